@@ -1,0 +1,279 @@
+#include "graph/graph.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <xxhash.h>
+
+#include <sstream>
+
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+const char* short_name(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return "f32";
+    case at::kDouble:
+      return "f64";
+    case at::kHalf:
+      return "f16";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kLong:
+      return "i64";
+    case at::kInt:
+      return "i32";
+    case at::kShort:
+      return "i16";
+    case at::kChar:
+      return "i8";
+    case at::kByte:
+      return "u8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(type);
+  }
+}
+
+template <class Range>
+std::string join(const Range& range, const char* separator) {
+  std::ostringstream out;
+  const char* between = "";
+  for (const auto& element : range) {
+    out << between << element;
+    between = separator;
+  }
+  return out.str();
+}
+
+bool is_contiguous(const TensorMeta& meta) {
+  int64_t expected = 1;
+  for (size_t i = meta.sizes.size(); i-- > 0;) {
+    if (meta.sizes[i] != 1 && meta.strides[i] != expected) return false;
+    expected *= meta.sizes[i];
+  }
+  return true;
+}
+
+uint64_t hash(const std::string& text, uint64_t seed = 0) {
+  return XXH64(text.data(), text.size(), seed);
+}
+
+uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
+  const at::Tensor flat = tensor.detach().cpu().contiguous();
+  return XXH64(flat.const_data_ptr(), flat.nbytes(), seed);
+}
+
+std::string value_text(ValueId id) { return id == kUndefined ? "_" : c10::str("%", id); }
+
+std::string values_text(const c10::SmallVector<ValueId, 1>& values) {
+  std::vector<std::string> texts;
+  for (ValueId id : values) texts.push_back(value_text(id));
+  return join(texts, ", ");
+}
+
+std::string argument_text(const c10::FunctionSchema& schema, size_t index,
+                          const Argument& argument) {
+  const std::string prefix = schema.arguments()[index].name() + "=";
+  switch (argument.kind) {
+    case Argument::Kind::kTensor:
+      return prefix + value_text(argument.values[0]);
+    case Argument::Kind::kConstant:
+      return prefix + (is_patchable(schema, index) ? "$" : constant_to_string(argument.constant));
+    default:
+      return prefix + "[" + values_text(argument.values) + "]";
+  }
+}
+
+/// A number whose value picks the shape of a factory's result, as in `arange(end)`.
+bool is_factory(const c10::FunctionSchema& schema) {
+  for (const auto& argument : schema.arguments()) {
+    if (argument.type()->isSubtypeOf(*c10::TensorType::get()) ||
+        argument.type()->isSubtypeOf(*c10::ListType::ofTensors())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+TensorMeta TensorMeta::of(const at::Tensor& tensor) {
+  TensorMeta meta;
+  meta.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  meta.strides.assign(tensor.strides().begin(), tensor.strides().end());
+  meta.dtype = tensor.scalar_type();
+  meta.device = tensor.device();
+  meta.requires_grad = tensor.requires_grad();
+  return meta;
+}
+
+int64_t TensorMeta::numel() const {
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  return count;
+}
+
+int64_t TensorMeta::nbytes() const { return numel() * static_cast<int64_t>(elementSize(dtype)); }
+
+std::string TensorMeta::to_string() const {
+  std::string text = c10::str(short_name(dtype), "[", join(sizes, ", "), "]");
+  if (!is_contiguous(*this)) text += "{" + join(strides, ", ") + "}";
+  if (!device.is_cpu()) text += "@" + device.str();
+  return text;
+}
+
+bool TensorMeta::operator==(const TensorMeta& other) const {
+  return sizes == other.sizes && strides == other.strides && dtype == other.dtype &&
+         device == other.device && requires_grad == other.requires_grad;
+}
+
+const char* to_string(ValueKind kind) {
+  switch (kind) {
+    case ValueKind::kInput:
+      return "input";
+    case ValueKind::kParameter:
+      return "parameter";
+    case ValueKind::kBuffer:
+      return "buffer";
+    case ValueKind::kConstant:
+      return "constant";
+    case ValueKind::kLiteral:
+      return "literal";
+    case ValueKind::kResult:
+      return "result";
+  }
+  return "?";
+}
+
+ExecutionMode ExecutionMode::current() {
+  ExecutionMode mode;
+  mode.grad = at::GradMode::is_enabled();
+  mode.inference = c10::InferenceMode::is_enabled();
+  mode.autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
+  mode.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
+  mode.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  mode.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  return mode;
+}
+
+bool ExecutionMode::operator==(const ExecutionMode& other) const {
+  return grad == other.grad && inference == other.inference && autocast_cpu == other.autocast_cpu &&
+         autocast_cuda == other.autocast_cuda &&
+         (!autocast_cpu || autocast_cpu_dtype == other.autocast_cpu_dtype) &&
+         (!autocast_cuda || autocast_cuda_dtype == other.autocast_cuda_dtype);
+}
+
+std::string ExecutionMode::to_string() const {
+  std::vector<std::string> parts;
+  if (inference) {
+    parts.push_back("inference");
+  } else if (!grad) {
+    parts.push_back("no_grad");
+  }
+  if (autocast_cpu) parts.push_back(c10::str("autocast_cpu(", short_name(autocast_cpu_dtype), ")"));
+  if (autocast_cuda) {
+    parts.push_back(c10::str("autocast_cuda(", short_name(autocast_cuda_dtype), ")"));
+  }
+  return join(parts, " ");
+}
+
+std::string Operator::name() const {
+  const auto& full = handle.operator_name();
+  return full.overload_name.empty() ? full.name : full.name + "." + full.overload_name;
+}
+
+std::string Graph::line(size_t index) const {
+  const Operator& op = operators[index];
+  const auto& schema = op.handle.schema();
+  std::vector<std::string> results, metas, arguments;
+  for (ValueId id : op.results) {
+    results.push_back(value_text(id));
+    metas.push_back(id == kUndefined ? "_" : values[id].meta.to_string());
+  }
+  for (size_t i = 0; i < op.arguments.size(); ++i) {
+    arguments.push_back(argument_text(schema, i, op.arguments[i]));
+  }
+  std::string text = c10::str(join(results, ", "), results.empty() ? "" : " = ", op.name(), "(",
+                              join(arguments, ", "), ") : ", join(metas, ", "));
+  const bool literal = op.results.size() == 1 && op.results[0] != kUndefined &&
+                       values[op.results[0]].kind == ValueKind::kLiteral;
+  if (literal) text += " literal";
+  const std::string mode = op.mode.to_string();
+  if (!mode.empty()) text += " " + mode;
+  if (!op.scope.empty()) text += "  # " + op.scope;
+  return text;
+}
+
+std::string Graph::to_string() const {
+  std::ostringstream out;
+  for (size_t id = 0; id < values.size(); ++id) {
+    const Value& value = values[id];
+    if (value.producer >= 0) continue;
+    out << "%" << id << " = " << graph::to_string(value.kind) << " " << value.name << " : "
+        << value.meta.to_string() << (value.meta.requires_grad ? " grad" : "") << "\n";
+  }
+  for (size_t i = 0; i < operators.size(); ++i) out << line(i) << "\n";
+  for (const BackwardRoot& root : roots) {
+    out << "backward " << value_text(root.value);
+    if (root.gradient != kUndefined) out << " with " << value_text(root.gradient);
+    out << "\n";
+  }
+  std::vector<std::string> returned;
+  for (ValueId id : outputs) returned.push_back(value_text(id));
+  out << "return " << join(returned, ", ") << "\n";
+  return out.str();
+}
+
+uint64_t Graph::fingerprint() const { return hash(to_string()); }
+
+uint64_t Graph::constants_fingerprint() const {
+  uint64_t result = 0;
+  for (const Operator& op : operators) {
+    const auto& schema = op.handle.schema();
+    for (size_t i = 0; i < op.arguments.size(); ++i) {
+      if (op.arguments[i].kind == Argument::Kind::kConstant && is_patchable(schema, i)) {
+        result = hash(constant_to_string(op.arguments[i].constant), result);
+      }
+    }
+  }
+  for (const Value& value : values) {
+    if (value.content.defined()) result = hash_content(value.content, result);
+  }
+  return result;
+}
+
+bool is_patchable(const c10::FunctionSchema& schema, size_t index) {
+  const auto& argument = schema.arguments()[index];
+  auto type = argument.type();
+  if (type->kind() == c10::TypeKind::OptionalType) {
+    type = type->expectRef<c10::OptionalType>().getElementType();
+  }
+  const bool number =
+      type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType;
+  if (!number) return false;
+  return !is_factory(schema) || argument.name() == "fill_value";
+}
+
+std::string constant_to_string(const c10::IValue& value) {
+  if (value.isDouble()) {
+    // 17 digits tell any two doubles apart.
+    std::ostringstream out;
+    out.precision(17);
+    out << value.toDouble();
+    return out.str();
+  }
+  if (value.isBool()) return value.toBool() ? "true" : "false";
+  if (value.isString()) return "\"" + value.toStringRef() + "\"";
+  if (value.isDevice()) return value.toDevice().str();
+  std::ostringstream out;
+  out.precision(17);
+  out << value;
+  return out.str();
+}
+
+}  // namespace smp::graph
