@@ -1,0 +1,11 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace smp {
+
+/// The value of environment variable `name`, or nothing when it is unset or empty.
+std::optional<std::string> env(const char* name);
+
+}  // namespace smp

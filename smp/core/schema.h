@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace smp {
+
+/// A JSON array, object or null where a parameter's value belongs. No parameter takes one; the
+/// text is kept for the error message.
+struct OtherJson {
+  explicit OtherJson(std::string json_text) : text(std::move(json_text)) {}
+  bool operator==(const OtherJson& other) const { return text == other.text; }
+  std::string text;
+};
+
+/// The value of a parameter. The empty state means "unset".
+using Value = std::variant<std::monostate, bool, int64_t, double, std::string, OtherJson>;
+
+/// A value as JSON text; "unset" for the empty state.
+std::string to_string(const Value& value);
+
+enum class ParameterType { kBool, kInt, kNumber, kString };
+
+/// What this version does with a parameter.
+enum class Availability {
+  kAvailable,
+  /// The feature does not exist yet: only the default is accepted.
+  kDefaultOnly,
+  /// Belongs to the TensorFlow version of SMP: only the default is accepted.
+  kTensorFlowOnly,
+};
+
+/// One row of the schema: all there is to know about a parameter of the configuration.
+struct Parameter {
+  std::string name;
+  ParameterType type = ParameterType::kBool;
+  /// The default; unset when there is none, or when it depends on other parameters.
+  Value default_value;
+  /// One paragraph, in markdown.
+  std::string doc;
+  /// Another name for the same parameter; empty for none.
+  std::string alias;
+  /// How the documentation describes a default that is not one value.
+  std::string default_text;
+  std::optional<double> minimum;
+  std::optional<double> maximum;
+  /// True when `minimum` itself is not allowed.
+  bool exclusive_minimum = false;
+  /// The strings allowed; empty for any.
+  std::vector<std::string> values;
+  /// Those of `values` that this version does not have yet.
+  std::vector<std::string> unavailable_values;
+  /// A bool parameter that must be true when this one is given; empty for none.
+  std::string needs;
+  /// The documented text for a value of wrong type or range, with {key} and {value} to be
+  /// replaced; empty for the general text.
+  std::string error;
+  Availability availability = Availability::kAvailable;
+};
+
+/// All parameters, in the order of the documentation. The single source of names, types,
+/// defaults, ranges and texts: the reader, the checks and docs/configuration.md use it.
+const std::vector<Parameter>& schema();
+
+/// The parameter called `name`, by name or alias; nullptr when there is none.
+const Parameter* find_parameter(const std::string& name);
+
+/// The name or alias in the schema with the smallest edit distance to `name`.
+std::string nearest_parameter(const std::string& name);
+
+/// Of `candidates` (not empty), the first with the smallest edit distance to `name`.
+std::string nearest_name(const std::string& name, const std::vector<std::string>& candidates);
+
+/// True for keys that occur in public SMP 1.x scripts without any documentation.
+bool is_undocumented_key(const std::string& name);
+
+/// The values a parameter takes, in words: "an integer >= 1", "'simple' or 'interleaved'".
+std::string expected_values(const Parameter& parameter);
+
+/// `value` in the representation of the parameter's type: an integral double becomes an integer
+/// for an integer parameter, an integer a double for a number. Others are returned unchanged.
+Value normalised(const Parameter& parameter, const Value& value);
+
+/// What is wrong with the type or the range of `value`, or nothing. `key` is the name it was given
+/// under.
+std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
+                                         const Value& value);
+
+/// Why a value of right type and range is refused by this version, or nothing.
+std::optional<std::string> availability_problem(const Parameter& parameter, const Value& value);
+
+}  // namespace smp

@@ -1,0 +1,261 @@
+#include <utility>
+
+#include "smp/core/schema.h"
+
+namespace smp {
+namespace {
+
+// Builds one row; each method adds what is not the rule.
+class Row {
+ public:
+  Row(std::string name, ParameterType type, Value default_value, std::string doc) {
+    row_.name = std::move(name);
+    row_.type = type;
+    row_.default_value = std::move(default_value);
+    row_.doc = std::move(doc);
+  }
+  Row alias(std::string name) { return with(&Parameter::alias, std::move(name)); }
+  Row default_text(std::string text) { return with(&Parameter::default_text, std::move(text)); }
+  Row at_least(double minimum) { return with(&Parameter::minimum, minimum); }
+  Row at_most(double maximum) { return with(&Parameter::maximum, maximum); }
+  Row above(double minimum) { return at_least(minimum).with(&Parameter::exclusive_minimum, true); }
+  Row values(std::vector<std::string> all) { return with(&Parameter::values, std::move(all)); }
+  Row without(std::string value) {
+    row_.unavailable_values.push_back(std::move(value));
+    return *this;
+  }
+  Row needs(std::string name) { return with(&Parameter::needs, std::move(name)); }
+  Row error(std::string text) { return with(&Parameter::error, std::move(text)); }
+  Row default_only() { return with(&Parameter::availability, Availability::kDefaultOnly); }
+  Row tensorflow_only() { return with(&Parameter::availability, Availability::kTensorFlowOnly); }
+
+  operator Parameter() const { return row_; }
+
+ private:
+  template <class Member, class T>
+  Row with(Member member, T value) {
+    row_.*member = std::move(value);
+    return *this;
+  }
+
+  Parameter row_;
+};
+
+Row boolean(std::string name, bool default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kBool, default_value, std::move(doc));
+}
+
+Row integer(std::string name, Value default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kInt, std::move(default_value), std::move(doc));
+}
+
+Row number(std::string name, Value default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kNumber, std::move(default_value), std::move(doc));
+}
+
+Row text(std::string name, Value default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kString, std::move(default_value), std::move(doc));
+}
+
+constexpr const char* kPositive = "The number of {key} must be a positive integer.";
+
+std::vector<Parameter> pipeline_rows() {
+  return {
+      integer("partitions", int64_t{1},
+              "The number of pipeline partitions: each is run by one rank of a replica. The number "
+              "of ranks must be a multiple of it. The launcher requires it.")
+          .alias("pipeline_parallel_degree")
+          .at_least(1)
+          .error(kPositive),
+      integer("microbatches", int64_t{1},
+              "Into how many microbatches a step splits its batch. The batch dimension must be "
+              "divisible by it. With 1 there is no pipelining.")
+          .at_least(1)
+          .error(kPositive),
+      text(
+          "pipeline", "interleaved",
+          "The schedule. `simple` runs all forwards before the first backward; `interleaved` gives "
+          "a backward priority as soon as one is ready. A step function without `backward` gets a "
+          "forward-only schedule by itself.")
+          .values({"simple", "interleaved"}),
+      integer("active_microbatches", {},
+              "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
+          .default_text("partitions + 2")
+          .at_least(1)
+          .error(kPositive),
+      boolean("deterministic_server", false,
+              "In SMP 1.x: serve requests in the same order on all data-parallel ranks. Here every "
+              "schedule is a fixed program, so both values mean the same."),
+      text("input_source", "all",
+           "Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch "
+           "(checked), or only the `first` does and the others pass dummies of the right shape.")
+          .values({"all", "first"})
+          .without("first"),
+      text("numerics", "exact",
+           "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
+           "`fast` allows cheaper orders of summation.")
+          .values({"exact", "fast"})
+          .without("fast"),
+      integer("gradient_shards", int64_t{0},
+              "Into how many shards the microbatches of a step are grouped when gradients are "
+              "summed; this fixes the order of the sum, and so the bits of the result, whatever "
+              "the number of ranks. 0 means the number of replicas.")
+          .at_least(0),
+      integer("seed", int64_t{-1},
+              "The seed of the random operators inside steps. -1 draws it from the default "
+              "generator of world rank 0 at the first step, so that `torch::manual_seed` decides.")
+          .at_least(-1),
+  };
+}
+
+std::vector<Parameter> partition_rows() {
+  return {
+      boolean("auto_partition", true,
+              "Let the partitioner assign operators to partitions. `false` leaves it to partition "
+              "scopes in the program and to `default_partition`.")
+          .default_only(),
+      integer("default_partition", int64_t{0},
+              "The partition of what is outside every partition scope. Required when "
+              "`auto_partition` is false; must be less than `partitions`.")
+          .at_least(0)
+          .default_only(),
+      text("optimize", "memory",
+           "What to favour. It selects the default of `memory_weight`, and how tensor-parallel "
+           "layers are laid out.")
+          .values({"memory", "speed"}),
+      number("memory_weight", {},
+             "How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 "
+             "compute time only.")
+          .default_text("0.2 if `optimize` is `speed`, else 0.8")
+          .at_least(0)
+          .at_most(1)
+          .error("{key} must be between 0.0 and 1.0!"),
+      boolean("load_partition", false, "Load the partition from `partition_file`.").default_only(),
+      text("partition_file", {}, "The file that `load_partition` reads.")
+          .default_text("unset")
+          .error("'{key}' must be a str.")
+          .default_only(),
+      boolean("skip_tracing", false,
+              "Partition without measuring the model first, by parameter sizes alone.")
+          .default_only(),
+      boolean("delayed_parameter_initialization", false,
+              "Create parameters only where they are needed, after the partition.")
+          .default_only(),
+  };
+}
+
+std::vector<Parameter> rank_rows() {
+  return {
+      text(
+          "placement_strategy", "cluster",
+          "How ranks are placed. The letters are the digits of a rank in mixed radix: D replica, "
+          "P partition, T tensor-parallel rank; the right-most letter varies fastest. `cluster` is "
+          "`DPT`: the partitions of a replica are neighbours. `spread` is `TPD`: the replicas are.")
+          .values({"cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}),
+      boolean("ddp", false,
+              "Hybrid of pipeline and data parallelism: more ranks than `partitions` train several "
+              "replicas, whose gradients are averaged."),
+      integer("ddp_port", {}, "The TCP port on which replicas meet when MPI does not start them.")
+          .default_text("unset")
+          .at_least(0)
+          .at_most(65535)
+          .needs("ddp")
+          .error("Invalid port number {value}."),
+      text("ddp_dist_backend", "auto", "The transport of data parallelism.")
+          .values({"auto", "nccl"})
+          .without("nccl")
+          .needs("ddp"),
+      number("bucket_cap_mb", 25.0,
+             "The size in MiB of the buckets in which gradients are reduced over replicas.")
+          .above(0),
+      number("timeout_seconds", 300.0,
+             "After how many seconds a blocking wait for another rank is an error.")
+          .above(0),
+  };
+}
+
+std::vector<Parameter> memory_rows() {
+  return {
+      boolean("offload_activations", false,
+              "Move the activations of checkpointed layers to the CPU.")
+          .default_only(),
+      integer("activation_loading_horizon", int64_t{4},
+              "How many pipeline tasks ahead offloaded activations are fetched back.")
+          .at_least(1)
+          .default_only(),
+      boolean("shard_optimizer_state", false,
+              "Divide the optimizer's state over the replicas instead of repeating it.")
+          .default_only(),
+      boolean("fp16", false, "Train in half precision with loss scaling; not together with `bf16`.")
+          .default_only(),
+      boolean("fp16_params", false, "Create the parameters of distributed modules in fp16.")
+          .default_only(),
+      boolean("bf16", false,
+              "Train in bfloat16; needs `sharded_data_parallel_degree` > 1; not together with "
+              "`fp16`.")
+          .default_only(),
+  };
+}
+
+std::vector<Parameter> tensor_and_sharding_rows() {
+  return {
+      integer(
+          "tensor_parallel_degree", int64_t{1},
+          "Over how many ranks the layers of distributed modules are divided. More than 1 needs "
+          "`ddp`.")
+          .at_least(1)
+          .default_only(),
+      boolean("prescaled_batch", false,
+              "The ranks of a tensor-parallel group feed the same batch instead of their own.")
+          .default_only(),
+      integer("sharded_data_parallel_degree", int64_t{1},
+              "Over how many replicas parameters, gradients and optimizer state are sharded; a "
+              "divisor of the number of data-parallel ranks.")
+          .at_least(1)
+          .default_only(),
+      integer("sdp_reduce_bucket_size", int64_t{500000000},
+              "The size of sharded gradient buckets, in elements.")
+          .at_least(1)
+          .default_only(),
+      integer("sdp_param_persistence_threshold", int64_t{1000000},
+              "Parameters with fewer elements than this stay on every rank.")
+          .at_least(0)
+          .default_only(),
+      integer("sdp_max_live_parameters", int64_t{1000000000},
+              "Gathering ahead pauses when this many parameters are materialised.")
+          .at_least(1)
+          .default_only(),
+      boolean("sdp_hierarchical_allgather", true,
+              "Gather parameters within and across hosts apart.")
+          .default_only(),
+      number("sdp_gradient_clipping", 1.0, "The norm to which sharded gradients are clipped.")
+          .above(0)
+          .default_only(),
+  };
+}
+
+std::vector<Parameter> tensorflow_rows() {
+  return {
+      boolean("contiguous", true, "Each partition is a connected part of the TensorFlow graph.")
+          .tensorflow_only(),
+      boolean("horovod", false, "Data parallelism by Horovod.").tensorflow_only(),
+  };
+}
+
+std::vector<Parameter> make_schema() {
+  std::vector<Parameter> all;
+  for (auto rows : {pipeline_rows(), partition_rows(), rank_rows(), memory_rows(),
+                    tensor_and_sharding_rows(), tensorflow_rows()}) {
+    all.insert(all.end(), rows.begin(), rows.end());
+  }
+  return all;
+}
+
+}  // namespace
+
+const std::vector<Parameter>& schema() {
+  static const std::vector<Parameter> rows = make_schema();
+  return rows;
+}
+
+}  // namespace smp

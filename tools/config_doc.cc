@@ -1,0 +1,134 @@
+#include "tools/config_doc.h"
+
+#include "smp/core/schema.h"
+
+namespace smp::tools {
+namespace {
+
+constexpr const char* kIntroduction =
+    R"(# Configuration
+
+<!-- Generated from smp/core/schema_table.cc: bazel run //tools:config_doc > docs/configuration.md -->
+
+## Where parameters come from
+
+Strongest first, key by key:
+
+1. the environment variable `SM_HP_MP_PARAMETERS`: a JSON object of parameters. The launcher sets it;
+2. a file: `smp::Config::from_file("smp.json")`;
+3. the program: `smp::Config().partitions(2).microbatches(4)`.
+
+A file holds the parameters themselves,
+
+```json
+{"partitions": 2, "microbatches": 4}
+```
+
+or the `distribution` argument of the SageMaker estimator as JSON:
+
+```json
+{
+  "smdistributed": {
+    "modelparallel": {"enabled": true, "parameters": {"partitions": 2, "microbatches": 4}}
+  },
+  "mpi": {"enabled": true, "processes_per_host": 2, "custom_mpi_options": "--report-bindings"}
+}
+```
+
+where `parameters` may also be the path of a file, relative to this one.
+
+`smp::init` merges the sources, checks everything, and reports all mistakes at once:
+
+```
+[smp] the configuration has 2 errors:
+  smp.json: "micro_batches": unknown parameter. Did you mean "microbatches"?
+  smp.json: "memory_weight": memory_weight must be between 0.0 and 1.0! (got 1.5)
+```
+
+A parameter whose feature does not exist in this version is refused, never ignored. Printing a
+`smp::Config` shows each parameter in effect, where it comes from, and what it overrides.
+
+)";
+
+constexpr const char* kEnding =
+    R"(## Environment variables
+
+| variable | meaning |
+|---|---|
+| `SM_HP_MP_PARAMETERS` | parameters as a JSON object, see above |
+| `SMP_LOG_LEVEL` | least important lines written to stderr: `debug`, `info` (default), `warning` or `error` |
+| `SMP_FAILURE_DIR` | folder in which a failing rank leaves its message; `smprun` sets it |
+
+## Starting ranks: `smprun`
+
+```
+tools/smprun --config smp.json [--np N] [--dry-run] [--tag-output] PROGRAM ARGS...
+```
+
+checks the configuration, then starts the ranks with `mpirun` and hands them the parameters. The
+number of ranks is `--np`, else `mpi.processes_per_host`, else `partitions`. `custom_mpi_options` is
+split at blanks, with quotes as in a shell; nothing in it is evaluated. `--dry-run` prints the
+command. Without `--config` the parameters are those of `SM_HP_MP_PARAMETERS` if that is set, else
+the program's own (`--np` is required then); both at once is an error. The exit status is that of
+`mpirun`. When the job fails, the last line says what failed first:
+
+```
+smprun: first cause: rank 2: [smp rank 2] ...
+```
+)";
+
+std::string type_text(const Parameter& parameter) {
+  if (!parameter.values.empty()) {
+    std::string text;
+    for (const std::string& value : parameter.values) {
+      text += (text.empty() ? "`" : ", `") + value + "`";
+    }
+    return text;
+  }
+  return expected_values(parameter);
+}
+
+std::string default_text(const Parameter& parameter) {
+  if (!parameter.default_text.empty()) return parameter.default_text;
+  return "`" + to_string(parameter.default_value) + "`";
+}
+
+std::string entry(const Parameter& parameter) {
+  std::string text = "### `" + parameter.name + "`\n\n" + parameter.doc + "\n\n";
+  if (!parameter.alias.empty()) text += "- Also called: `" + parameter.alias + "`\n";
+  text += "- Value: " + type_text(parameter) + "\n- Default: " + default_text(parameter) + "\n";
+  if (!parameter.needs.empty()) text += "- Needs: `" + parameter.needs + "`\n";
+  for (const std::string& value : parameter.unavailable_values) {
+    text += "- Not available in this version: `" + value + "`\n";
+  }
+  return text + "\n";
+}
+
+std::string table(Availability availability) {
+  std::string text = "| parameter | value | the value accepted | meaning |\n|---|---|---|---|\n";
+  for (const Parameter& parameter : schema()) {
+    if (parameter.availability != availability) continue;
+    text += "| `" + parameter.name + "` | " + type_text(parameter) + " | " +
+            default_text(parameter) + " | " + parameter.doc + " |\n";
+  }
+  return text + "\n";
+}
+
+}  // namespace
+
+std::string configuration_page() {
+  std::string text = kIntroduction;
+  text += "## Parameters\n\n";
+  for (const Parameter& parameter : schema()) {
+    if (parameter.availability == Availability::kAvailable) text += entry(parameter);
+  }
+  text += "## Not available in this version\n\nKnown, but accepted with their default only.\n\n" +
+          table(Availability::kDefaultOnly);
+  text +=
+      "## TensorFlow only\n\nPart of SMP's parameters for TensorFlow; accepted with their default "
+      "only.\n\n" +
+      table(Availability::kTensorFlowOnly);
+  return text + kEnding;
+}
+
+}  // namespace smp::tools

@@ -1,0 +1,172 @@
+#include "tools/launch.h"
+
+#include <cstring>
+
+#include "smp/core/config_file.h"
+#include "smp/core/error.h"
+#include "smp/core/failure.h"
+#include "smp/core/topology.h"
+
+namespace smp::tools {
+namespace {
+
+// The configuration that the launcher can see, or nothing: then the program brings its own.
+std::optional<Distribution> find_distribution(const LaunchOptions& options,
+                                              const LaunchContext& context) {
+  const bool has_file = !options.config_file.empty();
+  SMP_CHECK_WITH(ConfigError, !(has_file && context.parameters), "smprun: both --config ",
+                 options.config_file, " and the environment variable ", kParametersVariable,
+                 " are set: expected one of them. Unset ", kParametersVariable,
+                 ", or leave --config out.");
+  if (has_file) return Distribution::from_file(options.config_file);
+  if (context.parameters) return Distribution::from_json(*context.parameters, kParametersVariable);
+  return std::nullopt;
+}
+
+void check(const Config& config, const std::string& source) {
+  SMP_CHECK_WITH(ConfigError, config.is_set("partitions"), source,
+                 ": 'partitions' is a required parameter. Set it to the number of pipeline "
+                 "partitions.");
+  config.validate();
+}
+
+int rank_count(const LaunchOptions& options, const std::optional<Distribution>& distribution) {
+  if (options.np) return *options.np;
+  SMP_CHECK_WITH(ConfigError, distribution.has_value(),
+                 "smprun: the number of ranks is unknown: expected --np N or --config FILE, got "
+                 "neither. Give one of them.");
+  return static_cast<int>(
+      distribution->processes_per_host.value_or(distribution->config.partitions()));
+}
+
+class MpirunArguments {
+ public:
+  explicit MpirunArguments(std::vector<std::string> custom) : custom_(std::move(custom)) {}
+
+  // Adds an option unless the user's own options have it: mpirun refuses some twice.
+  void add(const std::string& option, const std::string& value) {
+    if (!user_has(option)) append({"--" + option, value});
+  }
+  void add_mca(const std::string& name, const std::string& value) {
+    if (!user_has(name)) append({"--mca", name, value});
+  }
+  void append(const std::vector<std::string>& words) {
+    words_.insert(words_.end(), words.begin(), words.end());
+  }
+  void append_custom() { append(custom_); }
+  std::vector<std::string> take() { return std::move(words_); }
+
+ private:
+  bool user_has(const std::string& name) const {
+    for (const std::string& word : custom_) {
+      if (word == name || word == "-" + name || word == "--" + name) return true;
+    }
+    return false;
+  }
+
+  std::vector<std::string> custom_;
+  std::vector<std::string> words_;
+};
+
+}  // namespace
+
+LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context) {
+  const auto distribution = find_distribution(options, context);
+  const std::string source =
+      options.config_file.empty() ? kParametersVariable : options.config_file;
+  if (distribution) check(distribution->config, source);
+  const int ranks = rank_count(options, distribution);
+  if (distribution) Topology::check_divides(distribution->config, ranks);
+
+  const std::string custom = distribution ? distribution->custom_mpi_options : "";
+  MpirunArguments mpirun(split_options(custom, source + ": \"mpi.custom_mpi_options\": "));
+  // Ranks may outnumber cores, and a rank must not be tied to a core that others compute on.
+  mpirun.append({"mpirun", "-np", std::to_string(ranks), "--oversubscribe"});
+  mpirun.add("bind-to", "none");
+  if (context.is_root) mpirun.append({"--allow-run-as-root"});
+  if (options.tag_output) mpirun.append({"--tag-output"});
+  mpirun.add_mca("orte_abort_on_non_zero_status", "1");
+  // Containers forbid the system call that the default mechanism needs.
+  mpirun.add_mca("btl_vader_single_copy_mechanism", "none");
+  mpirun.append_custom();
+  mpirun.append({"-x", kFailureDirVariable});
+  LaunchCommand command;
+  command.environment = {{kFailureDirVariable, context.failure_dir}};
+  if (distribution) {
+    mpirun.append({"-x", kParametersVariable});
+    command.environment.emplace_back(kParametersVariable, distribution->parameters_json);
+  }
+  mpirun.append(options.program);
+  command.arguments = mpirun.take();
+  return command;
+}
+
+std::vector<std::string> split_options(const std::string& text, const std::string& where) {
+  std::vector<std::string> words;
+  std::string word;
+  bool in_word = false;
+  char quote = '\0';
+  size_t quote_at = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    const bool escapes = c == '\\' && quote != '\'';
+    if (escapes) {
+      SMP_CHECK_WITH(ConfigError, i + 1 < text.size(), where,
+                     "expected a character after the backslash at the end of: ", text);
+      // Inside double quotes only these are special; elsewhere any character is taken as it is.
+      if (quote == '"' && text[i + 1] != '"' && text[i + 1] != '\\') word += c;
+      word += text[++i];
+      in_word = true;
+    } else if (quote != '\0') {
+      if (c == quote) {
+        quote = '\0';
+      } else {
+        word += c;
+      }
+    } else if (c == '\'' || c == '"') {
+      quote = c;
+      quote_at = i;
+      in_word = true;
+    } else if (c == ' ' || c == '\t' || c == '\n') {
+      if (in_word) words.push_back(std::move(word));
+      word.clear();
+      in_word = false;
+    } else {
+      word += c;
+      in_word = true;
+    }
+  }
+  SMP_CHECK_WITH(ConfigError, quote == '\0', where, "the quote ", quote, " at character ",
+                 quote_at + 1, " is not closed in: ", text, ". Close it.");
+  if (in_word) words.push_back(std::move(word));
+  return words;
+}
+
+std::string shell_quoted(const std::string& text) {
+  const char* plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=./:,@%+";
+  if (!text.empty() && text.find_first_not_of(plain) == std::string::npos) return text;
+  std::string quoted = "'";
+  for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+std::string shell_text(const LaunchCommand& command) {
+  std::string line;
+  for (const auto& [name, value] : command.environment) {
+    line += name + "=" + shell_quoted(value) + " ";
+  }
+  for (size_t i = 0; i < command.arguments.size(); ++i) {
+    line += (i > 0 ? " " : "") + shell_quoted(command.arguments[i]);
+  }
+  return line;
+}
+
+std::string explain_exit(int exit_status) {
+  if (exit_status > 128 && exit_status < 128 + 65) {
+    const int signal = exit_status - 128;
+    return c10::str("a rank was ended by signal ", signal, " (", strsignal(signal), ")");
+  }
+  return c10::str("a rank or mpirun ended with exit status ", exit_status);
+}
+
+}  // namespace smp::tools

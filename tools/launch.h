@@ -1,0 +1,57 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace smp::tools {
+
+/// What the user asked `smprun` for.
+struct LaunchOptions {
+  /// The file with the configuration; empty for none.
+  std::string config_file;
+  /// The number of ranks, if given on the command line.
+  std::optional<int> np;
+  /// Whether mpirun marks each line of output with its rank.
+  bool tag_output = false;
+  /// The program to run and its arguments.
+  std::vector<std::string> program;
+};
+
+/// What the launcher knows about the machine and the caller.
+struct LaunchContext {
+  /// The caller's `SM_HP_MP_PARAMETERS`, if set.
+  std::optional<std::string> parameters;
+  /// mpirun refuses to run as root unless told.
+  bool is_root = false;
+  /// The folder for the last words of ranks, see `smp::record_failure`.
+  std::string failure_dir;
+};
+
+/// A command as an argument vector; no shell is involved.
+struct LaunchCommand {
+  std::vector<std::string> arguments;
+  /// Variables set for the command, in addition to the caller's.
+  std::vector<std::pair<std::string, std::string>> environment;
+};
+
+/// Checks the configuration and makes the mpirun command. The number of ranks is `options.np`,
+/// else mpi.processes_per_host of the file, else "partitions". Throws `ConfigError` with the texts
+/// of docs/configuration.md, and when both a file and `context.parameters` are given.
+LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context);
+
+/// Splits `text` at blanks as a shell does, with 'single' and "double" quotes and backslashes.
+/// Nothing is expanded. Throws `ConfigError` that starts with `where` when a quote is not closed.
+std::vector<std::string> split_options(const std::string& text, const std::string& where);
+
+/// `text` quoted so that a POSIX shell reads it as one word.
+std::string shell_quoted(const std::string& text);
+
+/// The command as a line that can be pasted into a POSIX shell.
+std::string shell_text(const LaunchCommand& command);
+
+/// What the exit status of mpirun (0 to 255) says about how the ranks ended.
+std::string explain_exit(int exit_status);
+
+}  // namespace smp::tools

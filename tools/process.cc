@@ -1,0 +1,93 @@
+#include "tools/process.h"
+
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "smp/core/error.h"
+
+extern char** environ;
+
+namespace smp::tools {
+namespace {
+
+std::vector<std::string> environment_of(const LaunchCommand& command) {
+  std::vector<std::string> entries;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    bool replaced = false;
+    for (const auto& [name, value] : command.environment) {
+      replaced = replaced || text.compare(0, name.size() + 1, name + "=") == 0;
+    }
+    if (!replaced) entries.push_back(text);
+  }
+  for (const auto& [name, value] : command.environment) entries.push_back(name + "=" + value);
+  return entries;
+}
+
+// The null-terminated array of pointers into `words` that exec wants.
+std::vector<char*> pointers(std::vector<std::string>& words) {
+  std::vector<char*> all;
+  for (std::string& word : words) all.push_back(word.data());
+  all.push_back(nullptr);
+  return all;
+}
+
+pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask) {
+  std::vector<std::string> words = command.arguments;
+  std::vector<std::string> entries = environment_of(command);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setsigmask(&attributes, &child_mask);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
+  pid_t child = 0;
+  const int error = posix_spawnp(&child, words[0].c_str(), nullptr, &attributes,
+                                 pointers(words).data(), pointers(entries).data());
+  posix_spawnattr_destroy(&attributes);
+  SMP_CHECK(error != ENOENT, words[0],
+            ": not found in PATH. Install Open MPI (on Debian and Ubuntu: the package openmpi-bin).");
+  SMP_CHECK(error == 0, words[0], ": cannot be started: ", std::strerror(error), ".");
+  return child;
+}
+
+int exit_status_of(int wait_status) {
+  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
+}
+
+}  // namespace
+
+ProcessResult run_process(const LaunchCommand& command) {
+  // Blocked signals wait for sigwaitinfo, so there is no handler and no race. A SIGCHLD that the
+  // caller ignores would take the exit status away.
+  std::signal(SIGCHLD, SIG_DFL);
+  sigset_t waited;
+  sigemptyset(&waited);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&waited, signal);
+  sigset_t before;
+  sigprocmask(SIG_BLOCK, &waited, &before);
+
+  ProcessResult result;
+  const pid_t child = spawn(command, before);
+  for (;;) {
+    siginfo_t info;
+    const int signal = sigwaitinfo(&waited, &info);
+    if (signal == SIGCHLD) {
+      int status = 0;
+      if (waitpid(child, &status, WNOHANG) != child) continue;  // stopped or continued
+      result.exit_status = exit_status_of(status);
+      break;
+    }
+    if (signal > 0 && info.si_code != SI_KERNEL) {  // the terminal signals the whole group
+      kill(child, signal);
+    }
+    if (signal > 0) result.forwarded_signal = signal;
+  }
+  sigprocmask(SIG_SETMASK, &before, nullptr);
+  return result;
+}
+
+}  // namespace smp::tools

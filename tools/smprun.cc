@@ -1,0 +1,109 @@
+// smprun: starts the ranks of a program with mpirun, and says last what failed first.
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstring>
+#include <filesystem>
+#include <iostream>
+
+#include "smp/core/config_file.h"
+#include "smp/core/env.h"
+#include "smp/core/error.h"
+#include "smp/core/failure.h"
+#include "tools/launch.h"
+#include "tools/process.h"
+
+namespace {
+
+using smp::tools::LaunchCommand;
+using smp::tools::LaunchContext;
+using smp::tools::LaunchOptions;
+using smp::tools::ProcessResult;
+
+constexpr int kUsageStatus = 2;
+
+// A private folder that goes away with this object.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    path_ = (std::filesystem::temp_directory_path() / "smprun-XXXXXX").string();
+    SMP_CHECK(mkdtemp(path_.data()) != nullptr, "smprun: cannot create the folder ", path_, ": ",
+              std::strerror(errno), ". Set TMPDIR to a folder that can be written.");
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  ~TemporaryFolder() {
+    std::error_code ignored;  // what is left over in a temporary folder harms nobody
+    std::filesystem::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// Comes after mpirun's own banner, so that the last line on the screen is the cause.
+void report(const ProcessResult& result, const std::string& failure_dir) {
+  std::cout.flush();
+  const auto failure = smp::first_failure(failure_dir);
+  if (failure) {
+    std::cerr << "smprun: first cause: rank " << failure->rank << ": " << failure->message << "\n";
+  } else if (result.forwarded_signal != 0) {
+    std::cerr << "smprun: stopped by signal " << result.forwarded_signal << " ("
+              << strsignal(result.forwarded_signal) << ")\n";
+  } else {
+    std::cerr << "smprun: first cause: no rank left a message; "
+              << smp::tools::explain_exit(result.exit_status) << "\n";
+  }
+}
+
+int launch(const LaunchOptions& options, bool dry_run) {
+  LaunchContext context{smp::env(smp::kParametersVariable), geteuid() == 0, "FOLDER"};
+  if (dry_run) {
+    std::cout << shell_text(plan_launch(options, context)) << "\n";
+    return 0;
+  }
+  const TemporaryFolder folder;
+  context.failure_dir = folder.path();
+  const ProcessResult result = run_process(plan_launch(options, context));
+  if (result.exit_status != 0) report(result, folder.path());
+  return result.exit_status;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  LaunchOptions options;
+  int np = 0;
+  bool dry_run = false;
+  CLI::App app{"Starts the ranks of a program with mpirun. See docs/configuration.md.", "smprun"};
+  app.usage("Usage: smprun [--config FILE] [--np N] [--dry-run] [--tag-output] PROGRAM ARGS...");
+  app.add_option("--config", options.config_file,
+                 "JSON file with the parameters, or the estimator's distribution");
+  auto* np_option =
+      app.add_option("--np", np, "Number of ranks; else processes_per_host, else partitions")
+          ->check(CLI::PositiveNumber);
+  app.add_flag("--dry-run", dry_run, "Check the configuration and print the command only");
+  app.add_flag("--tag-output", options.tag_output, "Mark each line of output with its rank");
+  app.prefix_command();  // from the program on, everything belongs to the program
+  CLI11_PARSE(app, argc, argv);
+  options.program = app.remaining();
+  if (!options.program.empty() && options.program.front() == "--") {
+    options.program.erase(options.program.begin());
+  }
+  if (*np_option) options.np = np;
+  if (options.program.empty() || options.program.front().front() == '-') {
+    std::cerr << "smprun: expected a program to run, got "
+              << (options.program.empty() ? "none" : options.program.front()) << ".\n"
+              << app.help();
+    return kUsageStatus;
+  }
+  try {
+    return launch(options, dry_run);
+  } catch (const smp::Error& error) {
+    std::cerr << error.what_without_backtrace() << "\n";
+    return kUsageStatus;
+  }
+}
