@@ -1,0 +1,153 @@
+#include "checkpoint/apply.h"
+
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "checkpoint/reader.h"
+#include "smp/core/error.h"
+
+namespace smp::checkpoint {
+namespace {
+
+/// The names under which `index` has an expected tensor.
+std::vector<std::string> stored_names(const ExpectedTensor& expected, const Index& index) {
+  std::vector<std::string> found;
+  for (const std::string& name : expected.names) {
+    if (index.find_model(name) != nullptr) {
+      found.push_back(name);
+    }
+  }
+  return found;
+}
+
+/// What is wrong with one expected tensor, or empty.
+std::string problem_with(const ExpectedTensor& expected, const Index& index, bool strict) {
+  const std::vector<std::string> found = stored_names(expected, index);
+  if (found.empty()) {
+    return strict ? c10::str("missing, expected ", to_string(expected.spec)) : "";
+  }
+  const TensorEntry& first = *index.find_model(found.front());
+  for (const std::string& name : found) {
+    const TensorEntry& entry = *index.find_model(name);
+    if (entry.spec != expected.spec) {
+      return c10::str("expected ", to_string(expected.spec), ", got ", to_string(entry.spec));
+    }
+    if (entry.hash != first.hash) {
+      return c10::str("tied to \"", name, "\" in the model, but the checkpoint stores different ",
+                      "contents for the two");
+    }
+  }
+  return "";
+}
+
+/// Names the index has for tensors that nobody expects. Another name of a tensor that is
+/// expected is not one: its contents are used.
+std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expected,
+                                       const Index& index) {
+  std::set<const TensorEntry*> used;
+  for (const ExpectedTensor& tensor : expected) {
+    for (const std::string& name : stored_names(tensor, index)) {
+      used.insert(index.find_model(name));
+    }
+  }
+  std::set<std::string> names;
+  for (const auto& [name, entry] : index.model) {
+    if (used.count(&entry) == 0) {
+      names.insert(name);
+    }
+  }
+  return names;
+}
+
+}  // namespace
+
+StateDict state_dict(const torch::nn::Module& module) {
+  StateDict dict;
+  for (const auto& tensors : {module.named_parameters(), module.named_buffers()}) {
+    for (const auto& item : tensors) {
+      if (item.value().defined()) {  // a buffer may be registered without a tensor
+        dict.insert(item.key(), item.value());
+      }
+    }
+  }
+  return dict;
+}
+
+std::vector<NamedTensor> named_tensors(const StateDict& dict) {
+  std::vector<NamedTensor> tensors;
+  std::map<const c10::TensorImpl*, size_t> known;
+  for (const auto& item : dict) {
+    const at::Tensor& tensor = item.value();
+    const auto [found, is_new] = known.emplace(tensor.unsafeGetTensorImpl(), tensors.size());
+    if (is_new) {
+      tensors.push_back({item.key(), tensor, {}});
+    } else {
+      tensors[found->second].aliases.push_back(item.key());
+    }
+  }
+  return tensors;
+}
+
+std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors) {
+  std::vector<ExpectedTensor> expected;
+  for (const NamedTensor& tensor : tensors) {
+    ExpectedTensor& item = expected.emplace_back();
+    item.names = {tensor.name};
+    item.names.insert(item.names.end(), tensor.aliases.begin(), tensor.aliases.end());
+    item.spec = spec_of(tensor.tensor);
+  }
+  return expected;
+}
+
+void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
+                 const std::string& path, bool strict) {
+  std::map<std::string, std::string> problems;
+  for (const ExpectedTensor& tensor : expected) {
+    const std::string problem = problem_with(tensor, index, strict);
+    if (!problem.empty()) {
+      problems[tensor.names.front()] = problem;
+    }
+  }
+  if (strict) {
+    for (const std::string& name : unexpected_names(expected, index)) {
+      problems[name] = c10::str("not in the model, got ", to_string(index.model.at(name).spec));
+    }
+  }
+  std::string list;
+  for (const auto& [name, problem] : problems) {
+    list += c10::str("\n  ", name, ": ", problem);
+  }
+  SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", path,
+                 "\" does not fit the model:", list,
+                 "\nBuild the model as it was when the checkpoint was written",
+                 strict ? ", or load with strict = false to skip missing and unexpected tensors."
+                        : ".");
+}
+
+void load_into_module(torch::nn::Module& module, const std::string& path, bool strict) {
+  Reader reader(path);
+  std::vector<NamedTensor> targets = named_tensors(state_dict(module));
+  const std::vector<ExpectedTensor> expected = expectations(targets);
+  check_names(expected, reader.index(), path, strict);
+  std::vector<std::pair<std::string, at::Tensor>> loads;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const std::vector<std::string> names = stored_names(expected[i], reader.index());
+    if (!names.empty()) {
+      loads.emplace_back(names.front(), targets[i].tensor);
+    }
+  }
+  // Two passes, so that a damaged file is found before anything changes without a second copy
+  // of the model in memory; the second pass reads from the page cache.
+  for (const auto& [name, target] : loads) {
+    reader.read_model(name);
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [name, target] : loads) {
+    target.copy_(reader.read_model(name));
+  }
+}
+
+}  // namespace smp::checkpoint

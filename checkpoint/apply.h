@@ -1,0 +1,51 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/ordered_dict.h>
+
+#include <string>
+#include <vector>
+
+#include "checkpoint/index.h"
+#include "checkpoint/writer.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace smp::checkpoint {
+
+/// The tensors of a module by dotted name, in registration order.
+using StateDict = torch::OrderedDict<std::string, at::Tensor>;
+
+/// Parameters, then buffers, of `module`. A tied tensor appears under each of its names; the
+/// tensors are the module's own, not copies.
+StateDict state_dict(const torch::nn::Module& module);
+
+/// The tensors of `dict` each once, under the first of their names and with the others as
+/// aliases: what a `Shard` holds of a model.
+std::vector<NamedTensor> named_tensors(const StateDict& dict);
+
+/// A model tensor that a checkpoint is expected to hold.
+struct ExpectedTensor {
+  std::vector<std::string> names;  ///< More than one for a tied tensor; any of them will do.
+  TensorSpec spec;
+};
+
+/// What `tensors` expect of a checkpoint.
+std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors);
+
+/// Compares the model section of `index` with what is expected: throws one CheckpointError that
+/// lists, sorted by name, every missing tensor, every unexpected one, every other shape or dtype,
+/// and every tied tensor that the checkpoint stores with different contents. Without `strict`,
+/// missing and unexpected tensors are accepted. `path` is for the message.
+void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
+                 const std::string& path, bool strict = true);
+
+/// Loads the model section of the checkpoint `path` into a plain module in this process.
+/// Names, shapes, dtypes and the bytes of all files are checked before any tensor of the module
+/// changes; a tied tensor is found under any of its names. Tensors keep their device, strides
+/// and identity. Throws CheckpointError.
+void load_into_module(torch::nn::Module& module, const std::string& path, bool strict = true);
+
+}  // namespace smp::checkpoint

@@ -1,0 +1,111 @@
+#include "checkpoint/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::checkpoint {
+namespace {
+
+void check_system(bool ok, const char* action, const std::string& path) {
+  const int error = errno;  // kept before the message allocates
+  SMP_CHECK_WITH(CheckpointError, ok, "cannot ", action, " \"", path, "\": ", std::strerror(error),
+                 ". Check the path, its permissions and the free space.");
+}
+
+}  // namespace
+
+FileWriter::FileWriter(std::string path) : path_(std::move(path)), temporary_(path_ + ".tmp") {
+  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  check_system(fd_ >= 0, "create", temporary_);
+}
+
+FileWriter::~FileWriter() {
+  if (fd_ >= 0) {
+    ::close(fd_);
+    ::unlink(temporary_.c_str());
+  }
+}
+
+void FileWriter::append(const void* data, size_t size) {
+  const char* bytes = static_cast<const char*>(data);
+  size_t done = 0;
+  while (done < size) {
+    const ssize_t written = ::write(fd_, bytes + done, size - done);
+    if (written < 0 && errno == EINTR) {
+      continue;
+    }
+    check_system(written >= 0, "write", temporary_);
+    done += static_cast<size_t>(written);
+  }
+  size_ += size;
+}
+
+void FileWriter::commit() {
+  check_system(::fsync(fd_) == 0, "sync", temporary_);
+  check_system(::rename(temporary_.c_str(), path_.c_str()) == 0, "rename to its final name",
+               temporary_);
+  // From here on nothing is left to remove, whatever close() says.
+  const int fd = std::exchange(fd_, -1);
+  check_system(::close(fd) == 0, "close", path_);
+}
+
+FileReader::FileReader(std::string path) : path_(std::move(path)) {
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  check_system(fd_ >= 0, "open", path_);
+  struct stat status = {};
+  const bool regular = ::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode);
+  if (!regular) {
+    ::close(fd_);
+    detail::fail<CheckpointError>("cannot read \"", path_, "\": expected a regular file.");
+  }
+  size_ = static_cast<uint64_t>(status.st_size);
+}
+
+FileReader::~FileReader() { ::close(fd_); }
+
+void FileReader::read(uint64_t offset, void* data, size_t size) const {
+  char* bytes = static_cast<char*>(data);
+  size_t done = 0;
+  while (done < size) {
+    const ssize_t got = ::pread(fd_, bytes + done, size - done, static_cast<off_t>(offset + done));
+    if (got < 0 && errno == EINTR) {
+      continue;
+    }
+    check_system(got >= 0, "read", path_);
+    SMP_CHECK_WITH(CheckpointError, got > 0, "\"", path_, "\" is truncated: expected ", size,
+                   " bytes at offset ", offset, ", got ", done, ". Use another checkpoint.");
+    done += static_cast<size_t>(got);
+  }
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  FileWriter file(path);
+  file.append(text.data(), text.size());
+  file.commit();
+}
+
+std::string read_file(const std::string& path) {
+  const FileReader file(path);
+  std::string text(file.size(), '\0');
+  file.read(0, text.data(), text.size());
+  return text;
+}
+
+void sync_folder(const std::string& folder) {
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  check_system(fd >= 0, "open folder", folder);
+  const bool synced = ::fsync(fd) == 0;
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  check_system(synced, "sync folder", folder);
+}
+
+}  // namespace smp::checkpoint

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace smp::checkpoint {
+
+/// Writes a file so that its final name only ever holds complete contents: bytes go to
+/// `path` + ".tmp"; `commit` syncs and renames. Without `commit` the temporary file is removed.
+class FileWriter {
+ public:
+  /// Creates the temporary file. Throws CheckpointError if that fails.
+  explicit FileWriter(std::string path);
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  /// Appends `size` bytes. Throws CheckpointError (for example: no space left).
+  void append(const void* data, size_t size);
+
+  /// Makes the file durable under its final name. Call once, last.
+  void commit();
+
+  /// Bytes appended so far.
+  uint64_t size() const { return size_; }
+
+ private:
+  std::string path_;
+  std::string temporary_;
+  int fd_ = -1;
+  uint64_t size_ = 0;
+};
+
+/// A file that is open for reading at any offset.
+class FileReader {
+ public:
+  /// Throws CheckpointError if `path` cannot be opened or is not a regular file.
+  explicit FileReader(std::string path);
+  ~FileReader();
+  FileReader(const FileReader&) = delete;
+  FileReader& operator=(const FileReader&) = delete;
+
+  /// Size in bytes when it was opened.
+  uint64_t size() const { return size_; }
+
+  const std::string& path() const { return path_; }
+
+  /// Reads exactly `size` bytes from `offset`. Throws CheckpointError when the file ends before.
+  void read(uint64_t offset, void* data, size_t size) const;
+
+ private:
+  std::string path_;
+  int fd_ = -1;
+  uint64_t size_ = 0;
+};
+
+/// Writes `text` to `path` through a `FileWriter`.
+void write_file(const std::string& path, const std::string& text);
+
+/// The whole file as text. Throws CheckpointError.
+std::string read_file(const std::string& path);
+
+/// Makes creations and renames inside `folder` durable. Throws CheckpointError.
+void sync_folder(const std::string& folder);
+
+}  // namespace smp::checkpoint

@@ -1,0 +1,310 @@
+#include "checkpoint/index.h"
+
+#include <cstdio>
+
+#include "smp/core/error.h"
+
+namespace smp::checkpoint {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+constexpr const char* kFormat = "smp-checkpoint";
+constexpr size_t kLineWidth = 120;
+
+std::string hash_text(uint64_t hash) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
+  return text;
+}
+
+ordered_json to_json(const TensorEntry& entry) {
+  return {{"dtype", dtype_name(entry.spec.dtype)},
+          {"shape", entry.spec.shape},
+          {"file", entry.file},
+          {"xxh64", hash_text(entry.hash)}};
+}
+
+ordered_json to_json(const std::map<std::string, TensorEntry>& entries) {
+  ordered_json result = ordered_json::object();
+  for (const auto& [name, entry] : entries) {
+    result[name] = to_json(entry);
+  }
+  return result;
+}
+
+void append_pretty(const ordered_json& value, size_t indent, size_t column, std::string& out) {
+  const std::string line = value.dump();
+  if (!value.is_structured() || column + line.size() <= kLineWidth) {
+    out += line;
+    return;
+  }
+  const std::string margin(indent + 2, ' ');
+  const bool is_object = value.is_object();
+  out += is_object ? "{" : "[";
+  const char* separator = "\n";
+  for (const auto& [key, element] : value.items()) {
+    const std::string label = is_object ? ordered_json(key).dump() + ": " : "";
+    out += separator + margin + label;
+    append_pretty(element, indent + 2, margin.size() + label.size(), out);
+    separator = ",\n";
+  }
+  out += "\n" + std::string(indent, ' ') + (is_object ? "}" : "]");
+}
+
+/// A JSON value of an index together with where it is, so that every access can say what it
+/// expected where.
+class Node {
+ public:
+  Node(const json& value, std::string file, std::string path)
+      : value_(value), file_(std::move(file)), path_(std::move(path)) {}
+
+  Node at(const std::string& key) const {
+    expect(value_.is_object(), "an object");
+    const auto found = value_.find(key);
+    if (found == value_.end()) {
+      fail(c10::str("expected key \"", key, "\", got none"));
+    }
+    return {*found, file_, path_ + "/" + key};
+  }
+
+  bool has(const std::string& key) const { return value_.is_object() && value_.contains(key); }
+
+  std::vector<std::pair<std::string, Node>> members() const {
+    expect(value_.is_object(), "an object");
+    std::vector<std::pair<std::string, Node>> result;
+    for (const auto& [key, value] : value_.items()) {
+      result.emplace_back(key, Node(value, file_, path_ + "/" + key));
+    }
+    return result;
+  }
+
+  std::string text() const {
+    expect(value_.is_string(), "a string");
+    return value_.get<std::string>();
+  }
+
+  uint64_t count() const {
+    expect(value_.is_number_unsigned(), "a non-negative integer");
+    return value_.get<uint64_t>();
+  }
+
+  int64_t integer() const {
+    expect(value_.is_number_integer(), "an integer");
+    return value_.get<int64_t>();
+  }
+
+  std::vector<int64_t> counts() const {
+    expect(value_.is_array(), "an array");
+    std::vector<int64_t> result;
+    for (size_t i = 0; i < value_.size(); ++i) {
+      const Node element(value_[i], file_, path_ + "/" + std::to_string(i));
+      result.push_back(static_cast<int64_t>(element.count()));
+    }
+    return result;
+  }
+
+  const json& value() const { return value_; }
+
+  void expect(bool ok, const std::string& expected) const {
+    if (!ok) {
+      fail(c10::str("expected ", expected, ", got ", value_.dump()));
+    }
+  }
+
+  [[noreturn]] void fail(const std::string& what) const {
+    detail::fail<CheckpointError>("\"", file_, "\" is malformed at \"", path_, "\": ", what,
+                                  ". Use another checkpoint.");
+  }
+
+ private:
+  const json& value_;
+  std::string file_;
+  std::string path_;
+};
+
+TensorSpec parse_spec(const Node& node) {
+  const std::string dtype = node.at("dtype").text();
+  TensorSpec spec{at::kFloat, node.at("shape").counts()};
+  try {
+    spec.dtype = dtype_from_name(dtype);
+    byte_size(spec);
+  } catch (const CheckpointError& error) {
+    node.fail(error.what() + error_prefix().size());
+  }
+  return spec;
+}
+
+TensorEntry parse_entry(const Node& node, const std::map<std::string, uint64_t>& files) {
+  TensorEntry entry;
+  entry.spec = parse_spec(node);
+  const Node file = node.at("file");
+  entry.file = file.text();
+  file.expect(files.count(entry.file) == 1, "a file listed under \"/files\"");
+  const Node hash = node.at("xxh64");
+  const std::string digits = hash.text();
+  hash.expect(
+      digits.size() == 16 && digits.find_first_not_of("0123456789abcdef") == std::string::npos,
+      "16 hexadecimal digits");
+  entry.hash = std::stoull(digits, nullptr, 16);
+  return entry;
+}
+
+void parse_files(const Node& node, Index& index) {
+  for (const auto& [name, size] : node.members()) {
+    // A name with a slash could point out of the folder.
+    const bool plain = !name.empty() && name.find('/') == std::string::npos && name != "..";
+    node.expect(plain, "plain file names");
+    index.files[name] = size.count();
+  }
+}
+
+void parse_model(const Node& node, Index& index) {
+  for (const auto& [name, value] : node.members()) {
+    if (value.has("same_as")) {
+      index.aliases[name] = value.at("same_as").text();
+    } else {
+      index.model[name] = parse_entry(value, index.files);
+    }
+  }
+  for (const auto& [alias, name] : index.aliases) {
+    node.at(alias).expect(index.model.count(name) == 1, "\"same_as\" to name a stored tensor");
+  }
+}
+
+RunState parse_run(const Node& root) {
+  RunState run;
+  run.step = root.at("step").integer();
+  run.gradient_shards = root.at("gradient_shards").integer();
+  run.random.seed = root.at("random").at("seed").count();
+  run.random.step_calls = root.at("random").at("step_calls").counts();
+  run.user_content = root.at("user_content").value();
+  return run;
+}
+
+void check_version(const Node& root, const std::string& path) {
+  const Node format = root.at("format");
+  format.expect(format.value() == kFormat, c10::str("\"", kFormat, "\""));
+  const int64_t version = root.at("format_version").integer();
+  SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"", path,
+                 "\": expected format_version ", kFormatVersion, ", got ", version,
+                 ". Read it with the version of smp that wrote it.");
+}
+
+template <class Map>
+void merge_disjoint(Map& into, const Map& from, const char* what) {
+  for (const auto& [name, value] : from) {
+    SMP_CHECK_WITH(CheckpointError, into.emplace(name, value).second, "cannot merge the parts of ",
+                   "a checkpoint: ", what, " \"", name, "\" was written by two ranks. Let only "
+                   "the owner of a tensor write it.");
+  }
+}
+
+/// Group i of every rank is the same group, of which each rank holds some parameters.
+void merge_groups(json& into, const json& from) {
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (i == into.size()) {
+      into.push_back(from[i]);
+      continue;
+    }
+    json ours = into[i];
+    json theirs = from[i];
+    ours.erase("params");
+    theirs.erase("params");
+    SMP_CHECK_WITH(CheckpointError, ours == theirs, "cannot merge the parts of a checkpoint: ",
+                   "param group ", i, " differs between ranks: ", ours.dump(), " and ",
+                   theirs.dump(), ". Set the same options on every rank.");
+    for (const json& name : from[i].at("params")) {
+      into[i]["params"].push_back(name);
+    }
+  }
+}
+
+void merge_optimizer(json& into, const json& from) {
+  for (const auto& [key, value] : from.items()) {
+    if (!into.contains(key)) {
+      into[key] = value;
+    } else if (key == "param_groups") {
+      merge_groups(into[key], value);
+    } else if (key == "state") {
+      auto& states = into[key].get_ref<json::object_t&>();
+      merge_disjoint(states, value.get_ref<const json::object_t&>(), "optimizer state of");
+    } else {
+      SMP_CHECK_WITH(CheckpointError, into[key] == value, "cannot merge the parts of a ",
+                     "checkpoint: optimizer \"", key, "\" differs between ranks: ",
+                     into[key].dump(), " and ", value.dump(), ".");
+    }
+  }
+}
+
+}  // namespace
+
+std::string pretty(const ordered_json& value) {
+  std::string text;
+  append_pretty(value, 0, 0, text);
+  return text + "\n";
+}
+
+const TensorEntry* Index::find_model(const std::string& name) const {
+  const auto alias = aliases.find(name);
+  const auto found = model.find(alias == aliases.end() ? name : alias->second);
+  return found == model.end() ? nullptr : &found->second;
+}
+
+std::string Index::to_text() const {
+  ordered_json root;
+  root["format"] = kFormat;
+  root["format_version"] = kFormatVersion;
+  root["step"] = run.step;
+  root["gradient_shards"] = run.gradient_shards;
+  root["random"] = {{"seed", run.random.seed}, {"step_calls", run.random.step_calls}};
+  root["user_content"] = run.user_content;
+  root["files"] = files;
+  ordered_json& tensors = root["model"] = to_json(model);
+  for (const auto& [alias, name] : aliases) {
+    tensors[alias] = {{"same_as", name}};
+  }
+  ordered_json& optimizer_section = root["optimizer"] = optimizer;
+  optimizer_section["tensors"] = to_json(optimizer_tensors);
+  try {
+    return pretty(root);
+  } catch (const json::exception& error) {
+    detail::fail<CheckpointError>("cannot write the index of a checkpoint: expected UTF-8 text in ",
+                                  "names and in user_content, got: ", error.what());
+  }
+}
+
+Index Index::from_text(const std::string& text, const std::string& path) {
+  const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", path,
+                 "\" is malformed: expected a JSON object, got ", text.size(),
+                 " bytes that are none. Use another checkpoint.");
+  const Node root(parsed, path, "");
+  check_version(root, path);
+  Index index;
+  index.run = parse_run(root);
+  parse_files(root.at("files"), index);
+  parse_model(root.at("model"), index);
+  for (const auto& [name, value] : root.at("optimizer").at("tensors").members()) {
+    index.optimizer_tensors[name] = parse_entry(value, index.files);
+  }
+  index.optimizer = parsed.at("optimizer");
+  index.optimizer.erase("tensors");
+  return index;
+}
+
+void Index::merge(const Index& part) {
+  merge_disjoint(files, part.files, "file");
+  merge_disjoint(model, part.model, "tensor");
+  merge_disjoint(aliases, part.aliases, "tensor");
+  for (const auto& [alias, name] : aliases) {
+    SMP_CHECK_WITH(CheckpointError, model.count(alias) == 0, "cannot merge the parts of a ",
+                   "checkpoint: tensor \"", alias, "\" is written by one rank and tied to \"",
+                   name, "\" on another.");
+  }
+  merge_optimizer(optimizer, part.optimizer);
+  merge_disjoint(optimizer_tensors, part.optimizer_tensors, "optimizer tensor");
+}
+
+}  // namespace smp::checkpoint

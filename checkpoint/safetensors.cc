@@ -1,0 +1,266 @@
+#include "checkpoint/safetensors.h"
+
+#include <ATen/ops/empty.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+
+#include "smp/core/error.h"
+
+namespace smp::checkpoint {
+namespace {
+
+using NamedDtype = std::pair<const char*, at::ScalarType>;
+
+constexpr std::array<NamedDtype, 10> kDtypes = {{{"F32", at::kFloat},
+                                                 {"F64", at::kDouble},
+                                                 {"F16", at::kHalf},
+                                                 {"BF16", at::kBFloat16},
+                                                 {"I64", at::kLong},
+                                                 {"I32", at::kInt},
+                                                 {"I16", at::kShort},
+                                                 {"I8", at::kChar},
+                                                 {"U8", at::kByte},
+                                                 {"BOOL", at::kBool}}};
+constexpr const char* kDtypeList = "F32 F64 F16 BF16 I64 I32 I16 I8 U8 BOOL";
+
+constexpr uint64_t kLengthBytes = 8;
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
+constexpr const char* kMetadataKey = "__metadata__";
+
+/// Larger elements first, so that every tensor starts at a multiple of its element size.
+std::vector<size_t> file_order(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  std::vector<size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return tensors[a].second.element_size() > tensors[b].second.element_size();
+  });
+  return order;
+}
+
+void check_writable(const std::string& path,
+                    const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : tensors) {
+    SMP_CHECK_WITH(CheckpointError, name != kMetadataKey && names.insert(name).second,
+                   "cannot write \"", path, "\": tensor name \"", name,
+                   "\" is used twice or reserved. Give every tensor its own name.");
+    SMP_CHECK_WITH(CheckpointError, tensor.defined() && tensor.layout() == at::kStrided,
+                   "cannot write \"", path, "\": tensor \"", name,
+                   "\" is undefined or not dense. Convert it with to_dense().");
+  }
+}
+
+std::string make_header(const std::string& path,
+                        const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                        const std::vector<size_t>& order) {
+  nlohmann::ordered_json header;
+  header[kMetadataKey] = {{"format", "pt"}};  // other readers ask for it
+  uint64_t offset = 0;
+  for (const size_t i : order) {
+    const auto& [name, tensor] = tensors[i];
+    const uint64_t end = offset + tensor.nbytes();
+    header[name] = {{"dtype", dtype_name(tensor.scalar_type())},
+                    {"shape", tensor.sizes().vec()},
+                    {"data_offsets", {offset, end}}};
+    offset = end;
+  }
+  try {
+    std::string text = header.dump();
+    text.resize((text.size() + 7) / 8 * 8, ' ');  // the tensor bytes start 8-byte aligned
+    return text;
+  } catch (const nlohmann::json::exception& error) {
+    detail::fail<CheckpointError>("cannot write \"", path, "\": a tensor name is not UTF-8 (",
+                                  error.what(), "). Rename the tensor.");
+  }
+}
+
+/// One tensor of a header. Throws nlohmann's exceptions on values of another type.
+SafetensorsReader::Entry parse_entry(const nlohmann::json& value) {
+  SafetensorsReader::Entry entry;
+  entry.spec.dtype = dtype_from_name(value.at("dtype").get<std::string>());
+  for (const nlohmann::json& size : value.at("shape")) {
+    SMP_CHECK_WITH(CheckpointError, size.is_number_unsigned(), "shape ", value.at("shape").dump(),
+                   " has an element that is not a non-negative integer.");
+    entry.spec.shape.push_back(size.get<int64_t>());
+  }
+  const nlohmann::json& offsets = value.at("data_offsets");
+  SMP_CHECK_WITH(CheckpointError,
+                 offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
+                     offsets[1].is_number_unsigned(),
+                 "data_offsets: expected [begin, end], got ", offsets.dump(), ".");
+  const uint64_t begin = offsets[0].get<uint64_t>();
+  const uint64_t end = offsets[1].get<uint64_t>();
+  const uint64_t expected = byte_size(entry.spec);
+  SMP_CHECK_WITH(CheckpointError, begin <= end && end - begin == expected,
+                 "data_offsets: expected ", expected, " bytes for ", to_string(entry.spec),
+                 ", got ", offsets.dump(), ".");
+  entry.offset = begin;
+  entry.bytes = expected;
+  return entry;
+}
+
+}  // namespace
+
+TensorSpec spec_of(const at::Tensor& tensor) {
+  return {tensor.scalar_type(), tensor.sizes().vec()};
+}
+
+std::string to_string(const TensorSpec& spec) {
+  return c10::str(dtype_name(spec.dtype), " ", at::IntArrayRef(spec.shape));
+}
+
+std::string dtype_name(at::ScalarType dtype) {
+  for (const auto& [name, known] : kDtypes) {
+    if (known == dtype) {
+      return name;
+    }
+  }
+  detail::fail<CheckpointError>("checkpoints cannot hold dtype ", at::toString(dtype),
+                                "; expected one of ", kDtypeList,
+                                ". Convert the tensor with to(dtype).");
+}
+
+at::ScalarType dtype_from_name(const std::string& name) {
+  for (const auto& [known, dtype] : kDtypes) {
+    if (name == known) {
+      return dtype;
+    }
+  }
+  detail::fail<CheckpointError>("unknown dtype \"", name, "\"; expected one of ", kDtypeList, ".");
+}
+
+uint64_t byte_size(const TensorSpec& spec) {
+  // Bounded by int64, as sizes of at::Tensor are.
+  constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
+  bool empty = false;
+  uint64_t bytes = c10::elementSize(spec.dtype);
+  for (const int64_t size : spec.shape) {
+    const uint64_t factor = size == 0 ? 1 : static_cast<uint64_t>(size);
+    SMP_CHECK_WITH(CheckpointError, size >= 0 && bytes <= kMax / factor, "shape ",
+                   at::IntArrayRef(spec.shape), " is not that of a tensor.");
+    empty = empty || size == 0;
+    bytes *= factor;
+  }
+  return empty ? 0 : bytes;
+}
+
+uint64_t hash_of(const at::Tensor& tensor) {
+  SMP_INTERNAL_ASSERT(tensor.is_cpu() && tensor.is_contiguous(), "hash of a strided tensor");
+  return XXH64(tensor.const_data_ptr(), tensor.nbytes(), /*seed=*/0);
+}
+
+SafetensorsSummary write_safetensors(
+    const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  check_writable(path, tensors);
+  const std::vector<size_t> order = file_order(tensors);
+  const std::string header = make_header(path, tensors, order);
+
+  FileWriter file(path);
+  const uint64_t header_size = header.size();  // the format and this code are little-endian
+  file.append(&header_size, kLengthBytes);
+  file.append(header.data(), header.size());
+  SafetensorsSummary summary;
+  summary.hashes.resize(tensors.size());
+  for (const size_t i : order) {
+    const at::Tensor host = tensors[i].second.detach().cpu().contiguous();
+    summary.hashes[i] = hash_of(host);
+    file.append(host.const_data_ptr(), host.nbytes());
+  }
+  file.commit();
+  summary.file_size = file.size();
+  return summary;
+}
+
+SafetensorsReader::SafetensorsReader(const std::string& path) : file_(path) {
+  const uint64_t header_size = read_header_size();
+  data_begin_ = kLengthBytes + header_size;
+  std::string header(header_size, '\0');
+  file_.read(kLengthBytes, header.data(), header.size());
+  parse_header(header);
+  check_layout();
+}
+
+uint64_t SafetensorsReader::read_header_size() const {
+  SMP_CHECK_WITH(CheckpointError, file_.size() >= kLengthBytes, "\"", file_.path(),
+                 "\" is not a safetensors file: expected at least ", kLengthBytes, " bytes, got ",
+                 file_.size(), ". Use another checkpoint.");
+  uint64_t header_size = 0;
+  file_.read(0, &header_size, kLengthBytes);
+  const uint64_t limit = std::min(file_.size() - kLengthBytes, kMaxHeaderBytes);
+  SMP_CHECK_WITH(CheckpointError, header_size <= limit, "\"", file_.path(),
+                 "\" is truncated or not a safetensors file: expected a header of at most ", limit,
+                 " bytes, got a length of ", header_size, ". Use another checkpoint.");
+  return header_size;
+}
+
+void SafetensorsReader::parse_header(const std::string& header) {
+  const nlohmann::json json = nlohmann::json::parse(header, nullptr, /*allow_exceptions=*/false);
+  SMP_CHECK_WITH(CheckpointError, json.is_object(), "\"", file_.path(),
+                 "\" has a malformed header: expected a JSON object in bytes ", kLengthBytes,
+                 " to ", data_begin_, ", got something else. Use another checkpoint.");
+  for (const auto& [name, value] : json.items()) {
+    if (name == kMetadataKey) {
+      continue;
+    }
+    const auto fail = [&, &name = name](const char* what) {
+      detail::fail<CheckpointError>("\"", file_.path(), "\" has a malformed header: tensor \"",
+                                    name, "\": ", what);
+    };
+    try {
+      Entry entry = parse_entry(value);
+      entry.offset += data_begin_;
+      entries_.emplace(name, std::move(entry));
+    } catch (const nlohmann::json::exception& error) {
+      fail(error.what());
+    } catch (const CheckpointError& error) {
+      fail(error.what() + error_prefix().size());
+    }
+  }
+}
+
+void SafetensorsReader::check_layout() const {
+  std::vector<std::pair<uint64_t, std::string>> by_offset;
+  for (const auto& [name, entry] : entries_) {
+    by_offset.emplace_back(entry.offset, name);
+  }
+  // Empty tensors share their offset with a neighbour: they come first.
+  std::sort(by_offset.begin(), by_offset.end(), [&](const auto& a, const auto& b) {
+    return std::make_pair(a.first, entries_.at(a.second).bytes) <
+           std::make_pair(b.first, entries_.at(b.second).bytes);
+  });
+  uint64_t end = data_begin_;
+  for (const auto& [offset, name] : by_offset) {
+    SMP_CHECK_WITH(CheckpointError, offset == end, "\"", file_.path(),
+                   "\" has a malformed header: tensor \"", name, "\" ",
+                   offset < end ? "overlaps another" : "leaves a hole before it",
+                   ": expected it to start at byte ", end, ", got ", offset,
+                   ". Use another checkpoint.");
+    const uint64_t bytes = entries_.at(name).bytes;
+    SMP_CHECK_WITH(CheckpointError, bytes <= file_.size() - std::min(end, file_.size()), "\"",
+                   file_.path(), "\" is truncated: tensor \"", name, "\" ends at byte ",
+                   end + bytes, ", got a file of ", file_.size(),
+                   " bytes. Use another checkpoint.");
+    end += bytes;
+  }
+  SMP_CHECK_WITH(CheckpointError, end == file_.size(), "\"", file_.path(),
+                 "\" has bytes after its last tensor: expected a file of ", end, " bytes, got ",
+                 file_.size(), ". Use another checkpoint.");
+}
+
+at::Tensor SafetensorsReader::read(const std::string& name) const {
+  const auto found = entries_.find(name);
+  SMP_CHECK_WITH(CheckpointError, found != entries_.end(), "\"", file_.path(),
+                 "\" holds no tensor \"", name, "\". Check the name against its header.");
+  const Entry& entry = found->second;
+  at::Tensor tensor = at::empty(entry.spec.shape, at::TensorOptions(entry.spec.dtype));
+  file_.read(entry.offset, tensor.mutable_data_ptr(), entry.bytes);
+  return tensor;
+}
+
+}  // namespace smp::checkpoint

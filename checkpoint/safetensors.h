@@ -1,0 +1,87 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/file.h"
+
+namespace smp::checkpoint {
+
+/// What a stored tensor looks like.
+struct TensorSpec {
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+
+  bool operator==(const TensorSpec& other) const {
+    return dtype == other.dtype && shape == other.shape;
+  }
+  bool operator!=(const TensorSpec& other) const { return !(*this == other); }
+};
+
+/// The spec of a tensor in memory.
+TensorSpec spec_of(const at::Tensor& tensor);
+
+/// For messages: "F32 [2, 3]".
+std::string to_string(const TensorSpec& spec);
+
+/// The safetensors name of a dtype: F32 F64 F16 BF16 I64 I32 I16 I8 U8 BOOL. Throws
+/// CheckpointError for any other.
+std::string dtype_name(at::ScalarType dtype);
+
+/// The inverse of `dtype_name`. Throws CheckpointError for an unknown name.
+at::ScalarType dtype_from_name(const std::string& name);
+
+/// Bytes of a tensor with this spec. Throws CheckpointError for negative or overflowing shapes.
+uint64_t byte_size(const TensorSpec& spec);
+
+/// 64-bit xxHash (XXH64, seed 0) of a contiguous CPU tensor's bytes.
+uint64_t hash_of(const at::Tensor& tensor);
+
+/// What `write_safetensors` wrote.
+struct SafetensorsSummary {
+  uint64_t file_size = 0;
+  std::vector<uint64_t> hashes;  ///< XXH64 of each tensor's bytes, in the order of the argument.
+};
+
+/// Writes `tensors` (dense, any device, any strides) to a safetensors file. Tensors go through
+/// host memory one at a time. The file appears under `path` only when it is complete and synced.
+/// Format: https://github.com/huggingface/safetensors, "Format". Throws CheckpointError.
+SafetensorsSummary write_safetensors(
+    const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+
+/// An open safetensors file. The constructor checks the whole header, so that nothing a damaged
+/// or hostile file says leads to a read outside it or to a larger allocation than the file itself.
+class SafetensorsReader {
+ public:
+  /// A tensor and where its bytes lie in the file.
+  struct Entry {
+    TensorSpec spec;
+    uint64_t offset = 0;  ///< From the start of the file.
+    uint64_t bytes = 0;
+  };
+
+  /// Throws CheckpointError that names the file, what is wrong, expected and got.
+  explicit SafetensorsReader(const std::string& path);
+
+  /// All tensors by name.
+  const std::map<std::string, Entry>& entries() const { return entries_; }
+
+  /// Reads one tensor to the CPU. Throws CheckpointError if there is none of this name.
+  at::Tensor read(const std::string& name) const;
+
+ private:
+  uint64_t read_header_size() const;
+  void parse_header(const std::string& header);
+  void check_layout() const;
+
+  FileReader file_;
+  uint64_t data_begin_ = 0;
+  std::map<std::string, Entry> entries_;
+};
+
+}  // namespace smp::checkpoint

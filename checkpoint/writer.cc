@@ -1,0 +1,159 @@
+#include "checkpoint/writer.h"
+
+#include <cstdio>
+#include <filesystem>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "checkpoint/file.h"
+#include "smp/core/error.h"
+
+namespace smp::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Calls a std::filesystem function and turns its exception into ours.
+template <class Action>
+void on_disk(const std::string& path, const Action& action) {
+  try {
+    action();
+  } catch (const fs::filesystem_error& error) {
+    detail::fail<CheckpointError>("cannot save checkpoint \"", path, "\": ", error.what(),
+                                  ". Check the path, its permissions and the free space.");
+  }
+}
+
+/// "dir/name/" would put the temporary folder inside the final one.
+std::string without_slash(std::string path) {
+  while (path.size() > 1 && path.back() == '/') {
+    path.pop_back();
+  }
+  return path;
+}
+
+std::string parent_folder(const std::string& path) {
+  const std::string parent = fs::path(path).parent_path().string();
+  return parent.empty() ? "." : parent;
+}
+
+std::string shard_file(const char* kind, int64_t shard_id, int64_t shard_count) {
+  char name[80];
+  std::snprintf(name, sizeof(name), "%s-%05lld-of-%05lld.safetensors", kind,
+                static_cast<long long>(shard_id + 1), static_cast<long long>(shard_count));
+  return name;
+}
+
+/// Saving over a checkpoint removes it, so whatever else has this name must stay.
+void check_replaceable(const std::string& path) {
+  const bool free = !fs::exists(path) || fs::exists(fs::path(path) / kIndexFile) ||
+                    (fs::is_directory(path) && fs::is_empty(path));
+  SMP_CHECK_WITH(CheckpointError, free, "cannot save checkpoint \"", path,
+                 "\": expected a new name or an existing checkpoint, got something without ",
+                 kIndexFile, ". Choose another path, or remove it first.");
+}
+
+using TensorList = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// The other names of tied tensors. Tensor names themselves are checked by the file's writer.
+std::map<std::string, std::string> aliases_of(const std::string& path,
+                                              const std::vector<NamedTensor>& tensors) {
+  std::set<std::string> names;
+  for (const NamedTensor& tensor : tensors) {
+    names.insert(tensor.name);
+  }
+  std::map<std::string, std::string> aliases;
+  for (const NamedTensor& tensor : tensors) {
+    for (const std::string& alias : tensor.aliases) {
+      SMP_CHECK_WITH(CheckpointError, names.insert(alias).second, "cannot save checkpoint \"",
+                     path, "\": \"", alias, "\", listed as another name of \"", tensor.name,
+                     "\", names another tensor too. Give every tensor its own names.");
+      aliases[alias] = tensor.name;
+    }
+  }
+  return aliases;
+}
+
+/// Writes one file and enters it and its tensors into the index. No tensors, no file.
+void write_tensors(const std::string& folder, const std::string& file, const TensorList& tensors,
+                   Index& part, std::map<std::string, TensorEntry>& entries) {
+  if (tensors.empty()) {
+    return;
+  }
+  const SafetensorsSummary summary = write_safetensors(folder + "/" + file, tensors);
+  part.files[file] = summary.file_size;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    entries[tensors[i].first] = {spec_of(tensors[i].second), file, summary.hashes[i]};
+  }
+}
+
+}  // namespace
+
+std::string temporary_folder(const std::string& path) { return without_slash(path) + ".tmp"; }
+
+std::string replaced_folder(const std::string& path) { return without_slash(path) + ".replaced"; }
+
+Writer::Writer(std::string path) : path_(without_slash(std::move(path))) {
+  SMP_CHECK_WITH(CheckpointError, !path_.empty(), "cannot save a checkpoint: its path is empty.");
+}
+
+void Writer::begin() const {
+  on_disk(path_, [&] {
+    const fs::path replaced = replaced_folder(path_);
+    if (!fs::exists(path_) && fs::exists(replaced)) {
+      fs::rename(replaced, path_);  // a save crashed between its two renames
+    }
+    check_replaceable(path_);
+    fs::remove_all(temporary_folder(path_));
+    fs::create_directories(temporary_folder(path_));
+  });
+}
+
+std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Shard& shard) const {
+  SMP_CHECK_WITH(CheckpointError, 0 <= shard_id && shard_id < shard_count,
+                 "cannot save checkpoint \"", path_, "\": expected a shard id from 0 to ",
+                 shard_count - 1, ", got ", shard_id, ".");
+  const std::string folder = temporary_folder(path_);
+  Index part;
+  part.aliases = aliases_of(path_, shard.model);
+  TensorList model;
+  for (const NamedTensor& tensor : shard.model) {
+    model.emplace_back(tensor.name, tensor.tensor);
+  }
+  write_tensors(folder, shard_file("model", shard_id, shard_count), model, part, part.model);
+  const TensorList optimizer(shard.optimizer_tensors.begin(), shard.optimizer_tensors.end());
+  write_tensors(folder, shard_file("optimizer", shard_id, shard_count), optimizer, part,
+                part.optimizer_tensors);
+  part.optimizer = shard.optimizer;
+  return part.to_text();
+}
+
+void Writer::commit(const std::vector<std::string>& parts, const RunState& run) const {
+  const std::string folder = temporary_folder(path_);
+  Index index;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    index.merge(Index::from_text(parts[i], c10::str("part ", i, " of checkpoint ", path_)));
+  }
+  index.run = run;
+  write_file(folder + "/" + kIndexFile, index.to_text());
+  sync_folder(folder);
+
+  const std::string replaced = replaced_folder(path_);
+  on_disk(path_, [&] {
+    if (fs::exists(path_)) {
+      fs::remove_all(replaced);
+      fs::rename(path_, replaced);
+    }
+    fs::rename(folder, path_);
+  });
+  sync_folder(parent_folder(path_));
+  on_disk(path_, [&] { fs::remove_all(replaced); });
+}
+
+void update_newest(const std::string& folder, const std::string& name) {
+  write_file(folder + "/newest", name + "\n");
+  sync_folder(folder);
+}
+
+}  // namespace smp::checkpoint

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "checkpoint/index.h"
+
+namespace smp::checkpoint {
+
+/// A model tensor to write; `aliases` are the other names of a tied one.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+  std::vector<std::string> aliases;
+};
+
+/// What one rank contributes to a checkpoint. Every tensor is given by exactly one rank.
+struct Shard {
+  std::vector<NamedTensor> model;
+  /// The optimizer of this rank's parameters, see `Index::optimizer`.
+  nlohmann::json optimizer = nlohmann::json::object();
+  std::map<std::string, at::Tensor> optimizer_tensors;  ///< By "parameter/field".
+};
+
+/// Writes a checkpoint folder from several ranks that share a file system. The caller puts a
+/// barrier between the phases and carries the parts to the committing rank:
+///
+///     Writer writer("checkpoints/step_100");
+///     if (first) writer.begin();
+///     barrier();
+///     part = writer.write_shard(i, n, shard);        // every rank that has something to write
+///     if (first) writer.commit(gathered_parts, run);
+///
+/// Nothing under the final name changes before `commit`, and `commit` replaces an existing
+/// checkpoint by renames only, so a crash anywhere leaves the previous one loadable (`Reader`
+/// looks at the moved-aside folder too).
+class Writer {
+ public:
+  /// `path` is the final name of the folder.
+  explicit Writer(std::string path);
+
+  /// Phase 1, on one rank: removes what a crashed save left and makes the temporary folder.
+  /// Throws CheckpointError, also if `path` exists and is not a checkpoint.
+  void begin() const;
+
+  /// Phase 2: writes this rank's files, "model-00001-of-00002.safetensors" and the same for
+  /// "optimizer", with `shard_id` counted from 0. Returns this rank's part of the index as text.
+  /// Throws CheckpointError.
+  std::string write_shard(int64_t shard_id, int64_t shard_count, const Shard& shard) const;
+
+  /// Phase 3, on one rank: merges the parts, writes the index last and moves the folder into
+  /// place. Throws CheckpointError, and then the previous checkpoint can still be loaded.
+  void commit(const std::vector<std::string>& parts, const RunState& run) const;
+
+ private:
+  std::string path_;
+};
+
+/// Where `Writer` assembles a checkpoint that will be called `path`.
+std::string temporary_folder(const std::string& path);
+
+/// Where `Writer` keeps the previous checkpoint `path` while it moves a new one into place.
+std::string replaced_folder(const std::string& path);
+
+/// Records in the file `newest` of `folder` that its newest checkpoint is the subfolder `name`.
+/// Throws CheckpointError.
+void update_newest(const std::string& folder, const std::string& name);
+
+}  // namespace smp::checkpoint
