@@ -99,12 +99,15 @@ struct Operator {
   /// Per result: which tensor argument (counted over all arguments' values) it is the very same
   /// tensor as, as in-place operators and a `to` that does nothing return; -1 for a new tensor.
   c10::SmallVector<int, 2> result_is_argument;
+  /// Per returned value of the schema: the length of a returned list, -1 for a single tensor.
+  c10::SmallVector<int, 2> list_lengths;
   /// Alias sets whose storage the operator writes.
   c10::SmallVector<int, 1> writes;
   ExecutionMode mode;
-  std::string scope;         ///< dotted path of the module it ran in, as far as known
-  int random_ordinal = -1;   ///< how many random operators came before it; -1 if not random
-  ValueId first_result = 0;  ///< number of values that existed before it was recorded
+  bool reads_parameter = false;  ///< directly, not through a view
+  std::string scope;             ///< dotted path of the module it ran in, as far as known
+  int random_ordinal = -1;       ///< how many random operators came before it; -1 if not random
+  ValueId first_result = 0;      ///< number of values that existed before it was recorded
   Cost cost;
 
   std::string name() const;  ///< "aten::addmm"

@@ -1,0 +1,89 @@
+#include "graph/random.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <mutex>
+
+#include "graph/intercept.h"
+
+namespace smp::graph {
+namespace {
+
+uint64_t mix(uint64_t state) {
+  state += 0x9e3779b97f4a7c15ull;
+  state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9ull;
+  state = (state ^ (state >> 27)) * 0x94d049bb133111ebull;
+  return state ^ (state >> 31);
+}
+
+std::mutex& generator_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+/// Seeds one default generator and restores its state at the end.
+class SeededGenerator {
+ public:
+  SeededGenerator(at::Generator generator, uint64_t seed)
+      : generator_(std::move(generator)), saved_(generator_.clone()) {
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    generator_.set_current_seed(seed);
+  }
+  ~SeededGenerator() {
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    generator_.set_state(saved_.get_state());
+  }
+
+ private:
+  at::Generator generator_;
+  at::Generator saved_;
+};
+
+}  // namespace
+
+uint64_t stream_seed(const RandomKey& key, uint64_t ordinal) {
+  uint64_t state = mix(key.seed);
+  for (uint64_t field : {key.step_function, key.call, key.global_microbatch, ordinal}) {
+    state = mix(state ^ field);
+  }
+  return state;
+}
+
+bool is_random(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::nondeterministic_seeded);
+}
+
+void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed) {
+  std::lock_guard<std::mutex> lock(generator_mutex());
+  SeededGenerator cpu(at::detail::getDefaultCPUGenerator(), seed);
+  if (at::hasCUDA()) {
+    SeededGenerator cuda(at::globalContext().defaultGenerator(at::kCUDA), seed);
+    op.callBoxed(stack);
+  } else {
+    op.callBoxed(stack);
+  }
+}
+
+class KeyedRandomScope::Impl : public OperatorInterceptor {
+ public:
+  explicit Impl(const RandomKey& key) : key_(key), scope_(*this) {}
+
+  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    if (is_random(op)) {
+      call_seeded(op, stack, stream_seed(key_, ordinal_++));
+    } else {
+      op.callBoxed(stack);
+    }
+  }
+
+ private:
+  RandomKey key_;
+  uint64_t ordinal_ = 0;
+  InterceptScope scope_;
+};
+
+KeyedRandomScope::KeyedRandomScope(const RandomKey& key) : impl_(std::make_unique<Impl>(key)) {}
+KeyedRandomScope::~KeyedRandomScope() = default;
+
+}  // namespace smp::graph

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace smp::graph {
+
+/// Names the stream of one call of a step function on one microbatch. A random operator draws
+/// from a generator seeded by the key and its ordinal in program order, and from nothing else:
+/// the same masks on one rank and on eight, in any schedule, after a restart and when recomputed.
+struct RandomKey {
+  uint64_t seed = 0;
+  uint64_t step_function = 0;      ///< ordinal of the step function in the program
+  uint64_t call = 0;               ///< how many calls of it came before
+  uint64_t global_microbatch = 0;  ///< dp_rank * microbatches + microbatch
+};
+
+/// The seed of random operator `ordinal` under `key` (SplitMix64 over the fields).
+uint64_t stream_seed(const RandomKey& key, uint64_t ordinal);
+
+/// True if the operator draws random numbers.
+bool is_random(const c10::OperatorHandle& op);
+
+/// Calls the operator with the default generators of its device seeded with `seed`, and puts
+/// their state back afterwards. Ranks that are threads share the default generators, so seeding,
+/// drawing and restoring are one critical section of the process.
+void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed);
+
+/// While it lives, random operators that this thread calls in plain eager code draw from `key`'s
+/// streams, as they would inside a step: the oracle that a single process is compared with.
+class KeyedRandomScope {
+ public:
+  explicit KeyedRandomScope(const RandomKey& key);
+  ~KeyedRandomScope();
+  KeyedRandomScope(const KeyedRandomScope&) = delete;
+  KeyedRandomScope& operator=(const KeyedRandomScope&) = delete;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace smp::graph

@@ -1,0 +1,180 @@
+#include "graph/shapes.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+/// The history of placeholders: none of them is a leaf, and none can be differentiated.
+class PlaceholderNode : public torch::autograd::Node {
+ public:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    detail::fail<UsageError>(
+        "backward() was called on a tensor inside a step function. The step runs the pipeline's "
+        "backward pass itself: call model->backward(loss) instead");
+  }
+  std::string name() const override { return "smp::PlaceholderBackward"; }
+};
+
+void set_placeholder_history(const at::Tensor& tensor) {
+  // One node serves all: the engine only ever reaches it to be refused.
+  static const std::shared_ptr<torch::autograd::Node> node = [] {
+    auto made = std::make_shared<PlaceholderNode>();
+    made->add_input_metadata(torch::autograd::Node::undefined_input());
+    return made;
+  }();
+  torch::autograd::impl::set_gradient_edge(tensor, {node, 0});
+}
+
+void keep_nothing(void*) {}
+
+/// The context of a placeholder's (empty) data pointer, by which it is known again.
+void* placeholder_mark() {
+  static int mark;
+  return &mark;
+}
+
+c10::Storage make_storage_without_data(c10::Device device, const std::string& message) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0,
+      c10::DataPtr(nullptr, placeholder_mark(), &keep_nothing, device), nullptr, false);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  return c10::Storage(std::move(storage));
+}
+
+bool is_meta(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta();
+}
+
+at::Tensor zeros_like_shape(const at::Tensor& meta) {
+  if (!meta.defined() || !meta.is_meta()) return meta;
+  at::Tensor zeros;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    zeros = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(at::kCPU));
+    zeros.zero_();
+  }
+  zeros = zeros.variable_data();
+  if (meta.requires_grad()) set_placeholder_history(zeros);
+  return zeros;
+}
+
+c10::IValue to_zeros(const c10::IValue& value) {
+  if (is_meta(value)) return zeros_like_shape(value.toTensor());
+  if (value.isDevice() && value.toDevice().is_meta()) return c10::Device(at::kCPU);
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector())
+      list.push_back(zeros_like_shape(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      list.push_back(tensor ? std::optional(zeros_like_shape(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
+
+std::vector<at::Tensor> tensors_of(const torch::jit::Stack& stack) {
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& value : stack) {
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
+    } else if (value.isOptionalTensorList()) {
+      for (const auto& tensor : value.toOptionalTensorVector()) {
+        tensors.push_back(tensor.value_or(at::Tensor()));
+      }
+    }
+  }
+  return tensors;
+}
+
+/// The meta tensor that stands for `result`: an argument itself, a view of one, or a new one.
+at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zeros,
+                    const std::vector<at::Tensor>& shapes) {
+  if (!result.defined()) return result;
+  for (size_t i = 0; i < zeros.size(); ++i) {
+    if (zeros[i].defined() && zeros[i].is_same(result)) return shapes[i];
+  }
+  for (size_t i = 0; i < zeros.size(); ++i) {
+    if (zeros[i].defined() && zeros[i].storage().is_alias_of(result.storage())) {
+      return shapes[i].as_strided(result.sizes(), result.strides(), result.storage_offset());
+    }
+  }
+  return make_shape_tensor(TensorMeta::of(result));
+}
+
+void call_on_zeros(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
+                   torch::jit::Stack& stack) {
+  for (const c10::IValue& value : arguments) stack.push_back(to_zeros(value));
+  const std::vector<at::Tensor> shapes = tensors_of(arguments);
+  const std::vector<at::Tensor> zeros = tensors_of(stack);
+  op.callBoxed(stack);
+  for (c10::IValue& value : stack) {
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        list.push_back(to_shape(tensor, zeros, shapes));
+      }
+      value = std::move(list);
+    } else {
+      value = to_shape(value.toTensor(), zeros, shapes);
+    }
+  }
+}
+
+}  // namespace
+
+at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name) {
+  auto storage = make_storage_without_data(
+      meta.device, c10::str("[smp] the data of a tensor of step function \"", step_name,
+                            "\" was read where only its shape exists. A step function is run once "
+                            "a step to see which operators it calls; its tensors hold no data "
+                            "then, and none after it returned. Use what the step returns"));
+  const c10::DispatchKey key =
+      meta.device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(meta.dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides);
+  if (meta.requires_grad) set_placeholder_history(tensor);
+  return tensor;
+}
+
+bool is_placeholder(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return false;
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  return storage->_mutable_data_ptr_no_checks().get_context() == placeholder_mark();
+}
+
+at::Tensor make_shape_tensor(const TensorMeta& meta) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor tensor =
+      at::empty_strided(meta.sizes, meta.strides, at::TensorOptions(meta.dtype).device(at::kMeta))
+          .variable_data();
+  if (meta.requires_grad) set_placeholder_history(tensor);
+  return tensor;
+}
+
+void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const torch::jit::Stack arguments = stack;
+  try {
+    op.callBoxed(stack);
+    return;
+  } catch (const c10::Error&) {
+    stack.clear();
+  }
+  call_on_zeros(op, arguments, stack);
+}
+
+}  // namespace smp::graph

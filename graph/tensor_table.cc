@@ -1,0 +1,33 @@
+#include "graph/tensor_table.h"
+
+#include "smp/core/error.h"
+
+namespace smp::graph {
+
+void TensorTable::add(ValueKind kind, const std::string& name, const at::Tensor& tensor) {
+  const auto known = by_impl_.find(tensor.unsafeGetTensorImpl());
+  const size_t index = known == by_impl_.end() ? entries_.size() : known->second;
+  const bool inserted = by_name_.emplace(name, index).second;
+  SMP_CHECK_WITH(UsageError, inserted, "two tensors are registered as \"", name,
+                 "\"; give each DistributedModel of the program a name of its own");
+  if (index < entries_.size()) {
+    entries_[index].aliases.push_back(name);
+    return;
+  }
+  by_impl_.emplace(tensor.unsafeGetTensorImpl(), index);
+  entries_.push_back({kind, name, tensor, {}});
+}
+
+const TensorTable::Entry* TensorTable::find(const at::Tensor& tensor) const {
+  const auto it = by_impl_.find(tensor.unsafeGetTensorImpl());
+  return it == by_impl_.end() ? nullptr : &entries_[it->second];
+}
+
+const TensorTable::Entry& TensorTable::at(const std::string& name) const {
+  const auto it = by_name_.find(name);
+  SMP_CHECK_WITH(UsageError, it != by_name_.end(), "no parameter or buffer is named \"", name,
+                 "\"");
+  return entries_[it->second];
+}
+
+}  // namespace smp::graph

@@ -1,0 +1,175 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/intercept.h"
+#include "graph/random.h"
+#include "graph/tensor_table.h"
+
+namespace smp::graph {
+
+/// A constant of this run that differs from the recorded one, where the graph allows it.
+struct ConstantOverride {
+  int operator_index;
+  int argument;
+  c10::IValue value;
+};
+
+/// As `ConstantOverride`, for the content of a literal or constant tensor.
+struct ContentOverride {
+  ValueId value;
+  at::Tensor content;
+};
+
+struct TraceOptions {
+  std::string step_name;               ///< what errors call the step function
+  const TensorTable* table = nullptr;  ///< parameters and buffers by identity
+  /// True: operators run on the inputs' data. False: shapes only, no operator is executed.
+  bool execute = false;
+  RandomKey random;                      ///< for `execute`
+  std::vector<const Graph*> candidates;  ///< graphs that the run may turn out to be equal to
+};
+
+/// What one run of a step function was found to do.
+struct TraceResult {
+  /// The candidate that the run equals, or nullptr.
+  const Graph* match = nullptr;
+  /// What differs from `match`: the rest of the plan stays valid.
+  std::vector<ConstantOverride> constants;
+  std::vector<ContentOverride> contents;
+  /// The new graph if no candidate matched.
+  std::unique_ptr<Graph> recorded;
+  /// Where the last candidate was left, as text; empty if there was none.
+  std::string difference;
+  /// With `execute`: per operator, a hash of its results right after it ran; 0 where the content
+  /// is not determined (`empty`).
+  std::vector<uint64_t> checksums;
+};
+
+/// Runs a step function on one microbatch and finds out which operators it calls.
+///
+/// As long as the run follows one of the candidates (same operators, constants and data flow) it
+/// only *verifies*: nothing is executed or recorded, and results are placeholders of the recorded
+/// shapes. Where it leaves the last of them it goes on *recording*, on shapes. So the function
+/// runs exactly once either way. With `execute`, it records a real run. See docs/capture.md.
+///
+/// A tracer belongs to the thread that made it.
+class Tracer final : public OperatorInterceptor {
+ public:
+  explicit Tracer(TraceOptions options);
+  ~Tracer() override;
+
+  /// Calls `function` with `inputs` (for `execute` the tensors given, else placeholders of their
+  /// shapes); it returns the tensors that the step returns. Throws `CaptureError` for what
+  /// cannot be captured.
+  using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+  TraceResult run(const std::vector<at::Tensor>& inputs, const Function& function);
+
+  /// The tracer whose `run` is under way on this thread, or nullptr.
+  static Tracer* current();
+
+  /// Notes `backward(tensors, gradients)`; to be called by the model inside the function.
+  void backward(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients);
+
+  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
+
+ private:
+  struct Live {
+    const Graph* graph;
+    std::vector<ConstantOverride> constants;
+    std::vector<ContentOverride> contents;
+  };
+  struct Known {
+    ValueId id;
+    c10::weak_intrusive_ptr<c10::TensorImpl> keep;  // keeps the address from being used again
+  };
+
+  // Tensors of the current call, in the order of its arguments.
+  struct Call {
+    const c10::OperatorHandle* op;
+    std::vector<Argument> arguments;
+    std::vector<at::Tensor> tensors;
+    std::vector<ValueId> ids;
+  };
+
+  bool verifying() const { return !live_.empty(); }
+  const Value& value(ValueId id) const;
+  std::string where() const;
+  [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
+
+  void define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& passed);
+  ValueId add_value(Value value, const at::Tensor& tensor);
+  void bind(const at::Tensor& tensor, ValueId id);
+  ValueId lookup(const at::Tensor& tensor);
+  ValueId find_alias(const at::Tensor& tensor);
+  ValueId define_from_table(const TensorTable::Entry& entry);
+  ValueId define_constant(const at::Tensor& tensor);
+  void check_history(const at::Tensor& tensor) const;
+
+  void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, Call& call);
+  Argument collect_argument(const c10::IValue& value, Call& call);
+  bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  void refuse_unsupported(const Call& call) const;
+
+  bool verify(Call& call, torch::jit::Stack& stack);
+  std::optional<std::string> differs(Live& live, const Call& call, const ExecutionMode& mode) const;
+  void push_recorded_results(const Call& call, torch::jit::Stack& stack);
+  void leave_candidates(const std::string& difference);
+
+  void record(Call& call, torch::jit::Stack& stack);
+  void run_operator(const Call& call, const Operator& op, torch::jit::Stack& stack);
+  void run_on_shapes(const Call& call, torch::jit::Stack& stack);
+  void note_writes(const Call& call, Operator& op);
+  void note_reads_of_uninitialised(const Call& call, const Operator& op);
+  void make_literal(ValueId base, const at::Tensor& alias);
+  void record_results(const Call& call, Operator& op, torch::jit::Stack& stack);
+  at::Tensor record_result(const Call& call, Operator& op, const at::Tensor& result);
+  int alias_set_of(const at::Tensor& tensor);
+  uint64_t checksum(const Operator& op, const torch::jit::Stack& stack) const;
+
+  TraceResult finish(const std::vector<at::Tensor>& outputs);
+  void assign_scopes();
+
+  TraceOptions options_;
+  std::vector<Live> live_;
+  std::string difference_;
+  size_t next_operator_ = 0;
+  ValueId value_count_ = 0;       // values known so far, while verifying
+  std::vector<Value> pending_;    // values first seen in the call at hand, while verifying
+  std::unique_ptr<Graph> graph_;  // what is recorded; while verifying it is empty
+  std::vector<uint64_t> checksums_;
+  std::vector<BackwardRoot> roots_;
+  std::vector<ValueId> outputs_;
+  int random_count_ = 0;
+  std::string last_scope_;
+
+  ska::flat_hash_map<const c10::TensorImpl*, Known> known_;
+  // Storages seen, each with the last value on it and its alias set.
+  struct StorageInfo {
+    ValueId id;
+    int alias_set;
+    c10::weak_intrusive_ptr<c10::StorageImpl> keep;
+  };
+  ska::flat_hash_map<const c10::StorageImpl*, StorageInfo> storages_;
+  // Factory results that host code may still write: alias set -> the value, with its content at
+  // creation (undefined for `empty`).
+  struct Fresh {
+    ValueId id;
+    at::Tensor at_creation;
+  };
+  ska::flat_hash_map<int, Fresh> fresh_;
+  // While verifying: literals made this run, to be compared with the recorded content.
+  std::vector<std::pair<ValueId, at::Tensor>> literals_;
+  std::vector<at::Tensor> shapes_;  // per value, its meta tensor (recording on shapes)
+};
+
+}  // namespace smp::graph
