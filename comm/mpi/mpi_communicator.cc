@@ -1,0 +1,152 @@
+#include "comm/mpi/mpi_communicator.h"
+
+#include <mpi.h>
+
+#include <array>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "comm/mpi/mpi_error.h"
+#include "comm/mpi/mpi_transport.h"
+#include "comm/transport_communicator.h"
+
+namespace smp::comm {
+namespace {
+
+// MPI exists once in a process, and so does this. When the process ends without finalize_mpi(),
+// the progress thread ends here, before the objects that it uses.
+struct MpiJob {
+  std::shared_ptr<MpiTransport> transport;
+  CommunicatorPtr world;
+  std::vector<std::string> hosts;
+  int local_rank = 0;
+  int local_size = 1;
+  bool initialized_here = false;
+  bool finalized = false;
+
+  ~MpiJob() {
+    if (transport) {
+      transport->stop_thread();
+    }
+  }
+};
+
+MpiJob& job() {
+  static MpiJob instance;
+  return instance;
+}
+
+const MpiJob& started_job(const char* function) {
+  SMP_CHECK_WITH(UsageError, job().world != nullptr, function,
+                 " needs a started MPI. Call make_mpi_world() first.");
+  return job();
+}
+
+// True when MPI was not initialised by somebody else before.
+bool initialize_mpi() {
+  int initialized = 0;
+  check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");
+  int provided = MPI_THREAD_SINGLE;
+  if (initialized) {
+    check_mpi(MPI_Query_thread(&provided), "MPI_Query_thread");
+  } else {
+    check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+  }
+  SMP_CHECK_WITH(CommError, provided == MPI_THREAD_MULTIPLE,
+                 "MPI offers thread level ", provided, ", expected MPI_THREAD_MULTIPLE (",
+                 MPI_THREAD_MULTIPLE,
+                 "). Use an MPI built with thread support (ompi_info | grep -i thread shows it), and "
+                 "let smp initialise MPI or ask for that level yourself.");
+  return !initialized;
+}
+
+void check_tags() {
+  void* value = nullptr;
+  int found = 0;
+  check_mpi(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
+  constexpr int kNeeded = 2 * (kMaxTag + 1) - 1;
+  SMP_CHECK_WITH(CommError, found && *static_cast<int*>(value) >= kNeeded,
+                 "MPI allows tags up to ", found ? *static_cast<int*>(value) : 0, ", expected ",
+                 kNeeded, ". Choose another transport, for example mpirun --mca pml ob1.");
+}
+
+void find_local_ranks(MpiJob& job) {
+  MPI_Comm local;
+  check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
+            "MPI_Comm_split_type");
+  check_mpi(MPI_Comm_rank(local, &job.local_rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(local, &job.local_size), "MPI_Comm_size");
+  check_mpi(MPI_Comm_free(&local), "MPI_Comm_free");
+}
+
+std::string host_name() {
+  std::array<char, MPI_MAX_PROCESSOR_NAME> name;
+  int length = 0;
+  check_mpi(MPI_Get_processor_name(name.data(), &length), "MPI_Get_processor_name");
+  return std::string(name.data(), length);
+}
+
+std::shared_ptr<Group> world_group() {
+  auto group = std::make_shared<Group>();
+  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &group->rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &group->size), "MPI_Comm_size");
+  group->name = "world";
+  group->world_rank = group->rank;
+  group->context = 0;
+  return group;
+}
+
+}  // namespace
+
+bool under_mpirun() { return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr; }
+
+CommunicatorPtr make_mpi_world() {
+  MpiJob& job = smp::comm::job();
+  SMP_CHECK_WITH(UsageError, !job.finalized,
+                 "make_mpi_world after finalize_mpi: MPI can be started only once in a process.");
+  if (job.world) {
+    return job.world;
+  }
+  job.initialized_here = initialize_mpi();
+  check_mpi(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check_mpi(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check_tags();
+  find_local_ranks(job);
+  job.transport = std::make_shared<MpiTransport>();
+  job.world = std::make_shared<TransportCommunicator>(job.transport, world_group());
+  job.hosts = all_gather_bytes(*job.world, host_name());
+  return job.world;
+}
+
+void finalize_mpi() {
+  MpiJob& job = smp::comm::job();
+  if (!job.world || job.finalized) {
+    return;
+  }
+  job.finalized = true;
+  try {
+    job.world->set_timeout(std::chrono::hours(24 * 365));
+    job.world->barrier();
+  } catch (const CommError&) {
+    // Aborted: nobody may wait for the others any more.
+  }
+  job.transport->stop_thread();
+  if (mpi_aborted()) {
+    return;
+  }
+  job.transport->close();
+  if (job.initialized_here) {
+    check_mpi(MPI_Finalize(), "MPI_Finalize");
+  }
+}
+
+bool mpi_aborted() { return job().transport && job().transport->aborted(); }
+
+int mpi_local_rank() { return started_job("mpi_local_rank").local_rank; }
+
+int mpi_local_size() { return started_job("mpi_local_size").local_size; }
+
+const std::vector<std::string>& mpi_hosts() { return started_job("mpi_hosts").hosts; }
+
+}  // namespace smp::comm

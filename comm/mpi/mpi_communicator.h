@@ -1,0 +1,34 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp::comm {
+
+/// True when this process was started by mpirun.
+bool under_mpirun();
+
+/// The world of all processes of the MPI job (one process without mpirun). Initialises MPI at the
+/// first call; later calls return a communicator of the same world. Collective at the first call.
+/// Throws `CommError` when MPI does not support MPI_THREAD_MULTIPLE or fails.
+CommunicatorPtr make_mpi_world();
+
+/// Ends MPI. Collective: waits, without a time-out, until all ranks have called it. When the job
+/// was aborted, before or meanwhile, it returns at once and leaves MPI unfinalised (MPI_Finalize
+/// would hang); the process must then end with a non-zero status, see `mpi_aborted()`. Does nothing
+/// when MPI was not initialised here or has been finalised. No communicator may be used after it.
+void finalize_mpi();
+
+/// True when some rank has called abort() on a communicator of the MPI job.
+bool mpi_aborted();
+
+/// This process's place among those of its host, and how many those are. After make_mpi_world().
+int mpi_local_rank();
+int mpi_local_size();
+
+/// The host name of each world rank. After make_mpi_world().
+const std::vector<std::string>& mpi_hosts();
+
+}  // namespace smp::comm

@@ -1,0 +1,164 @@
+#include "comm/operation.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+class OperationWork final : public Work {
+ public:
+  OperationWork(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation)
+      : transport_(std::move(transport)), operation_(std::move(operation)) {}
+
+  bool test() override {
+    if (!ended()) {
+      transport_->poll();
+    }
+    return ended();
+  }
+
+  void wait() override {
+    const std::chrono::milliseconds timeout(operation_->group().timeout_ms.load());
+    const bool in_time =
+        transport_->wait_until(Transport::Clock::now() + timeout, [this] { return ended(); });
+    const bool failed = operation_->done() && !operation_->error().empty();
+    SMP_CHECK_WITH(CommError, !failed, operation_->error());
+    SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
+                   operation_->describe(), "]");
+    SMP_CHECK_WITH(TimeoutError, in_time, operation_->describe_timeout(timeout));
+  }
+
+ private:
+  bool ended() const { return operation_->done() || transport_->aborted(); }
+
+  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<Operation> operation_;
+};
+
+}  // namespace
+
+const Group& Transfer::group() const { return operation->group(); }
+
+void Transfer::done(Transport& transport, const std::string& error) const {
+  operation->transfer_done(transport, index, error);
+}
+
+Operation::Operation(std::shared_ptr<const Group> group, OperationInfo info,
+                     std::vector<Round> rounds, std::vector<at::Tensor> tensors)
+    : group_(std::move(group)),
+      info_(info),
+      rounds_(std::move(rounds)),
+      tensors_(std::move(tensors)) {}
+
+void Operation::start(Transport& transport) { run(transport); }
+
+// Starts rounds until one stays open. Only one thread at a time is in here: the one that started
+// the operation or that ended the last transfer of the round before.
+void Operation::run(Transport& transport) {
+  while (round_ < rounds_.size()) {
+    const std::vector<Message>& messages = rounds_[round_].messages;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      open_ = messages.size() + 1;  // the extra one keeps the round open until all have started
+      is_open_.assign(messages.size(), true);
+    }
+    for (size_t i = 0; i < messages.size(); ++i) {
+      transport.start({messages[i], info_.tag, shared_from_this(), i});
+    }
+    if (!close_one()) {
+      return;
+    }
+    end_round();
+  }
+  finish(transport, "");
+}
+
+void Operation::transfer_done(Transport& transport, size_t index, const std::string& error) {
+  if (!error.empty()) {
+    // The transfer stays open for ever, so no later round starts.
+    finish(transport, c10::str(describe(), " failed: ", error));
+    return;
+  }
+  if (close_one(index)) {
+    end_round();
+    run(transport);
+  }
+}
+
+// True when that was the last open transfer of the round.
+bool Operation::close_one(std::optional<size_t> index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (index) {
+    is_open_[*index] = false;
+  }
+  return --open_ == 0;
+}
+
+void Operation::end_round() {
+  if (rounds_[round_].finish) {
+    rounds_[round_].finish();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++round_;
+}
+
+void Operation::finish(Transport& transport, std::string error) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (done()) {
+      return;  // a second transfer of the round has failed
+    }
+    error_ = std::move(error);
+    done_.store(true, std::memory_order_release);
+  }
+  transport.notify();
+}
+
+std::string Operation::describe() const {
+  const std::string where = c10::str(" on group '", group_->name, "' (here rank ", group_->rank,
+                                     " of ", group_->size, ")");
+  if (info_.peer < 0) {
+    return c10::str(info_.verb, " of ", info_.bytes, " bytes", where, ", collective number ",
+                    info_.tag - kMaxTag);
+  }
+  const char* direction = std::string(info_.verb) == "isend" ? " to rank " : " from rank ";
+  return c10::str(info_.verb, " of ", info_.bytes, " bytes", direction, info_.peer, " with tag ",
+                  info_.tag, where);
+}
+
+std::string Operation::describe_timeout(std::chrono::milliseconds waited) const {
+  const std::string remedy =
+      info_.peer < 0
+          ? " Check that these ranks call the same collectives of this group in the same order and "
+            "have not failed; if they only compute for long, raise the time-out."
+          : " Check that the peer posts the matching call with the same tag and group and has not "
+            "failed; if it only computes for long, raise the time-out.";
+  return c10::str(describe(), " was not complete after ", waited.count() / 1000.0,
+                  " s; it waits for ", open_peers(), ".", remedy);
+}
+
+std::string Operation::open_peers() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int> peers;
+  for (size_t i = 0; i < is_open_.size(); ++i) {
+    if (is_open_[i]) {
+      peers.push_back(rounds_[round_].messages[i].peer);
+    }
+  }
+  std::sort(peers.begin(), peers.end());
+  peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  std::string text = peers.size() == 1 ? "rank" : "ranks";
+  for (const int peer : peers) {
+    text += (peer == peers.front() ? " " : ", ") + std::to_string(peer);
+  }
+  return text;
+}
+
+WorkPtr make_work(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation) {
+  return std::make_shared<OperationWork>(std::move(transport), std::move(operation));
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/rounds.h"
+#include "comm/transport.h"
+#include "comm/work.h"
+
+namespace smp::comm {
+
+/// What an operation is, for its messages and its texts.
+struct OperationInfo {
+  const char* verb;  ///< "isend", "all_reduce" ...
+  size_t bytes;
+  int peer;  ///< -1 for a collective.
+  Tag tag;
+};
+
+/// Runs the rounds of one communication. Whoever ends the last transfer of a round (the caller,
+/// a peer's thread, the progress thread) starts the next, so an operation goes on while its own
+/// rank computes. It is owned by the user's Work and by its open transfers.
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  /// `tensors` are kept alive as long as the operation.
+  Operation(std::shared_ptr<const Group> group, OperationInfo info, std::vector<Round> rounds,
+            std::vector<at::Tensor> tensors);
+
+  /// Called once, by the rank that makes the operation.
+  void start(Transport& transport);
+
+  void transfer_done(Transport& transport, size_t index, const std::string& error);
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+
+  /// Why it failed; empty when it did not. Valid once done().
+  const std::string& error() const { return error_; }
+
+  /// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0 of 2)".
+  std::string describe() const;
+
+  /// What a wait that ran out of time says after `waited`.
+  std::string describe_timeout(std::chrono::milliseconds waited) const;
+
+  const Group& group() const { return *group_; }
+
+ private:
+  void run(Transport& transport);
+  bool close_one(std::optional<size_t> index = std::nullopt);
+  void end_round();
+  void finish(Transport& transport, std::string error);
+  std::string open_peers() const;
+
+  const std::shared_ptr<const Group> group_;
+  const OperationInfo info_;
+  const std::vector<Round> rounds_;
+  const std::vector<at::Tensor> tensors_;
+
+  mutable std::mutex mutex_;  // guards the next three
+  size_t round_ = 0;
+  size_t open_ = 0;            // transfers of the round not yet ended; one more while it starts
+  std::vector<bool> is_open_;  // by transfer of the round
+
+  std::string error_;  // written before done_
+  std::atomic<bool> done_{false};
+};
+
+/// The handle that the user gets.
+WorkPtr make_work(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation);
+
+}  // namespace smp::comm

@@ -1,0 +1,28 @@
+#include "comm/threads/thread_communicator.h"
+
+#include <memory>
+
+#include "comm/threads/thread_world.h"
+#include "comm/transport_communicator.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+
+std::vector<CommunicatorPtr> make_thread_world(int size) {
+  SMP_CHECK_WITH(UsageError, size > 0, "make_thread_world: expected at least 1 rank, got ", size,
+                 ".");
+  const auto world = std::make_shared<ThreadWorld>();
+  std::vector<CommunicatorPtr> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    auto group = std::make_shared<Group>();
+    group->name = "world";
+    group->rank = rank;
+    group->size = size;
+    group->world_rank = rank;
+    group->context = 0;
+    ranks.push_back(std::make_shared<TransportCommunicator>(world, std::move(group)));
+  }
+  return ranks;
+}
+
+}  // namespace smp::comm

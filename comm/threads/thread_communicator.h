@@ -1,0 +1,14 @@
+#pragma once
+
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp::comm {
+
+/// Makes a world of `size` ranks inside this process; element r is for the thread that plays rank
+/// r. A sent tensor is copied at once. Nothing runs in the background: a message is moved by
+/// whichever of its two threads comes second.
+std::vector<CommunicatorPtr> make_thread_world(int size);
+
+}  // namespace smp::comm

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "comm/transport.h"
+
+namespace smp::comm {
+
+/// What the rank threads of one world share: a mailbox for each (group, source, destination, tag),
+/// one mutex and one condition variable. Every rank uses it as its transport.
+class ThreadWorld final : public Transport {
+ public:
+  void start(Transfer transfer) override;
+  void poll() override {}
+  bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
+  void notify() override;
+  int make_context(const Group& parent, int first_member) override;
+  void abort(int world_rank, const std::string& reason) noexcept override;
+
+ private:
+  struct Mail {
+    std::unique_ptr<std::byte[]> data;
+    size_t bytes;
+  };
+  // Messages without a receive, or receives without a message: one of the two is always empty.
+  struct Mailbox {
+    std::deque<Mail> mail;
+    std::deque<Transfer> posted;
+  };
+  using Address = std::tuple<int, int, int, Tag>;  // context, source, destination, tag
+
+  void send(Transfer transfer);
+  void receive(Transfer transfer);
+  void erase_if_empty(const Address& address);
+  void deliver(const Transfer& receive, const void* data, size_t bytes);
+
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  std::map<Address, Mailbox> mailboxes_;
+  int contexts_ = 1;                                         // 0 is the world
+  std::map<std::pair<int, int>, int> splits_;                // (parent, rank) -> splits so far
+  std::map<std::tuple<int, int, int>, int> split_contexts_;  // (parent, split, first) -> context
+};
+
+}  // namespace smp::comm

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "comm/rounds.h"
+
+namespace smp::comm {
+
+class Operation;
+class Transport;
+
+/// The ranks that talk to each other, as this one sees them.
+struct Group {
+  std::string name;
+  int rank;
+  int size;
+  int world_rank;  ///< This process's (or rank thread's) rank in the whole job.
+  int context;     ///< The transport's number for the group; messages stay inside it.
+  std::atomic<int64_t> timeout_ms{300'000};
+};
+
+/// One message of an operation under way. Holds the operation, and so its memory, alive.
+struct Transfer {
+  Message message;
+  Tag tag;
+  std::shared_ptr<Operation> operation;
+  size_t index;  ///< Which of its round's messages this is.
+
+  const Group& group() const;
+
+  /// Called by the transport, exactly once and without a lock held, when the message has moved or
+  /// (with a text) cannot. May start further transfers.
+  void done(Transport& transport, const std::string& error = "") const;
+};
+
+/// Moves messages between the ranks of one job. A back end implements this and nothing else;
+/// collectives, checks, time-outs and texts are the same for all (see TransportCommunicator).
+/// Messages of one (context, source, destination, tag) are matched in the order sent and posted.
+/// Every method may be called from any thread.
+class Transport {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  virtual ~Transport() = default;
+
+  /// Starts a transfer. May call its `done` before it returns.
+  virtual void start(Transfer transfer) = 0;
+
+  /// Makes what progress is possible without blocking.
+  virtual void poll() = 0;
+
+  /// Blocks, making progress, until `ready()` or the deadline; returns the last `ready()`.
+  virtual bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) = 0;
+
+  /// Called after an operation has ended: wakes those that wait for it.
+  virtual void notify() = 0;
+
+  /// The context of a new group. Collective over the parent; all of its ranks have arrived.
+  /// `first_member` (a rank of the parent) names the group among those of one split.
+  virtual int make_context(const Group& parent, int first_member) = 0;
+
+  /// See Communicator::abort.
+  virtual void abort(int world_rank, const std::string& reason) noexcept = 0;
+
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+
+  /// "rank 1 failed: <reason>", empty while nobody has.
+  std::string abort_text() const {
+    std::lock_guard<std::mutex> lock(abort_mutex_);
+    return abort_text_;
+  }
+
+ protected:
+  /// False when somebody has aborted before; then nothing changes.
+  bool set_abort_text(std::string text) {
+    std::lock_guard<std::mutex> lock(abort_mutex_);
+    if (aborted()) {
+      return false;
+    }
+    abort_text_ = std::move(text);
+    aborted_.store(true, std::memory_order_release);
+    return true;
+  }
+
+ private:
+  mutable std::mutex abort_mutex_;
+  std::string abort_text_;
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace smp::comm

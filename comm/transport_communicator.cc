@@ -1,0 +1,170 @@
+#include "comm/transport_communicator.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "comm/reduce.h"
+#include "comm/rounds.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+// The tags above the users' belong to collectives, one for each until they come round again.
+constexpr int kCollectiveTags = 1 << 20;
+
+// Longer ones would overflow the clock.
+constexpr std::chrono::milliseconds kMaxTimeout = std::chrono::hours(24 * 365);
+
+std::string join(const std::vector<int>& values) {
+  return c10::str("[", c10::Join(", ", values), "]");
+}
+
+std::string bytes_of(const std::vector<int>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int));
+}
+
+}  // namespace
+
+TransportCommunicator::TransportCommunicator(std::shared_ptr<Transport> transport,
+                                             std::shared_ptr<Group> group)
+    : transport_(std::move(transport)), group_(std::move(group)) {}
+
+WorkPtr TransportCommunicator::isend(const at::Tensor& tensor, int destination, Tag tag) {
+  check_tensor("isend", "tensor", tensor);
+  check_rank("isend", "destination", destination);
+  check_tag("isend", tag);
+  const Message message{Message::Direction::kSend, destination,
+                        const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};
+  return start({"isend", tensor.nbytes(), destination, tag}, {{{message}, nullptr}}, {tensor});
+}
+
+WorkPtr TransportCommunicator::irecv(const at::Tensor& tensor, int source, Tag tag) {
+  check_tensor("irecv", "tensor", tensor);
+  check_rank("irecv", "source", source);
+  check_tag("irecv", tag);
+  const Message message{Message::Direction::kReceive, source, tensor.mutable_data_ptr(),
+                        tensor.nbytes()};
+  return start({"irecv", tensor.nbytes(), source, tag}, {{{message}, nullptr}}, {tensor});
+}
+
+WorkPtr TransportCommunicator::iall_reduce(const at::Tensor& tensor, ReduceOp op) {
+  check_tensor("all_reduce", "tensor", tensor);
+  SMP_CHECK_WITH(UsageError, can_reduce(tensor.scalar_type(), op), "all_reduce on group '", name(),
+                 "': ", to_string(op), " is not defined for ", tensor.scalar_type(),
+                 ". Convert the tensor to a floating point or integer type first.");
+  return start({"all_reduce", tensor.nbytes(), -1, next_collective_tag()},
+               all_reduce_rounds(rank(), size(), tensor, op), {tensor});
+}
+
+WorkPtr TransportCommunicator::ibroadcast(const at::Tensor& tensor, int root) {
+  check_tensor("broadcast", "tensor", tensor);
+  check_rank("broadcast", "root", root);
+  return start({"broadcast", tensor.nbytes(), -1, next_collective_tag()},
+               broadcast_rounds(rank(), size(), tensor, root), {tensor});
+}
+
+WorkPtr TransportCommunicator::iall_gather(const at::Tensor& output, const at::Tensor& input) {
+  check_tensor("all_gather", "output", output);
+  check_tensor("all_gather", "input", input);
+  SMP_CHECK_WITH(UsageError,
+                 output.scalar_type() == input.scalar_type() &&
+                     output.numel() == input.numel() * size(),
+                 "all_gather on group '", name(), "': expected an output of ", size(), " x ",
+                 input.numel(), " elements of ", input.scalar_type(), ", got ", output.numel(),
+                 " of ", output.scalar_type(), ". Allocate size() times the input.");
+  return start({"all_gather", input.nbytes(), -1, next_collective_tag()},
+               all_gather_rounds(rank(), size(), output, input), {output, input});
+}
+
+void TransportCommunicator::barrier() {
+  start({"barrier", 0, -1, next_collective_tag()}, barrier_rounds(rank(), size()), {})->wait();
+}
+
+CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
+                                             const std::string& name) {
+  check_members(members);
+  auto group = std::make_shared<Group>();
+  group->name = name;
+  group->size = static_cast<int>(members.size());
+  group->rank =
+      static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
+  group->world_rank = group_->world_rank;
+  group->context = transport_->make_context(*group_, members.front());
+  group->timeout_ms = group_->timeout_ms.load();
+  return std::make_shared<TransportCommunicator>(transport_, std::move(group));
+}
+
+// Local rules first; then that the other members pass the same list, which also means that all
+// ranks have arrived when the transport makes the context.
+void TransportCommunicator::check_members(const std::vector<int>& members) {
+  std::string problem;
+  if (std::adjacent_find(members.begin(), members.end(), std::greater_equal<int>()) !=
+      members.end()) {
+    problem = "they must ascend";
+  } else if (std::find(members.begin(), members.end(), rank()) == members.end()) {
+    problem = c10::str("rank ", rank(), ", which asks, must be among them");
+  } else if (members.front() < 0 || members.back() >= size()) {
+    problem = c10::str("they must lie in 0 to ", size() - 1);
+  }
+  // An invalid list is told to the others as an empty one, so that nobody waits for this rank.
+  const auto lists = all_gather_bytes(*this, problem.empty() ? bytes_of(members) : "");
+  SMP_CHECK_WITH(UsageError, problem.empty(), "split of group '", name(), "' into ranks ",
+                 join(members), ": ", problem, ".");
+  for (const int member : members) {
+    SMP_CHECK_WITH(UsageError, lists[member] == bytes_of(members), "split of group '", name(),
+                   "': rank ", rank(), " passes the ranks ", join(members), " but rank ", member,
+                   ", one of them, passes another list. All members must pass the same one.");
+  }
+}
+
+void TransportCommunicator::abort(const std::string& reason) noexcept {
+  transport_->abort(group_->world_rank, reason);
+}
+
+void TransportCommunicator::set_timeout(std::chrono::milliseconds timeout) {
+  SMP_CHECK_WITH(UsageError, timeout.count() > 0, "set_timeout on group '", name(),
+                 "': expected a positive time, got ", timeout.count(), " ms.");
+  group_->timeout_ms = std::min(timeout, kMaxTimeout).count();
+}
+
+std::chrono::milliseconds TransportCommunicator::timeout() const {
+  return std::chrono::milliseconds(group_->timeout_ms.load());
+}
+
+void TransportCommunicator::check_tensor(const char* verb, const char* argument,
+                                         const at::Tensor& tensor) const {
+  SMP_CHECK_WITH(UsageError, tensor.defined(), verb, " on group '", name(), "': ", argument,
+                 " is undefined.");
+  SMP_CHECK_WITH(UsageError, tensor.device().is_cpu() && tensor.layout() == c10::kStrided, verb,
+                 " on group '", name(), "': expected ", argument,
+                 " to be a dense tensor on the CPU, got ", tensor.layout(), " on ", tensor.device(),
+                 ". Copy it to the CPU first.");
+  SMP_CHECK_WITH(UsageError, tensor.is_contiguous(), verb, " on group '", name(), "': expected ",
+                 argument, " to be contiguous, got sizes ", tensor.sizes(), " with strides ",
+                 tensor.strides(), ". Pass contiguous() of it.");
+}
+
+void TransportCommunicator::check_rank(const char* verb, const char* argument, int rank) const {
+  SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size(), verb, " on group '", name(),
+                 "': expected ", argument, " in 0 to ", size() - 1, ", got ", rank, ".");
+}
+
+void TransportCommunicator::check_tag(const char* verb, Tag tag) const {
+  SMP_CHECK_WITH(UsageError, tag >= 0 && tag <= kMaxTag, verb, " on group '", name(),
+                 "': expected a tag in 0 to ", kMaxTag, ", got ", tag, ".");
+}
+
+WorkPtr TransportCommunicator::start(OperationInfo info, std::vector<Round> rounds,
+                                     std::vector<at::Tensor> tensors) {
+  auto operation = std::make_shared<Operation>(group_, info, std::move(rounds), std::move(tensors));
+  operation->start(*transport_);
+  return make_work(transport_, std::move(operation));
+}
+
+Tag TransportCommunicator::next_collective_tag() {
+  return kMaxTag + 1 + collectives_.fetch_add(1) % kCollectiveTags;
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/operation.h"
+#include "comm/transport.h"
+
+namespace smp::comm {
+
+/// The one implementation of Communicator: checks arguments, makes operations and starts them on
+/// the transport of its back end.
+class TransportCommunicator final : public Communicator {
+ public:
+  TransportCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<Group> group);
+
+  int rank() const override { return group_->rank; }
+  int size() const override { return group_->size; }
+  const std::string& name() const override { return group_->name; }
+
+  WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
+  WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
+  WorkPtr iall_reduce(const at::Tensor& tensor, ReduceOp op) override;
+  WorkPtr ibroadcast(const at::Tensor& tensor, int root) override;
+  WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) override;
+  void barrier() override;
+  CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
+  void abort(const std::string& reason) noexcept override;
+  void set_timeout(std::chrono::milliseconds timeout) override;
+  std::chrono::milliseconds timeout() const override;
+
+ private:
+  void check_tensor(const char* verb, const char* argument, const at::Tensor& tensor) const;
+  void check_rank(const char* verb, const char* argument, int rank) const;
+  void check_tag(const char* verb, Tag tag) const;
+  void check_members(const std::vector<int>& members);
+  WorkPtr start(OperationInfo info, std::vector<Round> rounds, std::vector<at::Tensor> tensors);
+  Tag next_collective_tag();
+
+  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<Group> group_;
+  std::atomic<int> collectives_{0};
+};
+
+}  // namespace smp::comm
