@@ -1,0 +1,70 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace smp::pipeline {
+
+/// One thing a rank does in a step. A schedule is a list of actions for each rank.
+///
+/// Text form, as printed and parsed:
+///
+///     0F3          forward of microbatch 3 on stage 0
+///     1B0          backward of microbatch 0 on stage 1
+///     0SEND_F3>1   stage 0 sends its boundary values of microbatch 3 to stage 1
+///     1RECV_F3<0   stage 1 waits for them
+///     1SEND_B3>0   stage 1 sends the gradients of those values back to stage 0
+///     0RECV_B3<1   stage 0 waits for them
+///     1REDUCE      the gradients of stage 1 are complete and may be reduced
+///
+/// Receives are posted ahead by the executor, so a receive action only means "wait for it".
+struct Action {
+  enum class Kind {
+    kForward,
+    kBackward,
+    kSendForward,
+    kRecvForward,
+    kSendBackward,
+    kRecvBackward,
+    kReduce,
+  };
+
+  Kind kind = Kind::kForward;
+  /// The stage that acts.
+  int stage = 0;
+  /// The microbatch, -1 for `kReduce`.
+  int microbatch = -1;
+  /// The stage at the other end of a transfer, -1 for everything else.
+  int peer = -1;
+
+  bool is_send() const { return kind == Kind::kSendForward || kind == Kind::kSendBackward; }
+  bool is_recv() const { return kind == Kind::kRecvForward || kind == Kind::kRecvBackward; }
+  bool is_transfer() const { return is_send() || is_recv(); }
+  bool is_compute() const { return kind == Kind::kForward || kind == Kind::kBackward; }
+  /// Belongs to the backward pass.
+  bool is_backward() const {
+    return kind == Kind::kBackward || kind == Kind::kSendBackward || kind == Kind::kRecvBackward;
+  }
+};
+
+Action forward_of(int stage, int microbatch);
+Action backward_of(int stage, int microbatch);
+Action send_forward(int stage, int microbatch, int to);
+Action recv_forward(int stage, int microbatch, int from);
+Action send_backward(int stage, int microbatch, int to);
+Action recv_backward(int stage, int microbatch, int from);
+Action reduce_of(int stage);
+
+/// The other end of a transfer: the receive of a send, the send of a receive.
+Action counterpart(const Action& transfer);
+
+bool operator==(const Action& a, const Action& b);
+bool operator!=(const Action& a, const Action& b);
+
+std::string to_string(const Action& action);
+
+/// Parses the text form above. Throws `smp::Error` that names `where` (for example
+/// "line 3, column 9"), the text, and the position in it at which something else was expected.
+Action parse_action(std::string_view text, std::string_view where = "");
+
+}  // namespace smp::pipeline

@@ -1,0 +1,240 @@
+#include "pipeline/schedule.h"
+
+#include <xxhash.h>
+
+#include <charconv>
+#include <set>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+/// Reads a schedule word by word and knows the line and column it is at.
+class Reader {
+ public:
+  explicit Reader(std::string_view text) : rest_(text) {}
+
+  /// Goes to the next line that says something; false at the end of the text.
+  bool next_line() {
+    while (!rest_.empty()) {
+      const auto end = rest_.find('\n');
+      line_ = rest_.substr(0, end);
+      rest_ = end == std::string_view::npos ? std::string_view() : rest_.substr(end + 1);
+      ++line_number_;
+      column_ = 0;
+      skip_spaces();
+      if (column_ < line_.size() && line_[column_] != '#') {
+        return true;
+      }
+    }
+    line_ = {};
+    column_ = 0;
+    ++line_number_;
+    return false;
+  }
+
+  bool at_end_of_line() const { return column_ == line_.size(); }
+
+  /// "line 2, column 9", both counted from 1.
+  std::string where() const { return c10::str("line ", line_number_, ", column ", column_ + 1); }
+
+  /// The next word; empty at the end of the line.
+  std::string_view word() {
+    const auto end = line_.find_first_of(" \t\r", column_);
+    const auto found = line_.substr(column_, end == std::string_view::npos ? end : end - column_);
+    column_ += found.size();
+    skip_spaces();
+    return found;
+  }
+
+  void literal(std::string_view expected) {
+    const auto at = where();
+    const auto got = word();
+    if (got != expected) {
+      fail(at, c10::str("\"", expected, "\""), got);
+    }
+  }
+
+  /// The value of the word `key=value`.
+  std::string_view value(std::string_view key) {
+    const auto at = where();
+    const auto got = word();
+    if (got.substr(0, key.size()) != key || got.substr(key.size(), 1) != "=") {
+      fail(at, c10::str("\"", key, "=...\""), got);
+    }
+    return got.substr(key.size() + 1);
+  }
+
+  int number(std::string_view key) { return to_int(value(key), key); }
+
+  std::vector<int> numbers(std::string_view key) {
+    auto list = value(key);
+    std::vector<int> result;
+    for (;;) {
+      const auto comma = list.find(',');
+      result.push_back(to_int(list.substr(0, comma), key));
+      if (comma == std::string_view::npos) {
+        return result;
+      }
+      list.remove_prefix(comma + 1);
+    }
+  }
+
+  bool yes_or_no(std::string_view key) {
+    const auto at = where();
+    const auto got = value(key);
+    if (got != "yes" && got != "no") {
+      fail(at, c10::str("\"", key, "=yes\" or \"", key, "=no\""), c10::str(key, "=", got));
+    }
+    return got == "yes";
+  }
+
+  void end_of_line() {
+    if (!at_end_of_line()) {
+      fail(where(), "the end of the line", line_.substr(column_));
+    }
+  }
+
+  [[noreturn]] static void fail(const std::string& at, std::string_view expected,
+                                std::string_view got) {
+    ::smp::detail::fail<Error>(
+        "cannot read the schedule: ", at, ": expected ", expected, ", got ",
+        got.empty() ? "the end of the line" : c10::str("\"", got, "\""),
+        ". A schedule is a line \"schedule ranks=R microbatches=M backward=yes "
+        "rank_of_stage=0,1,...\" and a line \"rank r: ACTIONS\" for each rank.");
+  }
+
+ private:
+  int to_int(std::string_view text, std::string_view key) const {
+    int value = 0;
+    const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (result.ec != std::errc() || result.ptr != text.data() + text.size()) {
+      fail(c10::str("line ", line_number_), c10::str("a number in \"", key, "=...\""), text);
+    }
+    return value;
+  }
+
+  void skip_spaces() {
+    const auto next = line_.find_first_not_of(" \t\r", column_);
+    column_ = next == std::string_view::npos ? line_.size() : next;
+  }
+
+  std::string_view rest_;
+  std::string_view line_;
+  size_t line_number_ = 0;
+  size_t column_ = 0;
+};
+
+Schedule parse_header(Reader& reader) {
+  reader.next_line();
+  reader.literal("schedule");
+  const int ranks = reader.number("ranks");
+  const int microbatches = reader.number("microbatches");
+  const bool backward = reader.yes_or_no("backward");
+  auto rank_of_stage = reader.numbers("rank_of_stage");
+  reader.end_of_line();
+  return Schedule(ranks, microbatches, std::move(rank_of_stage), backward);
+}
+
+}  // namespace
+
+std::vector<StageEdge> chain_edges(int stages) {
+  std::vector<StageEdge> edges;
+  for (int stage = 0; stage + 1 < stages; ++stage) {
+    edges.push_back({stage, stage + 1});
+  }
+  return edges;
+}
+
+void check_edges(const std::vector<StageEdge>& edges, int stages) {
+  std::set<std::pair<int, int>> seen;
+  for (const auto& edge : edges) {
+    SMP_CHECK_WITH(ConfigError, 0 <= edge.from && edge.from < edge.to && edge.to < stages,
+                   "stage edges: expected an edge from a stage to a later one of 0 to ",
+                   stages - 1, ", got ", edge.from, " -> ", edge.to, ".");
+    SMP_CHECK_WITH(ConfigError, seen.insert({edge.from, edge.to}).second,
+                   "stage edges: ", edge.from, " -> ", edge.to,
+                   " appears twice. Give one edge for all values from one stage to another.");
+  }
+}
+
+Schedule::Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage, bool has_backward)
+    : microbatches_(microbatches),
+      has_backward_(has_backward),
+      rank_of_stage_(std::move(rank_of_stage)) {
+  SMP_CHECK(ranks > 0 && microbatches > 0 && !rank_of_stage_.empty(),
+            "a schedule needs at least one rank, one stage and one microbatch; got ", ranks,
+            " ranks, ", rank_of_stage_.size(), " stages and ", microbatches, " microbatches.");
+  SMP_CHECK(static_cast<size_t>(ranks) <= rank_of_stage_.size(), "a schedule has ", ranks,
+            " ranks but only ", rank_of_stage_.size(),
+            " stages, so some ranks have none. Use at most as many ranks as stages.");
+  for (size_t stage = 0; stage < rank_of_stage_.size(); ++stage) {
+    const int rank = rank_of_stage_[stage];
+    SMP_CHECK(rank >= 0 && rank < ranks, "stage ", stage, " of a schedule is on rank ", rank,
+              ", expected 0 to ", ranks - 1, ". Correct rank_of_stage.");
+  }
+  actions_.resize(static_cast<size_t>(ranks));
+}
+
+uint64_t Schedule::fingerprint() const {
+  const auto text = to_string(*this);
+  return XXH3_64bits(text.data(), text.size());
+}
+
+bool operator==(const Schedule& a, const Schedule& b) {
+  if (a.ranks() != b.ranks() || a.microbatches() != b.microbatches() ||
+      a.has_backward() != b.has_backward() || a.rank_of_stage() != b.rank_of_stage()) {
+    return false;
+  }
+  for (int rank = 0; rank < a.ranks(); ++rank) {
+    if (a.actions(rank) != b.actions(rank)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool operator!=(const Schedule& a, const Schedule& b) { return !(a == b); }
+
+std::string to_string(const Schedule& schedule) {
+  std::string text =
+      c10::str("schedule ranks=", schedule.ranks(), " microbatches=", schedule.microbatches(),
+               " backward=", schedule.has_backward() ? "yes" : "no", " rank_of_stage=");
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    text += (stage == 0 ? "" : ",") + std::to_string(schedule.rank_of(stage));
+  }
+  text += '\n';
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    text += c10::str("rank ", rank, ":");
+    for (const auto& action : schedule.actions(rank)) {
+      text += ' ' + to_string(action);
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+Schedule parse_schedule(std::string_view text) {
+  Reader reader(text);
+  auto schedule = parse_header(reader);
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    if (!reader.next_line()) {
+      Reader::fail(reader.where(), c10::str("the line of rank ", rank), "");
+    }
+    reader.literal("rank");
+    reader.literal(c10::str(rank, ":"));
+    while (!reader.at_end_of_line()) {
+      const auto where = reader.where();
+      schedule.actions(rank).push_back(parse_action(reader.word(), where));
+    }
+  }
+  if (reader.next_line()) {
+    const auto where = reader.where();
+    Reader::fail(where, c10::str("no more than ", schedule.ranks(), " ranks"), reader.word());
+  }
+  return schedule;
+}
+
+}  // namespace smp::pipeline

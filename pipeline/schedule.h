@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pipeline/action.h"
+
+namespace smp::pipeline {
+
+/// Stage `from` sends boundary values to the later stage `to`. Skips such as 0 -> 2 are edges
+/// too. The backward pass sends gradients from `to` to `from` where `needs_gradient`.
+struct StageEdge {
+  int from = 0;
+  int to = 0;
+  /// False where everything sent is without gradient (integers, detached values).
+  bool needs_gradient = true;
+};
+
+/// The edges 0 -> 1 -> ... -> stages - 1.
+std::vector<StageEdge> chain_edges(int stages);
+
+/// Throws `smp::ConfigError` unless every edge goes from a stage to a later one and none appears
+/// twice.
+void check_edges(const std::vector<StageEdge>& edges, int stages);
+
+/// What each rank of a pipeline does in one step, in order. Pure data: equal on all ranks,
+/// printable, parsable. Whether it makes sense is for `verify` to say.
+class Schedule {
+ public:
+  /// An empty list of actions for each of `ranks` ranks. `rank_of_stage[s]` owns stage s.
+  /// `has_backward` is false for evaluation, where no stage has a backward or a reduce.
+  /// Throws `smp::Error` when a number is not positive, there are more ranks than stages, or a
+  /// stage has no valid rank.
+  Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage, bool has_backward);
+
+  int ranks() const { return static_cast<int>(actions_.size()); }
+  int stages() const { return static_cast<int>(rank_of_stage_.size()); }
+  int microbatches() const { return microbatches_; }
+  bool has_backward() const { return has_backward_; }
+  const std::vector<int>& rank_of_stage() const { return rank_of_stage_; }
+  int rank_of(int stage) const { return rank_of_stage_.at(static_cast<size_t>(stage)); }
+
+  const std::vector<Action>& actions(int rank) const {
+    return actions_.at(static_cast<size_t>(rank));
+  }
+  std::vector<Action>& actions(int rank) { return actions_.at(static_cast<size_t>(rank)); }
+
+  /// Of the text form: equal schedules have equal fingerprints on every machine.
+  uint64_t fingerprint() const;
+
+ private:
+  int microbatches_;
+  bool has_backward_;
+  std::vector<int> rank_of_stage_;
+  std::vector<std::vector<Action>> actions_;
+};
+
+bool operator==(const Schedule& a, const Schedule& b);
+bool operator!=(const Schedule& a, const Schedule& b);
+
+/// A header line, then one line of actions for each rank, for example:
+///
+///     schedule ranks=2 microbatches=1 backward=yes rank_of_stage=0,1
+///     rank 0: 0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE
+///     rank 1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
+std::string to_string(const Schedule& schedule);
+
+/// Parses that form. Empty lines and lines that begin with '#' are skipped. Throws `smp::Error`
+/// with the line and column of the first thing that does not fit.
+Schedule parse_schedule(std::string_view text);
+
+}  // namespace smp::pipeline

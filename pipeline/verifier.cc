@@ -1,0 +1,306 @@
+#include "pipeline/verifier.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "pipeline/walk.h"
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+using Kind = Action::Kind;
+
+class Verifier {
+ public:
+  Verifier(const Schedule& schedule, const std::vector<StageEdge>& edges)
+      : schedule_(schedule),
+        edges_(edges),
+        edge_of_(stages() * stages(), kNone),
+        in_edges_(stages()),
+        out_edges_(stages()) {
+    for (size_t i = 0; i < edges.size(); ++i) {
+      const auto from = static_cast<size_t>(edges[i].from);
+      const auto to = static_cast<size_t>(edges[i].to);
+      edge_of_[from * stages() + to] = static_cast<int>(i);
+      in_edges_[to].push_back(edges[i]);
+      out_edges_[from].push_back(edges[i]);
+    }
+    // Two computes and one reduce for each stage, two ends in two directions for each edge.
+    positions_.resize((2 * stages() + 4 * edges.size()) * microbatches() + stages(), kNone);
+  }
+
+  void check_actions() {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      const auto& actions = schedule_.actions(rank);
+      for (size_t i = 0; i < actions.size(); ++i) {
+        const auto reason = malformed(rank, actions[i]);
+        SMP_CHECK(reason.empty(), at(rank, i), reason);
+        auto& position = positions_[index_of(actions[i])];
+        SMP_CHECK(position == kNone, at(rank, i), "it was already done at action ", position,
+                  ". Every action of a step happens exactly once.");
+        position = static_cast<int>(i);
+      }
+    }
+  }
+
+  void check_complete() const {
+    for (int stage = 0; stage < schedule_.stages(); ++stage) {
+      for (int m = 0; m < schedule_.microbatches(); ++m) {
+        check_present(forward_of(stage, m));
+        if (schedule_.has_backward()) {
+          check_present(backward_of(stage, m));
+        }
+      }
+      if (schedule_.has_backward()) {
+        check_present(reduce_of(stage));
+      }
+    }
+    for (const auto& edge : edges_) {
+      for (int m = 0; m < schedule_.microbatches() && crosses_ranks(edge); ++m) {
+        check_pair(send_forward(edge.from, m, edge.to));
+        if (schedule_.has_backward() && edge.needs_gradient) {
+          check_pair(send_backward(edge.to, m, edge.from));
+        }
+      }
+    }
+  }
+
+  void check_order(int active_microbatches) const {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      const auto& actions = schedule_.actions(rank);
+      for (size_t i = 0; i < actions.size(); ++i) {
+        check_requirements(rank, i, actions[i]);
+      }
+      if (active_microbatches > 0 && schedule_.has_backward()) {
+        check_in_flight(rank, active_microbatches);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kNone = -1;
+
+  size_t stages() const { return static_cast<size_t>(schedule_.stages()); }
+  size_t microbatches() const { return static_cast<size_t>(schedule_.microbatches()); }
+  bool is_stage(int stage) const { return stage >= 0 && stage < schedule_.stages(); }
+  bool crosses_ranks(const StageEdge& edge) const {
+    return schedule_.rank_of(edge.from) != schedule_.rank_of(edge.to);
+  }
+
+  /// "schedule: rank 1 at action 7 (1RECV_F2<0): "
+  std::string at(int rank, size_t position) const {
+    const auto& action = schedule_.actions(rank)[position];
+    return c10::str("schedule: rank ", rank, " at action ", position, " (", to_string(action),
+                    "): ");
+  }
+
+  std::string malformed(int rank, const Action& action) const {
+    const int stage = action.stage;
+    if (!is_stage(stage)) {
+      return c10::str("there is no stage ", stage, ", expected 0 to ", stages() - 1, ".");
+    }
+    if (schedule_.rank_of(stage) != rank) {
+      return c10::str("stage ", stage, " belongs to rank ", schedule_.rank_of(stage),
+                      ". Move the action there.");
+    }
+    if (action.kind != Kind::kReduce &&
+        (action.microbatch < 0 || action.microbatch >= schedule_.microbatches())) {
+      return c10::str("there is no microbatch ", action.microbatch, ", expected 0 to ",
+                      microbatches() - 1, ".");
+    }
+    if ((action.is_backward() || action.kind == Kind::kReduce) && !schedule_.has_backward()) {
+      return "the schedule says backward=no, expected forwards and their transfers only.";
+    }
+    return action.is_transfer() ? malformed_transfer(action) : "";
+  }
+
+  std::string malformed_transfer(const Action& action) const {
+    // A send forward and a receive backward are at the beginning of their edge.
+    const bool at_start = action.is_send() != action.is_backward();
+    const int from = at_start ? action.stage : action.peer;
+    const int to = at_start ? action.peer : action.stage;
+    const int edge = is_stage(action.peer) ? edge_index(from, to) : kNone;
+    if (edge == kNone) {
+      return c10::str("stage ", from, " sends no values to stage ", to,
+                      ". Transfers go along the edges between stages.");
+    }
+    const auto& found = edges_[static_cast<size_t>(edge)];
+    if (action.is_backward() && !found.needs_gradient) {
+      return c10::str("the values from stage ", from, " to stage ", to, " have no gradient.");
+    }
+    if (!crosses_ranks(found)) {
+      return c10::str("stages ", from, " and ", to, " are on the same rank and need no transfer.");
+    }
+    return "";
+  }
+
+  int edge_index(int from, int to) const {
+    return edge_of_[static_cast<size_t>(from) * stages() + static_cast<size_t>(to)];
+  }
+
+  /// Where in `positions_` a well-formed action is.
+  size_t index_of(const Action& action) const {
+    const auto stage = static_cast<size_t>(action.stage);
+    if (action.kind == Kind::kReduce) {
+      return positions_.size() - stages() + stage;
+    }
+    size_t row = 2 * stage + (action.is_backward() ? 1 : 0);
+    if (action.is_transfer()) {
+      const int edge =
+          edge_index(std::min(action.stage, action.peer), std::max(action.stage, action.peer));
+      row = 2 * stages() + 4 * static_cast<size_t>(edge) + (action.is_backward() ? 2 : 0) +
+            (action.is_recv() ? 1 : 0);
+    }
+    return row * microbatches() + static_cast<size_t>(action.microbatch);
+  }
+
+  int position_of(const Action& action) const { return positions_[index_of(action)]; }
+
+  void check_present(const Action& action) const {
+    const int rank = schedule_.rank_of(action.stage);
+    SMP_CHECK(position_of(action) != kNone, "schedule: rank ", rank, " never does ",
+              to_string(action), " in its ", schedule_.actions(rank).size(),
+              " actions. Every action of a step happens exactly once.");
+  }
+
+  /// A send and its receive.
+  void check_pair(const Action& send) const {
+    const auto recv = counterpart(send);
+    check_half(send, recv, "receives that at action ");
+    check_half(recv, send, "sends that at action ");
+  }
+
+  void check_half(const Action& action, const Action& other, const char* what_other_does) const {
+    if (position_of(action) != kNone) {
+      return;
+    }
+    const int position = position_of(other);
+    const int other_rank = schedule_.rank_of(other.stage);
+    SMP_CHECK(position == kNone, "schedule: rank ", schedule_.rank_of(action.stage),
+              " never does ", to_string(action), ", but rank ", other_rank, " ", what_other_does,
+              position, " (", to_string(other), "). Every send has exactly one receive.");
+    check_present(action);
+  }
+
+  void check_requirements(int rank, size_t position, const Action& action) const {
+    const auto require = [&](const Action& earlier, const char* why) {
+      const int found = position_of(earlier);
+      SMP_CHECK(found < static_cast<int>(position), at(rank, position), "comes before ",
+                to_string(earlier), " (action ", found, "): ", why);
+    };
+    const int stage = action.stage;
+    const int m = action.microbatch;
+    switch (action.kind) {
+      case Kind::kForward:
+        require_inputs(action, require);
+        break;
+      case Kind::kBackward:
+        require(forward_of(stage, m), "a backward uses what its forward saved.");
+        require_gradients(action, require);
+        break;
+      case Kind::kSendForward:
+        require(forward_of(stage, m), "a stage sends what its forward made.");
+        break;
+      case Kind::kSendBackward:
+        require(backward_of(stage, m), "a stage sends what its backward made.");
+        break;
+      case Kind::kReduce:
+        require(backward_of(stage, schedule_.microbatches() - 1),
+                "gradients are reduced when all microbatches are added.");
+        break;
+      case Kind::kRecvForward:
+      case Kind::kRecvBackward:
+        break;  // Waits for another rank only: the walk's business.
+    }
+  }
+
+  static constexpr const char* kAscending =
+      "a stage runs its microbatches in ascending order, so that sums have one order.";
+
+  template <class Require>
+  void require_inputs(const Action& forward, const Require& require) const {
+    const int stage = forward.stage;
+    const int m = forward.microbatch;
+    if (m > 0) {
+      require(forward_of(stage, m - 1), kAscending);
+    }
+    for (const auto& edge : in_edges_[static_cast<size_t>(stage)]) {
+      require(crosses_ranks(edge) ? recv_forward(stage, m, edge.from) : forward_of(edge.from, m),
+              "a forward uses the values of earlier stages.");
+    }
+  }
+
+  template <class Require>
+  void require_gradients(const Action& backward, const Require& require) const {
+    const int stage = backward.stage;
+    const int m = backward.microbatch;
+    if (m > 0) {
+      require(backward_of(stage, m - 1), kAscending);
+    }
+    for (const auto& edge : out_edges_[static_cast<size_t>(stage)]) {
+      if (edge.needs_gradient) {
+        require(crosses_ranks(edge) ? recv_backward(stage, m, edge.to) : backward_of(edge.to, m),
+                "a backward uses the gradients of later stages.");
+      }
+    }
+  }
+
+  /// Microbatches begin and finish in order, so two counts say how many are in flight.
+  void check_in_flight(int rank, int bound) const {
+    std::vector<int> finished_by_stage(stages(), schedule_.microbatches());
+    for (int stage = 0; stage < schedule_.stages(); ++stage) {
+      if (schedule_.rank_of(stage) == rank) {
+        finished_by_stage[static_cast<size_t>(stage)] = 0;
+      }
+    }
+    int begun = 0;
+    int finished = 0;
+    const auto& actions = schedule_.actions(rank);
+    for (size_t i = 0; i < actions.size(); ++i) {
+      if (actions[i].kind == Kind::kBackward) {
+        finished_by_stage[static_cast<size_t>(actions[i].stage)] = actions[i].microbatch + 1;
+        finished = *std::min_element(finished_by_stage.begin(), finished_by_stage.end());
+      } else if (actions[i].kind == Kind::kForward) {
+        begun = std::max(begun, actions[i].microbatch + 1);
+        SMP_CHECK(begun - finished <= bound, at(rank, i), "makes ", begun - finished,
+                  " microbatches in flight, active_microbatches allows ", bound,
+                  ". Run a backward first, or raise active_microbatches.");
+      }
+    }
+  }
+
+  const Schedule& schedule_;
+  const std::vector<StageEdge>& edges_;
+  std::vector<int> edge_of_;  // from * stages + to -> index in edges_
+  std::vector<std::vector<StageEdge>> in_edges_;
+  std::vector<std::vector<StageEdge>> out_edges_;
+  std::vector<int> positions_;  // of every possible action in the list of its rank
+};
+
+}  // namespace
+
+void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
+            const VerifyOptions& options) {
+  check_edges(edges, schedule.stages());
+  Verifier verifier(schedule, edges);
+  verifier.check_actions();
+  verifier.check_complete();
+  verifier.check_order(options.active_microbatches());
+  walk(schedule, options.credit(), [](int, size_t, const Action&) {});
+}
+
+int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges) {
+  // A channel never holds more than one message for each microbatch, so this credit is no limit.
+  const int most = schedule.microbatches();
+  verify(schedule, edges, VerifyOptions().credit(most));
+  int credit = 1;
+  while (credit < most && deadlocks(schedule, credit)) {
+    ++credit;
+  }
+  return credit;
+}
+
+}  // namespace smp::pipeline

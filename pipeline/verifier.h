@@ -1,0 +1,39 @@
+#pragma once
+
+#include <torch/arg.h>
+
+#include <vector>
+
+#include "pipeline/schedule.h"
+
+namespace smp::pipeline {
+
+struct VerifyOptions {
+  /// The most microbatches a rank may have in flight; 0 for no bound.
+  TORCH_ARG(int, active_microbatches) = 0;
+  /// How many messages one channel (directed edge, forward or backward) holds that were sent but
+  /// not yet received. A send into a full channel waits. At least 1.
+  TORCH_ARG(int, credit) = 1;
+};
+
+/// Proves that every rank can run its list to the end and that the result is right. Throws
+/// `smp::Error` that names the first rank, position (from 0) and action at fault unless:
+///
+/// - every action is about stages, microbatches and edges that exist, on the rank of its stage;
+/// - every forward, backward, send, receive and reduce happens exactly once;
+/// - on each stage forwards and backwards go in ascending microbatch order;
+/// - a forward comes before its backward, a receive before its use, a send after what made it,
+///   a reduce after the stage's last backward;
+/// - no rank has more than `active_microbatches` in flight, from the first forward of a
+///   microbatch on the rank to its last backward there;
+/// - there is no deadlock: with channels of `credit` messages all ranks reach their end. The
+///   error then says for each rank in the circle what it waits for.
+void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
+            const VerifyOptions& options = {});
+
+/// The least credit without deadlock: how many messages a channel must be able to hold. 1 for
+/// chains; skips may need more, but never more than the microbatches in flight. Throws as
+/// `verify` does when no credit makes the schedule right.
+int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges);
+
+}  // namespace smp::pipeline

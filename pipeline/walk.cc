@@ -1,0 +1,197 @@
+#include "pipeline/walk.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+enum class Message : char { kNotSent, kSent, kReceived };
+
+/// The messages of one directed edge and direction of the pass, by microbatch.
+struct Channel {
+  std::vector<Message> messages;
+  int unreceived = 0;
+};
+
+class Walker {
+ public:
+  Walker(const Schedule& schedule, int credit)
+      : schedule_(schedule),
+        credit_(credit),
+        positions_(static_cast<size_t>(schedule.ranks()), 0),
+        channel_of_(2 * stages() * stages(), kNone),
+        is_awake_(positions_.size(), false) {
+    SMP_CHECK(credit >= 1, "the credit of a channel must be at least 1 message, got ", credit, ".");
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      for (const auto& action : schedule.actions(rank)) {
+        if (action.is_send()) {
+          add_channel(action);
+        }
+      }
+    }
+  }
+
+  void run(const Visit& visit) {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      wake(rank);
+    }
+    while (!awake_.empty()) {
+      const int rank = awake_.back();
+      awake_.pop_back();
+      is_awake_[static_cast<size_t>(rank)] = false;
+      advance(rank, visit);
+    }
+  }
+
+  /// The first rank that is not at its end, or -1.
+  int stuck_rank() const {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      if (position(rank) < schedule_.actions(rank).size()) {
+        return rank;
+      }
+    }
+    return -1;
+  }
+
+  std::string describe_deadlock() const {
+    std::string text = c10::str("the schedule has a deadlock with a credit of ", credit_,
+                                " unreceived message(s) for each channel:");
+    for (const int rank : circle_from(stuck_rank())) {
+      const auto awaited = awaited_by(rank);
+      const int other = schedule_.rank_of(awaited.stage);
+      text += c10::str("\n  rank ", rank, " at ", describe_current(rank), " waits for ",
+                       to_string(awaited), ", which rank ", other,
+                       " has not done: it is blocked at ", describe_current(other));
+    }
+    return text +
+           "\nReceive in the order in which messages are sent, or give the channels more credit.";
+  }
+
+ private:
+  static constexpr int kNone = -1;
+
+  size_t stages() const { return static_cast<size_t>(schedule_.stages()); }
+  size_t position(int rank) const { return positions_[static_cast<size_t>(rank)]; }
+  const Action& current(int rank) const { return schedule_.actions(rank)[position(rank)]; }
+
+  std::string describe_current(int rank) const {
+    return c10::str("action ", position(rank), " (", to_string(current(rank)), ")");
+  }
+
+  size_t channel_key(const Action& transfer) const {
+    const bool send = transfer.is_send();
+    const auto from = static_cast<size_t>(send ? transfer.stage : transfer.peer);
+    const auto to = static_cast<size_t>(send ? transfer.peer : transfer.stage);
+    return ((transfer.is_backward() ? stages() : 0) + from) * stages() + to;
+  }
+
+  void add_channel(const Action& send) {
+    auto& index = channel_of_[channel_key(send)];
+    if (index == kNone) {
+      index = static_cast<int>(channels_.size());
+      channels_.emplace_back();
+      channels_.back().messages.resize(static_cast<size_t>(schedule_.microbatches()),
+                                       Message::kNotSent);
+    }
+  }
+
+  const Channel& channel(const Action& transfer) const {
+    const int index = channel_of_[channel_key(transfer)];
+    SMP_INTERNAL_ASSERT(index != kNone, to_string(transfer), " has no send");
+    return channels_[static_cast<size_t>(index)];
+  }
+
+  Channel& channel(const Action& transfer) {
+    return const_cast<Channel&>(static_cast<const Walker*>(this)->channel(transfer));
+  }
+
+  bool blocked(const Action& action) const {
+    if (action.is_send()) {
+      return channel(action).unreceived == credit_;
+    }
+    return action.is_recv() &&
+           channel(action).messages[static_cast<size_t>(action.microbatch)] != Message::kSent;
+  }
+
+  void advance(int rank, const Visit& visit) {
+    auto& position = positions_[static_cast<size_t>(rank)];
+    const auto& actions = schedule_.actions(rank);
+    for (; position < actions.size() && !blocked(actions[position]); ++position) {
+      const auto& action = actions[position];
+      visit(rank, position, action);
+      if (action.is_transfer()) {
+        transfer(action);
+        wake(schedule_.rank_of(action.peer));
+      }
+    }
+  }
+
+  void transfer(const Action& action) {
+    auto& used = channel(action);
+    used.messages[static_cast<size_t>(action.microbatch)] =
+        action.is_send() ? Message::kSent : Message::kReceived;
+    used.unreceived += action.is_send() ? 1 : -1;
+  }
+
+  void wake(int rank) {
+    if (!is_awake_[static_cast<size_t>(rank)]) {
+      is_awake_[static_cast<size_t>(rank)] = true;
+      awake_.push_back(rank);
+    }
+  }
+
+  /// What the blocked transfer of `rank` waits for: the send of its receive, or the receive of
+  /// the oldest message in its full channel.
+  Action awaited_by(int rank) const {
+    auto action = current(rank);
+    if (action.is_send()) {
+      const auto& messages = channel(action).messages;
+      const auto oldest = std::find(messages.begin(), messages.end(), Message::kSent);
+      action.microbatch = static_cast<int>(oldest - messages.begin());
+    }
+    return counterpart(action);
+  }
+
+  /// Everybody waits for somebody, so following that leads into a circle. Begins at its lowest
+  /// rank.
+  std::vector<int> circle_from(int rank) const {
+    std::vector<int> path;
+    auto seen = path.end();
+    while (seen == path.end()) {
+      path.push_back(rank);
+      rank = schedule_.rank_of(awaited_by(rank).stage);
+      seen = std::find(path.begin(), path.end(), rank);
+    }
+    path.erase(path.begin(), seen);
+    std::rotate(path.begin(), std::min_element(path.begin(), path.end()), path.end());
+    return path;
+  }
+
+  const Schedule& schedule_;
+  int credit_;
+  std::vector<size_t> positions_;  // of each rank's next action
+  std::vector<int> channel_of_;    // channel key -> index in channels_
+  std::vector<Channel> channels_;
+  std::vector<int> awake_;      // ranks that may be able to go on
+  std::vector<bool> is_awake_;  // by rank
+};
+
+}  // namespace
+
+void walk(const Schedule& schedule, int credit, const Visit& visit) {
+  Walker walker(schedule, credit);
+  walker.run(visit);
+  SMP_CHECK(walker.stuck_rank() < 0, walker.describe_deadlock());
+}
+
+bool deadlocks(const Schedule& schedule, int credit) {
+  Walker walker(schedule, credit);
+  walker.run([](int, size_t, const Action&) {});
+  return walker.stuck_rank() >= 0;
+}
+
+}  // namespace smp::pipeline

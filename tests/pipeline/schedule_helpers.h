@@ -1,0 +1,65 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "pipeline/generators.h"
+#include "pipeline/schedule.h"
+#include "pipeline/verifier.h"
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+
+using Generator = Schedule (*)(const ScheduleOptions&);
+using Lines = std::vector<std::string>;
+
+inline std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+inline std::string verify_error(const Schedule& schedule, const std::vector<StageEdge>& edges,
+                                const VerifyOptions& options = {}) {
+  return error_of([&] { verify(schedule, edges, options); });
+}
+
+inline void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "expected \"" << part << "\" in:\n" << text;
+}
+
+inline std::vector<StageEdge> all_pairs(int stages) {
+  std::vector<StageEdge> edges;
+  for (int from = 0; from < stages; ++from) {
+    for (int to = from + 1; to < stages; ++to) {
+      edges.push_back({from, to});
+    }
+  }
+  return edges;
+}
+
+inline Schedule lowered(Generator generator, const ScheduleOptions& options) {
+  return lower(generator(options), options.edges());
+}
+
+/// A schedule with one stage for each rank, from the actions of each rank.
+inline Schedule from_lines(const Lines& lines, int microbatches, bool backward = true) {
+  std::string text = "schedule ranks=" + std::to_string(lines.size()) +
+                     " microbatches=" + std::to_string(microbatches) +
+                     " backward=" + (backward ? "yes" : "no") + " rank_of_stage=";
+  for (size_t rank = 0; rank < lines.size(); ++rank) {
+    text += (rank == 0 ? "" : ",") + std::to_string(rank);
+  }
+  for (size_t rank = 0; rank < lines.size(); ++rank) {
+    text += "\nrank " + std::to_string(rank) + ": " + lines[rank];
+  }
+  return parse_schedule(text);
+}
+
+}  // namespace smp::pipeline
