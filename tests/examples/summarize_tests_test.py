@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Runs tools/summarize_tests.py on made-up runs and compares what it prints with counts by hand."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+SCRIPT = Path("tools/summarize_tests.py").resolve()
+
+GTEST = """<?xml version="1.0" encoding="UTF-8"?>
+<testsuites tests="9" timestamp="2026-01-01T00:00:00" name="AllTests">
+  <testsuite name="Suite">{cases}</testsuite>
+</testsuites>"""
+PASSED = '<testcase name="good" status="run" result="completed" classname="Suite" />'
+FAILED = '<testcase name="bad" status="run" classname="Suite"><failure message="x"/></testcase>'
+SKIPPED = '<testcase name="none" status="run" classname="Suite"><skipped message="x"/></testcase>'
+DISABLED = '<testcase name="off" status="notrun" result="suppressed" classname="Suite" />'
+# What Bazel writes for a program that wrote no report itself.
+MADE_UP = """<testsuites><testsuite name="shell" tests="1" failures="0" errors="1">
+  <testcase name="shell" status="run"><error message="exited"></error></testcase>
+</testsuite></testsuites>"""
+
+
+class Run:
+    """A made-up Bazel run: a folder with an event file and XML reports."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.events = []
+
+    def target(self, label, reports, status="PASSED", built=True):
+        """Adds a test target with the text of the test.xml of each shard (None: it wrote none)."""
+        self.add({"targetConfigured": {"label": label}}, configured={"testSize": "SMALL"})
+        self.add({"targetCompleted": {"label": label}}, completed={"success": True} if built else {})
+        if not built:
+            return
+        for shard, report in enumerate(reports, start=1):
+            # A space in the path is quoted in the event's URI.
+            path = self.folder / f"{label[2:].replace(':', ' ')} {shard}.xml"
+            if report is not None:
+                path.write_text(report)
+            self.add(
+                {"testResult": {"label": label, "run": 1, "shard": shard, "attempt": 1}},
+                testResult={"testActionOutput": [{"name": "test.xml", "uri": path.as_uri()}]},
+            )
+        self.add({"testSummary": {"label": label}}, testSummary={"overallStatus": status})
+
+    def library(self, label):
+        """Adds a target that is no test and did not build."""
+        self.add({"targetConfigured": {"label": label}}, configured={"targetKind": "cc_library"})
+        self.add({"targetCompleted": {"label": label}}, completed={})
+
+    def add(self, event_id, **payload):
+        self.events.append({"id": event_id, **payload})
+
+    def summary(self, bazel_status=0):
+        """The exit status of the script and the lines that it printed."""
+        events = self.folder / "events.json"
+        events.write_text("".join(json.dumps(event) + "\n" for event in self.events))
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), "--bazel-status", str(bazel_status), str(events)],
+            check=False, capture_output=True, text=True,
+        )
+        return done.returncode, done.stdout.splitlines()
+
+
+class SummarizeTests(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.run_ = Run(folder.name)
+
+    def test_counts_cases_over_targets_and_shards(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED * 3)])
+        self.run_.target("//b:y", [GTEST.format(cases=PASSED), GTEST.format(cases=PASSED)])
+        self.assertEqual(self.run_.summary(), (0, ["5 passed, 0 failed"]))
+
+    def test_counts_skipped_and_disabled_cases(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED + SKIPPED + DISABLED)])
+        self.assertEqual(self.run_.summary(), (0, ["1 passed, 0 failed, 2 skipped"]))
+
+    def test_names_failed_cases(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED + FAILED)], status="FAILED")
+        self.assertEqual(
+            self.run_.summary(bazel_status=3),
+            (1, ["FAILED //a:x: Suite.bad", "1 passed, 1 failed"]),
+        )
+
+    def test_failed_target_without_failed_case_is_one_failure(self):
+        self.run_.target("//a:crash", [None], status="FAILED")
+        self.run_.target("//a:made_up", [MADE_UP], status="FAILED")
+        self.run_.target("//a:nobuild", [], built=False)
+        self.run_.target("//a:partial", [GTEST.format(cases=PASSED), None], status="TIMEOUT")
+        self.assertEqual(
+            self.run_.summary(bazel_status=1),
+            (
+                1,
+                [
+                    "FAILED //a:crash: FAILED",
+                    "FAILED //a:made_up: FAILED",
+                    "FAILED //a:nobuild: failed to build",
+                    "FAILED //a:partial: TIMEOUT",
+                    "1 passed, 4 failed",
+                ],
+            ),
+        )
+
+    def test_program_without_gtest_is_one_case(self):
+        self.run_.target("//a:shell", [MADE_UP.replace('<error message="exited"></error>', "")])
+        self.assertEqual(self.run_.summary(), (0, ["1 passed, 0 failed"]))
+
+    def test_broken_library_is_a_failure(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED)])
+        self.run_.library("//a:lib")
+        self.assertEqual(
+            self.run_.summary(bazel_status=1),
+            (1, ["FAILED bazel test: exit status 1, see above", "1 passed, 1 failed"]),
+        )
+
+    def test_no_test_is_a_failure(self):
+        self.assertEqual(self.run_.summary(), (1, ["FAILED no test ran", "0 passed, 1 failed"]))
+
+
+if __name__ == "__main__":
+    unittest.main()
