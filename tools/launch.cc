@@ -89,13 +89,13 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   // Containers forbid the system call that the default mechanism needs.
   mpirun.add_mca("btl_vader_single_copy_mechanism", "none");
   mpirun.append_custom();
-  mpirun.append({"-x", kFailureDirVariable});
   LaunchCommand command;
-  command.environment = {{kFailureDirVariable, context.failure_dir}};
-  if (distribution) {
-    mpirun.append({"-x", kParametersVariable});
-    command.environment.emplace_back(kParametersVariable, distribution->parameters_json);
-  }
+  const auto export_variable = [&](const char* name, const std::string& value) {
+    mpirun.append({"-x", name});
+    command.environment.emplace_back(name, value);
+  };
+  if (!context.failure_dir.empty()) export_variable(kFailureDirVariable, context.failure_dir);
+  if (distribution) export_variable(kParametersVariable, distribution->parameters_json);
   mpirun.append(options.program);
   command.arguments = mpirun.take();
   return command;
@@ -164,9 +164,11 @@ std::string shell_text(const LaunchCommand& command) {
 std::string explain_exit(int exit_status) {
   if (exit_status > 128 && exit_status < 128 + 65) {
     const int signal = exit_status - 128;
-    return c10::str("a rank was ended by signal ", signal, " (", strsignal(signal), ")");
+    return c10::str("mpirun ended with exit status ", exit_status,
+                    ", as it does when a rank is ended by signal ", signal, " (", strsignal(signal),
+                    ")");
   }
-  return c10::str("a rank or mpirun ended with exit status ", exit_status);
+  return c10::str("mpirun ended with exit status ", exit_status);
 }
 
 }  // namespace smp::tools

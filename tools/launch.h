@@ -25,7 +25,7 @@ struct LaunchContext {
   std::optional<std::string> parameters;
   /// mpirun refuses to run as root unless told.
   bool is_root = false;
-  /// The folder for the last words of ranks, see `smp::record_failure`.
+  /// The folder for the last words of ranks, see `smp::record_failure`; empty for none.
   std::string failure_dir;
 };
 

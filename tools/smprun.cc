@@ -60,7 +60,7 @@ void report(const ProcessResult& result, const std::string& failure_dir) {
 }
 
 int launch(const LaunchOptions& options, bool dry_run) {
-  LaunchContext context{smp::env(smp::kParametersVariable), geteuid() == 0, "FOLDER"};
+  LaunchContext context{smp::env(smp::kParametersVariable), geteuid() == 0, ""};
   if (dry_run) {
     std::cout << shell_text(plan_launch(options, context)) << "\n";
     return 0;
@@ -78,8 +78,10 @@ int main(int argc, char** argv) {
   LaunchOptions options;
   int np = 0;
   bool dry_run = false;
-  CLI::App app{"Starts the ranks of a program with mpirun. See docs/configuration.md.", "smprun"};
-  app.usage("Usage: smprun [--config FILE] [--np N] [--dry-run] [--tag-output] PROGRAM ARGS...");
+  CLI::App app{
+      "Starts the ranks of a program with mpirun: smprun [OPTIONS] PROGRAM ARGS...\n"
+      "See docs/configuration.md.",
+      "smprun"};
   app.add_option("--config", options.config_file,
                  "JSON file with the parameters, or the estimator's distribution");
   auto* np_option =

@@ -42,7 +42,9 @@ void check_enabled(const Node& node, const char* what) {
 Node model_parallel_node(const json& root, const std::string& source) {
   const Node top{root, source, ""};
   check_keys(top, {"smdistributed", "mpi"});
-  const json& strategies = root.contains("smdistributed") ? root["smdistributed"] : json::object();
+  static const json none = json::object();
+  const auto found = root.find("smdistributed");
+  const json& strategies = found != root.end() ? *found : none;
   SMP_CHECK_WITH(ConfigError, strategies.is_object(), top.where("smdistributed"),
                  "smdistributed strategy requires a dictionary (got ", strategies.dump(), ")");
   SMP_CHECK_WITH(ConfigError, strategies.size() <= 1, top.where("smdistributed"),

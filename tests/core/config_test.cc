@@ -1,0 +1,459 @@
+#include "smp/core/config.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+
+#include "smp/core/config_file.h"
+#include "tests/core/error_text.h"
+
+namespace smp {
+namespace {
+
+using testing::error_text;
+
+std::string validation_error(const std::string& json) {
+  return error_text([&] { Config::from_json(json, "smp.json").validate(); });
+}
+
+std::string parse_error(const std::string& json) {
+  return error_text([&] { Config::from_json(json, "smp.json"); });
+}
+
+// A file in the test's own folder.
+std::string write_file(const std::string& name, const std::string& text) {
+  const std::string path = ::testing::TempDir() + name;
+  std::ofstream(path) << text;
+  return path;
+}
+
+class EnvironmentParameters {
+ public:
+  explicit EnvironmentParameters(const char* json) { setenv(kParametersVariable, json, 1); }
+  ~EnvironmentParameters() { unsetenv(kParametersVariable); }
+};
+
+TEST(Config, Defaults) {
+  const Config config;
+  config.validate();
+  EXPECT_EQ(config.partitions(), 1);
+  EXPECT_EQ(config.microbatches(), 1);
+  EXPECT_EQ(config.pipeline(), "interleaved");
+  EXPECT_EQ(config.active_microbatches(), 3);
+  EXPECT_EQ(config.optimize(), "memory");
+  EXPECT_DOUBLE_EQ(config.memory_weight(), 0.8);
+  EXPECT_EQ(config.placement_strategy(), "cluster");
+  EXPECT_TRUE(config.auto_partition());
+  EXPECT_EQ(config.default_partition(), 0);
+  EXPECT_FALSE(config.ddp());
+  EXPECT_EQ(config.ddp_port(), std::nullopt);
+  EXPECT_EQ(config.ddp_dist_backend(), "auto");
+  EXPECT_FALSE(config.deterministic_server());
+  EXPECT_EQ(config.gradient_shards(), 0);
+  EXPECT_EQ(config.numerics(), "exact");
+  EXPECT_EQ(config.input_source(), "all");
+  EXPECT_EQ(config.seed(), -1);
+  EXPECT_DOUBLE_EQ(config.timeout_seconds(), 300);
+  EXPECT_DOUBLE_EQ(config.bucket_cap_mb(), 25);
+  EXPECT_EQ(config.tensor_parallel_degree(), 1);
+  EXPECT_EQ(config.sharded_data_parallel_degree(), 1);
+  EXPECT_EQ(config.source("partitions"), "default");
+}
+
+TEST(Config, DefaultsThatDependOnOthers) {
+  EXPECT_EQ(Config().partitions(4).active_microbatches(), 6);
+  EXPECT_EQ(Config().partitions(4).active_microbatches(2).active_microbatches(), 2);
+  EXPECT_DOUBLE_EQ(Config().optimize("speed").memory_weight(), 0.2);
+  EXPECT_DOUBLE_EQ(Config().optimize("speed").memory_weight(0.5).memory_weight(), 0.5);
+}
+
+TEST(Config, SettersChainAndTheLastOneCounts) {
+  const Config config = Config()
+                            .pipeline_parallel_degree(2)
+                            .microbatches(4)
+                            .microbatches(8)
+                            .pipeline("simple")
+                            .ddp(true)
+                            .ddp_port(2222)
+                            .timeout_seconds(1.5)
+                            .set("seed", 7);
+  config.validate();
+  EXPECT_EQ(config.partitions(), 2);
+  EXPECT_EQ(config.pipeline_parallel_degree(), 2);
+  EXPECT_EQ(config.microbatches(), 8);
+  EXPECT_EQ(config.pipeline(), "simple");
+  EXPECT_EQ(config.ddp_port(), 2222);
+  EXPECT_DOUBLE_EQ(config.timeout_seconds(), 1.5);
+  EXPECT_EQ(config.seed(), 7);
+  EXPECT_EQ(config.source("microbatches"), "program");
+}
+
+TEST(Config, AcceptsEveryValueThatThisVersionHas) {
+  for (const char* json : {
+           R"({"partitions": 2, "pipeline_parallel_degree": 2})",
+           R"({"pipeline": "simple"})",
+           R"({"deterministic_server": true})",
+           R"({"placement_strategy": "spread"})",
+           R"({"placement_strategy": "PTD"})",
+           R"({"memory_weight": 0})",
+           R"({"memory_weight": 1.0})",
+           R"({"ddp": true, "ddp_dist_backend": "auto", "ddp_port": 0})",
+           R"({"sdp_reduce_bucket_size": 5e8})",
+           R"({"tensor_parallel_degree": 1, "sharded_data_parallel_degree": 1, "fp16": false})",
+           R"({"contiguous": true, "horovod": false})",
+           R"({"auto_partition": true, "default_partition": 0})",
+       }) {
+    EXPECT_EQ(validation_error(json), "<no error>") << json;
+  }
+}
+
+struct BadValue {
+  const char* json;
+  const char* error;
+};
+
+TEST(Config, WrongValues) {
+  const BadValue kCases[] = {
+      {R"({"microbatches": 0})",
+       R"("microbatches": The number of microbatches must be a positive integer. (got 0))"},
+      {R"({"microbatches": "four"})",
+       R"("microbatches": The number of microbatches must be a positive integer. (got "four"))"},
+      {R"({"microbatches": 2.5})",
+       R"("microbatches": The number of microbatches must be a positive integer. (got 2.5))"},
+      {R"({"microbatches": true})",
+       R"("microbatches": The number of microbatches must be a positive integer. (got true))"},
+      {R"({"partitions": -1})",
+       R"("partitions": The number of partitions must be a positive integer. (got -1))"},
+      {R"({"pipeline_parallel_degree": 0})",
+       R"("pipeline_parallel_degree": The number of pipeline_parallel_degree must be a positive integer. (got 0))"},
+      {R"({"active_microbatches": 0})",
+       R"("active_microbatches": The number of active_microbatches must be a positive integer. (got 0))"},
+      {R"({"pipeline": "1f1b"})",
+       R"("pipeline": pipeline must be a value in: ['simple', 'interleaved']. (got "1f1b"))"},
+      {R"({"optimize": 1})",
+       R"("optimize": optimize must be a value in: ['memory', 'speed']. (got 1))"},
+      {R"({"placement_strategy": "DDP"})",
+       R"("placement_strategy": placement_strategy must be a value in: ['cluster', 'spread', 'DPT', 'DTP', 'PDT', 'PTD', 'TDP', 'TPD']. (got "DDP"))"},
+      {R"({"ddp": 1})", R"("ddp": ddp must be a value in: [true, false]. (got 1))"},
+      {R"({"deterministic_server": null})",
+       R"("deterministic_server": deterministic_server must be a value in: [true, false]. (got null))"},
+      {R"({"memory_weight": 1.5})",
+       R"("memory_weight": memory_weight must be between 0.0 and 1.0! (got 1.5))"},
+      {R"({"memory_weight": "half"})",
+       R"("memory_weight": memory_weight must be between 0.0 and 1.0! (got "half"))"},
+      {R"({"ddp": true, "ddp_port": -1})",
+       R"("ddp_port": Invalid port number -1. (expected an integer from 0 to 65535))"},
+      {R"({"ddp": true, "ddp_port": 65536})",
+       R"("ddp_port": Invalid port number 65536. (expected an integer from 0 to 65535))"},
+      {R"({"partition_file": 3})", R"("partition_file": 'partition_file' must be a str. (got 3))"},
+      {R"({"gradient_shards": -1})", R"("gradient_shards": expected an integer >= 0, got -1.)"},
+      {R"({"seed": [1]})", R"("seed": expected an integer >= -1, got [1].)"},
+      {R"({"seed": 18446744073709551615})",
+       R"("seed": expected an integer >= -1, got 1.8446744073709552e+19.)"},
+      {R"({"timeout_seconds": 0})", R"("timeout_seconds": expected a number > 0, got 0.)"},
+      {R"({"bucket_cap_mb": {}})", R"("bucket_cap_mb": expected a number > 0, got {}.)"},
+  };
+  for (const BadValue& bad : kCases) {
+    EXPECT_EQ(validation_error(bad.json), std::string("[smp] smp.json: ") + bad.error);
+  }
+  const double infinity = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(error_text([&] { Config().timeout_seconds(infinity).validate(); }),
+            "[smp] program: \"timeout_seconds\": expected a number > 0, got inf.");
+}
+
+TEST(Config, GettersRefuseWrongValuesToo) {
+  EXPECT_EQ(
+      error_text([] { Config().microbatches(0).microbatches(); }),
+      "[smp] program: \"microbatches\": The number of microbatches must be a positive integer. "
+      "(got 0)");
+  EXPECT_EQ(error_text([] { Config().get("microbatch"); }),
+            "[smp] config key \"microbatch\": unknown parameter. Did you mean \"microbatches\"?");
+}
+
+TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
+  const BadValue kCases[] = {
+      {R"({"fp16": true})",
+       R"("fp16": true is not available in this version. Use false (the default).)"},
+      {R"({"auto_partition": false, "default_partition": 0})",
+       R"("auto_partition": false is not available in this version. Use true (the default).)"},
+      {R"({"partitions": 2, "default_partition": 1})",
+       R"("default_partition": 1 is not available in this version. Use 0 (the default).)"},
+      {R"({"numerics": "fast"})",
+       R"("numerics": "fast" is not available in this version. Use "exact" (the default).)"},
+      {R"({"input_source": "first"})",
+       R"("input_source": "first" is not available in this version. Use "all" (the default).)"},
+      {R"({"ddp": true, "ddp_dist_backend": "nccl"})",
+       R"("ddp_dist_backend": "nccl" is not available in this version. Use "auto" (the default).)"},
+      {R"({"ddp": true, "tensor_parallel_degree": 2})",
+       R"("tensor_parallel_degree": 2 is not available in this version. Use 1 (the default).)"},
+      {R"({"sharded_data_parallel_degree": 2})",
+       R"("sharded_data_parallel_degree": 2 is not available in this version. Use 1 (the default).)"},
+      {R"({"sdp_gradient_clipping": 2})",
+       R"("sdp_gradient_clipping": 2.0 is not available in this version. Use 1.0 (the default).)"},
+      {R"({"partition_file": "plan"})",
+       R"("partition_file": "plan" is not available in this version. Remove it.)"},
+      {R"({"contiguous": false})",
+       R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
+      {R"({"horovod": true})",
+       R"("horovod": true is TensorFlow-only, and this library is for libtorch. Use false (the default).)"},
+  };
+  for (const BadValue& bad : kCases) {
+    EXPECT_EQ(validation_error(bad.json), std::string("[smp] smp.json: ") + bad.error);
+  }
+}
+
+// Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
+TEST(Config, NoMissingFeatureIsIgnored) {
+  for (const char* setting :
+       {"\"load_partition\": true", "\"skip_tracing\": true",
+        "\"delayed_parameter_initialization\": true", "\"offload_activations\": true",
+        "\"activation_loading_horizon\": 5", "\"shard_optimizer_state\": true",
+        "\"fp16_params\": true", "\"bf16\": true", "\"prescaled_batch\": true",
+        "\"sdp_reduce_bucket_size\": 1", "\"sdp_param_persistence_threshold\": 1",
+        "\"sdp_max_live_parameters\": 1", "\"sdp_hierarchical_allgather\": false"}) {
+    const std::string error = validation_error(std::string("{") + setting + "}");
+    EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
+  }
+}
+
+TEST(Config, UnknownKeys) {
+  EXPECT_EQ(validation_error(R"({"micro_batches": 4})"),
+            "[smp] smp.json: \"micro_batches\": unknown parameter. Did you mean \"microbatches\"?");
+  EXPECT_EQ(validation_error(R"({"pipeline_paralel_degree": 4})"),
+            "[smp] smp.json: \"pipeline_paralel_degree\": unknown parameter. Did you mean "
+            "\"pipeline_parallel_degree\"?");
+  EXPECT_EQ(
+      validation_error(R"({"static_mode": true})"),
+      "[smp] smp.json: \"static_mode\": an undocumented key of some SMP 1.x scripts, which has "
+      "no meaning here. Remove it.");
+  EXPECT_EQ(error_text([] { Config().set("partition", 2).validate(); }),
+            "[smp] program: \"partition\": unknown parameter. Did you mean \"partitions\"?");
+}
+
+bool mentions(const std::string& json, const std::string& line) {
+  const std::string error = validation_error(json);
+  return error.find("\n  smp.json: " + line) != std::string::npos ||
+         error == "[smp] smp.json: " + line;
+}
+
+TEST(Config, RulesBetweenParameters) {
+  EXPECT_EQ(
+      validation_error(R"({"partitions": 2, "pipeline_parallel_degree": 4})"),
+      "[smp] smp.json: \"pipeline_parallel_degree\": another name of \"partitions\": expected 2, "
+      "as there, got 4. Give one of the two.");
+  EXPECT_EQ(validation_error(R"({"ddp_port": 2222})"),
+            "[smp] smp.json: \"ddp_port\": `ddp_port` needs `ddp` to be set as well");
+  EXPECT_EQ(
+      validation_error(R"({"ddp_dist_backend": "auto", "ddp": false})"),
+      "[smp] smp.json: \"ddp_dist_backend\": `ddp_dist_backend` needs `ddp` to be set as well");
+  EXPECT_TRUE(
+      mentions(R"({"auto_partition": false})",
+               "\"auto_partition\": default_partition must be supplied if auto_partition is "
+               "set to False!"));
+  EXPECT_TRUE(mentions(R"({"partitions": 2, "default_partition": 2})",
+                       "\"default_partition\": default_partition must be less than the number of "
+                       "partitions! (got 2 with 2 partitions)"));
+  EXPECT_TRUE(mentions(R"({"ddp": true, "horovod": true})",
+                       "\"horovod\": 'ddp' and 'horovod' cannot be simultaneously enabled."));
+  EXPECT_TRUE(mentions(R"({"tensor_parallel_degree": 2})",
+                       "\"tensor_parallel_degree\": `tensor_parallel_degree` > 1 needs `ddp` to be "
+                       "set as well"));
+  EXPECT_TRUE(mentions(R"({"sharded_data_parallel_degree": 2, "partitions": 2})",
+                       "\"sharded_data_parallel_degree\": a degree of 2 needs \"partitions\" to be "
+                       "1, got 2."));
+  EXPECT_TRUE(mentions(R"({"sharded_data_parallel_degree": 2, "shard_optimizer_state": true})",
+                       "\"sharded_data_parallel_degree\": a degree of 2 needs "
+                       "\"shard_optimizer_state\" to be false, got true."));
+  EXPECT_TRUE(mentions(
+      R"({"sharded_data_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": true})",
+      "\"sharded_data_parallel_degree\": a degree of 2 needs \"prescaled_batch\" to be true with "
+      "tensor parallelism, got false."));
+  EXPECT_TRUE(mentions(R"({"bf16": true, "fp16": true})",
+                       "\"bf16\": FP16 and BF16 cannot be simultaneously enabled."));
+  EXPECT_TRUE(mentions(R"({"bf16": true})",
+                       "\"bf16\": needs \"sharded_data_parallel_degree\" > 1, got 1."));
+}
+
+TEST(Config, AllMistakesAreReportedTogether) {
+  EXPECT_EQ(validation_error(R"({"micro_batches": 4, "memory_weight": 1.5, "ddp_port": 1})"),
+            "[smp] the configuration has 3 errors:\n"
+            "  smp.json: \"micro_batches\": unknown parameter. Did you mean \"microbatches\"?\n"
+            "  smp.json: \"memory_weight\": memory_weight must be between 0.0 and 1.0! (got 1.5)\n"
+            "  smp.json: \"ddp_port\": `ddp_port` needs `ddp` to be set as well");
+  EXPECT_EQ(
+      Config::from_json(R"({"partitions": 0, "default_partition": 9})", "f").problems().size(), 2u)
+      << "a rule that needs a wrong value is skipped";
+}
+
+TEST(Config, MalformedJson) {
+  EXPECT_EQ(
+      parse_error("{\n  \"partitions\": 2,\n  \"microbatches\" 4\n}"),
+      "[smp] smp.json: malformed JSON at line 3, column 18: syntax error while parsing object "
+      "separator - unexpected number literal; expected ':'. Correct the text at that position.");
+  EXPECT_EQ(parse_error("[1, 2]"),
+            "[smp] smp.json: expected a JSON object with the parameters, got [1,2].");
+  EXPECT_EQ(parse_error(R"({"partitions": 2, "partitions": 2})"),
+            "[smp] smp.json: \"partitions\": expected each key once, got it twice in one object. "
+            "Remove one of the two.");
+  EXPECT_EQ(parse_error(R"({"mpi": {"enabled": true, "enabled": true}})"),
+            "[smp] smp.json: \"mpi.enabled\": expected each key once, got it twice in one object. "
+            "Remove one of the two.");
+  EXPECT_EQ(
+      error_text([] { Config::from_file("no/such.json"); }),
+      "[smp] no/such.json: cannot read the configuration file: No such file or directory. Give "
+      "the path of a JSON file.");
+  EXPECT_EQ(error_text([] {
+              Config::from_file(::testing::TempDir());
+            }).find("[smp] " + ::testing::TempDir() + ": "),
+            0u);
+}
+
+TEST(Config, EstimatorForm) {
+  const Distribution distribution = Distribution::from_json(
+      R"({"smdistributed": {"modelparallel": {"enabled": true,
+          "parameters": {"partitions": 2, "memory_weight": 2}}},
+          "mpi": {"enabled": true, "processes_per_host": 4, "custom_mpi_options": "-x A"}})",
+      "smp.json");
+  EXPECT_EQ(distribution.config.partitions(), 2);
+  EXPECT_EQ(distribution.processes_per_host, 4);
+  EXPECT_EQ(distribution.custom_mpi_options, "-x A");
+  EXPECT_EQ(distribution.parameters_json, R"({"memory_weight":2,"partitions":2})");
+  EXPECT_EQ(
+      error_text([&] { distribution.config.validate(); }),
+      "[smp] smp.json: \"smdistributed.modelparallel.parameters.memory_weight\": memory_weight "
+      "must be between 0.0 and 1.0! (got 2)");
+}
+
+TEST(Config, EstimatorErrors) {
+  const BadValue kCases[] = {
+      {R"({"smdistributed": true})",
+       "\"smdistributed\": smdistributed strategy requires a dictionary (got true)"},
+      {R"({"smdistributed": {"modelparallel": {}, "dataparallel": {}}})",
+       "\"smdistributed\": Cannot use more than 1 smdistributed strategy. \nChoose one of the "
+       "following supported strategies:['dataparallel', 'modelparallel']"},
+      {R"({"smdistributed": {"tensorparallel": {}}})",
+       "\"smdistributed\": Invalid smdistributed strategy provided: tensorparallel \nSupported "
+       "strategies: ['dataparallel', 'modelparallel']"},
+      {R"({"mpi": {"enabled": true}})",
+       "\"smdistributed\": Invalid smdistributed strategy provided: none \nSupported strategies: "
+       "['dataparallel', 'modelparallel']"},
+      {R"({"smdistributed": {"dataparallel": {"enabled": true}}})",
+       "\"smdistributed.dataparallel\": the dataparallel strategy is not available in this "
+       "version. "
+       "Use modelparallel."},
+      {R"({"smdistributed": {"modelparallel": 1}})",
+       "\"smdistributed.modelparallel\": expected an object, got 1."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": false}}})",
+       "\"smdistributed.modelparallel.enabled\": expected true, got false. Set it to true, or "
+       "start "
+       "the program without this file."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true, "params": {}}}})",
+       "\"smdistributed.modelparallel.params\": unknown key. Did you mean \"parameters\"?"},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true, "parameters": 3}}})",
+       "\"smdistributed.modelparallel.parameters\": Expected a string path to an existing "
+       "modelparallel config, or a dictionary. Received: 3."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": {}})",
+       "\"mpi.enabled\": expected true, got nothing. Model parallelism starts its ranks by MPI: "
+       "set "
+       "it to true."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": []})",
+       "\"mpi\": expected an object, got []."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true}},
+           "mpi": {"enabled": true, "processes_per_host": 0}})",
+       "\"mpi.processes_per_host\": expected an integer >= 1, got 0. Set it to the number of "
+       "ranks."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true}},
+           "mpi": {"enabled": true, "custom_mpi_options": ["-x"]}})",
+       "\"mpi.custom_mpi_options\": expected a string with options of mpirun, got [\"-x\"]."},
+      {R"({"smdistributed": {"modelparallel": {"enabled": true}}, "torch_distributed": {}})",
+       "\"torch_distributed\": unknown key. Did you mean \"smdistributed\"?"},
+  };
+  for (const BadValue& bad : kCases) {
+    EXPECT_EQ(parse_error(bad.json), std::string("[smp] smp.json: ") + bad.error);
+  }
+}
+
+TEST(Config, ParametersInAFileOfTheirOwn) {
+  const std::string outer = write_file(
+      "outer.json",
+      R"({"smdistributed": {"modelparallel": {"enabled": true, "parameters": "inner.json"}}})");
+  const std::string inner = write_file("inner.json", R"({"partitions": 4})");
+  EXPECT_EQ(Config::from_file(outer).partitions(), 4);
+  EXPECT_EQ(Config::from_file(outer).source("partitions"), "inner.json");
+  EXPECT_EQ(Config::from_file(inner).partitions(), 4);
+
+  write_file("inner.json", "{");
+  const std::string error = error_text([&] { Config::from_file(outer); });
+  EXPECT_NE(error.find("malformed JSON at line 1, column 2"), std::string::npos) << error;
+  EXPECT_NE(error.find("\nCannot parse inner.json as a json file."), std::string::npos) << error;
+  std::filesystem::remove(inner);
+  EXPECT_EQ(error_text([&] { Config::from_file(outer); }),
+            "[smp] Expected a string path to an existing modelparallel config, or a dictionary. "
+            "Received: inner.json.");
+}
+
+TEST(Config, EnvironmentThenFileThenProgram) {
+  const EnvironmentParameters environment(R"({"microbatches": 8, "pipeline_parallel_degree": 4})");
+  Config config =
+      Config::from_json(R"({"microbatches": 4, "pipeline": "simple"})", "smp.json").microbatches(2);
+  config.partitions(2).pipeline("interleaved").seed(5);
+  EXPECT_EQ(config.microbatches(), 4);
+
+  const Config merged = config.merged_with_environment();
+  merged.validate();
+  EXPECT_EQ(merged.microbatches(), 8);
+  EXPECT_EQ(merged.source("microbatches"), "SM_HP_MP_PARAMETERS");
+  EXPECT_EQ(merged.partitions(), 4);
+  EXPECT_EQ(merged.pipeline(), "simple");
+  EXPECT_EQ(merged.source("pipeline"), "smp.json");
+  EXPECT_EQ(merged.seed(), 5);
+  EXPECT_EQ(config.microbatches(), 4) << "the original is unchanged";
+
+  const std::string text = merged.to_string();
+  EXPECT_NE(text.find("microbatches          8              SM_HP_MP_PARAMETERS (overrides 4 from "
+                      "smp.json, 2 from program)\n"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("ddp                   false          default\n"), std::string::npos) << text;
+  std::ostringstream stream;
+  stream << merged;
+  EXPECT_EQ(stream.str(), text);
+}
+
+TEST(Config, ErrorsInTheEnvironmentNameIt) {
+  const EnvironmentParameters environment(R"({"memory_weight": 7})");
+  EXPECT_EQ(
+      error_text([] { Config().merged_with_environment().validate(); }),
+      "[smp] SM_HP_MP_PARAMETERS: \"memory_weight\": memory_weight must be between 0.0 and 1.0! "
+      "(got 7)");
+}
+
+TEST(Config, JsonRoundTripAndFingerprint) {
+  const Config config = Config().partitions(2).microbatches(4).ddp(true).timeout_seconds(60);
+  const Config again = Config::from_json(config.to_json(), "again");
+  again.validate();
+  EXPECT_EQ(again.to_json(), config.to_json());
+  EXPECT_EQ(Config().to_json(),
+            R"({"active_microbatches":3,"bucket_cap_mb":25.0,"ddp":false,)"
+            R"("deterministic_server":false,"gradient_shards":0,"input_source":"all",)"
+            R"("memory_weight":0.8,"microbatches":1,"numerics":"exact","optimize":"memory",)"
+            R"("partitions":1,"pipeline":"interleaved","placement_strategy":"cluster","seed":-1,)"
+            R"("timeout_seconds":300.0})");
+  Config::from_json(Config().to_json(), "defaults").validate();
+
+  // The same values by other routes are the same configuration; another value is another one.
+  const Config spelled = Config::from_json(
+      R"({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": true, "timeout_seconds": 60,
+          "fp16": false, "optimize": "memory"})",
+      "f");
+  EXPECT_EQ(spelled.fingerprint(), config.fingerprint());
+  EXPECT_NE(Config(config).microbatches(5).fingerprint(), config.fingerprint());
+}
+
+}  // namespace
+}  // namespace smp

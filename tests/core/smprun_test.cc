@@ -1,0 +1,152 @@
+// Runs the real launcher with real processes.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "tools/launch.h"
+
+namespace smp::tools {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Outcome {
+  int exit_status = 0;
+  std::string output;  // stdout and stderr
+  double seconds = 0;
+
+  std::string last_line() const {
+    const size_t end = output.find_last_not_of('\n');
+    const size_t start = output.rfind('\n', end);
+    return output.substr(start + 1, end - start);
+  }
+};
+
+class Smprun : public ::testing::Test {
+ protected:
+  Smprun() : folder_(fs::path(::testing::TempDir()) / "smprun") {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_ / "tmp");
+    setenv("TMPDIR", (folder_ / "tmp").c_str(), 1);
+    config_ = folder_ / "smp.json";
+    std::ofstream(config_) << R"({"partitions": 2})";
+  }
+
+  Outcome run(const std::string& shell_command) {
+    const auto start = std::chrono::steady_clock::now();
+    Outcome outcome;
+    FILE* pipe = popen((shell_command + " 2>&1").c_str(), "r");
+    char buffer[4096];
+    size_t count = 0;
+    while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0)
+      outcome.output.append(buffer, count);
+    const int status = pclose(pipe);
+    outcome.exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    outcome.seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return outcome;
+  }
+
+  std::string command(const std::string& mode) const {
+    return "tools/smprun_bin --config " + config_.string() + " tests/core/failing_rank " +
+           folder_.string() + " " + mode;
+  }
+
+  // Whether the process that rank `rank` wrote down still runs.
+  bool runs(int rank) const {
+    std::ifstream in(folder_ / ("pid." + std::to_string(rank)));
+    pid_t process = 0;
+    EXPECT_TRUE(in >> process) << "rank " << rank << " never started";
+    return kill(process, 0) == 0;
+  }
+
+  // mpirun keeps its own session folder here, which it removes itself.
+  bool left_a_folder() const {
+    for (const auto& entry : fs::directory_iterator(folder_ / "tmp")) {
+      if (entry.path().filename().string().rfind("smprun-", 0) == 0) return true;
+    }
+    return false;
+  }
+
+  fs::path folder_;
+  fs::path config_;
+};
+
+TEST_F(Smprun, HandsTheParametersToTheRanks) {
+  const Outcome outcome = run(command("pass"));
+  EXPECT_EQ(outcome.exit_status, 0) << outcome.output;
+  EXPECT_EQ(outcome.output, "{\"partitions\":2}\n{\"partitions\":2}\n");
+  EXPECT_FALSE(left_a_folder());
+}
+
+TEST_F(Smprun, NamesTheFirstCauseLast) {
+  const Outcome outcome = run(command("record"));
+  EXPECT_EQ(outcome.exit_status, 3) << outcome.output;
+  EXPECT_EQ(outcome.last_line(),
+            "smprun: first cause: rank 1: the loss of microbatch 3 is not finite");
+  EXPECT_LT(outcome.seconds, 30) << "the rank that waits was not ended";
+  EXPECT_FALSE(runs(0));
+  EXPECT_FALSE(left_a_folder());
+}
+
+TEST_F(Smprun, ExplainsARankThatLeftNoMessage) {
+  const Outcome outcome = run(command("crash"));
+  EXPECT_EQ(outcome.exit_status, 139) << outcome.output;
+  EXPECT_EQ(outcome.last_line(),
+            "smprun: first cause: no rank left a message; mpirun ended with exit status 139, as it "
+            "does when a rank is ended by signal 11 (Segmentation fault)");
+  EXPECT_FALSE(runs(0));
+}
+
+TEST_F(Smprun, SendsSignalsOn) {
+  const Outcome outcome =
+      run("timeout --foreground --preserve-status -s TERM 3 " + command("wait"));
+  EXPECT_NE(outcome.exit_status, 0) << outcome.output;
+  EXPECT_EQ(outcome.last_line(), "smprun: stopped by signal 15 (Terminated)");
+  EXPECT_FALSE(runs(0));
+  EXPECT_FALSE(runs(1));
+  EXPECT_FALSE(left_a_folder());
+}
+
+TEST_F(Smprun, DryRunStartsNothing) {
+  const Outcome outcome =
+      run("tools/smprun_bin --dry-run --np 4 tests/core/failing_rank --config x");
+  EXPECT_EQ(outcome.exit_status, 0);
+  EXPECT_EQ(outcome.output.find("mpirun -np 4 "), 0u) << outcome.output;
+  const std::string end = " tests/core/failing_rank --config x\n";
+  EXPECT_EQ(outcome.output.rfind(end), outcome.output.size() - end.size()) << outcome.output;
+}
+
+TEST_F(Smprun, UsageErrors) {
+  const Outcome none = run("tools/smprun_bin --np 2");
+  EXPECT_EQ(none.exit_status, 2);
+  EXPECT_EQ(none.output.find("smprun: expected a program to run, got none.\n"), 0u);
+  EXPECT_EQ(run("tools/smprun_bin --unknown 2 p")
+                .output.find("smprun: expected a program to run, got --unknown.\n"),
+            0u);
+  std::ofstream(config_) << R"({"microbatches": 2})";
+  const Outcome bad = run(command("pass"));
+  EXPECT_EQ(bad.exit_status, 2);
+  EXPECT_EQ(bad.last_line(), "[smp] " + config_.string() +
+                                 ": 'partitions' is a required parameter. Set it to the number of "
+                                 "pipeline partitions.");
+}
+
+TEST_F(Smprun, SaysWhatToInstallWithoutMpirun) {
+  const Outcome outcome = run("PATH=/nonexistent tools/smprun_bin --np 2 p");
+  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.output,
+            "[smp] mpirun: not found in PATH. Install Open MPI (on Debian and Ubuntu: the package "
+            "openmpi-bin).\n");
+}
+
+}  // namespace
+}  // namespace smp::tools
