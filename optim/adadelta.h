@@ -1,0 +1,77 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace smp::optim {
+
+/// Options of `Adadelta`; the defaults are PyTorch's.
+struct AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
+  AdadeltaOptions(double lr = 1.0);
+  /// Scales the update; the published method has 1.
+  TORCH_ARG(double, lr) = 1.0;
+  /// Decay of the two running averages, in [0, 1].
+  TORCH_ARG(double, rho) = 0.9;
+  /// Added under both square roots.
+  TORCH_ARG(double, eps) = 1e-6;
+  /// Times the parameter, added to its gradient.
+  TORCH_ARG(double, weight_decay) = 0;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs);
+
+/// State of one parameter.
+struct AdadeltaParamState : public torch::optim::OptimizerCloneableParamState<AdadeltaParamState> {
+  /// Steps done.
+  TORCH_ARG(int64_t, step) = 0;
+  /// Running average of squared gradients, E[g^2].
+  TORCH_ARG(torch::Tensor, square_avg);
+  /// Running average of squared updates, E[dx^2].
+  TORCH_ARG(torch::Tensor, acc_delta);
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs);
+
+/// Adadelta, which libtorch lacks in C++ (M. D. Zeiler, "ADADELTA: An Adaptive Learning Rate
+/// Method", arXiv:1212.5701, algorithm 1):
+///
+///     E[g^2]  = rho E[g^2] + (1 - rho) g^2
+///     dx      = sqrt(E[dx^2] + eps) / sqrt(E[g^2] + eps) g
+///     E[dx^2] = rho E[dx^2] + (1 - rho) dx^2
+///     x       = x - lr dx
+///
+/// Otherwise like libtorch's own optimizers: param groups, closures, LR schedulers, torch::save.
+class Adadelta : public torch::optim::Optimizer {
+ public:
+  /// Throws ConfigError for options out of range.
+  explicit Adadelta(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                    AdadeltaOptions defaults = {});
+  explicit Adadelta(std::vector<torch::Tensor> params, AdadeltaOptions defaults = {});
+
+  /// Updates every parameter that has a gradient. Throws UsageError on a sparse gradient.
+  torch::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  AdadeltaParamState& state_of(const torch::Tensor& param);
+};
+
+}  // namespace smp::optim

@@ -1,0 +1,308 @@
+#include "optim/state_dict.h"
+
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Type.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "optim/state_dict_fields.h"
+#include "smp/core/error.h"
+
+namespace smp::optim {
+namespace {
+
+using nlohmann::json;
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
+using torch::optim::OptimizerParamState;
+
+std::string type_of(const OptimizerParamGroup& group) {
+  const torch::optim::OptimizerOptions& options = group.options();
+  return c10::demangle(typeid(options).name());
+}
+
+/// One problem a line, sorted; each once.
+using Problems = std::set<std::string>;
+
+std::string list(const Problems& problems) {
+  std::string text;
+  for (const std::string& problem : problems) {
+    text += "\n  " + problem;
+  }
+  return text;
+}
+
+/// The parameters of a group by name, each once.
+using NamedParams = std::map<std::string, at::Tensor>;
+
+NamedParams name_params(const OptimizerParamGroup& group, size_t group_index,
+                        const ParameterNames& names, Problems& problems) {
+  NamedParams named;
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    const at::Tensor& param = group.params()[i];
+    const auto found = names.find(param.unsafeGetTensorImpl());
+    if (found == names.end()) {
+      problems.insert(c10::str("parameter ", i, " of group ", group_index, ", shape ",
+                               param.sizes(), ": has no name"));
+      continue;
+    }
+    const auto [entry, is_new] = named.emplace(found->second, param);
+    if (!is_new && !entry->second.is_same(param)) {
+      problems.insert(found->second + ": names two parameters");
+    }
+  }
+  return named;
+}
+
+/// Matches a saved state with an optimizer: first all checks, then all new values, and only
+/// then the first change.
+class Restore {
+ public:
+  Restore(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names)
+      : optimizer_(optimizer), state_(state) {
+    for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+      groups_.push_back(name_params(optimizer.param_groups()[i], i, names, problems_));
+    }
+    for (size_t i = 0; i < state.groups.size(); ++i) {
+      for (const std::string& name : state.groups[i].params) {
+        saved_group_[name] = i;
+      }
+    }
+  }
+
+  void check(Extra extra) {
+    std::set<std::string> present;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      for (const auto& [name, param] : groups_[i]) {
+        check_param(name, param);
+        present.insert(name);
+      }
+      sources_.push_back(find_source(i));
+    }
+    for (const auto& [name, group] : saved_group_) {
+      if (extra == Extra::kRefuse && present.count(name) == 0) {
+        problems_.insert(name + ": not in this optimizer");
+      }
+    }
+    SMP_CHECK_WITH(CheckpointError, problems_.empty(),
+                   "the saved optimizer state does not fit this optimizer:", list(problems_),
+                   "\nBuild the optimizer as it was when the state was saved.");
+  }
+
+  void prepare(ParamStateFactory make_state) {
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      for (const auto& [name, param] : groups_[i]) {
+        new_states_[param.unsafeGetTensorImpl()] = make_param(name, param, make_state);
+      }
+      // A rehearsal: what cannot be assigned throws here.
+      auto options = optimizer_.param_groups()[i].options().clone();
+      assign_options(i, *options);
+    }
+  }
+
+  void apply() {
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      assign_options(i, optimizer_.param_groups()[i].options());
+    }
+    for (auto& [param, new_state] : new_states_) {
+      if (new_state) {
+        optimizer_.state()[param] = std::move(new_state);
+      } else {
+        optimizer_.state().erase(param);
+      }
+    }
+  }
+
+ private:
+  void check_param(const std::string& name, const at::Tensor& param) {
+    if (saved_group_.count(name) == 0) {
+      problems_.insert(name + ": missing from the saved state");
+      return;
+    }
+    const auto saved = state_.params.find(name);
+    if (saved != state_.params.end() && param.sizes() != saved->second.shape) {
+      problems_.insert(c10::str(name, ": expected shape ", param.sizes(), ", got ",
+                                at::IntArrayRef(saved->second.shape)));
+    }
+  }
+
+  /// The saved group whose options group `i` gets; none if it has nothing to go by.
+  std::optional<size_t> find_source(size_t i) {
+    std::optional<size_t> source;
+    for (const auto& [name, param] : groups_[i]) {
+      const auto saved = saved_group_.find(name);
+      if (saved == saved_group_.end()) {
+        continue;
+      }
+      if (source && state_.groups[*source].options != state_.groups[saved->second].options) {
+        problems_.insert(c10::str("group ", i, ": its parameters were saved in groups ", *source,
+                                  " and ", saved->second, " with different options"));
+      }
+      source = source ? source : saved->second;
+    }
+    if (groups_[i].empty() && i < state_.groups.size()) {
+      source = i;  // a rank that holds no parameter of this group
+    }
+    if (source) {
+      check_options(i, state_.groups[*source]);
+    }
+    return source;
+  }
+
+  void check_options(size_t i, const OptimizerState::Group& saved) {
+    const std::string expected = type_of(optimizer_.param_groups()[i]);
+    if (saved.type != expected) {
+      problems_.insert(
+          c10::str("group ", i, ": expected options of type ", expected, ", got ", saved.type));
+    }
+  }
+
+  std::unique_ptr<OptimizerParamState> make_param(const std::string& name, const at::Tensor& param,
+                                                  ParamStateFactory make_state) const {
+    const auto saved = state_.params.find(name);
+    if (saved == state_.params.end()) {
+      return nullptr;
+    }
+    Fields fields{{}, saved->second.scalars};
+    for (const auto& [field, tensor] : saved->second.tensors) {
+      fields.tensors[field] = place_like(param, tensor);
+    }
+    auto result = make_state();
+    guarded("state of parameter \"" + name + "\"", [&] { assign_fields(*result, fields); });
+    return result;
+  }
+
+  /// Assigns the saved options. Throws CheckpointError if they lack one.
+  void assign_options(size_t i, torch::optim::OptimizerOptions& options) const {
+    if (sources_[i]) {
+      const json& saved = state_.groups[*sources_[i]].options;
+      guarded(c10::str("options of group ", i), [&] { assign_fields(options, {{}, saved}); });
+    }
+  }
+
+  /// libtorch answers a missing field with an internal assertion; say what it means here.
+  template <class Action>
+  static void guarded(const std::string& what, const Action& action) {
+    try {
+      action();
+    } catch (const c10::Error& error) {
+      smp::detail::fail<CheckpointError>("the saved optimizer state is malformed: ", what,
+                                         " cannot be read (", error.what_without_backtrace(),
+                                         "). Use another checkpoint.");
+    }
+  }
+
+  /// On the parameter's device, and with its strides if it has its shape.
+  static at::Tensor place_like(const at::Tensor& param, const at::Tensor& tensor) {
+    if (tensor.sizes() != param.sizes()) {
+      return tensor.to(param.device());
+    }
+    const auto options = at::TensorOptions(param.device()).dtype(tensor.scalar_type());
+    return at::empty_like(param, options, at::MemoryFormat::Preserve).copy_(tensor);
+  }
+
+  Optimizer& optimizer_;
+  const OptimizerState& state_;
+  std::vector<NamedParams> groups_;                                   // of the optimizer
+  std::map<std::string, size_t> saved_group_;                         // by parameter name
+  std::vector<std::optional<size_t>> sources_;                        // saved group for each group
+  std::map<void*, std::unique_ptr<OptimizerParamState>> new_states_;  // null: none was saved
+  Problems problems_;
+};
+
+}  // namespace
+
+ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict) {
+  ParameterNames names;
+  for (const auto& item : dict) {
+    names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  }
+  return names;
+}
+
+OptimizerState get_state(const Optimizer& optimizer, const ParameterNames& names) {
+  check_state_per_parameter(optimizer);
+  OptimizerState result;
+  Problems problems;
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    const OptimizerParamGroup& group = optimizer.param_groups()[i];
+    OptimizerState::Group& saved = result.groups.emplace_back();
+    saved.type = type_of(group);
+    saved.options = fields_of(group.options()).scalars;
+    for (const auto& [name, param] : name_params(group, i, names, problems)) {
+      saved.params.push_back(name);
+      const auto found = optimizer.state().find(param.unsafeGetTensorImpl());
+      if (found != optimizer.state().end()) {
+        Fields fields = fields_of(*found->second);
+        result.params[name] = {param.sizes().vec(), std::move(fields.tensors),
+                               std::move(fields.scalars)};
+      }
+    }
+  }
+  SMP_CHECK_WITH(UsageError, problems.empty(), "cannot save the optimizer state by name:",
+                 list(problems), "\nGive the optimizer parameters of the model that is saved.");
+  return result;
+}
+
+void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
+               Extra extra, ParamStateFactory make_state) {
+  Restore restore(optimizer, state, names);
+  restore.check(extra);
+  restore.prepare(make_state);
+  restore.apply();
+}
+
+json to_json(const OptimizerState& state) {
+  json groups = json::array();
+  for (const OptimizerState::Group& group : state.groups) {
+    groups.push_back({{"type", group.type}, {"options", group.options}, {"params", group.params}});
+  }
+  json params = json::object();
+  for (const auto& [name, param] : state.params) {
+    params[name] = {{"shape", param.shape}, {"scalars", param.scalars}};
+  }
+  return {{"param_groups", std::move(groups)}, {"state", std::move(params)}};
+}
+
+std::map<std::string, at::Tensor> tensors_of(const OptimizerState& state) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& [name, param] : state.params) {
+    for (const auto& [field, tensor] : param.tensors) {
+      tensors[name + "/" + field] = tensor;
+    }
+  }
+  return tensors;
+}
+
+OptimizerState from_parts(const json& parts, const std::map<std::string, at::Tensor>& tensors) {
+  OptimizerState state;
+  try {
+    for (const json& group : parts.at("param_groups")) {
+      state.groups.push_back({group.at("type").get<std::string>(), group.at("options"),
+                              group.at("params").get<std::vector<std::string>>()});
+    }
+    for (const auto& [name, param] : parts.at("state").items()) {
+      state.params[name] = {param.at("shape").get<std::vector<int64_t>>(), {}, param.at("scalars")};
+    }
+  } catch (const json::exception& error) {
+    smp::detail::fail<CheckpointError>("the saved optimizer state is malformed: expected ",
+                                       "param_groups and state, got ", error.what(),
+                                       ". Use another checkpoint.");
+  }
+  for (const auto& [key, tensor] : tensors) {
+    const size_t slash = key.rfind('/');
+    const auto param = state.params.find(key.substr(0, slash));
+    SMP_CHECK_WITH(CheckpointError, slash != std::string::npos && param != state.params.end(),
+                   "the saved optimizer state is malformed: expected a tensor named "
+                   "\"parameter/field\" of a parameter with state, got \"",
+                   key, "\". Use another checkpoint.");
+    param->second.tensors[key.substr(slash + 1)] = tensor;
+  }
+  return state;
+}
+
+}  // namespace smp::optim

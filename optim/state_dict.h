@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/ordered_dict.h>
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "optim/param_state.h"
+
+namespace smp::optim {
+
+/// The name of each parameter, by identity: a tied parameter has one.
+using ParameterNames = std::map<const c10::TensorImpl*, std::string>;
+
+/// Names for the tensors of `dict` (a module's `named_parameters()`); the first of a tied one's.
+ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict);
+
+/// The state of an optimizer keyed by parameter name, independent of the order of parameters,
+/// of addresses, and of which parameters a rank holds.
+struct OptimizerState {
+  /// State of one parameter.
+  struct Param {
+    std::vector<int64_t> shape;                         ///< Of the parameter.
+    std::map<std::string, at::Tensor> tensors;          ///< By field, for example "exp_avg".
+    nlohmann::json scalars = nlohmann::json::object();  ///< By field, for example "step".
+  };
+
+  /// A param group.
+  struct Group {
+    std::string type;                 ///< C++ type of its options.
+    nlohmann::json options;           ///< Object: "lr" and the others.
+    std::vector<std::string> params;  ///< Names of its parameters.
+  };
+
+  std::map<std::string, Param> params;  ///< Parameters without state are absent.
+  std::vector<Group> groups;
+};
+
+/// Copies the state out of any optimizer whose options and states implement libtorch's
+/// `serialize`. Throws UsageError for LBFGS, and for parameters without a name.
+OptimizerState get_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
+
+/// What to do with names in a state that the optimizer does not have.
+enum class Extra {
+  kRefuse,  ///< They are an error.
+  kIgnore,  ///< They belong to parameters of other ranks.
+};
+
+/// As the template below, with the factory given.
+void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
+               const ParameterNames& names, Extra extra, ParamStateFactory make_state);
+
+/// Restores `state`: the options of all groups (learning rate included) and the state of every
+/// parameter, made where there is none and removed where the saved run had none. Tensors go to
+/// their parameter's device and, where they have its shape, get its strides. Throws
+/// CheckpointError that lists, sorted, all unnamed or missing parameters, other shapes, groups
+/// that do not match and, with `kRefuse`, extra names; then nothing has changed. Throws
+/// UsageError if the type of the parameters' state is unknown, see `ParamStateOf`.
+template <class Optimizer>
+void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
+               Extra extra = Extra::kRefuse) {
+  set_state(optimizer, state, names, extra, detail::FactoryOf<Optimizer>::get(optimizer));
+}
+
+/// Everything of `state` but its tensors, the "optimizer" section of a checkpoint's index:
+/// {"param_groups": [{"type", "options", "params"}], "state": {name: {"shape", "scalars"}}}.
+nlohmann::json to_json(const OptimizerState& state);
+
+/// The tensors of `state` by "parameter/field".
+std::map<std::string, at::Tensor> tensors_of(const OptimizerState& state);
+
+/// The inverse of the two above. Throws CheckpointError for JSON of another form.
+OptimizerState from_parts(const nlohmann::json& json,
+                          const std::map<std::string, at::Tensor>& tensors);
+
+}  // namespace smp::optim
