@@ -70,7 +70,8 @@ number of ranks is `--np`, else `mpi.processes_per_host`, else `partitions`. `cu
 split at blanks, with quotes as in a shell; nothing in it is evaluated. `--dry-run` prints the
 command. Without `--config` the parameters are those of `SM_HP_MP_PARAMETERS` if that is set, else
 the program's own (`--np` is required then); both at once is an error. The exit status is that of
-`mpirun`. When the job fails, the last line says what failed first:
+`mpirun`. When the job fails, the last line says what failed first (as far as ranks of
+this host could leave a message):
 
 ```
 smprun: first cause: rank 2: [smp rank 2] ...

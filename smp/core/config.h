@@ -113,6 +113,7 @@ class Config {
   void validate() const;
 
   /// The parameters in effect as one JSON object on one line, keys sorted. `from_json` takes it.
+  /// This and the next two throw `ConfigError` when a value has a wrong type or range.
   std::string to_json() const;
 
   /// The parameters in effect, one per line with the source of each and what it overrides.

@@ -1,5 +1,6 @@
 #include "smp/core/config_file.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <vector>
 

@@ -1,7 +1,9 @@
 #include "smp/core/json.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -88,12 +90,11 @@ json parse_json(const std::string& text, const std::string& source_name) {
 
 std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  std::string text;
-  if (in) text.assign(std::istreambuf_iterator<char>(in), {});
-  // A folder opens, but does not read.
-  SMP_CHECK_WITH(ConfigError, in && !in.bad(), path, ": cannot read the configuration file: ",
-                 std::strerror(errno), ". Give the path of a JSON file.");
-  return text;
+  const bool is_folder = std::filesystem::is_directory(path);  // which opens, but does not read
+  SMP_CHECK_WITH(ConfigError, in && !is_folder, path, ": cannot read the configuration file: ",
+                 is_folder ? "it is a folder" : std::strerror(errno),
+                 ". Give the path of a JSON file.");
+  return std::string(std::istreambuf_iterator<char>(in), {});
 }
 
 Value to_value(const json& value) {

@@ -307,10 +307,9 @@ TEST(Config, MalformedJson) {
       error_text([] { Config::from_file("no/such.json"); }),
       "[smp] no/such.json: cannot read the configuration file: No such file or directory. Give "
       "the path of a JSON file.");
-  EXPECT_EQ(error_text([] {
-              Config::from_file(::testing::TempDir());
-            }).find("[smp] " + ::testing::TempDir() + ": "),
-            0u);
+  EXPECT_EQ(error_text([] { Config::from_file("/"); }),
+            "[smp] /: cannot read the configuration file: it is a folder. Give the path of a JSON "
+            "file.");
 }
 
 TEST(Config, EstimatorForm) {
@@ -415,11 +414,11 @@ TEST(Config, EnvironmentThenFileThenProgram) {
   EXPECT_EQ(config.microbatches(), 4) << "the original is unchanged";
 
   const std::string text = merged.to_string();
-  EXPECT_NE(text.find("microbatches          8              SM_HP_MP_PARAMETERS (overrides 4 from "
+  EXPECT_NE(text.find("microbatches          8          SM_HP_MP_PARAMETERS (overrides 4 from "
                       "smp.json, 2 from program)\n"),
             std::string::npos)
       << text;
-  EXPECT_NE(text.find("ddp                   false          default\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("ddp                   false      default\n"), std::string::npos) << text;
   std::ostringstream stream;
   stream << merged;
   EXPECT_EQ(stream.str(), text);

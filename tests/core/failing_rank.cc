@@ -18,14 +18,19 @@ namespace {
 
 constexpr std::chrono::seconds kLongerThanTheTest{60};
 
-void fail(int rank, const std::string& mode) {
+void wait_for(const std::string& file) {
+  while (!std::ifstream(file)) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
+
+void fail(int rank, const std::string& folder, const std::string& mode) {
+  if (rank == 1) wait_for(folder + "/pid.0");  // or the launcher might end rank 0 unseen
   if (mode == "record" && rank == 1) {
     smp::record_failure(rank, "the loss of microbatch 3 is not finite");
     std::exit(3);
   }
-  if (mode == "record") {  // a consequence, recorded later
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    smp::record_failure(rank, "rank 1 is gone");
+  if (mode == "record") {
+    wait_for(smp::env(smp::kFailureDirVariable).value() + "/1");
+    smp::record_failure(rank, "a consequence: rank 1 is gone");
   }
   if (mode == "crash" && rank == 1) std::raise(SIGSEGV);
 }
@@ -41,6 +46,6 @@ int main(int, char** argv) {
     std::cout << smp::env("SM_HP_MP_PARAMETERS").value_or("none") << std::endl;
     return 0;
   }
-  fail(rank, mode);
+  fail(rank, folder, mode);
   std::this_thread::sleep_for(kLongerThanTheTest);
 }

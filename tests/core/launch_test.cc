@@ -108,7 +108,7 @@ TEST(Launch, ParametersOfTheEnvironment) {
 TEST(Launch, CustomOptionsComeAfterOursAndReplaceThem) {
   const LaunchOptions options = options_for(
       estimator(R"(, "custom_mpi_options": "-x 'A=b c' --mca btl_vader_single_copy_mechanism cma )"
-                R"(-bind-to core $(touch oops)")",
+                "-bind-to core $(touch oops)\"",
                 R"({"partitions": 2})"));
   EXPECT_EQ(plan_launch(options, {}).arguments, (Words{"mpirun",
                                                        "-np",

@@ -11,8 +11,6 @@
 #include <fstream>
 #include <string>
 
-#include "tools/launch.h"
-
 namespace smp::tools {
 namespace {
 
@@ -107,8 +105,10 @@ TEST_F(Smprun, ExplainsARankThatLeftNoMessage) {
 }
 
 TEST_F(Smprun, SendsSignalsOn) {
+  const std::string pid = folder_.string() + "/pid.";
   const Outcome outcome =
-      run("timeout --foreground --preserve-status -s TERM 3 " + command("wait"));
+      run("{ " + command("wait") + " & launcher=$!; until [ -s " + pid + "0 ] && [ -s " + pid +
+          "1 ]; do sleep 0.1; done; kill -TERM $launcher; wait $launcher; }");
   EXPECT_NE(outcome.exit_status, 0) << outcome.output;
   EXPECT_EQ(outcome.last_line(), "smprun: stopped by signal 15 (Terminated)");
   EXPECT_FALSE(runs(0));
@@ -146,6 +146,30 @@ TEST_F(Smprun, SaysWhatToInstallWithoutMpirun) {
   EXPECT_EQ(outcome.output,
             "[smp] mpirun: not found in PATH. Install Open MPI (on Debian and Ubuntu: the package "
             "openmpi-bin).\n");
+}
+
+// The script that users call finds the launcher from its own place, also through a link.
+TEST_F(Smprun, ScriptFindsTheLauncher) {
+  const fs::path root = folder_ / "repository";
+  fs::create_directories(root / "tools");
+  fs::copy_file("tools/smprun", root / "tools/smprun");
+  fs::create_symlink(root / "tools/smprun", folder_ / "link");
+  const std::string script = (folder_ / "link").string() + " --dry-run --np 3 p";
+
+  fs::create_directory(folder_ / "bin");
+  for (const char* tool : {"bash", "env", "dirname", "readlink"}) {
+    fs::create_symlink(fs::path("/usr/bin") / tool, folder_ / "bin" / tool);
+  }
+  const Outcome missing = run("PATH=" + (folder_ / "bin").string() + " " + script);
+  EXPECT_EQ(missing.exit_status, 2);
+  EXPECT_EQ(missing.output, "smprun: " + (root / "bazel-bin/tools/smprun_bin").string() +
+                                " does not exist and bazel is not in PATH. Run tools/setup.sh.\n");
+
+  fs::create_directories(root / "bazel-bin/tools");
+  fs::create_symlink(fs::absolute("tools/smprun_bin"), root / "bazel-bin/tools/smprun_bin");
+  const Outcome found = run(script);
+  EXPECT_EQ(found.exit_status, 0);
+  EXPECT_EQ(found.output.find("mpirun -np 3 "), 0u) << found.output;
 }
 
 }  // namespace
