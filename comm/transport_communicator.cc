@@ -1,6 +1,7 @@
 #include "comm/transport_communicator.h"
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <utility>
 
@@ -21,8 +22,29 @@ std::string join(const std::vector<int>& values) {
   return c10::str("[", c10::Join(", ", values), "]");
 }
 
-std::string bytes_of(const std::vector<int>& values) {
-  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int));
+std::string bytes_of(const std::vector<int>& ranks) {
+  return std::string(reinterpret_cast<const char*>(ranks.data()), ranks.size() * sizeof(int));
+}
+
+std::vector<int> ranks_of(const std::string& bytes) {
+  std::vector<int> ranks(bytes.size() / sizeof(int));
+  std::memcpy(ranks.data(), bytes.data(), bytes.size());
+  return ranks;
+}
+
+// What is wrong with the members that `rank` passes to split(); empty when nothing is.
+std::string problem_of(const std::vector<int>& members, int rank, int size) {
+  if (std::adjacent_find(members.begin(), members.end(), std::greater_equal<int>()) !=
+      members.end()) {
+    return "they must ascend";
+  }
+  if (std::find(members.begin(), members.end(), rank) == members.end()) {
+    return c10::str("rank ", rank, ", which asks, must be among them");
+  }
+  if (members.front() < 0 || members.back() >= size) {
+    return c10::str("they must lie in 0 to ", size - 1);
+  }
+  return "";
 }
 
 }  // namespace
@@ -96,26 +118,24 @@ CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
   return std::make_shared<TransportCommunicator>(transport_, std::move(group));
 }
 
-// Local rules first; then that the other members pass the same list, which also means that all
-// ranks have arrived when the transport makes the context.
+// Every rank looks at all lists, so that either all ranks throw or all go on to make the context
+// together. An invalid list is told to the others as an empty one.
 void TransportCommunicator::check_members(const std::vector<int>& members) {
-  std::string problem;
-  if (std::adjacent_find(members.begin(), members.end(), std::greater_equal<int>()) !=
-      members.end()) {
-    problem = "they must ascend";
-  } else if (std::find(members.begin(), members.end(), rank()) == members.end()) {
-    problem = c10::str("rank ", rank(), ", which asks, must be among them");
-  } else if (members.front() < 0 || members.back() >= size()) {
-    problem = c10::str("they must lie in 0 to ", size() - 1);
-  }
-  // An invalid list is told to the others as an empty one, so that nobody waits for this rank.
+  const std::string problem = problem_of(members, rank(), size());
   const auto lists = all_gather_bytes(*this, problem.empty() ? bytes_of(members) : "");
   SMP_CHECK_WITH(UsageError, problem.empty(), "split of group '", name(), "' into ranks ",
                  join(members), ": ", problem, ".");
-  for (const int member : members) {
-    SMP_CHECK_WITH(UsageError, lists[member] == bytes_of(members), "split of group '", name(),
-                   "': rank ", rank(), " passes the ranks ", join(members), " but rank ", member,
-                   ", one of them, passes another list. All members must pass the same one.");
+  for (int one = 0; one < size(); ++one) {
+    SMP_CHECK_WITH(UsageError, !lists[one].empty(), "split of group '", name(), "': rank ", one,
+                   " passes a list of ranks that is refused there; its error says why.");
+  }
+  for (int one = 0; one < size(); ++one) {
+    for (const int other : ranks_of(lists[one])) {
+      SMP_CHECK_WITH(UsageError, lists[other] == lists[one], "split of group '", name(),
+                     "': rank ", one, " passes the ranks ", join(ranks_of(lists[one])),
+                     " but rank ", other, ", one of them, passes ", join(ranks_of(lists[other])),
+                     ". All members must pass the same list.");
+    }
   }
 }
 

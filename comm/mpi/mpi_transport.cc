@@ -225,6 +225,7 @@ std::vector<MpiTransport::Completed> MpiTransport::take_completed() {
   std::vector<Completed> completed;
   for (int i = 0; i < std::max(found, 0); ++i) {  // MPI_UNDEFINED when there is no request
     const int error = code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS;
+    requests_[indices_[i]] = MPI_REQUEST_NULL;  // also where MPI left one that failed
     Transfer& transfer = transfers_[indices_[i]];
     std::string text = error_of(transfer, error, statuses_[i]);
     completed.push_back({std::move(transfer), std::move(text)});
@@ -234,7 +235,7 @@ std::vector<MpiTransport::Completed> MpiTransport::take_completed() {
   return completed;
 }
 
-// Drops what MPI_Testsome has set to MPI_REQUEST_NULL and keeps the order of the rest.
+// Drops the transfers whose request has become MPI_REQUEST_NULL and keeps the order of the rest.
 void MpiTransport::forget_completed() {
   size_t kept = 0;
   for (size_t i = 0; i < requests_.size(); ++i) {

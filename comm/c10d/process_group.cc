@@ -1,0 +1,418 @@
+#include "comm/c10d/process_group.h"
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <numeric>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using c10d::OpType;
+using Tensors = std::vector<at::Tensor>;
+
+// For messages of gather, scatter and all-to-all; those of the user have smaller tags.
+constexpr Tag kInternalTag = kMaxTag;
+
+// Some communications that make one c10d operation, and what is to be done after them.
+class GroupWork final : public c10d::Work {
+ public:
+  GroupWork(int rank, OpType type, std::vector<WorkPtr> works, std::function<void()> after,
+            Tensors results, bool has_future)
+      : c10d::Work(rank, type),
+        works_(std::move(works)),
+        after_(std::move(after)),
+        results_(std::move(results)) {
+    if (has_future) {
+      future_ =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    }
+  }
+
+  bool isCompleted() override {
+    for (const WorkPtr& work : works_) {
+      if (!work->test()) {
+        return false;
+      }
+    }
+    complete();
+    return true;
+  }
+
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    complete();
+    if (const std::exception_ptr failure = exception()) {
+      std::rethrow_exception(failure);
+    }
+    return true;
+  }
+
+  Tensors result() override { return results_; }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_ ? future_ : c10d::Work::getFuture();  // which throws
+  }
+
+  // Waits and completes; by whichever thread comes first. Never throws.
+  void complete() {
+    std::call_once(once_, [this] {
+      std::exception_ptr failure;
+      try {
+        for (const WorkPtr& work : works_) {
+          work->wait();
+        }
+        const at::NoGradGuard no_grad;
+        if (after_) {
+          after_();
+        }
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      finish(failure);
+      complete_future(failure);
+    });
+  }
+
+ private:
+  void complete_future(const std::exception_ptr& failure) {
+    if (!future_) {
+      return;
+    }
+    if (failure) {
+      future_->setError(failure);
+    } else {
+      future_->markCompleted(c10::IValue(results_));
+    }
+  }
+
+  const std::vector<WorkPtr> works_;
+  const std::function<void()> after_;
+  const Tensors results_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::once_flag once_;
+};
+
+using GroupWorkPtr = c10::intrusive_ptr<GroupWork>;
+
+// A thread that completes works in the order given, so that their futures fire without a wait.
+class Completer {
+ public:
+  Completer() : thread_([this] { loop(); }) {}
+
+  // Returns when all works are complete.
+  ~Completer() {
+    push(nullptr);
+    thread_.join();
+  }
+
+  void push(GroupWorkPtr work) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      works_.push_back(std::move(work));
+    }
+    added_.notify_one();
+  }
+
+ private:
+  void loop() {
+    while (const GroupWorkPtr work = pop()) {
+      work->complete();
+    }
+  }
+
+  GroupWorkPtr pop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    added_.wait(lock, [this] { return !works_.empty(); });
+    GroupWorkPtr work = std::move(works_.front());
+    works_.pop_front();
+    return work;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable added_;
+  std::deque<GroupWorkPtr> works_;  // a null one ends the thread
+  std::thread thread_;
+};
+
+class SmpBackend final : public c10d::Backend {
+ public:
+  using Done = c10::intrusive_ptr<c10d::Work>;
+
+  explicit SmpBackend(CommunicatorPtr group)
+      : c10d::Backend(group->rank(), group->size()), group_(std::move(group)) {}
+
+  const std::string getBackendName() const override { return "smp"; }
+
+  void setTimeout(std::chrono::milliseconds timeout) override { group_->set_timeout(timeout); }
+
+  void abort() override { group_->abort("the c10d process group was aborted"); }
+
+  Done allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    std::vector<WorkPtr> works;
+    for (const at::Tensor& tensor : tensors) {
+      works.push_back(start_reduction(tensor, options.reduceOp));
+    }
+    return collective(
+        OpType::ALLREDUCE, std::move(works),
+        [this, tensors, op = options.reduceOp] { average(tensors, op); }, tensors);
+  }
+
+  Done allreduce_coalesced(Tensors& tensors,
+                           const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
+
+  Done broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    std::vector<WorkPtr> works;
+    for (const at::Tensor& tensor : tensors) {
+      works.push_back(group_->ibroadcast(tensor, static_cast<int>(options.rootRank)));
+    }
+    return collective(OpType::BROADCAST, std::move(works), nullptr, tensors);
+  }
+
+  Done _allgather_base(at::Tensor& output, at::Tensor& input,
+                       const c10d::AllgatherOptions& /*options*/) override {
+    return collective(OpType::_ALLGATHER_BASE, {group_->iall_gather(output, input)}, nullptr,
+                      {output});
+  }
+
+  Done allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::AllgatherOptions& /*options*/) override {
+    const at::Tensor& input = single("allgather", "input", inputs);
+    const Tensors parts = one_each("allgather", "output", outputs);
+    const at::Tensor flat = at::empty({getSize() * input.numel()}, input.options());
+    return collective(
+        OpType::ALLGATHER, {group_->iall_gather(flat, input)},
+        [flat, parts] { unpack(flat, parts); }, parts);
+  }
+
+  Done _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                            const c10d::ReduceScatterOptions& options) override {
+    SMP_CHECK_WITH(UsageError, input.numel() == output.numel() * getSize(),
+                   "c10d _reduce_scatter_base on group '", group_->name(), "': expected ",
+                   getSize(), " x ", output.numel(), " input elements, got ", input.numel(), ".");
+    return reduce_scatter_flat(OpType::_REDUCE_SCATTER_BASE, output, input.flatten().clone(),
+                               options.reduceOp);
+  }
+
+  Done reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                      const c10d::ReduceScatterOptions& options) override {
+    const at::Tensor& output = single("reduce_scatter", "output", outputs);
+    const Tensors parts = one_each("reduce_scatter", "input", inputs);
+    return reduce_scatter_flat(OpType::REDUCE_SCATTER, output, pack(parts), options.reduceOp);
+  }
+
+  // The root's tensor gets the result; the others' keep their values.
+  Done reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    const at::Tensor& tensor = single("reduce", "tensor", tensors);
+    const at::Tensor sum = getRank() == options.rootRank ? tensor : tensor.clone();
+    return collective(OpType::REDUCE, {start_reduction(sum, options.reduceOp)},
+                      [this, sum, op = options.reduceOp] { average({sum}, op); }, {tensor});
+  }
+
+  Done gather(std::vector<Tensors>& outputs, Tensors& inputs,
+              const c10d::GatherOptions& options) override {
+    const int root = static_cast<int>(options.rootRank);
+    const at::Tensor& input = single("gather", "input", inputs);
+    Tensors sends(getSize());
+    sends[root] = input;
+    const Tensors receives =
+        getRank() == root ? one_each("gather", "output", outputs) : Tensors(getSize());
+    return exchange(OpType::GATHER, sends, receives, getRank() == root ? receives : Tensors{});
+  }
+
+  Done scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+               const c10d::ScatterOptions& options) override {
+    const int root = static_cast<int>(options.rootRank);
+    Tensors receives(getSize());
+    receives[root] = single("scatter", "output", outputs);
+    const Tensors sends =
+        getRank() == root ? one_each("scatter", "input", inputs) : Tensors(getSize());
+    return exchange(OpType::SCATTER, sends, receives, outputs);
+  }
+
+  Done alltoall(Tensors& outputs, Tensors& inputs,
+                const c10d::AllToAllOptions& /*options*/) override {
+    check_one_each("alltoall", "output", outputs);
+    check_one_each("alltoall", "input", inputs);
+    return exchange(OpType::ALLTOALL, inputs, outputs, outputs);
+  }
+
+  Done alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                     std::vector<int64_t>& input_splits,
+                     const c10d::AllToAllOptions& /*options*/) override {
+    return exchange(OpType::ALLTOALL_BASE, split_rows("input", input, input_splits),
+                    split_rows("output", output, output_splits), {output});
+  }
+
+  Done send(Tensors& tensors, int destination, int tag) override {
+    const at::Tensor& tensor = single("send", "tensor", tensors);
+    check_user_tag("send", tag);
+    return point_to_point(OpType::SEND, group_->isend(tensor, destination, tag), tensors);
+  }
+
+  Done recv(Tensors& tensors, int source, int tag) override {
+    const at::Tensor& tensor = single("recv", "tensor", tensors);
+    check_user_tag("recv", tag);
+    return point_to_point(OpType::RECV, group_->irecv(tensor, source, tag), tensors);
+  }
+
+  // All ranks have come when an all-reduce is complete.
+  Done barrier(const c10d::BarrierOptions& /*options*/) override {
+    const at::Tensor token = at::zeros({1}, at::kByte);
+    return collective(OpType::BARRIER, {group_->iall_reduce(token, ReduceOp::kMax)}, nullptr, {});
+  }
+
+ private:
+  WorkPtr start_reduction(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    switch (op.op_) {
+      case c10d::ReduceOp::AVG:
+        SMP_CHECK_WITH(UsageError, tensor.is_floating_point(), "c10d reduction on group '",
+                       group_->name(), "': AVG needs a floating point tensor, got ",
+                       tensor.scalar_type(), ". Use SUM and divide.");
+        [[fallthrough]];
+      case c10d::ReduceOp::SUM:
+        return group_->iall_reduce(tensor, ReduceOp::kSum);
+      case c10d::ReduceOp::MIN:
+        return group_->iall_reduce(tensor, ReduceOp::kMin);
+      case c10d::ReduceOp::MAX:
+        return group_->iall_reduce(tensor, ReduceOp::kMax);
+      default:
+        detail::fail<UsageError>("c10d reduction on group '", group_->name(),
+                                 "': expected SUM, AVG, MIN or MAX, got c10d::ReduceOp number ",
+                                 static_cast<int>(op.op_), ".");
+    }
+  }
+
+  void average(const Tensors& sums, const c10d::ReduceOp& op) const {
+    if (op.op_ == c10d::ReduceOp::AVG) {
+      for (at::Tensor sum : sums) {
+        sum.div_(getSize());
+      }
+    }
+  }
+
+  Done reduce_scatter_flat(OpType type, const at::Tensor& output, const at::Tensor& flat,
+                           const c10d::ReduceOp& op) {
+    const auto keep_own = [this, output, flat, op] {
+      at::Tensor own = flat.narrow(0, getRank() * output.numel(), output.numel());
+      average({own}, op);
+      at::Tensor(output).copy_(own.view(output.sizes()));
+    };
+    return collective(type, {start_reduction(flat, op)}, keep_own, {output});
+  }
+
+  // Sends and receives one tensor to and from each rank; undefined ones are left out.
+  Done exchange(OpType type, const Tensors& sends, const Tensors& receives,
+                const Tensors& results) {
+    std::vector<WorkPtr> works;
+    for (int peer = 0; peer < getSize(); ++peer) {
+      if (receives[peer].defined()) {
+        works.push_back(group_->irecv(receives[peer], peer, kInternalTag));
+      }
+    }
+    for (int peer = 0; peer < getSize(); ++peer) {
+      if (sends[peer].defined()) {
+        works.push_back(group_->isend(sends[peer], peer, kInternalTag));
+      }
+    }
+    return collective(type, std::move(works), nullptr, results);
+  }
+
+  Done collective(OpType type, std::vector<WorkPtr> works, std::function<void()> after,
+                  const Tensors& results) {
+    auto work = c10::make_intrusive<GroupWork>(getRank(), type, std::move(works), std::move(after),
+                                               results, true);
+    completer_.push(work);
+    return work;
+  }
+
+  Done point_to_point(OpType type, WorkPtr work, const Tensors& results) {
+    return c10::make_intrusive<GroupWork>(getRank(), type, std::vector<WorkPtr>{std::move(work)},
+                                          nullptr, results, false);
+  }
+
+  const at::Tensor& single(const char* call, const char* what, const Tensors& tensors) const {
+    SMP_CHECK_WITH(UsageError, tensors.size() == 1, "c10d ", call, " on group '", group_->name(),
+                   "': expected one ", what, ", got ", tensors.size(), ".");
+    return tensors.front();
+  }
+
+  void check_one_each(const char* call, const char* what, const Tensors& tensors) const {
+    SMP_CHECK_WITH(UsageError, tensors.size() == static_cast<size_t>(getSize()), "c10d ", call,
+                   " on group '", group_->name(), "': expected one ", what,
+                   " tensor for each of the ", getSize(), " ranks, got ", tensors.size(), ".");
+  }
+
+  Tensors one_each(const char* call, const char* what, const std::vector<Tensors>& lists) const {
+    SMP_CHECK_WITH(UsageError, lists.size() == 1, "c10d ", call, " on group '", group_->name(),
+                   "': expected one list of ", what, " tensors, got ", lists.size(), ".");
+    check_one_each(call, what, lists.front());
+    return lists.front();
+  }
+
+  void check_user_tag(const char* call, int tag) const {
+    SMP_CHECK_WITH(UsageError, tag >= 0 && tag < kInternalTag, "c10d ", call, " on group '",
+                   group_->name(), "': expected a tag in 0 to ", kInternalTag - 1, ", got ", tag,
+                   ".");
+  }
+
+  // The rows of `tensor` for each rank: as many as `splits` says, or evenly when it is empty.
+  Tensors split_rows(const char* what, const at::Tensor& tensor,
+                     const std::vector<int64_t>& splits) const {
+    const std::vector<int64_t> rows =
+        splits.empty() ? std::vector<int64_t>(getSize(), tensor.size(0) / getSize()) : splits;
+    SMP_CHECK_WITH(UsageError,
+                   rows.size() == static_cast<size_t>(getSize()) &&
+                       std::accumulate(rows.begin(), rows.end(), int64_t{0}) == tensor.size(0),
+                   "c10d alltoall_base on group '", group_->name(), "': the ", tensor.size(0),
+                   " rows of the ", what, " do not divide into [", c10::Join(", ", rows),
+                   "], one number for each of the ", getSize(), " ranks.");
+    return tensor.split_with_sizes(rows);
+  }
+
+  static at::Tensor pack(const Tensors& parts) {
+    Tensors flat;
+    for (const at::Tensor& part : parts) {
+      flat.push_back(part.flatten());
+    }
+    return at::cat(flat);
+  }
+
+  static void unpack(const at::Tensor& flat, const Tensors& parts) {
+    int64_t begin = 0;
+    for (at::Tensor part : parts) {
+      part.copy_(flat.narrow(0, begin, part.numel()).view(part.sizes()));
+      begin += part.numel();
+    }
+  }
+
+  const CommunicatorPtr group_;
+  Completer completer_;  // ends before the rest
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const CommunicatorPtr& group) {
+  std::vector<int> all(group->size());
+  std::iota(all.begin(), all.end(), 0);
+  const CommunicatorPtr own = group->split(all, group->name() + ":c10d");
+
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  auto process_group = c10::make_intrusive<c10d::ProcessGroup>(store, own->rank(), own->size());
+  process_group->setBackend(
+      c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
+      c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<SmpBackend>(own)));
+  process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  return process_group;
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,313 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "smp/core/error.h"
+#include "tests/comm/harness.h"
+#include "tests/comm/test_tensors.h"
+
+namespace smp::comm {
+namespace {
+
+using testing::HasSubstr;
+
+class Collectives : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, testing::ValuesIn(group_sizes()),
+                         testing::PrintToStringParamName());
+
+const std::vector<at::ScalarType> kNumbers = {at::kFloat,    at::kDouble, at::kHalf,
+                                              at::kBFloat16, at::kLong,   at::kInt,
+                                              at::kShort,    at::kChar,   at::kByte};
+const std::vector<ReduceOp> kOps = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax};
+
+void expect_all_reduce(Communicator& group, int64_t elements, at::ScalarType dtype, ReduceOp op) {
+  const auto parts = values_of_all(group.size(), elements, dtype);
+  const at::Tensor tensor = parts[group.rank()].clone();
+  group.all_reduce(tensor, op);
+  EXPECT_TRUE(same_bits(tensor, reduce_by_hand(parts, op)))
+      << elements << " x " << dtype << " op " << static_cast<int>(op) << " rank " << group.rank();
+}
+
+TEST_P(Collectives, AllReduceHasTheBitsOfTheSumInRankOrder) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (const at::ScalarType dtype : kNumbers) {
+      for (const ReduceOp op : kOps) {
+        for (const int64_t elements : {0, 1, 7, 1000}) {
+          expect_all_reduce(*group, elements, dtype, op);
+        }
+      }
+    }
+    for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
+      expect_all_reduce(*group, 1000, at::kBool, op);
+    }
+  });
+}
+
+TEST_P(Collectives, AllReduceOfLargeTensors) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kByte}) {
+      expect_all_reduce(*group, 1 << 18, dtype, ReduceOp::kSum);
+    }
+    expect_all_reduce(*group, (1 << 20) + 13, at::kFloat, ReduceOp::kSum);
+  });
+}
+
+// With three or more ranks another order of the sum shows: (2^24 + 1) + 1 is 2^24 in float32.
+TEST_P(Collectives, AllReduceAddsInRankOrder) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const at::Tensor tensor = at::full({5}, group->rank() == 0 ? 16777216.0F : 1.0F);
+    group->all_reduce(tensor);
+    EXPECT_TRUE(same_bits(tensor, at::full({5}, 16777216.0F))) << tensor;
+  });
+}
+
+TEST_P(Collectives, MinimumAndMaximumKeepNan) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
+      const at::Tensor tensor = at::ones({group->size()});
+      tensor.mutable_data_ptr<float>()[group->rank()] = std::nanf("");
+      group->all_reduce(tensor, op);
+      EXPECT_TRUE(tensor.isnan().all().item<bool>()) << tensor;
+    }
+  });
+}
+
+TEST_P(Collectives, AllReduceLeavesNoTraceInAutograd) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const at::Tensor leaf = at::ones({100}).requires_grad_();
+    group->all_reduce(leaf);
+    EXPECT_TRUE(leaf.is_leaf());
+    EXPECT_EQ(leaf[99].item<float>(), group->size());
+  });
+}
+
+TEST_P(Collectives, BroadcastFromEveryRoot) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (int root = 0; root < group->size(); ++root) {
+      for (const int64_t elements : {0, 1, 7, 1000, 1 << 18}) {
+        const at::Tensor tensor = values_of(group->rank(), elements, at::kInt);
+        group->broadcast(tensor, root);
+        EXPECT_TRUE(same_bits(tensor, values_of(root, elements, at::kInt))) << elements;
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, AllGatherKeepsRankOrder) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBool, at::kLong, at::kHalf}) {
+      for (const int64_t elements : {0, 1, 7, 1000, 1 << 16}) {
+        const auto parts = values_of_all(group->size(), elements, dtype);
+        const at::Tensor output = at::empty({group->size() * elements}, dtype);
+        group->all_gather(output, parts[group->rank()]);
+        EXPECT_TRUE(same_bits(output, at::cat(parts))) << elements << " x " << dtype;
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, AllGatherInPlace) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const auto parts = values_of_all(group->size(), 100, at::kFloat);
+    const at::Tensor output = at::zeros({group->size() * 100});
+    output.narrow(0, group->rank() * 100, 100).copy_(parts[group->rank()]);
+    group->all_gather(output, output.narrow(0, group->rank() * 100, 100));
+    EXPECT_TRUE(same_bits(output, at::cat(parts)));
+  });
+}
+
+int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+// Ranks are on one host, where the monotonic clock is the same for all processes.
+TEST_P(Collectives, NobodyLeavesABarrierBeforeTheLastHasCome) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (int late = 0; late < group->size(); ++late) {
+      if (group->rank() == late) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+      const at::Tensor came = at::full({1}, now_ns(), at::kLong);
+      group->barrier();
+      const at::Tensor left = at::full({1}, now_ns(), at::kLong);
+      group->all_reduce(came, ReduceOp::kMax);
+      group->all_reduce(left, ReduceOp::kMin);
+      EXPECT_LE(came.item<int64_t>(), left.item<int64_t>());
+    }
+  });
+}
+
+TEST_P(Collectives, ByteStringsOfAnyLength) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const auto text_of = [](int rank) { return std::string(rank * 100, 'a' + rank) + '\0' + "x"; };
+    const auto all = all_gather_bytes(*group, text_of(group->rank()));
+    ASSERT_EQ(all.size(), static_cast<size_t>(group->size()));
+    for (int rank = 0; rank < group->size(); ++rank) {
+      EXPECT_EQ(all[rank], text_of(rank));
+      EXPECT_EQ(broadcast_bytes(*group, text_of(group->rank()), rank), text_of(rank));
+    }
+    EXPECT_EQ(all_gather_bytes(*group, ""), std::vector<std::string>(group->size()));
+    EXPECT_EQ(broadcast_bytes(*group, "", 0), "");
+  });
+}
+
+TEST_P(Collectives, ManyAtOnceCompleteInAnyOrderOfWaits) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    std::vector<at::Tensor> tensors;
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 8; ++i) {
+      tensors.push_back(at::full({1000 * (i + 1)}, group->rank() + i, at::kInt));
+      works.push_back(group->iall_reduce(tensors.back(), ReduceOp::kSum));
+    }
+    const int ranks = group->size() * (group->size() - 1) / 2;
+    for (int i = 7; i >= 0; --i) {
+      works[i]->wait();
+      EXPECT_TRUE(works[i]->test());
+      EXPECT_TRUE(
+          same_bits(tensors[i], at::full({1000 * (i + 1)}, ranks + group->size() * i, at::kInt)));
+    }
+  });
+}
+
+// Rank 0 sits in recv() while the others need its part of the collective.
+TEST_P(Collectives, GoOnWhileTheirRankWaitsForSomethingElse) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const at::Tensor sum = at::ones({1 << 16});
+    const at::Tensor token = at::zeros({1});
+    const WorkPtr work = group->iall_reduce(sum, ReduceOp::kSum);
+    for (int peer = 1; group->rank() == 0 && peer < group->size(); ++peer) {
+      group->recv(token, peer, 1);
+    }
+    work->wait();
+    if (group->rank() > 0) {
+      group->send(token, 0, 1);
+    }
+    EXPECT_TRUE(same_bits(sum, at::full({1 << 16}, static_cast<float>(group->size()))));
+  });
+}
+
+TEST_P(Collectives, GroupsMayBeUsedInDifferentOrderByDifferentRanks) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    std::vector<int> all;
+    for (int rank = 0; rank < group->size(); ++rank) {
+      all.push_back(rank);
+    }
+    const CommunicatorPtr a = group->split(all, "a");
+    const CommunicatorPtr b = group->split(all, "b");
+    const at::Tensor in_a = at::ones({5000});
+    const at::Tensor in_b = at::full({3}, 2.0F);
+    const bool a_first = group->rank() % 2 == 0;
+    const WorkPtr first =
+        a_first ? a->iall_reduce(in_a, ReduceOp::kSum) : b->iall_reduce(in_b, ReduceOp::kSum);
+    const WorkPtr second =
+        a_first ? b->iall_reduce(in_b, ReduceOp::kSum) : a->iall_reduce(in_a, ReduceOp::kSum);
+    first->wait();
+    second->wait();
+    EXPECT_EQ(in_a.sum().item<float>(), 5000.0F * group->size());
+    EXPECT_EQ(in_b.sum().item<float>(), 6.0F * group->size());
+  });
+}
+
+TEST_P(Collectives, SplitNumbersRanksFromZeroAndKeepsGroupsApart) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    std::vector<int> mine;  // the even or the odd ranks
+    for (int rank = group->rank() % 2; rank < group->size(); rank += 2) {
+      mine.push_back(rank);
+    }
+    const CommunicatorPtr half = group->split(mine, "half");
+    EXPECT_EQ(half->name(), "half");
+    EXPECT_EQ(half->rank(), group->rank() / 2);
+    EXPECT_EQ(half->size(), static_cast<int>(mine.size()));
+    EXPECT_EQ(half->timeout(), group->timeout());
+
+    // The world and its part, from two threads at once.
+    std::thread other([&] {
+      for (int i = 0; i < 50; ++i) {
+        const at::Tensor tensor = at::ones({1000});
+        half->all_reduce(tensor);
+        EXPECT_EQ(tensor[999].item<float>(), half->size());
+      }
+    });
+    for (int i = 0; i < 50; ++i) {
+      const at::Tensor tensor = at::ones({1000});
+      group->all_reduce(tensor);
+      EXPECT_EQ(tensor[999].item<float>(), group->size());
+    }
+    other.join();
+
+    const CommunicatorPtr alone = half->split({half->rank()}, "alone");
+    EXPECT_EQ(alone->size(), 1);
+    const at::Tensor tensor = at::ones({3});
+    alone->all_reduce(tensor);
+    EXPECT_TRUE(same_bits(tensor, at::ones({3})));
+  });
+}
+
+TEST_P(Collectives, SplitRefusesWrongLists) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    EXPECT_THAT(error_text<UsageError>([&] { group->split({}, "x"); }),
+                HasSubstr("which asks, must be among them"));
+    EXPECT_THAT(error_text<UsageError>([&] {
+                  group->split({group->rank(), group->rank()}, "x");
+                }),
+                HasSubstr("they must ascend"));
+    EXPECT_THAT(error_text<UsageError>([&] {
+                  group->split({group->rank(), 99}, "x");
+                }),
+                HasSubstr("they must lie in 0 to"));
+    if (group->size() > 1) {
+      // Rank 0 wants to be with 1, but 1 to be alone; then only rank 0 passes a wrong list.
+      const bool zero = group->rank() == 0;
+      const std::vector<int> alone{group->rank()};
+      EXPECT_THAT(error_text<UsageError>([&] {
+                    group->split(zero ? std::vector<int>{0, 1} : alone, "x");
+                  }),
+                  HasSubstr("rank 0 passes the ranks [0, 1] but rank 1, one of them, passes [1]"));
+      EXPECT_THAT(
+          error_text<UsageError>([&] { group->split(zero ? std::vector<int>{} : alone, "x"); }),
+          HasSubstr(zero ? "must be among them" : "rank 0 passes a list of ranks that is refused"));
+    }
+  });
+}
+
+TEST_P(Collectives, DifferentSizesAreAnErrorThatNamesThem) {
+  if (GetParam() == 1) {
+    return;  // nobody to differ from
+  }
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const at::Tensor tensor = at::ones({group->rank() == 0 ? 4 : 8}, at::kByte);
+    if (group->rank() == 0) {
+      EXPECT_THAT(error_text<CommError>([&] { group->all_reduce(tensor); }),
+                  testing::AllOf(HasSubstr("all_reduce of 4 bytes on group 'world'"),
+                                 HasSubstr("expected a message of 4 bytes from rank "),
+                                 HasSubstr("got one of 8 bytes")));
+    } else {
+      group->set_timeout(std::chrono::milliseconds(50));
+      EXPECT_NE(error_text<CommError>([&] { group->all_reduce(tensor); }), "");
+    }
+  });
+}
+
+TEST_P(Collectives, RefuseBadArguments) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::ones({2}, at::kBool)); }),
+                HasSubstr("sum is not defined for Bool"));
+    EXPECT_THAT(
+        error_text<UsageError>([&] {
+          group->all_reduce(at::ones({2, 3}).t());
+        }),
+        HasSubstr("expected tensor to be contiguous, got sizes [3, 2] with strides [1, 3]"));
+    EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::Tensor()); }),
+                HasSubstr("tensor is undefined"));
+    EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}, at::kMeta), 0); }),
+                HasSubstr("a dense tensor on the CPU, got Strided on meta"));
+    EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}), 9); }),
+                HasSubstr("expected root in 0 to "));
+    EXPECT_THAT(error_text<UsageError>([&] { group->all_gather(at::ones({99}), at::ones({2})); }),
+                HasSubstr("Allocate size() times the input"));
+    EXPECT_THAT(error_text<UsageError>([&] { group->set_timeout(std::chrono::seconds(0)); }),
+                HasSubstr("expected a positive time, got 0 ms"));
+  });
+}
+
+}  // namespace
+}  // namespace smp::comm

@@ -1,0 +1,22 @@
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "comm/mpi/mpi_communicator.h"
+#include "tests/comm/harness.h"
+
+namespace smp::comm {
+
+std::vector<int> group_sizes() { return {make_mpi_world()->size()}; }
+
+void on_every_rank(int size, const std::function<void(const CommunicatorPtr&)>& body) {
+  const CommunicatorPtr world = make_mpi_world();
+  ASSERT_EQ(size, world->size());
+  std::vector<int> all(size);
+  std::iota(all.begin(), all.end(), 0);
+  const CommunicatorPtr group = world->split(all, "world");
+  group->set_timeout(std::chrono::seconds(30));
+  body(group);
+}
+
+}  // namespace smp::comm

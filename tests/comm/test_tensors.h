@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp::comm {
+
+/// Values that differ by rank and element, with full mantissas; the same in every run.
+inline at::Tensor values_of(int rank, int64_t elements, at::ScalarType dtype) {
+  const at::Tensor index = at::arange(elements, at::kDouble) + 1000.0 * rank + 1.0;
+  const at::Tensor values = at::sin(index * 12.9898) * 100.0;
+  return dtype == at::kBool ? values > 0 : values.to(dtype);
+}
+
+/// The reduction written down with libtorch's operators, in rank order.
+inline at::Tensor reduce_by_hand(const std::vector<at::Tensor>& parts, ReduceOp op) {
+  const at::ScalarType dtype = parts[0].scalar_type();
+  const bool reduced = dtype == at::kHalf || dtype == at::kBFloat16;
+  at::Tensor result = reduced ? parts[0].to(at::kFloat) : parts[0].clone();
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const at::Tensor part = parts[i].to(result.scalar_type());
+    result = op == ReduceOp::kSum   ? at::add(result, part)
+             : op == ReduceOp::kMin ? at::minimum(result, part)
+                                    : at::maximum(result, part);
+  }
+  return result.to(dtype);
+}
+
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
+inline std::vector<at::Tensor> values_of_all(int size, int64_t elements, at::ScalarType dtype) {
+  std::vector<at::Tensor> parts;
+  for (int rank = 0; rank < size; ++rank) {
+    parts.push_back(values_of(rank, elements, dtype));
+  }
+  return parts;
+}
+
+/// The text of the exception `E` that `call` throws; another exception or none is an empty text.
+template <class E, class Call>
+std::string error_text(const Call& call) {
+  try {
+    call();
+  } catch (const E& e) {
+    return e.what();
+  } catch (...) {
+  }
+  return "";
+}
+
+}  // namespace smp::comm

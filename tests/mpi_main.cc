@@ -1,0 +1,128 @@
+// main() of the tests that run under mpirun: every rank runs every test.
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "comm/mpi/mpi_communicator.h"
+#include "smp/core/error.h"
+
+namespace {
+
+using smp::comm::CommunicatorPtr;
+
+std::string current_test() {
+  const testing::TestInfo* test = testing::UnitTest::GetInstance()->current_test_info();
+  return test ? std::string(test->test_suite_name()) + "." + test->name() : "the tests' set-up";
+}
+
+// What this rank prints instead of gtest's report when it is not rank 0.
+class FailurePrinter : public testing::EmptyTestEventListener {
+ public:
+  explicit FailurePrinter(int rank) : rank_(rank) {}
+
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (result.failed()) {
+      std::fprintf(stderr, "[rank %d] %s:%d: failure in %s\n%s\n", rank_,
+                   result.file_name() ? result.file_name() : "", result.line_number(),
+                   current_test().c_str(), result.message());
+    }
+  }
+
+ private:
+  const int rank_;
+};
+
+// A rank that leaves a test early would let the others wait: it ends the job instead. After other
+// failures the ranks are still in step and go on.
+class AbortOnFatalFailure : public testing::EmptyTestEventListener {
+ public:
+  explicit AbortOnFatalFailure(CommunicatorPtr world) : world_(std::move(world)) {}
+
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (result.fatally_failed()) {
+      GTEST_FLAG_SET(fail_fast, true);  // no further tests: their communication cannot work
+      world_->abort("test " + current_test() + " failed: " + result.message());
+    }
+  }
+
+ private:
+  const CommunicatorPtr world_;
+};
+
+std::string failed_tests() {
+  const testing::UnitTest& all = *testing::UnitTest::GetInstance();
+  std::string names;
+  for (int i = 0; i < all.total_test_suite_count(); ++i) {
+    const testing::TestSuite& suite = *all.GetTestSuite(i);
+    for (int j = 0; j < suite.total_test_count(); ++j) {
+      const testing::TestInfo& test = *suite.GetTestInfo(j);
+      if (test.result()->Failed()) {
+        names += std::string(" ") + suite.name() + "." + test.name();
+      }
+    }
+  }
+  return names;
+}
+
+// After all tests: a failure of any rank is one of rank 0, whose report is the one that counts.
+class CombineResults : public testing::Environment {
+ public:
+  explicit CombineResults(CommunicatorPtr world) : world_(std::move(world)) {}
+
+  void TearDown() override {
+    try {
+      const auto failed = smp::comm::all_gather_bytes(*world_, failed_tests());
+      for (int rank = 1; world_->rank() == 0 && rank < world_->size(); ++rank) {
+        EXPECT_TRUE(failed[rank].empty()) << "rank " << rank << " failed in" << failed[rank];
+      }
+    } catch (const std::exception& e) {
+      ADD_FAILURE() << e.what();
+    }
+  }
+
+ private:
+  const CommunicatorPtr world_;
+};
+
+int run_tests(int* argc, char** argv) {
+  at::set_num_threads(1);
+  const CommunicatorPtr world = smp::comm::make_mpi_world();
+  smp::set_error_context("smp rank " + std::to_string(world->rank()));
+
+  testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
+  if (world->rank() != 0) {
+    GTEST_FLAG_SET(output, "");  // only rank 0 writes XML_OUTPUT_FILE
+    delete listeners.Release(listeners.default_result_printer());
+    listeners.Append(new FailurePrinter(world->rank()));
+  }
+  listeners.Append(new AbortOnFatalFailure(world));
+  testing::InitGoogleTest(argc, argv);
+  testing::AddGlobalTestEnvironment(new CombineResults(world));
+  const int result = RUN_ALL_TESTS();
+
+  smp::comm::finalize_mpi();
+  if (!smp::comm::mpi_aborted()) {
+    return result;
+  }
+  if (world->rank() != 0) {
+    // mpirun ends all ranks when the first one fails; rank 0 shall write its report first.
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+  }
+  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run_tests(&argc, argv);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    return 1;
+  }
+}
