@@ -117,20 +117,27 @@ class GPTImpl : public torch::nn::Module {
   }
 
  private:
-  /// GPT-2's initialisation: small normal weights; those that write to the residual stream are
-  /// smaller by the square root of their number, so that its variance does not grow with depth.
+  /// Normal weights with the variance of one over their row length, which keeps the variance of
+  /// activations through every layer; embeddings too, so that a tied one is a good head. Weights
+  /// that write to the residual stream are smaller by the square root of their number, so that it
+  /// does not grow with depth. (GPT-2's 0.02 is for wider models: this one needs twice the steps
+  /// with it.)
   void initialize() {
     torch::NoGradGuard no_grad;
-    const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(options_.layers()));
+    const double writers = 2.0 * static_cast<double>(options_.layers());
     for (auto& item : named_parameters()) {
-      const std::string& name = item.key();
-      const auto ends_with = [&](const std::string& end) {
+      auto& value = item.value();
+      const auto ends_with = [name = item.key()](const std::string& end) {
         return name.size() >= end.size() &&
                name.compare(name.size() - end.size(), end.size(), end) == 0;
       };
-      const bool writes = ends_with("out.weight") || ends_with("contract.weight");
-      if (item.value().dim() > 1) item.value().normal_(0.0, writes ? residual : 0.02);
-      if (ends_with("bias")) item.value().zero_();
+      if (value.dim() > 1) {
+        const double scale = 1 / std::sqrt(static_cast<double>(value.size(1)));
+        const bool writes = ends_with("out.weight") || ends_with("contract.weight");
+        value.normal_(0.0, writes ? scale / std::sqrt(writers) : scale);
+      } else if (ends_with("bias")) {
+        value.zero_();
+      }
     }
   }
 

@@ -15,9 +15,9 @@ struct Settings {
   int64_t width = 128;
   int64_t heads = 4;
   int64_t sequence = 128;  ///< bytes of a sequence
-  int64_t batch = 16;      ///< sequences of a step, all replicas together
-  int64_t steps = 900;
-  double lr = 2e-3;  ///< peak learning rate
+  int64_t batch = 8;       ///< sequences of a step, all replicas together
+  int64_t steps = 1100;
+  double lr = 3e-3;  ///< peak learning rate
   double dropout = 0.1;
   bool tied = false;
   std::string checkpoint_dir = "runs/gpt";

@@ -1,0 +1,118 @@
+// Trains a byte-level GPT on any number of ranks: pipeline stages times replicas, as the
+// configuration says. Compare it with `plain.cc`, the same program in one process.
+//
+//     tools/smprun -n 4 bazel-bin/examples/gpt/gpt --config examples/gpt/2x2.json
+#include <torch/torch.h>
+
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "examples/gpt/gpt_model.h"
+#include "examples/gpt/progress.h"
+#include "examples/gpt/report.h"
+#include "examples/gpt/sampler.h"
+#include "examples/gpt/settings.h"
+#include "examples/gpt/text_data.h"
+#include "examples/gpt/trigram.h"
+#include "smp/smp.h"
+
+namespace gpt {
+namespace {
+
+/// The mean over the microbatches of all replicas, summed in their global order: the same bits for
+/// any number of ranks.
+double global_mean(const smp::StepOutput& losses) {
+  const auto all = smp::all_gather(losses.stack(), smp::CommGroup::kDp);
+  double sum = 0;
+  int64_t count = 0;
+  for (const auto& replica : all) {
+    for (int64_t i = 0; i < replica.size(0); ++i, ++count) sum += replica[i].item<double>();
+  }
+  return sum / static_cast<double>(count);
+}
+
+void train(const Settings& settings) {
+  smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
+  at::set_num_threads(settings.threads);
+  torch::manual_seed(settings.seed);
+  const bool leader = smp::rank() == 0;
+  const TextData text =
+      settings.data.empty() ? TextData::from_folder() : TextData::from_files(settings.data);
+
+  GPT net(GPTOptions()
+              .layers(settings.layers)
+              .width(settings.width)
+              .heads(settings.heads)
+              .sequence(settings.sequence)
+              .dropout(settings.dropout)
+              .tied(settings.tied));
+  smp::DistributedModel<GPT> model(net);
+  smp::DistributedOptimizer<torch::optim::AdamW> optimizer(
+      model->parameters(),
+      torch::optim::AdamWOptions(settings.lr).betas({0.9, 0.95}).weight_decay(0.1));
+
+  auto train_step = smp::step([&](torch::Tensor x, torch::Tensor y) {
+    auto loss = next_byte_loss(model(x), y);
+    model->backward(loss);
+    return loss;
+  });
+  auto evaluate =
+      smp::step([&](torch::Tensor x, torch::Tensor y) { return next_byte_loss(model(x), y); });
+  auto logits =
+      smp::step([&](torch::Tensor x) { return model(x); }, smp::StepOptions().microbatches(1));
+
+  int64_t first = 0;
+  if (settings.resume) {
+    first = smp::load(settings.checkpoint_dir, model, optimizer).at("step").get<int64_t>();
+  }
+  const auto save = [&](int64_t step) {
+    smp::save(settings.checkpoint_dir, model, optimizer, nlohmann::json{{"step", step}});
+  };
+
+  LossLog losses(leader ? settings.losses : "", settings.resume);
+  Progress progress(first, settings.steps, settings.batch * settings.sequence, std::cout,
+                    stdout_is_terminal());
+  for (int64_t step = first; step < settings.steps; ++step) {
+    for (auto& group : optimizer.param_groups()) {
+      group.options().set_lr(settings.learning_rate(step));
+    }
+    // Every rank of a pipeline is given the same rows, every replica others.
+    const Batch batch = text.batch(settings.seed, step, settings.batch, settings.sequence)
+                            .slice(smp::dp_rank(), smp::dp_size());
+    optimizer.zero_grad();
+    const double loss = global_mean(train_step(batch.x, batch.y));
+    optimizer.step();
+
+    if (leader) progress.update(step + 1, loss);
+    losses.add(step, loss);
+    if (settings.save_every > 0 && (step + 1) % settings.save_every == 0) save(step + 1);
+  }
+  save(settings.steps);
+
+  model->eval();
+  double sum = 0;
+  const auto batches = text.held_out_batches(settings.batch, settings.sequence);
+  for (const Batch& whole : batches) {
+    const Batch batch = whole.slice(smp::dp_rank(), smp::dp_size());
+    sum += global_mean(evaluate(batch.x, batch.y));
+  }
+  const auto next_byte = [&](const at::Tensor& x) { return logits(x).outputs().front(); };
+  const auto sample =
+      sample_text(next_byte, "\n", settings.sample, settings.sequence, settings.seed);
+  if (!leader) return;
+  const double ours = bits_per_byte(sum / static_cast<double>(batches.size()));
+  const double trigram = TrigramModel(text.training_text()).bits_per_byte(text.held_out_text());
+  std::cout << held_out_line(ours, trigram) << "\n\nsample:\n"
+            << printable(sample) << "\n\n"
+            << model->partition_report() << "\ncheckpoint: " << settings.checkpoint_dir << "\n";
+  if (!settings.losses.empty()) std::cout << "losses: " << settings.losses << "\n";
+}
+
+}  // namespace
+}  // namespace gpt
+
+int main(int argc, char** argv) {
+  gpt::Settings settings;
+  if (const auto status = gpt::parse_command_line(argc, argv, settings)) return *status;
+  return smp::run([&] { gpt::train(settings); });
+}

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace mnist {
+
+/// Reads an idx file of unsigned bytes, plain or gzipped, as a uint8 tensor of the file's shape.
+/// Throws `c10::ValueError` with the file's name, what was expected and what was found if the file
+/// is missing, truncated, too long or of another format.
+at::Tensor read_idx(const std::string& file);
+
+/// Labelled digits.
+struct Digits {
+  at::Tensor images;  ///< float `[count, 1, 28, 28]`, normalised by MNIST's mean and deviation
+  at::Tensor labels;  ///< int64 `[count]`
+
+  int64_t size() const { return labels.size(0); }
+
+  /// The digits at `indices`, an int64 tensor.
+  Digits select(const at::Tensor& indices) const;
+};
+
+/// The digits to train on and those to test with.
+struct DataSet {
+  Digits training;
+  Digits test;
+  std::string description;  ///< where they come from, for people
+};
+
+/// Reads MNIST from `folder`, which holds the four files `train-images-idx3-ubyte`,
+/// `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each plain or
+/// with the ending `.gz`. Where only the t10k files exist, their first nine tenths are for training
+/// and the rest is for testing. Throws `c10::ValueError` naming a file that is missing, with how to
+/// get it, or malformed.
+DataSet load_mnist(const std::string& folder);
+
+/// Draws the batches of one epoch: every replica sees its own share of a shuffled order that is the
+/// same on all ranks. A function of its arguments alone.
+class EpochSampler {
+ public:
+  /// `count` digits in batches of `batch_size` for each of `replicas`, of which this is `replica`.
+  EpochSampler(int64_t count, int64_t batch_size, uint64_t seed, int64_t replica = 0,
+               int64_t replicas = 1);
+
+  /// Indices (int64) of each batch of `epoch`. What does not fill a batch on every replica is
+  /// dropped, so all replicas take the same number of steps.
+  std::vector<at::Tensor> batches(int64_t epoch) const;
+
+ private:
+  const int64_t count_, batch_size_;
+  const uint64_t seed_;
+  const int64_t replica_, replicas_;
+};
+
+}  // namespace mnist

@@ -1,0 +1,82 @@
+// PyTorch's MNIST script in libtorch, one process. `mnist.cc` is the same program on many ranks.
+#include <torch/torch.h>
+
+#include <iostream>
+
+#include "examples/mnist/conv_net.h"
+#include "examples/mnist/idx_data.h"
+#include "examples/mnist/settings.h"
+#include "optim/adadelta.h"
+
+namespace mnist {
+namespace {
+
+void train(ConvNet& net, torch::optim::Optimizer& optimizer, const Digits& digits, int64_t epoch,
+           const Settings& settings) {
+  net->train();
+  const auto batches =
+      EpochSampler(digits.size(), settings.batch_size, settings.seed).batches(epoch);
+  const auto all = static_cast<int64_t>(batches.size());
+  const int64_t steps = settings.max_steps > 0 ? std::min(settings.max_steps, all) : all;
+  for (int64_t step = 0; step < steps; ++step) {
+    const Digits batch = digits.select(batches[step]);
+    optimizer.zero_grad();
+    const auto loss = torch::nll_loss(net(batch.images), batch.labels);
+    loss.backward();
+    optimizer.step();
+    if (step % settings.log_interval == 0) {
+      std::cout << "epoch " << epoch << ", step " << step << "/" << steps << ": loss "
+                << loss.item<double>() << std::endl;
+    }
+  }
+}
+
+void test(ConvNet& net, const Digits& digits, const Settings& settings) {
+  torch::NoGradGuard no_grad;
+  net->eval();
+  double loss = 0;
+  int64_t correct = 0;
+  for (int64_t first = 0; first < digits.size(); first += settings.test_batch_size) {
+    const auto count = std::min(settings.test_batch_size, digits.size() - first);
+    const auto labels = digits.labels.narrow(0, first, count);
+    const auto output = net(digits.images.narrow(0, first, count));
+    loss += torch::nll_loss(output, labels, {}, at::Reduction::Sum).item<double>();
+    correct += output.argmax(1).eq(labels).sum().item<int64_t>();
+  }
+  const auto count = static_cast<double>(digits.size());
+  std::cout << "test: average loss " << loss / count << ", accuracy " << correct << "/"
+            << digits.size() << " (" << 100 * static_cast<double>(correct) / count << "%)"
+            << std::endl;
+}
+
+void run(const Settings& settings) {
+  at::set_num_threads(settings.threads);
+  torch::manual_seed(settings.seed);
+  const DataSet data = load_mnist(settings.data);
+  std::cout << "data: " << data.description << std::endl;
+
+  ConvNet net;
+  smp::optim::Adadelta optimizer(net->parameters(), smp::optim::AdadeltaOptions(settings.lr));
+  torch::optim::StepLR scheduler(optimizer, /*step_size=*/1, settings.gamma);
+  for (int64_t epoch = 1; epoch <= settings.epochs; ++epoch) {
+    train(net, optimizer, data.training, epoch, settings);
+    test(net, data.test, settings);
+    scheduler.step();
+  }
+  if (!settings.save_model.empty()) torch::save(net, settings.save_model);
+}
+
+}  // namespace
+}  // namespace mnist
+
+int main(int argc, char** argv) {
+  mnist::Settings settings;
+  if (const auto status = mnist::parse_command_line(argc, argv, settings)) return *status;
+  try {
+    mnist::run(settings);
+  } catch (const c10::Error& error) {
+    std::cerr << "mnist_plain: " << error.what_without_backtrace() << "\n";
+    return 1;
+  }
+  return 0;
+}
