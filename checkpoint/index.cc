@@ -11,7 +11,7 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr const char* kFormat = "smp-checkpoint";
-constexpr size_t kLineWidth = 120;
+constexpr size_t kLineWidth = 160;
 
 std::string hash_text(uint64_t hash) {
   char text[17];
@@ -34,23 +34,37 @@ ordered_json to_json(const std::map<std::string, TensorEntry>& entries) {
   return result;
 }
 
+std::string label(const ordered_json& parent, const std::string& key) {
+  return parent.is_object() ? ordered_json(key).dump() + ": " : "";
+}
+
+std::string one_line(const ordered_json& value) {
+  if (!value.is_structured()) {
+    return value.dump();
+  }
+  std::string out;
+  for (const auto& [key, element] : value.items()) {
+    out += (out.empty() ? "" : ", ") + label(value, key) + one_line(element);
+  }
+  return value.is_object() ? "{" + out + "}" : "[" + out + "]";
+}
+
 void append_pretty(const ordered_json& value, size_t indent, size_t column, std::string& out) {
-  const std::string line = value.dump();
+  const std::string line = one_line(value);
   if (!value.is_structured() || column + line.size() <= kLineWidth) {
     out += line;
     return;
   }
   const std::string margin(indent + 2, ' ');
-  const bool is_object = value.is_object();
-  out += is_object ? "{" : "[";
+  out += line.front();
   const char* separator = "\n";
   for (const auto& [key, element] : value.items()) {
-    const std::string label = is_object ? ordered_json(key).dump() + ": " : "";
-    out += separator + margin + label;
-    append_pretty(element, indent + 2, margin.size() + label.size(), out);
+    const std::string name = label(value, key);
+    out += separator + margin + name;
+    append_pretty(element, indent + 2, margin.size() + name.size(), out);
     separator = ",\n";
   }
-  out += "\n" + std::string(indent, ' ') + (is_object ? "}" : "]");
+  out += "\n" + std::string(indent, ' ') + line.back();
 }
 
 /// A JSON value of an index together with where it is, so that every access can say what it

@@ -66,7 +66,7 @@ struct Index {
   void merge(const Index& part);
 };
 
-/// Indented JSON in which whatever fits on one line of 120 columns stays on one line.
+/// Indented JSON in which whatever fits into 160 columns stays on one line.
 std::string pretty(const nlohmann::ordered_json& json);
 
 }  // namespace smp::checkpoint

@@ -1,0 +1,227 @@
+#include "checkpoint/apply.h"
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+
+#include "checkpoint/reader.h"
+#include "optim/state_dict.h"
+#include "tests/checkpoint/test_util.h"
+
+namespace smp::checkpoint {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// `tied`: the output layer reads the embedding's weight. Buffers: the norm's.
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(bool tied = true, int64_t hidden = 3) {
+    embedding = register_module("embedding", torch::nn::Linear(hidden, 4));
+    norm = register_module("norm", torch::nn::BatchNorm1d(hidden));
+    output = register_parameter(
+        "output", tied ? embedding->weight : torch::full({4, hidden}, 0.5).requires_grad_());
+  }
+
+  torch::Tensor forward(const torch::Tensor& x) {
+    return torch::linear(norm(x), output) + embedding(x);
+  }
+
+  torch::nn::Linear embedding{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::Tensor output;
+};
+TORCH_MODULE(Net);
+
+using Optimizer = torch::optim::Adam;
+
+void train(Net& net, Optimizer& optimizer, int64_t seed) {
+  torch::manual_seed(seed);
+  net->zero_grad();
+  net->forward(torch::randn({5, 3})).square().sum().backward();
+  optimizer.step();
+}
+
+void expect_equal(const torch::nn::Module& a, const torch::nn::Module& b) {
+  const StateDict left = state_dict(a);
+  const StateDict right = state_dict(b);
+  ASSERT_EQ(left.keys(), right.keys());
+  for (const auto& item : left) {
+    EXPECT_TRUE(torch::equal(item.value(), right[item.key()])) << item.key();
+  }
+}
+
+class ApplyTest : public FolderTest {
+ protected:
+  void SetUp() override {
+    at::set_num_threads(1);
+    torch::manual_seed(3);
+  }
+
+  void save(const Shard& shard) {
+    const Writer writer(path("c"));
+    writer.begin();
+    writer.commit({writer.write_shard(0, 1, shard)}, {});
+  }
+  void save(const torch::nn::Module& module) {
+    Shard shard;
+    shard.model = named_tensors(state_dict(module));
+    save(shard);
+  }
+
+  /// The error of loading into `net`, which must stay as it was.
+  std::string load_error(Net& net, bool strict = true) {
+    std::vector<torch::Tensor> before;
+    for (const auto& item : state_dict(*net)) {
+      before.push_back(item.value().clone());
+    }
+    const std::string message =
+        checkpoint_error([&] { load_into_module(*net, path("c"), strict); });
+    const std::vector<torch::Tensor> after = state_dict(*net).values();
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(torch::equal(before[i], after[i])) << i;
+    }
+    return message;
+  }
+};
+
+TEST_F(ApplyTest, StateDictNamesParametersAndBuffers) {
+  Net net;
+  EXPECT_EQ(state_dict(*net).keys(),
+            (std::vector<std::string>{"output", "embedding.weight", "embedding.bias", "norm.weight",
+                                      "norm.bias", "norm.running_mean", "norm.running_var",
+                                      "norm.num_batches_tracked"}));
+  const std::vector<NamedTensor> tensors = named_tensors(state_dict(*net));
+  ASSERT_EQ(tensors.size(), 7u);
+  EXPECT_EQ(tensors[0].name, "output");
+  EXPECT_EQ(tensors[0].aliases, (std::vector<std::string>{"embedding.weight"}));
+}
+
+TEST_F(ApplyTest, LoadsParametersAndBuffersIntoTheSameTensors) {
+  Net net;
+  Optimizer optimizer(net->parameters());
+  train(net, optimizer, 1);
+  save(*net);
+  Net copy;
+  const torch::Tensor weight = copy->embedding->weight;
+  load_into_module(*copy, path("c"));
+  expect_equal(*copy, *net);
+  EXPECT_TRUE(weight.is_same(copy->output));
+  EXPECT_TRUE(weight.requires_grad());
+  EXPECT_EQ(copy->norm->num_batches_tracked.item<int64_t>(), 1);
+}
+
+TEST_F(ApplyTest, RunContinuesBitForBitFromACheckpoint) {
+  Net net;
+  Optimizer optimizer(net->embedding->parameters(), torch::optim::AdamOptions(0.01));
+  for (int64_t i = 0; i < 3; ++i) {
+    train(net, optimizer, i);
+  }
+  const optim::OptimizerState state =
+      optim::get_state(optimizer, optim::parameter_names(net->named_parameters()));
+  Shard shard;
+  shard.model = named_tensors(state_dict(*net));
+  shard.optimizer = optim::to_json(state);
+  shard.optimizer_tensors = optim::tensors_of(state);
+  save(shard);
+
+  Net resumed;
+  Optimizer fresh(resumed->embedding->parameters(), torch::optim::AdamOptions(9));
+  load_into_module(*resumed, path("c"));
+  Reader reader(path("c"));
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& [name, entry] : reader.index().optimizer_tensors) {
+    tensors[name] = reader.read_optimizer(name);
+  }
+  optim::set_state(fresh, optim::from_parts(reader.index().optimizer, tensors),
+                   optim::parameter_names(resumed->named_parameters()));
+  for (int64_t i = 3; i < 6; ++i) {
+    train(net, optimizer, i);
+    train(resumed, fresh, i);
+  }
+  expect_equal(*resumed, *net);
+}
+
+TEST_F(ApplyTest, TiedTensorIsFoundUnderAnyOfItsNames) {
+  Net net;
+  Shard shard;
+  shard.model = named_tensors(state_dict(*net));
+  for (const char* name : {"output", "embedding.weight"}) {
+    shard.model[0].name = name;
+    shard.model[0].aliases.clear();
+    save(shard);
+    Net copy;
+    load_into_module(*copy, path("c"));
+    expect_equal(*copy, *net);
+  }
+}
+
+TEST_F(ApplyTest, UntiedModelLoadsATiedCheckpoint) {
+  Net net;
+  save(*net);
+  Net untied(/*tied=*/false);
+  load_into_module(*untied, path("c"));
+  expect_equal(*untied, *net);
+}
+
+TEST_F(ApplyTest, TiedModelRefusesTwoDifferentTensors) {
+  Net untied(/*tied=*/false);
+  save(*untied);
+  Net net;
+  EXPECT_THAT(load_error(net), HasSubstr("\n  output: tied to \"embedding.weight\" in the model, "
+                                         "but the checkpoint stores different contents"));
+}
+
+TEST_F(ApplyTest, EveryMismatchIsInOneError) {
+  Net net(/*tied=*/false);
+  Shard shard;
+  shard.model = {{"embedding.weight", torch::zeros({4, 3}, torch::kDouble), {}},
+                 {"norm.bias", torch::zeros({5}), {}},
+                 {"norm.extra", torch::zeros({}, torch::kLong), {"norm.other"}},
+                 {"norm.num_batches_tracked", torch::zeros({}, torch::kLong), {}},
+                 {"norm.running_mean", torch::zeros({3}), {}},
+                 {"norm.running_var", torch::zeros({3}), {}},
+                 {"output", torch::zeros({4, 3}), {}}};
+  save(shard);
+  EXPECT_EQ(load_error(net),
+            "[smp] checkpoint \"" + path("c") +
+                "\" does not fit the model:\n"
+                "  embedding.bias: missing, expected F32 [4]\n"
+                "  embedding.weight: expected F32 [4, 3], got F64 [4, 3]\n"
+                "  norm.bias: expected F32 [3], got F32 [5]\n"
+                "  norm.extra: not in the model, got I64 []\n"
+                "  norm.weight: missing, expected F32 [3]\n"
+                "Build the model as it was when the checkpoint was written, or load with "
+                "strict = false to skip missing and unexpected tensors.");
+  const std::string lenient = load_error(net, /*strict=*/false);
+  EXPECT_THAT(lenient, HasSubstr("norm.bias: expected F32 [3], got F32 [5]"));
+  EXPECT_THAT(lenient, ::testing::Not(HasSubstr("norm.extra")));
+  EXPECT_THAT(lenient, ::testing::Not(HasSubstr("embedding.bias")));
+}
+
+TEST_F(ApplyTest, WithoutStrictLoadsWhatIsThere) {
+  Net net;
+  const torch::Tensor bias = net->embedding->bias.detach().clone();
+  Shard shard;
+  shard.model = {{"norm.bias", torch::full({3}, 5.0), {}}, {"extra", torch::zeros({1}), {}}};
+  save(shard);
+  load_into_module(*net, path("c"), /*strict=*/false);
+  EXPECT_TRUE(torch::equal(net->norm->bias, torch::full({3}, 5.0)));
+  EXPECT_TRUE(torch::equal(net->embedding->bias, bias));
+}
+
+TEST_F(ApplyTest, DamagedTensorIsFoundBeforeAnythingChanges) {
+  Net net;
+  save(*net);
+  const std::string file = path("c/model-00001-of-00001.safetensors");
+  std::string bytes = slurp(file);
+  bytes.back() ^= 0x10;  // of the last tensor that would be copied
+  spill(file, bytes);
+  Net other;
+  EXPECT_THAT(load_error(other), HasSubstr("is damaged: expected xxh64"));
+}
+
+}  // namespace
+}  // namespace smp::checkpoint

@@ -1,0 +1,335 @@
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
+#include "tests/checkpoint/test_util.h"
+
+namespace smp::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+/// Rank 0 holds an embedding tied to the decoder, rank 1 the rest. `value` fills the weights.
+std::vector<Shard> two_shards(double value) {
+  std::vector<Shard> shards(2);
+  shards[0].model = {{"encoder.weight", at::full({2, 3}, value), {"decoder.weight"}}};
+  shards[0].optimizer = {
+      {"param_groups",
+       {{{"type", "AdamOptions"}, {"options", {{"lr", 0.1}}}, {"params", {"encoder.weight"}}}}},
+      {"state", {{"encoder.weight", {{"shape", {2, 3}}, {"scalars", {{"step", 3}}}}}}},
+      {"loss_scale", 1024}};
+  shards[0].optimizer_tensors["encoder.weight/exp_avg"] = at::full({2, 3}, value / 2);
+  shards[1] = {
+      {{"head.bias", at::full({4}, value), {}}, {"norm.count", at::tensor(int64_t{7}), {}}},
+      shards[0].optimizer,
+      {{"head.bias/exp_avg", at::full({4}, value / 4)}}};
+  shards[1].optimizer["param_groups"][0]["params"] = {"head.bias"};
+  shards[1].optimizer["state"] = {{"head.bias", {{"shape", {4}}, {"scalars", {{"step", 3}}}}}};
+  return shards;
+}
+
+RunState run_state(int64_t step) {
+  RunState run;
+  run.step = step;
+  run.gradient_shards = 2;
+  run.random = {std::numeric_limits<uint64_t>::max(), {10, 20}};
+  run.user_content = {{"epoch", 5}, {"note", "fine"}};
+  return run;
+}
+
+std::vector<std::string> write_shards(const Writer& writer, const std::vector<Shard>& shards) {
+  std::vector<std::string> parts;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    parts.push_back(writer.write_shard(i, shards.size(), shards[i]));
+  }
+  return parts;
+}
+
+void save(const std::string& path, double value) {
+  const Writer writer(path);
+  writer.begin();
+  writer.commit(write_shards(writer, two_shards(value)), run_state(100));
+}
+
+/// The value that the checkpoint's weights were filled with.
+double loaded_value(const std::string& path) {
+  Reader reader(path);
+  EXPECT_TRUE(at::equal(reader.read_model("head.bias"),
+                        reader.read_model("encoder.weight").flatten().slice(0, 0, 4)));
+  return reader.read_model("head.bias")[0].item<double>();
+}
+
+class FolderFormatTest : public FolderTest {
+ protected:
+  std::string index_with(const std::string& from, const std::string& to) {
+    std::string text = slurp(path("c/index.json"));
+    const size_t position = text.find(from);
+    EXPECT_NE(position, std::string::npos) << from;
+    spill(path("c/index.json"), text.replace(position, from.size(), to));
+    return checkpoint_error([&] { Reader reader(path("c")); });
+  }
+};
+
+TEST_F(FolderFormatTest, TwoRanksRoundTrip) {
+  save(path("c"), 1.5);
+  Reader reader(path("c"));
+  EXPECT_TRUE(at::equal(reader.read_model("encoder.weight"), at::full({2, 3}, 1.5)));
+  EXPECT_TRUE(at::equal(reader.read_model("decoder.weight"), at::full({2, 3}, 1.5)));
+  EXPECT_TRUE(at::equal(reader.read_model("norm.count"), at::tensor(int64_t{7})));
+  EXPECT_TRUE(at::equal(reader.read_optimizer("head.bias/exp_avg"), at::full({4}, 0.375)));
+  const Index& index = reader.index();
+  EXPECT_EQ(index.model.size(), 3u);  // the tied weight is stored once
+  EXPECT_EQ(index.run.step, 100);
+  EXPECT_EQ(index.run.gradient_shards, 2);
+  EXPECT_EQ(index.run.random.seed, std::numeric_limits<uint64_t>::max());
+  EXPECT_EQ(index.run.random.step_calls, (std::vector<int64_t>{10, 20}));
+  EXPECT_EQ(index.run.user_content, run_state(0).user_content);
+  EXPECT_EQ(index.optimizer["param_groups"].size(), 1u);
+  EXPECT_EQ(index.optimizer["param_groups"][0]["params"],
+            nlohmann::json({"encoder.weight", "head.bias"}));
+  EXPECT_EQ(index.optimizer["state"]["head.bias"]["scalars"]["step"], 3);
+  EXPECT_EQ(index.optimizer["loss_scale"], 1024);
+  EXPECT_THAT(checkpoint_error([&] { reader.read_model("absent"); }),
+              HasSubstr("has no model tensor \"absent\""));
+}
+
+TEST_F(FolderFormatTest, HoldsExactlyTheDocumentedFiles) {
+  save(path("c"), 1);
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(path("c"))) {
+    names.insert(entry.path().filename());
+  }
+  EXPECT_EQ(names, (std::set<std::string>{"index.json", "model-00001-of-00002.safetensors",
+                                          "model-00002-of-00002.safetensors",
+                                          "optimizer-00001-of-00002.safetensors",
+                                          "optimizer-00002-of-00002.safetensors"}));
+}
+
+TEST_F(FolderFormatTest, IndexIsPleasantToRead) {
+  const Writer writer(path("c"));
+  writer.begin();
+  Shard shard = two_shards(0)[0];
+  shard.optimizer["state"]["encoder.weight"]["scalars"]["a_long_name"] = std::string(140, 'x');
+  writer.commit({writer.write_shard(0, 1, shard)}, run_state(7));
+  // bb33... is the XXH64 of 24 zero bytes, from Python's xxhash.
+  EXPECT_EQ(slurp(path("c/index.json")), R"({
+  "format": "smp-checkpoint",
+  "format_version": 1,
+  "step": 7,
+  "gradient_shards": 2,
+  "random": {"seed": 18446744073709551615, "step_calls": [10, 20]},
+  "user_content": {"epoch": 5, "note": "fine"},
+  "files": {"model-00001-of-00001.safetensors": 136, "optimizer-00001-of-00001.safetensors": 144},
+  "model": {
+    "encoder.weight": {"dtype": "F32", "shape": [2, 3], "file": "model-00001-of-00001.safetensors", "xxh64": "bb3302e8a9608868"},
+    "decoder.weight": {"same_as": "encoder.weight"}
+  },
+  "optimizer": {
+    "loss_scale": 1024,
+    "param_groups": [{"options": {"lr": 0.1}, "params": ["encoder.weight"], "type": "AdamOptions"}],
+    "state": {
+      "encoder.weight": {
+        "scalars": {
+          "a_long_name": ")" + std::string(140, 'x') +
+                                             R"(",
+          "step": 3
+        },
+        "shape": [2, 3]
+      }
+    },
+    "tensors": {"encoder.weight/exp_avg": {"dtype": "F32", "shape": [2, 3], "file": "optimizer-00001-of-00001.safetensors", "xxh64": "bb3302e8a9608868"}}
+  }
+}
+)");
+}
+
+TEST_F(FolderFormatTest, ReplacesAnExistingCheckpoint) {
+  save(path("c/"), 1);
+  save(path("c"), 2);
+  EXPECT_EQ(loaded_value(path("c")), 2);
+  EXPECT_FALSE(fs::exists(path("c.tmp")));
+  EXPECT_FALSE(fs::exists(path("c.replaced")));
+}
+
+// Every point at which a save of 2 over an existing 1 may stop; the next save must recover.
+TEST_F(FolderFormatTest, CrashBeforeTheRenamesLeavesThePreviousCheckpoint) {
+  save(path("c"), 1);
+  const Writer writer(path("c"));
+  writer.begin();
+  EXPECT_EQ(loaded_value(path("c")), 1);
+  writer.write_shard(0, 2, two_shards(2)[0]);
+  EXPECT_EQ(loaded_value(path("c")), 1);
+  spill(path("c.tmp/index.json"), "{\"format\": \"smp");
+  EXPECT_EQ(loaded_value(path("c")), 1);
+  save(path("c"), 3);
+  EXPECT_EQ(loaded_value(path("c")), 3);
+}
+
+TEST_F(FolderFormatTest, CrashBetweenTheRenamesLeavesThePreviousCheckpoint) {
+  save(path("c"), 1);
+  fs::rename(path("c"), path("c.replaced"));
+  EXPECT_EQ(loaded_value(path("c")), 1);
+  EXPECT_EQ(loaded_value(path("c/")), 1);
+  EXPECT_EQ(Reader(path("c")).folder(), path("c.replaced"));
+
+  const Writer writer(path("c"));
+  writer.begin();
+  EXPECT_EQ(Reader(path("c")).folder(), path("c"));
+  EXPECT_EQ(loaded_value(path("c")), 1);
+  writer.commit(write_shards(writer, two_shards(2)), run_state(1));
+  EXPECT_EQ(loaded_value(path("c")), 2);
+}
+
+TEST_F(FolderFormatTest, CrashAfterTheRenamesLeavesTheNewCheckpoint) {
+  save(path("c"), 2);
+  save(path("c.replaced"), 1);
+  EXPECT_EQ(loaded_value(path("c")), 2);
+  save(path("c"), 3);
+  EXPECT_EQ(loaded_value(path("c")), 3);
+  EXPECT_FALSE(fs::exists(path("c.replaced")));
+}
+
+TEST_F(FolderFormatTest, StaleFilesOfACrashedSaveDoNotReachTheNextOne) {
+  const Writer writer(path("c"));
+  writer.begin();
+  writer.write_shard(6, 8, two_shards(9)[0]);
+  save(path("c"), 1);
+  EXPECT_FALSE(fs::exists(path("c/model-00007-of-00008.safetensors")));
+}
+
+TEST_F(FolderFormatTest, NeverReplacesWhatIsNotACheckpoint) {
+  fs::create_directories(path("c"));
+  spill(path("c/thesis.txt"), "years of work");
+  EXPECT_THAT(checkpoint_error([&] { Writer(path("c")).begin(); }),
+              HasSubstr("expected a new name or an existing checkpoint, got something without "
+                        "index.json"));
+  EXPECT_EQ(slurp(path("c/thesis.txt")), "years of work");
+}
+
+TEST_F(FolderFormatTest, MergeRefusesWhatRanksDisagreeAbout) {
+  const Writer writer(path("c"));
+  const auto error_with = [&](const std::function<void(Shard&)>& change) {
+    std::vector<Shard> shards = two_shards(1);
+    change(shards[1]);
+    writer.begin();
+    const std::vector<std::string> parts = write_shards(writer, shards);
+    return checkpoint_error([&] { writer.commit(parts, run_state(1)); });
+  };
+  EXPECT_THAT(error_with([](Shard& s) { s.model[0].name = "encoder.weight"; }),
+              HasSubstr("tensor \"encoder.weight\" was written by two ranks"));
+  EXPECT_THAT(error_with([](Shard& s) { s.model[0].name = "decoder.weight"; }),
+              HasSubstr("tensor \"decoder.weight\" is written by one rank and tied to "
+                        "\"encoder.weight\" on another"));
+  EXPECT_THAT(error_with([](Shard& s) { s.optimizer["param_groups"][0]["options"]["lr"] = 0.2; }),
+              HasSubstr("param group 0 differs between ranks: {\"options\":{\"lr\":0.1}"));
+  EXPECT_THAT(error_with([](Shard& s) { s.optimizer["loss_scale"] = 1; }),
+              HasSubstr("optimizer \"loss_scale\" differs between ranks: 1024 and 1"));
+  EXPECT_FALSE(fs::exists(path("c")));
+}
+
+TEST_F(FolderFormatTest, WriterChecksItsArguments) {
+  const Writer writer(path("c"));
+  writer.begin();
+  EXPECT_THAT(checkpoint_error([&] { writer.write_shard(2, 2, {}); }),
+              HasSubstr("expected a shard id from 0 to 1, got 2"));
+  Shard shard = two_shards(1)[1];
+  shard.model[0].aliases = {"norm.count"};
+  EXPECT_THAT(checkpoint_error([&] { writer.write_shard(0, 1, shard); }),
+              HasSubstr("\"norm.count\", listed as another name of \"head.bias\", names another"));
+  EXPECT_THAT(checkpoint_error([&] {
+                RunState run;
+                run.user_content = "\xff";
+                writer.commit({}, run);
+              }),
+              HasSubstr("expected UTF-8 text"));
+}
+
+TEST_F(FolderFormatTest, MissingFolderOrIndex) {
+  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("c")); }),
+              HasSubstr("c\": expected a folder with index.json, got no such folder. Check"));
+  Writer(path("c")).begin();
+  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("c")); }),
+              HasSubstr("(an unfinished save is at \"" + path("c.tmp") + "\")"));
+  fs::create_directories(path("d"));
+  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("d")); }),
+              HasSubstr("expected a folder with index.json, got no such file in it."));
+}
+
+TEST_F(FolderFormatTest, MissingAndTruncatedFilesAreListedTogether) {
+  save(path("c"), 1);
+  const std::string cut = path("c/model-00001-of-00002.safetensors");
+  const std::string size = std::to_string(fs::file_size(cut));
+  const std::string other =
+      std::to_string(fs::file_size(path("c/optimizer-00002-of-00002.safetensors")));
+  fs::resize_file(cut, 100);
+  fs::remove(path("c/optimizer-00002-of-00002.safetensors"));
+  EXPECT_EQ(checkpoint_error([&] { Reader reader(path("c")); }),
+            "[smp] checkpoint \"" + path("c") + "\" is incomplete:\n" +
+                "  model-00001-of-00002.safetensors: expected " + size + " bytes, got 100\n" +
+                "  optimizer-00002-of-00002.safetensors: expected " + other +
+                " bytes, got no file\nUse another checkpoint.");
+}
+
+TEST_F(FolderFormatTest, FlippedByteIsFoundByItsHash) {
+  save(path("c"), 1);
+  const std::string file = path("c/model-00002-of-00002.safetensors");
+  std::string bytes = slurp(file);
+  bytes.back() ^= 1;  // norm.count has the larger elements, so head.bias is last
+  spill(file, bytes);
+  Reader reader(path("c"));
+  EXPECT_TRUE(at::equal(reader.read_model("norm.count"), at::tensor(int64_t{7})));
+  EXPECT_THAT(checkpoint_error([&] { reader.read_model("head.bias"); }),
+              HasSubstr("tensor \"head.bias\" of model-00002-of-00002.safetensors is damaged: "
+                        "expected xxh64 "));
+}
+
+TEST_F(FolderFormatTest, OtherVersionsAreRefused) {
+  save(path("c"), 1);
+  EXPECT_THAT(index_with("\"format_version\": 1", "\"format_version\": 7"),
+              HasSubstr("index.json\": expected format_version 1, got 7. Read it with the version "
+                        "of smp that wrote it."));
+}
+
+TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
+  const auto error = [&](const std::string& from, const std::string& to) {
+    save(path("c"), 1);
+    return index_with(from, to);
+  };
+  EXPECT_THAT(error("{", "["), HasSubstr("index.json\" is malformed: expected a JSON object"));
+  EXPECT_THAT(error("smp-checkpoint", "other"),
+              HasSubstr("at \"/format\": expected \"smp-checkpoint\", got \"other\""));
+  EXPECT_THAT(error("\"step\": 100", "\"step\": \"x\""),
+              HasSubstr("at \"/step\": expected an integer, got \"x\""));
+  EXPECT_THAT(error("\"gradient_shards\"", "\"shards\""),
+              HasSubstr("at \"\": expected key \"gradient_shards\", got none"));
+  EXPECT_THAT(error("\"seed\": ", "\"seed\": -"),
+              HasSubstr("at \"/random/seed\": expected a non-neg"));
+  EXPECT_THAT(error("[2, 3]", "[2, -3]"),
+              HasSubstr("at \"/model/encoder.weight/shape/1\": expected a non-negative integer"));
+  EXPECT_THAT(error("\"dtype\": \"F32\"", "\"dtype\": \"F31\""),
+              HasSubstr("at \"/model/encoder.weight\": unknown dtype \"F31\""));
+  EXPECT_THAT(error("\"xxh64\": \"", "\"xxh64\": \"0"),
+              HasSubstr("expected 16 hexadecimal digits"));
+  EXPECT_THAT(error("\"same_as\": \"encoder", "\"same_as\": \"decoder"),
+              HasSubstr("at \"/model/decoder.weight\": expected \"same_as\" to name a stored"));
+  EXPECT_THAT(error("\"file\": \"model-00001", "\"file\": \"model-00009"),
+              HasSubstr("expected a file listed under \"/files\""));
+  EXPECT_THAT(error("\"model-00001", "\"../model-00001"),
+              HasSubstr("at \"/files\": expected plain file names"));
+}
+
+TEST_F(FolderFormatTest, NewestIsRecorded) {
+  EXPECT_THAT(checkpoint_error([&] { read_newest(path("")); }),
+              HasSubstr("has no record of its newest checkpoint"));
+  update_newest(path(""), "step_100");
+  update_newest(path(""), "step_200");
+  EXPECT_EQ(read_newest(path("")), "step_200");
+}
+
+}  // namespace
+}  // namespace smp::checkpoint

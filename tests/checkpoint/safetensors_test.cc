@@ -1,0 +1,171 @@
+#include "checkpoint/safetensors.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <limits>
+
+#include "tests/checkpoint/test_util.h"
+
+namespace smp::checkpoint {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// A safetensors file as the format's documentation describes it.
+std::string file_bytes(const std::string& header, const std::string& data) {
+  const uint64_t size = header.size();
+  std::string bytes(8, '\0');
+  std::memcpy(bytes.data(), &size, 8);
+  return bytes + header + data;
+}
+
+class SafetensorsTest : public FolderTest {
+ protected:
+  std::string error_of(const std::string& bytes) {
+    spill(path("bad"), bytes);
+    return checkpoint_error([&] { SafetensorsReader reader(path("bad")); });
+  }
+  std::string error_of(const std::string& header, const std::string& data) {
+    return error_of(file_bytes(header, data));
+  }
+};
+
+TEST_F(SafetensorsTest, WritesTheDocumentedBytes) {
+  const at::Tensor small = at::tensor({1, 2, 255}, at::kByte);
+  const at::Tensor large = at::tensor({-2}, at::kShort);
+  const SafetensorsSummary summary =
+      write_safetensors(path("f"), {{"small", small}, {"large", large}});
+  // Larger elements first, spaces up to a multiple of 8.
+  std::string header = R"({"__metadata__":{"format":"pt"},)"
+                       R"("large":{"dtype":"I16","shape":[1],"data_offsets":[0,2]},)"
+                       R"("small":{"dtype":"U8","shape":[3],"data_offsets":[2,5]}})";
+  header.resize((header.size() + 7) / 8 * 8, ' ');
+  EXPECT_EQ(slurp(path("f")), file_bytes(header, "\xfe\xff\x01\x02\xff"));
+  EXPECT_EQ(summary.file_size, 8 + header.size() + 5);
+  EXPECT_FALSE(std::filesystem::exists(path("f.tmp")));
+}
+
+TEST_F(SafetensorsTest, HashesAreXxh64) {
+  // Published test vectors of XXH64 with seed 0: no bytes, and "abc".
+  const SafetensorsSummary summary = write_safetensors(
+      path("f"), {{"abc", at::tensor({'a', 'b', 'c'}, at::kByte)}, {"empty", at::empty({0})}});
+  EXPECT_EQ(summary.hashes, (std::vector<uint64_t>{0x44BC2CF5AD770999, 0xEF46DB3751D8E999}));
+}
+
+TEST_F(SafetensorsTest, RoundTripsEveryDtypeAndLayout) {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,
+                                     at::kInt, at::kShort, at::kChar, at::kByte, at::kBool}) {
+    tensors.emplace_back(at::toString(dtype), at::arange(6).reshape({2, 3}).to(dtype));
+  }
+  tensors.emplace_back("scalar", at::scalar_tensor(2.5));
+  tensors.emplace_back("empty", at::empty({2, 0, 3}));
+  tensors.emplace_back("transposed", at::arange(6).reshape({2, 3}).t());
+  tensors.emplace_back("slice", at::arange(10).slice(0, 3, 9, 2));
+  tensors.emplace_back("quote\"\n", at::ones({1}));
+  tensors.emplace_back("leaf", at::ones({2}).requires_grad_());
+  write_safetensors(path("f"), tensors);
+
+  const SafetensorsReader reader(path("f"));
+  EXPECT_EQ(reader.entries().size(), tensors.size());
+  for (const auto& [name, tensor] : tensors) {
+    const at::Tensor read = reader.read(name);
+    EXPECT_EQ(spec_of(read), spec_of(tensor)) << name;
+    EXPECT_TRUE(at::equal(read, tensor)) << name;
+    EXPECT_EQ(reader.entries().at(name).offset % tensor.element_size(), 0u) << name;
+  }
+  EXPECT_THAT(checkpoint_error([&] { reader.read("absent"); }),
+              HasSubstr("holds no tensor \"absent\""));
+}
+
+TEST_F(SafetensorsTest, KeepsNanPayloadBits) {
+  const at::Tensor bits = at::tensor({0x7fc00001, 0x7f800001, int(0x80000000)}, at::kInt);
+  write_safetensors(path("f"), {{"nan", bits.view(at::kFloat)}});
+  EXPECT_TRUE(at::equal(SafetensorsReader(path("f")).read("nan").view(at::kInt), bits));
+}
+
+TEST_F(SafetensorsTest, ReadsAFileOfAnotherWriter) {
+  const std::string header = R"({"b":{"shape":[2],"data_offsets":[1,3],"dtype":"I8"},)"
+                             R"("a":{"dtype":"BOOL","shape":[],"data_offsets":[0,1]}})";
+  spill(path("f"), file_bytes(header, "\x01\x05\xff"));
+  const SafetensorsReader reader(path("f"));
+  EXPECT_TRUE(at::equal(reader.read("b"), at::tensor({5, -1}, at::kChar)));
+  EXPECT_TRUE(at::equal(reader.read("a"), at::scalar_tensor(true, at::kBool)));
+}
+
+TEST_F(SafetensorsTest, RefusesToWriteWhatTheFormatLacks) {
+  const auto error = [&](const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+    return checkpoint_error([&] { write_safetensors(path("f"), tensors); });
+  };
+  EXPECT_THAT(error({{"c", at::zeros({1}, at::kComplexFloat)}}),
+              HasSubstr("cannot hold dtype ComplexFloat; expected one of F32 F64 F16"));
+  EXPECT_THAT(error({{"a", at::ones({1})}, {"a", at::ones({1})}}),
+              HasSubstr("tensor name \"a\" is used twice or reserved"));
+  EXPECT_THAT(error({{"s", at::ones({1}).to_sparse()}}),
+              HasSubstr("tensor \"s\" is undefined or not dense"));
+  EXPECT_THAT(error({{"\xff", at::ones({1})}}), HasSubstr("a tensor name is not UTF-8"));
+  EXPECT_FALSE(std::filesystem::exists(path("f")));
+  EXPECT_FALSE(std::filesystem::exists(path("f.tmp")));
+  EXPECT_THAT(checkpoint_error([&] { write_safetensors(path("no/f"), {}); }),
+              HasSubstr("no/f.tmp\": No such file or directory."));
+}
+
+TEST_F(SafetensorsTest, RefusesFilesCutAnywhere) {
+  write_safetensors(path("f"), {{"a", at::ones({3})}, {"b", at::ones({2}, at::kLong)}});
+  const std::string bytes = slurp(path("f"));
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_THAT(error_of(bytes.substr(0, size)), HasSubstr("bad\" is")) << size;
+  }
+  EXPECT_THAT(error_of(bytes.substr(0, 5)), HasSubstr("expected at least 8 bytes, got 5."));
+  EXPECT_THAT(error_of(bytes.substr(0, bytes.size() - 1)),
+              HasSubstr("is truncated: tensor \"a\" ends at byte " + std::to_string(bytes.size()) +
+                        ", got a file of " + std::to_string(bytes.size() - 1) + " bytes."));
+  EXPECT_THAT(error_of(bytes + "x"), HasSubstr("has bytes after its last tensor"));
+}
+
+TEST_F(SafetensorsTest, RefusesMalformedHeaders) {
+  const auto entry = [](const std::string& fields) { return "{\"a\":{" + fields + "}}"; };
+  const std::string good = R"("dtype":"U8","shape":[2],)";
+  EXPECT_THAT(
+      error_of(std::string(7, '\xff') + "\x7f{}"),
+      HasSubstr("expected a header of at most 2 bytes, got a length of 9223372036854775807"));
+  EXPECT_THAT(error_of("{\"a\":", ""), HasSubstr("expected a JSON object in bytes 8 to 13"));
+  EXPECT_THAT(error_of("[1]", ""), HasSubstr("expected a JSON object"));
+  EXPECT_THAT(error_of(std::string(50000, '['), ""), HasSubstr("expected a JSON object"));
+  EXPECT_THAT(error_of("{\"a\":3}", ""), HasSubstr("tensor \"a\": "));
+  EXPECT_THAT(error_of(entry(R"("dtype":"U8","shape":[2])"), "xx"), HasSubstr("data_offsets"));
+  EXPECT_THAT(error_of(entry(R"("dtype":"F4","shape":[2],"data_offsets":[0,2])"), "xx"),
+              HasSubstr("tensor \"a\": unknown dtype \"F4\""));
+  EXPECT_THAT(error_of(entry(R"("dtype":"U8","shape":[-2],"data_offsets":[0,2])"), "xx"),
+              HasSubstr("not a non-negative integer"));
+  EXPECT_THAT(error_of(entry(good + R"("data_offsets":[0,3])"), "xxx"),
+              HasSubstr("data_offsets: expected 2 bytes for U8 [2], got [0,3]."));
+  EXPECT_THAT(error_of(entry(good + R"("data_offsets":[2,0])"), "xx"), HasSubstr("got [2,0]."));
+  EXPECT_THAT(error_of(entry(good + R"("data_offsets":[1,3])"), "xxx"),
+              HasSubstr("tensor \"a\" leaves a hole before it"));
+  EXPECT_THAT(
+      error_of(entry(good + R"("data_offsets":[18446744073709551613,18446744073709551615])"), "xx"),
+      HasSubstr("malformed header: tensor \"a\""));
+  EXPECT_THAT(error_of(R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},)"
+                       R"("b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})",
+                       "xxx"),
+              HasSubstr("tensor \"b\" overlaps another"));
+}
+
+TEST_F(SafetensorsTest, SizesThatOverflowAreNotAllocated) {
+  const std::string huge = R"({"a":{"dtype":"F64","shape":[4294967296,4294967296,2],)";
+  EXPECT_THAT(error_of(huge + R"("data_offsets":[0,0]}})", ""),
+              HasSubstr("is not that of a tensor"));
+  const std::string empty = R"({"a":{"dtype":"F64","shape":[0,4294967296,4294967296],)";
+  EXPECT_THAT(error_of(empty + R"("data_offsets":[0,0]}})", ""),
+              HasSubstr("is not that of a tensor"));
+  const std::string large = R"({"a":{"dtype":"U8","shape":[1099511627776],)";
+  EXPECT_THAT(error_of(large + R"("data_offsets":[0,1099511627776]}})", "x"),
+              HasSubstr("is truncated: tensor \"a\" ends at byte"));
+}
+
+}  // namespace
+}  // namespace smp::checkpoint
