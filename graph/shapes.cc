@@ -26,7 +26,9 @@ void set_placeholder_history(const at::Tensor& tensor) {
   // One node serves all: the engine only ever reaches it to be refused.
   static const std::shared_ptr<torch::autograd::Node> node = [] {
     auto made = std::make_shared<PlaceholderNode>();
-    made->add_input_metadata(torch::autograd::Node::undefined_input());
+    // backward() without a gradient only passes a scalar on to the engine.
+    at::AutoDispatchBelowADInplaceOrView guard;
+    made->add_input_metadata(at::zeros({}));
     return made;
   }();
   torch::autograd::impl::set_gradient_edge(tensor, {node, 0});

@@ -190,10 +190,11 @@ void Tracer::bind(const at::Tensor& tensor, ValueId id) {
   const auto it = storages_.find(storage);
   if (it != storages_.end()) {
     it->second.id = id;
+    it->second.offset = tensor.storage_offset();
     return;
   }
   const int alias_set = verifying() ? -1 : value(id).alias_set;
-  storages_.emplace(storage, StorageInfo{id, alias_set,
+  storages_.emplace(storage, StorageInfo{id, tensor.storage_offset(), alias_set,
                                          c10::weak_intrusive_ptr<c10::StorageImpl>(
                                              tensor.storage().getWeakStorageImpl())});
 }
@@ -237,8 +238,14 @@ ValueId Tracer::lookup(const at::Tensor& tensor) {
 /// `torch::zeros` returns one, or `tensor.data()`.
 ValueId Tracer::find_alias(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return kUndefined;
-  if (storages_.find(tensor.storage().unsafeGetStorageImpl()) == storages_.end()) {
-    return kUndefined;
+  const auto storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  if (storage == storages_.end()) return kUndefined;
+  // `torch::tensor` copies shallowly and lets the original go.
+  const StorageInfo& last = storage->second;
+  if (last.offset == tensor.storage_offset() && value(last.id).meta == TensorMeta::of(tensor)) {
+    const ValueId id = last.id;
+    bind(tensor, id);
+    return id;
   }
   for (auto& [impl, known] : known_) {
     const auto owner = known.keep.lock();

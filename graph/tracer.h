@@ -156,6 +156,7 @@ class Tracer final : public OperatorInterceptor {
   // Storages seen, each with the last value on it and its alias set.
   struct StorageInfo {
     ValueId id;
+    int64_t offset;
     int alias_set;
     c10::weak_intrusive_ptr<c10::StorageImpl> keep;
   };

@@ -1,0 +1,35 @@
+#include "graph/autograd_entry.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace smp::graph {
+
+at::Tensor enter(const at::Tensor& data, const std::shared_ptr<GradientSink>& sink) {
+  at::Tensor entered = data.variable_data();
+  if (sink == nullptr) return entered;
+  sink->add_input_metadata(entered);
+  torch::autograd::impl::set_gradient_edge(entered, {sink, 0});
+  return entered;
+}
+
+torch::autograd::Edge start_of_backward(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return {};
+  return torch::autograd::impl::gradient_edge(tensor);
+}
+
+void run_backward(const std::vector<torch::autograd::Edge>& starts,
+                  const std::vector<at::Tensor>& gradients) {
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list inputs;
+  for (size_t i = 0; i < starts.size(); ++i) {
+    if (!starts[i].is_valid() || !gradients[i].defined()) continue;
+    roots.push_back(starts[i]);
+    inputs.push_back(gradients[i]);
+  }
+  if (roots.empty()) return;
+  torch::autograd::Engine::get_default_engine().execute(
+      roots, inputs, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+}
+
+}  // namespace smp::graph

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <vector>
+
+namespace smp::graph {
+
+/// The end of a stage's autograd graph: receives the gradient of a tensor that entered the stage
+/// (a parameter, or a value from another stage), already summed over all its uses in the stage.
+class GradientSink final : public torch::autograd::Node {
+ public:
+  /// The gradient of the last backward pass; undefined if none reached the tensor.
+  at::Tensor gradient;
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    gradient = std::move(gradients[0]);
+    return {};
+  }
+  std::string name() const override { return "smp::GradientSink"; }
+};
+
+/// An alias of `data` that is no leaf and whose gradient goes to `sink` (which may be null for a
+/// tensor that needs none). In-place operators on it are legal, as they are in one process.
+at::Tensor enter(const at::Tensor& data, const std::shared_ptr<GradientSink>& sink);
+
+/// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the
+/// history, not the data.
+torch::autograd::Edge start_of_backward(const at::Tensor& tensor);
+
+/// Runs backward from `starts` with `gradients` into the sinks, and frees the history. Starts that
+/// are not valid or have an undefined gradient are skipped.
+void run_backward(const std::vector<torch::autograd::Edge>& starts,
+                  const std::vector<at::Tensor>& gradients);
+
+}  // namespace smp::graph

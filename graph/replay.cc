@@ -1,0 +1,193 @@
+#include "graph/replay.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+/// Sets the recorded modes and restores the thread's own at the end.
+class ModeScope {
+ public:
+  explicit ModeScope(const ExecutionMode& mode) : before_(ExecutionMode::current()) {
+    if (mode.inference) inference_.emplace(true);
+    at::GradMode::set_enabled(mode.grad);
+    set_autocast(mode);
+  }
+  ~ModeScope() {
+    set_autocast(before_);
+    inference_.reset();
+    at::GradMode::set_enabled(before_.grad);
+  }
+
+ private:
+  static void set_autocast(const ExecutionMode& mode) {
+    at::autocast::set_autocast_enabled(at::kCPU, mode.autocast_cpu);
+    at::autocast::set_autocast_enabled(at::kCUDA, mode.autocast_cuda);
+    at::autocast::set_autocast_dtype(at::kCPU, mode.autocast_cpu_dtype);
+    at::autocast::set_autocast_dtype(at::kCUDA, mode.autocast_cuda_dtype);
+  }
+
+  ExecutionMode before_;
+  std::optional<c10::InferenceMode> inference_;
+};
+
+bool is_plain(const ExecutionMode& mode) {
+  return mode.grad && !mode.inference && !mode.autocast_cpu && !mode.autocast_cuda;
+}
+
+}  // namespace
+
+Segment::Segment(const Graph& graph, const std::vector<int>& operators,
+                 const std::vector<ValueId>& keep) {
+  std::unordered_set<ValueId> made;
+  std::unordered_set<ValueId> read;
+  std::unordered_map<ValueId, size_t> last_use;
+  for (int index : operators) {
+    const Operator& op = graph.operators[index];
+    const bool literal = op.results.size() == 1 && op.results[0] != kUndefined &&
+                         graph.values[op.results[0]].kind == ValueKind::kLiteral;
+    for (const Argument& argument : op.arguments) {
+      for (ValueId id : argument.values) {
+        if (id == kUndefined) continue;
+        last_use[id] = instructions_.size();
+        if (made.count(id) == 0) read.insert(id);
+      }
+    }
+    for (ValueId id : op.results) {
+      if (id == kUndefined) continue;
+      made.insert(id);
+      last_use[id] = instructions_.size();
+    }
+    instructions_.push_back({op.handle,
+                             index,
+                             op.arguments,
+                             op.results,
+                             op.list_lengths,
+                             op.mode,
+                             op.random_ordinal,
+                             literal ? op.results[0] : kUndefined,
+                             {}});
+    if (literal) read.insert(op.results[0]);
+  }
+  const std::unordered_set<ValueId> kept(keep.begin(), keep.end());
+  for (const auto& [id, instruction] : last_use) {
+    if (kept.count(id) == 0) instructions_[instruction].dead.push_back(id);
+  }
+  reads_.assign(read.begin(), read.end());
+  std::sort(reads_.begin(), reads_.end());
+}
+
+void Segment::run(Environment& environment, const RandomKey& key) {
+  for (const Instruction& instruction : instructions_) {
+    execute(instruction, environment, key);
+    for (ValueId id : instruction.dead) environment[id] = at::Tensor();
+  }
+}
+
+void Segment::run_one(size_t index, Environment& environment, const RandomKey& key) {
+  execute(instructions_[index], environment, key);
+}
+
+void Segment::execute(const Instruction& instruction, Environment& environment,
+                      const RandomKey& key) {
+  if (instruction.literal != kUndefined) return;  // its content is in the environment
+  std::optional<ModeScope> mode;
+  if (!is_plain(instruction.mode) || !at::GradMode::is_enabled()) mode.emplace(instruction.mode);
+  stack_.clear();
+  push_arguments(instruction, environment);
+  if (instruction.random_ordinal >= 0) {
+    call_seeded(instruction.handle, stack_, stream_seed(key, instruction.random_ordinal));
+  } else {
+    instruction.handle.callBoxed(stack_);
+  }
+  pop_results(instruction, environment);
+}
+
+void Segment::push_arguments(const Instruction& instruction, const Environment& environment) {
+  const auto tensor = [&](ValueId id) { return id == kUndefined ? at::Tensor() : environment[id]; };
+  for (const Argument& argument : instruction.arguments) {
+    switch (argument.kind) {
+      case Argument::Kind::kConstant:
+        stack_.push_back(argument.constant);
+        break;
+      case Argument::Kind::kTensor:
+        stack_.emplace_back(tensor(argument.values[0]));
+        break;
+      case Argument::Kind::kTensorList: {
+        c10::List<at::Tensor> list;
+        list.reserve(argument.values.size());
+        for (ValueId id : argument.values) list.push_back(tensor(id));
+        stack_.emplace_back(std::move(list));
+        break;
+      }
+      case Argument::Kind::kOptionalTensorList: {
+        c10::List<std::optional<at::Tensor>> list;
+        for (ValueId id : argument.values) {
+          list.push_back(id == kUndefined ? std::nullopt : std::optional(environment[id]));
+        }
+        stack_.emplace_back(std::move(list));
+        break;
+      }
+    }
+  }
+}
+
+void Segment::pop_results(const Instruction& instruction, Environment& environment) {
+  size_t next = 0;
+  const auto store = [&](at::Tensor tensor) {
+    const ValueId id = instruction.results[next++];
+    if (id != kUndefined) environment[id] = std::move(tensor);
+  };
+  for (c10::IValue& value : stack_) {
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) store(tensor);
+    } else {
+      store(std::move(value).toTensor());
+    }
+  }
+  SMP_INTERNAL_ASSERT(next == instruction.results.size(), "operator ",
+                      instruction.handle.schema().name(), " returned ", next,
+                      " tensors where ", instruction.results.size(), " were recorded");
+  stack_.clear();
+}
+
+void Segment::apply(const std::vector<ConstantOverride>& changes) {
+  for (const ConstantOverride& change : changes) {
+    const auto found =
+        std::lower_bound(instructions_.begin(), instructions_.end(), change.operator_index,
+                         [](const Instruction& instruction, int index) {
+                           return instruction.operator_index < index;
+                         });
+    if (found != instructions_.end() && found->operator_index == change.operator_index) {
+      found->arguments[change.argument].constant = change.value;
+    }
+  }
+}
+
+at::Tensor aligned(const at::Tensor& tensor) {
+  constexpr uintptr_t kAlignment = 64;
+  if (tensor.numel() == 0 || !tensor.is_cpu()) return tensor;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  if (address % kAlignment == 0) return tensor;
+  at::NoGradGuard no_grad;
+  // An expanded dimension is one element in memory: copy it once.
+  at::Tensor compact = tensor;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) compact = compact.narrow(d, 0, 1);
+  }
+  at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), tensor.options());
+  copy.copy_(compact);
+  return copy.as_strided(tensor.sizes(), tensor.strides());
+}
+
+}  // namespace smp::graph

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+
+#include <memory>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/random.h"
+#include "graph/tracer.h"
+
+namespace smp::graph {
+
+/// The tensors of one microbatch by ValueId; undefined where not (yet, or no longer) alive.
+using Environment = std::vector<at::Tensor>;
+
+/// Some operators of a graph, in program order, ready to run again and again.
+///
+/// A segment belongs to one thread at a time.
+class Segment {
+ public:
+  /// `operators` are indices into `graph.operators`, ascending. Values in `keep` stay in the
+  /// environment; others are released after their last use in the segment.
+  Segment(const Graph& graph, const std::vector<int>& operators, const std::vector<ValueId>& keep);
+
+  size_t size() const { return instructions_.size(); }
+
+  /// Runs all operators. The environment holds what they read from outside.
+  void run(Environment& environment, const RandomKey& key);
+  /// Runs the `index`-th operator only, and releases nothing.
+  void run_one(size_t index, Environment& environment, const RandomKey& key);
+
+  /// Uses other constants from now on; changes to operators of other segments are ignored.
+  void apply(const std::vector<ConstantOverride>& changes);
+
+  /// Values the operators read that none of them makes, ascending.
+  const std::vector<ValueId>& reads() const { return reads_; }
+
+ private:
+  struct Instruction {
+    c10::OperatorHandle handle;
+    int operator_index;
+    std::vector<Argument> arguments;
+    c10::SmallVector<ValueId, 2> results;
+    c10::SmallVector<int, 2> list_lengths;
+    ExecutionMode mode;
+    int random_ordinal;
+    ValueId literal;                    // instead of running: the literal's value; else -1
+    c10::SmallVector<ValueId, 4> dead;  // released afterwards
+  };
+
+  void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
+  void push_arguments(const Instruction& instruction, const Environment& environment);
+  void pop_results(const Instruction& instruction, Environment& environment);
+
+  std::vector<Instruction> instructions_;
+  std::vector<ValueId> reads_;
+  torch::jit::Stack stack_;
+};
+
+/// A copy at a multiple of 64 bytes with the same sizes and strides; the tensor itself if it
+/// starts at one already. Kernels round differently on operands that do not.
+at::Tensor aligned(const at::Tensor& tensor);
+
+}  // namespace smp::graph
