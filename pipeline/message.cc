@@ -1,0 +1,96 @@
+#include "pipeline/message.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+
+int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+/// One element for every expanded dimension.
+at::Tensor without_expansion(const at::Tensor& tensor) {
+  at::Tensor result = tensor;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) result = result.narrow(d, 0, 1);
+  }
+  return result;
+}
+
+}  // namespace
+
+MessageLayout::MessageLayout(const std::vector<graph::TensorMeta>& metas) : metas_(metas) {
+  int64_t words = 0;
+  for (const auto& meta : metas_) {
+    header_at_.push_back(words);
+    words += 1 + static_cast<int64_t>(meta.sizes.size());
+  }
+  nbytes_ = round_up(words * static_cast<int64_t>(sizeof(int64_t)));
+  for (const auto& meta : metas_) {
+    data_at_.push_back(nbytes_);
+    nbytes_ += round_up(meta.nbytes());
+  }
+}
+
+at::Tensor MessageLayout::make_buffer() const { return at::empty({nbytes_}, at::kByte); }
+
+at::Tensor MessageLayout::view_of(const at::Tensor& message, size_t index, at::IntArrayRef sizes,
+                                  at::IntArrayRef strides) const {
+  const auto dtype = metas_[index].dtype;
+  at::Tensor view = at::empty({0}, at::TensorOptions(dtype));
+  const int64_t offset = data_at_[index] / static_cast<int64_t>(elementSize(dtype));
+  return view.set_(message.storage(), message.storage_offset() + offset, sizes, strides);
+}
+
+at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
+  SMP_INTERNAL_ASSERT(tensors.size() == metas_.size(), tensors.size(), " tensors for a message of ",
+                      metas_.size());
+  at::NoGradGuard no_grad;
+  const at::Tensor message = make_buffer();
+  auto* header = reinterpret_cast<int64_t*>(message.mutable_data_ptr<uint8_t>());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor tensor = tensors[i].defined() ? tensors[i].detach() : tensors[i];
+    int64_t* words = header + header_at_[i];
+    words[0] = tensor.defined();
+    if (!tensor.defined()) continue;
+    SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(metas_[i].sizes) &&
+                            tensor.scalar_type() == metas_[i].dtype,
+                        "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
+                        " where the graph has ", metas_[i].to_string());
+    at::Tensor compact = without_expansion(tensor);
+    at::IntArrayRef strides = compact.strides();
+    at::Tensor dense = compact;
+    if (!compact.is_non_overlapping_and_dense()) {
+      dense = at::empty_like(compact, at::MemoryFormat::Preserve);
+      strides = dense.strides();
+    }
+    view_of(message, i, compact.sizes(), strides).copy_(compact);
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      const bool expanded = tensor.stride(d) == 0 && tensor.size(d) > 1;
+      words[1 + d] = expanded ? 0 : strides[d];
+    }
+  }
+  return message;
+}
+
+std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message) const {
+  const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < metas_.size(); ++i) {
+    const int64_t* words = header + header_at_[i];
+    if (words[0] == 0) {
+      tensors.emplace_back();
+      continue;
+    }
+    const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
+    tensors.push_back(view_of(message, i, metas_[i].sizes, strides).to(metas_[i].device));
+  }
+  return tensors;
+}
+
+}  // namespace smp::pipeline

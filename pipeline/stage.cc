@@ -1,0 +1,261 @@
+#include "pipeline/stage.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+
+#include <algorithm>
+#include <set>
+
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+
+using graph::kUndefined;
+using graph::ValueId;
+using graph::ValueKind;
+
+std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& plan) {
+  std::map<std::pair<int, int>, Edge> edges;
+  const auto edge = [&](int from, int to) -> Edge& {
+    Edge& found = edges[{from, to}];
+    found.from = from;
+    found.to = to;
+    return found;
+  };
+  for (const auto& transfer : plan.transfers) {
+    Edge& found = edge(transfer.from, transfer.to);
+    found.values.push_back(transfer.value);
+    if (transfer.needs_gradient) found.gradients.push_back(transfer.value);
+  }
+  for (const auto& replica : plan.replicas) {
+    if (!graph.trains() || !replica.needs_gradient) continue;
+    SMP_CHECK_WITH(PartitionError, replica.gradient_to < replica.stage, "parameter \"",
+                   graph.values[replica.value].name, "\" is owned by stage ", replica.owner,
+                   " but stage ", replica.stage,
+                   " reads it earlier; its gradient would have to travel against the backward "
+                   "pass");
+    edge(replica.gradient_to, replica.stage).replicas.push_back(replica.value);
+  }
+  std::vector<Edge> result;
+  for (auto& [ends, found] : edges) result.push_back(std::move(found));
+  return result;
+}
+
+std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges) {
+  std::vector<StageEdge> result;
+  for (const Edge& edge : edges) {
+    result.push_back({edge.from, edge.to, !edge.gradients.empty() || !edge.replicas.empty()});
+  }
+  return result;
+}
+
+Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
+             const std::vector<Edge>& edges, int index, const graph::TensorTable& table)
+    : graph_(graph), plan_(plan), edges_(edges), index_(index) {
+  for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
+    if (plan.stage_of_operator[i] == index) operators_.push_back(static_cast<int>(i));
+  }
+  for (size_t i = 0; i < graph.roots.size(); ++i) {
+    if (plan.stage_of_root[i] == index) roots_.push_back(graph.roots[i]);
+  }
+  for (size_t i = 0; i < graph.outputs.size(); ++i) {
+    if (plan.stage_of_output[i] == index) returned_.push_back(static_cast<int>(i));
+  }
+  find_kept();
+  segment_ = std::make_unique<graph::Segment>(graph, operators_, kept_);
+  find_reads(table);
+}
+
+void Stage::find_kept() {
+  std::set<ValueId> kept;
+  for (const Edge& edge : edges_) {
+    if (edge.from == index_) kept.insert(edge.values.begin(), edge.values.end());
+  }
+  for (int position : returned_) kept.insert(graph_.outputs[position]);
+  for (const auto& root : roots_) {
+    kept.insert(root.value);
+    kept.insert(root.gradient);
+  }
+  kept.erase(kUndefined);
+  kept_.assign(kept.begin(), kept.end());
+}
+
+bool Stage::writes(ValueId value) const {
+  const int alias_set = graph_.values[value].alias_set;
+  for (int index : operators_) {
+    const auto& written = graph_.operators[index].writes;
+    if (std::find(written.begin(), written.end(), alias_set) != written.end()) return true;
+  }
+  return false;
+}
+
+void Stage::find_reads(const graph::TensorTable& table) {
+  std::set<ValueId> read(segment_->reads().begin(), segment_->reads().end());
+  read.insert(kept_.begin(), kept_.end());
+  for (ValueId id : read) {
+    const graph::Value& value = graph_.values[id];
+    switch (value.kind) {
+      case ValueKind::kInput:
+        inputs_.push_back(id);
+        break;
+      case ValueKind::kParameter:
+      case ValueKind::kBuffer:
+        parameters_.push_back({id, table.at(value.name).tensor,
+                               plan_.owner.at(value.name) == index_,
+                               graph_.trains() && value.meta.requires_grad});
+        break;
+      case ValueKind::kConstant:
+      case ValueKind::kLiteral:
+        contents_.push_back({id, value.content, writes(id)});
+        break;
+      case ValueKind::kResult:
+        break;  // made here or received
+    }
+  }
+}
+
+void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
+                  const std::vector<graph::ContentOverride>& contents) {
+  segment_->apply(constants);
+  for (const auto& change : contents) {
+    for (Content& content : contents_) {
+      if (content.value == change.value) content.tensor = change.content;
+    }
+  }
+}
+
+void Stage::enter_all(InFlight& state, graph::Environment& environment,
+                      const std::vector<at::Tensor>& inputs,
+                      const std::map<int, std::vector<at::Tensor>>& received) const {
+  const auto enter = [&](ValueId id, const at::Tensor& data, bool differentiated) {
+    std::shared_ptr<graph::GradientSink> sink;
+    if (differentiated) {
+      sink = std::make_shared<graph::GradientSink>();
+      state.sinks[id] = sink;
+    }
+    environment[id] = graph::enter(data, sink);
+  };
+  for (ValueId id : inputs_) {
+    const at::Tensor& input = inputs[std::stoul(graph_.values[id].name)];
+    environment[id] = writes(id) ? input.clone() : input;
+  }
+  for (const Content& content : contents_) {
+    environment[content.value] = content.written ? content.tensor.clone() : content.tensor;
+  }
+  for (const Parameter& parameter : parameters_) {
+    enter(parameter.value, parameter.tensor, parameter.differentiated);
+  }
+  for (const auto& [index, tensors] : received) {
+    const Edge& edge = edges_[index];
+    for (size_t i = 0; i < edge.values.size(); ++i) {
+      const bool differentiated = std::find(edge.gradients.begin(), edge.gradients.end(),
+                                            edge.values[i]) != edge.gradients.end();
+      enter(edge.values[i], tensors[i], differentiated);
+    }
+  }
+}
+
+void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
+                    const std::map<int, std::vector<at::Tensor>>& received,
+                    const graph::RandomKey& key) {
+  at::AutoGradMode grad(graph_.trains());
+  graph::Environment environment(graph_.values.size());
+  InFlight state;
+  enter_all(state, environment, inputs, received);
+  segment_->run(environment, key);
+  keep_results(microbatch, state, environment);
+  if (graph_.trains()) in_flight_[microbatch] = std::move(state);
+}
+
+void Stage::keep_results(int microbatch, InFlight& state, const graph::Environment& environment) {
+  for (size_t index = 0; index < edges_.size(); ++index) {
+    const Edge& edge = edges_[index];
+    if (edge.from != index_) continue;
+    auto& values = values_[microbatch][static_cast<int>(index)];
+    for (ValueId id : edge.values) values.push_back(environment[id].detach());
+    for (ValueId id : edge.gradients) {
+      state.starts[id] = graph::start_of_backward(environment[id]);
+    }
+    for (ValueId id : edge.replicas) {
+      const auto sink = state.sinks.find(id);
+      if (sink != state.sinks.end()) state.starts[id] = {sink->second, 0};
+    }
+  }
+  for (const auto& root : roots_) {
+    const at::Tensor& value = environment[root.value];
+    state.starts[root.value] = graph::start_of_backward(value);
+    state.root_gradients.push_back(root.gradient == kUndefined
+                                       ? at::ones_like(value.detach())
+                                       : environment[root.gradient].detach());
+  }
+  for (int position : returned_) {
+    const ValueId id = graph_.outputs[position];
+    outputs_[microbatch][position] = id == kUndefined ? at::Tensor() : environment[id];
+  }
+}
+
+std::vector<at::Tensor> Stage::take_values(int microbatch, int edge) {
+  auto taken = values_.at(microbatch).extract(edge);
+  if (values_.at(microbatch).empty()) values_.erase(microbatch);
+  return std::move(taken.mapped());
+}
+
+void Stage::backward(int microbatch, const std::map<int, std::vector<at::Tensor>>& received,
+                     const GradientConsumer& consume) {
+  auto node = in_flight_.extract(microbatch);
+  InFlight& state = node.mapped();
+  std::vector<torch::autograd::Edge> starts;
+  std::vector<at::Tensor> gradients;
+  for (size_t i = 0; i < roots_.size(); ++i) {
+    starts.push_back(state.starts.at(roots_[i].value));
+    gradients.push_back(state.root_gradients[i]);
+  }
+  // Gradients from later stages come first into every sum, as their operators come last in the
+  // program and so first in a backward pass.
+  for (const auto& [index, tensors] : received) {
+    const Edge& edge = edges_[index];
+    size_t next = 0;
+    for (ValueId id : edge.gradients) {
+      starts.push_back(state.starts.at(id));
+      gradients.push_back(tensors[next++]);
+    }
+    for (ValueId id : edge.replicas) {
+      const at::Tensor& gradient = tensors[next++];
+      if (state.starts.count(id) > 0) {
+        starts.push_back(state.starts.at(id));
+        gradients.push_back(gradient);
+      } else if (gradient.defined()) {
+        consume(id, microbatch, gradient);  // the owner does not read it itself
+      }
+    }
+  }
+  graph::run_backward(starts, gradients);
+  const auto gradient_of = [&](ValueId id) {
+    const auto sink = state.sinks.find(id);
+    return sink == state.sinks.end() ? at::Tensor() : sink->second->gradient;
+  };
+  for (const Parameter& parameter : parameters_) {
+    const at::Tensor gradient = gradient_of(parameter.value);
+    if (parameter.owned && gradient.defined()) consume(parameter.value, microbatch, gradient);
+  }
+  for (size_t index = 0; index < edges_.size(); ++index) {
+    const Edge& edge = edges_[index];
+    if (edge.to != index_ || (edge.gradients.empty() && edge.replicas.empty())) continue;
+    auto& returning = gradients_[microbatch][static_cast<int>(index)];
+    for (ValueId id : edge.gradients) returning.push_back(gradient_of(id));
+    for (ValueId id : edge.replicas) returning.push_back(gradient_of(id));
+  }
+}
+
+std::vector<at::Tensor> Stage::take_gradients(int microbatch, int edge) {
+  auto taken = gradients_.at(microbatch).extract(edge);
+  if (gradients_.at(microbatch).empty()) gradients_.erase(microbatch);
+  return std::move(taken.mapped());
+}
+
+std::map<int, at::Tensor> Stage::take_outputs(int microbatch) {
+  auto taken = outputs_.extract(microbatch);
+  return taken.empty() ? std::map<int, at::Tensor>{} : std::move(taken.mapped());
+}
+
+}  // namespace smp::pipeline
