@@ -1,0 +1,142 @@
+#include "partitioner/complete.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "partitioner/data_flow.h"
+#include "partitioner/gradient_flow.h"
+
+namespace smp::partitioner {
+namespace {
+
+using graph::Graph;
+using graph::kUndefined;
+using graph::Value;
+using graph::ValueId;
+using graph::ValueKind;
+
+bool has_owner(const Value& value) {
+  return value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
+}
+
+class Completer {
+ public:
+  Completer(const Graph& graph, int stages, std::vector<int> stage_of_operator,
+            const std::map<std::string, int>& fixed_owner)
+      : graph_(graph),
+        fixed_owner_(fixed_owner),
+        uses_(value_uses(graph)),
+        last_writers_(last_writers(graph)),
+        gradients_(graph) {
+    plan_.stages = stages;
+    plan_.stage_of_operator = std::move(stage_of_operator);
+    last_operator_.assign(stages, -1);
+    for (size_t i = 0; i < plan_.stage_of_operator.size(); ++i) {
+      last_operator_[stage_of(static_cast<int>(i))] = static_cast<int>(i);
+    }
+    for (int stage = 1; stage < stages; ++stage) {  // an empty stage ends where the one before does
+      last_operator_[stage] = std::max(last_operator_[stage], last_operator_[stage - 1]);
+    }
+  }
+
+  Plan run() {
+    for (size_t v = 0; v < graph_.values.size(); ++v) {
+      const auto value = static_cast<ValueId>(v);
+      if (graph_.values[v].kind == ValueKind::kResult) add_transfers(value);
+      if (has_owner(graph_.values[v])) add_owner(value);
+    }
+    for (ValueId value : graph_.outputs) plan_.stage_of_output.push_back(stage_of_output(value));
+    for (int index : root_operators(graph_, last_writers_)) {
+      plan_.stage_of_root.push_back(index < 0 ? 0 : stage_of(index));
+    }
+    return std::move(plan_);
+  }
+
+ private:
+  int stage_of(int operator_index) const { return plan_.stage_of_operator[operator_index]; }
+
+  /// The stages that use a value, ascending.
+  std::vector<int> using_stages(ValueId value) const {
+    std::vector<int> stages;
+    for (int index : uses_[value]) {
+      if (stages.empty() || stages.back() != stage_of(index)) stages.push_back(stage_of(index));
+    }
+    return stages;
+  }
+
+  void add_transfers(ValueId value) {
+    Transfer hop;
+    hop.value = value;
+    hop.from = stage_of(graph_.values[value].producer);
+    const int last_use = gradients_.last_gradient_use(value);
+    for (int stage : using_stages(value)) {
+      if (stage <= hop.from) continue;
+      hop.to = stage;
+      hop.needs_gradient = last_use >= 0 && stage_of(last_use) >= hop.to &&
+                           gradients_.requires_grad_since(value) <= last_operator_[hop.from];
+      plan_.transfers.push_back(hop);
+      hop.from = stage;
+    }
+  }
+
+  int owner_of(ValueId value, const std::vector<int>& readers) const {
+    const auto fixed = fixed_owner_.find(graph_.values[value].name);
+    if (fixed != fixed_owner_.end()) return fixed->second;
+    const int writer = last_writers_[value];
+    if (writer >= 0) return stage_of(writer);
+    return readers.empty() ? 0 : readers.front();
+  }
+
+  bool is_output(ValueId value) const {
+    return std::find(graph_.outputs.begin(), graph_.outputs.end(), value) != graph_.outputs.end();
+  }
+
+  void add_owner(ValueId value) {
+    const std::vector<int> readers = using_stages(value);
+    if (readers.empty() && last_writers_[value] < 0 && !is_output(value)) return;
+    Replica replica;
+    replica.value = value;
+    replica.owner = owner_of(value, readers);
+    plan_.owner[graph_.values[value].name] = replica.owner;
+    int previous = replica.owner;
+    for (int stage : readers) {
+      if (stage == replica.owner) continue;
+      replica.stage = stage;
+      replica.needs_gradient = has_gradient(value, stage);
+      replica.gradient_to = replica.needs_gradient ? previous : replica.owner;
+      if (replica.needs_gradient) previous = stage;
+      plan_.replicas.push_back(replica);
+    }
+  }
+
+  bool has_gradient(ValueId value, int stage) const {
+    return std::any_of(uses_[value].begin(), uses_[value].end(), [&](int index) {
+      return stage_of(index) == stage && gradients_.has_gradient(value, index);
+    });
+  }
+
+  int stage_of_output(ValueId value) const {
+    if (value == kUndefined) return 0;
+    const auto owner = plan_.owner.find(graph_.values[value].name);
+    if (has_owner(graph_.values[value]) && owner != plan_.owner.end()) return owner->second;
+    const int writer = last_writers_[value];
+    return writer < 0 ? 0 : stage_of(writer);
+  }
+
+  const Graph& graph_;
+  const std::map<std::string, int>& fixed_owner_;
+  const std::vector<std::vector<int>> uses_;
+  const std::vector<int> last_writers_;
+  const GradientFlow gradients_;
+  std::vector<int> last_operator_;  ///< per stage, the last of it and all earlier stages
+  Plan plan_;
+};
+
+}  // namespace
+
+Plan complete_plan(const Graph& graph, int stages, std::vector<int> stage_of_operator,
+                   const std::map<std::string, int>& fixed_owner) {
+  return Completer(graph, stages, std::move(stage_of_operator), fixed_owner).run();
+}
+
+}  // namespace smp::partitioner

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "graph/graph.h"
+
+namespace smp::partitioner {
+
+/// Time of one operator for one microbatch: forward, and backward if the graph trains; in us.
+double operator_time_us(const graph::Graph& graph, const graph::Operator& op);
+
+/// Per operator the bytes of the parameters that it is the first to read. A parameter that is
+/// read through a view counts where the view is made.
+std::vector<int64_t> parameter_bytes(const graph::Graph& graph);
+
+/// Cost of each operator: its share of the whole graph's memory (bytes of the parameters it is
+/// the first to read, and of the activations it saves) and its share of the time,
+///
+///     cost = memory_weight * memory / total memory + (1 - memory_weight) * time / total time.
+///
+/// Shares carry no unit, so the weight means the same for every model. A total of zero leaves its
+/// term out; with neither memory nor time all operators cost the same. Throws `ConfigError` if
+/// `memory_weight` is outside [0, 1].
+std::vector<double> operator_costs(const graph::Graph& graph, double memory_weight);
+
+/// Sets the costs of a graph that was captured on shapes alone. An operator takes the times and
+/// saved bytes of the one in `measured` (may be null) that has the same scope, the same name and
+/// the same occurrence among those, scaled by the ratio of their results' bytes. Any other costs
+/// what moving its arguments and results would take at 5 GB/s, and 1 us for the call; its
+/// backward, if there is one, twice that; it is taken to save its own results. Views move nothing.
+void estimate_costs(graph::Graph& graph, const graph::Graph* measured);
+
+}  // namespace smp::partitioner

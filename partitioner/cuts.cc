@@ -1,0 +1,201 @@
+#include "partitioner/cuts.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "partitioner/data_flow.h"
+
+namespace smp::partitioner {
+namespace {
+
+using graph::Graph;
+using graph::kUndefined;
+using graph::ValueId;
+using graph::ValueKind;
+
+/// What the operators do with one alias set.
+struct StorageUse {
+  ValueId base = kUndefined;  ///< the first value that is not a result
+  int first_touch = -1;
+  int last_touch = -1;
+  int last_write = -1;
+  std::vector<ValueId> values;
+
+  bool written() const { return last_write >= 0; }
+
+  void touch(int index) {
+    if (first_touch < 0) first_touch = index;
+    last_touch = index;
+  }
+};
+
+class Storages {
+ public:
+  explicit Storages(const Graph& graph)
+      : graph_(graph), uses_(graph.alias_sets), last_use_(graph.values.size(), -1) {
+    for (size_t v = 0; v < graph.values.size(); ++v) add_value(static_cast<ValueId>(v));
+    for (size_t i = 0; i < graph.operators.size(); ++i) add_operator(static_cast<int>(i));
+    for (ValueId value : graph.outputs) use_at_end(value);
+    for (const graph::BackwardRoot& root : graph.roots) {
+      use_at_end(root.value);
+      use_at_end(root.gradient);
+    }
+  }
+
+  int size() const { return static_cast<int>(uses_.size()); }
+  const StorageUse& operator[](int set) const { return uses_[set]; }
+
+  /// The values of a set that exist before cut `i` and are used after it.
+  std::vector<ValueId> crossing(int set, int i) const {
+    std::vector<ValueId> result;
+    for (ValueId value : uses_[set].values) {
+      if (graph_.values[value].producer <= i && last_use_[value] > i) result.push_back(value);
+    }
+    return result;
+  }
+
+  /// The rule, for one storage and one cut.
+  bool violated(int set, int i) const {
+    const StorageUse& use = uses_[set];
+    if (!use.written()) return false;
+    if (use.base != kUndefined) return use.first_touch <= i && i < use.last_touch;
+    return use.last_write > i && crossing(set, i).size() >= 2;
+  }
+
+  /// Calls `visit(first, last)` for ranges of cuts that the set makes illegal.
+  template <class Visitor>
+  void for_each_illegal_range(int set, const Visitor& visit) const {
+    const StorageUse& use = uses_[set];
+    if (!use.written()) return;
+    if (use.base != kUndefined) {
+      visit(use.first_touch, use.last_touch - 1);
+      return;
+    }
+    // Each value counts at the cuts from its producer up to its last use or the last write.
+    std::vector<std::pair<int, int>> changes;
+    for (ValueId value : use.values) {
+      const int first = graph_.values[value].producer;
+      const int end = std::min(last_use_[value], use.last_write);
+      if (first >= end) continue;
+      changes.emplace_back(first, +1);
+      changes.emplace_back(end, -1);
+    }
+    std::sort(changes.begin(), changes.end());
+    int crossing = 0;
+    for (size_t c = 0; c + 1 < changes.size(); ++c) {
+      crossing += changes[c].second;
+      if (crossing >= 2) visit(changes[c].first, changes[c + 1].first - 1);
+    }
+  }
+
+  std::string reason(int set, int i) const {
+    const StorageUse& use = uses_[set];
+    const std::string writer = describe_operator(graph_, use.last_write);
+    if (use.base != kUndefined) {
+      return fmt::format("{} is written by {}, so all its users, operators {} to {}, stay together",
+                         describe_value(graph_, use.base), writer, use.first_touch, use.last_touch);
+    }
+    const std::vector<ValueId> values = crossing(set, i);
+    return fmt::format(
+        "{} writes the storage that {} and {} share, and both are used after the cut", writer,
+        describe_value(graph_, values[0]), describe_value(graph_, values[1]));
+  }
+
+ private:
+  void add_value(ValueId id) {
+    const graph::Value& value = graph_.values[id];
+    if (value.alias_set < 0) return;
+    StorageUse& use = uses_[value.alias_set];
+    use.values.push_back(id);
+    if (value.kind != ValueKind::kResult && use.base == kUndefined) use.base = id;
+  }
+
+  void add_operator(int index) {
+    const graph::Operator& op = graph_.operators[index];
+    const auto touch = [&](ValueId value) {
+      const int set = graph_.values[value].alias_set;
+      if (set >= 0) uses_[set].touch(index);
+    };
+    for_each_argument(op, [&](ValueId value) {
+      last_use_[value] = index;
+      touch(value);
+    });
+    for_each_result(op, touch);
+    for (int set : op.writes) {
+      uses_[set].touch(index);
+      uses_[set].last_write = index;
+    }
+  }
+
+  void use_at_end(ValueId value) {
+    if (value != kUndefined) last_use_[value] = static_cast<int>(graph_.operators.size());
+  }
+
+  const Graph& graph_;
+  std::vector<StorageUse> uses_;
+  std::vector<int> last_use_;
+};
+
+/// Per cut the first storage that makes it illegal, -1 if there is none.
+std::vector<int> first_violations(const Graph& graph, const Storages& storages) {
+  std::vector<int> result(std::max<size_t>(graph.operators.size(), 1) - 1, -1);
+  for (int set = 0; set < storages.size(); ++set) {
+    storages.for_each_illegal_range(set, [&](int first, int last) {
+      for (int i = first; i <= last; ++i) {
+        if (result[i] < 0) result[i] = set;
+      }
+    });
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<bool> legal_cuts(const Graph& graph) {
+  const std::vector<int> violations = first_violations(graph, Storages(graph));
+  std::vector<bool> legal;
+  for (int set : violations) legal.push_back(set < 0);
+  return legal;
+}
+
+std::string why_illegal(const Graph& graph, int i) {
+  const Storages storages(graph);
+  for (int set = 0; set < storages.size(); ++set) {
+    if (storages.violated(set, i)) return storages.reason(set, i);
+  }
+  return "";
+}
+
+std::vector<std::string> why_illegal(const Graph& graph) {
+  const Storages storages(graph);
+  const std::vector<int> violations = first_violations(graph, storages);
+  std::vector<std::string> result;
+  for (size_t i = 0; i < violations.size(); ++i) {
+    result.push_back(violations[i] < 0 ? "" : storages.reason(violations[i], static_cast<int>(i)));
+  }
+  return result;
+}
+
+std::vector<ValueId> split_weights(const Graph& graph) {
+  std::vector<ValueId> parameter_of_set(graph.alias_sets, kUndefined);
+  for (size_t v = 0; v < graph.values.size(); ++v) {
+    const graph::Value& value = graph.values[v];
+    if (value.kind == ValueKind::kParameter && value.alias_set >= 0) {
+      parameter_of_set[value.alias_set] = static_cast<ValueId>(v);
+    }
+  }
+  std::vector<ValueId> result(std::max<size_t>(graph.operators.size(), 1) - 1, kUndefined);
+  const std::vector<std::vector<int>> uses = value_uses(graph);
+  for (size_t v = 0; v < graph.values.size(); ++v) {
+    const graph::Value& value = graph.values[v];
+    if (value.kind != ValueKind::kResult || value.alias_set < 0 || uses[v].empty()) continue;
+    const ValueId parameter = parameter_of_set[value.alias_set];
+    if (parameter == kUndefined) continue;
+    for (int i = value.producer; i < uses[v].back(); ++i) result[i] = parameter;
+  }
+  return result;
+}
+
+}  // namespace smp::partitioner

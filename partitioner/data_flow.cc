@@ -1,0 +1,68 @@
+#include "partitioner/data_flow.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace smp::partitioner {
+
+using graph::Graph;
+using graph::Value;
+using graph::ValueId;
+using graph::ValueKind;
+
+std::vector<int> last_writers(const Graph& graph) {
+  std::vector<int> of_set(graph.alias_sets, -1);
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    for (int set : graph.operators[i].writes) of_set[set] = static_cast<int>(i);
+  }
+  std::vector<int> result;
+  result.reserve(graph.values.size());
+  for (const Value& value : graph.values) {
+    const int written = value.alias_set >= 0 ? of_set[value.alias_set] : -1;
+    result.push_back(std::max(value.producer, written));
+  }
+  return result;
+}
+
+std::vector<int> root_operators(const Graph& graph, const std::vector<int>& last_writers) {
+  std::vector<int> result;
+  for (const graph::BackwardRoot& root : graph.roots) {
+    int index = last_writers[root.value];
+    if (root.gradient != graph::kUndefined) index = std::max(index, last_writers[root.gradient]);
+    result.push_back(index);
+  }
+  return result;
+}
+
+std::vector<std::vector<int>> value_uses(const Graph& graph) {
+  std::vector<std::vector<int>> uses(graph.values.size());
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    for_each_argument(graph.operators[i],
+                      [&](ValueId value) { uses[value].push_back(static_cast<int>(i)); });
+  }
+  const std::vector<int> root_operator = root_operators(graph, last_writers(graph));
+  for (size_t r = 0; r < graph.roots.size(); ++r) {
+    if (root_operator[r] < 0) continue;
+    uses[graph.roots[r].value].push_back(root_operator[r]);
+    const ValueId gradient = graph.roots[r].gradient;
+    if (gradient != graph::kUndefined) uses[gradient].push_back(root_operator[r]);
+  }
+  for (std::vector<int>& of_value : uses) {
+    std::sort(of_value.begin(), of_value.end());
+    of_value.erase(std::unique(of_value.begin(), of_value.end()), of_value.end());
+  }
+  return uses;
+}
+
+std::string describe_value(const Graph& graph, ValueId id) {
+  const Value& value = graph.values[id];
+  if (value.kind == ValueKind::kResult || value.name.empty()) return fmt::format("%{}", id);
+  return fmt::format("{} \"{}\"", graph::to_string(value.kind), value.name);
+}
+
+std::string describe_operator(const Graph& graph, int index) {
+  return fmt::format("operator {} ({})", index, graph.operators[index].name());
+}
+
+}  // namespace smp::partitioner

@@ -1,0 +1,93 @@
+#include "partitioner/modules.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <map>
+#include <set>
+
+namespace smp::partitioner {
+namespace {
+
+/// The shortest prefixes of dotted paths come first: "a.b.c" -> "a", "a.b", "a.b.c".
+std::vector<std::string> prefixes(const std::string& scope) {
+  std::vector<std::string> result;
+  for (size_t dot = scope.find('.'); dot != std::string::npos; dot = scope.find('.', dot + 1)) {
+    result.push_back(scope.substr(0, dot));
+  }
+  result.push_back(scope);
+  return result;
+}
+
+/// A module name that ends in a number, as the children of a container have: "blocks." and 3.
+struct Numbered {
+  std::string stem;
+  int number = -1;  ///< -1: it does not end in one
+
+  explicit Numbered(const std::string& name) {
+    size_t digits = name.size();
+    while (digits > 0 && std::isdigit(static_cast<unsigned char>(name[digits - 1]))) --digits;
+    const size_t length = name.size() - digits;
+    const bool component = digits == 0 || name[digits - 1] == '.';
+    if (length == 0 || length > 6 || !component) return;
+    stem = name.substr(0, digits);
+    number = std::stoi(name.substr(digits));
+  }
+};
+
+/// Joins "b.0", "b.1", "b.2" to "b.0-2".
+std::string join_ranges(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t first = 0; first < names.size();) {
+    const Numbered start(names[first]);
+    size_t last = first;
+    while (start.number >= 0 && last + 1 < names.size()) {
+      const Numbered next(names[last + 1]);
+      if (next.stem != start.stem ||
+          next.number != start.number + static_cast<int>(last + 1 - first))
+        break;
+      ++last;
+    }
+    if (!text.empty()) text += ", ";
+    text += names[first];
+    if (last > first) text += fmt::format("-{}", start.number + static_cast<int>(last - first));
+    first = last + 1;
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& plan) {
+  std::map<std::string, std::set<int>> stages_of;  // of a module and all inside it
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const std::string& scope = graph.operators[i].scope;
+    if (scope.empty()) continue;
+    for (const std::string& prefix : prefixes(scope)) {
+      stages_of[prefix].insert(plan.stage_of_operator[i]);
+    }
+  }
+  std::vector<std::vector<std::string>> names(plan.stages);
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const std::string& scope = graph.operators[i].scope;
+    std::string name = "(step function)";
+    if (!scope.empty()) {
+      name = scope + " (part)";
+      for (const std::string& prefix : prefixes(scope)) {
+        if (stages_of[prefix].size() > 1) continue;
+        name = prefix;
+        break;
+      }
+    }
+    std::vector<std::string>& of_stage = names[plan.stage_of_operator[i]];
+    if (std::find(of_stage.begin(), of_stage.end(), name) == of_stage.end()) {
+      of_stage.push_back(name);
+    }
+  }
+  std::vector<std::string> result;
+  for (const std::vector<std::string>& of_stage : names) result.push_back(join_ranges(of_stage));
+  return result;
+}
+
+}  // namespace smp::partitioner

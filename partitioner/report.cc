@@ -1,0 +1,230 @@
+#include "partitioner/report.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "partitioner/cost.h"
+#include "partitioner/modules.h"
+
+namespace smp::partitioner {
+namespace {
+
+using graph::Graph;
+using graph::Value;
+using graph::ValueKind;
+
+constexpr size_t kMaxModulesWidth = 48;
+
+/// Four characters of a number below 1000, and its unit.
+std::string format_scaled(double number, double step, const std::vector<const char*>& units) {
+  size_t unit = 0;
+  while (number >= 999.5 && unit + 1 < units.size()) {
+    number /= step;
+    ++unit;
+  }
+  const int digits = unit == 0 || number >= 99.95 ? 0 : 1;
+  return fmt::format("{:.{}f}{}", number, digits, units[unit]);
+}
+
+/// One stage in numbers; bytes of activations are per microbatch.
+struct StageSummary {
+  int operators = 0;
+  int64_t parameters = 0;
+  int64_t weight_bytes = 0;
+  int64_t gradient_bytes = 0;
+  int64_t saved_bytes = 0;
+  double time_us = 0;
+  std::map<int, std::pair<int, int64_t>> sends;  ///< receiver -> tensors, bytes
+};
+
+std::vector<StageSummary> summarize(const Graph& graph, const Plan& plan) {
+  std::vector<StageSummary> stages(plan.stages);
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    StageSummary& stage = stages[plan.stage_of_operator[i]];
+    ++stage.operators;
+    stage.saved_bytes += graph.operators[i].cost.saved_bytes;
+    stage.time_us += operator_time_us(graph, graph.operators[i]);
+  }
+  for (const Value& value : graph.values) {
+    const auto owner = plan.owner.find(value.name);
+    if (value.kind != ValueKind::kParameter || owner == plan.owner.end()) continue;
+    StageSummary& stage = stages[owner->second];
+    stage.parameters += value.meta.numel();
+    stage.weight_bytes += value.meta.nbytes();
+    if (graph.trains() && value.meta.requires_grad) stage.gradient_bytes += value.meta.nbytes();
+  }
+  for (const Transfer& transfer : plan.transfers) {
+    auto& [tensors, bytes] = stages[transfer.from].sends[transfer.to];
+    ++tensors;
+    bytes += graph.values[transfer.value].meta.nbytes();
+  }
+  return stages;
+}
+
+/// Columns of texts under headings, as wide as their widest cell.
+class Table {
+ public:
+  enum class Align { kLeft, kRight };
+
+  void column(std::string heading, Align align) {
+    headings_.push_back(std::move(heading));
+    align_.push_back(align);
+  }
+  void row(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+
+  std::string to_string() const {
+    std::vector<size_t> widths;
+    for (size_t c = 0; c < headings_.size(); ++c) {
+      size_t width = headings_[c].size();
+      for (const auto& row : rows_) width = std::max(width, row[c].size());
+      widths.push_back(width);
+    }
+    std::vector<std::string> rule;
+    for (size_t width : widths) rule.push_back(std::string(width, '-'));
+    std::string text = line(headings_, widths) + line(rule, widths);
+    for (const auto& row : rows_) text += line(row, widths);
+    return text;
+  }
+
+ private:
+  std::string line(const std::vector<std::string>& cells, const std::vector<size_t>& widths) const {
+    std::string text;
+    for (size_t c = 0; c < cells.size(); ++c) {
+      text += align_[c] == Align::kRight ? fmt::format("  {:>{}}", cells[c], widths[c])
+                                         : fmt::format("  {:<{}}", cells[c], widths[c]);
+    }
+    text.erase(text.find_last_not_of(' ') + 1);
+    return text + "\n";
+  }
+
+  std::vector<std::string> headings_;
+  std::vector<Align> align_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string shorten(const std::string& modules) {
+  if (modules.size() <= kMaxModulesWidth) return modules;
+  size_t end = modules.rfind(", ", kMaxModulesWidth - 5);
+  if (end == std::string::npos) end = kMaxModulesWidth - 5;
+  return modules.substr(0, end) + ", ...";
+}
+
+std::string format_sends(const StageSummary& stage) {
+  std::string text;
+  for (const auto& [receiver, what] : stage.sends) {
+    if (!text.empty()) text += ", ";
+    text += fmt::format("{} {} to {}: {}", what.first, what.first == 1 ? "tensor" : "tensors",
+                        receiver, format_bytes(what.second));
+  }
+  return text.empty() ? "-" : text;
+}
+
+std::string header(const Graph& graph, const Plan& plan, const std::vector<StageSummary>& stages,
+                   int microbatches) {
+  int64_t parameters = 0;
+  for (const StageSummary& stage : stages) parameters += stage.parameters;
+  return fmt::format("Partition assignments: {} {}, {} operators, {} parameters, {} {}\n\n",
+                     plan.stages, plan.stages == 1 ? "stage" : "stages", graph.operators.size(),
+                     format_count(parameters), microbatches,
+                     microbatches == 1 ? "microbatch" : "microbatches");
+}
+
+std::string table(const Graph& graph, const Plan& plan, const std::vector<StageSummary>& stages) {
+  Table table;
+  table.column("stage", Table::Align::kRight);
+  table.column("modules", Table::Align::kLeft);
+  table.column("operators", Table::Align::kRight);
+  table.column("parameters", Table::Align::kRight);
+  table.column("weights", Table::Align::kRight);
+  table.column("gradients", Table::Align::kRight);
+  table.column("saved*", Table::Align::kRight);
+  table.column("time", Table::Align::kRight);
+  table.column("sends*", Table::Align::kLeft);
+  const std::vector<std::string> modules = stage_modules(graph, plan);
+  double total_time = 0;
+  for (const StageSummary& stage : stages) total_time += stage.time_us;
+  for (size_t s = 0; s < stages.size(); ++s) {
+    const StageSummary& stage = stages[s];
+    table.row({fmt::format("{}", s), shorten(modules[s]), fmt::format("{}", stage.operators),
+               format_count(stage.parameters), format_bytes(stage.weight_bytes),
+               format_bytes(stage.gradient_bytes), format_bytes(stage.saved_bytes),
+               total_time > 0 ? fmt::format("{:.1f}%", 100 * stage.time_us / total_time) : "-",
+               format_sends(stage)});
+  }
+  return table.to_string() + "  * per microbatch\n\n";
+}
+
+std::string balance(const std::vector<StageSummary>& stages) {
+  const auto less = [](const StageSummary& a, const StageSummary& b) {
+    return a.time_us < b.time_us;
+  };
+  const auto slowest = std::max_element(stages.begin(), stages.end(), less);
+  double total = 0;
+  for (const StageSummary& stage : stages) total += stage.time_us;
+  if (total <= 0) return "  balance   no times were measured\n";
+  const double mean = total / static_cast<double>(stages.size());
+  return fmt::format(
+      "  balance   max/mean {:.2f}: stage {} takes {:.3g} ms per microbatch, the mean "
+      "is {:.3g} ms\n",
+      slowest->time_us / mean, slowest - stages.begin(), slowest->time_us / 1000, mean / 1000);
+}
+
+std::string traffic(const Graph& graph, const Plan& plan, int microbatches) {
+  int64_t forward = 0, backward = 0;
+  for (const Transfer& transfer : plan.transfers) {
+    const int64_t bytes = graph.values[transfer.value].meta.nbytes();
+    forward += bytes;
+    if (transfer.needs_gradient) backward += bytes;
+  }
+  if (forward == 0) return "";
+  return fmt::format("  traffic   {} forward and {} backward between stages per step\n",
+                     format_bytes(forward * microbatches), format_bytes(backward * microbatches));
+}
+
+/// A line for each tensor with replicas.
+std::string sharing(const Graph& graph, const Plan& plan) {
+  std::map<graph::ValueId, std::vector<const Replica*>> replicas;
+  for (const Replica& replica : plan.replicas) replicas[replica.value].push_back(&replica);
+  std::string text;
+  for (const auto& [id, of_value] : replicas) {
+    std::vector<int> stages;
+    bool gradient = false;
+    for (const Replica* replica : of_value) {
+      stages.push_back(replica->stage);
+      gradient |= replica->needs_gradient;
+    }
+    const Value& value = graph.values[id];
+    text += fmt::format("  {:<8}  {} ({}) belongs to stage {}, read by {} {}{}\n",
+                        value.kind == ValueKind::kParameter ? "tied" : "shared", value.name,
+                        format_bytes(value.meta.nbytes()), of_value.front()->owner,
+                        stages.size() == 1 ? "stage" : "stages", fmt::join(stages, ", "),
+                        gradient ? ", gradient back per microbatch" : "");
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string format_bytes(int64_t bytes) {
+  if (bytes == 0) return "-";
+  return format_scaled(static_cast<double>(bytes), 1024, {" B", " KiB", " MiB", " GiB", " TiB"});
+}
+
+std::string format_count(int64_t count) {
+  if (count == 0) return "-";
+  return format_scaled(static_cast<double>(count), 1000, {"", " k", " M", " B"});
+}
+
+std::string report(const Graph& graph, const Plan& plan, int microbatches) {
+  const std::vector<StageSummary> stages = summarize(graph, plan);
+  return header(graph, plan, stages, microbatches) + table(graph, plan, stages) + balance(stages) +
+         traffic(graph, plan, microbatches) + sharing(graph, plan);
+}
+
+}  // namespace smp::partitioner

@@ -1,0 +1,155 @@
+#include "partitioner/cuts.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <iostream>
+
+#include "partitioner/complete.h"
+#include "partitioner/partition.h"
+#include "tests/partitioner/random_graph.h"
+
+namespace smp::partitioner::testing {
+namespace {
+
+using graph::Graph;
+
+std::vector<int> stages_of_cuts(size_t operators, const std::vector<int>& cuts) {
+  std::vector<int> stages(operators);
+  for (size_t i = 0; i < operators; ++i) {
+    for (int cut : cuts) stages[i] += static_cast<int>(i) > cut ? 1 : 0;
+  }
+  return stages;
+}
+
+/// True if a run in stages gives the outputs, and leaves in what it writes, exactly what the
+/// program in one piece does. A run may be impossible: a value that never arrives.
+bool same_results(RandomProgram& program, const Plan& plan) {
+  const Graph& graph = program.graph();
+  const StagedRun run(graph, plan, program.initial());
+  for (size_t i = 0; i < graph.outputs.size(); ++i) {
+    const at::Tensor got = run.output(i);
+    if (!got.defined() || !got.equal(program.tensor(graph.outputs[i]))) return false;
+  }
+  for (size_t v = 0; v < graph.values.size(); ++v) {
+    const auto owner = plan.owner.find(graph.values[v].name);
+    if (graph.values[v].kind != graph::ValueKind::kBuffer || owner == plan.owner.end()) continue;
+    const auto id = static_cast<graph::ValueId>(v);
+    if (!run.tensor(owner->second, id).equal(program.tensor(id))) return false;
+  }
+  return true;
+}
+
+TEST(LegalCuts, RandomProgramsRunInStagesAsInOnePiece) {
+  const c10::NoGradGuard no_grad;
+  int legal_cuts_seen = 0, illegal_cuts_seen = 0, wrong_when_illegal = 0, split_in_three = 0;
+  for (unsigned seed = 0; seed < 600; ++seed) {
+    RandomProgram program(seed);
+    const Graph& graph = program.graph();
+    const std::vector<bool> legal = legal_cuts(graph);
+    ASSERT_EQ(legal.size(), graph.operators.size() - 1);
+    for (int i = 0; i < static_cast<int>(legal.size()); ++i) {
+      EXPECT_EQ(legal[i], why_illegal(graph, i).empty()) << "seed " << seed << " cut " << i;
+      const Plan plan = complete_plan(graph, 2, stages_of_cuts(graph.operators.size(), {i}), {});
+      const bool same = same_results(program, plan);
+      if (legal[i]) {
+        ++legal_cuts_seen;
+        ASSERT_TRUE(same) << "seed " << seed << " cut " << i << "\n" << graph.to_string();
+      } else {
+        ++illegal_cuts_seen;
+        wrong_when_illegal += same ? 0 : 1;
+      }
+      for (int k = i + 1; legal[i] && k < static_cast<int>(legal.size()); ++k) {
+        if (!legal[k]) continue;
+        const Plan three =
+            complete_plan(graph, 3, stages_of_cuts(graph.operators.size(), {i, k}), {});
+        ++split_in_three;
+        ASSERT_TRUE(same_results(program, three))
+            << "seed " << seed << " cuts " << i << " and " << k << "\n"
+            << graph.to_string();
+      }
+    }
+  }
+  std::cout << legal_cuts_seen << " legal cuts, " << split_in_three << " pairs of them, "
+            << illegal_cuts_seen << " illegal cuts, of which " << wrong_when_illegal
+            << " give wrong results\n";
+  EXPECT_GT(legal_cuts_seen, 1000);
+  EXPECT_GT(split_in_three, 1000);
+  // The rule looks at aliases, not at contents: it may refuse a cut that is harmless (a relu_ on
+  // positive numbers, a value overwritten before it is read), but many refusals must be needed.
+  EXPECT_GT(5 * wrong_when_illegal, illegal_cuts_seen);
+}
+
+TEST(LegalCuts, AllowsAWriteThroughTheOnlyAlias) {
+  GraphBuilder b;
+  b.grad_mode = false;
+  Ref x = b.input(at::ones({2, 2}));
+  x = b.op("aten::relu", {x});
+  x = b.op("aten::relu_", {x});
+  b.output(b.op("aten::relu", {x}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, true}));
+  EXPECT_EQ(why_illegal(b.graph(), 0), "");
+}
+
+TEST(LegalCuts, RefusesAWriteThatAnotherAliasSees) {
+  GraphBuilder b;
+  b.grad_mode = false;
+  const Ref y = b.op("aten::relu", {b.input(at::ones({2, 2}))});
+  const Ref row = b.op("aten::select.int", {y, 0, 0});
+  b.op("aten::relu_", {row});
+  b.output(b.op("aten::relu", {y}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, false, true}));
+  EXPECT_EQ(why_illegal(b.graph(), 1),
+            "operator 2 (aten::relu_) writes the storage that %1 and %2 share, and both are used "
+            "after the cut");
+}
+
+TEST(LegalCuts, AnOutputIsUsedAfterTheLastWrite) {
+  GraphBuilder b;
+  b.grad_mode = false;
+  const Ref y = b.op("aten::relu", {b.input(at::ones({2, 2}))});
+  const Ref row = b.op("aten::select.int", {y, 0, 0});
+  b.op("aten::relu_", {row});
+  b.output(y);
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, false}));
+  const Plan plan = partition(b.graph(), PartitionOptions(2));
+  EXPECT_EQ(plan.stage_of_operator, std::vector<int>({0, 1, 1}));
+  EXPECT_EQ(plan.stage_of_output, std::vector<int>({1}))
+      << "y is complete where its row is written";
+}
+
+TEST(LegalCuts, KeepsTheUsersOfAWrittenBufferTogetherButNotTheOthers) {
+  GraphBuilder b;
+  b.grad_mode = false;
+  const Ref mean = b.buffer("bn.mean", at::ones({2}));
+  Ref x = b.op("aten::relu", {b.input(at::ones({2, 2}))});
+  x = b.op("aten::add.Tensor", {x, mean, 1});
+  x = b.op("aten::relu", {x});
+  b.op("aten::add_.Tensor", {mean, mean, 1});
+  b.output(b.op("aten::relu", {x}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, false, false, true}));
+  EXPECT_EQ(why_illegal(b.graph(), 2),
+            "buffer \"bn.mean\" is written by operator 3 (aten::add_.Tensor), so all its users, "
+            "operators 1 to 3, stay together");
+}
+
+TEST(SplitWeights, NamesTheParameterWhoseTransposeWouldCross) {
+  GraphBuilder b;
+  const Ref w = b.parameter("fc.weight", at::ones({2, 2}));
+  const Ref bias = b.parameter("fc.bias", at::ones({2}));
+  const Ref y = b.linear("fc", b.op("aten::relu", {b.input(at::ones({2, 2}))}), w, bias);
+  b.output(b.op("aten::relu", {y}));
+  EXPECT_EQ(split_weights(b.graph()),
+            std::vector<graph::ValueId>({graph::kUndefined, w.id, graph::kUndefined}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, true, true}));
+}
+
+}  // namespace
+}  // namespace smp::partitioner::testing
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
