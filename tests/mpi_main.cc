@@ -15,13 +15,20 @@ namespace {
 
 using smp::comm::CommunicatorPtr;
 
-std::string current_test() {
-  const testing::TestInfo* test = testing::UnitTest::GetInstance()->current_test_info();
-  return test ? std::string(test->test_suite_name()) + "." + test->name() : "the tests' set-up";
-}
+// Knows the current test: gtest cannot be asked for it while it reports a failure.
+class FailureListener : public testing::EmptyTestEventListener {
+ public:
+  void OnTestStart(const testing::TestInfo& test) override {
+    test_ = std::string(test.test_suite_name()) + "." + test.name();
+  }
+  void OnTestEnd(const testing::TestInfo& /*test*/) override { test_ = "no test"; }
+
+ protected:
+  std::string test_ = "no test";
+};
 
 // What this rank prints instead of gtest's report when it is not rank 0.
-class FailurePrinter : public testing::EmptyTestEventListener {
+class FailurePrinter : public FailureListener {
  public:
   explicit FailurePrinter(int rank) : rank_(rank) {}
 
@@ -29,7 +36,7 @@ class FailurePrinter : public testing::EmptyTestEventListener {
     if (result.failed()) {
       std::fprintf(stderr, "[rank %d] %s:%d: failure in %s\n%s\n", rank_,
                    result.file_name() ? result.file_name() : "", result.line_number(),
-                   current_test().c_str(), result.message());
+                   test_.c_str(), result.message());
     }
   }
 
@@ -39,14 +46,14 @@ class FailurePrinter : public testing::EmptyTestEventListener {
 
 // A rank that leaves a test early would let the others wait: it ends the job instead. After other
 // failures the ranks are still in step and go on.
-class AbortOnFatalFailure : public testing::EmptyTestEventListener {
+class AbortOnFatalFailure : public FailureListener {
  public:
   explicit AbortOnFatalFailure(CommunicatorPtr world) : world_(std::move(world)) {}
 
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (result.fatally_failed()) {
       GTEST_FLAG_SET(fail_fast, true);  // no further tests: their communication cannot work
-      world_->abort("test " + current_test() + " failed: " + result.message());
+      world_->abort("test " + test_ + " failed: " + result.message());
     }
   }
 

@@ -43,6 +43,11 @@ const MpiJob& started_job(const char* function) {
   return job();
 }
 
+// Open MPI moves a long message in fragments, at most a few each time that somebody polls: with our
+// pauses between polls that would be 0.3 GB/s. With 128 fragments it is 5 GB/s (both measured on
+// one host, 32 KiB fragments). Who has set the parameter (mpirun --mca) keeps his value.
+void widen_pipeline() { setenv("OMPI_MCA_pml_ob1_send_pipeline_depth", "128", /*overwrite=*/0); }
+
 // True when MPI was not initialised by somebody else before.
 bool initialize_mpi() {
   int initialized = 0;
@@ -51,6 +56,7 @@ bool initialize_mpi() {
   if (initialized) {
     check_mpi(MPI_Query_thread(&provided), "MPI_Query_thread");
   } else {
+    widen_pipeline();
     check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
   }
   SMP_CHECK_WITH(CommError, provided == MPI_THREAD_MULTIPLE,

@@ -1,0 +1,67 @@
+// What the ranks of an MPI job see when rank 1 fails; run and checked by mpi_failure_test.sh.
+// usage: abort_program wait|compute|finalize|kill
+
+#include <ATen/ops/zeros.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "comm/mpi/mpi_communicator.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kFailsAfter{300};
+
+void fail(const CommunicatorPtr& world, const std::string& mode) {
+  std::this_thread::sleep_for(kFailsAfter);
+  if (mode == "kill") {
+    std::raise(SIGKILL);
+  }
+  world->abort("disk full");
+  std::this_thread::sleep_for(milliseconds(1500));  // mpirun ends the others when this one ends
+}
+
+void communicate(const CommunicatorPtr& world, const std::string& mode) {
+  if (mode == "finalize") {
+    finalize_mpi();
+    return;
+  }
+  if (mode == "compute") {
+    std::this_thread::sleep_for(2 * kFailsAfter);
+  }
+  world->recv(at::zeros({2}), 1, 5);
+}
+
+int run(const std::string& mode) {
+  const CommunicatorPtr world = make_mpi_world();
+  if (world->rank() == 1) {
+    fail(world, mode);
+    return 1;
+  }
+  const auto start = Clock::now();
+  std::string seen = "nothing";
+  try {
+    communicate(world, mode);
+  } catch (const CommError& e) {
+    seen = e.what();
+  }
+  const bool quick = Clock::now() - start < milliseconds(2000);
+  std::printf("rank %d saw [%s] aborted %d quick %d\n", world->rank(), seen.c_str(), mpi_aborted(),
+              quick);
+  std::fflush(stdout);
+  finalize_mpi();  // must not hang
+  return mpi_aborted() ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace smp::comm
+
+int main(int argc, char** argv) { return argc == 2 ? smp::comm::run(argv[1]) : 2; }

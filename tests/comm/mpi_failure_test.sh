@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# usage: mpi_failure_test.sh MPI_TEST ABORT_PROGRAM FAILING_PROGRAM
+# A failure on one rank must end the whole job, with its reason on every rank, within seconds.
+set -u
+mpi_test=$1 abort_program=$2 failing_program=$3
+failures=0
+
+# check NAME EXPECTED-LINE... : runs "${command[@]}" on three ranks
+check() {
+  local name=$1 start=$SECONDS output status
+  shift
+  output=$("$mpi_test" 3 20 "${command[@]}" 2>&1)
+  status=$?
+  if [[ $status == 0 ]]; then
+    echo "$name: expected the job to fail, got status 0"
+    failures=1
+  fi
+  if ((SECONDS - start > 10)); then
+    echo "$name: expected the job to end within 10 s, took $((SECONDS - start))"
+    failures=1
+  fi
+  for line in "$@"; do
+    if ! grep -qE -- "$line" <<<"$output"; then
+      printf '%s: expected a line with "%s", got:\n%s\n' "$name" "$line" "$output"
+      failures=1
+    fi
+  done
+}
+
+for mode in wait compute; do
+  command=("$abort_program" $mode)
+  check "abort while the others $mode" \
+    'rank 0 saw \[.*rank 1 failed: disk full \[noticed by irecv of 8 bytes from rank 1.*aborted 1 quick 1' \
+    'rank 2 saw \[.*rank 1 failed: disk full \[noticed by irecv of 8 bytes from rank 1.*aborted 1 quick 1'
+done
+command=("$abort_program" finalize)
+check "abort while the others finalize" \
+  'rank 0 saw \[nothing\] aborted 1 quick 1' 'rank 2 saw \[nothing\] aborted 1 quick 1'
+command=("$abort_program" kill)
+check "a killed rank" 'signal 9'
+
+command=("$failing_program" --gtest_filter=Failing.LeavesEarly)
+check "a fatal failure" 'rank 1 failed: test Failing.LeavesEarly failed:' \
+  '\[rank 1\] .*failure in Failing.LeavesEarly' '\[  FAILED  \] Failing.LeavesEarly'
+command=("$failing_program" --gtest_filter=Failing.Throws)
+check "an exception" 'rank 1 failed: test Failing.Throws failed:.*' 'thrown on purpose'
+command=("$failing_program" --gtest_filter=Failing.GoesOn)
+check "another failure" 'rank 1 failed in Failing.GoesOn' '\[       OK \] Failing.GoesOn'
+exit $failures

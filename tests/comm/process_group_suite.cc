@@ -1,0 +1,253 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "comm/c10d/process_group.h"
+#include "tests/comm/harness.h"
+#include "tests/comm/test_tensors.h"
+
+namespace smp::comm {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using testing::HasSubstr;
+
+class ProcessGroup : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, ProcessGroup, testing::ValuesIn(group_sizes()),
+                         testing::PrintToStringParamName());
+
+void on_every_process_group(int size, const std::function<void(const Group&)>& body) {
+  on_every_rank(size, [&body](const CommunicatorPtr& world) {
+    torch::set_num_threads(1);
+    body(make_process_group(world));
+  });
+}
+
+TEST_P(ProcessGroup, AllReduce) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const auto parts = values_of_all(group->getSize(), 1000, at::kFloat);
+    const auto expect = [&](c10d::ReduceOp op, const at::Tensor& result) {
+      std::vector<at::Tensor> tensors = {parts[group->getRank()].clone()};
+      c10d::AllreduceOptions options;
+      options.reduceOp = op;
+      const auto work = group->allreduce(tensors, options);
+      work->wait();
+      EXPECT_TRUE(work->isCompleted());
+      EXPECT_TRUE(same_bits(tensors[0], result)) << "op " << static_cast<int>(op.op_);
+    };
+    const at::Tensor sum = reduce_by_hand(parts, ReduceOp::kSum);
+    expect(c10d::ReduceOp::SUM, sum);
+    expect(c10d::ReduceOp::AVG, sum / group->getSize());
+    expect(c10d::ReduceOp::MIN, reduce_by_hand(parts, ReduceOp::kMin));
+    expect(c10d::ReduceOp::MAX, reduce_by_hand(parts, ReduceOp::kMax));
+  });
+}
+
+// Reducer's hooks wait for the future only.
+TEST_P(ProcessGroup, FuturesCompleteWithoutAWaitOnTheWork) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    std::vector<at::Tensor> tensors = {at::ones({1 << 16})};
+    const auto future = group->allreduce(tensors)->getFuture();
+    future->waitAndThrow();
+    const at::Tensor result = future->value().toTensorVector().at(0);
+    EXPECT_TRUE(same_bits(result, at::full({1 << 16}, static_cast<float>(group->getSize()))));
+  });
+}
+
+TEST_P(ProcessGroup, BroadcastReduceAndBarrier) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const int last = group->getSize() - 1;
+    const auto parts = values_of_all(group->getSize(), 77, at::kDouble);
+    const at::Tensor& mine = parts[group->getRank()];
+
+    std::vector<at::Tensor> tensors = {mine.clone()};
+    c10d::BroadcastOptions from_last;
+    from_last.rootRank = last;
+    group->broadcast(tensors, from_last)->wait();
+    EXPECT_TRUE(same_bits(tensors[0], parts[last]));
+
+    tensors = {mine.clone()};
+    c10d::ReduceOptions to_last;
+    to_last.rootRank = last;
+    group->reduce(tensors, to_last)->wait();
+    EXPECT_TRUE(same_bits(tensors[0],
+                          group->getRank() == last ? reduce_by_hand(parts, ReduceOp::kSum) : mine));
+    // Not ProcessGroup::barrier, which writes a static tensor that rank threads would share.
+    EXPECT_TRUE(group->getBackend(c10::kCPU)->barrier()->wait());
+  });
+}
+
+TEST_P(ProcessGroup, AllGatherAndReduceScatter) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const int size = group->getSize();
+    const int rank = group->getRank();
+    const auto parts = values_of_all(size, 6, at::kFloat);
+    at::Tensor input = parts[rank].view({2, 3});
+
+    at::Tensor flat = at::empty({size * 2, 3});
+    group->_allgather_base(flat, input)->wait();
+    EXPECT_TRUE(same_bits(flat.flatten(), at::cat(parts)));
+
+    std::vector<std::vector<at::Tensor>> lists(1);
+    for (int i = 0; i < size; ++i) {
+      lists[0].push_back(at::empty({2, 3}));
+    }
+    std::vector<at::Tensor> inputs = {input};
+    group->allgather(lists, inputs)->wait();
+    for (int i = 0; i < size; ++i) {
+      EXPECT_TRUE(same_bits(lists[0][i].flatten(), parts[i]));
+    }
+
+    // Rank r contributes r + 1 times (0, 1, 2 ...); the sum of the factors is known.
+    const float factor = 0.5F * static_cast<float>(size * (size + 1));
+    at::Tensor all = at::arange(size * 4, at::kFloat) * (rank + 1);
+    const at::Tensor before = all.clone();
+    at::Tensor own = at::empty({4});
+    group->_reduce_scatter_base(own, all)->wait();
+    const at::Tensor expected = (at::arange(size * 4, at::kFloat) * factor).narrow(0, rank * 4, 4);
+    EXPECT_TRUE(same_bits(own, expected.contiguous()));
+    EXPECT_TRUE(same_bits(all, before));
+
+    std::vector<std::vector<at::Tensor>> chunks = {all.chunk(size)};
+    std::vector<at::Tensor> outputs = {at::empty({4})};
+    group->reduce_scatter(outputs, chunks)->wait();
+    EXPECT_TRUE(same_bits(outputs[0], expected.contiguous()));
+  });
+}
+
+TEST_P(ProcessGroup, GatherScatterAndAllToAll) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const int size = group->getSize();
+    const int rank = group->getRank();
+    const auto parts = values_of_all(size, 5, at::kFloat);
+    std::vector<at::Tensor> one = {parts[rank]};
+    std::vector<std::vector<at::Tensor>> lists;
+    if (rank == 0) {
+      lists.push_back(std::vector<at::Tensor>(size));
+      for (at::Tensor& tensor : lists[0]) {
+        tensor = at::zeros({5});
+      }
+    }
+    group->gather(lists, one)->wait();
+    for (int i = 0; rank == 0 && i < size; ++i) {
+      EXPECT_TRUE(same_bits(lists[0][i], parts[i]));
+    }
+
+    one = {at::zeros({5})};
+    group->scatter(one, lists)->wait();
+    EXPECT_TRUE(same_bits(one[0], parts[rank]));
+
+    // Row j of rank i goes to row i of rank j.
+    at::Tensor input = (at::arange(size) + 100 * rank).contiguous();
+    at::Tensor output = at::empty_like(input);
+    std::vector<int64_t> even;
+    group->alltoall_base(output, input, even, even)->wait();
+    EXPECT_TRUE(same_bits(output, at::arange(size) * 100 + rank));
+  });
+}
+
+TEST_P(ProcessGroup, SendAndReceive) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const int size = group->getSize();
+    const int rank = group->getRank();
+    std::vector<at::Tensor> out = {at::full({10}, rank, at::kInt)};
+    std::vector<at::Tensor> in = {at::zeros({10}, at::kInt)};
+    const auto receive = group->recv(in, (rank + size - 1) % size, 3);
+    group->send(out, (rank + 1) % size, 3)->wait();
+    receive->wait();
+    EXPECT_TRUE(same_bits(in[0], at::full({10}, (rank + size - 1) % size, at::kInt)));
+  });
+}
+
+TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    std::vector<at::Tensor> tensors = {at::ones({2})};
+    c10d::AllreduceOptions product;
+    product.reduceOp = c10d::ReduceOp::PRODUCT;
+    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(tensors, product); }),
+                HasSubstr("expected SUM, AVG, MIN or MAX, got c10d::ReduceOp number 2"));
+    EXPECT_THAT(error_text<c10::Error>([&] { group->recvAnysource(tensors, 0); }),
+                HasSubstr("Backend smp does not support recvAnysource"));
+    std::vector<std::vector<at::Tensor>> few = {{}};
+    EXPECT_THAT(error_text<c10::Error>([&] { group->allgather(few, tensors); }),
+                HasSubstr("expected one output tensor for each of the"));
+  });
+}
+
+torch::nn::Sequential make_network() {
+  torch::nn::Sequential network(torch::nn::Linear(16, 64), torch::nn::ReLU(),
+                                torch::nn::Linear(64, 8));
+  torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : network->parameters()) {
+    parameter.copy_(values_of(0, parameter.numel(), at::kFloat).view(parameter.sizes()) / 100);
+  }
+  return network;
+}
+
+at::Tensor batch_of(int rank) { return values_of(rank, 4 * 16, at::kFloat).view({4, 16}) / 100; }
+
+at::Tensor loss_of(torch::nn::Sequential& network, int rank) {
+  return network->forward(batch_of(rank)).pow(2).mean();
+}
+
+// libtorch's own reducer on our group: gradients have the bits of the mean of those of plain single
+// runs. The reducer multiplies by 1 / size before it sums, so the oracle does, too.
+TEST_P(ProcessGroup, CarriesTheReducerOfLibtorch) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const int size = group->getSize();
+    auto network = make_network();
+    auto parameters = network->parameters();
+    const auto [buckets, limits] =
+        c10d::compute_bucket_assignment_by_size(parameters, {1 << 10, 1 << 11});
+    EXPECT_GT(buckets.size(), 1U);
+    c10d::Reducer reducer(parameters, {buckets.rbegin(), buckets.rend()}, group,
+                          std::vector<bool>(parameters.size(), false), 1 << 11, false, true, {},
+                          1 << 10, false, false, {});
+    reducer.prepare_for_forward();
+    const at::Tensor loss = loss_of(network, group->getRank());
+    reducer.prepare_for_backward({loss});
+    loss.backward();
+
+    std::vector<std::vector<at::Tensor>> by_parameter(parameters.size());
+    for (int rank = 0; rank < size; ++rank) {
+      auto plain = make_network();
+      loss_of(plain, rank).backward();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        by_parameter[i].push_back(plain->parameters()[i].grad() * (1.0 / size));
+      }
+    }
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      EXPECT_TRUE(same_bits(parameters[i].grad(), reduce_by_hand(by_parameter[i], ReduceOp::kSum)))
+          << "parameter " << i;
+    }
+  });
+}
+
+// As a data-parallel loop does it after each epoch.
+TEST_P(ProcessGroup, AveragesTheBuffersOfBatchNorm) {
+  on_every_process_group(GetParam(), [](const Group& group) {
+    const auto trained = [](int rank) {
+      torch::nn::BatchNorm1d norm(16);
+      norm->forward(batch_of(rank));
+      return norm;
+    };
+    auto mine = trained(group->getRank());
+    c10d::AllreduceOptions average;
+    average.reduceOp = c10d::ReduceOp::AVG;
+    std::vector<at::Tensor> means = {mine->running_mean};
+    group->allreduce(means, average)->wait();
+
+    std::vector<at::Tensor> all;
+    for (int rank = 0; rank < group->getSize(); ++rank) {
+      all.push_back(trained(rank)->running_mean);
+    }
+    const at::Tensor expected = reduce_by_hand(all, ReduceOp::kSum) / group->getSize();
+    EXPECT_TRUE(same_bits(mine->running_mean, expected));
+  });
+}
+
+}  // namespace
+}  // namespace smp::comm
