@@ -60,5 +60,5 @@ fetch_libtorch() {
 if [ "${CI:-}" = true ] || [ ! -t 1 ]; then
   SMP_BAZEL_OUTPUT=(--curses=no --color=no)
 else
-  SMP_BAZEL_OUTPUT=(--curses=yes --color=yes)
+  SMP_BAZEL_OUTPUT=()
 fi

@@ -1,12 +1,13 @@
 // Trains a byte-level GPT on any number of ranks: pipeline stages times replicas, as the
 // configuration says. Compare it with `plain.cc`, the same program in one process.
 //
-//     tools/smprun -n 4 bazel-bin/examples/gpt/gpt --config examples/gpt/2x2.json
+//     tools/smprun --np 4 --config examples/gpt/2x2.json bazel-bin/examples/gpt/gpt
 #include <torch/torch.h>
 
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "examples/gpt/global_mean.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/progress.h"
 #include "examples/gpt/report.h"
@@ -18,18 +19,6 @@
 
 namespace gpt {
 namespace {
-
-/// The mean over the microbatches of all replicas, summed in their global order: the same bits for
-/// any number of ranks.
-double global_mean(const smp::StepOutput& losses) {
-  const auto all = smp::all_gather(losses.stack(), smp::CommGroup::kDp);
-  double sum = 0;
-  int64_t count = 0;
-  for (const auto& replica : all) {
-    for (int64_t i = 0; i < replica.size(0); ++i, ++count) sum += replica[i].item<double>();
-  }
-  return sum / static_cast<double>(count);
-}
 
 void train(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
@@ -114,5 +103,14 @@ void train(const Settings& settings) {
 int main(int argc, char** argv) {
   gpt::Settings settings;
   if (const auto status = gpt::parse_command_line(argc, argv, settings)) return *status;
-  return smp::run([&] { gpt::train(settings); });
+  try {
+    gpt::train(settings);
+  } catch (const c10::Error& error) {
+    std::cerr << "gpt: " << error.what_without_backtrace() << "\n";
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << "gpt: " << error.what() << "\n";
+    return 1;
+  }
+  return 0;
 }

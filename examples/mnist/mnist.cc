@@ -10,6 +10,7 @@
 
 #include "examples/mnist/conv_net.h"
 #include "examples/mnist/idx_data.h"
+#include "examples/mnist/report.h"
 #include "examples/mnist/settings.h"
 #include "optim/adadelta.h"
 #include "smp/smp.h"
@@ -17,57 +18,42 @@
 namespace mnist {
 namespace {
 
-using Model = smp::DistributedModel<ConvNet>;
-
-void train(Model& model, torch::optim::Optimizer& optimizer, const Digits& digits, int64_t epoch,
+/// One epoch of `step(images, labels)`, which returns the output and the loss, on this replica's
+/// share of `digits`.
+template <class TrainStep, class Optimizer>
+void train(TrainStep& step, Optimizer& optimizer, const Digits& digits, int64_t epoch,
            const Settings& settings) {
-  auto train_step = smp::step([&](torch::Tensor images, torch::Tensor labels) {
-    auto output = model(images);
-    auto loss = torch::nll_loss(output, labels);
-    model->backward(loss);
-    return std::make_tuple(output, loss);
-  });
-
-  model->train();
   const EpochSampler sampler(digits.size(), settings.batch_size, settings.seed, smp::dp_rank(),
                              smp::dp_size());
   const auto batches = sampler.batches(epoch);
   const auto all = static_cast<int64_t>(batches.size());
   const int64_t steps = settings.max_steps > 0 ? std::min(settings.max_steps, all) : all;
-  for (int64_t step = 0; step < steps; ++step) {
-    const Digits batch = digits.select(batches[step]);
+  for (int64_t i = 0; i < steps; ++i) {
+    const Digits batch = digits.select(batches[i]);
     optimizer.zero_grad();
-    const auto [output, losses] = train_step(batch.images, batch.labels);
+    const smp::StepOutput losses = std::get<1>(step(batch.images, batch.labels));
     optimizer.step();
-    if (smp::rank() == 0 && step % settings.log_interval == 0) {
-      std::cout << "epoch " << epoch << ", step " << step << "/" << steps << ": loss "
-                << losses.reduce_mean().template item<double>() << std::endl;
+    if (smp::rank() == 0 && i % settings.log_interval == 0) {
+      print_step(epoch, i, steps, losses.reduce_mean().item<double>());
     }
   }
 }
 
-void test(Model& model, const Digits& digits, const Settings& settings) {
-  auto test_step = smp::step([&](torch::Tensor images, torch::Tensor labels) {
-    const auto output = model(images);
-    return std::make_tuple(torch::nll_loss(output, labels, {}, at::Reduction::Sum),
-                           output.argmax(1).eq(labels).sum());
-  });
-
-  model->eval();
+/// Judges the model by `step(images, labels)`, which returns the summed loss and how many digits
+/// were recognised. Every replica judges the same digits.
+template <class TestStep>
+void test(TestStep& step, const Digits& digits, const Settings& settings) {
   double loss = 0;
-  int64_t correct = 0;
-  for (int64_t first = 0; first < digits.size(); first += settings.test_batch_size) {
-    const auto count = std::min(settings.test_batch_size, digits.size() - first);
-    const auto [losses, corrects] =
-        test_step(digits.images.narrow(0, first, count), digits.labels.narrow(0, first, count));
-    loss += losses.reduce_sum().template item<double>();
-    correct += corrects.reduce_sum().template item<int64_t>();
+  int64_t correct = 0, count = 0;
+  // What does not fill a batch is dropped, as it might not divide into microbatches.
+  for (; count + settings.test_batch_size <= digits.size(); count += settings.test_batch_size) {
+    const std::tuple<smp::StepOutput, smp::StepOutput> sums =
+        step(digits.images.narrow(0, count, settings.test_batch_size),
+             digits.labels.narrow(0, count, settings.test_batch_size));
+    loss += std::get<0>(sums).reduce_sum().item<double>();
+    correct += std::get<1>(sums).reduce_sum().item<int64_t>();
   }
-  if (smp::rank() != 0) return;
-  const auto count = static_cast<double>(digits.size());
-  std::cout << "test: average loss " << loss / count << ", accuracy " << correct << "/"
-            << digits.size() << " (" << 100 * static_cast<double>(correct) / count << "%)"
-            << std::endl;
+  if (smp::rank() == 0) print_test(loss, correct, count);
 }
 
 void run(const Settings& settings) {
@@ -80,12 +66,26 @@ void run(const Settings& settings) {
 
   ConvNet net;
   smp::optim::Adadelta adadelta(net->parameters(), smp::optim::AdadeltaOptions(settings.lr));
-  Model model(net);
+  smp::DistributedModel<ConvNet> model(net);
   auto optimizer = smp::distributed(adadelta);
-  torch::optim::StepLR scheduler(optimizer, /*step_size=*/1, settings.gamma);
+  torch::optim::StepLR scheduler(adadelta, /*step_size=*/1, settings.gamma);
+
+  auto train_step = smp::step([&](torch::Tensor images, torch::Tensor labels) {
+    auto output = model(images);
+    auto loss = torch::nll_loss(output, labels);
+    model->backward(loss);
+    return std::make_tuple(output, loss);
+  });
+  auto test_step = smp::step([&](torch::Tensor images, torch::Tensor labels) {
+    const auto output = model(images);
+    return std::make_tuple(torch::nll_loss(output, labels, {}, at::Reduction::Sum),
+                           output.argmax(1).eq(labels).sum());
+  });
   for (int64_t epoch = 1; epoch <= settings.epochs; ++epoch) {
-    train(model, optimizer, data.training, epoch, settings);
-    test(model, data.test, settings);
+    model->train();
+    train(train_step, optimizer, data.training, epoch, settings);
+    model->eval();
+    test(test_step, data.test, settings);
     scheduler.step();
   }
   if (!settings.save_model.empty()) smp::save(settings.save_model, model, optimizer);
@@ -97,5 +97,14 @@ void run(const Settings& settings) {
 int main(int argc, char** argv) {
   mnist::Settings settings;
   if (const auto status = mnist::parse_command_line(argc, argv, settings)) return *status;
-  return smp::run([&] { mnist::run(settings); });
+  try {
+    mnist::run(settings);
+  } catch (const c10::Error& error) {
+    std::cerr << "mnist: " << error.what_without_backtrace() << "\n";
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << "mnist: " << error.what() << "\n";
+    return 1;
+  }
+  return 0;
 }

@@ -5,6 +5,7 @@
 
 #include "examples/mnist/conv_net.h"
 #include "examples/mnist/idx_data.h"
+#include "examples/mnist/report.h"
 #include "examples/mnist/settings.h"
 #include "optim/adadelta.h"
 
@@ -24,10 +25,7 @@ void train(ConvNet& net, torch::optim::Optimizer& optimizer, const Digits& digit
     const auto loss = torch::nll_loss(net(batch.images), batch.labels);
     loss.backward();
     optimizer.step();
-    if (step % settings.log_interval == 0) {
-      std::cout << "epoch " << epoch << ", step " << step << "/" << steps << ": loss "
-                << loss.item<double>() << std::endl;
-    }
+    if (step % settings.log_interval == 0) print_step(epoch, step, steps, loss.item<double>());
   }
 }
 
@@ -43,10 +41,7 @@ void test(ConvNet& net, const Digits& digits, const Settings& settings) {
     loss += torch::nll_loss(output, labels, {}, at::Reduction::Sum).item<double>();
     correct += output.argmax(1).eq(labels).sum().item<int64_t>();
   }
-  const auto count = static_cast<double>(digits.size());
-  std::cout << "test: average loss " << loss / count << ", accuracy " << correct << "/"
-            << digits.size() << " (" << 100 * static_cast<double>(correct) / count << "%)"
-            << std::endl;
+  print_test(loss, correct, digits.size());
 }
 
 void run(const Settings& settings) {
