@@ -68,11 +68,11 @@ class Completer {
     Transfer hop;
     hop.value = value;
     hop.from = stage_of(graph_.values[value].producer);
-    const int last_use = gradients_.last_gradient_use(value);
+    const std::vector<int>& gradients = gradients_.gradient_uses(value);
     for (int stage : using_stages(value)) {
       if (stage <= hop.from) continue;
       hop.to = stage;
-      hop.needs_gradient = last_use >= 0 && stage_of(last_use) >= hop.to &&
+      hop.needs_gradient = !gradients.empty() && stage_of(gradients.front()) >= hop.to &&
                            gradients_.requires_grad_since(value) <= last_operator_[hop.from];
       plan_.transfers.push_back(hop);
       hop.from = stage;
@@ -110,9 +110,9 @@ class Completer {
   }
 
   bool has_gradient(ValueId value, int stage) const {
-    return std::any_of(uses_[value].begin(), uses_[value].end(), [&](int index) {
-      return stage_of(index) == stage && gradients_.has_gradient(value, index);
-    });
+    const std::vector<int>& gradients = gradients_.gradient_uses(value);
+    return std::any_of(gradients.begin(), gradients.end(),
+                       [&](int index) { return stage_of(index) == stage; });
   }
 
   int stage_of_output(ValueId value) const {

@@ -43,9 +43,8 @@ bool writes_to(const Graph& graph, const Operator& op, ValueId value) {
 GradientFlow::GradientFlow(const Graph& graph)
     : parent_(graph.values.size()),
       since_(graph.values.size(), kNever),
-      last_use_(graph.values.size(), -1),
-      family_reached_(graph.values.size(), false),
-      differentiated_(graph.operators.size(), false) {
+      uses_(graph.values.size()),
+      earliest_reached_(graph.values.size(), kNever) {
   find_families(graph);
   find_requires_grad(graph);
   find_dependencies(graph);
@@ -93,15 +92,19 @@ void GradientFlow::find_requires_grad(const Graph& graph) {
 
 void GradientFlow::mark(const Graph& graph, ValueId value, int operator_index) {
   if (!differentiable(graph.values[value])) return;
-  last_use_[value] = std::max(last_use_[value], operator_index);
-  family_reached_[family(value)] = true;
+  std::vector<int>& uses = uses_[value];
+  if (uses.empty() || uses.back() != operator_index) uses.push_back(operator_index);
+  int& earliest = earliest_reached_[family(value)];
+  earliest = std::min(earliest, graph.values[value].producer);
 }
 
-bool GradientFlow::reached(const Graph& graph, const Operator& op) {
+bool GradientFlow::reached(const Graph& graph, int operator_index) {
+  const Operator& op = graph.operators[operator_index];
   return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
     if (value == graph::kUndefined || !graph.values[value].meta.requires_grad) return false;
-    if (last_use_[value] >= 0) return true;
-    return writes_to(graph, op, value) && family_reached_[family(value)];
+    if (!uses_[value].empty()) return true;
+    // A later view of what is written leads here through the view operator.
+    return writes_to(graph, op, value) && earliest_reached_[family(value)] < operator_index;
   });
 }
 
@@ -112,11 +115,24 @@ void GradientFlow::find_dependencies(const Graph& graph) {
   }
   for (int i = static_cast<int>(graph.operators.size()) - 1; i >= 0; --i) {
     const Operator& op = graph.operators[i];
-    if (!records(graph, op) || !reached(graph, op)) continue;
-    differentiated_[i] = true;
+    mark_same_tensors(graph, i);
+    if (!records(graph, op) || !reached(graph, i)) continue;
     for_each_argument(op, [&](ValueId value) {
       if (since_[value] < i) mark(graph, value, i);
     });
+  }
+}
+
+void GradientFlow::mark_same_tensors(const Graph& graph, int operator_index) {
+  const Operator& op = graph.operators[operator_index];
+  std::vector<ValueId> arguments;  // undefined ones count
+  for (const graph::Argument& argument : op.arguments) {
+    arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
+  }
+  for (size_t r = 0; r < op.results.size(); ++r) {
+    const int same = op.result_is_argument[r];
+    if (same < 0 || op.results[r] == graph::kUndefined || uses_[op.results[r]].empty()) continue;
+    if (since_[arguments[same]] < operator_index) mark(graph, arguments[same], operator_index);
   }
 }
 

@@ -57,6 +57,42 @@ std::string join_ranges(const std::vector<std::string>& names) {
   return text;
 }
 
+/// The modules of one stage, each once, in the order of their first operators.
+class StageNames {
+ public:
+  void add(const std::string& name) {
+    if (std::find(names_.begin(), names_.end(), name) == names_.end()) names_.push_back(name);
+  }
+
+  /// Notes the own operators of a module that is divided among stages.
+  void add_part(const std::string& module) {
+    parts_.insert(module);
+    add(module);
+  }
+
+  std::vector<std::string> finish() const {
+    std::vector<std::string> result;
+    for (const std::string& name : names_) {
+      if (parts_.count(name) == 0) {
+        result.push_back(name);
+      } else if (!has_child(name)) {
+        result.push_back(name + " (part)");
+      }
+    }
+    return result;
+  }
+
+ private:
+  bool has_child(const std::string& module) const {
+    return std::any_of(names_.begin(), names_.end(), [&](const std::string& name) {
+      return name.compare(0, module.size() + 1, module + ".") == 0;
+    });
+  }
+
+  std::vector<std::string> names_;
+  std::set<std::string> parts_;
+};
+
 }  // namespace
 
 std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& plan) {
@@ -68,25 +104,26 @@ std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& pl
       stages_of[prefix].insert(plan.stage_of_operator[i]);
     }
   }
-  std::vector<std::vector<std::string>> names(plan.stages);
+  std::vector<StageNames> names(plan.stages);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const std::string& scope = graph.operators[i].scope;
-    std::string name = "(step function)";
-    if (!scope.empty()) {
-      name = scope + " (part)";
-      for (const std::string& prefix : prefixes(scope)) {
-        if (stages_of[prefix].size() > 1) continue;
-        name = prefix;
-        break;
-      }
+    StageNames& of_stage = names[plan.stage_of_operator[i]];
+    if (scope.empty()) {
+      of_stage.add("(step function)");
+      continue;
     }
-    std::vector<std::string>& of_stage = names[plan.stage_of_operator[i]];
-    if (std::find(of_stage.begin(), of_stage.end(), name) == of_stage.end()) {
-      of_stage.push_back(name);
+    const std::vector<std::string> candidates = prefixes(scope);
+    const auto whole =
+        std::find_if(candidates.begin(), candidates.end(),
+                     [&](const std::string& prefix) { return stages_of[prefix].size() == 1; });
+    if (whole != candidates.end()) {
+      of_stage.add(*whole);
+    } else {
+      of_stage.add_part(scope);
     }
   }
   std::vector<std::string> result;
-  for (const std::vector<std::string>& of_stage : names) result.push_back(join_ranges(of_stage));
+  for (const StageNames& of_stage : names) result.push_back(join_ranges(of_stage.finish()));
   return result;
 }
 

@@ -9,8 +9,9 @@
 namespace smp::partitioner {
 
 /// Per stage its modules, in program order, in as few words as possible: "embed, blocks.0-3". A
-/// module stands for all inside it when no other stage has a part of it; one whose own operators
-/// are on several stages is marked "(part)". Operators outside any module: "(step function)".
+/// module stands for all inside it when no other stage has a part of it. The own operators of a
+/// divided module are listed as "blocks.3 (part)" where no child of it is. Operators outside any
+/// module: "(step function)".
 std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& plan);
 
 }  // namespace smp::partitioner

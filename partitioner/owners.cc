@@ -32,7 +32,7 @@ OwnerConstraints owner_constraints(const Graph& graph, const std::map<std::strin
                    ". Use as many stages as for the first step function.");
     if (writers[v] >= 0) {
       result.pins.push_back({writers[v], stage, id});
-    } else if (gradients.last_gradient_use(id) >= 0) {
+    } else if (!gradients.gradient_uses(id).empty()) {
       result.pins.push_back({uses[v].front(), stage, id});
     } else {
       result.better_local.push_back(id);

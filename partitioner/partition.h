@@ -10,6 +10,9 @@
 
 namespace smp::partitioner {
 
+/// Which stage owns a parameter or buffer, by name.
+using Owners = std::map<std::string, int>;
+
 /// How a graph is divided among the ranks of a pipeline.
 struct PartitionOptions {
   explicit PartitionOptions(int stages = 1) : stages_(stages) {}
@@ -24,9 +27,8 @@ struct PartitionOptions {
   /// a fraction. The default is below the noise of measured times.
   TORCH_ARG(double, tolerance) = 0.01;
 
-  /// Owners settled by an earlier plan of the same program, by name of parameter or buffer. Names
-  /// that the graph does not read are ignored.
-  using Owners = std::map<std::string, int>;
+  /// Owners settled by an earlier plan of the same program. Names that the graph does not read are
+  /// ignored.
   TORCH_ARG(Owners, owner);
 
   /// Stages may stay without operators; for small evaluation functions in a long pipeline.

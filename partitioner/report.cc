@@ -115,12 +115,17 @@ std::string shorten(const std::string& modules) {
   return modules.substr(0, end) + ", ...";
 }
 
+/// "1 stage", "2 stages".
+std::string counted(size_t count, const char* what) {
+  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+}
+
 std::string format_sends(const StageSummary& stage) {
   std::string text;
   for (const auto& [receiver, what] : stage.sends) {
     if (!text.empty()) text += ", ";
-    text += fmt::format("{} {} to {}: {}", what.first, what.first == 1 ? "tensor" : "tensors",
-                        receiver, format_bytes(what.second));
+    text += fmt::format("{} to {} ({})", format_bytes(what.second), receiver,
+                        counted(what.first, "tensor"));
   }
   return text.empty() ? "-" : text;
 }
@@ -129,10 +134,11 @@ std::string header(const Graph& graph, const Plan& plan, const std::vector<Stage
                    int microbatches) {
   int64_t parameters = 0;
   for (const StageSummary& stage : stages) parameters += stage.parameters;
-  return fmt::format("Partition assignments: {} {}, {} operators, {} parameters, {} {}\n\n",
-                     plan.stages, plan.stages == 1 ? "stage" : "stages", graph.operators.size(),
-                     format_count(parameters), microbatches,
-                     microbatches == 1 ? "microbatch" : "microbatches");
+  return fmt::format(
+      "Partition assignments: {}, {}, {} parameters, {}\n\n", counted(plan.stages, "stage"),
+      counted(graph.operators.size(), "operator"),
+      parameters == 0 ? "no" : format_count(parameters),
+      microbatches == 1 ? "1 microbatch" : fmt::format("{} microbatches", microbatches));
 }
 
 std::string table(const Graph& graph, const Plan& plan, const std::vector<StageSummary>& stages) {

@@ -237,7 +237,8 @@ class Verifier {
     int complete = home(value);
     for (size_t i = 0; i < graph_.operators.size(); ++i) {
       for (int set : graph_.operators[i].writes) {
-        if (set == graph_.values[value].alias_set) complete = stage_of(static_cast<int>(i));
+        if (set != graph_.values[value].alias_set) continue;
+        complete = std::max(complete, stage_of(static_cast<int>(i)));
       }
     }
     const bool owned = is_owned(graph_.values[value]);

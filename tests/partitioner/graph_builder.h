@@ -35,6 +35,7 @@ struct Arg {
     argument.constant = std::move(constant);
   }
   Arg(int number) : Arg(c10::IValue(number)) {}  // NOLINT: converts
+  Arg(bool flag) : Arg(c10::IValue(flag)) {}     // NOLINT: converts
 };
 
 /// The stack for one operator, given the tensor of each value.
