@@ -45,8 +45,9 @@ std::string join_ranges(const std::vector<std::string>& names) {
     while (start.number >= 0 && last + 1 < names.size()) {
       const Numbered next(names[last + 1]);
       if (next.stem != start.stem ||
-          next.number != start.number + static_cast<int>(last + 1 - first))
+          next.number != start.number + static_cast<int>(last + 1 - first)) {
         break;
+      }
       ++last;
     }
     if (!text.empty()) text += ", ";
