@@ -24,7 +24,11 @@ constexpr Tag kMaxTag = (1 << 20) - 1;
 
 /// A group of ranks that communicate. Ranks are numbered 0 to size() - 1 inside the group. A
 /// group of one works and moves nothing. All tensors are dense, contiguous CPU tensors of any
-/// dtype (checked). Collectives must be called by all ranks of the group in the same order.
+/// dtype (checked). Collectives must be called by all ranks of the group in the same order; those
+/// of different groups may be called in any order. Wrong arguments are a `UsageError`.
+///
+/// Operations go on while their rank computes. An operation whose wait has thrown may still be
+/// under way, so the tensors' contents are undefined and the group is of no further use: abort.
 ///
 /// Threading: the methods of one communicator may be called from several threads for send and
 /// recv; collectives of one communicator only from one thread at a time.
@@ -46,7 +50,9 @@ class Communicator {
   /// tensor's is a `CommError` that gives both lengths.
   virtual WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) = 0;
 
-  /// Starts to replace `tensor` on every rank by the reduction over the ranks.
+  /// Starts to replace `tensor` on every rank by the reduction over the ranks. For floating point
+  /// tensors (float16 and bfloat16 are added in float32 and rounded once), integers, and bool with
+  /// kMin and kMax; anything else is a `UsageError`.
   virtual WorkPtr iall_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
 
   /// Starts to replace `tensor` on every rank by that of `root`.
@@ -69,7 +75,8 @@ class Communicator {
   /// only the first call counts.
   virtual void abort(const std::string& reason) noexcept = 0;
 
-  /// How long a wait may take before it throws `TimeoutError`.
+  /// How long a wait may take, from its start, before it throws `TimeoutError`: 300 s at first; a
+  /// split inherits it.
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
 
