@@ -317,7 +317,12 @@ void Index::merge(const Index& part) {
                    "checkpoint: tensor \"", alias, "\" is written by one rank and tied to \"",
                    name, "\" on another.");
   }
-  merge_optimizer(optimizer, part.optimizer);
+  try {
+    merge_optimizer(optimizer, part.optimizer);
+  } catch (const json::exception& error) {
+    detail::fail<CheckpointError>("cannot merge the parts of a checkpoint: the optimizer section ",
+                                  "of one is malformed: ", error.what(), ".");
+  }
   merge_disjoint(optimizer_tensors, part.optimizer_tensors, "optimizer tensor");
 }
 

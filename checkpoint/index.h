@@ -42,7 +42,8 @@ struct RunState {
 ///
 /// The optimizer is described by JSON that this folder does not interpret but for merging the
 /// parts of several ranks: "state" (an object by parameter name), "param_groups" (an array of
-/// {"type", "options", "params"}) and any other keys. Its tensors are named "parameter/field".
+/// {"type", "options", "params"}) and any other keys but "tensors". Its tensors are named
+/// "parameter/field".
 struct Index {
   std::map<std::string, uint64_t> files;       ///< Size in bytes of every shard file.
   std::map<std::string, TensorEntry> model;    ///< By the name a tensor is stored under.

@@ -227,6 +227,8 @@ TEST_F(FolderFormatTest, MergeRefusesWhatRanksDisagreeAbout) {
                         "\"encoder.weight\" on another"));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["param_groups"][0]["options"]["lr"] = 0.2; }),
               HasSubstr("param group 0 differs between ranks: {\"options\":{\"lr\":0.1}"));
+  EXPECT_THAT(error_with([](Shard& s) { s.optimizer["state"] = 1; }),
+              HasSubstr("the optimizer section of one is malformed"));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["loss_scale"] = 1; }),
               HasSubstr("optimizer \"loss_scale\" differs between ranks: 1024 and 1"));
   EXPECT_FALSE(fs::exists(path("c")));
