@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include <iostream>
-#include <nlohmann/json.hpp>
 
 #include "examples/gpt/global_mean.h"
 #include "examples/gpt/gpt_model.h"
@@ -50,14 +49,8 @@ void train(const Settings& settings) {
   auto logits =
       smp::step([&](torch::Tensor x) { return model(x); }, smp::StepOptions().microbatches(1));
 
-  int64_t first = 0;
-  if (settings.resume) {
-    first = smp::load(settings.checkpoint_dir, model, optimizer).at("step").get<int64_t>();
-  }
-  const auto save = [&](int64_t step) {
-    smp::save(settings.checkpoint_dir, model, optimizer, nlohmann::json{{"step", step}});
-  };
-
+  const std::string& folder = settings.checkpoint_dir;
+  const int64_t first = settings.resume ? smp::load(folder, model, optimizer).step : 0;
   LossLog losses(leader ? settings.losses : "", settings.resume);
   Progress progress(first, settings.steps, settings.batch * settings.sequence, std::cout,
                     stdout_is_terminal());
@@ -74,9 +67,11 @@ void train(const Settings& settings) {
 
     if (leader) progress.update(step + 1, loss);
     losses.add(step, loss);
-    if (settings.save_every > 0 && (step + 1) % settings.save_every == 0) save(step + 1);
+    if (settings.save_every > 0 && (step + 1) % settings.save_every == 0) {
+      smp::save(folder, model, optimizer);
+    }
   }
-  save(settings.steps);
+  smp::save(folder, model, optimizer);
 
   model->eval();
   double sum = 0;
@@ -93,7 +88,7 @@ void train(const Settings& settings) {
   const double trigram = TrigramModel(text.training_text()).bits_per_byte(text.held_out_text());
   std::cout << held_out_line(ours, trigram) << "\n\nsample:\n"
             << printable(sample) << "\n\n"
-            << model->partition_report() << "\ncheckpoint: " << settings.checkpoint_dir << "\n";
+            << model->partition_report() << "\ncheckpoint: " << folder << "\n";
   if (!settings.losses.empty()) std::cout << "losses: " << settings.losses << "\n";
 }
 
