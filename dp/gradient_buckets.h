@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp::dp {
+
+/// How the gradients of one step are summed and averaged.
+struct BucketOptions {
+  /// Size of a bucket in bytes; a larger parameter has a bucket of its own.
+  int64_t bucket_bytes = 25 << 20;
+  /// Microbatches of this rank in a step.
+  int microbatches = 1;
+  /// Into how many shards the microbatches of all replicas are grouped; a multiple of the number
+  /// of replicas. Sums go over the microbatches of a shard in order, then over shards in order, so
+  /// that any number of replicas gives the same bits.
+  int gradient_shards = 1;
+  /// The reduced sum is divided once by this number.
+  double divisor = 1;
+};
+
+/// The gradients of a list of parameters during one step: accumulated raw over microbatches in
+/// float32 (float64 for float64), reduced over the data-parallel group bucket by bucket, divided
+/// once, and only then added to `.grad`. See docs/architecture.md, "Numerics".
+///
+/// Belongs to one thread. All ranks of the group must have the same parameters in the same order.
+class GradientBuckets {
+ public:
+  /// `names` are for errors. Throws `ConfigError` when `gradient_shards` does not fit the number
+  /// of replicas and microbatches.
+  GradientBuckets(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                  comm::CommunicatorPtr group, const BucketOptions& options);
+
+  /// Adds the gradient of one microbatch for parameter `index`. Microbatches come in ascending
+  /// order. Throws for sparse gradients.
+  void add(size_t index, int microbatch, const at::Tensor& gradient);
+
+  /// Starts to reduce all buckets; to be called when the last microbatch has been added.
+  void reduce();
+
+  /// Waits for the reduction and adds the results to `.grad`. A parameter without a gradient on
+  /// any replica keeps its `.grad` as it is. Starts the next step.
+  void finish();
+
+  /// Parameters by bucket, for tests and reports.
+  const std::vector<std::vector<size_t>>& buckets() const { return buckets_; }
+
+ private:
+  struct Slot {
+    size_t bucket;
+    int64_t offset;  // in elements
+  };
+
+  void assign_buckets();
+  void make_buffers();
+  at::Tensor slice(const at::Tensor& buffer, size_t index) const;
+  int shard_of(int microbatch) const;
+  at::Tensor sum_shards_in_order(size_t bucket) const;
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::string> names_;
+  comm::CommunicatorPtr group_;
+  BucketOptions options_;
+  int local_shards_;
+  std::vector<std::vector<size_t>> buckets_;
+  std::vector<int64_t> bucket_numel_;
+  std::vector<at::ScalarType> bucket_dtype_;
+  std::vector<Slot> slots_;
+  std::vector<std::vector<at::Tensor>> buffers_;  // by local shard and bucket
+  std::vector<std::vector<bool>> used_;           // by local shard and parameter
+  at::Tensor any_used_;                           // per parameter, over all replicas
+  std::vector<at::Tensor> sums_;                  // by bucket
+  std::vector<comm::WorkPtr> works_;
+};
+
+}  // namespace smp::dp

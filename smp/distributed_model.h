@@ -1,0 +1,69 @@
+#pragma once
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include "smp/core/error.h"
+#include "smp/model_core.h"
+
+namespace torch::jit {
+struct Module;
+}  // namespace torch::jit
+
+namespace smp {
+
+/// An ordinary libtorch module, trained over all ranks of a pipeline. `M` is the module's holder
+/// (what TORCH_MODULE makes) or a shared_ptr to it. Copies refer to the same model.
+///
+/// Call it like the module, inside step functions only. `->` gives `backward`, `parameters`,
+/// `state_dict` and the rest of `ModelCore`.
+///
+/// Wrap each module once and do not wrap it in anything else. Nothing changes until the first
+/// step, which captures the step function, partitions the graph and divides the parameters.
+template <class M>
+class DistributedModel {
+  static_assert(!std::is_base_of_v<torch::jit::Module, M>,
+                "DistributedModel takes a torch::nn module, not a torch::jit::Module: TorchScript "
+                "code runs outside of the dispatcher calls that a step captures");
+
+ public:
+  /// Throws `UsageError` before `smp::init`, for an empty holder, for a module that is wrapped
+  /// already and after the first step.
+  explicit DistributedModel(M module, ModelOptions options = {})
+      : module_(std::move(module)), core_(make_core(module_, std::move(options))) {
+    Runtime::get().add_model(core_);
+  }
+
+  /// Calls the module's `forward`. Throws `UsageError` outside a step function.
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    SMP_CHECK_WITH(UsageError, Runtime::get().in_step,
+                   "a DistributedModel was called outside a step function: its parameters lie on "
+                   "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
+                   "model(x); })");
+    return module_->forward(std::forward<Arguments>(arguments)...);
+  }
+
+  ModelCore* operator->() const { return core_.get(); }
+  ModelCore& core() const { return *core_; }
+
+  /// The wrapped module's holder. Its parameters that other ranks own hold no data.
+  M& get_module() { return module_; }
+
+ private:
+  static std::shared_ptr<ModelCore> make_core(const M& module, ModelOptions options) {
+    std::shared_ptr<torch::nn::Module> plain;
+    if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
+      plain = module;
+    } else {
+      plain = module.is_empty() ? nullptr : module.ptr();
+    }
+    return std::make_shared<ModelCore>(std::move(plain), std::move(options), Runtime::get_shared());
+  }
+
+  M module_;
+  std::shared_ptr<ModelCore> core_;
+};
+
+}  // namespace smp

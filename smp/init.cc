@@ -1,0 +1,141 @@
+#include "smp/init.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/threads/run_ranks.h"
+#include "comm/world.h"
+#include "smp/core/error.h"
+#include "smp/core/failure.h"
+#include "smp/runtime.h"
+
+namespace smp {
+namespace {
+
+std::terminate_handler previous_terminate = nullptr;
+
+/// An exception that nobody caught: leave word of it for the launcher before the process aborts.
+[[noreturn]] void on_terminate() {
+  if (const auto error = std::current_exception()) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& exception) {
+      if (Runtime::exists()) Runtime::get().fail(exception.what());
+    } catch (...) {
+      if (Runtime::exists()) Runtime::get().fail("an exception that is no std::exception");
+    }
+  }
+  if (previous_terminate != nullptr) previous_terminate();
+  std::abort();
+}
+
+void finish_at_exit() {
+  if (!Runtime::exists()) return;
+  Runtime::set_for_process(nullptr);
+  comm::finalize_world();
+  // MPI would call a job that lost a rank a success if this one returned zero.
+  if (comm::world_aborted()) std::_Exit(1);
+}
+
+int rank_in(CommGroup group) { return Runtime::get().rank_in(group); }
+int size_of(CommGroup group) { return Runtime::get().topology().size(group); }
+
+}  // namespace
+
+void init(const Config& config) {
+  SMP_CHECK_WITH(UsageError, !Runtime::exists(),
+                 "smp::init was called twice; call it once at the start of main()");
+  previous_terminate = std::set_terminate(&on_terminate);
+  const auto world = comm::make_world();
+  try {
+    Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
+  } catch (const std::exception& error) {
+    record_failure(world->rank(), error.what());
+    throw;
+  }
+  static const bool registered = std::atexit(&finish_at_exit) == 0;
+  SMP_CHECK(registered, "the handler that ends MPI at exit could not be registered");
+}
+
+void shutdown() {
+  Runtime::set_for_process(nullptr);
+  comm::finalize_world();
+}
+
+bool is_initialized() { return Runtime::exists(); }
+
+bool is_tracing() { return Runtime::exists() && Runtime::get().tracing; }
+
+void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
+  comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
+    const std::vector<std::string> hosts(ranks, "threads");
+    Runtime::set_for_thread(std::make_shared<Runtime>(config, world, hosts));
+    try {
+      program();
+    } catch (...) {
+      Runtime::set_for_thread(nullptr);
+      throw;
+    }
+    Runtime::set_for_thread(nullptr);
+  });
+}
+
+void set_device(int index) {
+  const auto type = c10::DeviceType::CUDA;
+  if (c10::impl::hasDeviceGuardImpl(type) &&
+      c10::impl::getDeviceGuardImpl(type)->deviceCount() > 0) {
+    c10::impl::getDeviceGuardImpl(type)->setDevice(c10::Device(type, index));
+  }
+}
+
+int rank() { return Runtime::get().rank(); }
+int size() { return Runtime::get().world()->size(); }
+int local_rank() { return Runtime::get().topology().local_rank(rank()); }
+int local_size() { return Runtime::get().topology().local_size(rank()); }
+int pp_rank() { return rank_in(CommGroup::kPp); }
+int pp_size() { return size_of(CommGroup::kPp); }
+int tp_rank() { return rank_in(CommGroup::kTp); }
+int tp_size() { return size_of(CommGroup::kTp); }
+int rdp_rank() { return rank_in(CommGroup::kRdp); }
+int rdp_size() { return size_of(CommGroup::kRdp); }
+int mp_rank() { return rank_in(CommGroup::kMp); }
+int mp_size() { return size_of(CommGroup::kMp); }
+int dp_rank() { return rank_in(CommGroup::kDp); }
+int dp_size() { return size_of(CommGroup::kDp); }
+
+std::vector<int> get_group(CommGroup group) {
+  return Runtime::get().topology().members(group, rank());
+}
+std::vector<int> get_pp_group() { return get_group(CommGroup::kPp); }
+std::vector<int> get_tp_group() { return get_group(CommGroup::kTp); }
+std::vector<int> get_rdp_group() { return get_group(CommGroup::kRdp); }
+std::vector<int> get_mp_group() { return get_group(CommGroup::kMp); }
+std::vector<int> get_dp_group() { return get_group(CommGroup::kDp); }
+
+c10::intrusive_ptr<c10d::ProcessGroup> get_world_process_group() {
+  return Runtime::get().process_group(CommGroup::kWorld);
+}
+c10::intrusive_ptr<c10d::ProcessGroup> get_pp_process_group() {
+  return Runtime::get().process_group(CommGroup::kPp);
+}
+c10::intrusive_ptr<c10d::ProcessGroup> get_tp_process_group() {
+  return Runtime::get().process_group(CommGroup::kTp);
+}
+c10::intrusive_ptr<c10d::ProcessGroup> get_rdp_process_group() {
+  return Runtime::get().process_group(CommGroup::kRdp);
+}
+c10::intrusive_ptr<c10d::ProcessGroup> get_mp_process_group() {
+  return Runtime::get().process_group(CommGroup::kMp);
+}
+c10::intrusive_ptr<c10d::ProcessGroup> get_dp_process_group() {
+  return Runtime::get().process_group(CommGroup::kDp);
+}
+
+void barrier(CommGroup group) { Runtime::get().group(group)->barrier(); }
+
+}  // namespace smp

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+#include "graph/random.h"
+
+namespace smp {
+
+/// While it lives, random operators (dropout, randn ...) that this thread calls in plain eager
+/// code draw what they would draw inside a step function: of the step function created as number
+/// `step_function`, in its call number `call`, on global microbatch `microbatch` (dp_rank *
+/// microbatches + m), under `seed`. For comparing a distributed run with a plain one.
+class KeyedRandom {
+ public:
+  KeyedRandom(uint64_t seed, uint64_t step_function, uint64_t call, uint64_t microbatch)
+      : scope_({seed, step_function, call, microbatch}) {}
+
+ private:
+  graph::KeyedRandomScope scope_;
+};
+
+}  // namespace smp

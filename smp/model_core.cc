@@ -1,0 +1,203 @@
+#include "smp/model_core.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
+#include <unordered_set>
+
+#include "checkpoint/apply.h"
+#include "graph/tracer.h"
+#include "smp/core/error.h"
+#include "smp/core/log.h"
+#include "smp/storage.h"
+
+namespace smp {
+namespace {
+
+std::vector<at::Tensor> unique_values(const ModelCore::TensorDict& dict) {
+  std::vector<at::Tensor> result;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& item : dict) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second) result.push_back(item.value());
+  }
+  return result;
+}
+
+/// named_parameters() of libtorch leaves out a tensor's second registration in the same module;
+/// across modules it lists every name.
+ModelCore::TensorDict named(const torch::nn::Module& module, bool parameters) {
+  return parameters ? module.named_parameters() : module.named_buffers();
+}
+
+}  // namespace
+
+ModelCore::ModelCore(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
+                     std::shared_ptr<Runtime> runtime)
+    : module_(std::move(module)), options_(std::move(options)), runtime_(std::move(runtime)) {
+  SMP_CHECK_WITH(UsageError, module_ != nullptr,
+                 "DistributedModel was given an empty module holder; construct the module first");
+}
+
+std::string ModelCore::full_name(const std::string& name) const {
+  return options_.name().empty() ? name : options_.name() + "." + name;
+}
+
+void ModelCore::add_to(graph::TensorTable& table) const {
+  for (const auto& item : named_parameters()) {
+    table.add(graph::ValueKind::kParameter, full_name(item.key()), item.value());
+  }
+  for (const auto& item : named_buffers()) {
+    table.add(graph::ValueKind::kBuffer, full_name(item.key()), item.value());
+  }
+}
+
+void ModelCore::backward(const at::Tensor& loss) { backward(std::vector<at::Tensor>{loss}); }
+
+void ModelCore::backward(const std::vector<at::Tensor>& tensors,
+                         const std::vector<at::Tensor>& gradients) {
+  graph::Tracer* tracer = graph::Tracer::current();
+  SMP_CHECK_WITH(UsageError, tracer != nullptr,
+                 "model->backward was called outside a step function. Call it inside: auto train = "
+                 "smp::step([&](torch::Tensor x) { ...; model->backward(loss); return loss; })");
+  tracer->backward(tensors, gradients);
+}
+
+ModelCore::TensorDict ModelCore::named_parameters() const { return named(*module_, true); }
+ModelCore::TensorDict ModelCore::named_buffers() const { return named(*module_, false); }
+std::vector<at::Tensor> ModelCore::parameters() const { return unique_values(named_parameters()); }
+std::vector<at::Tensor> ModelCore::buffers() const { return unique_values(named_buffers()); }
+
+ModelCore::TensorDict ModelCore::local(const TensorDict& all) const {
+  SMP_CHECK_WITH(UsageError, partitioned(),
+                 "local parameters and buffers are known after the first step, which partitions "
+                 "the model; use register_post_partition_hook to be called as soon as they are");
+  TensorDict result;
+  for (const auto& item : all) {
+    const auto* entry = runtime_->table().find(item.value());
+    if (entry != nullptr && runtime_->owns(entry->name)) result.insert(item.key(), item.value());
+  }
+  return result;
+}
+
+ModelCore::TensorDict ModelCore::local_named_parameters() const {
+  return local(named_parameters());
+}
+ModelCore::TensorDict ModelCore::local_named_buffers() const { return local(named_buffers()); }
+std::vector<at::Tensor> ModelCore::local_parameters() const {
+  return unique_values(local_named_parameters());
+}
+std::vector<at::Tensor> ModelCore::local_buffers() const {
+  return unique_values(local_named_buffers());
+}
+
+ModelCore::TensorDict ModelCore::state_dict() const {
+  check_outside_step("state_dict");
+  at::NoGradGuard no_grad;
+  const auto pipeline = runtime_->group(CommGroup::kPp);
+  std::map<const c10::TensorImpl*, at::Tensor> copies;
+  TensorDict result;
+  const auto add = [&](const TensorDict& dict) {
+    for (const auto& item : dict) {
+      at::Tensor& copy = copies[item.value().unsafeGetTensorImpl()];
+      if (!copy.defined()) {
+        const auto* entry = runtime_->table().find(item.value());
+        const int root = runtime_->partitioned ? runtime_->owner.at(entry->name) : 0;
+        const bool mine = pipeline->rank() == root;
+        copy = mine ? item.value().detach().cpu().contiguous().clone()
+                    : at::empty(item.value().sizes(), item.value().options().device(at::kCPU));
+        pipeline->broadcast(copy, root);
+      }
+      result.insert(item.key(), copy);
+    }
+  };
+  add(named_parameters());
+  add(named_buffers());
+  return result;
+}
+
+ModelCore::TensorDict ModelCore::local_state_dict() const {
+  TensorDict result;
+  at::NoGradGuard no_grad;
+  for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
+    for (const auto& item : dict) result.insert(item.key(), item.value().detach().clone());
+  }
+  return result;
+}
+
+void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
+  check_outside_step("load_state_dict");
+  const TensorDict own = checkpoint::state_dict(*module_);
+  std::string problems;
+  for (const auto& item : own) {
+    const at::Tensor* given = state.find(item.key());
+    if (given == nullptr) {
+      if (strict) problems += "\n  missing: " + item.key();
+    } else if (given->sizes() != item.value().sizes() ||
+               given->scalar_type() != item.value().scalar_type()) {
+      problems += c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
+                           item.value().sizes(), ", got ", given->scalar_type(), given->sizes());
+    }
+  }
+  if (strict) {
+    for (const auto& item : state) {
+      if (!own.contains(item.key())) problems += "\n  unexpected: " + item.key();
+    }
+  }
+  SMP_CHECK_WITH(CheckpointError, problems.empty(),
+                 "the state dictionary does not fit the model:", problems,
+                 "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
+  at::NoGradGuard no_grad;
+  for (const auto& item : own) {
+    const at::Tensor* given = state.find(item.key());
+    if (given != nullptr && has_data(item.value())) item.value().detach().copy_(*given);
+  }
+}
+
+void ModelCore::check_outside_step(const char* call) const {
+  SMP_CHECK_WITH(UsageError, !runtime_->in_step, call,
+                 " was called inside a step function; call it before or after the step");
+}
+
+void ModelCore::zero_grad() {
+  check_outside_step("zero_grad");
+  module_->zero_grad();
+}
+
+void ModelCore::to(at::Device device) {
+  if (partitioned()) {
+    static const bool warned = [] {
+      log_warning("model->to(device) is ignored after partitioning; call it before the first step");
+      return true;
+    }();
+    (void)warned;
+    return;
+  }
+  module_->to(device);
+}
+
+bool ModelCore::partitioned() const { return runtime_->partitioned; }
+
+RemovableHandle ModelCore::add_hook(const std::shared_ptr<Hooks>& hooks,
+                                    std::function<void()> hook) {
+  const auto position = hooks->insert(hooks->end(), std::move(hook));
+  return RemovableHandle([hooks, position] { hooks->erase(position); });
+}
+
+RemovableHandle ModelCore::register_post_partition_hook(std::function<void()> hook) {
+  if (partitioned()) hook();
+  return add_hook(post_partition_, std::move(hook));
+}
+
+RemovableHandle ModelCore::register_post_step_hook(std::function<void()> hook) {
+  return add_hook(post_step_, std::move(hook));
+}
+
+void ModelCore::run_post_partition_hooks() {
+  for (const auto& hook : Hooks(*post_partition_)) hook();
+}
+
+void ModelCore::run_post_step_hooks() {
+  for (const auto& hook : Hooks(*post_step_)) hook();
+}
+
+}  // namespace smp

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+#include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
+
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "graph/tensor_table.h"
+#include "smp/runtime.h"
+
+namespace smp {
+
+/// Options of a `DistributedModel`.
+struct ModelOptions {
+  /// Put before the names of its parameters and buffers, with a dot. Needed only when two models
+  /// of a program would use the same names.
+  TORCH_ARG(std::string, name) = "";
+  /// Divide gradients by the number of microbatches (as well as by the number of replicas).
+  TORCH_ARG(bool, average_grads_across_microbatches) = true;
+  /// Size of a gradient bucket in MiB; 0: the configuration's `bucket_cap_mb`.
+  TORCH_ARG(double, bucket_cap_mb) = 0;
+};
+
+/// Takes a hook away again.
+class RemovableHandle {
+ public:
+  explicit RemovableHandle(std::function<void()> remove) : remove_(std::move(remove)) {}
+  /// Removes the hook; later calls do nothing.
+  void remove() {
+    if (remove_) std::exchange(remove_, nullptr)();
+  }
+
+ private:
+  std::function<void()> remove_;
+};
+
+/// What a `DistributedModel` does apart from calling the module; reached through its `->`.
+class ModelCore {
+ public:
+  using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
+
+  ModelCore(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
+            std::shared_ptr<Runtime> runtime);
+
+  /// Differentiates `loss` (a scalar) in the step function under way. Throws `UsageError` outside
+  /// a step function, at a second call in it, and for a tensor that needs a gradient of its own.
+  /// As documented for SMP's `model.backward`; there is no `retain_graph`.
+  void backward(const at::Tensor& loss);
+  /// As above for several tensors, with their gradients unless all are scalars.
+  void backward(const std::vector<at::Tensor>& tensors,
+                const std::vector<at::Tensor>& gradients = {});
+
+  /// All parameters, each once: what to build an optimizer from, before or after partitioning.
+  /// Those of other ranks stay without gradient, so optimizers pass over them.
+  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> buffers() const;
+  /// All parameters under every name they are registered with, as the plain module lists them.
+  TensorDict named_parameters() const;
+  TensorDict named_buffers() const;
+
+  /// Those that this rank owns. Throw `UsageError` before partitioning, which is at the first step.
+  std::vector<at::Tensor> local_parameters() const;
+  TensorDict local_named_parameters() const;
+  std::vector<at::Tensor> local_buffers() const;
+  TensorDict local_named_buffers() const;
+
+  /// Copies of all parameters and buffers on every rank. Collective over the pipeline: all its
+  /// ranks must call it, or the others wait until the time-out.
+  TensorDict state_dict() const;
+  /// Copies of what this rank owns. Not collective.
+  TensorDict local_state_dict() const;
+  /// Copies values in. Before partitioning, and after, each rank takes what it holds. Throws one
+  /// `CheckpointError` that lists all missing or unexpected names and other shapes or dtypes; then
+  /// nothing has changed. `strict = false` accepts missing and unexpected names.
+  void load_state_dict(const TensorDict& state, bool strict = true);
+
+  void train(bool on = true) { module_->train(on); }
+  void eval() { module_->eval(); }
+  bool is_training() const { return module_->is_training(); }
+  /// Sets gradients to undefined. Throws `UsageError` inside a step function.
+  void zero_grad();
+  /// Moves the module; only before partitioning, later it warns once and does nothing.
+  void to(at::Device device);
+
+  /// True once the first step has divided the model among the ranks.
+  bool partitioned() const;
+  /// Which stage got what, and why: the report of the first step. Empty before.
+  const std::string& partition_report() const { return report_; }
+
+  /// Called once when the models have been partitioned, before the first microbatch runs; at once
+  /// if that was already.
+  RemovableHandle register_post_partition_hook(std::function<void()> hook);
+  /// Called after every step that trained.
+  RemovableHandle register_post_step_hook(std::function<void()> hook);
+
+  /// The wrapped module.
+  const std::shared_ptr<torch::nn::Module>& module_ptr() const { return module_; }
+  const ModelOptions& options() const { return options_; }
+  /// A name of the module's with the model's own before it.
+  std::string full_name(const std::string& name) const;
+
+  /// For the runtime: adds parameters and buffers, runs hooks, keeps the report.
+  void add_to(graph::TensorTable& table) const;
+  void run_post_partition_hooks();
+  void run_post_step_hooks();
+  void set_partition_report(std::string report) { report_ = std::move(report); }
+
+ private:
+  using Hooks = std::list<std::function<void()>>;
+
+  RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
+  TensorDict local(const TensorDict& all) const;
+  void check_outside_step(const char* call) const;
+
+  std::shared_ptr<torch::nn::Module> module_;
+  ModelOptions options_;
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
+  std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
+  std::string report_;
+};
+
+}  // namespace smp

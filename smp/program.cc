@@ -1,0 +1,227 @@
+#include "smp/program.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "pipeline/generators.h"
+#include "pipeline/message.h"
+#include "pipeline/verifier.h"
+#include "smp/core/error.h"
+#include "smp/model_core.h"
+#include "smp/storage.h"
+
+namespace smp {
+namespace {
+
+/// Tags of the channels come first; these are above any number of edges.
+constexpr comm::Tag kReplicaTag = 1 << 19;
+
+}  // namespace
+
+Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
+                 partitioner::Plan plan, int64_t microbatches)
+    : runtime_(std::move(runtime)),
+      graph_(std::move(graph)),
+      plan_(std::move(plan)),
+      microbatches_(microbatches),
+      pipeline_(runtime_->group(CommGroup::kPp)) {
+  auto edges = pipeline::edges_of(*graph_, plan_);
+  auto schedule = make_schedule(edges);
+  executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), *graph_, std::move(edges),
+                                                   pipeline_);
+  for (const auto& replica : plan_.replicas) {
+    if (replica.stage == pipeline_->rank()) {
+      allocate_data(runtime_->table().at(graph_->values[replica.value].name).tensor);
+    }
+  }
+  executor_->add_stage(std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(),
+                                                         pipeline_->rank(), runtime_->table()));
+  if (graph_->trains()) make_buckets();
+}
+
+pipeline::Schedule Program::make_schedule(const std::vector<pipeline::Edge>& edges) const {
+  const Config& config = runtime_->config();
+  const auto stage_edges = pipeline::stage_edges(edges);
+  auto options = pipeline::ScheduleOptions(plan_.stages, static_cast<int>(microbatches_))
+                     .edges(stage_edges)
+                     .active_microbatches(static_cast<int>(config.active_microbatches()));
+  const bool interleaved = config.pipeline() == "interleaved";
+  const auto order = !graph_->trains() ? pipeline::forward_only(options)
+                     : interleaved     ? pipeline::interleaved(options)
+                                       : pipeline::simple(options);
+  auto schedule = pipeline::lower(order, stage_edges);
+  const bool bounded = graph_->trains() && interleaved;
+  // Sends are asynchronous: as many messages of a channel may be under way as microbatches.
+  pipeline::verify(schedule, stage_edges,
+                   pipeline::VerifyOptions()
+                       .active_microbatches(bounded ? options.active_microbatches() : 0)
+                       .credit(static_cast<int>(microbatches_)));
+  return schedule;
+}
+
+void Program::make_buckets() {
+  const Config& config = runtime_->config();
+  const auto replicas = runtime_->group(CommGroup::kDp);
+  std::map<std::string, graph::ValueId> id_of;
+  for (size_t id = 0; id < graph_->values.size(); ++id) {
+    const graph::Value& value = graph_->values[id];
+    if (value.kind == graph::ValueKind::kParameter) {
+      id_of[value.name] = static_cast<graph::ValueId>(id);
+    }
+  }
+  const int shards = runtime_->gradient_shards();
+  for (const auto& model : runtime_->models()) {
+    std::vector<at::Tensor> parameters;
+    std::vector<std::string> names;
+    for (const at::Tensor& parameter : model->parameters()) {
+      const std::string& name = runtime_->table().find(parameter)->name;
+      if (!parameter.requires_grad() || !runtime_->owns(name)) continue;
+      const auto id = id_of.find(name);
+      if (id != id_of.end()) bucket_of_[id->second] = {buckets_.size(), parameters.size()};
+      parameters.push_back(parameter);
+      names.push_back(name);
+    }
+    const auto& options = model->options();
+    const double cap =
+        options.bucket_cap_mb() > 0 ? options.bucket_cap_mb() : config.bucket_cap_mb();
+    dp::BucketOptions bucket;
+    bucket.bucket_bytes = static_cast<int64_t>(cap * (1 << 20));
+    bucket.microbatches = static_cast<int>(microbatches_);
+    bucket.gradient_shards = shards;
+    bucket.divisor = options.average_grads_across_microbatches()
+                         ? static_cast<double>(microbatches_ * replicas->size())
+                         : static_cast<double>(shards);
+    buckets_.push_back(std::make_unique<dp::GradientBuckets>(std::move(parameters),
+                                                             std::move(names), replicas, bucket));
+  }
+}
+
+/// Parameters that an optimizer may have changed, and buffers that a step may have: from their
+/// owners to the stages that read them too.
+void Program::refresh_replicas() {
+  at::NoGradGuard no_grad;
+  std::vector<comm::WorkPtr> sends;
+  std::vector<at::Tensor> copies;
+  for (size_t i = 0; i < plan_.replicas.size(); ++i) {
+    const auto& replica = plan_.replicas[i];
+    const graph::Value& value = graph_->values[replica.value];
+    const bool constant =
+        value.kind == graph::ValueKind::kBuffer && runtime_->written_buffers.count(value.name) == 0;
+    if (constant) continue;
+    const at::Tensor& tensor = runtime_->table().at(value.name).tensor;
+    const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
+    if (replica.owner == pipeline_->rank()) {
+      copies.push_back(tensor.detach().cpu().contiguous());
+      sends.push_back(pipeline_->isend(copies.back(), replica.stage, tag));
+    } else if (replica.stage == pipeline_->rank()) {
+      const at::Tensor copy = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+      pipeline_->recv(copy, replica.owner, tag);
+      tensor.detach().copy_(copy);
+    }
+  }
+  for (const auto& work : sends) work->wait();
+}
+
+void Program::apply_constants(pipeline::Stage& stage, const Inputs& inputs,
+                              size_t microbatch) const {
+  const size_t index = inputs.constants.size() == 1 ? 0 : microbatch;
+  if (index != microbatch && microbatch > 0) return;  // the same for all: set at the first
+  stage.apply(inputs.constants[index], inputs.contents[index]);
+}
+
+/// Stages keep the overrides they were given, so what an earlier step overrode and this one does
+/// not is set back to what was recorded.
+void Program::complete_overrides(Inputs& inputs) {
+  for (const auto& list : inputs.constants) {
+    for (const auto& change : list) {
+      overridden_constants_.insert({change.operator_index, change.argument});
+    }
+  }
+  for (const auto& list : inputs.contents) {
+    for (const auto& change : list) overridden_contents_.insert(change.value);
+  }
+  for (auto& list : inputs.constants) {
+    std::vector<graph::ConstantOverride> complete;
+    for (const auto& [op, argument] : overridden_constants_) {
+      complete.push_back({op, argument, graph_->operators[op].arguments[argument].constant});
+    }
+    complete.insert(complete.end(), list.begin(), list.end());
+    list = std::move(complete);
+  }
+  for (auto& list : inputs.contents) {
+    std::vector<graph::ContentOverride> complete;
+    for (graph::ValueId id : overridden_contents_) {
+      complete.push_back({id, graph_->values[id].content});
+    }
+    complete.insert(complete.end(), list.begin(), list.end());
+    list = std::move(complete);
+  }
+}
+
+Program::Outputs Program::run(Inputs inputs) {
+  complete_overrides(inputs);
+  refresh_replicas();
+  pipeline::Executor::Step step;
+  step.inputs = inputs.tensors;
+  for (int64_t m = 0; m < microbatches_; ++m) {
+    graph::RandomKey key;
+    key.seed = runtime_->seed;
+    key.step_function = static_cast<uint64_t>(inputs.step_ordinal);
+    key.call = inputs.step_call;
+    key.global_microbatch =
+        static_cast<uint64_t>(runtime_->rank_in(CommGroup::kDp) * microbatches_ + m);
+    step.keys.push_back(key);
+  }
+  step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
+    apply_constants(stage, inputs, static_cast<size_t>(microbatch));
+  };
+  step.consume = [&](graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
+    const auto [model, index] = bucket_of_.at(parameter);
+    buckets_[model]->add(index, microbatch, gradient);
+  };
+  step.reduce = [&](int) {
+    for (auto& buckets : buckets_) buckets->reduce();
+  };
+  Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
+  step.output = [&](int position, int microbatch, const at::Tensor& output) {
+    outputs[position][microbatch] =
+        output.defined() && inputs.detach_outputs ? output.detach() : output;
+  };
+  executor_->run(step);
+  for (auto& buckets : buckets_) buckets->finish();
+  share_outputs(outputs);
+  return outputs;
+}
+
+/// Sends each stage's outputs to all ranks of the pipeline, in one message per stage.
+void Program::share_outputs(Outputs& outputs) const {
+  if (pipeline_->size() == 1) return;
+  for (int stage = 0; stage < plan_.stages; ++stage) {
+    std::vector<graph::TensorMeta> metas;
+    std::vector<std::pair<size_t, size_t>> places;
+    for (size_t position = 0; position < outputs.size(); ++position) {
+      const graph::ValueId id = graph_->outputs[position];
+      if (id == graph::kUndefined || plan_.stage_of_output[position] != stage) continue;
+      for (size_t m = 0; m < outputs[position].size(); ++m) {
+        metas.push_back(graph_->values[id].meta);
+        places.emplace_back(position, m);
+      }
+    }
+    if (metas.empty()) continue;
+    const pipeline::MessageLayout layout(metas);
+    const bool mine = stage == pipeline_->rank();
+    std::vector<at::Tensor> tensors;
+    for (const auto& [position, m] : places) tensors.push_back(outputs[position][m]);
+    const at::Tensor message = mine ? layout.pack(tensors) : layout.make_buffer();
+    pipeline_->broadcast(message, stage);
+    if (mine) continue;
+    tensors = layout.unpack(message);
+    for (size_t i = 0; i < places.size(); ++i) {
+      outputs[places[i].first][places[i].second] = tensors[i];
+    }
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "dp/gradient_buckets.h"
+#include "graph/graph.h"
+#include "partitioner/plan.h"
+#include "pipeline/executor.h"
+#include "smp/runtime.h"
+
+namespace smp {
+
+/// A graph made ready to run on this rank: its plan, schedule, stage, channels and gradient
+/// buckets for one number of microbatches. Internal.
+class Program {
+ public:
+  Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
+          partitioner::Plan plan, int64_t microbatches);
+
+  /// One step's inputs and constants.
+  struct Inputs {
+    std::vector<std::vector<at::Tensor>> tensors;  ///< by microbatch, then graph input
+    /// By microbatch, or one entry for all.
+    std::vector<std::vector<graph::ConstantOverride>> constants;
+    std::vector<std::vector<graph::ContentOverride>> contents;
+    int step_ordinal = 0;
+    uint64_t step_call = 0;
+    bool detach_outputs = true;
+  };
+
+  /// Runs the schedule and, if the graph trains, reduces gradients into `.grad`. Returns the
+  /// graph's outputs by position and microbatch, on every rank of the pipeline.
+  std::vector<std::vector<at::Tensor>> run(Inputs inputs);
+
+  const partitioner::Plan& plan() const { return plan_; }
+  const pipeline::Schedule& schedule() const { return executor_->schedule(); }
+
+ private:
+  using Outputs = std::vector<std::vector<at::Tensor>>;
+
+  pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges) const;
+  void make_buckets();
+  void refresh_replicas();
+  void share_outputs(Outputs& outputs) const;
+  void complete_overrides(Inputs& inputs);
+  void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;
+
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<const graph::Graph> graph_;
+  partitioner::Plan plan_;
+  int64_t microbatches_;
+  comm::CommunicatorPtr pipeline_;
+  std::unique_ptr<pipeline::Executor> executor_;
+  // Constants and contents that some step has overridden: (operator, argument) and values.
+  std::set<std::pair<int, int>> overridden_constants_;
+  std::set<graph::ValueId> overridden_contents_;
+  std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;      // by model
+  std::map<graph::ValueId, std::pair<size_t, size_t>> bucket_of_;  // model, index in it
+};
+
+}  // namespace smp

@@ -1,0 +1,127 @@
+#include "smp/runtime.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/c10d/process_group.h"
+#include "smp/core/error.h"
+#include "smp/core/failure.h"
+#include "smp/model_core.h"
+
+namespace smp {
+namespace {
+
+std::shared_ptr<Runtime>& process_runtime() {
+  static std::shared_ptr<Runtime> runtime;
+  return runtime;
+}
+
+std::shared_ptr<Runtime>& thread_runtime() {
+  thread_local std::shared_ptr<Runtime> runtime;
+  return runtime;
+}
+
+Config effective(const Config& config) {
+  Config merged = config.merged_with_environment();
+  merged.validate();
+  return merged;
+}
+
+}  // namespace
+
+Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts)
+    : config_(effective(config)), world_(std::move(world)), topology_(config_, hosts) {
+  const auto context = [&] {
+    std::string text = c10::str("smp rank ", rank());
+    if (topology_.pp_size() > 1) {
+      text += c10::str(" pp ", rank_in(CommGroup::kPp), "/", topology_.pp_size());
+    }
+    if (topology_.dp_size() > 1) {
+      text += c10::str(" dp ", rank_in(CommGroup::kDp), "/", topology_.dp_size());
+    }
+    return text;
+  };
+  if (world_->size() > 1) set_error_context(context());
+  const auto timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(config_.timeout_seconds() * 1000));
+  world_->set_timeout(timeout);
+  check_same_configuration();
+  groups_[CommGroup::kWorld] = world_;
+  for (CommGroup group :
+       {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kMp, CommGroup::kDp}) {
+    const auto members = topology_.members(group, rank());
+    std::string name = to_string(group);
+    name += "[";
+    for (int member : members) name += (name.back() == '[' ? "" : ",") + std::to_string(member);
+    groups_[group] = world_->split(members, name + "]");
+    groups_[group]->set_timeout(timeout);
+  }
+}
+
+void Runtime::check_same_configuration() const {
+  const auto all = comm::all_gather_bytes(*world_, config_.to_json());
+  for (size_t r = 0; r < all.size(); ++r) {
+    SMP_CHECK_WITH(ConfigError, all[r] == all[0], "the configuration differs between ranks. Rank 0 "
+                   "has ", all[0], ", rank ", r, " has ", all[r],
+                   ". Start all ranks with the same configuration");
+  }
+}
+
+Runtime& Runtime::get() { return *get_shared(); }
+
+std::shared_ptr<Runtime> Runtime::get_shared() {
+  const auto& runtime = thread_runtime() ? thread_runtime() : process_runtime();
+  SMP_CHECK_WITH(UsageError, runtime != nullptr,
+                 "smp is not initialised; call smp::init(config) at the start of main()");
+  return runtime;
+}
+
+bool Runtime::exists() { return thread_runtime() != nullptr || process_runtime() != nullptr; }
+
+void Runtime::set_for_process(std::shared_ptr<Runtime> runtime) {
+  process_runtime() = std::move(runtime);
+}
+
+void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
+  thread_runtime() = std::move(runtime);
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {
+  auto& made = process_groups_[group];
+  if (!made) made = comm::make_process_group(groups_.at(group));
+  return made;
+}
+
+void Runtime::add_model(const std::shared_ptr<ModelCore>& model) {
+  SMP_CHECK_WITH(UsageError, !in_step,
+                 "a DistributedModel was made inside a step function; make it before the first "
+                 "step");
+  SMP_CHECK_WITH(UsageError, !partitioned,
+                 "a DistributedModel was made after the first step, when the models had been "
+                 "divided among the ranks; make all models before");
+  for (const auto& other : models()) {
+    SMP_CHECK_WITH(UsageError, other->module_ptr() != model->module_ptr(),
+                   "this module is wrapped in a DistributedModel already; use that one");
+  }
+  model->add_to(table_);
+  models_.push_back(model);
+}
+
+std::vector<std::shared_ptr<ModelCore>> Runtime::models() const {
+  std::vector<std::shared_ptr<ModelCore>> result;
+  for (const auto& model : models_) {
+    if (auto alive = model.lock()) result.push_back(std::move(alive));
+  }
+  return result;
+}
+
+int Runtime::gradient_shards() const {
+  if (config_.gradient_shards() > 0) return static_cast<int>(config_.gradient_shards());
+  return saved_gradient_shards > 0 ? saved_gradient_shards : topology_.dp_size();
+}
+
+void Runtime::fail(const std::string& reason) noexcept {
+  record_failure(rank(), reason);
+  if (world_->size() > 1) world_->abort(reason);
+}
+
+}  // namespace smp

@@ -1,0 +1,109 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "graph/tensor_table.h"
+#include "smp/core/config.h"
+#include "smp/core/topology.h"
+
+namespace c10d {
+class ProcessGroup;
+}  // namespace c10d
+
+namespace smp {
+
+class ModelCore;
+
+/// Everything that `init` sets up for one rank: configuration, groups, models, owners of
+/// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
+/// runtime of its own; otherwise the process has one. Belongs to the rank's thread.
+class Runtime {
+ public:
+  /// Collective over `world`. `hosts[r]` is the host of rank r. Throws `ConfigError` for a
+  /// configuration that is wrong, does not fit the number of ranks or differs between ranks.
+  Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts);
+
+  /// The runtime of this thread or process; throws `UsageError` before `init`.
+  static Runtime& get();
+  static std::shared_ptr<Runtime> get_shared();
+  static bool exists();
+  /// Sets the runtime of the process, or of this thread; null ends it.
+  static void set_for_process(std::shared_ptr<Runtime> runtime);
+  static void set_for_thread(std::shared_ptr<Runtime> runtime);
+
+  const Config& config() const { return config_; }
+  const Topology& topology() const { return topology_; }
+  int rank() const { return world_->rank(); }
+  int rank_in(CommGroup group) const { return topology_.rank_in(group, rank()); }
+
+  comm::CommunicatorPtr world() const { return world_; }
+  /// The communicator of this rank's group; made at `init`.
+  comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
+  /// The c10d process group of this rank's group. Collective over the group at the first call.
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group(CommGroup group);
+
+  /// Adds a model; throws `UsageError` when its tensors' names clash with another model's.
+  void add_model(const std::shared_ptr<ModelCore>& model);
+  /// The models that still exist, in the order they were wrapped.
+  std::vector<std::shared_ptr<ModelCore>> models() const;
+  /// Parameters and buffers of all models by name.
+  const graph::TensorTable& table() const { return table_; }
+
+  /// The number of a new step function, which is part of the keys of its random streams.
+  int next_step_ordinal() { return step_ordinals_++; }
+
+  /// The seed of all random streams, the same on all ranks; set at the first step.
+  uint64_t seed = 0;
+  bool seed_is_set = false;
+  /// Steps that trained, over all step functions.
+  int64_t training_steps = 0;
+  /// `gradient_shards` of the checkpoint that was loaded; 0 without one.
+  int saved_gradient_shards = 0;
+  /// How often each step function was called, by ordinal.
+  std::map<int, uint64_t> step_calls;
+  /// True once the models are divided among the ranks.
+  bool partitioned = false;
+  /// The stage that owns each parameter and buffer, by name; complete once partitioned.
+  std::map<std::string, int> owner;
+  /// The graph whose costs were measured: the first one.
+  std::shared_ptr<const graph::Graph> measured;
+  /// Buffers that some graph writes.
+  std::set<std::string> written_buffers;
+  /// A step function is running on this thread.
+  bool in_step = false;
+  /// The run under way is the one that captures.
+  bool tracing = false;
+
+  bool owns(const std::string& name) const {
+    return !partitioned || owner.at(name) == rank_in(CommGroup::kPp);
+  }
+
+  /// The configuration's `gradient_shards`, else the loaded checkpoint's, else the number of
+  /// replicas.
+  int gradient_shards() const;
+
+  /// Tells the other ranks and the launcher that this rank has failed. Only the first call counts.
+  void fail(const std::string& reason) noexcept;
+
+ private:
+  void check_same_configuration() const;
+
+  Config config_;
+  comm::CommunicatorPtr world_;
+  Topology topology_;
+  std::map<CommGroup, comm::CommunicatorPtr> groups_;
+  std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
+  std::vector<std::weak_ptr<ModelCore>> models_;
+  graph::TensorTable table_;
+  int step_ordinals_ = 0;
+};
+
+}  // namespace smp

@@ -1,0 +1,143 @@
+#include "smp/save_load.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "checkpoint/apply.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
+#include "smp/core/error.h"
+#include "smp/runtime.h"
+#include "smp/storage.h"
+
+namespace smp {
+namespace {
+
+using checkpoint::NamedTensor;
+
+/// The model's tensors under their full names, each once.
+std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<ModelCore*>& models) {
+  std::vector<NamedTensor> result;
+  for (const auto& entry : runtime.table().entries()) {
+    for (const ModelCore* model : models) {
+      const std::string prefix = model->full_name("");
+      if (entry.name.rfind(prefix, 0) != 0) continue;
+      result.push_back({entry.name, entry.tensor, entry.aliases});
+      break;
+    }
+  }
+  return result;
+}
+
+checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>& models,
+                           const std::vector<OptimizerCore*>& optimizers) {
+  checkpoint::Shard shard;
+  for (auto& tensor : tensors_of(runtime, models)) {
+    if (runtime.owns(tensor.name)) shard.model.push_back(std::move(tensor));
+  }
+  for (const OptimizerCore* optimizer : optimizers) {
+    const auto state = optimizer->local_state();
+    shard.optimizer = optim::to_json(state);
+    shard.optimizer_tensors = optim::tensors_of(state);
+  }
+  return shard;
+}
+
+checkpoint::RunState run_state(const Runtime& runtime, const nlohmann::json& user_content) {
+  checkpoint::RunState state;
+  state.step = runtime.training_steps;
+  state.gradient_shards = runtime.gradient_shards();
+  state.random.seed = runtime.seed;
+  for (const auto& [ordinal, calls] : runtime.step_calls) {
+    state.random.step_calls.resize(std::max<size_t>(state.random.step_calls.size(), ordinal + 1));
+    state.random.step_calls[ordinal] = static_cast<int64_t>(calls);
+  }
+  state.user_content = user_content;
+  return state;
+}
+
+/// The optimizer's section of the checkpoint, with the tensors of the parameters named.
+template <class Wanted>
+optim::OptimizerState read_optimizer(checkpoint::Reader& reader, const Wanted& wanted) {
+  nlohmann::json json = reader.index().optimizer;
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& [name, entry] : reader.index().optimizer_tensors) {
+    const std::string parameter = name.substr(0, name.rfind('/'));
+    if (wanted(parameter)) tensors[name] = reader.read_optimizer(name);
+  }
+  auto& states = json["state"];
+  for (auto it = states.begin(); it != states.end();) {
+    it = wanted(it.key()) ? std::next(it) : states.erase(it);
+  }
+  return optim::from_parts(json, tensors);
+}
+
+}  // namespace
+
+void save_run(const std::string& path, const std::vector<ModelCore*>& models,
+              const std::vector<OptimizerCore*>& optimizers, const nlohmann::json& user_content) {
+  Runtime& runtime = Runtime::get();
+  SMP_CHECK_WITH(UsageError, !runtime.in_step,
+                 "smp::save was called inside a step function; call it after the step");
+  try {
+    at::NoGradGuard no_grad;
+    const checkpoint::Writer writer(path);
+    const auto world = runtime.world();
+    const auto pipeline = runtime.group(CommGroup::kPp);
+    const bool first_replica = runtime.rank_in(CommGroup::kDp) == 0;
+    // Before partitioning every rank has the whole model, so one writes it.
+    const int writers = runtime.partitioned ? pipeline->size() : 1;
+    if (world->rank() == 0) writer.begin();
+    world->barrier();
+    if (first_replica) {
+      std::string part;
+      if (pipeline->rank() < writers) {
+        part = writer.write_shard(pipeline->rank(), writers, shard_of(runtime, models, optimizers));
+      }
+      auto parts = comm::all_gather_bytes(*pipeline, part);
+      parts.resize(writers);
+      if (world->rank() == 0) writer.commit(parts, run_state(runtime, user_content));
+    }
+    world->barrier();
+  } catch (const std::exception& error) {
+    runtime.fail(error.what());
+    throw;
+  }
+}
+
+LoadedRun load_run(const std::string& path, const std::vector<ModelCore*>& models,
+                   const std::vector<OptimizerCore*>& optimizers, bool strict) {
+  Runtime& runtime = Runtime::get();
+  SMP_CHECK_WITH(UsageError, !runtime.in_step,
+                 "smp::load was called inside a step function; call it before or after the step");
+  auto reader = std::make_shared<checkpoint::Reader>(path);
+  const auto tensors = tensors_of(runtime, models);
+  checkpoint::check_names(checkpoint::expectations(tensors), reader->index(), path, strict);
+  SMP_CHECK_WITH(CheckpointError, optimizers.empty() || reader->index().optimizer.contains("state"),
+                 "checkpoint \"", path,
+                 "\" holds no optimizer. Load it without one: smp::load(path, model)");
+  at::NoGradGuard no_grad;
+  for (const auto& [name, tensor, aliases] : tensors) {
+    if (!has_data(tensor) || reader->index().find_model(name) == nullptr) continue;
+    tensor.detach().copy_(reader->read_model(name));
+  }
+  for (OptimizerCore* optimizer : optimizers) {
+    optimizer->load_when_partitioned([reader, &runtime] {
+      return read_optimizer(*reader, [&](const std::string& name) { return runtime.owns(name); });
+    });
+  }
+  const auto& run = reader->index().run;
+  runtime.seed = run.random.seed;
+  runtime.seed_is_set = true;
+  runtime.training_steps = run.step;
+  runtime.saved_gradient_shards = static_cast<int>(run.gradient_shards);
+  for (size_t i = 0; i < run.random.step_calls.size(); ++i) {
+    runtime.step_calls[static_cast<int>(i)] = static_cast<uint64_t>(run.random.step_calls[i]);
+  }
+  return {run.step, run.user_content};
+}
+
+void load_into_module(const std::string& path, torch::nn::Module& module, bool strict) {
+  checkpoint::load_into_module(module, path, strict);
+}
+
+}  // namespace smp

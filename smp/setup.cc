@@ -1,0 +1,163 @@
+#include "smp/setup.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <sstream>
+
+#include "graph/profile.h"
+#include "partitioner/cost.h"
+#include "partitioner/partition.h"
+#include "partitioner/report.h"
+#include "smp/core/error.h"
+#include "smp/core/log.h"
+#include "smp/model_core.h"
+#include "smp/storage.h"
+
+namespace smp {
+namespace {
+
+using graph::ValueKind;
+
+/// Names, shapes and types of everything registered, one line each.
+std::string describe_models(const Runtime& runtime) {
+  std::ostringstream out;
+  for (const auto& entry : runtime.table().entries()) {
+    out << graph::to_string(entry.kind) << " " << entry.name << " : "
+        << graph::TensorMeta::of(entry.tensor).to_string();
+    for (const auto& alias : entry.aliases) out << " = " << alias;
+    out << "\n";
+  }
+  return out.str();
+}
+
+void check_same_models(const Runtime& runtime) {
+  const auto all = comm::all_gather_bytes(*runtime.world(), describe_models(runtime));
+  for (size_t r = 0; r < all.size(); ++r) {
+    if (all[r] == all[0]) continue;
+    std::istringstream first(all[0]), other(all[r]);
+    std::string a, b;
+    while (true) {
+      const bool more_a = static_cast<bool>(std::getline(first, a));
+      const bool more_b = static_cast<bool>(std::getline(other, b));
+      if (!more_a) a = "nothing more";
+      if (!more_b) b = "nothing more";
+      if (a != b || (!more_a && !more_b)) break;
+    }
+    detail::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", r,
+                             " has ", b, ". Build the same model on every rank");
+  }
+}
+
+void broadcast_values(const Runtime& runtime) {
+  at::NoGradGuard no_grad;
+  for (const auto& entry : runtime.table().entries()) {
+    const at::Tensor copy = entry.tensor.detach().cpu().contiguous();
+    runtime.world()->broadcast(copy, 0);
+    if (!copy.is_alias_of(entry.tensor)) entry.tensor.detach().copy_(copy);
+  }
+}
+
+/// The seed that the user set, or that the default generator of world rank 0 has.
+void settle_seed(Runtime& runtime) {
+  if (runtime.seed_is_set) return;
+  const int64_t configured = runtime.config().seed();
+  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
+                                  : at::detail::getDefaultCPUGenerator().current_seed();
+  const std::string bytes = comm::broadcast_bytes(
+      *runtime.world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
+  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
+  runtime.seed = seed;
+  runtime.seed_is_set = true;
+}
+
+graph::Environment whole_environment(const Runtime& runtime, const graph::Graph& graph,
+                                     const std::vector<at::Tensor>& inputs) {
+  graph::Environment environment(graph.values.size());
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const graph::Value& value = graph.values[id];
+    if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoul(value.name)].clone();
+    if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
+      environment[id] = runtime.table().at(value.name).tensor;
+    }
+    if (value.content.defined()) environment[id] = value.content.clone();
+  }
+  return environment;
+}
+
+}  // namespace
+
+void prepare_models(Runtime& runtime) {
+  SMP_CHECK_WITH(UsageError, !runtime.models().empty(),
+                 "a step function ran, but no module was wrapped. Write smp::DistributedModel "
+                 "model(net) before the first step and call model(x) in it");
+  check_same_models(runtime);
+  broadcast_values(runtime);
+  settle_seed(runtime);
+}
+
+void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+                        const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
+                        const std::vector<uint64_t>& checksums, const std::string& step_name) {
+  const auto texts = comm::all_gather_bytes(*runtime.world(), std::to_string(graph.fingerprint()));
+  for (size_t r = 0; r < texts.size(); ++r) {
+    SMP_CHECK_WITH(UsageError, texts[r] == texts[0], "step function \"", step_name,
+                   "\" calls other operators on rank ", r, " than on rank 0 in its first step. All "
+                   "replicas must begin with the same step function on inputs of the same shape");
+  }
+  if (runtime.rank() == 0) {
+    const BufferRestorer restorer(runtime);
+    graph::measure_costs(graph, whole_environment(runtime, graph, inputs), key, checksums,
+                         step_name);
+  }
+  const std::string bytes =
+      comm::broadcast_bytes(*runtime.world(), graph::costs_to_bytes(graph), 0);
+  graph::costs_from_bytes(graph, bytes);
+}
+
+partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph) {
+  auto options = partitioner::PartitionOptions(runtime.topology().pp_size())
+                     .memory_weight(runtime.config().memory_weight())
+                     .owner(runtime.owner)
+                     .allow_empty_stages(runtime.partitioned);
+  return partitioner::partition(graph, options);
+}
+
+void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
+                      int microbatches) {
+  runtime.owner = plan.owner;
+  // What no operator reads has to live somewhere: it is stored, and saved, by the first stage.
+  for (const auto& entry : runtime.table().entries()) runtime.owner.emplace(entry.name, 0);
+  runtime.partitioned = true;
+  const int stage = runtime.rank_in(CommGroup::kPp);
+  for (const auto& entry : runtime.table().entries()) {
+    if (entry.kind == ValueKind::kParameter && runtime.owner.at(entry.name) != stage) {
+      release_data(entry.tensor);
+    }
+  }
+  const std::string report = partitioner::report(graph, plan, microbatches);
+  if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
+  for (const auto& model : runtime.models()) {
+    model->set_partition_report(report);
+    model->run_post_partition_hooks();
+  }
+}
+
+BufferRestorer::BufferRestorer(const Runtime& runtime) {
+  at::NoGradGuard no_grad;
+  for (const auto& entry : runtime.table().entries()) {
+    if (entry.kind != ValueKind::kBuffer) continue;
+    saved_.emplace_back(entry.tensor, entry.tensor.detach().clone());
+  }
+}
+
+BufferRestorer::~BufferRestorer() {
+  at::NoGradGuard no_grad;
+  for (auto& [buffer, copy] : saved_) {
+    buffer.detach_();
+    buffer.copy_(copy);
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/random.h"
+#include "partitioner/plan.h"
+#include "smp/runtime.h"
+
+namespace smp {
+
+/// What the first step does before it captures: compares the models of all ranks, gives every
+/// rank the parameters and buffers of world rank 0, and settles the seed. Collective over the
+/// world. Throws `UsageError` without a model, and when models differ between ranks.
+void prepare_models(Runtime& runtime);
+
+/// Measures the graph's costs on world rank 0 and sends them to all ranks. Collective over the
+/// world; all ranks have captured the same graph (checked). `checksums` are of the recorded run.
+void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+                        const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
+                        const std::vector<uint64_t>& checksums, const std::string& step_name);
+
+/// The plan of a graph under the configuration and the owners settled so far.
+partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph);
+
+/// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
+/// own, keeps the report, and runs the post-partition hooks.
+void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
+                      int microbatches);
+
+/// Copies of all buffers, put back when it goes: captures are invisible.
+class BufferRestorer {
+ public:
+  explicit BufferRestorer(const Runtime& runtime);
+  ~BufferRestorer();
+  BufferRestorer(const BufferRestorer&) = delete;
+  BufferRestorer& operator=(const BufferRestorer&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> saved_;  // buffer and copy
+};
+
+}  // namespace smp

@@ -1,0 +1,13 @@
+#pragma once
+
+/// The whole public interface. See docs/api.md.
+
+#include "smp/core/config.h"
+#include "smp/core/error.h"
+#include "smp/distributed_model.h"
+#include "smp/distributed_optimizer.h"
+#include "smp/init.h"
+#include "smp/keyed_random.h"
+#include "smp/save_load.h"
+#include "smp/step.h"
+#include "smp/step_output.h"

@@ -1,0 +1,297 @@
+#include "smp/step_core.h"
+
+#include <ATen/ops/empty.h>
+#include <xxhash.h>
+
+#include <array>
+#include <sstream>
+
+#include "graph/replay.h"
+#include "partitioner/cost.h"
+#include "smp/core/error.h"
+#include "smp/core/log.h"
+#include "smp/model_core.h"
+#include "smp/setup.h"
+
+namespace smp {
+namespace {
+
+/// Marks the runtime as inside a step, also when the step throws.
+class InStep {
+ public:
+  explicit InStep(bool& flag) : flag_(flag) { flag_ = true; }
+  ~InStep() { flag_ = false; }
+
+ private:
+  bool& flag_;
+};
+
+uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
+  uint64_t hash = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor flat = tensor.detach().cpu().contiguous();
+    hash = XXH64(flat.const_data_ptr(), flat.nbytes(), hash);
+  }
+  return hash;
+}
+
+/// The constants in which this run differs from the recorded graph, one a line.
+std::string describe_constants(const graph::Graph& graph,
+                               const std::vector<std::vector<graph::ConstantOverride>>& constants,
+                               const std::vector<std::vector<graph::ContentOverride>>& contents) {
+  std::ostringstream out;
+  for (size_t m = 0; m < constants.size(); ++m) {
+    for (const auto& change : constants[m]) {
+      const auto& op = graph.operators[change.operator_index];
+      out << "argument \"" << op.handle.schema().arguments()[change.argument].name()
+          << "\" of operator " << change.operator_index << " (" << op.name() << ") is "
+          << graph::constant_to_string(change.value) << "\n";
+    }
+    for (const auto& change : contents[m]) {
+      out << "the content of tensor %" << change.value << " (" << change.content.sizes()
+          << ") has the hash " << hash_inputs({change.content}) << "\n";
+    }
+  }
+  return out.str();
+}
+
+/// The first line in which two texts differ.
+std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
+  std::istringstream first(a), other(b);
+  std::string x, y;
+  while (true) {
+    const bool more_x = static_cast<bool>(std::getline(first, x));
+    const bool more_y = static_cast<bool>(std::getline(other, y));
+    if (!more_x) x = "(nothing)";
+    if (!more_y) y = "(nothing)";
+    if (x != y || (!more_x && !more_y)) return {x, y};
+  }
+}
+
+}  // namespace
+
+StepCore::StepCore(StepOptions options)
+    : runtime_(Runtime::get_shared()),
+      options_(std::move(options)),
+      ordinal_(runtime_->next_step_ordinal()),
+      name_(options_.name().empty() ? "step " + std::to_string(ordinal_) : options_.name()) {
+  SMP_CHECK_WITH(UsageError, options_.microbatches() >= 0, "step function \"", name_,
+                 "\": microbatches must be positive, got ", options_.microbatches());
+}
+
+int64_t StepCore::microbatches() const {
+  return options_.microbatches() > 0 ? options_.microbatches() : runtime_->config().microbatches();
+}
+
+StepResults StepCore::run(const StepCall& call) {
+  SMP_CHECK_WITH(UsageError, !runtime_->in_step, "step function \"", name_,
+                 "\" was called inside another step function; call them one after the other");
+  try {
+    return run_checked(call);
+  } catch (const std::exception& error) {
+    runtime_->fail(error.what());
+    throw;
+  }
+}
+
+StepResults StepCore::run_checked(const StepCall& call) {
+  if (!runtime_->partitioned) prepare_models(*runtime_);
+  check_inputs(call);
+  const auto inputs = split(call);
+  Traced traced;
+  {
+    const InStep in_step(runtime_->in_step);
+    traced = trace(call, inputs);
+  }
+  agree(traced, call);
+  Program& program = program_for(traced, inputs);
+  Program::Inputs step;
+  step.tensors = inputs;
+  step.constants = std::move(traced.constants);
+  step.contents = std::move(traced.contents);
+  step.step_ordinal = ordinal_;
+  step.step_call = runtime_->step_calls[ordinal_]++;
+  step.detach_outputs = options_.detach_outputs();
+  StepResults results = program.run(std::move(step));
+  if (traced.found->trains()) {
+    ++runtime_->training_steps;
+    for (const auto& model : runtime_->models()) model->run_post_step_hooks();
+  }
+  return results;
+}
+
+void StepCore::check_inputs(const StepCall& call) const {
+  at::Device device = at::kCPU;
+  for (const auto& entry : runtime_->table().entries()) {
+    device = entry.tensor.device();
+    break;
+  }
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    SMP_CHECK_WITH(UsageError, call.tensors[i].defined(), "step function \"", name_,
+                   "\": input tensor ", i, " is undefined");
+    SMP_CHECK_WITH(UsageError, call.tensors[i].device() == device, "step function \"", name_,
+                   "\": input tensor ", i, " is on device ", call.tensors[i].device(),
+                   ", the model is on ", device, ". Move the input there: x.to(device)");
+  }
+}
+
+std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call) const {
+  const int64_t count = microbatches();
+  std::vector<std::vector<at::Tensor>> result(count);
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const at::Tensor tensor = call.tensors[i];
+    const int64_t axis = call.axes[i];
+    int64_t size = 0;
+    if (axis >= 0) {
+      SMP_CHECK_WITH(UsageError, axis < tensor.dim(), "step function \"", name_,
+                     "\": input tensor ", i, " of shape ", tensor.sizes(),
+                     " has no axis ", axis, " to cut into microbatches. Name its argument in "
+                     "StepOptions().non_split_inputs({...}) to give every microbatch the whole");
+      SMP_CHECK_WITH(UsageError, tensor.size(axis) > 0 && tensor.size(axis) % count == 0,
+                     "step function \"", name_, "\": input tensor ", i, " of shape ",
+                     tensor.sizes(), " cannot be cut into ", count, " microbatches: the batch (",
+                     tensor.size(axis), " on axis ", axis, ") is not divisible by ", count,
+                     ". Choose a divisible batch size, drop the last incomplete batch (drop_last), "
+                     "or set StepOptions().microbatches(n)");
+      size = tensor.size(axis) / count;
+    }
+    for (int64_t m = 0; m < count; ++m) {
+      result[m].push_back(graph::aligned(axis < 0 ? tensor : tensor.narrow(axis, m * size, size)));
+    }
+  }
+  return result;
+}
+
+graph::TraceResult StepCore::trace_one(const StepCall& call, int microbatch,
+                                       const std::vector<at::Tensor>& inputs, bool execute) {
+  graph::TraceOptions options;
+  options.step_name = name_;
+  options.table = &runtime_->table();
+  options.execute = execute;
+  options.random = {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_],
+                    0};
+  // The newest first: it is the likeliest.
+  for (auto it = graphs_.rbegin(); it != graphs_.rend(); ++it) {
+    options.candidates.push_back(it->get());
+  }
+  runtime_->tracing = execute;
+  graph::Tracer tracer(std::move(options));
+  auto result = tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
+    return call.function(microbatch, tensors);
+  });
+  runtime_->tracing = false;
+  return result;
+}
+
+StepCore::Traced StepCore::trace(const StepCall& call,
+                                 const std::vector<std::vector<at::Tensor>>& inputs) {
+  Traced traced;
+  graph::TraceResult first;
+  if (!runtime_->partitioned) {
+    // Every rank still holds the whole model: this run computes, on copies of the inputs.
+    const BufferRestorer restorer(*runtime_);
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& input : inputs[0]) copies.push_back(input.clone());
+    first = trace_one(call, 0, copies, true);
+  } else {
+    first = trace_one(call, 0, inputs[0], false);
+  }
+  traced.is_new = first.match == nullptr;
+  if (traced.is_new) {
+    if (!first.difference.empty()) {
+      log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
+    }
+    graphs_.push_back(std::move(first.recorded));
+    traced.checksums = std::move(first.checksums);
+  }
+  const graph::Graph* matched = traced.is_new ? graphs_.back().get() : first.match;
+  for (const auto& graph : graphs_) {
+    if (graph.get() == matched) traced.found = graph;
+  }
+  traced.constants.push_back(std::move(first.constants));
+  traced.contents.push_back(std::move(first.contents));
+  for (size_t m = 1; call.per_microbatch && m < inputs.size(); ++m) {
+    auto next = trace_one(call, static_cast<int>(m), inputs[m], false);
+    SMP_CHECK_WITH(CaptureError, next.match == matched, "step function \"", name_,
+                   "\" calls other operators on microbatch ", m, " than on microbatch 0: ",
+                   next.difference,
+                   ". Objects that slice themselves (smp_slice) must lead all microbatches the "
+                   "same way");
+    traced.constants.push_back(std::move(next.constants));
+    traced.contents.push_back(std::move(next.contents));
+  }
+  return traced;
+}
+
+/// Hashing a graph prints it, which is too slow for every step.
+const std::array<uint64_t, 2>& StepCore::fingerprints(const graph::Graph& graph) {
+  const auto [it, is_new] = fingerprints_.try_emplace(&graph);
+  if (is_new) it->second = {graph.fingerprint(), graph.constants_fingerprint()};
+  return it->second;
+}
+
+/// Throws on all ranks of the pipeline unless they run the same graph with the same constants on
+/// the same inputs.
+void StepCore::agree(const Traced& traced, const StepCall& call) {
+  const auto pipeline = runtime_->group(CommGroup::kPp);
+  if (pipeline->size() == 1) return;
+  const std::string constants =
+      describe_constants(*traced.found, traced.constants, traced.contents);
+  const auto& recorded = fingerprints(*traced.found);
+  const std::array<uint64_t, 4> mine = {recorded[0], recorded[1],
+                                        XXH64(constants.data(), constants.size(), 0),
+                                        hash_inputs(call.tensors)};
+  const auto all = comm::all_gather_bytes(
+      *pipeline, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
+  size_t other = 0;
+  while (other < all.size() && all[other] == all[0]) ++other;
+  if (other == all.size()) return;
+  std::array<uint64_t, 4> first, second;
+  std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
+  std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
+  const auto texts = comm::all_gather_bytes(
+      *pipeline, first[0] != second[0] ? traced.found->to_string() : constants);
+  const auto [a, b] = first_difference(texts[0], texts[other]);
+  const auto ranks = c10::str("pp rank 0 and pp rank ", other, " of one pipeline");
+  SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", name_,
+                 "\" calls other operators on ", ranks, ". First difference: \"", a, "\" against \"",
+                 b, "\". All ranks of a pipeline must take the same way through the function");
+  SMP_CHECK_WITH(UsageError, first[1] == second[1] && first[2] == second[2], "step function \"",
+                 name_, "\" has other constants on ", ranks, ". First difference: \"", a,
+                 "\" against \"", b,
+                 "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
+  detail::fail<UsageError>("step function \"", name_, "\" was given different batches on ", ranks,
+                           ". All ranks of a pipeline must pass the same inputs; shard data by "
+                           "smp::dp_rank() and smp::dp_size(), not by smp::rank()");
+}
+
+Program& StepCore::program_for(const Traced& traced,
+                               const std::vector<std::vector<at::Tensor>>& inputs) {
+  auto& program = programs_[{traced.found.get(), microbatches()}];
+  if (program != nullptr) return *program;
+  graph::Graph& graph = *traced.found;
+  const bool first = !runtime_->partitioned;
+  if (first) {
+    const graph::RandomKey key{runtime_->seed, static_cast<uint64_t>(ordinal_),
+                               runtime_->step_calls[ordinal_], 0};
+    measure_costs_once(*runtime_, graph, inputs[0], key, traced.checksums, name_);
+    runtime_->measured = traced.found;
+  } else {
+    partitioner::estimate_costs(graph, runtime_->measured.get());
+  }
+  auto plan = make_plan(*runtime_, graph);
+  if (first) apply_first_plan(*runtime_, graph, plan, static_cast<int>(microbatches()));
+  for (const auto& op : graph.operators) {
+    for (int alias_set : op.writes) {
+      for (const auto& value : graph.values) {
+        if (value.alias_set == alias_set && value.kind == graph::ValueKind::kBuffer) {
+          runtime_->written_buffers.insert(value.name);
+        }
+      }
+    }
+  }
+  program = std::make_unique<Program>(runtime_, traced.found, std::move(plan), microbatches());
+  return *program;
+}
+
+}  // namespace smp

@@ -1,0 +1,32 @@
+#include "smp/step_output.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+
+#include "smp/core/error.h"
+
+namespace smp {
+
+at::Tensor StepOutput::reduce_sum() const {
+  SMP_CHECK_WITH(UsageError, !outputs_.empty(), "a StepOutput without outputs was reduced");
+  at::Tensor sum = outputs_[0].clone();
+  for (size_t m = 1; m < outputs_.size(); ++m) sum.add_(outputs_[m]);
+  return sum;
+}
+
+at::Tensor StepOutput::reduce_mean() const {
+  at::Tensor sum = reduce_sum();
+  return sum.is_floating_point() || sum.is_complex()
+             ? sum.div_(static_cast<double>(outputs_.size()))
+             : sum.div(static_cast<double>(outputs_.size()));
+}
+
+at::Tensor StepOutput::concat() const {
+  SMP_CHECK_WITH(UsageError, !outputs_.empty() && outputs_[0].dim() > 0,
+                 "StepOutput::concat needs tensors with a batch axis; these have none. Use stack()");
+  return at::cat(outputs_, 0);
+}
+
+at::Tensor StepOutput::stack() const { return at::stack(outputs_, 0); }
+
+}  // namespace smp

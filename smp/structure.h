@@ -1,0 +1,199 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "smp/step_output.h"
+
+namespace torch::data {
+template <typename Dataset, typename Batch, typename BatchRequest>
+class DataLoaderBase;
+}  // namespace torch::data
+
+/// Finds the tensors in a step function's arguments and results, whatever tuples, vectors and
+/// maps they lie in. Internal.
+namespace smp::detail {
+
+template <class T>
+struct IsTensor : std::is_base_of<at::Tensor, T> {};
+
+template <class T>
+struct IsVector : std::false_type {};
+template <class T, class A>
+struct IsVector<std::vector<T, A>> : std::true_type {};
+
+template <class T>
+struct IsMap : std::false_type {};
+template <class K, class V, class C, class A>
+struct IsMap<std::map<K, V, C, A>> : std::true_type {};
+
+template <class T>
+struct IsOptional : std::false_type {};
+template <class T>
+struct IsOptional<std::optional<T>> : std::true_type {};
+
+template <class T>
+struct IsTuple : std::false_type {};
+template <class... T>
+struct IsTuple<std::tuple<T...>> : std::true_type {};
+template <class A, class B>
+struct IsTuple<std::pair<A, B>> : std::true_type {};
+
+/// True for a type whose values may hold tensors somewhere inside.
+template <class T>
+constexpr bool holds_tensors();
+
+template <class T, size_t... I>
+constexpr bool tuple_holds_tensors(std::index_sequence<I...>) {
+  return (holds_tensors<std::tuple_element_t<I, T>>() || ...);
+}
+
+template <class T>
+constexpr bool holds_tensors() {
+  using U = std::decay_t<T>;
+  if constexpr (IsTensor<U>::value) {
+    return true;
+  } else if constexpr (IsVector<U>::value || IsOptional<U>::value) {
+    return holds_tensors<typename U::value_type>();
+  } else if constexpr (IsMap<U>::value) {
+    return holds_tensors<typename U::mapped_type>();
+  } else if constexpr (IsTuple<U>::value) {
+    return tuple_holds_tensors<U>(std::make_index_sequence<std::tuple_size_v<U>>());
+  } else {
+    return false;
+  }
+}
+
+/// A user's type that cuts itself: `T smp_slice(int64_t num_microbatches, int64_t microbatch,
+/// int64_t axis) const`.
+template <class T, class = void>
+struct SlicesItself : std::false_type {};
+template <class T>
+struct SlicesItself<
+    T, std::void_t<decltype(std::declval<const T&>().smp_slice(int64_t{}, int64_t{}, int64_t{}))>>
+    : std::true_type {};
+
+template <class D, class B, class R>
+std::true_type derives_from_data_loader(const torch::data::DataLoaderBase<D, B, R>*);
+std::false_type derives_from_data_loader(...);
+
+template <class T, class = void>
+struct IsDataLoader : std::false_type {};
+template <class T>
+struct IsDataLoader<T, std::enable_if_t<std::is_class_v<T>>>
+    : decltype(derives_from_data_loader(std::declval<T*>())) {};
+template <class T, class D>
+struct IsDataLoader<std::unique_ptr<T, D>, void> : IsDataLoader<T> {};
+
+/// How an argument is kept: tensors of derived classes and expressions as plain values.
+template <class T>
+using AsArgument =
+    std::conditional_t<IsTensor<std::decay_t<T>>::value, at::Tensor, std::decay_t<T>>;
+
+/// The result type of a step function that returns nothing.
+struct Nothing {};
+
+/// Calls `visit(tensor)` for every tensor in `value`, which may replace it.
+template <class T, class Visit>
+void for_each_tensor(T& value, const Visit& visit) {
+  using U = std::decay_t<T>;
+  if constexpr (!holds_tensors<U>()) {
+    return;
+  } else if constexpr (IsTensor<U>::value) {
+    visit(value);
+  } else if constexpr (IsVector<U>::value) {
+    for (auto& element : value) for_each_tensor(element, visit);
+  } else if constexpr (IsMap<U>::value) {
+    for (auto& [key, element] : value) for_each_tensor(element, visit);
+  } else if constexpr (IsOptional<U>::value) {
+    if (value) for_each_tensor(*value, visit);
+  } else {
+    std::apply([&](auto&... element) { (for_each_tensor(element, visit), ...); }, value);
+  }
+}
+
+/// What a step returns for a result of type T: tensors become `StepOutput`s in the same nesting,
+/// anything else a list by microbatch.
+template <class T, class = void>
+struct Returned {
+  using type = std::vector<T>;
+};
+template <class T>
+struct Returned<T, std::enable_if_t<IsTensor<T>::value>> {
+  using type = StepOutput;
+};
+template <class T>
+struct Returned<std::vector<T>, std::enable_if_t<holds_tensors<T>()>> {
+  using type = std::vector<typename Returned<T>::type>;
+};
+template <class K, class V>
+struct Returned<std::map<K, V>, std::enable_if_t<holds_tensors<V>()>> {
+  using type = std::map<K, typename Returned<V>::type>;
+};
+template <class... T>
+struct Returned<std::tuple<T...>, std::enable_if_t<holds_tensors<std::tuple<T...>>()>> {
+  using type = std::tuple<typename Returned<T>::type...>;
+};
+template <class A, class B>
+struct Returned<std::pair<A, B>, std::enable_if_t<holds_tensors<std::pair<A, B>>()>> {
+  using type = std::pair<typename Returned<A>::type, typename Returned<B>::type>;
+};
+
+template <class T, class Take, size_t... I>
+typename Returned<T>::type gather_tuple(const std::vector<const T*>& results, const Take& take,
+                                        std::index_sequence<I...>);
+
+/// Builds a step's result from the function's results by microbatch; `take()` gives the next
+/// tensor's outputs, in the order in which `for_each_tensor` meets them.
+template <class T, class Take>
+typename Returned<T>::type gather(const std::vector<const T*>& results, const Take& take) {
+  if constexpr (IsTensor<T>::value) {
+    return StepOutput(take());
+  } else if constexpr (!holds_tensors<T>()) {
+    std::vector<T> list;
+    for (const T* result : results) list.push_back(*result);
+    return list;
+  } else if constexpr (IsVector<T>::value) {
+    typename Returned<T>::type list;
+    for (size_t i = 0; i < results[0]->size(); ++i) {
+      std::vector<const typename T::value_type*> elements;
+      for (const T* result : results) elements.push_back(&(*result)[i]);
+      list.push_back(gather(elements, take));
+    }
+    return list;
+  } else if constexpr (IsMap<T>::value) {
+    typename Returned<T>::type map;
+    for (const auto& [key, value] : *results[0]) {
+      std::vector<const typename T::mapped_type*> elements;
+      for (const T* result : results) elements.push_back(&result->at(key));
+      map.emplace(key, gather(elements, take));
+    }
+    return map;
+  } else {
+    return gather_tuple(results, take, std::make_index_sequence<std::tuple_size_v<T>>());
+  }
+}
+
+template <size_t I, class T, class Take>
+auto gather_element(const std::vector<const T*>& results, const Take& take) {
+  std::vector<const std::tuple_element_t<I, T>*> elements;
+  for (const T* result : results) elements.push_back(&std::get<I>(*result));
+  return gather(elements, take);
+}
+
+template <class T, class Take, size_t... I>
+typename Returned<T>::type gather_tuple(const std::vector<const T*>& results, const Take& take,
+                                        std::index_sequence<I...>) {
+  // Braces evaluate from left to right.
+  return typename Returned<T>::type{gather_element<I>(results, take)...};
+}
+
+}  // namespace smp::detail
