@@ -72,16 +72,16 @@ void train(const Settings& settings) {
   LossLog losses(settings.losses, settings.resume);
   Progress progress(first, settings.steps, settings.batch * settings.sequence, std::cout,
                     stdout_is_terminal());
-  for (int64_t step = first; step < settings.steps; ++step) {
+  for (int64_t step = first; step < settings.last_step(); ++step) {
     // A resumed run must draw the dropout masks that it would have drawn.
     torch::manual_seed(settings.seed + static_cast<uint64_t>(step));
-    for (auto& group : optimizer.param_groups()) {
-      group.options().set_lr(settings.learning_rate(step));
-    }
     const Batch batch = text.batch(settings.seed, step, settings.batch, settings.sequence);
     optimizer.zero_grad();
     const auto loss = next_byte_loss(net(batch.x), batch.y);
     loss.backward();
+    for (auto& group : optimizer.param_groups()) {
+      group.options().set_lr(settings.learning_rate(step));
+    }
     optimizer.step();
 
     progress.update(step + 1, loss.item<double>());
@@ -90,7 +90,7 @@ void train(const Settings& settings) {
       save(checkpoint, net, optimizer, step + 1);
     }
   }
-  save(checkpoint, net, optimizer, settings.steps);
+  save(checkpoint, net, optimizer, settings.last_step());
 
   const double trigram = TrigramModel(text.training_text()).bits_per_byte(text.held_out_text());
   const double ours = evaluate(net, text, settings);

@@ -49,7 +49,8 @@ class Progress {
   double smooth_loss_ = 0;
 };
 
-/// Whether standard output is a terminal that can rewrite a line.
+/// Whether standard output is a terminal that can rewrite a line. mpirun gives each rank a terminal
+/// of its own, whatever its own output is: the environment variable TERM=dumb says that it is none.
 bool stdout_is_terminal();
 
 }  // namespace gpt

@@ -32,6 +32,8 @@ void add_output_flags(CLI::App& app, Settings& s) {
   app.add_option("--checkpoint-dir", s.checkpoint_dir, "folder of checkpoints");
   app.add_option("--save-every", s.save_every, "steps between checkpoints; 0: only at the end")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--stop-after", s.stop_after, "step after which to stop, to go on with --resume")
+      ->check(CLI::NonNegativeNumber);
   app.add_flag("--resume", s.resume, "go on from the newest checkpoint");
   app.add_option("--sample", s.sample, "bytes of text to generate at the end")
       ->check(CLI::NonNegativeNumber);

@@ -54,15 +54,15 @@ void train(const Settings& settings) {
   LossLog losses(leader ? settings.losses : "", settings.resume);
   Progress progress(first, settings.steps, settings.batch * settings.sequence, std::cout,
                     stdout_is_terminal());
-  for (int64_t step = first; step < settings.steps; ++step) {
-    for (auto& group : optimizer.param_groups()) {
-      group.options().set_lr(settings.learning_rate(step));
-    }
+  for (int64_t step = first; step < settings.last_step(); ++step) {
     // Every rank of a pipeline is given the same rows, every replica others.
     const Batch batch = text.batch(settings.seed, step, settings.batch, settings.sequence)
                             .slice(smp::dp_rank(), smp::dp_size());
     optimizer.zero_grad();
     const double loss = global_mean(train_step(batch.x, batch.y));
+    for (auto& group : optimizer.param_groups()) {
+      group.options().set_lr(settings.learning_rate(step));
+    }
     optimizer.step();
 
     if (leader) progress.update(step + 1, loss);

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# usage: examples_test.sh SMPRUN GPT MNIST CONFIG_2X2 CONFIG_1X1
+# Runs the examples as a user would, small, under smprun and alone, and compares what they print.
+set -uo pipefail
+smprun=$PWD/$1 gpt=$PWD/$2 mnist=$PWD/$3 two_by_two=$PWD/$4 one_by_one=$PWD/$5
+cd "$TEST_TMPDIR" || exit 1
+export TERM=dumb HOME=$TEST_TMPDIR
+failures=0
+
+fail() {
+  echo "FAILED: $*"
+  failures=$((failures + 1))
+}
+
+# same NAME FILE FILE: the losses of two runs are equal to the last bit
+same() { cmp "$2" "$3" || fail "$1: $2 and $3 differ"; }
+
+# train NAME COMMAND...: trains a small GPT, tied and with dropout, for 6 steps, to NAME.losses
+train() {
+  "${@:2}" --width 16 --heads 2 --sequence 16 --dropout 0.2 --tied --steps 6 --sample 8 \
+    --losses "$1.losses" >"$1.log" 2>&1 || { cat "$1.log"; fail "$1 ended with an error"; }
+}
+four() { "$smprun" --np 4 --config "$two_by_two" "$gpt" "$@"; }
+one() { "$gpt" --config "$one_by_one" "$@"; }
+
+train four four --checkpoint-dir four
+train one one --checkpoint-dir one
+[ "$(wc -l <four.losses)" -eq 6 ] || fail "expected 6 losses, got: $(cat four.losses)"
+same "4 ranks and 1" four.losses one.losses
+for text in 'step 6/6' 'held-out text: ' 'a trigram model: 2\.' 'sample:' 'Partition assignments: 2' \
+  '^checkpoint: four$' '^losses: four.losses$'; do
+  grep -q -- "$text" four.log || { cat four.log; fail "expected '$text' in the output of four"; }
+done
+diff <(grep 'held-out' four.log) <(grep 'held-out' one.log) || fail "other held-out results"
+
+# Stopped on four ranks, resumed on four, and on one.
+train stopped four --checkpoint-dir stopped --stop-after 3
+cp -r stopped copy && cp stopped.losses resumed_one.losses
+train stopped four --checkpoint-dir stopped --resume
+same "stopped and resumed" four.losses stopped.losses
+train resumed_one one --checkpoint-dir copy --resume
+same "stopped, and resumed by one process" four.losses resumed_one.losses
+
+"$gpt" --data /nonexistent --config "$one_by_one" >missing.log 2>&1 && fail "expected an error status"
+grep -q '^gpt: text data: expected a text file, got "/nonexistent"' missing.log ||
+  { cat missing.log; fail "expected the missing file's name"; }
+
+# A made-up MNIST of 40 digits, each all bright or all dark, and its label says which.
+python3 - <<'PYTHON' || fail "could not write the digits"
+import struct
+labels = bytes(i % 2 for i in range(40))
+for name, header, data in (
+    ("images-idx3", struct.pack(">4I", 0x803, 40, 28, 28), b"".join(bytes([200 * l]) * 784 for l in labels)),
+    ("labels-idx1", struct.pack(">2I", 0x801, 40), labels),
+):
+    open(f"t10k-{name}-ubyte", "wb").write(header + data)
+PYTHON
+digits() {
+  "${@:2}" --data . --batch-size 4 --test-batch-size 4 --epochs 2 --log-interval 2 \
+    --save-model "$1.model" >"$1.log" 2>&1 || { cat "$1.log"; fail "$1 ended with an error"; }
+}
+digits digits_four "$smprun" --np 4 --config "$two_by_two" "$mnist"
+grep -q 'only the t10k files of \.: their first 36 digits for training, the last 4' digits_four.log &&
+  grep -q 'epoch 2, step 2/4: loss' digits_four.log && grep -q 'accuracy 4/4' digits_four.log ||
+  { cat digits_four.log; fail "unexpected output of mnist"; }
+
+exit "$((failures > 0))"
