@@ -38,7 +38,6 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
   }
   executor_->add_stage(std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(),
                                                          pipeline_->rank(), runtime_->table()));
-  if (graph_->trains()) make_buckets();
 }
 
 pipeline::Schedule Program::make_schedule(const std::vector<pipeline::Edge>& edges) const {
@@ -61,6 +60,7 @@ pipeline::Schedule Program::make_schedule(const std::vector<pipeline::Edge>& edg
   return schedule;
 }
 
+/// Makes the gradient buckets, anew when a checkpoint with other gradient shards was loaded.
 void Program::make_buckets() {
   const Config& config = runtime_->config();
   const auto replicas = runtime_->group(CommGroup::kDp);
@@ -72,6 +72,10 @@ void Program::make_buckets() {
     }
   }
   const int shards = runtime_->gradient_shards();
+  if (shards == shards_) return;
+  shards_ = shards;
+  buckets_.clear();
+  bucket_of_.clear();
   for (const auto& model : runtime_->models()) {
     std::vector<at::Tensor> parameters;
     std::vector<std::string> names;
@@ -162,6 +166,7 @@ void Program::complete_overrides(Inputs& inputs) {
 
 Program::Outputs Program::run(Inputs inputs) {
   complete_overrides(inputs);
+  if (graph_->trains()) make_buckets();
   refresh_replicas();
   pipeline::Executor::Step step;
   step.inputs = inputs.tensors;
