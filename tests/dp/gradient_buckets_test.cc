@@ -1,0 +1,140 @@
+#include "dp/gradient_buckets.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "comm/threads/run_ranks.h"
+#include "smp/core/error.h"
+
+namespace smp::dp {
+namespace {
+
+std::vector<at::Tensor> make_parameters() {
+  std::vector<at::Tensor> parameters{at::zeros({5, 3}), at::zeros({7}), at::zeros({4, 6}).t(),
+                                     at::zeros({2, 2}, at::kDouble), at::zeros({3})};
+  for (auto& parameter : parameters) parameter.requires_grad_();
+  return parameters;
+}
+
+const std::vector<std::string> kNames{"a", "b", "c", "d", "unused"};
+
+at::Tensor gradient(size_t parameter, int global_microbatch) {
+  at::manual_seed(100 * parameter + global_microbatch);
+  const auto like = make_parameters()[parameter];
+  return at::randn(like.sizes(), like.options().requires_grad(false));
+}
+
+/// Gradients of 8 microbatches in `shards` shards, summed as documented.
+at::Tensor expected(size_t parameter, int shards, double divisor) {
+  at::Tensor total;
+  for (int shard = 0; shard < shards; ++shard) {
+    at::Tensor sum;
+    for (int m = shard * 8 / shards; m < (shard + 1) * 8 / shards; ++m) {
+      const auto g = gradient(parameter, m);
+      sum = sum.defined() ? sum + g : g;
+    }
+    total = total.defined() ? total + sum : sum;
+  }
+  return total / divisor;
+}
+
+struct Case {
+  int replicas;
+  int shards;
+  int64_t bucket_bytes;
+};
+
+class GradientBucketsTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(GradientBucketsTest, SumsShardsInOrderForAnyNumberOfReplicas) {
+  const auto [replicas, shards, bucket_bytes] = GetParam();
+  // The default generator is shared by the rank threads, so draw before they start.
+  std::vector<std::vector<at::Tensor>> gradients(4);
+  for (size_t p = 0; p < 4; ++p) {
+    for (int m = 0; m < 8; ++m) gradients[p].push_back(gradient(p, m));
+  }
+  std::vector<at::Tensor> sums;
+  for (size_t p = 0; p < 4; ++p) sums.push_back(expected(p, shards, 8));
+  const int count = replicas;
+  const int shard_count = shards;
+  const int64_t bytes = bucket_bytes;
+  comm::run_ranks(count, [&](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    BucketOptions options;
+    options.bucket_bytes = bytes;
+    options.microbatches = 8 / count;
+    options.gradient_shards = shard_count;
+    options.divisor = 8;
+    GradientBuckets buckets(parameters, kNames, group, options);
+    for (int step = 1; step <= 2; ++step) {
+      for (int m = 0; m < 8 / count; ++m) {
+        for (size_t p = 0; p < 4; ++p) {
+          buckets.add(p, m, gradients[p][group->rank() * (8 / count) + m]);
+        }
+      }
+      buckets.reduce();
+      buckets.finish();
+      for (size_t p = 0; p < 4; ++p) {
+        // The second step adds to `.grad`, as backward does.
+        const auto want = step == 1 ? sums[p] : sums[p] + sums[p];
+        EXPECT_TRUE(at::equal(parameters[p].grad(), want)) << kNames[p] << " step " << step;
+      }
+      EXPECT_FALSE(parameters[4].grad().defined());
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, GradientBucketsTest,
+                         ::testing::Values(Case{1, 1, 1 << 20}, Case{1, 4, 1 << 20},
+                                           Case{2, 2, 1 << 20}, Case{2, 4, 1 << 20},
+                                           Case{4, 4, 1 << 20}, Case{2, 2, 64}, Case{4, 8, 64},
+                                           Case{1, 8, 1}));
+
+TEST(GradientBuckets, OneLargeOrSeveralSmallParametersFillABucket) {
+  comm::run_ranks(1, [](const comm::CommunicatorPtr& group) {
+    BucketOptions options;
+    // Padded to 64 bytes: a 64, b 64, c 128, unused 64; d is of another type.
+    options.bucket_bytes = 192;
+    GradientBuckets buckets(make_parameters(), kNames, group, options);
+    // From the last parameter, whose gradient is ready first.
+    const std::vector<std::vector<size_t>> expected_buckets{{4, 2}, {3}, {1, 0}};
+    EXPECT_EQ(buckets.buckets(), expected_buckets);
+  });
+}
+
+std::string error(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(GradientBuckets, RefusesShardsThatDoNotFit) {
+  comm::run_ranks(2, [](const comm::CommunicatorPtr& group) {
+    BucketOptions options;
+    options.gradient_shards = 3;
+    const auto text = error([&] { GradientBuckets(make_parameters(), kNames, group, options); });
+    EXPECT_NE(text.find("expected a multiple of the number of replicas (2), got 3"),
+              std::string::npos)
+        << text;
+    options.gradient_shards = 4;
+    options.microbatches = 3;
+    const auto other = error([&] { GradientBuckets(make_parameters(), kNames, group, options); });
+    EXPECT_NE(other.find("\"microbatches\": expected a multiple of the gradient shards"),
+              std::string::npos)
+        << other;
+  });
+}
+
+TEST(GradientBuckets, RefusesSparseGradients) {
+  comm::run_ranks(1, [](const comm::CommunicatorPtr& group) {
+    GradientBuckets buckets(make_parameters(), kNames, group, {});
+    const auto text = error([&] { buckets.add(0, 0, at::zeros({5, 3}).to_sparse()); });
+    EXPECT_NE(text.find("parameter \"a\" has a sparse gradient"), std::string::npos) << text;
+  });
+}
+
+}  // namespace
+}  // namespace smp::dp
