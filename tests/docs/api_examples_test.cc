@@ -1,0 +1,216 @@
+// The code of docs/api.md, compiled and run: readme_test checks that every block of that page is
+// found here.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
+
+#include "optim/adadelta.h"
+#include "smp/smp.h"
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    fc1 = register_module("fc1", torch::nn::Linear(8, 16));
+    drop = register_module("drop", torch::nn::Dropout(0.5));
+    fc2 = register_module("fc2", torch::nn::Linear(16, 3));
+  }
+  torch::Tensor forward(torch::Tensor x) { return fc2(drop(torch::relu(fc1(x)))); }
+
+  torch::nn::Linear fc1{nullptr}, fc2{nullptr};
+  torch::nn::Dropout drop{nullptr};
+};
+TORCH_MODULE(Net);
+
+/// A user's type that is no tensor: every microbatch gets its share of the weights.
+struct SampleWeights {
+  std::vector<float> weights;
+
+  SampleWeights smp_slice(int64_t num_microbatches, int64_t microbatch, int64_t /*axis*/) const {
+    const auto count = static_cast<int64_t>(weights.size()) / num_microbatches;
+    const auto first = weights.begin() + microbatch * count;
+    return {std::vector<float>(first, first + count)};
+  }
+};
+
+class ApiExamples : public testing::Test {
+ protected:
+  ApiExamples() {
+    at::set_num_threads(1);
+    torch::manual_seed(3);
+    x_ = torch::randn({8, 8});
+    y_ = torch::randint(3, {8});
+    folder_ = std::filesystem::path(testing::TempDir()) / "api_examples_checkpoint";
+  }
+  ~ApiExamples() override { std::filesystem::remove_all(folder_); }
+
+  /// Two stages, two microbatches.
+  void run(const std::function<void()>& program) {
+    smp::run_as_threads(2, smp::Config().partitions(2).microbatches(2).seed(7), program);
+  }
+
+  torch::Tensor x_, y_;
+  std::string folder_;
+};
+
+TEST_F(ApiExamples, TrainAndEvaluate) {
+  const torch::Tensor x = x_, y = y_;
+  run([&] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(),
+                                                             torch::optim::AdamWOptions(1e-3));
+
+    auto train = smp::step([&](torch::Tensor x, torch::Tensor y) {
+      auto logits = model(x);
+      auto loss = torch::cross_entropy_loss(logits, y);
+      model->backward(loss);
+      return std::make_tuple(loss, logits.argmax(1));
+    });
+
+    optimizer.zero_grad();
+    auto [loss, predictions] = train(x, y);
+    optimizer.step();
+    const double mean = loss.reduce_mean().item<double>();
+    const torch::Tensor labels = predictions.concat();
+    EXPECT_EQ(mean, (loss.outputs()[0] + loss.outputs()[1]).div(2).item<double>());
+    EXPECT_EQ(labels.sizes(), y.sizes());
+
+    auto evaluate =
+        smp::step([&](torch::Tensor x, torch::Tensor y) { return model(x).argmax(1).eq(y).sum(); });
+
+    model->eval();
+    const auto correct = evaluate(x, y).reduce_sum().item<int64_t>();
+    model->train();
+
+    Net whole;
+    const auto state = model->state_dict();
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& item : whole->named_parameters()) item.value().copy_(state[item.key()]);
+    }
+    whole->eval();
+    EXPECT_EQ(correct, whole(x).argmax(1).eq(y).sum().item<int64_t>());
+    EXPECT_TRUE(model->partitioned());
+    EXPECT_LT(model->local_parameters().size(), model->parameters().size());
+    EXPECT_EQ(model->partition_report().find("Partition assignments: 2 stages"), 0u);
+  });
+}
+
+TEST_F(ApiExamples, StepOptions) {
+  const torch::Tensor batch = x_.t().contiguous(), scale = torch::full({8}, 2.0);
+  run([&] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    model->eval();
+    auto logits = smp::step(
+        [&](torch::Tensor columns, torch::Tensor scale) { return model(columns.t() * scale); },
+        smp::StepOptions()
+            .name("logits")
+            .microbatches(4)             // instead of the configuration's
+            .input_split_axes({{0, 1}})  // argument 0 is cut along axis 1
+            .non_split_inputs({1}));     // argument 1 goes whole to every microbatch
+    EXPECT_EQ(logits(batch, scale).outputs().size(), 4u);
+    EXPECT_EQ(logits(batch, scale).concat().size(0), 8);
+  });
+}
+
+TEST_F(ApiExamples, ObjectsAndNumbers) {
+  const torch::Tensor x = x_;
+  run([&] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    auto weighted = smp::step([&](torch::Tensor x, const SampleWeights& sample) {
+      auto loss = (model(x).sum(1) * torch::tensor(sample.weights)).sum();
+      model->backward(loss);
+      return std::make_tuple(torch::tensor(sample.weights).sum() + 0 * loss, sample.weights[0]);
+    });
+    const SampleWeights sample{{1, 2, 3, 4, 5, 6, 7, 8}};
+    auto [sums, firsts] = weighted(x, sample);  // a StepOutput and a std::vector<float>
+    EXPECT_EQ(sums.stack()[0].item<float>(), 10);
+    EXPECT_EQ(sums.stack()[1].item<float>(), 26);
+    EXPECT_EQ(firsts, (std::vector<float>{1, 5}));
+  });
+}
+
+TEST_F(ApiExamples, ExistingOptimizerAndCheckpoint) {
+  const torch::Tensor x = x_, y = y_;
+  const std::string folder = folder_;
+  Net plain;
+  torch::OrderedDict<std::string, torch::Tensor> saved;
+  run([&] {
+    Net net;
+    smp::optim::Adadelta adadelta(net->parameters(), smp::optim::AdadeltaOptions(1.0));
+    smp::DistributedModel<Net> model(net);
+    auto optimizer = smp::distributed(adadelta);
+    torch::optim::StepLR scheduler(adadelta, /*step_size=*/1, /*gamma=*/0.7);
+
+    auto train = smp::step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = torch::cross_entropy_loss(model(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    train(x, y);
+    optimizer.step();
+    scheduler.step();
+
+    smp::save(folder, model, optimizer, nlohmann::json{{"epoch", 3}});
+
+    const smp::LoadedRun run = smp::load(folder, model, optimizer);
+    const int64_t epoch = run.user_content["epoch"];
+    EXPECT_EQ(epoch, 3);
+    EXPECT_EQ(run.step, 1);
+    const auto state = model->state_dict();
+    if (smp::rank() == 0) saved = state;
+  });
+  smp::load_into_module(folder, *plain);
+  for (const auto& item : plain->named_parameters()) {
+    EXPECT_TRUE(torch::equal(item.value(), saved[item.key()])) << item.key();
+  }
+}
+
+TEST_F(ApiExamples, GroupsAndHooks) {
+  const torch::Tensor x = x_;
+  run([&] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    bool called = false;
+    auto handle = model->register_post_partition_hook([&] { called = true; });
+    smp::step([&](torch::Tensor x) { return model(x); })(x);
+    handle.remove();
+    EXPECT_TRUE(called);
+
+    std::vector<torch::Tensor> mine{torch::full({1}, static_cast<float>(smp::pp_rank() + 1))};
+    smp::get_pp_process_group()->allreduce(mine)->wait();
+    EXPECT_EQ(mine[0].item<float>(), 3);  // 1 + 2
+    EXPECT_EQ(smp::get_pp_group(), (std::vector<int>{0, 1}));
+  });
+}
+
+TEST_F(ApiExamples, KeyedRandom) {
+  const torch::Tensor x = x_;
+  run([&] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    auto forward = smp::step([&](torch::Tensor x) { return model(x); });
+    const torch::Tensor second_half = forward(x).outputs()[1];
+    const auto state = model->state_dict();
+
+    Net plain;
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& item : plain->named_parameters()) item.value().copy_(state[item.key()]);
+    }
+    torch::Tensor expected;
+    {
+      const smp::KeyedRandom random(/*seed=*/7, /*step_function=*/0, /*call=*/0, /*microbatch=*/1);
+      expected = plain(x.narrow(0, 4, 4).clone());
+    }
+    EXPECT_TRUE(torch::equal(second_half, expected));
+  });
+}
+
+}  // namespace
