@@ -32,12 +32,18 @@ optim::OptimizerState OptimizerCore::local_state() const {
   return state;
 }
 
-void OptimizerCore::load_when_partitioned(std::function<optim::OptimizerState()> read) {
+void OptimizerCore::load(
+    const std::vector<optim::OptimizerState::Group>& groups,
+    std::function<std::map<std::string, optim::OptimizerState::Param>()> read) {
   const auto models = runtime_->models();
   SMP_CHECK_WITH(UsageError, !models.empty(),
                  "an optimizer's state was loaded before any module was wrapped; construct the "
                  "DistributedModel first");
-  const auto apply = [this, read = std::move(read)] { set_state_(read(), names()); };
+  set_state_({{}, groups}, names());
+  const auto apply = [this, read = std::move(read)] {
+    // A scheduler may have changed the options since.
+    set_state_({read(), optim::get_state(optimizer_, names()).groups}, names());
+  };
   if (runtime_->partitioned) {
     apply();
   } else {

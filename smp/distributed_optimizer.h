@@ -3,7 +3,9 @@
 #include <torch/optim/optimizer.h>
 
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -27,9 +29,11 @@ class OptimizerCore {
   /// The state of the parameters this rank owns, by name; of all of them before partitioning.
   optim::OptimizerState local_state() const;
 
-  /// Restores the state that `read` gives, now or, before partitioning, when the first step has
-  /// settled who owns what: only a parameter's owner needs its state.
-  void load_when_partitioned(std::function<optim::OptimizerState()> read);
+  /// Restores a saved optimizer: options such as the learning rate now, the state of parameters,
+  /// which `read` gives, now or, before partitioning, when the first step has settled who owns
+  /// what: only a parameter's owner needs its state.
+  void load(const std::vector<optim::OptimizerState::Group>& groups,
+            std::function<std::map<std::string, optim::OptimizerState::Param>()> read);
 
  private:
   optim::ParameterNames names() const;

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <functional>
+
 #include "checkpoint/apply.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
@@ -55,14 +57,13 @@ checkpoint::RunState run_state(const Runtime& runtime, const nlohmann::json& use
   return state;
 }
 
-/// The optimizer's section of the checkpoint, with the tensors of the parameters named.
-template <class Wanted>
-optim::OptimizerState read_optimizer(checkpoint::Reader& reader, const Wanted& wanted) {
+/// The checkpoint's optimizer with the state of the parameters that are `wanted`.
+optim::OptimizerState read_optimizer(checkpoint::Reader& reader,
+                                     const std::function<bool(const std::string&)>& wanted) {
   nlohmann::json json = reader.index().optimizer;
   std::map<std::string, at::Tensor> tensors;
   for (const auto& [name, entry] : reader.index().optimizer_tensors) {
-    const std::string parameter = name.substr(0, name.rfind('/'));
-    if (wanted(parameter)) tensors[name] = reader.read_optimizer(name);
+    if (wanted(name.substr(0, name.rfind('/')))) tensors[name] = reader.read_optimizer(name);
   }
   auto& states = json["state"];
   for (auto it = states.begin(); it != states.end();) {
@@ -121,8 +122,10 @@ LoadedRun load_run(const std::string& path, const std::vector<ModelCore*>& model
     tensor.detach().copy_(reader->read_model(name));
   }
   for (OptimizerCore* optimizer : optimizers) {
-    optimizer->load_when_partitioned([reader, &runtime] {
-      return read_optimizer(*reader, [&](const std::string& name) { return runtime.owns(name); });
+    const auto options = read_optimizer(*reader, [](const std::string&) { return false; });
+    optimizer->load(options.groups, [reader, &runtime] {
+      const auto owned = [&](const std::string& name) { return runtime.owns(name); };
+      return read_optimizer(*reader, owned).params;
     });
   }
   const auto& run = reader->index().run;

@@ -96,6 +96,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   };
   if (!context.failure_dir.empty()) export_variable(kFailureDirVariable, context.failure_dir);
   if (distribution) export_variable(kParametersVariable, distribution->parameters_json);
+  if (!context.output_is_terminal) export_variable("TERM", "dumb");
   mpirun.append(options.program);
   command.arguments = mpirun.take();
   return command;

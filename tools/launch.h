@@ -27,6 +27,9 @@ struct LaunchContext {
   bool is_root = false;
   /// The folder for the last words of ranks, see `smp::record_failure`; empty for none.
   std::string failure_dir;
+  /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
+  /// so programs would not notice; they are told by TERM=dumb.
+  bool output_is_terminal = true;
 };
 
 /// A command as an argument vector; no shell is involved.

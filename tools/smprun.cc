@@ -67,6 +67,7 @@ int launch(const LaunchOptions& options, bool dry_run) {
   }
   const TemporaryFolder folder;
   context.failure_dir = folder.path();
+  context.output_is_terminal = isatty(STDOUT_FILENO) != 0;
   const ProcessResult result = run_process(plan_launch(options, context));
   if (result.exit_status != 0) report(result, folder.path());
   return result.exit_status;

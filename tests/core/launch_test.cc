@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 
@@ -77,6 +78,15 @@ TEST(Launch, DryRunTextCanBePasted) {
             "SM_HP_MP_PARAMETERS='{\"partitions\":2}' mpirun -np 2 --oversubscribe --bind-to none "
             "--mca orte_abort_on_non_zero_status 1 --mca btl_vader_single_copy_mechanism none -x "
             "SM_HP_MP_PARAMETERS ./train --np 7 'a b'");
+}
+
+TEST(Launch, TellsProgramsThatOutputIsNoTerminal) {
+  LaunchContext context;
+  context.output_is_terminal = false;
+  const auto command = plan_launch(options_for(R"({"partitions": 2})"), context);
+  const std::pair<std::string, std::string> dumb{"TERM", "dumb"};
+  EXPECT_NE(std::find(command.environment.begin(), command.environment.end(), dumb),
+            command.environment.end());
 }
 
 TEST(Launch, NumberOfRanks) {

@@ -163,7 +163,7 @@ TEST_F(Smprun, ScriptFindsTheLauncher) {
   const Outcome missing = run("PATH=" + (folder_ / "bin").string() + " " + script);
   EXPECT_EQ(missing.exit_status, 2);
   EXPECT_EQ(missing.output, "smprun: " + (root / "bazel-bin/tools/smprun_bin").string() +
-                                " does not exist and bazel is not in PATH. Run tools/setup.sh.\n");
+                                " does not exist and bazel is not in PATH. Run tools/quickstart, which builds it.\n");
 
   fs::create_directories(root / "bazel-bin/tools");
   fs::create_symlink(fs::absolute("tools/smprun_bin"), root / "bazel-bin/tools/smprun_bin");

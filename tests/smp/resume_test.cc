@@ -61,7 +61,6 @@ class Resume : public ::testing::TestWithParam<bool> {
       DistributedModel<TinyGpt> model(nets[rank()]);
       DistributedOptimizer<torch::optim::AdamW> optimizer(
           model->parameters(), torch::optim::AdamWOptions(load ? 0.5 : 1e-2));
-      torch::optim::StepLR schedule(optimizer, 2, 0.5);
       auto net = model.get_module();
       auto train = step([&](torch::Tensor x, torch::Tensor y) {
         auto loss = net->loss(x, y);
@@ -74,6 +73,7 @@ class Resume : public ::testing::TestWithParam<bool> {
         const auto result = train(batches_[i][0].narrow(0, dp_rank() * size, size),
                                   batches_[i][1].narrow(0, dp_rank() * size, size));
         optimizer.step();
+        optimizer.param_groups()[0].options().set_lr(lr(i + 1));
         return result;
       };
       if (after_a_step) one(0);
@@ -81,6 +81,10 @@ class Resume : public ::testing::TestWithParam<bool> {
         const LoadedRun run = smp::load(path(), model, optimizer);
         EXPECT_EQ(run.step, kSavedAt);
         EXPECT_EQ(run.user_content["note"], "three");
+        // Options are those of the saved run at once, and may be changed before the first step.
+        EXPECT_NE(optimizer.param_groups()[0].options().get_lr(), 0.5);
+        EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-2);
+        optimizer.param_groups()[0].options().set_lr(lr(first));
       }
       for (int i = first; i < last; ++i) {
         const auto result = one(i);
@@ -89,10 +93,16 @@ class Resume : public ::testing::TestWithParam<bool> {
           losses[i][dp_rank() * microbatches + m] = result.outputs()[m];
         }
       }
-      if (save) smp::save(path(), model, optimizer, {{"note", "three"}});
+      if (save) {
+        optimizer.param_groups()[0].options().set_lr(1e-2);
+        smp::save(path(), model, optimizer, {{"note", "three"}});
+      }
     });
     return losses;
   }
+
+  /// A schedule of the program's own.
+  static double lr(int step) { return 1e-2 / (1 + step); }
 
   static void expect_equal(const Losses& got, const Losses& expected, int first, int last) {
     for (int i = first; i < last; ++i) {

@@ -1,0 +1,62 @@
+// A training program that fails in the way its first argument names, on the last rank if it can.
+// Started by failure_test through smprun.
+
+#include <unistd.h>
+
+#include <csignal>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+
+#include "smp/smp.h"
+#include "tests/smp/models.h"
+
+namespace {
+
+void train(const std::string& how) {
+  torch::set_num_threads(1);
+  smp::init();
+  const bool culprit = smp::rank() == smp::size() - 1;
+  smp::testing::TinyGpt net(false, how == "other_model" && culprit ? 4 : 3);
+  smp::DistributedModel<smp::testing::TinyGpt> model(net);
+  double weight = 1;
+  int steps = 0;
+  auto step = smp::step(
+      [&](torch::Tensor x, torch::Tensor y) {
+        if (how == "exception" && culprit && steps == 2) {
+          throw std::runtime_error("the user's function failed");
+        }
+        auto loss = net->loss(x, y) * weight;
+        if (how == "item" && steps == 1) std::cout << loss.item<float>();
+        model->backward(loss);
+        return loss;
+      },
+      smp::StepOptions().name("train"));
+  for (; steps < 4; ++steps) {
+    torch::manual_seed(steps);
+    auto batch = smp::testing::TinyGptImpl::batch(how == "indivisible" ? 5 : 4);
+    if (how == "other_batch" && culprit && steps == 1) batch[0] = 16 - batch[0];
+    if (how == "loss_weight" && culprit && steps == 1) weight = 0.5;
+    if (how == "exit" && culprit && steps == 1) std::_Exit(7);
+    if (how == "kill" && culprit && steps == 1) kill(getpid(), SIGKILL);
+    step(batch[0], batch[1]);
+  }
+  smp::shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string how = argc > 1 ? argv[1] : "";
+  if (how != "caught") {
+    train(how);
+    return 0;
+  }
+  try {
+    train("exception");
+  } catch (const std::exception& error) {
+    std::cerr << "caught: " << error.what() << "\n";
+    return 1;
+  }
+  return 0;
+}

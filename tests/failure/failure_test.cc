@@ -1,0 +1,100 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+namespace {
+
+struct Outcome {
+  int status;
+  double seconds;
+  std::string output;
+};
+
+/// Runs the failing program on two stages through the launcher.
+Outcome run(const std::string& how, const std::string& parameters) {
+  const std::string config = ::testing::TempDir() + "failure_" + how + ".json";
+  std::ofstream(config) << parameters;
+  const std::string command =
+      "tools/smprun_bin --config " + config + " --np 2 tests/failure/failing_step " + how + " 2>&1";
+  const auto start = std::chrono::steady_clock::now();
+  FILE* pipe = popen(command.c_str(), "r");
+  Outcome outcome;
+  std::array<char, 4096> buffer;
+  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) outcome.output += buffer.data();
+  const int status = pclose(pipe);
+  outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  const auto end = std::chrono::steady_clock::now();
+  outcome.seconds = std::chrono::duration<double>(end - start).count();
+  return outcome;
+}
+
+constexpr const char* kParameters = R"({"partitions": 2, "microbatches": 2})";
+
+/// Starting two processes that load libtorch takes some seconds on a busy machine; the limit of
+/// ten holds from the failure on.
+constexpr double kSeconds = 30;
+
+void expect_failure(const std::string& how, const std::string& cause,
+                    const std::string& parameters = kParameters) {
+  const Outcome outcome = run(how, parameters);
+  EXPECT_NE(outcome.status, 0) << outcome.output;
+  EXPECT_LT(outcome.seconds, kSeconds) << outcome.output;
+  EXPECT_NE(outcome.output.rfind(cause), std::string::npos) << outcome.output;
+  const size_t verdict = outcome.output.rfind("smprun: first cause: ");
+  ASSERT_NE(verdict, std::string::npos) << outcome.output;
+  EXPECT_NE(outcome.output.find(cause, verdict), std::string::npos)
+      << "the first cause is not what smprun prints last:\n"
+      << outcome.output;
+}
+
+TEST(Failure, NothingFailsWithoutACause) {
+  const Outcome outcome = run("nothing", kParameters);
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+}
+
+TEST(Failure, ExceptionInTheUsersFunction) {
+  expect_failure("exception", "rank 1: the user's function failed");
+}
+
+TEST(Failure, ExceptionThatTheProgramCatches) {
+  expect_failure("caught", "rank 1: the user's function failed");
+}
+
+TEST(Failure, ReadingDataInsideAStep) { expect_failure("item", "operator aten::item"); }
+
+TEST(Failure, BatchThatCannotBeCut) { expect_failure("indivisible", "is not divisible by 2"); }
+
+TEST(Failure, OtherBatchOnOneRank) { expect_failure("other_batch", "was given different batches"); }
+
+TEST(Failure, OtherLossWeightOnOneRank) {
+  expect_failure("loss_weight", "has other constants on pp rank 0 and pp rank 1");
+}
+
+TEST(Failure, OtherModelOnOneRank) {
+  expect_failure("other_model", "the model differs between ranks: rank 0 has ");
+}
+
+TEST(Failure, RankThatIsKilled) {
+  const Outcome outcome = run("kill", kParameters);
+  EXPECT_NE(outcome.status, 0);
+  EXPECT_LT(outcome.seconds, kSeconds);
+  EXPECT_NE(outcome.output.find("signal 9"), std::string::npos) << outcome.output;
+}
+
+/// The launcher finds out before it starts anything.
+TEST(Failure, PartitionsThatDoNotDivideTheWorld) {
+  const Outcome outcome = run("nothing", R"({"partitions": 3, "microbatches": 2})");
+  EXPECT_NE(outcome.status, 0);
+  EXPECT_NE(outcome.output.find("config key \"partitions\": expected a divisor of the world size "
+                                "(2), got 3. Set it to 1 or 2"),
+            std::string::npos)
+      << outcome.output;
+}
+
+}  // namespace

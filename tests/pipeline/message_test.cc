@@ -1,0 +1,80 @@
+#include "pipeline/message.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace smp::pipeline {
+namespace {
+
+/// Sends `tensors` through a message and expects the same numbers, types and strides.
+void expect_round_trip(const std::vector<at::Tensor>& tensors) {
+  std::vector<graph::TensorMeta> metas;
+  for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
+  const MessageLayout layout(metas);
+  const at::Tensor message = layout.pack(tensors);
+  EXPECT_EQ(message.nbytes(), static_cast<size_t>(layout.nbytes()));
+  EXPECT_EQ(layout.nbytes() % 64, 0);
+  at::Tensor received = layout.make_buffer();
+  received.copy_(message);
+  const auto got = layout.unpack(received);
+  ASSERT_EQ(got.size(), tensors.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_TRUE(at::equal(got[i], tensors[i])) << i;
+    EXPECT_EQ(got[i].scalar_type(), tensors[i].scalar_type());
+    EXPECT_EQ(got[i].sizes(), tensors[i].sizes());
+    if (tensors[i].numel() == 0) continue;
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(got[i].const_data_ptr()) % 64, 0u) << i;
+    EXPECT_TRUE(got[i].is_alias_of(received)) << "copied out";
+  }
+}
+
+TEST(Message, CarriesTensorsOfAnyType) {
+  expect_round_trip({at::randn({3, 5}), at::arange(7), at::ones({2, 2}, at::kBool),
+                     at::randn({4}, at::kDouble), at::randn({3}).to(at::kHalf), at::zeros({}),
+                     at::zeros({0, 4}), at::randn({2, 3}, at::kComplexFloat)});
+}
+
+TEST(Message, KeepsStridesOfDenseTensors) {
+  const auto transposed = at::randn({3, 5}).t();
+  const auto permuted = at::randn({2, 3, 4}).permute({2, 0, 1});
+  const MessageLayout layout({graph::TensorMeta::of(transposed), graph::TensorMeta::of(permuted)});
+  const auto got = layout.unpack(layout.pack({transposed, permuted}));
+  EXPECT_EQ(got[0].strides(), transposed.strides());
+  EXPECT_EQ(got[1].strides(), permuted.strides());
+  expect_round_trip({transposed, permuted});
+}
+
+TEST(Message, SendsExpandedDimensionsOnce) {
+  const auto expanded = at::randn({4, 1}).expand({4, 1000});
+  const MessageLayout layout({graph::TensorMeta::of(expanded)});
+  const auto got = layout.unpack(layout.pack({expanded}));
+  EXPECT_EQ(got[0].strides(), expanded.strides());
+  EXPECT_TRUE(at::equal(got[0], expanded));
+}
+
+TEST(Message, MakesSlicesDense) {
+  const auto slice = at::randn({6, 8}).slice(1, 2, 5);
+  expect_round_trip({slice});
+  expect_round_trip({at::randn({5, 7}).slice(0, 1, 3).t()});
+}
+
+TEST(Message, CarriesUndefinedTensors) {
+  const auto defined = at::randn({3});
+  const MessageLayout layout({graph::TensorMeta::of(defined), graph::TensorMeta::of(defined)});
+  const auto got = layout.unpack(layout.pack({at::Tensor(), defined}));
+  EXPECT_FALSE(got[0].defined());
+  EXPECT_TRUE(at::equal(got[1], defined));
+}
+
+/// A gradient may be laid out otherwise than the value it belongs to.
+TEST(Message, TakesOtherStridesThanTheLayoutWasMadeFor) {
+  const auto value = at::randn({3, 4});
+  const auto gradient = at::randn({4, 3}).t();
+  const MessageLayout layout({graph::TensorMeta::of(value)});
+  const auto got = layout.unpack(layout.pack({gradient}));
+  EXPECT_EQ(got[0].strides(), gradient.strides());
+  EXPECT_TRUE(at::equal(got[0], gradient));
+}
+
+}  // namespace
+}  // namespace smp::pipeline
