@@ -1,0 +1,702 @@
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/threads/run_ranks.h"
+#include "smp/runtime.h"
+#include "tests/smp/models.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+class ApiTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    torch::set_num_threads(1);
+    torch::manual_seed(5);
+    prototype_ = Mlp(4);
+    x_ = torch::randn({8, MlpImpl::kWidth});
+    y_ = torch::randn({8, 1});
+  }
+
+  /// A net with the values of the prototype; safe on several rank threads at once.
+  Mlp make_net() const {
+    Mlp net(4);
+    copy_values(*prototype_, *net);
+    return net;
+  }
+
+  /// The loss of every microbatch of a plain net.
+  Tensors plain_losses(Mlp net, int microbatches = 2) const {
+    torch::NoGradGuard no_grad;
+    Tensors losses;
+    for (int m = 0; m < microbatches; ++m) {
+      losses.push_back(torch::mse_loss(net(part(x_, microbatches, m)), part(y_, microbatches, m)));
+    }
+    return losses;
+  }
+
+  Mlp prototype_{nullptr};
+  torch::Tensor x_, y_;
+  std::mutex mutex_;
+};
+
+using Init = ApiTest;
+using Model = ApiTest;
+using Optimizer = ApiTest;
+using ProcessGroups = ApiTest;
+
+TEST_F(Init, QueriesBeforeInitSayWhatToCall) {
+  EXPECT_FALSE(is_initialized());
+  EXPECT_FALSE(is_tracing());
+  for (const auto& query : std::vector<std::function<void()>>{
+           [] { rank(); }, [] { size(); }, [] { local_rank(); }, [] { pp_rank(); },
+           [] { dp_size(); }, [] { get_mp_group(); }, [] { barrier(); },
+           [] { get_dp_process_group(); }, [] { DistributedModel<Mlp> model{Mlp(1)}; },
+           [] { step([](torch::Tensor x) { return x; }); }}) {
+    expect_has(error_of<UsageError>(query), {"not initialised", "smp::init"});
+  }
+}
+
+TEST_F(Init, AloneIsAWorldOfOneThatTrains) {
+  init(stages(1));
+  EXPECT_TRUE(is_initialized());
+  for (int got : {rank(), local_rank(), pp_rank(), tp_rank(), rdp_rank(), mp_rank(), dp_rank()}) {
+    EXPECT_EQ(got, 0);
+  }
+  for (int got : {size(), local_size(), pp_size(), tp_size(), rdp_size(), mp_size(), dp_size()}) {
+    EXPECT_EQ(got, 1);
+  }
+  EXPECT_EQ(get_group(CommGroup::kWorld), std::vector<int>{0});
+  set_device(local_rank());
+  barrier();
+  expect_has(error_of<UsageError>([] { init(); }), {"smp::init", "twice", "once"});
+  {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    expect_equal(train(x_, y_).outputs(), plain_losses(prototype_), "loss");
+  }
+  shutdown();
+  EXPECT_FALSE(is_initialized());
+  expect_has(error_of<UsageError>([] { rank(); }), {"smp::init"});
+}
+
+TEST_F(Init, RanksAndGroupsOfTwoByTwo) {
+  for (const std::string placement : {"cluster", "spread"}) {
+    const bool cluster = placement == "cluster";
+    std::set<int> seen;
+    run_as_threads(4, stages(2).ddp(true).placement_strategy(placement), [&] {
+      const int r = rank();
+      // Cluster: neighbours form a pipeline. Spread: neighbours are replicas.
+      const int pp = cluster ? r % 2 : r / 2;
+      const int dp = cluster ? r / 2 : r % 2;
+      const int stride = cluster ? 1 : 2;
+      const std::vector<int> pipeline = {r - pp * stride, r - pp * stride + stride};
+      const std::vector<int> replicas = {r - dp * (3 - stride), r - dp * (3 - stride) + 3 - stride};
+      EXPECT_TRUE(is_initialized());
+      EXPECT_EQ(size(), 4);
+      EXPECT_EQ(local_rank(), r);
+      EXPECT_EQ(local_size(), 4);
+      EXPECT_EQ(pp_rank(), pp);
+      EXPECT_EQ(pp_size(), 2);
+      EXPECT_EQ(mp_rank(), pp);
+      EXPECT_EQ(mp_size(), 2);
+      EXPECT_EQ(dp_rank(), dp);
+      EXPECT_EQ(dp_size(), 2);
+      EXPECT_EQ(rdp_rank(), dp);
+      EXPECT_EQ(rdp_size(), 2);
+      EXPECT_EQ(tp_rank(), 0);
+      EXPECT_EQ(tp_size(), 1);
+      EXPECT_EQ(get_pp_group(), pipeline);
+      EXPECT_EQ(get_mp_group(), pipeline);
+      EXPECT_EQ(get_dp_group(), replicas);
+      EXPECT_EQ(get_rdp_group(), replicas);
+      EXPECT_EQ(get_tp_group(), std::vector<int>{r});
+      EXPECT_EQ(get_group(CommGroup::kWorld), (std::vector<int>{0, 1, 2, 3}));
+      EXPECT_EQ(get_group(CommGroup::kPp), pipeline);
+      barrier();
+      barrier(CommGroup::kPp);
+      barrier(CommGroup::kDp);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      seen.insert(r);
+    });
+    EXPECT_EQ(seen.size(), 4u);
+  }
+  EXPECT_FALSE(is_initialized());
+}
+
+TEST_F(Init, PartitionsThatDoNotDivideTheWorldAreRefused) {
+  expect_has(error_of_run<ConfigError>(3, stages(2).ddp(true), [] {}), {"partitions", "2", "3"});
+  expect_has(error_of_run<ConfigError>(4, stages(2), [] {}), {"ddp", "4", "2"});
+}
+
+TEST_F(Init, ConfigurationThatDiffersBetweenRanksIsRefused) {
+  const auto text = error_of<ConfigError>([] {
+    comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
+      const Runtime runtime(stages(2).microbatches(world->rank() == 0 ? 2 : 4), world,
+                            {"host", "host"});
+    });
+  });
+  expect_has(text, {"configuration", "differs", "\"microbatches\":2", "\"microbatches\":4"});
+}
+
+TEST_F(Model, CallsOutsideAStepAreRefused) {
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Mlp> model(make_net());
+    const auto call = error_of<UsageError>([&] { model(x_); });
+    expect_has(call, {"DistributedModel", "outside a step function", "smp::step"});
+    const auto backward = error_of<UsageError>([&] { model->backward(torch::ones({})); });
+    expect_has(backward, {"backward", "outside a step function", "smp::step"});
+    const auto train = make_training(model);
+    (void)train;
+    EXPECT_FALSE(model->partitioned());
+  });
+}
+
+TEST_F(Model, WrappingTwiceOrNothingIsRefused) {
+  run_as_threads(1, stages(1), [&] {
+    Mlp net = make_net();
+    DistributedModel<Mlp> model(net);
+    expect_has(error_of<UsageError>([&] { DistributedModel<Mlp> again(net); }),
+               {"wrapped", "already"});
+    expect_has(error_of<UsageError>([] { DistributedModel<Mlp> none{Mlp(nullptr)}; }),
+               {"empty", "DistributedModel"});
+    expect_has(
+        error_of<UsageError>([] { DistributedModel<std::shared_ptr<MlpImpl>> none{nullptr}; }),
+        {"empty", "DistributedModel"});
+  });
+}
+
+TEST_F(Model, MayBeASharedPointer) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<std::shared_ptr<MlpImpl>> model(make_net().ptr());
+    auto train = make_training(model);
+    expect_equal(train(x_, y_).outputs(), plain_losses(prototype_), "loss");
+  });
+}
+
+TEST_F(Model, MadeAfterTheFirstStepIsRefused) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    train(x_, y_);
+    expect_has(error_of<UsageError>([&] { DistributedModel<Mlp> late(make_net()); }),
+               {"after the first step", "before"});
+  });
+}
+
+TEST_F(Model, LocalPartIsUnknownBeforeTheFirstStep) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    for (const auto& query : std::vector<std::function<void()>>{
+             [&] { model->local_parameters(); }, [&] { model->local_named_parameters(); },
+             [&] { model->local_buffers(); }, [&] { model->local_state_dict(); }}) {
+      expect_has(error_of<UsageError>(query), {"local", "first step"});
+    }
+    EXPECT_FALSE(model->partitioned());
+    EXPECT_EQ(model->partition_report(), "");
+    EXPECT_EQ(model->parameters().size(), 12u);
+  });
+}
+
+TEST_F(Model, ClashingNamesNeedAName) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> first(make_net());
+    expect_has(error_of<c10::Error>([&] { DistributedModel<Mlp> second(make_net()); }),
+               {"in.weight", "name"});
+  });
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> first(make_net(), ModelOptions().name("first"));
+    DistributedModel<Mlp> second(make_net(), ModelOptions().name("second"));
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = torch::mse_loss(first(x) + second(x), y);
+      first->backward(loss);
+      return loss;
+    });
+    const auto loss = train(x_, y_).outputs()[0];
+    expect_equal(loss, torch::mse_loss(2 * prototype_(part(x_, 2, 0)), part(y_, 2, 0)).detach(),
+                 "loss of two models");
+    // The plain module's names, so that its values load there.
+    EXPECT_TRUE(second->state_dict().contains("in.weight"));
+  });
+}
+
+TEST_F(Model, LocalParametersCoverAllOnceAndTheOthersHoldNoData) {
+  for (int count : {1, 2, 3}) {
+    std::map<std::string, int> owners;
+    int empty = 0;
+    run_as_threads(count, stages(count), [&] {
+      DistributedModel<Mlp> model(make_net());
+      std::map<std::string, std::vector<int64_t>> sizes, strides;
+      Named before = to_map(model->named_parameters());
+      for (const auto& [name, tensor] : before) {
+        sizes[name] = tensor.sizes().vec();
+        strides[name] = tensor.strides().vec();
+      }
+      auto train = make_training(model);
+      train(x_, y_);
+      EXPECT_TRUE(model->partitioned());
+      const auto local = to_map(model->local_named_parameters());
+      EXPECT_EQ(model->local_parameters().size(), local.size());
+      EXPECT_EQ(model->parameters().size(), before.size());
+      for (const auto& item : model->named_parameters()) {
+        const auto& name = item.key();
+        const auto& tensor = item.value();
+        EXPECT_TRUE(tensor.is_same(before.at(name))) << name;
+        EXPECT_EQ(tensor.sizes().vec(), sizes.at(name)) << name;
+        EXPECT_EQ(tensor.strides().vec(), strides.at(name)) << name;
+        EXPECT_TRUE(tensor.requires_grad()) << name;
+        const bool mine = local.count(name) == 1;
+        EXPECT_EQ(tensor.storage().nbytes() > 0, mine) << name;
+        EXPECT_EQ(tensor.grad().defined(), mine) << name;
+      }
+      EXPECT_TRUE(model.get_module()->head->weight.is_same(before.at("head.weight")));
+      EXPECT_EQ(model.get_module()->head->weight.size(1), MlpImpl::kWidth);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      empty += local.empty();
+      for (const auto& [name, tensor] : local) ++owners[name];
+    });
+    EXPECT_EQ(owners.size(), 12u) << count;
+    for (const auto& [name, times] : owners) EXPECT_EQ(times, 1) << name;
+    EXPECT_EQ(empty, 0) << count;
+  }
+}
+
+TEST_F(Model, TiedParameterIsListedOnceAndNamedTwice) {
+  torch::manual_seed(5);
+  TinyGpt prototype(true, 2);
+  const auto batch = TinyGptImpl::batch(4);
+  std::set<std::string> owned;
+  size_t local = 0;
+  run_as_threads(2, stages(2), [&] {
+    TinyGpt net(true, 2);
+    copy_values(*prototype, *net);
+    DistributedModel<TinyGpt> model(net);
+    EXPECT_EQ(model->parameters().size() + 1, model->named_parameters().size());
+    auto train = step([&](torch::Tensor ids, torch::Tensor targets) {
+      auto loss = torch::nn::functional::cross_entropy(model(ids).flatten(0, 1), targets.flatten());
+      model->backward(loss);
+      return loss;
+    });
+    train(batch[0], batch[1]);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    local += model->local_parameters().size();
+    for (const auto& item : model->local_named_parameters()) {
+      EXPECT_TRUE(owned.insert(item.key()).second) << item.key();
+    }
+  });
+  EXPECT_EQ(owned, [&] {
+    std::set<std::string> names;
+    for (const auto& item : prototype->named_parameters()) names.insert(item.key());
+    return names;
+  }());
+  EXPECT_EQ(local + 1, owned.size());
+}
+
+TEST_F(Model, StateDictIsTheSameOnAllRanksAndLoadsIntoThePlainModule) {
+  torch::manual_seed(7);
+  TinyConvNet prototype;
+  const auto batch = TinyConvNetImpl::batch(8);
+  const auto initial = state_of(*prototype);
+  std::map<int, Named> before, after;
+  run_as_threads(2, stages(2), [&] {
+    TinyConvNet net;
+    copy_values(*prototype, *net);
+    DistributedModel<TinyConvNet> model(net);
+    const auto first = to_map(model->state_dict());
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = torch::nll_loss(model(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(),
+                                                      torch::optim::SGDOptions(0.1));
+    train(batch[0], batch[1]);
+    optimizer.step();
+    const auto state = model->state_dict();
+    TinyConvNet plain;
+    auto parameters = plain->named_parameters();
+    auto buffers = plain->named_buffers();
+    for (const auto& item : state) {
+      auto* place = parameters.find(item.key());
+      (place != nullptr ? *place : buffers[item.key()]).detach().copy_(item.value());
+    }
+    expect_equal(state_of(*plain), to_map(state), "plain module");
+    // They are copies: later steps do not change them.
+    const auto kept = state["fc1.bias"].clone();
+    train(batch[0], batch[1]);
+    optimizer.step();
+    expect_equal(state["fc1.bias"], kept, "a copy");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    before[rank()] = first;
+    after[rank()] = to_map(state);
+  });
+  expect_equal(before[0], initial, "state before partitioning");
+  expect_equal(before[1], initial, "state before partitioning");
+  expect_equal(after[0], after[1], "state");
+  EXPECT_EQ(after[0].size(), initial.size());
+  EXPECT_FALSE(torch::equal(after[0]["fc1.bias"], initial.at("fc1.bias")));
+  EXPECT_EQ(after[0]["norm2.num_batches_tracked"].item<int64_t>(), 2);
+}
+
+TEST_F(Model, LocalStateDictsTogetherAreTheStateDict) {
+  Named together, whole;
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    train(x_, y_);
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& item : model->local_state_dict()) together[item.key()] = item.value();
+    whole = state;
+  });
+  expect_equal(together, whole, "state");
+}
+
+TEST_F(Model, LoadStateDictBeforeAndAfterPartitioning) {
+  torch::manual_seed(99);
+  Mlp wanted(4);
+  torch::OrderedDict<std::string, torch::Tensor> state;
+  for (const auto& [name, tensor] : state_of(*wanted)) state.insert(name, tensor);
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    model->load_state_dict(state);
+    expect_equal(train(x_, y_).outputs(), plain_losses(wanted), "loaded before the first step");
+  });
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    expect_equal(train(x_, y_).outputs(), plain_losses(prototype_), "not loaded");
+    model->load_state_dict(state);
+    expect_equal(train(x_, y_).outputs(), plain_losses(wanted), "loaded after the first step");
+    expect_equal(to_map(model->state_dict()), to_map(state), "state");
+  });
+}
+
+TEST_F(Model, LoadStateDictListsAllThatDoesNotFitAndChangesNothing) {
+  torch::OrderedDict<std::string, torch::Tensor> state;
+  for (const auto& [name, tensor] : state_of(*prototype_)) {
+    if (name == "hidden1.bias") continue;
+    state.insert(name, tensor + 1);
+  }
+  state.insert("surplus.weight", torch::ones({1}));
+  torch::OrderedDict<std::string, torch::Tensor> wrong = state;
+  wrong["in.weight"] = torch::ones({7, 5});
+  wrong["head.bias"] = torch::ones({1}, torch::kDouble);
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    for (const bool partitioned : {false, true}) {
+      if (partitioned) train(x_, y_);
+      const auto text = error_of<CheckpointError>([&] { model->load_state_dict(wrong); });
+      expect_has(text, {"hidden1.bias", "surplus.weight", "in.weight", "[6, 6]", "[7, 5]",
+                        "head.bias", "missing", "unexpected", "Nothing was loaded"});
+      // Other shapes and dtypes are no matter of strictness.
+      const auto loose = error_of<CheckpointError>([&] { model->load_state_dict(wrong, false); });
+      expect_has(loose, {"in.weight", "head.bias"});
+      EXPECT_EQ(loose.find("surplus.weight"), std::string::npos) << loose;
+      expect_equal(to_map(model->state_dict()), state_of(*prototype_), "after an error");
+    }
+    model->load_state_dict(state, false);
+    const auto got = to_map(model->state_dict());
+    expect_equal(got.at("in.bias"), prototype_->in->bias.detach() + 1, "loaded loosely");
+    expect_equal(got.at("hidden1.bias"), prototype_->hidden[1]->bias.detach(), "missing");
+  });
+}
+
+TEST_F(Model, PostPartitionHookRunsOnceBeforeTheFirstMicrobatch) {
+  Mlp scaled = make_net();
+  {
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : scaled->parameters()) parameter.mul_(0.5);
+  }
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    int calls = 0, removed_calls = 0;
+    model->register_post_partition_hook([&] {
+      ++calls;
+      EXPECT_TRUE(model->partitioned());
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : model->local_parameters()) parameter.mul_(0.5);
+    });
+    auto removed = model->register_post_partition_hook([&] { ++removed_calls; });
+    removed.remove();
+    removed.remove();
+    auto train = make_training(model);
+    expect_equal(train(x_, y_).outputs(), plain_losses(scaled), "first step after the hook");
+    train(x_, y_);
+    EXPECT_EQ(calls, 1);
+    EXPECT_EQ(removed_calls, 0);
+    int late = 0;
+    model->register_post_partition_hook([&] { ++late; });
+    EXPECT_EQ(late, 1);
+    train(x_, y_);
+    EXPECT_EQ(late, 1);
+  });
+}
+
+TEST_F(Model, PostStepHookRunsAfterStepsThatTrain) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    int calls = 0;
+    bool had_gradients = false;
+    auto handle = model->register_post_step_hook([&] {
+      ++calls;
+      had_gradients = model->local_parameters()[0].grad().defined();
+    });
+    auto train = make_training(model);
+    auto evaluate = step([&](torch::Tensor x) { return model(x); });
+    train(x_, y_);
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(had_gradients);
+    evaluate(x_);
+    EXPECT_EQ(calls, 1);
+    train(x_, y_);
+    EXPECT_EQ(calls, 2);
+    handle.remove();
+    handle.remove();
+    train(x_, y_);
+    EXPECT_EQ(calls, 2);
+  });
+}
+
+TEST_F(Model, RemovingThroughACopyOfTheHandleIsHarmless) {
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Mlp> model(make_net());
+    int first = 0, second = 0;
+    auto handle = model->register_post_step_hook([&] { ++first; });
+    auto copy = handle;
+    copy.remove();
+    model->register_post_step_hook([&] { ++second; });
+    handle.remove();
+    auto train = make_training(model);
+    train(x_, y_);
+    EXPECT_EQ(first, 0);
+    EXPECT_EQ(second, 1);
+  });
+}
+
+TEST_F(Model, TrainAndEvalReachTheModule) {
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Mlp> model(make_net());
+    EXPECT_TRUE(model->is_training());
+    model->eval();
+    EXPECT_FALSE(model->is_training());
+    EXPECT_FALSE(model.get_module()->drop->is_training());
+    model->train();
+    EXPECT_TRUE(model.get_module()->drop->is_training());
+    model->train(false);
+    EXPECT_FALSE(model->is_training());
+  });
+}
+
+TEST_F(Model, PartitionReportTellsWhoGotWhat) {
+  std::map<int, std::string> reports;
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    train(x_, y_);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reports[rank()] = model->partition_report();
+  });
+  EXPECT_EQ(reports[0].rfind("Partition assignments:", 0), 0u) << reports[0];
+  expect_has(reports[0], {"in", "head", "hidden0", "hidden3"});
+  EXPECT_EQ(reports[0], reports[1]);
+}
+
+TEST_F(Model, CaptureIsInvisibleAndTracingIsVisible) {
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Mlp> model(make_net());
+    EXPECT_FALSE(is_tracing());
+    std::vector<bool> tracing;
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      tracing.push_back(is_tracing());
+      auto loss = torch::mse_loss(model(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    torch::manual_seed(77);
+    const auto expected = torch::rand({3});
+    torch::manual_seed(77);
+    train(x_, y_);
+    expect_equal(torch::rand({3}), expected, "the default generator after a capture");
+    train(x_, y_);
+    EXPECT_EQ(tracing, (std::vector<bool>{true, false}));
+    EXPECT_FALSE(is_tracing());
+  });
+}
+
+TEST_F(Model, ZeroGradMakesGradientsUndefined) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    train(x_, y_);
+    const auto once = model->local_parameters()[0].grad().clone();
+    train(x_, y_);
+    expect_equal(model->local_parameters()[0].grad(), once + once, "gradients add up");
+    model->zero_grad();
+    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    train(x_, y_);
+    expect_equal(model->local_parameters()[0].grad(), once, "after zero_grad");
+  });
+}
+
+TEST_F(Model, GradientsMayBeSumsOverMicrobatches) {
+  std::map<bool, Named> gradients;
+  for (const bool average : {true, false}) {
+    run_as_threads(2, stages(2), [&] {
+      DistributedModel<Mlp> model(make_net(),
+                                  ModelOptions().average_grads_across_microbatches(average));
+      auto train = make_training(model);
+      train(x_, y_);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& item : model->local_named_parameters()) {
+        gradients[average][item.key()] = item.value().grad().clone();
+      }
+    });
+  }
+  ASSERT_EQ(gradients[true].size(), 12u);
+  for (auto& [name, gradient] : gradients[true]) gradient = gradient * 2;  // exact
+  expect_equal(gradients[false], gradients[true], "summed gradient");
+}
+
+TEST_F(Optimizer, MayBeBuiltBeforeTheModelIsWrapped) {
+  Mlp plain = make_net();
+  torch::optim::SGD plain_optimizer(plain->parameters(),
+                                    torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int i = 0; i < 3; ++i) {
+    plain_optimizer.zero_grad();
+    plain_backward(plain->parameters(), 1, 2,
+                   [&](int m) { return torch::mse_loss(plain(part(x_, 2, m)), part(y_, 2, m)); });
+    plain_optimizer.step();
+  }
+  const auto train_three_steps = [&](auto& optimizer, Mlp net) {
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    for (int i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      train(x_, y_);
+      optimizer.step();
+    }
+    expect_equal(to_map(model->state_dict()), state_of(*plain), "weight");
+  };
+  run_as_threads(2, stages(2), [&] {
+    Mlp net = make_net();
+    torch::optim::SGD existing(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    auto optimizer = distributed(existing);
+    EXPECT_EQ(&optimizer.optimizer(), &existing);
+    train_three_steps(optimizer, net);
+  });
+  run_as_threads(2, stages(2), [&] {
+    Mlp net = make_net();
+    DistributedOptimizer<torch::optim::SGD> optimizer(net->parameters(),
+                                                      torch::optim::SGDOptions(0.1).momentum(0.9));
+    train_three_steps(optimizer, net);
+  });
+}
+
+TEST_F(Optimizer, WorksWithALearningRateScheduler) {
+  Mlp plain = make_net();
+  const auto run = [&](torch::optim::SGD& optimizer, const std::function<void()>& gradients,
+                       const std::function<void()>& update) {
+    torch::optim::StepLR scheduler(optimizer, 1, 0.5);
+    for (int i = 0; i < 3; ++i) {
+      gradients();
+      update();
+      scheduler.step();
+    }
+  };
+  torch::optim::SGD plain_optimizer(plain->parameters(), torch::optim::SGDOptions(0.1));
+  run(
+      plain_optimizer,
+      [&] {
+        plain->zero_grad();
+        plain_backward(plain->parameters(), 1, 2, [&](int m) {
+          return torch::mse_loss(plain(part(x_, 2, m)), part(y_, 2, m));
+        });
+      },
+      [&] { plain_optimizer.step(); });
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(),
+                                                      torch::optim::SGDOptions(0.1));
+    auto train = make_training(model);
+    run(
+        optimizer,
+        [&] {
+          optimizer.zero_grad();
+          train(x_, y_);
+        },
+        [&] { optimizer.step(); });
+    expect_equal(to_map(model->state_dict()), state_of(*plain), "weight");
+  });
+}
+
+TEST_F(ProcessGroups, SynchroniseBatchNormBuffersOverReplicas) {
+  torch::manual_seed(7);
+  TinyConvNet prototype;
+  const auto batch = TinyConvNetImpl::batch(16);
+  std::map<int, Named> before, after;
+  run_as_threads(4, stages(2).ddp(true), [&] {
+    TinyConvNet net;
+    copy_values(*prototype, *net);
+    DistributedModel<TinyConvNet> model(net);
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = torch::nll_loss(model(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    train(batch[0].narrow(0, 8 * dp_rank(), 8), batch[1].narrow(0, 8 * dp_rank(), 8));
+    const auto own = to_map(model->state_dict());
+    const auto group = get_dp_process_group();
+    EXPECT_EQ(group->getSize(), 2);
+    EXPECT_EQ(group->getRank(), dp_rank());
+    for (const auto& item : model->local_named_buffers()) {
+      if (!item.value().is_floating_point()) continue;
+      torch::NoGradGuard no_grad;
+      std::vector<at::Tensor> tensors = {item.value().detach()};
+      group->allreduce(tensors)->wait();
+      item.value().detach().div_(dp_size());
+    }
+    const auto synchronised = to_map(model->state_dict());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (pp_rank() == 0) before[dp_rank()] = own;
+    if (pp_rank() == 0) after[dp_rank()] = synchronised;
+  });
+  for (const std::string name :
+       {"norm1.running_mean", "norm1.running_var", "norm2.running_mean", "norm2.running_var"}) {
+    EXPECT_FALSE(torch::equal(before[0].at(name), before[1].at(name))) << name;
+    const auto mean = (before[0].at(name) + before[1].at(name)) / 2;
+    expect_equal(after[0].at(name), mean, name);
+    expect_equal(after[1].at(name), mean, name);
+  }
+}
+
+TEST_F(ProcessGroups, HaveTheRanksOfTheGroups) {
+  run_as_threads(4, stages(2).ddp(true), [&] {
+    const std::vector<std::pair<c10::intrusive_ptr<c10d::ProcessGroup>, std::vector<int>>> groups =
+        {{get_world_process_group(), get_group(CommGroup::kWorld)},
+         {get_pp_process_group(), get_pp_group()},
+         {get_tp_process_group(), get_tp_group()},
+         {get_rdp_process_group(), get_rdp_group()},
+         {get_mp_process_group(), get_mp_group()},
+         {get_dp_process_group(), get_dp_group()}};
+    for (const auto& [group, members] : groups) {
+      EXPECT_EQ(group->getSize(), static_cast<int>(members.size()));
+      std::vector<at::Tensor> tensors = {torch::full({2}, rank(), torch::kLong)};
+      group->allreduce(tensors)->wait();
+      int64_t sum = 0;
+      for (int member : members) sum += member;
+      expect_equal(tensors[0], torch::full({2}, sum, torch::kLong), "sum of ranks");
+    }
+  });
+}
+
+}  // namespace
+}  // namespace smp::testing

@@ -1,0 +1,427 @@
+#include <chrono>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "tests/smp/models.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+class ErrorsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    torch::set_num_threads(1);
+    torch::manual_seed(5);
+    x_ = torch::randn({8, MlpImpl::kWidth});
+    y_ = torch::randn({8, 1});
+  }
+
+  /// What a training loop that ends with an E says. `loss` is called on every rank.
+  using Loss = std::function<torch::Tensor(int step, DistributedModel<Mlp>&, torch::Tensor x,
+                                           torch::Tensor y)>;
+  template <class E>
+  std::string error_of_training(int ranks, const Config& config, const Loss& loss) {
+    return error_of_run<E>(ranks, config, [&] {
+      DistributedModel<Mlp> model(Mlp(4));
+      int i = 0;
+      auto train = step(
+          [&](torch::Tensor x, torch::Tensor y) {
+            auto value = loss(i, model, x, y);
+            model->backward(value);
+            return value;
+          },
+          StepOptions().name("train"));
+      for (; i < 3; ++i) train(x_, y_);
+    });
+  }
+
+  /// As above for what runs in the step function before a proper loss.
+  std::string error_in_step(const std::function<void(DistributedModel<Mlp>&)>& action) {
+    return error_of_training<UsageError>(
+        1, stages(1), [&](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+          auto loss = torch::mse_loss(model(x), y);
+          action(model);
+          return loss;
+        });
+  }
+
+  torch::Tensor x_, y_;
+};
+
+using InsideAStep = ErrorsTest;
+using Inputs = ErrorsTest;
+using AcrossRanks = ErrorsTest;
+using Capture = ErrorsTest;
+using Failure = ErrorsTest;
+
+TEST_F(InsideAStep, OptimizerCallsAreRefused) {
+  std::optional<DistributedOptimizer<torch::optim::SGD>> optimizer;
+  const auto make = [&](DistributedModel<Mlp> & model) -> auto& {
+    optimizer.emplace(model->parameters(), torch::optim::SGDOptions(0.1));
+    return *optimizer;
+  };
+  expect_has(error_in_step([&](DistributedModel<Mlp>& model) { make(model).step(); }),
+             {"optimizer.step()", "inside a step function", "after"});
+  expect_has(error_in_step([&](DistributedModel<Mlp>& model) { make(model).zero_grad(); }),
+             {"optimizer.zero_grad()", "inside a step function"});
+  optimizer.reset();
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) {
+               torch::optim::SGD plain(model->parameters(), torch::optim::SGDOptions(0.1));
+               distributed(plain).step();
+             }),
+             {"optimizer.step()", "inside a step function"});
+}
+
+TEST_F(InsideAStep, ModelCallsThatBelongOutsideAreRefused) {
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) { model->zero_grad(); }),
+             {"zero_grad", "inside a step function"});
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) { model->state_dict(); }),
+             {"state_dict", "inside a step function"});
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) {
+               model->load_state_dict(ModelCore::TensorDict());
+             }),
+             {"load_state_dict", "inside a step function"});
+  expect_has(error_in_step([](DistributedModel<Mlp>&) {
+               DistributedModel<Mlp> another(Mlp(1), ModelOptions().name("another"));
+             }),
+             {"inside a step function", "before"});
+}
+
+TEST_F(InsideAStep, AnotherStepIsRefused) {
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) {
+               auto inner = step([&](torch::Tensor x) { return model(x); });
+               inner(torch::ones({8, MlpImpl::kWidth}));
+             }),
+             {"inside another step function"});
+}
+
+TEST_F(InsideAStep, ASecondBackwardIsRefused) {
+  expect_has(error_of_training<UsageError>(
+                 1, stages(1),
+                 [](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+                   auto loss = torch::mse_loss(model(x), y);
+                   model->backward(loss);  // and once more by the caller
+                   return loss;
+                 }),
+             {"train", "backward", "once"});
+}
+
+TEST_F(InsideAStep, BackwardOfTheTensorItselfIsRefused) {
+  const auto text = error_of_training<c10::Error>(
+      1, stages(1), [](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+        auto loss = torch::mse_loss(model(x), y);
+        loss.backward();
+        return loss;
+      });
+  expect_has(text, {"loss.backward()", "model->backward(loss)"});
+}
+
+TEST_F(InsideAStep, BackwardNeedsAScalarThatDependsOnParameters) {
+  expect_has(error_of_training<UsageError>(2, stages(2),
+                                           [](int, DistributedModel<Mlp>& model, torch::Tensor x,
+                                              torch::Tensor) { return model(x); }),
+             {"backward", "scalar"});
+  expect_has(error_of_training<c10::Error>(2, stages(2),
+                                           [](int, DistributedModel<Mlp>& model, torch::Tensor x,
+                                              torch::Tensor) { return model(x).detach().sum(); }),
+             {"backward", "does not depend on a parameter"});
+}
+
+TEST_F(Inputs, BatchThatIsNotDivisible) {
+  const auto text = error_of_run<UsageError>(2, stages(2).microbatches(3), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model, StepOptions().name("train"));
+    train(x_, y_);
+  });
+  expect_has(text, {"\"train\"", "input tensor 0", "[8, 6]", "3 microbatches", "not divisible",
+                    "drop_last"});
+}
+
+TEST_F(Inputs, ShorterBatchThatIsNotDivisibleAfterTraining) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model);
+    train(x_, y_);
+    train(x_.narrow(0, 0, 5), y_.narrow(0, 0, 5));
+  });
+  expect_has(text, {"[5, 6]", "2 microbatches", "not divisible"});
+}
+
+TEST_F(Inputs, UndefinedTensor) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model);
+    train(x_, torch::Tensor());
+  });
+  expect_has(text, {"\"step 0\"", "input tensor 1", "undefined"});
+}
+
+TEST_F(Inputs, TensorWithoutTheAxisToCut) {
+  const auto program = [&](StepOptions options, torch::Tensor extra) {
+    return error_of_run<UsageError>(1, stages(1), [&] {
+      DistributedModel<Mlp> model(Mlp(4));
+      auto forward =
+          step([&](torch::Tensor x, torch::Tensor more) { return model(x) + more.sum(); }, options);
+      forward(x_, extra);
+    });
+  };
+  expect_has(program(StepOptions(), torch::ones({})),
+             {"input tensor 1", "no axis 0", "non_split_inputs"});
+  expect_has(program(StepOptions().input_split_axes({{1, 2}}), torch::ones({2, 2})),
+             {"input tensor 1", "no axis 2"});
+}
+
+TEST_F(Inputs, EmptyBatch) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model);
+    train(x_.narrow(0, 0, 0), y_.narrow(0, 0, 0));
+  });
+  expect_has(text, {"input tensor 0", "[0, 6]"});
+}
+
+TEST_F(Inputs, StepWithoutAModel) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+    auto forward = step([](torch::Tensor x) { return x * 2; });
+    forward(x_);
+  });
+  expect_has(text, {"DistributedModel"});
+}
+
+TEST_F(Inputs, NegativeNumberOfMicrobatches) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+    step([](torch::Tensor x) { return x; }, StepOptions().microbatches(-2));
+  });
+  expect_has(text, {"microbatches", "positive", "-2"});
+}
+
+/// From step `when` on.
+TEST_F(AcrossRanks, LossWeightThatDiffers) {
+  for (int when : {0, 1}) {
+    SCOPED_TRACE("in step " + std::to_string(when));
+    const auto text = error_of_training<UsageError>(
+        2, stages(2), [&](int i, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+          const double weight = i < when ? 1.0 : (rank() == 0 ? 0.375 : 0.625);
+          return torch::mse_loss(model(x), y) * weight;
+        });
+    expect_has(text, {"\"train\"", "constants", "0.375", "0.625", "pp rank 0", "pp rank 1"});
+  }
+}
+
+/// It is the recorded weight on rank 0 and another on rank 1.
+TEST_F(AcrossRanks, LossWeightThatStaysOnOneRank) {
+  const auto text = error_of_training<UsageError>(
+      2, stages(2), [&](int i, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+        const double weight = i == 0 || rank() == 0 ? 0.375 : 0.625;
+        return torch::mse_loss(model(x), y) * weight;
+      });
+  expect_has(text, {"\"train\"", "constants", "0.375", "0.625"});
+}
+
+TEST_F(AcrossRanks, LiteralThatDiffers) {
+  for (int when : {0, 1}) {
+    SCOPED_TRACE("in step " + std::to_string(when));
+    const auto text = error_of_training<UsageError>(
+        2, stages(2), [&](int i, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+          const std::vector<float> weights = {1.0f, i < when ? 2.0f : 2.0f + rank(), 3.0f, 4.0f};
+          return (torch::tensor(weights).unsqueeze(1) * (model(x) - y)).pow(2).mean();
+        });
+    expect_has(text, {"\"train\"", "constants"});
+    EXPECT_EQ(text.find("(nothing)\" against \"(nothing)"), std::string::npos) << text;
+  }
+}
+
+TEST_F(AcrossRanks, OtherOperators) {
+  for (int when : {0, 1}) {
+    SCOPED_TRACE("in step " + std::to_string(when));
+    const auto text = error_of_training<UsageError>(
+        2, stages(2), [&](int i, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+          const auto out = model(x);
+          return i >= when && rank() == 1 ? torch::l1_loss(out, y) : torch::mse_loss(out, y);
+        });
+    expect_has(text, {"\"train\"", "other operators", "pp rank 0", "pp rank 1", "mse_loss"});
+  }
+}
+
+TEST_F(AcrossRanks, OtherBatches) {
+  for (int when : {0, 1}) {
+    SCOPED_TRACE("in step " + std::to_string(when));
+    const auto text = error_of_run<UsageError>(2, stages(2), [&] {
+      DistributedModel<Mlp> model(Mlp(4));
+      auto train = make_training(model);
+      for (int i = 0; i < 2; ++i) train(i < when ? x_ : x_ + rank(), y_);
+    });
+    expect_has(text, {"\"step 0\"", "different batches", "smp::dp_rank()", "smp::rank()"});
+  }
+}
+
+TEST_F(AcrossRanks, BatchesOfOtherShapes) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model);
+    const int64_t size = rank() == 0 ? 8 : 4;
+    train(x_.narrow(0, 0, size), y_.narrow(0, 0, size));
+  });
+  expect_has(text, {"\"step 0\"", "[4, 6]", "[2, 6]"});
+}
+
+TEST_F(AcrossRanks, ReplicasMayUseOtherBatchesButNotOtherModels) {
+  run_as_threads(2, stages(1).ddp(true), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model);
+    train(x_ + rank(), y_);
+  });
+  const auto text = error_of_run<UsageError>(2, stages(1).ddp(true), [&] {
+    DistributedModel<Mlp> model(Mlp(4, 0, rank() == 0 ? 6 : 7));
+    auto train = make_training(model);
+    train(x_, y_);
+  });
+  expect_has(text, {"model differs between ranks", "in.weight"});
+}
+
+TEST_F(AcrossRanks, ModelsThatDiffer) {
+  const auto wider = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Mlp> model(Mlp(4, 0, rank() == 0 ? 6 : 7));
+    auto train = make_training(model);
+    train(x_, y_);
+  });
+  expect_has(wider,
+             {"model differs between ranks", "rank 0", "rank 1", "in.weight", "[6, 6]", "[6, 7]"});
+  const auto deeper = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Mlp> model(Mlp(3 + rank()));
+    auto train = make_training(model);
+    train(x_, y_);
+  });
+  expect_has(deeper, {"model differs between ranks", "hidden3.weight"});
+}
+
+/// A module that looks at a value.
+struct PeekingImpl : torch::nn::Module {
+  PeekingImpl() { fc = register_module("fc", torch::nn::Linear(MlpImpl::kWidth, 1)); }
+  torch::Tensor forward(torch::Tensor x) {
+    x = fc(x);
+    if (peeks && x.sum().item<float>() > 0) x = x * 2;
+    return x;
+  }
+  bool peeks = true;
+  torch::nn::Linear fc{nullptr};
+};
+TORCH_MODULE(Peeking);
+
+struct OuterImpl : torch::nn::Module {
+  OuterImpl() { block = register_module("block", Peeking()); }
+  torch::Tensor forward(torch::Tensor x) { return block(x); }
+  Peeking block{nullptr};
+};
+TORCH_MODULE(Outer);
+
+TEST_F(Capture, ItemIsRefusedInTheFirstStepAndLater) {
+  for (int when : {0, 1}) {
+    SCOPED_TRACE("in step " + std::to_string(when));
+    const auto text = error_of_run<CaptureError>(2, stages(2), [&] {
+      Outer net;
+      DistributedModel<Outer> model(net);
+      auto train = make_training(model, StepOptions().name("train"));
+      for (int i = 0; i < 2; ++i) {
+        net->block->peeks = i >= when;
+        train(x_, y_);
+      }
+    });
+    // Step function, operator, module path.
+    expect_has(text, {"\"train\"", "item", "block"});
+  }
+}
+
+TEST_F(Capture, ReadingTheDataOfALossInAStepIsRefused) {
+  const auto text = error_of_training<c10::Error>(
+      1, stages(1), [](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+        auto loss = torch::mse_loss(model(x), y);
+        if (loss.item<float>() > 1e9) throw std::runtime_error("diverged");
+        return loss;
+      });
+  expect_has(text, {"\"train\"", "item"});
+}
+
+TEST_F(Capture, OtherThingsThatNeedValues) {
+  const std::vector<std::pair<std::string, std::function<torch::Tensor(torch::Tensor)>>> cases = {
+      {"nonzero", [](torch::Tensor x) { return x.nonzero().sum() + x.sum(); }},
+      {"masked_select", [](torch::Tensor x) { return x.masked_select(x > 0).sum(); }},
+      {"equal", [](torch::Tensor x) { return torch::equal(x, x) ? x.sum() : x.mean(); }},
+  };
+  for (const auto& [name, body] : cases) {
+    SCOPED_TRACE(name);
+    const auto& function = body;
+    const auto text = error_of_training<CaptureError>(
+        1, stages(1), [&](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor) {
+          return function(model(x));
+        });
+    expect_has(text, {"\"train\"", name});
+  }
+}
+
+/// One rank's user code throws: the run ends with that error, quickly.
+void expect_cause(const std::function<void(int step)>& in_step,
+                  const std::function<void(int step)>& between_steps) {
+  torch::manual_seed(5);
+  const auto x = torch::randn({8, MlpImpl::kWidth});
+  const auto y = torch::randn({8, 1});
+  const auto start = std::chrono::steady_clock::now();
+  const auto text = error_of_run<std::runtime_error>(4, stages(2).ddp(true), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    int i = 0;
+    auto train = step([&](torch::Tensor a, torch::Tensor b) {
+      in_step(i);
+      auto loss = torch::mse_loss(model(a), b);
+      model->backward(loss);
+      return loss;
+    });
+    for (; i < 3; ++i) {
+      between_steps(i);
+      train(x, y);
+    }
+  });
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  expect_has(text, {"the tokenizer broke"});
+  EXPECT_LT(seconds.count(), 10.0);
+}
+
+TEST_F(Failure, ExceptionInTheFunctionOnOneRankEndsAllWithTheCause) {
+  const auto nothing = [](int) {};
+  for (int where : {0, 1, 3}) {
+    for (int when : {0, 1}) {
+      SCOPED_TRACE("rank " + std::to_string(where) + ", step " + std::to_string(when));
+      expect_cause(
+          [&](int i) {
+            if (rank() == where && i == when) throw std::runtime_error("the tokenizer broke");
+          },
+          nothing);
+    }
+  }
+}
+
+TEST_F(Failure, ExceptionBetweenStepsOnOneRankEndsAllWithTheCause) {
+  const auto nothing = [](int) {};
+  for (int when : {0, 2}) {
+    expect_cause(nothing, [&](int i) {
+      if (rank() == 2 && i == when) throw std::runtime_error("the tokenizer broke");
+    });
+  }
+}
+
+TEST_F(Failure, RankThatLeavesEarlyIsNamedByTheTimeOut) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto text = error_of_run<CommError>(2, stages(2).timeout_seconds(2), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model);
+    train(x_, y_);
+    if (rank() == 0) train(x_, y_);
+  });
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  expect_has(text, {"rank 1"});
+  EXPECT_LT(seconds.count(), 10.0);
+}
+
+}  // namespace
+}  // namespace smp::testing

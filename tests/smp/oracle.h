@@ -1,0 +1,196 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <exception>
+#include <functional>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "smp/smp.h"
+
+/// What the tests of the public interface share: a small model, plain libtorch loops to compare
+/// with, and checks of error texts.
+namespace smp::testing {
+
+using Tensors = std::vector<torch::Tensor>;
+using Named = std::map<std::string, torch::Tensor>;
+
+/// A multilayer perceptron that runs its first `depth` layers: members are read at every call.
+struct MlpImpl : torch::nn::Module {
+  explicit MlpImpl(int layers = 4, double dropout = 0, int64_t inputs = kWidth)
+      : depth(layers), in(torch::nn::Linear(inputs, kWidth)), drop(torch::nn::Dropout(dropout)) {
+    register_module("in", in);
+    register_module("drop", drop);
+    for (int i = 0; i < layers; ++i) {
+      hidden.push_back(
+          register_module("hidden" + std::to_string(i), torch::nn::Linear(kWidth, kWidth)));
+    }
+    head = register_module("head", torch::nn::Linear(kWidth, 1));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = torch::tanh(in(x));
+    for (int i = 0; i < depth; ++i) x = drop(torch::tanh(hidden[i](x)));
+    return head(x);
+  }
+
+  static constexpr int64_t kWidth = 6;
+  int depth;
+  torch::nn::Linear in{nullptr}, head{nullptr};
+  torch::nn::Dropout drop{nullptr};
+  std::vector<torch::nn::Linear> hidden;
+};
+TORCH_MODULE(Mlp);
+
+/// Parameters, each once, in the order of registration.
+inline Tensors unique_parameters(const torch::nn::Module& module) {
+  Tensors result;
+  for (const auto& parameter : module.parameters()) {
+    bool seen = false;
+    for (const auto& other : result) seen |= other.is_same(parameter);
+    if (!seen) result.push_back(parameter);
+  }
+  return result;
+}
+
+/// Copies of parameters and buffers by name.
+inline Named state_of(const torch::nn::Module& module) {
+  Named result;
+  for (const auto& item : module.named_parameters()) {
+    result[item.key()] = item.value().detach().clone();
+  }
+  for (const auto& item : module.named_buffers()) result[item.key()] = item.value().clone();
+  return result;
+}
+
+inline Named to_map(const torch::OrderedDict<std::string, torch::Tensor>& dict) {
+  Named result;
+  for (const auto& item : dict) result[item.key()] = item.value();
+  return result;
+}
+
+/// Gives `to` the parameters and buffers of `from`.
+inline void copy_values(const torch::nn::Module& from, torch::nn::Module& to) {
+  torch::NoGradGuard no_grad;
+  const auto parameters = from.parameters();
+  const auto buffers = from.buffers();
+  for (size_t i = 0; i < parameters.size(); ++i) to.parameters()[i].copy_(parameters[i]);
+  for (size_t i = 0; i < buffers.size(); ++i) to.buffers()[i].copy_(buffers[i]);
+}
+
+inline void expect_equal(const torch::Tensor& got, const torch::Tensor& expected,
+                         const std::string& what) {
+  ASSERT_TRUE(got.defined()) << what;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  EXPECT_TRUE(torch::equal(got, expected))
+      << what << ": largest difference "
+      << (got - expected).abs().max().to(torch::kDouble).item<double>();
+}
+
+inline void expect_equal(const Tensors& got, const Tensors& expected, const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i) {
+    expect_equal(got[i], expected[i], what + ", number " + std::to_string(i));
+  }
+}
+
+inline void expect_equal(const Named& got, const Named& expected, const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  for (const auto& [name, tensor] : expected) {
+    ASSERT_EQ(got.count(name), 1u) << what << " has no " << name;
+    expect_equal(got.at(name), tensor, what + " of " + name);
+  }
+}
+
+/// The part of `tensor` for one of `count` microbatches, along `axis`.
+inline torch::Tensor part(const torch::Tensor& tensor, int64_t count, int64_t microbatch,
+                          int64_t axis = 0) {
+  const int64_t size = tensor.size(axis) / count;
+  return tensor.narrow(axis, microbatch * size, size).clone();
+}
+
+/// One training step of plain libtorch, as DESIGN section 5 words it: the raw gradients of the
+/// microbatches are summed in order within a replica, the replicas' sums in order, divided once
+/// and added to `.grad`. `loss(m)` computes global microbatch m. Returns the losses.
+inline Tensors plain_backward(const Tensors& parameters, int replicas, int microbatches,
+                              const std::function<torch::Tensor(int)>& loss) {
+  Tensors before, total(parameters.size()), losses;
+  for (const auto& parameter : parameters) before.push_back(parameter.grad());
+  for (int replica = 0; replica < replicas; ++replica) {
+    Tensors sum(parameters.size());
+    for (int m = 0; m < microbatches; ++m) {
+      for (const auto& parameter : parameters) parameter.mutable_grad() = torch::Tensor();
+      const auto value = loss(replica * microbatches + m);
+      value.backward();
+      losses.push_back(value.detach());
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        const auto gradient = parameters[i].grad();
+        if (gradient.defined()) sum[i] = sum[i].defined() ? sum[i] + gradient : gradient.clone();
+      }
+    }
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (sum[i].defined()) total[i] = total[i].defined() ? total[i] + sum[i] : sum[i];
+    }
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto& gradient = parameters[i].mutable_grad();
+    gradient = before[i];
+    if (!total[i].defined()) continue;
+    const auto mean = total[i] / (replicas * microbatches);
+    gradient = gradient.defined() ? gradient + mean : mean;
+  }
+  return losses;
+}
+
+/// Runs `action`, which must throw an E, and returns the text.
+template <class E>
+std::string error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "an error of another type: " << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "no error";
+  return "";
+}
+
+/// Runs `program` on ranks played by threads; the run must end with an E. Returns its text.
+template <class E>
+std::string error_of_run(int ranks, const Config& config, const std::function<void()>& program) {
+  return error_of<E>([&] { run_as_threads(ranks, config, program); });
+}
+
+inline void expect_has(const std::string& text, std::initializer_list<std::string> parts) {
+  for (const auto& part : parts) {
+    EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
+  }
+}
+
+constexpr uint64_t kSeed = 11;
+
+/// `stages` stages, 2 microbatches.
+inline Config stages(int64_t count) {
+  return Config().partitions(count).microbatches(2).seed(kSeed).timeout_seconds(60);
+}
+
+/// The usual training function: mean squared error of a model.
+template <class M>
+auto make_training(DistributedModel<M>& model, StepOptions options = {}) {
+  return step(
+      [&model](torch::Tensor x, torch::Tensor y) {
+        auto loss = torch::mse_loss(model(x), y);
+        model->backward(loss);
+        return loss;
+      },
+      options);
+}
+
+}  // namespace smp::testing

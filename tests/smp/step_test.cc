@@ -1,0 +1,745 @@
+#include <mutex>
+#include <optional>
+
+#include "tests/smp/models.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+using Call = std::function<torch::Tensor(torch::Tensor)>;
+
+/// A training run that is done once by plain libtorch and once distributed.
+struct Scenario {
+  int steps = 5;
+  int64_t microbatches = 2;
+  double dropout = 0;
+  /// Called before each step, as a program would do between steps.
+  std::function<void(int step, MlpImpl& net)> before = [](int, MlpImpl&) {};
+  /// The step function's body up to the loss.
+  std::function<torch::Tensor(int step, const Call& model, torch::Tensor x, torch::Tensor y)> loss =
+      [](int, const Call& model, torch::Tensor x, torch::Tensor y) {
+        return torch::mse_loss(model(x), y);
+      };
+  /// The batch size of a training step.
+  std::function<int64_t(int step)> batch_size = [](int) { return 8; };
+  /// The batch size of the evaluation after each step; 0: none.
+  int64_t evaluation_size = 0;
+};
+
+struct Run {
+  std::vector<Tensors> losses;  // by step, by microbatch
+  std::vector<Tensors> evaluations;
+  Named weights;
+};
+
+const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
+
+std::vector<std::pair<torch::Tensor, torch::Tensor>> make_batches(const Scenario& scenario) {
+  torch::manual_seed(3);
+  std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;
+  for (int i = 0; i < scenario.steps; ++i) {
+    const int64_t size = scenario.batch_size(i);
+    batches.emplace_back(torch::randn({size, MlpImpl::kWidth}), torch::randn({size, 1}));
+  }
+  return batches;
+}
+
+torch::Tensor evaluation_inputs(const Scenario& scenario) {
+  torch::manual_seed(4);
+  return torch::randn({scenario.evaluation_size, MlpImpl::kWidth});
+}
+
+Mlp make_prototype(const Scenario& scenario) {
+  torch::manual_seed(5);
+  return Mlp(4, scenario.dropout);
+}
+
+Run run_plain(const Scenario& scenario) {
+  Mlp net = make_prototype(scenario);
+  const auto batches = make_batches(scenario);
+  torch::optim::SGD optimizer(net->parameters(), kSgd);
+  const Call call = [&](torch::Tensor x) { return net(x); };
+  const int count = static_cast<int>(scenario.microbatches);
+  Run run;
+  for (int i = 0; i < scenario.steps; ++i) {
+    scenario.before(i, *net);
+    optimizer.zero_grad();
+    const auto& [x, y] = batches[i];
+    run.losses.push_back(plain_backward(net->parameters(), 1, count, [&, &x = x, &y = y](int m) {
+      const KeyedRandom random(kSeed, 0, i, m);
+      return scenario.loss(i, call, part(x, count, m), part(y, count, m));
+    }));
+    optimizer.step();
+    if (scenario.evaluation_size == 0) continue;
+    const auto inputs = evaluation_inputs(scenario);
+    torch::NoGradGuard no_grad;
+    run.evaluations.emplace_back();
+    for (int m = 0; m < count; ++m) {
+      const KeyedRandom random(kSeed, 1, i, m);
+      run.evaluations.back().push_back(net(part(inputs, count, m)));
+    }
+  }
+  run.weights = state_of(*net);
+  return run;
+}
+
+Run run_distributed(const Scenario& scenario, int stage_count) {
+  const Mlp prototype = make_prototype(scenario);
+  const auto batches = make_batches(scenario);
+  const auto inputs = evaluation_inputs(scenario);
+  std::vector<Run> runs(stage_count);
+  run_as_threads(stage_count, stages(stage_count).microbatches(scenario.microbatches), [&] {
+    Mlp net(4, scenario.dropout);
+    copy_values(*prototype, *net);
+    DistributedModel<Mlp> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    Run& run = runs[rank()];
+    int i = 0, calls = 0;
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      ++calls;
+      auto loss = scenario.loss(
+          i, [&](torch::Tensor input) { return model(input); }, x, y);
+      model->backward(loss);
+      return loss;
+    });
+    auto evaluate = step([&](torch::Tensor x) { return model(x); });
+    for (; i < scenario.steps; ++i) {
+      scenario.before(i, *net);
+      optimizer.zero_grad();
+      run.losses.push_back(train(batches[i].first, batches[i].second).outputs());
+      EXPECT_EQ(calls, i + 1);
+      optimizer.step();
+      if (scenario.evaluation_size == 0) continue;
+      run.evaluations.push_back(evaluate(inputs).outputs());
+    }
+    run.weights = to_map(model->state_dict());
+  });
+  for (int r = 1; r < stage_count; ++r) {
+    for (size_t i = 0; i < runs[0].losses.size(); ++i) {
+      expect_equal(runs[r].losses[i], runs[0].losses[i], "losses on rank " + std::to_string(r));
+    }
+  }
+  return runs[0];
+}
+
+void check(const Scenario& scenario) {
+  const Run plain = run_plain(scenario);
+  for (int stage_count : {1, 2, 3}) {
+    SCOPED_TRACE(std::to_string(stage_count) + " stages");
+    const Run got = run_distributed(scenario, stage_count);
+    ASSERT_EQ(got.losses.size(), plain.losses.size());
+    ASSERT_EQ(got.evaluations.size(), plain.evaluations.size());
+    for (size_t i = 0; i < plain.losses.size(); ++i) {
+      const auto where = " of step " + std::to_string(i);
+      expect_equal(got.losses[i], plain.losses[i], "loss" + where);
+      if (!plain.evaluations.empty()) {
+        expect_equal(got.evaluations[i], plain.evaluations[i], "evaluation" + where);
+      }
+    }
+    expect_equal(got.weights, plain.weights, "weight");
+  }
+}
+
+class Guard : public ::testing::Test {
+ protected:
+  void SetUp() override { torch::set_num_threads(1); }
+  Scenario scenario_;
+};
+
+TEST_F(Guard, NothingChanges) {
+  scenario_.dropout = 0.3;
+  check(scenario_);
+}
+
+TEST_F(Guard, AnnealedLossWeightThatReturnsToItsFirstValue) {
+  scenario_.loss = [](int step, const Call& model, torch::Tensor x, torch::Tensor y) {
+    const double weight = step == 4 ? 1.0 : 1.0 / (1 << step);
+    const auto out = model(x);
+    return torch::mse_loss(out, y) + weight * out.pow(2).mean();
+  };
+  check(scenario_);
+}
+
+TEST_F(Guard, TrainEvalTrainInOneStepFunction) {
+  scenario_.dropout = 0.3;
+  scenario_.before = [](int step, MlpImpl& net) { net.train(step != 1 && step != 2); };
+  check(scenario_);
+}
+
+TEST_F(Guard, DropoutProbabilityChanges) {
+  scenario_.dropout = 0.3;
+  scenario_.before = [](int step, MlpImpl& net) { net.drop->options.p(0.1 * (step + 1)); };
+  check(scenario_);
+}
+
+TEST_F(Guard, LoopThatShrinksAndGrowsBack) {
+  scenario_.before = [](int step, MlpImpl& net) {
+    constexpr int kDepths[] = {4, 2, 3, 4, 2};
+    net.depth = kDepths[step];
+  };
+  check(scenario_);
+}
+
+TEST_F(Guard, LoopThatGrowsBeyondTheFirst) {
+  scenario_.before = [](int step, MlpImpl& net) {
+    constexpr int kDepths[] = {1, 3, 4, 1, 4};
+    net.depth = kDepths[step];
+  };
+  check(scenario_);
+}
+
+TEST_F(Guard, RepeatedModelCallsChange) {
+  scenario_.loss = [](int step, const Call& model, torch::Tensor x, torch::Tensor y) {
+    auto loss = torch::mse_loss(model(x), y);
+    for (int i = 0; i < step % 3; ++i) loss = loss + torch::mse_loss(model(x * 0.5), y);
+    return loss;
+  };
+  check(scenario_);
+}
+
+TEST_F(Guard, LiteralFromAHostVector) {
+  scenario_.loss = [](int step, const Call& model, torch::Tensor x, torch::Tensor y) {
+    std::vector<float> weights;
+    for (int64_t i = 0; i < x.size(0); ++i) weights.push_back(0.1f * (step % 4) + 0.2f * i);
+    const auto literal = torch::tensor(weights).unsqueeze(1);
+    return (literal * (model(x) - y).pow(2)).mean();
+  };
+  check(scenario_);
+}
+
+TEST_F(Guard, ShorterLastBatch) {
+  scenario_.dropout = 0.3;
+  scenario_.batch_size = [](int step) { return step == 2 || step == 4 ? 4 : 8; };
+  check(scenario_);
+}
+
+TEST_F(Guard, EvaluationWithAnotherBatchSize) {
+  scenario_.dropout = 0.3;
+  scenario_.evaluation_size = 6;
+  scenario_.before = [](int step, MlpImpl& net) { net.train(step % 2 == 0); };
+  check(scenario_);
+}
+
+TEST_F(Guard, OtherOperatorsBecauseOfACounter) {
+  scenario_.loss = [](int step, const Call& model, torch::Tensor x, torch::Tensor y) {
+    return step % 2 == 0 ? torch::mse_loss(model(x), y) : torch::l1_loss(model(x), y);
+  };
+  check(scenario_);
+}
+
+TEST_F(Guard, OneMicrobatch) {
+  scenario_.microbatches = 1;
+  scenario_.dropout = 0.3;
+  scenario_.evaluation_size = 3;
+  check(scenario_);
+}
+
+class StepTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    torch::set_num_threads(1);
+    torch::manual_seed(5);
+    prototype_ = Mlp(4);
+    x_ = torch::randn({8, MlpImpl::kWidth});
+    y_ = torch::randn({8, 1});
+  }
+
+  /// Calls `program` with a model on one rank and then on both of two stages.
+  void on_stages(const std::function<void(DistributedModel<Mlp>&)>& program) {
+    for (int count : {1, 2}) {
+      SCOPED_TRACE(std::to_string(count) + " stages");
+      run_as_threads(count, stages(count), [&] {
+        Mlp net(4);
+        copy_values(*prototype_, *net);
+        DistributedModel<Mlp> model(net);
+        program(model);
+      });
+    }
+  }
+
+  /// What the plain net gives for `x`, microbatch by microbatch.
+  Tensors plain(const torch::Tensor& x, int64_t count = 2) const {
+    Mlp net = prototype_;
+    torch::NoGradGuard no_grad;
+    Tensors outputs;
+    for (int m = 0; m < count; ++m) outputs.push_back(net(part(x, count, m)));
+    return outputs;
+  }
+
+  Mlp prototype_{nullptr};
+  torch::Tensor x_, y_;
+};
+
+template <class Expected, class Got>
+void expect_type(const Got&) {
+  static_assert(std::is_same_v<Expected, Got>);
+}
+
+TEST_F(StepTest, ResultsOfEveryStructure) {
+  const auto out = plain(x_);
+  const Tensors twice = {out[0] * 2, out[1] * 2};
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto one = step([&](torch::Tensor x) { return model(x); });
+    expect_type<StepOutput>(one(x_));
+    expect_equal(one(x_).outputs(), out, "tensor");
+
+    auto tuple = step([&](torch::Tensor x) {
+      auto y = model(x);
+      return std::make_tuple(y, y * 2, 7);
+    });
+    auto got = tuple(x_);
+    expect_type<std::tuple<StepOutput, StepOutput, std::vector<int>>>(got);
+    expect_equal(std::get<0>(got).outputs(), out, "tuple");
+    expect_equal(std::get<1>(got).outputs(), twice, "tuple");
+    EXPECT_EQ(std::get<2>(got), (std::vector<int>{7, 7}));
+
+    auto pair = step([&](torch::Tensor x) { return std::make_pair(std::string("a"), model(x)); });
+    auto [text, tensor] = pair(x_);
+    EXPECT_EQ(text, (std::vector<std::string>{"a", "a"}));
+    expect_equal(tensor.outputs(), out, "pair");
+
+    auto vector = step([&](torch::Tensor x) {
+      auto y = model(x);
+      return std::vector<torch::Tensor>{y * 2, y};
+    });
+    auto list = vector(x_);
+    expect_type<std::vector<StepOutput>>(list);
+    ASSERT_EQ(list.size(), 2u);
+    expect_equal(list[0].outputs(), twice, "vector");
+    expect_equal(list[1].outputs(), out, "vector");
+
+    auto map = step([&](torch::Tensor x) {
+      auto y = model(x);
+      return std::map<std::string, torch::Tensor>{{"twice", y * 2}, {"once", y}};
+    });
+    auto named = map(x_);
+    expect_type<std::map<std::string, StepOutput>>(named);
+    ASSERT_EQ(named.size(), 2u);
+    expect_equal(named["twice"].outputs(), twice, "map");
+    expect_equal(named["once"].outputs(), out, "map");
+
+    auto nested = step([&](torch::Tensor x) {
+      auto y = model(x);
+      std::map<int, std::pair<torch::Tensor, double>> inner = {{3, {y, 0.5}}};
+      return std::make_tuple(std::vector<torch::Tensor>{y * 2}, inner);
+    });
+    auto deep = nested(x_);
+    expect_equal(std::get<0>(deep)[0].outputs(), twice, "nested");
+    expect_equal(std::get<1>(deep)[3].first.outputs(), out, "nested");
+    EXPECT_EQ(std::get<1>(deep)[3].second, (std::vector<double>{0.5, 0.5}));
+
+    auto number = step([&](torch::Tensor x) {
+      model(x);
+      return x.size(0);
+    });
+    EXPECT_EQ(number(x_), (std::vector<int64_t>{4, 4}));
+
+    int calls = 0;
+    auto nothing = step([&](torch::Tensor x) {
+      ++calls;
+      model(x);
+    });
+    static_assert(std::is_void_v<decltype(nothing(x_))>);
+    nothing(x_);
+    nothing(x_);
+    EXPECT_EQ(calls, 2);
+  });
+}
+
+TEST_F(StepTest, ReturnsInputsParametersAndConstants) {
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto echo = step([&](torch::Tensor x) {
+      auto y = model(x);
+      return std::make_tuple(x, y, model.get_module()->in->bias, torch::ones({2}));
+    });
+    for (int i = 0; i < 2; ++i) {
+      auto got = echo(x_);
+      expect_equal(std::get<0>(got).concat(), x_, "the input itself");
+      expect_equal(std::get<1>(got).outputs(), plain(x_), "the output");
+      expect_equal(std::get<2>(got).outputs()[1], prototype_->in->bias.detach(), "a parameter");
+      expect_equal(std::get<3>(got).reduce_sum(), torch::full({2}, 2.0), "a constant");
+    }
+  });
+}
+
+TEST_F(StepTest, ReductionsOfOutputs) {
+  const auto out = plain(x_, 4);
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto forward = step(
+        [&](torch::Tensor x) {
+          auto y = model(x);
+          return std::make_pair(y, y.sum());
+        },
+        StepOptions().microbatches(4));
+    EXPECT_EQ(forward.microbatches(), 4);
+    auto [y, sum] = forward(x_);
+    ASSERT_EQ(y.outputs().size(), 4u);
+    expect_equal(y.concat(), torch::cat(out), "concat");
+    expect_equal(y.stack(), torch::stack(out), "stack");
+    expect_equal(y.reduce_sum(), ((out[0] + out[1]) + out[2]) + out[3], "sum");
+    expect_equal(y.reduce_mean(), (((out[0] + out[1]) + out[2]) + out[3]) / 4, "mean");
+    EXPECT_EQ(sum.stack().sizes(), torch::IntArrayRef({4}));
+    EXPECT_EQ(sum.reduce_mean().dim(), 0);
+    expect_has(error_of<UsageError>([&, &sum = sum] { sum.concat(); }), {"concat", "stack()"});
+  });
+}
+
+TEST_F(StepTest, ReductionsChangeNoOutput) {
+  const StepOutput output({torch::ones({2}), torch::full({2}, 2.0)});
+  expect_equal(output.reduce_sum(), torch::full({2}, 3.0), "sum");
+  expect_equal(output.reduce_mean(), torch::full({2}, 1.5), "mean");
+  expect_equal(output.reduce_mean(), torch::full({2}, 1.5), "mean again");
+  expect_equal(output.outputs()[0], torch::ones({2}), "first microbatch");
+  const StepOutput whole({torch::full({1}, 1, torch::kLong), torch::full({1}, 2, torch::kLong)});
+  EXPECT_EQ(whole.reduce_sum().item<int64_t>(), 3);
+  EXPECT_DOUBLE_EQ(whole.reduce_mean().item<double>(), 1.5);
+  EXPECT_TRUE(StepOutput().outputs().empty());
+  error_of<c10::Error>([] { StepOutput().reduce_mean(); });
+  error_of<c10::Error>([] { StepOutput().concat(); });
+  error_of<c10::Error>([] { StepOutput().stack(); });
+}
+
+TEST_F(StepTest, InputsInVectorsTuplesAndMaps) {
+  const auto expected = plain(x_);
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto vector = step([&](std::vector<torch::Tensor> xs) { return model(xs[0] + xs[1]); });
+    expect_equal(vector(std::vector<torch::Tensor>{x_ * 0.5, x_ * 0.5}).outputs(), expected,
+                 "vector");
+
+    auto tuple = step([&](std::tuple<torch::Tensor, int> x) {
+      EXPECT_EQ(std::get<1>(x), 3);
+      return model(std::get<0>(x));
+    });
+    expect_equal(tuple(std::make_tuple(x_, 3)).outputs(), expected, "tuple");
+
+    auto map = step(
+        [&](const std::map<std::string, torch::Tensor>& inputs) { return model(inputs.at("x")); });
+    const std::map<std::string, torch::Tensor> inputs = {{"x", x_}, {"unused", y_}};
+    expect_equal(map(inputs).outputs(), expected, "map");
+
+    auto nested = step([&](std::pair<std::vector<torch::Tensor>, std::string> inputs) {
+      return model(inputs.first.at(0));
+    });
+    expect_equal(nested(std::make_pair(std::vector<torch::Tensor>{x_}, "name")).outputs(), expected,
+                 "nested");
+
+    auto optional = step([&](torch::Tensor x, std::optional<torch::Tensor> more) {
+      return model(more ? x + *more : x);
+    });
+    expect_equal(optional(x_, std::nullopt).outputs(), expected, "no optional tensor");
+    expect_equal(optional(x_ * 0.5, std::optional<torch::Tensor>(x_ * 0.5)).outputs(), expected,
+                 "optional tensor");
+    expect_equal(optional(x_, std::nullopt).outputs(), expected, "no optional tensor again");
+
+    auto none = step([&] { return model(torch::ones({2, MlpImpl::kWidth})); });
+    torch::NoGradGuard no_grad;
+    Mlp net = prototype_;
+    const auto ones = net(torch::ones({2, MlpImpl::kWidth}));
+    expect_equal(none().outputs(), {ones, ones}, "no arguments");
+  });
+}
+
+TEST_F(StepTest, ScalarsAndStringsAsArguments) {
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto scaled = step([&](torch::Tensor x, double scale, std::string mode, bool twice) {
+      auto y = model(x) * scale;
+      if (twice) y = y * 2;
+      return mode == "sum" ? y.sum() : y.mean();
+    });
+    const auto out = plain(x_);
+    for (double scale : {0.5, 0.25, 0.5, -1.0}) {
+      expect_equal(scaled(x_, scale, "sum", false).outputs()[1], (out[1] * scale).sum(), "sum");
+      expect_equal(scaled(x_, scale, "mean", true).outputs()[0], (out[0] * scale * 2).mean(),
+                   "mean");
+    }
+  });
+}
+
+TEST_F(StepTest, LvalueRvalueAndViewInputsStayAsTheyAre) {
+  const auto before = x_.clone();
+  const auto wide = torch::randn({MlpImpl::kWidth, 8});
+  const auto columns = plain(wide.t());
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto in_place = step([&](torch::Tensor x) { return model(x.mul_(2)); });
+    const auto expected = plain(before * 2);
+    for (int i = 0; i < 3; ++i) expect_equal(in_place(x_).outputs(), expected, "in-place");
+    expect_equal(x_, before, "the caller's tensor");
+    auto forward = step([&](torch::Tensor x) { return model(x); });
+    expect_equal(forward(wide.t()).outputs(), columns, "a transposed input");
+  });
+}
+
+TEST_F(StepTest, AxesAndWholeInputs) {
+  const auto wide = x_.t().contiguous();
+  const auto offset = torch::randn({MlpImpl::kWidth});
+  Tensors expected, expected_with_offset;
+  {
+    // The layout of the input decides which kernels run: it has to be the same here.
+    torch::NoGradGuard no_grad;
+    Mlp net = prototype_;
+    for (int m = 0; m < 2; ++m) {
+      expected.push_back(net(part(wide, 2, m, 1).t()));
+      expected_with_offset.push_back(net(part(wide, 2, m, 1).t() + offset));
+    }
+  }
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto transposed = step([&](torch::Tensor x) { return model(x.t()); },
+                           StepOptions().input_split_axes({{0, 1}}));
+    expect_equal(transposed(wide).outputs(), expected, "axis 1");
+
+    auto whole = step(
+        [&](torch::Tensor x, torch::Tensor added) {
+          EXPECT_EQ(added.size(0), MlpImpl::kWidth);
+          return model(x + added);
+        },
+        StepOptions().non_split_inputs({1}));
+    expect_equal(whole(x_, offset).outputs(), plain(x_ + offset), "whole input");
+
+    auto lists = step([&](std::vector<torch::Tensor> xs,
+                          std::vector<torch::Tensor> added) { return model(xs[0].t() + added[0]); },
+                      StepOptions().non_split_inputs({1}).input_split_axes({{0, 1}}));
+    expect_equal(lists(Tensors{wide}, Tensors{offset}).outputs(), expected_with_offset,
+                 "inside vectors");
+  });
+}
+
+TEST_F(StepTest, ANegativeAxisCountsFromTheEndOrIsRefused) {
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    try {
+      auto last = step(
+          [&](torch::Tensor x) {
+            model(x.t());
+            return x * 1;
+          },
+          StepOptions().input_split_axes({{0, -1}}));
+      const auto wide = x_.t().contiguous();
+      expect_equal(last(wide).outputs(), {part(wide, 2, 0, 1), part(wide, 2, 1, 1)}, "last axis");
+    } catch (const UsageError& error) {
+      expect_has(error.what(), {"-1", "axis"});
+    }
+  });
+}
+
+TEST_F(StepTest, MicrobatchesOfOneStepFunction) {
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto train = make_training(model);
+    EXPECT_EQ(train.microbatches(), 2);
+    auto sample = step([&](torch::Tensor x) { return model(x); }, StepOptions().microbatches(1));
+    EXPECT_EQ(sample.microbatches(), 1);
+    EXPECT_EQ(train(x_, y_).outputs().size(), 2u);
+    const auto one = x_.narrow(0, 0, 1);
+    expect_equal(sample(one).outputs(), plain(one, 1), "one sequence");
+  });
+}
+
+/// Weights of the samples' microbatches, which cut themselves.
+struct Weights {
+  std::vector<double> values;
+  Weights smp_slice(int64_t num_microbatches, int64_t microbatch, int64_t axis) const {
+    EXPECT_EQ(axis, 0);
+    const size_t size = values.size() / num_microbatches;
+    const auto begin = values.begin() + microbatch * size;
+    return {std::vector<double>(begin, begin + size)};
+  }
+};
+
+TEST_F(StepTest, TypesThatCutThemselves) {
+  const auto out = plain(x_);
+  on_stages([&](DistributedModel<Mlp>& model) {
+    int calls = 0;
+    const auto function = [&](torch::Tensor x, Weights weights) {
+      ++calls;
+      return std::make_pair(model(x) * weights.values[0], weights.values.size());
+    };
+    auto weighted = step(function);
+    for (double last : {3.0, 5.0, 3.0}) {
+      calls = 0;
+      auto [y, sizes] = weighted(x_, Weights{{2.0, 1.0, last, 1.0}});
+      EXPECT_EQ(calls, 2);  // once for each microbatch
+      expect_equal(y.outputs(), {out[0] * 2.0, out[1] * last}, "weighted");
+      EXPECT_EQ(sizes, (std::vector<size_t>{2, 2}));
+    }
+    auto whole = step(function, StepOptions().non_split_inputs({1}));
+    auto [y, sizes] = whole(x_, Weights{{2.0, 1.0, 3.0, 1.0}});
+    expect_equal(y.outputs(), {out[0] * 2.0, out[1] * 2.0}, "whole");
+    EXPECT_EQ(sizes, (std::vector<size_t>{4, 4}));
+  });
+}
+
+TEST_F(StepTest, TrainingWithTypesThatCutThemselves) {
+  Mlp net(4);
+  copy_values(*prototype_, *net);
+  torch::optim::SGD plain_optimizer(net->parameters(), kSgd);
+  const std::vector<Weights> weights = {{{1, 2}}, {{3, 4}}, {{1, 2}}};
+  for (const auto& weight : weights) {
+    plain_optimizer.zero_grad();
+    plain_backward(net->parameters(), 1, 2, [&](int m) {
+      return torch::mse_loss(net(part(x_, 2, m)), part(y_, 2, m)) * weight.values[m];
+    });
+    plain_optimizer.step();
+  }
+  on_stages([&](DistributedModel<Mlp>& model) {
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    auto train = step([&](torch::Tensor x, torch::Tensor y, Weights weight) {
+      auto loss = torch::mse_loss(model(x), y) * weight.values[0];
+      model->backward(loss);
+      return loss;
+    });
+    for (const auto& weight : weights) {
+      optimizer.zero_grad();
+      train(x_, y_, weight);
+      optimizer.step();
+    }
+    expect_equal(to_map(model->state_dict()), state_of(*net), "weight");
+  });
+}
+
+TEST_F(StepTest, OutputsAreDetachedUnlessAskedFor) {
+  for (int count : {1, 2}) {
+    std::mutex mutex;
+    int with_history = 0;
+    run_as_threads(count, stages(count), [&] {
+      Mlp net(4);
+      copy_values(*prototype_, *net);
+      DistributedModel<Mlp> model(net);
+      const auto function = [&](torch::Tensor x, torch::Tensor y) {
+        auto loss = torch::mse_loss(model(x), y);
+        model->backward(loss);
+        return loss;
+      };
+      auto train = step(function);
+      auto keep = step(function, StepOptions().detach_outputs(false));
+      const auto detached = train(x_, y_);
+      for (const auto& output : detached.outputs()) EXPECT_FALSE(output.requires_grad());
+      const auto kept = keep(x_, y_);
+      expect_equal(kept.outputs()[1].detach(), detached.outputs()[1], "loss");
+      const std::lock_guard<std::mutex> lock(mutex);
+      with_history += kept.outputs()[0].grad_fn() != nullptr;
+    });
+    EXPECT_EQ(with_history, 1) << count << " stages: the rank that computed the loss";
+  }
+}
+
+TEST_F(StepTest, BackwardOfSeveralTensorsAndWithGradients) {
+  const auto gradient = torch::randn({4, 1});
+  const auto check_against =
+      [&](const std::function<torch::Tensor(torch::Tensor, torch::Tensor)>& plain_loss,
+          const std::function<void(ModelCore&, torch::Tensor, torch::Tensor)>& backward) {
+        Mlp net(4);
+        copy_values(*prototype_, *net);
+        plain_backward(net->parameters(), 1, 2,
+                       [&](int m) { return plain_loss(net(part(x_, 2, m)), part(y_, 2, m)); });
+        Named expected;
+        for (const auto& item : net->named_parameters()) expected[item.key()] = item.value().grad();
+        std::mutex mutex;
+        for (int count : {1, 2}) {
+          Named got;
+          run_as_threads(count, stages(count), [&] {
+            Mlp own(4);
+            copy_values(*prototype_, *own);
+            DistributedModel<Mlp> model(own);
+            auto train = step(
+                [&](torch::Tensor x, torch::Tensor y) { backward(model.core(), model(x), y); });
+            train(x_, y_);
+            const std::lock_guard<std::mutex> lock(mutex);
+            for (const auto& item : model->local_named_parameters()) {
+              got[item.key()] = item.value().grad().clone();
+            }
+          });
+          expect_equal(got, expected, "gradient");
+        }
+      };
+  check_against(
+      [&](torch::Tensor out, torch::Tensor) { return (out * gradient).sum(); },
+      [&](ModelCore& core, torch::Tensor out, torch::Tensor) { core.backward({out}, {gradient}); });
+  check_against(
+      [](torch::Tensor out, torch::Tensor y) { return torch::mse_loss(out, y) + out.abs().sum(); },
+      [](ModelCore& core, torch::Tensor out, torch::Tensor y) {
+        core.backward(torch::mse_loss(out, y) + out.abs().sum());
+      });
+}
+
+TEST_F(StepTest, CopiesShareTheFunctionAndMayBeMovedAround) {
+  on_stages([&](DistributedModel<Mlp>& model) {
+    std::vector<decltype(make_training(model))> functions;
+    functions.push_back(make_training(model));
+    functions.push_back(functions[0]);
+    const auto first = functions[0](x_, y_).outputs();
+    expect_equal(functions[1](x_, y_).outputs(), first, "loss");
+  });
+}
+
+/// Two models, two step functions, two optimizers.
+TEST_F(StepTest, GenerativeAdversarialNetwork) {
+  torch::manual_seed(5);
+  const Mlp generator(2), discriminator(3);
+  const auto noise = torch::randn({4, 8, MlpImpl::kWidth});
+  const auto adam = torch::optim::AdamOptions(0.01);
+  const auto real_loss = [](torch::Tensor score) {
+    return torch::binary_cross_entropy_with_logits(score, torch::ones_like(score));
+  };
+  const auto fake_loss = [](torch::Tensor score) {
+    return torch::binary_cross_entropy_with_logits(score, torch::zeros_like(score));
+  };
+  // The generator's single output becomes a sample of the discriminator's width.
+  const auto widen = [](torch::Tensor out) { return out.expand({-1, MlpImpl::kWidth}); };
+
+  Mlp g(2), d(3);
+  copy_values(*generator, *g);
+  copy_values(*discriminator, *d);
+  Tensors all = g->parameters();
+  for (const auto& parameter : d->parameters()) all.push_back(parameter);
+  torch::optim::Adam g_optimizer(g->parameters(), adam), d_optimizer(d->parameters(), adam);
+  std::vector<Tensors> expected;
+  for (int i = 0; i < 4; ++i) {
+    d_optimizer.zero_grad();
+    expected.push_back(plain_backward(all, 1, 2, [&](int m) {
+      const auto fake = widen(g(part(noise[i], 2, m))).detach();
+      return real_loss(d(part(x_, 2, m))) + fake_loss(d(fake));
+    }));
+    d_optimizer.step();
+    g_optimizer.zero_grad();
+    expected.push_back(plain_backward(
+        all, 1, 2, [&](int m) { return real_loss(d(widen(g(part(noise[i], 2, m))))); }));
+    g_optimizer.step();
+  }
+
+  for (int count : {1, 2}) {
+    SCOPED_TRACE(std::to_string(count) + " stages");
+    run_as_threads(count, stages(count), [&] {
+      Mlp own_g(2), own_d(3);
+      copy_values(*generator, *own_g);
+      copy_values(*discriminator, *own_d);
+      DistributedModel<Mlp> model_g(own_g, ModelOptions().name("generator"));
+      DistributedModel<Mlp> model_d(own_d, ModelOptions().name("discriminator"));
+      DistributedOptimizer<torch::optim::Adam> optimize_g(model_g->parameters(), adam);
+      DistributedOptimizer<torch::optim::Adam> optimize_d(model_d->parameters(), adam);
+      auto train_d = step([&](torch::Tensor real, torch::Tensor z) {
+        const auto fake = widen(model_g(z)).detach();
+        auto loss = real_loss(model_d(real)) + fake_loss(model_d(fake));
+        model_d->backward(loss);
+        return loss;
+      });
+      auto train_g = step([&](torch::Tensor z) {
+        auto loss = real_loss(model_d(widen(model_g(z))));
+        model_g->backward(loss);
+        return loss;
+      });
+      for (int i = 0; i < 4; ++i) {
+        optimize_d.zero_grad();
+        expect_equal(train_d(x_, noise[i]).outputs(), expected[2 * i], "loss of d");
+        optimize_d.step();
+        optimize_g.zero_grad();
+        expect_equal(train_g(noise[i]).outputs(), expected[2 * i + 1], "loss of g");
+        optimize_g.step();
+      }
+      expect_equal(to_map(model_g->state_dict()), state_of(*g), "generator");
+      expect_equal(to_map(model_d->state_dict()), state_of(*d), "discriminator");
+    });
+  }
+}
+
+}  // namespace
+}  // namespace smp::testing
