@@ -7,7 +7,7 @@
 
 #include <sstream>
 
-#include "smp/core/error.h"
+#include "graph/content.h"
 
 namespace smp::graph {
 namespace {
@@ -61,11 +61,6 @@ bool is_contiguous(const TensorMeta& meta) {
 
 uint64_t hash(const std::string& text, uint64_t seed = 0) {
   return XXH64(text.data(), text.size(), seed);
-}
-
-uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
-  const at::Tensor flat = tensor.detach().cpu().contiguous();
-  return XXH64(flat.const_data_ptr(), flat.nbytes(), seed);
 }
 
 std::string value_text(ValueId id) { return id == kUndefined ? "_" : c10::str("%", id); }

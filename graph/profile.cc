@@ -1,7 +1,6 @@
 #include "graph/profile.h"
 
 #include <ATen/ops/ones_like.h>
-#include <xxhash.h>
 
 #include <chrono>
 #include <cmath>
@@ -10,6 +9,7 @@
 #include <unordered_set>
 
 #include "graph/autograd_entry.h"
+#include "graph/content.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -42,8 +42,7 @@ uint64_t checksum(const Operator& op, const Environment& environment) {
   uint64_t hash = 1;
   for (ValueId id : op.results) {
     if (id == kUndefined) continue;
-    const at::Tensor flat = environment[id].detach().cpu().contiguous();
-    hash = XXH64(flat.const_data_ptr(), flat.nbytes(), hash);
+    hash = hash_content(environment[id], hash);
   }
   return hash;
 }

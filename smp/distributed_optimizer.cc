@@ -1,5 +1,7 @@
 #include "smp/distributed_optimizer.h"
 
+#include <algorithm>
+
 #include "smp/core/error.h"
 #include "smp/model_core.h"
 
@@ -28,6 +30,11 @@ optim::OptimizerState OptimizerCore::local_state() const {
   optim::OptimizerState state = optim::get_state(optimizer_, names());
   for (auto it = state.params.begin(); it != state.params.end();) {
     it = runtime_->owns(it->first) ? std::next(it) : state.params.erase(it);
+  }
+  for (auto& group : state.groups) {
+    const auto foreign = [&](const std::string& name) { return !runtime_->owns(name); };
+    group.params.erase(std::remove_if(group.params.begin(), group.params.end(), foreign),
+                       group.params.end());
   }
   return state;
 }

@@ -34,8 +34,14 @@ std::terminate_handler previous_terminate = nullptr;
   std::abort();
 }
 
-void finish_at_exit() {
+/// Ends MPI with the program. A program that caught an exception and returns non-zero has left the
+/// others waiting: they are told, or they would run into their time-outs.
+void finish_at_exit(int status, void*) {
   if (!Runtime::exists()) return;
+  if (status != 0) {
+    Runtime::get().fail(c10::str("the program ended with exit status ", status));
+    std::_Exit(status);
+  }
   Runtime::set_for_process(nullptr);
   comm::finalize_world();
   // MPI would call a job that lost a rank a success if this one returned zero.
@@ -58,7 +64,7 @@ void init(const Config& config) {
     record_failure(world->rank(), error.what());
     throw;
   }
-  static const bool registered = std::atexit(&finish_at_exit) == 0;
+  static const bool registered = on_exit(&finish_at_exit, nullptr) == 0;
   SMP_CHECK(registered, "the handler that ends MPI at exit could not be registered");
 }
 

@@ -20,13 +20,15 @@ namespace smp {
 /// is a world of one. Throws `ConfigError`, and `UsageError` at a second call.
 void init(const Config& config = Config());
 
-/// Ends what `init` began; collective. Without it, that happens at the end of the program.
+/// Ends what `init` began; collective. Without it, that happens at the end of the program. A
+/// program that ends with a non-zero status without it ends the other ranks too.
 void shutdown();
 
 /// True between `init` and `shutdown`.
 bool is_initialized();
 
-/// True while a step function runs for the first time, to be captured.
+/// True inside the step function in the first step of the program, which captures it on data; later
+/// runs of the function go over shapes only.
 bool is_tracing();
 
 /// Plays `ranks` ranks as threads of this process, each with a runtime of its own, and calls

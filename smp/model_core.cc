@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
+#include <mutex>
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
@@ -164,15 +165,30 @@ void ModelCore::zero_grad() {
 }
 
 void ModelCore::to(at::Device device) {
-  if (partitioned()) {
-    static const bool warned = [] {
-      log_warning("model->to(device) is ignored after partitioning; call it before the first step");
-      return true;
-    }();
-    (void)warned;
-    return;
+  SMP_CHECK_WITH(UsageError, !partitioned(), "model->to(", device,
+                 ") was called after partitioning. Move the module before it is wrapped, or gather "
+                 "it with model->cpu()");
+  static std::once_flag warned;
+  std::call_once(warned, [&] {
+    log_warning(
+        c10::str("model->to(", device, ") is ignored; move the module before it is wrapped"));
+  });
+}
+
+void ModelCore::cpu() {
+  check_outside_step("cpu");
+  if (!partitioned()) return;
+  at::NoGradGuard no_grad;
+  const auto pipeline = runtime_->group(CommGroup::kPp);
+  for (const auto& tensors : {parameters(), buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      const int root = runtime_->owner.at(runtime_->table().find(tensor)->name);
+      allocate_data(tensor);
+      const at::Tensor copy = tensor.detach().cpu().contiguous();
+      pipeline->broadcast(copy, root);
+      if (!copy.is_alias_of(tensor)) tensor.detach().copy_(copy);
+    }
   }
-  module_->to(device);
 }
 
 bool ModelCore::partitioned() const { return runtime_->partitioned; }

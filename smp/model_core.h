@@ -85,8 +85,13 @@ class ModelCore {
   bool is_training() const { return module_->is_training(); }
   /// Sets gradients to undefined. Throws `UsageError` inside a step function.
   void zero_grad();
-  /// Moves the module; only before partitioning, later it warns once and does nothing.
+  /// Ignored with one warning before partitioning: move the module before it is wrapped. Throws
+  /// `UsageError` after, as documented for SMP.
   void to(at::Device device);
+  /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
+  /// can be used as a plain module. Collective over the pipeline, as documented for SMP. Training
+  /// goes on with the owners' values.
+  void cpu();
 
   /// True once the first step has divided the model among the ranks.
   bool partitioned() const;

@@ -28,6 +28,8 @@ class Step {
   ///
   /// The function itself runs once per step on this rank, on tensors without data, to see which
   /// operators it calls (once per microbatch if an argument has `smp_slice`); see docs/capture.md.
+  /// An argument with `T smp_slice(int64_t microbatches, int64_t microbatch, int64_t axis) const`
+  /// cuts itself; tensors inside it are constants of the microbatch.
   ///
   /// Returns the function's result with a `StepOutput` in place of every tensor and a list by
   /// microbatch in place of anything else. Throws what the function throws, `CaptureError` for

@@ -6,6 +6,7 @@
 #include <array>
 #include <sstream>
 
+#include "graph/content.h"
 #include "graph/replay.h"
 #include "partitioner/cost.h"
 #include "smp/core/error.h"
@@ -16,11 +17,11 @@
 namespace smp {
 namespace {
 
-/// Marks the runtime as inside a step, also when the step throws.
-class InStep {
+/// Sets one of the runtime's flags until the end of the block, also when that throws.
+class FlagScope {
  public:
-  explicit InStep(bool& flag) : flag_(flag) { flag_ = true; }
-  ~InStep() { flag_ = false; }
+  explicit FlagScope(bool& flag, bool value = true) : flag_(flag) { flag_ = value; }
+  ~FlagScope() { flag_ = false; }
 
  private:
   bool& flag_;
@@ -28,10 +29,7 @@ class InStep {
 
 uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
   uint64_t hash = 0;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor flat = tensor.detach().cpu().contiguous();
-    hash = XXH64(flat.const_data_ptr(), flat.nbytes(), hash);
-  }
+  for (const at::Tensor& tensor : tensors) hash = graph::hash_content(tensor, hash);
   return hash;
 }
 
@@ -100,7 +98,7 @@ StepResults StepCore::run_checked(const StepCall& call) {
   const auto inputs = split(call);
   Traced traced;
   {
-    const InStep in_step(runtime_->in_step);
+    const FlagScope in_step(runtime_->in_step);
     traced = trace(call, inputs);
   }
   agree(traced, call);
@@ -174,13 +172,11 @@ graph::TraceResult StepCore::trace_one(const StepCall& call, int microbatch,
   for (auto it = graphs_.rbegin(); it != graphs_.rend(); ++it) {
     options.candidates.push_back(it->get());
   }
-  runtime_->tracing = execute;
+  const FlagScope tracing(runtime_->tracing, execute);
   graph::Tracer tracer(std::move(options));
-  auto result = tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
+  return tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
     return call.function(microbatch, tensors);
   });
-  runtime_->tracing = false;
-  return result;
 }
 
 StepCore::Traced StepCore::trace(const StepCall& call,

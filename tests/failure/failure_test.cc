@@ -66,6 +66,11 @@ TEST(Failure, ExceptionThatTheProgramCatches) {
   expect_failure("caught", "rank 1: the user's function failed");
 }
 
+/// The program ends, the others must not wait for it.
+TEST(Failure, ExceptionOutsideAStepThatTheProgramCatches) {
+  expect_failure("caught_outside", "rank 1: the program ended with exit status 1");
+}
+
 TEST(Failure, ReadingDataInsideAStep) { expect_failure("item", "operator aten::item"); }
 
 TEST(Failure, BatchThatCannotBeCut) { expect_failure("indivisible", "is not divisible by 2"); }

@@ -167,6 +167,7 @@ Trace run_distributed(const std::function<Net()>& make, const Options& options,
                           .microbatches(layout.microbatches)
                           .pipeline(layout.pipeline)
                           .ddp(layout.replicas > 1)
+                          .placement_strategy(layout.microbatches == 3 ? "spread" : "cluster")
                           .seed(kSeed)
                           .timeout_seconds(60);
   torch::manual_seed(5);

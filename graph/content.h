@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace smp::graph {
+
+/// XXH64 of the elements in logical order; of any device and strides.
+uint64_t hash_content(const at::Tensor& tensor, uint64_t seed = 0);
+
+/// True if sizes, dtype and the bytes of the elements are equal.
+bool same_content(const at::Tensor& a, const at::Tensor& b);
+
+/// A copy without history.
+at::Tensor clone_content(const at::Tensor& tensor);
+
+}  // namespace smp::graph

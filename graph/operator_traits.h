@@ -1,0 +1,28 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+
+namespace smp::graph {
+
+/// True if some result is no tensor: a number, a bool, a shape.
+bool returns_host_value(const c10::FunctionSchema& schema);
+
+/// True for operators whose host result follows from shapes and types alone.
+bool reads_only_metadata(const std::string& name);
+
+/// True for normalisations, which update their running statistics (arguments 3 and 4, if argument
+/// 5 is true) without saying so in their schema.
+bool writes_running_statistics(const std::string& name);
+
+/// True for operators that give a tensor another storage under the feet of its other users.
+bool replaces_storage(const std::string& name);
+
+/// True if the schema has an argument that may hold tensors.
+bool has_tensor_argument(const c10::FunctionSchema& schema);
+
+/// True for factories that leave their result's content undefined.
+bool is_uninitialised_factory(const std::string& name);
+
+}  // namespace smp::graph

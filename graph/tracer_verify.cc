@@ -1,0 +1,166 @@
+// The part of Tracer that compares a run with graphs recorded before.
+
+#include <cmath>
+
+#include "graph/content.h"
+#include "graph/shapes.h"
+#include "graph/tracer.h"
+
+namespace smp::graph {
+namespace {
+
+bool same_constant(const c10::IValue& a, const c10::IValue& b) {
+  if (a.isDouble() && b.isDouble()) {
+    return a.toDouble() == b.toDouble() || (std::isnan(a.toDouble()) && std::isnan(b.toDouble()));
+  }
+  if (a.isInt() && b.isInt()) return a.toInt() == b.toInt();
+  if (a.isBool() && b.isBool()) return a.toBool() == b.toBool();
+  if (a.isNone() || b.isNone()) return a.isNone() && b.isNone();
+  // Types differ in kind (an int where a double was): another graph.
+  return a.tagKind() == b.tagKind() && a == b;
+}
+
+bool same_kind(const c10::IValue& a, const c10::IValue& b) { return a.tagKind() == b.tagKind(); }
+
+}  // namespace
+
+bool Tracer::verify(Call& call, torch::jit::Stack& stack) {
+  const ExecutionMode mode = ExecutionMode::current();
+  std::string difference;
+  std::vector<Live> still;
+  for (Live& live : live_) {
+    if (auto found = differs(live, call, mode)) {
+      difference = std::move(*found);
+    } else {
+      still.push_back(std::move(live));
+    }
+  }
+  if (still.empty()) {
+    leave_candidates(difference);
+    return false;
+  }
+  live_ = std::move(still);
+  pending_.clear();
+  push_recorded_results(call, stack);
+  const Graph& graph = *live_[0].graph;
+  const Operator& op = graph.operators[next_operator_++];
+  value_count_ = op.first_result;
+  for (ValueId id : op.results) value_count_ += id != kUndefined;
+  return true;
+}
+
+/// The first way in which the call is not the candidate's next operator; notes what may differ.
+std::optional<std::string> Tracer::differs(Live& live, const Call& call,
+                                           const ExecutionMode& mode) const {
+  const Graph& graph = *live.graph;
+  const auto describe = [&](const std::string& what) {
+    const std::string recorded = next_operator_ < graph.operators.size()
+                                     ? graph.line(next_operator_)
+                                     : "the end of the function";
+    return c10::str("operator ", next_operator_, " (", call.op->schema().name(), ") ", what,
+                    "; recorded was ", recorded);
+  };
+  if (next_operator_ >= graph.operators.size()) return describe("comes after the recorded end");
+  const Operator& op = graph.operators[next_operator_];
+  if (op.handle.schema().operator_name() != call.op->schema().operator_name()) {
+    return describe("is another one");
+  }
+  if (!(op.mode == mode)) return describe("runs in another mode (grad, autocast)");
+  std::vector<ConstantOverride> constants;
+  for (size_t i = 0; i < op.arguments.size(); ++i) {
+    const Argument& expected = op.arguments[i];
+    const Argument& got = call.arguments[i];
+    if (expected.kind != got.kind || expected.values != got.values) {
+      return describe("has other tensors as argument \"" + call.op->schema().arguments()[i].name() +
+                      "\"");
+    }
+    if (expected.kind != Argument::Kind::kConstant ||
+        same_constant(expected.constant, got.constant)) {
+      continue;
+    }
+    if (!same_kind(expected.constant, got.constant) || !is_patchable(call.op->schema(), i)) {
+      return describe("has another constant as argument \"" +
+                      call.op->schema().arguments()[i].name() + "\"");
+    }
+    constants.push_back({static_cast<int>(next_operator_), static_cast<int>(i), got.constant});
+  }
+  std::vector<ContentOverride> contents;
+  for (size_t i = 0; i < pending_.size(); ++i) {
+    const ValueId id = value_count_ + static_cast<ValueId>(i);
+    const Value& expected = graph.values[id];
+    const Value& got = pending_[i];
+    if (expected.kind != got.kind || expected.name != got.name || !(expected.meta == got.meta)) {
+      return describe(c10::str("reads ", graph::to_string(got.kind), " ", got.name, " : ",
+                               got.meta.to_string()));
+    }
+    if (got.content.defined() && !same_content(got.content, expected.content)) {
+      contents.push_back({id, clone_content(got.content)});
+    }
+  }
+  live.constants.insert(live.constants.end(), constants.begin(), constants.end());
+  live.contents.insert(live.contents.end(), contents.begin(), contents.end());
+  return std::nullopt;
+}
+
+void Tracer::push_recorded_results(const Call& call, torch::jit::Stack& stack) {
+  const Graph& graph = *live_[0].graph;
+  const Operator& op = graph.operators[next_operator_];
+  const auto& schema = call.op->schema();
+  if (op.results.size() == 1 && op.results[0] != kUndefined &&
+      graph.values[op.results[0]].kind == ValueKind::kLiteral) {
+    // Host code is about to write into it.
+    call.op->callBoxed(stack);
+    literals_.emplace_back(op.results[0], stack.back().toTensor());
+    bind(stack.back().toTensor(), op.results[0]);
+    return;
+  }
+  torch::jit::drop(stack, schema.arguments().size());
+  size_t next = 0;
+  const auto take = [&]() -> at::Tensor {
+    const ValueId id = op.results[next];
+    const int argument = op.result_is_argument[next++];
+    if (id == kUndefined) return at::Tensor();
+    at::Tensor tensor = argument >= 0 ? call.tensors[argument]
+                                      : make_placeholder(graph.values[id].meta, options_.step_name);
+    bind(tensor, id);
+    return tensor;
+  };
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    if (schema.returns()[i].type()->kind() == c10::TypeKind::ListType) {
+      c10::List<at::Tensor> list;
+      const int length = op.list_lengths[i];
+      for (int k = 0; k < length; ++k) list.push_back(take());
+      stack.push_back(std::move(list));
+    } else {
+      stack.push_back(take());
+    }
+  }
+}
+
+/// Goes on as a recording: what was verified so far becomes the beginning of a new graph.
+void Tracer::leave_candidates(const std::string& difference) {
+  difference_ = difference;
+  const Live& last = live_[0];
+  const Graph& from = *last.graph;
+  graph_ = std::make_unique<Graph>();
+  graph_->values.assign(from.values.begin(), from.values.begin() + value_count_);
+  graph_->operators.assign(from.operators.begin(), from.operators.begin() + next_operator_);
+  graph_->alias_sets = from.alias_sets;
+  for (const ConstantOverride& change : last.constants) {
+    graph_->operators[change.operator_index].arguments[change.argument].constant = change.value;
+  }
+  for (const ContentOverride& change : last.contents) {
+    graph_->values[change.value].content = change.content;
+  }
+  for (const Operator& op : graph_->operators) random_count_ += op.random_ordinal >= 0;
+  for (Value& value : pending_) {
+    if (value.content.defined()) value.content = clone_content(value.content);
+    value.alias_set = graph_->alias_sets++;
+    graph_->values.push_back(std::move(value));
+  }
+  pending_.clear();
+  live_.clear();
+  for (auto& [storage, info] : storages_) info.alias_set = graph_->values[info.id].alias_set;
+}
+
+}  // namespace smp::graph
