@@ -547,6 +547,26 @@ TEST_F(Model, ZeroGradMakesGradientsUndefined) {
   });
 }
 
+TEST_F(Model, CpuGathersTheModelAndTrainingGoesOn) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(),
+                                                      torch::optim::SGDOptions(0.1));
+    auto train = make_training(model);
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      train(x_, y_);
+      optimizer.step();
+      model->cpu();
+      const auto state = to_map(model->state_dict());
+      expect_equal(state_of(*model.get_module()), state, "gathered value");
+      // The plain module computes what the next step computes.
+      const auto expected = plain_losses(model.get_module());
+      expect_equal(train(x_, y_).outputs(), expected, "loss of the gathered model");
+    }
+  });
+}
+
 TEST_F(Model, GradientsMayBeSumsOverMicrobatches) {
   std::map<bool, Named> gradients;
   for (const bool average : {true, false}) {

@@ -115,7 +115,7 @@ TEST_F(InsideAStep, BackwardOfTheTensorItselfIsRefused) {
         loss.backward();
         return loss;
       });
-  expect_has(text, {"loss.backward()", "model->backward(loss)"});
+  expect_has(text, {"\"train\"", "backward()", "model->backward(loss)"});
 }
 
 TEST_F(InsideAStep, BackwardNeedsAScalarThatDependsOnParameters) {
@@ -348,7 +348,7 @@ TEST_F(Capture, OtherThingsThatNeedValues) {
   const std::vector<std::pair<std::string, std::function<torch::Tensor(torch::Tensor)>>> cases = {
       {"nonzero", [](torch::Tensor x) { return x.nonzero().sum() + x.sum(); }},
       {"masked_select", [](torch::Tensor x) { return x.masked_select(x > 0).sum(); }},
-      {"equal", [](torch::Tensor x) { return torch::equal(x, x) ? x.sum() : x.mean(); }},
+      {"equal", [](torch::Tensor x) { return torch::equal(x, x * 1) ? x.sum() : x.mean(); }},
   };
   for (const auto& [name, body] : cases) {
     SCOPED_TRACE(name);
