@@ -365,7 +365,7 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
     if (!gradients.empty()) root.gradient = lookup(gradients[i]);
     SMP_CHECK_WITH(UsageError, root.value != kUndefined && tensors[i].requires_grad(), where(),
                    ": backward was called on a tensor that does not depend on a parameter that "
-                   "requires a gradient");
+                   "requires a gradient (or gradients are off: is a NoGradGuard alive?)");
     SMP_CHECK_WITH(UsageError, root.gradient != kUndefined || tensors[i].numel() == 1, where(),
                    ": backward was called on a tensor of shape ", tensors[i].sizes(),
                    " without a gradient; reduce it to a scalar (loss.mean()) or give its gradient");

@@ -158,7 +158,8 @@ void Stage::enter_all(InFlight& state, graph::Environment& environment,
 void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
                     const std::map<int, std::vector<at::Tensor>>& received,
                     const graph::RandomKey& key) {
-  at::AutoGradMode grad(graph_.trains());
+  // What enters an evaluation requires no gradient, so nothing is recorded there.
+  at::AutoGradMode grad(true);
   graph::Environment environment(graph_.values.size());
   InFlight state;
   enter_all(state, environment, inputs, received);

@@ -48,7 +48,8 @@ class DistributedModel {
   ModelCore* operator->() const { return core_.get(); }
   ModelCore& core() const { return *core_; }
 
-  /// The wrapped module's holder. Its parameters that other ranks own hold no data.
+  /// The wrapped module's holder. Its parameters that other ranks own hold no data, but for tied
+  /// ones that this rank reads too: they have the owner's value since the last step.
   M& get_module() { return module_; }
 
  private:

@@ -196,7 +196,11 @@ bool ModelCore::partitioned() const { return runtime_->partitioned; }
 RemovableHandle ModelCore::add_hook(const std::shared_ptr<Hooks>& hooks,
                                     std::function<void()> hook) {
   const auto position = hooks->insert(hooks->end(), std::move(hook));
-  return RemovableHandle([hooks, position] { hooks->erase(position); });
+  // Copies of the handle remove the hook once.
+  auto registered = std::make_shared<bool>(true);
+  return RemovableHandle([hooks, position, registered] {
+    if (std::exchange(*registered, false)) hooks->erase(position);
+  });
 }
 
 RemovableHandle ModelCore::register_post_partition_hook(std::function<void()> hook) {

@@ -127,8 +127,12 @@ partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph) {
 void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
                       int microbatches) {
   runtime.owner = plan.owner;
-  // What no operator reads has to live somewhere: it is stored, and saved, by the first stage.
-  for (const auto& entry : runtime.table().entries()) runtime.owner.emplace(entry.name, 0);
+  // What no operator reads has to live somewhere. A later graph that does read it will most likely
+  // do so beside what was registered before it.
+  int last = 0;
+  for (const auto& entry : runtime.table().entries()) {
+    last = runtime.owner.emplace(entry.name, last).first->second;
+  }
   runtime.partitioned = true;
   const int stage = runtime.rank_in(CommGroup::kPp);
   for (const auto& entry : runtime.table().entries()) {

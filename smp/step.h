@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "smp/core/error.h"
 #include "smp/step_core.h"
 #include "smp/structure.h"
 
@@ -42,6 +44,7 @@ class Step {
     using Raw = std::decay_t<std::invoke_result_t<Function&, detail::AsArgument<Arguments>&...>>;
     constexpr bool returns_nothing = std::is_void_v<Raw>;
     using Result = std::conditional_t<returns_nothing, detail::Nothing, Raw>;
+    check_positions(static_cast<int>(sizeof...(Arguments)));
     std::tuple<detail::AsArgument<Arguments>...> whole(std::forward<Arguments>(arguments)...);
     std::map<int, Result> results;
     const StepResults outputs = core_->run(make_call<Result>(whole, results));
@@ -82,37 +85,54 @@ class Step {
   }
 
   template <class Whole, size_t... I>
-  void add_arguments(StepCall& call, const Whole& whole, std::index_sequence<I...>) const {
+  void add_arguments([[maybe_unused]] StepCall& call, [[maybe_unused]] const Whole& whole,
+                     std::index_sequence<I...>) const {
     (add_argument(call, static_cast<int>(I), std::get<I>(whole)), ...);
   }
 
   template <class T>
   void add_argument(StepCall& call, int position, const T& argument) const {
     if constexpr (detail::SlicesItself<T>::value) call.per_microbatch = true;
-    const int64_t axis = axis_of(position);
+    const std::optional<int64_t> axis = axis_of(position);
     detail::for_each_tensor(argument, [&](const at::Tensor& tensor) {
       call.tensors.push_back(tensor);
       call.axes.push_back(axis);
     });
   }
 
-  int64_t axis_of(int position) const {
+  /// The axis along which an argument's tensors are cut, from the end if negative; nothing for
+  /// those that every microbatch gets whole.
+  std::optional<int64_t> axis_of(int position) const {
     const auto& whole = options_.non_split_inputs();
-    if (std::find(whole.begin(), whole.end(), position) != whole.end()) return -1;
+    if (std::find(whole.begin(), whole.end(), position) != whole.end()) return std::nullopt;
     const auto axis = options_.input_split_axes().find(position);
     return axis == options_.input_split_axes().end() ? 0 : axis->second;
   }
 
+  void check_positions(int arguments) const {
+    const auto check = [&](int position, const char* option) {
+      SMP_CHECK_WITH(UsageError, position >= 0 && position < arguments, "step function \"",
+                     core_->name(), "\": StepOptions().", option, " names argument ", position,
+                     ", but the function is called with ", arguments,
+                     ". Arguments are counted from 0");
+    };
+    for (int position : options_.non_split_inputs()) check(position, "non_split_inputs");
+    for (const auto& [position, axis] : options_.input_split_axes()) {
+      check(position, "input_split_axes");
+    }
+  }
+
   template <class Whole, size_t... I>
-  Whole slice_objects(const Whole& whole, int microbatch, std::index_sequence<I...>) const {
+  Whole slice_objects([[maybe_unused]] const Whole& whole, [[maybe_unused]] int microbatch,
+                      std::index_sequence<I...>) const {
     return Whole{slice_object(std::get<I>(whole), static_cast<int>(I), microbatch)...};
   }
 
   template <class T>
   T slice_object(const T& argument, int position, int microbatch) const {
     if constexpr (detail::SlicesItself<T>::value) {
-      const int64_t axis = axis_of(position);
-      if (axis >= 0) return argument.smp_slice(microbatches(), microbatch, axis);
+      const std::optional<int64_t> axis = axis_of(position);
+      if (axis) return argument.smp_slice(microbatches(), microbatch, *axis);
     }
     return argument;
   }

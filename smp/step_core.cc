@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <sstream>
 
@@ -16,6 +17,9 @@
 
 namespace smp {
 namespace {
+
+/// How many graphs a step function keeps: those used last.
+constexpr size_t kGraphs = 64;
 
 /// Sets one of the runtime's flags until the end of the block, also when that throws.
 class FlagScope {
@@ -33,22 +37,68 @@ uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
   return hash;
 }
 
-/// The constants in which this run differs from the recorded graph, one a line.
-std::string describe_constants(const graph::Graph& graph,
-                               const std::vector<std::vector<graph::ConstantOverride>>& constants,
+/// The first elements of a tensor and a hash of all.
+std::string preview(const at::Tensor& tensor) {
+  constexpr int64_t kShown = 4;
+  const at::Tensor flat = tensor.detach().cpu().reshape({-1}).to(at::kDouble);
+  std::ostringstream out;
+  out << "[";
+  for (int64_t i = 0; i < std::min(kShown, flat.numel()); ++i) {
+    out << (i == 0 ? "" : ", ") << flat[i].item<double>();
+  }
+  out << (flat.numel() > kShown ? ", ...]" : "]") << " (hash " << graph::hash_content(tensor)
+      << ")";
+  return out.str();
+}
+
+/// The overrides of a run, one a line: equal where `describe_constants` is, and quick to make.
+std::string describe_overrides(const std::vector<std::vector<graph::ConstantOverride>>& constants,
                                const std::vector<std::vector<graph::ContentOverride>>& contents) {
   std::ostringstream out;
   for (size_t m = 0; m < constants.size(); ++m) {
     for (const auto& change : constants[m]) {
-      const auto& op = graph.operators[change.operator_index];
-      out << "argument \"" << op.handle.schema().arguments()[change.argument].name()
-          << "\" of operator " << change.operator_index << " (" << op.name() << ") is "
+      out << change.operator_index << " " << change.argument << " "
           << graph::constant_to_string(change.value) << "\n";
     }
     for (const auto& change : contents[m]) {
-      out << "the content of tensor %" << change.value << " (" << change.content.sizes()
-          << ") has the hash " << hash_inputs({change.content}) << "\n";
+      out << change.value << " " << hash_inputs({change.content}) << "\n";
     }
+  }
+  return out.str();
+}
+
+/// All constants in effect in a microbatch, one a line, for error texts.
+std::string describe_constants(const graph::Graph& graph,
+                               const std::vector<graph::ConstantOverride>& constants,
+                               const std::vector<graph::ContentOverride>& contents) {
+  std::map<std::pair<int, int>, c10::IValue> changed;
+  for (const auto& change : constants) {
+    changed[{change.operator_index, change.argument}] = change.value;
+  }
+  std::map<graph::ValueId, at::Tensor> changed_contents;
+  for (const auto& change : contents) changed_contents[change.value] = change.content;
+  std::ostringstream out;
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const auto& op = graph.operators[i];
+    const auto& schema = op.handle.schema();
+    for (size_t a = 0; a < op.arguments.size(); ++a) {
+      if (op.arguments[a].kind != graph::Argument::Kind::kConstant) continue;
+      if (!graph::is_patchable(schema, a)) continue;
+      const auto found = changed.find({static_cast<int>(i), static_cast<int>(a)});
+      out << "argument \"" << schema.arguments()[a].name() << "\" of operator " << i << " ("
+          << op.name() << ") is "
+          << graph::constant_to_string(found == changed.end() ? op.arguments[a].constant
+                                                              : found->second)
+          << "\n";
+    }
+  }
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const auto& value = graph.values[id];
+    if (!value.content.defined()) continue;
+    const auto found = changed_contents.find(static_cast<graph::ValueId>(id));
+    const at::Tensor& content = found == changed_contents.end() ? value.content : found->second;
+    out << graph::to_string(value.kind) << " tensor %" << id << " of " << value.meta.to_string()
+        << " holds " << preview(content) << "\n";
   }
   return out.str();
 }
@@ -138,13 +188,16 @@ std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call) const
   std::vector<std::vector<at::Tensor>> result(count);
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const at::Tensor tensor = call.tensors[i];
-    const int64_t axis = call.axes[i];
+    int64_t axis = call.axes[i].value_or(0);
+    const bool whole = !call.axes[i].has_value();
     int64_t size = 0;
-    if (axis >= 0) {
-      SMP_CHECK_WITH(UsageError, axis < tensor.dim(), "step function \"", name_,
-                     "\": input tensor ", i, " of shape ", tensor.sizes(),
-                     " has no axis ", axis, " to cut into microbatches. Name its argument in "
+    if (!whole) {
+      SMP_CHECK_WITH(UsageError, axis < tensor.dim() && axis >= -tensor.dim(), "step function \"",
+                     name_, "\": input tensor ", i, " of shape ", tensor.sizes(), " has no axis ",
+                     axis,
+                     " to cut into microbatches. Name its argument in "
                      "StepOptions().non_split_inputs({...}) to give every microbatch the whole");
+      if (axis < 0) axis += tensor.dim();
       SMP_CHECK_WITH(UsageError, tensor.size(axis) > 0 && tensor.size(axis) % count == 0,
                      "step function \"", name_, "\": input tensor ", i, " of shape ",
                      tensor.sizes(), " cannot be cut into ", count, " microbatches: the batch (",
@@ -154,7 +207,7 @@ std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call) const
       size = tensor.size(axis) / count;
     }
     for (int64_t m = 0; m < count; ++m) {
-      result[m].push_back(graph::aligned(axis < 0 ? tensor : tensor.narrow(axis, m * size, size)));
+      result[m].push_back(graph::aligned(whole ? tensor : tensor.narrow(axis, m * size, size)));
     }
   }
   return result;
@@ -198,12 +251,11 @@ StepCore::Traced StepCore::trace(const StepCall& call,
       log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
     graphs_.push_back(std::move(first.recorded));
+    forget_oldest();
     traced.checksums = std::move(first.checksums);
   }
   const graph::Graph* matched = traced.is_new ? graphs_.back().get() : first.match;
-  for (const auto& graph : graphs_) {
-    if (graph.get() == matched) traced.found = graph;
-  }
+  traced.found = use(matched);
   traced.constants.push_back(std::move(first.constants));
   traced.contents.push_back(std::move(first.contents));
   for (size_t m = 1; call.per_microbatch && m < inputs.size(); ++m) {
@@ -219,6 +271,26 @@ StepCore::Traced StepCore::trace(const StepCall& call,
   return traced;
 }
 
+/// Makes a graph the one used last.
+std::shared_ptr<graph::Graph> StepCore::use(const graph::Graph* graph) {
+  const auto found = std::find_if(graphs_.begin(), graphs_.end(),
+                                  [&](const auto& known) { return known.get() == graph; });
+  std::rotate(found, found + 1, graphs_.end());
+  return graphs_.back();
+}
+
+/// A function that takes a new way at every step must not fill the memory. All ranks forget the
+/// same graphs, since they see the same steps.
+void StepCore::forget_oldest() {
+  if (graphs_.size() <= kGraphs) return;
+  const graph::Graph* oldest = graphs_.front().get();
+  fingerprints_.erase(oldest);
+  for (auto it = programs_.begin(); it != programs_.end();) {
+    it = it->first.first == oldest ? programs_.erase(it) : std::next(it);
+  }
+  graphs_.erase(graphs_.begin());
+}
+
 /// Hashing a graph prints it, which is too slow for every step.
 const std::array<uint64_t, 2>& StepCore::fingerprints(const graph::Graph& graph) {
   const auto [it, is_new] = fingerprints_.try_emplace(&graph);
@@ -231,11 +303,10 @@ const std::array<uint64_t, 2>& StepCore::fingerprints(const graph::Graph& graph)
 void StepCore::agree(const Traced& traced, const StepCall& call) {
   const auto pipeline = runtime_->group(CommGroup::kPp);
   if (pipeline->size() == 1) return;
-  const std::string constants =
-      describe_constants(*traced.found, traced.constants, traced.contents);
+  const std::string overrides = describe_overrides(traced.constants, traced.contents);
   const auto& recorded = fingerprints(*traced.found);
   const std::array<uint64_t, 4> mine = {recorded[0], recorded[1],
-                                        XXH64(constants.data(), constants.size(), 0),
+                                        XXH64(overrides.data(), overrides.size(), 0),
                                         hash_inputs(call.tensors)};
   const auto all = comm::all_gather_bytes(
       *pipeline, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
@@ -245,8 +316,15 @@ void StepCore::agree(const Traced& traced, const StepCall& call) {
   std::array<uint64_t, 4> first, second;
   std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
   std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
-  const auto texts = comm::all_gather_bytes(
-      *pipeline, first[0] != second[0] ? traced.found->to_string() : constants);
+  std::string text;
+  if (first[0] != second[0]) {
+    text = traced.found->to_string();
+  } else {
+    for (size_t m = 0; m < traced.constants.size(); ++m) {
+      text += describe_constants(*traced.found, traced.constants[m], traced.contents[m]);
+    }
+  }
+  const auto texts = comm::all_gather_bytes(*pipeline, text);
   const auto [a, b] = first_difference(texts[0], texts[other]);
   const auto ranks = c10::str("pp rank 0 and pp rank ", other, " of one pipeline");
   SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", name_,

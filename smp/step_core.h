@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,7 +28,8 @@ struct StepOptions {
   /// Positions of arguments whose tensors every microbatch gets whole. C++ has no names for
   /// arguments, so they are counted from 0.
   TORCH_ARG(std::vector<int>, non_split_inputs) = {};
-  /// Position of an argument -> the axis its tensors are cut along, where that is not 0.
+  /// Position of an argument -> the axis its tensors are cut along, where that is not 0; negative
+  /// ones count from the end.
   using Axes = std::map<int, int64_t>;
   TORCH_ARG(Axes, input_split_axes) = {};
   /// False: returned tensors keep their autograd history on the rank that computed them.
@@ -36,9 +38,10 @@ struct StepOptions {
 
 /// One call of a step function, with types erased. Internal: see `Step`.
 struct StepCall {
-  /// The tensors found in the arguments, in order, each with the axis to cut or -1 for whole.
+  /// The tensors found in the arguments, in order, each with the axis to cut (from the end if
+  /// negative), or nothing for whole.
   std::vector<at::Tensor> tensors;
-  std::vector<int64_t> axes;
+  std::vector<std::optional<int64_t>> axes;
   /// An argument slices itself (`smp_slice`), so microbatches may differ in more than tensors.
   bool per_microbatch = false;
   /// Calls the user's function with these tensors in place of the arguments' and returns the
@@ -78,13 +81,15 @@ class StepCore {
                                const std::vector<at::Tensor>& inputs, bool execute);
   void agree(const Traced& traced, const StepCall& call);
   const std::array<uint64_t, 2>& fingerprints(const graph::Graph& graph);
+  std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
+  void forget_oldest();
   Program& program_for(const Traced& traced, const std::vector<std::vector<at::Tensor>>& inputs);
 
   std::shared_ptr<Runtime> runtime_;
   StepOptions options_;
   int ordinal_;
   std::string name_;
-  std::vector<std::shared_ptr<graph::Graph>> graphs_;  // newest last
+  std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, std::unique_ptr<Program>> programs_;
   std::map<const graph::Graph*, std::array<uint64_t, 2>> fingerprints_;  // graph, constants
 };

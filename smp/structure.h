@@ -138,6 +138,10 @@ template <class K, class V>
 struct Returned<std::map<K, V>, std::enable_if_t<holds_tensors<V>()>> {
   using type = std::map<K, typename Returned<V>::type>;
 };
+template <class T>
+struct Returned<std::optional<T>, std::enable_if_t<holds_tensors<T>()>> {
+  using type = std::optional<typename Returned<T>::type>;
+};
 template <class... T>
 struct Returned<std::tuple<T...>, std::enable_if_t<holds_tensors<std::tuple<T...>>()>> {
   using type = std::tuple<typename Returned<T>::type...>;
@@ -177,6 +181,12 @@ typename Returned<T>::type gather(const std::vector<const T*>& results, const Ta
       map.emplace(key, gather(elements, take));
     }
     return map;
+  } else if constexpr (IsOptional<T>::value) {
+    // All microbatches ran the same operators, so all have it or none.
+    if (!results[0]->has_value()) return std::nullopt;
+    std::vector<const typename T::value_type*> elements;
+    for (const T* result : results) elements.push_back(&**result);
+    return typename Returned<T>::type(gather(elements, take));
   } else {
     return gather_tuple(results, take, std::make_index_sequence<std::tuple_size_v<T>>());
   }
