@@ -195,9 +195,7 @@ std::string Graph::line(size_t index) const {
   }
   std::string text = c10::str(join(results, ", "), results.empty() ? "" : " = ", op.name(), "(",
                               join(arguments, ", "), ") : ", join(metas, ", "));
-  const bool literal = op.results.size() == 1 && op.results[0] != kUndefined &&
-                       values[op.results[0]].kind == ValueKind::kLiteral;
-  if (literal) text += " literal";
+  if (makes_literal(op)) text += " literal";
   const std::string mode = op.mode.to_string();
   if (!mode.empty()) text += " " + mode;
   if (!op.scope.empty()) text += "  # " + op.scope;

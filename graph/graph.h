@@ -132,6 +132,13 @@ class Graph {
 
   bool trains() const { return !roots.empty(); }
 
+  /// True if host code filled the operator's result (`torch::tensor(vector)`): it is not run again,
+  /// its result is the literal's content.
+  bool makes_literal(const Operator& op) const {
+    return op.results.size() == 1 && op.results[0] != kUndefined &&
+           values[op.results[0]].kind == ValueKind::kLiteral;
+  }
+
   /// The graph as text, one operator a line; equal graphs have equal texts. Costs and the
   /// content of constants are left out.
   std::string to_string() const;

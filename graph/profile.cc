@@ -84,8 +84,7 @@ void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
     const auto start = Clock::now();
     segment.run_one(i, environment, key);
     op.cost.forward_us = round_to_two_digits(microseconds_since(start));
-    const bool literal = op.results.size() == 1 && op.results[0] != kUndefined &&
-                         graph.values[op.results[0]].kind == ValueKind::kLiteral;
+    const bool literal = graph.makes_literal(op);
     if (!checksums.empty() && checksums[i] != 0 && !literal) {
       SMP_CHECK_WITH(CaptureError, checksum(op, environment) == checksums[i], "step function \"",
                      step_name, "\": operator ", i, " (", op.name(), ", in module \"", op.scope,

@@ -54,8 +54,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   std::unordered_map<ValueId, size_t> last_use;
   for (int index : operators) {
     const Operator& op = graph.operators[index];
-    const bool literal = op.results.size() == 1 && op.results[0] != kUndefined &&
-                         graph.values[op.results[0]].kind == ValueKind::kLiteral;
+    const bool literal = graph.makes_literal(op);
     for (const Argument& argument : op.arguments) {
       for (ValueId id : argument.values) {
         if (id == kUndefined) continue;

@@ -106,8 +106,7 @@ void Tracer::push_recorded_results(const Call& call, torch::jit::Stack& stack) {
   const Graph& graph = *live_[0].graph;
   const Operator& op = graph.operators[next_operator_];
   const auto& schema = call.op->schema();
-  if (op.results.size() == 1 && op.results[0] != kUndefined &&
-      graph.values[op.results[0]].kind == ValueKind::kLiteral) {
+  if (graph.makes_literal(op)) {
     // Host code is about to write into it.
     call.op->callBoxed(stack);
     literals_.emplace_back(op.results[0], stack.back().toTensor());

@@ -12,6 +12,7 @@
 #include "partitioner/report.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/first_difference.h"
 #include "smp/model_core.h"
 #include "smp/storage.h"
 
@@ -36,15 +37,7 @@ void check_same_models(const Runtime& runtime) {
   const auto all = comm::all_gather_bytes(*runtime.world(), describe_models(runtime));
   for (size_t r = 0; r < all.size(); ++r) {
     if (all[r] == all[0]) continue;
-    std::istringstream first(all[0]), other(all[r]);
-    std::string a, b;
-    while (true) {
-      const bool more_a = static_cast<bool>(std::getline(first, a));
-      const bool more_b = static_cast<bool>(std::getline(other, b));
-      if (!more_a) a = "nothing more";
-      if (!more_b) b = "nothing more";
-      if (a != b || (!more_a && !more_b)) break;
-    }
+    const auto [a, b] = first_difference(all[0], all[r]);
     detail::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", r,
                              " has ", b, ". Build the same model on every rank");
   }

@@ -12,6 +12,7 @@
 #include "partitioner/cost.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/first_difference.h"
 #include "smp/model_core.h"
 #include "smp/setup.h"
 
@@ -101,19 +102,6 @@ std::string describe_constants(const graph::Graph& graph,
         << " holds " << preview(content) << "\n";
   }
   return out.str();
-}
-
-/// The first line in which two texts differ.
-std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
-  std::istringstream first(a), other(b);
-  std::string x, y;
-  while (true) {
-    const bool more_x = static_cast<bool>(std::getline(first, x));
-    const bool more_y = static_cast<bool>(std::getline(other, y));
-    if (!more_x) x = "(nothing)";
-    if (!more_y) y = "(nothing)";
-    if (x != y || (!more_x && !more_y)) return {x, y};
-  }
 }
 
 }  // namespace

@@ -1,65 +1,69 @@
 #include "comm/threads/run_ranks.h"
 
 #include <exception>
-#include <mutex>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
 namespace {
 
-// Keeps the first exception; only then tells the others, whose exceptions come later.
-class FirstFailure {
+// What the rank threads threw. The cause is what the rank threw whose abort came first; that may
+// have been inside `fn`, before the exception arrived here.
+class Failures {
  public:
+  explicit Failures(int ranks) : exceptions_(ranks) {}
+
   void record(Communicator& world, std::exception_ptr exception, const std::string& what) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!exception_) {
-        exception_ = std::move(exception);
-      }
-    }
+    exceptions_[world.rank()] = std::move(exception);
     world.abort(what);
   }
 
-  void rethrow() const {
-    if (exception_) {
-      std::rethrow_exception(exception_);
+  void rethrow(int aborting_rank) const {
+    if (aborting_rank >= 0 && exceptions_[aborting_rank]) {
+      std::rethrow_exception(exceptions_[aborting_rank]);
+    }
+    // The rank that aborted caught its own exception; the others saw the consequence.
+    for (const std::exception_ptr& exception : exceptions_) {
+      if (exception) std::rethrow_exception(exception);
     }
   }
 
  private:
-  std::mutex mutex_;
-  std::exception_ptr exception_;
+  std::vector<std::exception_ptr> exceptions_;  // by rank; each thread writes its own
 };
 
 void run_rank(const CommunicatorPtr& world, const std::function<void(CommunicatorPtr)>& fn,
-              FirstFailure& failure) {
+              Failures& failures) {
   set_error_context("smp rank " + std::to_string(world->rank()));
   try {
     fn(world);
   } catch (const std::exception& e) {
-    failure.record(*world, std::current_exception(), e.what());
+    failures.record(*world, std::current_exception(), e.what());
   } catch (...) {
-    failure.record(*world, std::current_exception(), "an exception that is no std::exception");
+    failures.record(*world, std::current_exception(), "an exception that is no std::exception");
   }
 }
 
 }  // namespace
 
 void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn) {
-  FirstFailure failure;
+  const auto shared = std::make_shared<ThreadWorld>();
+  const auto ranks = make_thread_world(size, shared);
+  Failures failures(size);
   std::vector<std::thread> threads;
-  for (const CommunicatorPtr& world : make_thread_world(size)) {
-    threads.emplace_back([&fn, &failure, world] { run_rank(world, fn, failure); });
+  for (const CommunicatorPtr& world : ranks) {
+    threads.emplace_back([&fn, &failures, world] { run_rank(world, fn, failures); });
   }
   for (std::thread& thread : threads) {
     thread.join();
   }
-  failure.rethrow();
+  failures.rethrow(shared->aborting_rank());
 }
 
 }  // namespace smp::comm

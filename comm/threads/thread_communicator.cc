@@ -9,9 +9,13 @@
 namespace smp::comm {
 
 std::vector<CommunicatorPtr> make_thread_world(int size) {
+  return make_thread_world(size, std::make_shared<ThreadWorld>());
+}
+
+std::vector<CommunicatorPtr> make_thread_world(int size,
+                                               const std::shared_ptr<ThreadWorld>& world) {
   SMP_CHECK_WITH(UsageError, size > 0, "make_thread_world: expected at least 1 rank, got ", size,
                  ".");
-  const auto world = std::make_shared<ThreadWorld>();
   std::vector<CommunicatorPtr> ranks;
   for (int rank = 0; rank < size; ++rank) {
     auto group = std::make_shared<Group>();

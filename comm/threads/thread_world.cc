@@ -97,6 +97,7 @@ int ThreadWorld::make_context(const Group& parent, int first_member) {
 
 void ThreadWorld::abort(int world_rank, const std::string& reason) noexcept {
   if (set_abort_text("rank " + std::to_string(world_rank) + " failed: " + reason)) {
+    aborting_rank_ = world_rank;
     notify();
   }
 }

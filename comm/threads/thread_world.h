@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -25,6 +26,9 @@ class ThreadWorld final : public Transport {
   int make_context(const Group& parent, int first_member) override;
   void abort(int world_rank, const std::string& reason) noexcept override;
 
+  /// The rank whose abort came first, -1 if nobody has called it.
+  int aborting_rank() const { return aborting_rank_; }
+
  private:
   struct Mail {
     std::unique_ptr<std::byte[]> data;
@@ -42,6 +46,7 @@ class ThreadWorld final : public Transport {
   void erase_if_empty(const Address& address);
   void deliver(const Transfer& receive, const void* data, size_t bytes);
 
+  std::atomic<int> aborting_rank_{-1};
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   std::map<Address, Mailbox> mailboxes_;
