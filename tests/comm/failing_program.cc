@@ -2,21 +2,32 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "comm/mpi/mpi_communicator.h"
 
 namespace smp::comm {
 namespace {
 
+// What rank 0 reports is checked, so it must be in the test when rank 1 fails. No communication can
+// tell rank 1 that: an abort may overtake what rank 0 has not looked at yet.
+void wait_until_the_others_are_in_the_test(const CommunicatorPtr& world) {
+  world->barrier();
+  if (world->rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(1));
+}
+
 TEST(Failing, LeavesEarly) {
   const CommunicatorPtr world = make_mpi_world();
+  wait_until_the_others_are_in_the_test(world);
   ASSERT_NE(world->rank(), 1) << "on purpose";
   world->barrier();
 }
 
 TEST(Failing, Throws) {
   const CommunicatorPtr world = make_mpi_world();
+  wait_until_the_others_are_in_the_test(world);
   if (world->rank() == 1) {
     throw std::runtime_error("thrown on purpose");
   }
