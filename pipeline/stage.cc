@@ -51,7 +51,7 @@ std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges) {
 
 Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
              const std::vector<Edge>& edges, int index, const graph::TensorTable& table)
-    : graph_(graph), plan_(plan), edges_(edges), index_(index) {
+    : graph_(graph), edges_(edges), index_(index) {
   for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
     if (plan.stage_of_operator[i] == index) operators_.push_back(static_cast<int>(i));
   }
@@ -63,7 +63,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
   }
   find_kept();
   segment_ = std::make_unique<graph::Segment>(graph, operators_, kept_);
-  find_reads(table);
+  find_reads(plan, table);
 }
 
 void Stage::find_kept() {
@@ -89,19 +89,18 @@ bool Stage::writes(ValueId value) const {
   return false;
 }
 
-void Stage::find_reads(const graph::TensorTable& table) {
+void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& table) {
   std::set<ValueId> read(segment_->reads().begin(), segment_->reads().end());
   read.insert(kept_.begin(), kept_.end());
   for (ValueId id : read) {
     const graph::Value& value = graph_.values[id];
     switch (value.kind) {
       case ValueKind::kInput:
-        inputs_.push_back(id);
+        inputs_.push_back({id, std::stoul(value.name), writes(id)});
         break;
       case ValueKind::kParameter:
       case ValueKind::kBuffer:
-        parameters_.push_back({id, table.at(value.name).tensor,
-                               plan_.owner.at(value.name) == index_,
+        parameters_.push_back({id, table.at(value.name).tensor, plan.owner.at(value.name) == index_,
                                graph_.trains() && value.meta.requires_grad});
         break;
       case ValueKind::kConstant:
@@ -135,9 +134,9 @@ void Stage::enter_all(InFlight& state, graph::Environment& environment,
     }
     environment[id] = graph::enter(data, sink);
   };
-  for (ValueId id : inputs_) {
-    const at::Tensor& input = inputs[std::stoul(graph_.values[id].name)];
-    environment[id] = writes(id) ? input.clone() : input;
+  for (const Input& input : inputs_) {
+    const at::Tensor& tensor = inputs[input.position];
+    environment[input.value] = input.written ? tensor.clone() : tensor;
   }
   for (const Content& content : contents_) {
     environment[content.value] = content.written ? content.tensor.clone() : content.tensor;

@@ -45,7 +45,7 @@ using GradientConsumer =
 /// operators, what it sent, and the entry points of what it received. It belongs to one thread.
 class Stage {
  public:
-  /// `graph`, `plan` and `table` must outlive the stage.
+  /// `graph` and `edges` must outlive the stage.
   Stage(const graph::Graph& graph, const partitioner::Plan& plan, const std::vector<Edge>& edges,
         int index, const graph::TensorTable& table);
 
@@ -86,6 +86,11 @@ class Stage {
     std::map<graph::ValueId, torch::autograd::Edge> starts;  // of values that get a gradient
     std::vector<at::Tensor> root_gradients;                  // per entry of `roots_`
   };
+  struct Input {
+    graph::ValueId value;
+    size_t position;  // among the step's inputs
+    bool written;     // by an operator of this stage: the caller's tensor stays as it is
+  };
   struct Parameter {
     graph::ValueId value;
     at::Tensor tensor;
@@ -100,14 +105,13 @@ class Stage {
 
   bool writes(graph::ValueId value) const;
   void find_kept();
-  void find_reads(const graph::TensorTable& table);
+  void find_reads(const partitioner::Plan& plan, const graph::TensorTable& table);
   void enter_all(InFlight& state, graph::Environment& environment,
                  const std::vector<at::Tensor>& inputs,
                  const std::map<int, std::vector<at::Tensor>>& received) const;
   void keep_results(int microbatch, InFlight& state, const graph::Environment& environment);
 
   const graph::Graph& graph_;
-  const partitioner::Plan& plan_;
   const std::vector<Edge>& edges_;
   const int index_;
   std::vector<int> operators_;
@@ -115,7 +119,7 @@ class Stage {
   std::vector<int> returned_;               // positions of the graph's outputs complete here
   std::vector<graph::ValueId> kept_;        // what is read when the operators have run
   std::unique_ptr<graph::Segment> segment_;
-  std::vector<graph::ValueId> inputs_;
+  std::vector<Input> inputs_;
   std::vector<Parameter> parameters_;                                // and buffers
   std::vector<Content> contents_;                                    // constants and literals
   std::map<int, InFlight> in_flight_;                                // by microbatch
