@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "graph/content.h"
+#include "graph/partition_scope.h"
 
 namespace smp::graph {
 namespace {
@@ -153,12 +154,13 @@ ExecutionMode ExecutionMode::current() {
   mode.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
   mode.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   mode.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  mode.partition = current_partition();
   return mode;
 }
 
 bool ExecutionMode::operator==(const ExecutionMode& other) const {
-  return grad == other.grad && inference == other.inference && autocast_cpu == other.autocast_cpu &&
-         autocast_cuda == other.autocast_cuda &&
+  return grad == other.grad && inference == other.inference && partition == other.partition &&
+         autocast_cpu == other.autocast_cpu && autocast_cuda == other.autocast_cuda &&
          (!autocast_cpu || autocast_cpu_dtype == other.autocast_cpu_dtype) &&
          (!autocast_cuda || autocast_cuda_dtype == other.autocast_cuda_dtype);
 }
@@ -174,6 +176,7 @@ std::string ExecutionMode::to_string() const {
   if (autocast_cuda) {
     parts.push_back(c10::str("autocast_cuda(", short_name(autocast_cuda_dtype), ")"));
   }
+  if (partition >= 0) parts.push_back(c10::str("partition ", partition));
   return join(parts, " ");
 }
 

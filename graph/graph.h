@@ -72,10 +72,13 @@ struct ExecutionMode {
   bool autocast_cuda = false;
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
   at::ScalarType autocast_cuda_dtype = at::kHalf;
+  /// Where the operator is to run: the partition (rank of the pipeline) that the innermost
+  /// `PartitionScope` asked for; -1: anywhere.
+  int partition = -1;
 
   static ExecutionMode current();
   bool operator==(const ExecutionMode& other) const;
-  /// "" for the default mode, else for example "no_grad".
+  /// "" for the default mode, else for example "no_grad partition 1".
   std::string to_string() const;
 };
 

@@ -65,7 +65,7 @@ std::optional<std::string> Tracer::differs(Live& live, const Call& call,
   if (op.handle.schema().operator_name() != call.op->schema().operator_name()) {
     return describe("is another one");
   }
-  if (!(op.mode == mode)) return describe("runs in another mode (grad, autocast)");
+  if (!(op.mode == mode)) return describe("runs in another mode (grad, autocast, smp::partition)");
   std::vector<ConstantOverride> constants;
   for (size_t i = 0; i < op.arguments.size(); ++i) {
     const Argument& expected = op.arguments[i];
