@@ -1,10 +1,12 @@
 #include "partitioner/complete.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "partitioner/data_flow.h"
 #include "partitioner/gradient_flow.h"
+#include "partitioner/recompute.h"
 
 namespace smp::partitioner {
 namespace {
@@ -21,14 +23,15 @@ bool has_owner(const Value& value) {
 
 class Completer {
  public:
-  Completer(const Graph& graph, int stages, std::vector<int> stage_of_operator,
+  Completer(const Graph& graph, std::vector<int> rank_of_stage, std::vector<int> stage_of_operator,
             const std::map<std::string, int>& fixed_owner)
       : graph_(graph),
         fixed_owner_(fixed_owner),
         uses_(value_uses(graph)),
         last_writers_(last_writers(graph)),
         gradients_(graph) {
-    plan_.stages = stages;
+    const int stages = static_cast<int>(rank_of_stage.size());
+    plan_.rank_of_stage = std::move(rank_of_stage);
     plan_.stage_of_operator = std::move(stage_of_operator);
     last_operator_.assign(stages, -1);
     for (size_t i = 0; i < plan_.stage_of_operator.size(); ++i) {
@@ -40,6 +43,7 @@ class Completer {
   }
 
   Plan run() {
+    find_recomputed();
     for (size_t v = 0; v < graph_.values.size(); ++v) {
       const auto value = static_cast<ValueId>(v);
       if (graph_.values[v].kind == ValueKind::kResult) add_transfers(value);
@@ -64,13 +68,44 @@ class Completer {
     return stages;
   }
 
+  /// Chooses, stage by stage, the results of earlier stages that are made again instead of sent.
+  void find_recomputed() {
+    const std::vector<bool> repeatable = repeatable_operators(graph_);
+    if (std::find(repeatable.begin(), repeatable.end(), true) == repeatable.end()) return;
+    runs_.assign(plan_.stages(), {});
+    for (int stage = 1; stage < plan_.stages(); ++stage) find_recomputed(repeatable, stage);
+  }
+
+  void find_recomputed(const std::vector<bool>& repeatable, int stage) {
+    std::vector<bool> have(graph_.operators.size(), false);
+    std::set<int>& again = runs_[stage];
+    const size_t end = graph_.operators.size();
+    for (size_t i = 0; i < end; ++i) have[i] = stage_of(static_cast<int>(i)) == stage;
+    for (size_t i = 0; i < end; ++i) {
+      if (stage_of(static_cast<int>(i)) != stage) continue;
+      for_each_argument(graph_.operators[i], [&](ValueId value) {
+        const int producer = graph_.values[value].producer;
+        if (producer < 0 || have[producer] || !repeatable[producer]) return;
+        for (int index : cheap_recomputation(graph_, repeatable, value, have)) {
+          have[index] = true;
+          again.insert(index);
+        }
+      });
+    }
+    for (int index : again) plan_.recomputed.push_back({index, stage});
+  }
+
+  bool recomputed(ValueId value, int stage) const {
+    return !runs_.empty() && runs_[stage].count(graph_.values[value].producer) > 0;
+  }
+
   void add_transfers(ValueId value) {
     Transfer hop;
     hop.value = value;
     hop.from = stage_of(graph_.values[value].producer);
     const std::vector<int>& gradients = gradients_.gradient_uses(value);
     for (int stage : using_stages(value)) {
-      if (stage <= hop.from) continue;
+      if (stage <= hop.from || recomputed(value, stage)) continue;
       hop.to = stage;
       hop.needs_gradient = !gradients.empty() && stage_of(gradients.front()) >= hop.to &&
                            gradients_.requires_grad_since(value) <= last_operator_[hop.from];
@@ -80,11 +115,21 @@ class Completer {
   }
 
   int owner_of(ValueId value, const std::vector<int>& readers) const {
-    const auto fixed = fixed_owner_.find(graph_.values[value].name);
-    if (fixed != fixed_owner_.end()) return fixed->second;
     const int writer = last_writers_[value];
+    const auto fixed = fixed_owner_.find(graph_.values[value].name);
+    if (fixed != fixed_owner_.end()) return stage_on_rank(fixed->second, writer, readers);
     if (writer >= 0) return stage_of(writer);
     return readers.empty() ? 0 : readers.front();
+  }
+
+  /// Of a rank's stages the one that writes a tensor, else the first that reads it, else the first.
+  int stage_on_rank(int rank, int writer, const std::vector<int>& readers) const {
+    const auto is_on_rank = [&](int stage) { return plan_.rank_of_stage[stage] == rank; };
+    if (writer >= 0 && is_on_rank(stage_of(writer))) return stage_of(writer);
+    const auto reader = std::find_if(readers.begin(), readers.end(), is_on_rank);
+    if (reader != readers.end()) return *reader;
+    const auto first = std::find(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(), rank);
+    return static_cast<int>(first - plan_.rank_of_stage.begin());
   }
 
   bool is_output(ValueId value) const {
@@ -128,15 +173,18 @@ class Completer {
   const std::vector<std::vector<int>> uses_;
   const std::vector<int> last_writers_;
   const GradientFlow gradients_;
-  std::vector<int> last_operator_;  ///< per stage, the last of it and all earlier stages
+  std::vector<std::set<int>> runs_;  ///< per stage, what it recomputes; empty if nobody does
+  std::vector<int> last_operator_;   ///< per stage, the last of it and all earlier stages
   Plan plan_;
 };
 
 }  // namespace
 
-Plan complete_plan(const Graph& graph, int stages, std::vector<int> stage_of_operator,
+Plan complete_plan(const Graph& graph, std::vector<int> rank_of_stage,
+                   std::vector<int> stage_of_operator,
                    const std::map<std::string, int>& fixed_owner) {
-  return Completer(graph, stages, std::move(stage_of_operator), fixed_owner).run();
+  return Completer(graph, std::move(rank_of_stage), std::move(stage_of_operator), fixed_owner)
+      .run();
 }
 
 }  // namespace smp::partitioner

@@ -105,7 +105,7 @@ std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& pl
       stages_of[prefix].insert(plan.stage_of_operator[i]);
     }
   }
-  std::vector<StageNames> names(plan.stages);
+  std::vector<StageNames> names(plan.stages());
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const std::string& scope = graph.operators[i].scope;
     StageNames& of_stage = names[plan.stage_of_operator[i]];

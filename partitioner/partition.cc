@@ -99,7 +99,8 @@ class Partitioner {
 
   Plan run() const {
     const std::vector<int> stage_of_operator = assign();
-    Plan plan = complete_plan(graph_, options_.stages(), stage_of_operator, options_.owner());
+    Plan plan = complete_plan(graph_, one_stage_per_rank(options_.stages()), stage_of_operator,
+                              options_.owner());
     plan.reason_of_operator = reasons(stage_of_operator);
     verify_plan(graph_, plan);
     return plan;

@@ -1,9 +1,11 @@
 #include "partitioner/plan.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <xxhash.h>
 
 #include <iterator>
+#include <numeric>
 
 namespace smp::partitioner {
 namespace {
@@ -34,13 +36,27 @@ bool Replica::operator==(const Replica& other) const {
          gradient_to == other.gradient_to && needs_gradient == other.needs_gradient;
 }
 
+std::vector<int> one_stage_per_rank(int ranks) {
+  std::vector<int> result(ranks);
+  std::iota(result.begin(), result.end(), 0);
+  return result;
+}
+
+bool Recomputed::operator==(const Recomputed& other) const {
+  return operator_index == other.operator_index && stage == other.stage;
+}
+
 std::string Plan::to_string() const {
-  std::string text = fmt::format("plan of {} stages\n", stages);
+  std::string text =
+      fmt::format("plan of {} stages on ranks {}\n", stages(), fmt::join(rank_of_stage, ", "));
   const auto out = std::back_inserter(text);
   append_operators(text, stage_of_operator);
   for (const Transfer& transfer : transfers) {
     fmt::format_to(out, "transfer %{}: {} -> {}{}\n", transfer.value, transfer.from, transfer.to,
                    transfer.needs_gradient ? ", gradient back" : "");
+  }
+  for (const Recomputed& again : recomputed) {
+    fmt::format_to(out, "stage {} recomputes operator {}\n", again.stage, again.operator_index);
   }
   for (const Replica& replica : replicas) {
     fmt::format_to(out, "replica %{}: {} -> {}", replica.value, replica.owner, replica.stage);

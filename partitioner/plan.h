@@ -25,10 +25,10 @@ struct Transfer {
   bool operator==(const Transfer& other) const;
 };
 
-/// A parameter or buffer that a stage reads without owning it. The owner's value is copied there
-/// at the start of a step if it may have changed; a gradient travels back per microbatch along
-/// `gradient_to`: the next earlier stage that has a gradient of the parameter too, at last the
-/// owner. Without a gradient `gradient_to` is the owner.
+/// A parameter or buffer that a stage reads without owning it. If they are on different ranks the
+/// owner's value is copied at the start of a step if it may have changed; a gradient travels back
+/// per microbatch along `gradient_to`: the next earlier stage that has a gradient of the parameter
+/// too, at last the owner. Without a gradient `gradient_to` is the owner.
 struct Replica {
   graph::ValueId value = graph::kUndefined;
   int owner = 0;
@@ -39,17 +39,37 @@ struct Replica {
   bool operator==(const Replica& other) const;
 };
 
-/// Which stage runs which operators, what crosses between stages, and why. Stages are contiguous
-/// in program order. Inputs, constants and literals never cross: every rank has them.
+/// An operator that a stage runs for itself although another stage runs it too: its results need
+/// no gradient, follow from what every rank has, and are cheaper to make again than to send
+/// (masks, positions).
+struct Recomputed {
+  int operator_index = 0;
+  int stage = 0;
+
+  bool operator==(const Recomputed& other) const;
+};
+
+/// 0, 1, ..., ranks - 1: one stage for each rank.
+std::vector<int> one_stage_per_rank(int ranks);
+
+/// Which stage runs which operators, what crosses between stages, and why. A stage is a contiguous
+/// piece of the program; a rank of the pipeline runs one stage or several (0 -> 1 -> 0). Inputs,
+/// constants and literals never cross: every rank has them.
 struct Plan {
-  int stages = 1;
+  /// The rank of the pipeline that runs each stage; every rank has at least one.
+  std::vector<int> rank_of_stage = {0};
   std::vector<int> stage_of_operator;
   std::vector<std::string> reason_of_operator;  ///< why it is where it is, in a few words
   std::vector<Transfer> transfers;              ///< by value, then along the way
+  std::vector<Recomputed> recomputed;           ///< by stage, then by operator
   std::vector<Replica> replicas;                ///< by value, then by stage
-  std::map<std::string, int> owner;             ///< of every parameter and buffer the graph reads
-  std::vector<int> stage_of_output;             ///< per graph output: where it is complete
-  std::vector<int> stage_of_root;               ///< per backward root: where its backward starts
+  std::map<std::string, int> owner;  ///< stage of every parameter and buffer the graph reads
+  std::vector<int> stage_of_output;  ///< per graph output: where it is complete
+  std::vector<int> stage_of_root;    ///< per backward root: where its backward starts
+
+  int stages() const { return static_cast<int>(rank_of_stage.size()); }
+  /// The rank that owns a parameter or buffer of the graph.
+  int owner_rank(const std::string& name) const { return rank_of_stage[owner.at(name)]; }
 
   /// As text: equal plans have equal texts. The reasons are left out.
   std::string to_string() const;

@@ -44,7 +44,7 @@ struct StageSummary {
 };
 
 std::vector<StageSummary> summarize(const Graph& graph, const Plan& plan) {
-  std::vector<StageSummary> stages(plan.stages);
+  std::vector<StageSummary> stages(plan.stages());
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     StageSummary& stage = stages[plan.stage_of_operator[i]];
     ++stage.operators;
@@ -135,7 +135,7 @@ std::string header(const Graph& graph, const Plan& plan, const std::vector<Stage
   int64_t parameters = 0;
   for (const StageSummary& stage : stages) parameters += stage.parameters;
   return fmt::format(
-      "Partition assignments: {}, {}, {} parameters, {}\n\n", counted(plan.stages, "stage"),
+      "Partition assignments: {}, {}, {} parameters, {}\n\n", counted(plan.stages(), "stage"),
       counted(graph.operators.size(), "operator"),
       parameters == 0 ? "no" : format_count(parameters),
       microbatches == 1 ? "1 microbatch" : fmt::format("{} microbatches", microbatches));

@@ -28,11 +28,15 @@ bool is_owned(const Value& value) {
 
 class Verifier {
  public:
-  Verifier(const Graph& graph, const Plan& plan) : graph_(graph), plan_(plan) {}
+  Verifier(const Graph& graph, const Plan& plan) : graph_(graph), plan_(plan) {
+    for (const auto& op : graph.operators) written_.insert(op.writes.begin(), op.writes.end());
+  }
 
   void run() {
+    check_ranks();
     check_stages();
     check_cuts();
+    check_recomputed();
     collect_needs();
     check_transfers();
     check_owners();
@@ -48,9 +52,16 @@ class Verifier {
 
   int stage_of(int index) const { return plan_.stage_of_operator[index]; }
 
+  void check_ranks() const {
+    check(plan_.stages() >= 1, "expected at least 1 stage, got ", plan_.stages(), ".");
+    const std::set<int> ranks(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end());
+    check(*ranks.begin() == 0 && *ranks.rbegin() == static_cast<int>(ranks.size()) - 1,
+          "expected a stage for each of the ranks 0 to ", *ranks.rbegin(), ", got stages for ",
+          ranks.size(), " ranks from ", *ranks.begin(), " on.");
+  }
+
   void check_stages() const {
     const size_t operators = graph_.operators.size();
-    check(plan_.stages >= 1, "expected at least 1 stage, got ", plan_.stages, ".");
     check(plan_.stage_of_operator.size() == operators, "expected a stage for each of the ",
           operators, " operators, got ", plan_.stage_of_operator.size(), ".");
     check(plan_.reason_of_operator.size() == operators, "expected a reason for each of the ",
@@ -58,8 +69,8 @@ class Verifier {
     int previous = 0;
     for (size_t i = 0; i < operators; ++i) {
       const int stage = stage_of(static_cast<int>(i));
-      check(stage >= previous && stage < plan_.stages, "operator ", i, ": expected a stage from ",
-            previous, " to ", plan_.stages - 1, ", got ", stage, ".");
+      check(stage >= previous && stage < plan_.stages(), "operator ", i, ": expected a stage from ",
+            previous, " to ", plan_.stages() - 1, ", got ", stage, ".");
       previous = stage;
     }
   }
@@ -73,11 +84,53 @@ class Verifier {
     }
   }
 
+  /// What is run twice must give the same twice: from what every rank has, with no other effect.
+  void check_recomputed() {
+    for (const Recomputed& again : plan_.recomputed) {
+      const int index = again.operator_index;
+      check(index >= 0 && index < static_cast<int>(graph_.operators.size()) && again.stage >= 0 &&
+                again.stage < plan_.stages() && stage_of(index) < again.stage,
+            "operator ", index, " is recomputed on stage ", again.stage,
+            ", which is not a later one than its own.");
+      const graph::Operator& op = graph_.operators[index];
+      const std::string what = describe_operator(graph_, index);
+      check(op.writes.empty() && op.random_ordinal < 0, what, " is recomputed on stage ",
+            again.stage, ", but it writes a tensor or draws random numbers.");
+      for_each_argument(op, [&](ValueId value) { check_repeated_argument(what, again, value); });
+      for_each_result(op, [&](ValueId value) {
+        check(!graph_.values[value].meta.requires_grad && !is_written(value), what,
+              " is recomputed on stage ", again.stage,
+              ", but its result needs a gradient or is written.");
+        made_again_.insert({value, again.stage});
+      });
+    }
+  }
+
+  void check_repeated_argument(const std::string& what, const Recomputed& again, ValueId value) {
+    const bool here = graph_.values[value].kind == ValueKind::kResult
+                          ? is_made(value, again.stage)
+                          : !is_owned(graph_.values[value]);
+    check(here && !is_written(value), what, " is recomputed on stage ", again.stage, ", but ",
+          describe_value(graph_, value), " is not there as it was, or is written.");
+  }
+
+  bool is_written(ValueId value) const {
+    return written_.count(graph_.values[value].alias_set) > 0;
+  }
+
+  /// True if an operator that runs on the stage makes the value.
+  bool is_made(ValueId value, int stage) const {
+    return stage_of(graph_.values[value].producer) == stage ||
+           made_again_.count({value, stage}) > 0;
+  }
+
   /// Notes the stages that read each value, from operators and from backward roots.
   void collect_needs() {
     for (size_t i = 0; i < graph_.operators.size(); ++i) {
       const int stage = stage_of(static_cast<int>(i));
-      for_each_argument(graph_.operators[i], [&](ValueId value) { needs_[value].insert(stage); });
+      for_each_argument(graph_.operators[i], [&](ValueId value) {
+        if (made_again_.count({value, stage}) == 0) needs_[value].insert(stage);
+      });
     }
     const size_t roots = graph_.roots.size();
     check(plan_.stage_of_root.size() == roots, "expected a stage for each of the ", roots,
@@ -141,8 +194,8 @@ class Verifier {
   int owner_of(ValueId value) const {
     const auto owner = plan_.owner.find(graph_.values[value].name);
     check(owner != plan_.owner.end(), describe_value(graph_, value), " has no owner.");
-    check(owner->second >= 0 && owner->second < plan_.stages, describe_value(graph_, value),
-          ": expected an owner from 0 to ", plan_.stages - 1, ", got ", owner->second, ".");
+    check(owner->second >= 0 && owner->second < plan_.stages(), describe_value(graph_, value),
+          ": expected an owner from 0 to ", plan_.stages() - 1, ", got ", owner->second, ".");
     return owner->second;
   }
 
@@ -243,13 +296,16 @@ class Verifier {
     }
     const bool owned = is_owned(graph_.values[value]);
     const int expected = owned && std::string(what) == "output" ? owner_of(value) : complete;
-    const bool later_root = std::string(what) == "root" && stage > expected && stage < plan_.stages;
+    const bool later_root =
+        std::string(what) == "root" && stage > expected && stage < plan_.stages();
     check(stage == expected || later_root, what, " ", index, ": expected stage ", expected,
           ", where it is complete, got ", stage, ".");
   }
 
   const Graph& graph_;
   const Plan& plan_;
+  std::set<int> written_;                         ///< alias sets
+  std::set<std::pair<ValueId, int>> made_again_;  ///< recomputed, with the stage
   std::map<ValueId, std::set<int>> needs_;
 };
 

@@ -55,6 +55,10 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
   for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
     if (plan.stage_of_operator[i] == index) operators_.push_back(static_cast<int>(i));
   }
+  for (const auto& again : plan.recomputed) {
+    if (again.stage == index) operators_.push_back(again.operator_index);
+  }
+  std::sort(operators_.begin(), operators_.end());
   for (size_t i = 0; i < graph.roots.size(); ++i) {
     if (plan.stage_of_root[i] == index) roots_.push_back(graph.roots[i]);
   }

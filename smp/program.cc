@@ -31,19 +31,45 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
   auto schedule = make_schedule(edges);
   executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), *graph_, std::move(edges),
                                                    pipeline_);
-  for (const auto& replica : plan_.replicas) {
-    if (replica.stage == pipeline_->rank()) {
-      allocate_data(runtime_->table().at(graph_->values[replica.value].name).tensor);
+  find_copies();
+  for (const Copy& copy : copies_) {
+    if (copy.to == pipeline_->rank()) {
+      allocate_data(runtime_->table().at(graph_->values[copy.value].name).tensor);
     }
   }
-  executor_->add_stage(std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(),
-                                                         pipeline_->rank(), runtime_->table()));
+  for (int stage : own_stages()) {
+    executor_->add_stage(std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(),
+                                                           stage, runtime_->table()));
+  }
+}
+
+/// The stages that this rank runs, ascending.
+std::vector<int> Program::own_stages() const {
+  std::vector<int> stages;
+  for (int stage = 0; stage < plan_.stages(); ++stage) {
+    if (plan_.rank_of_stage[stage] == pipeline_->rank()) stages.push_back(stage);
+  }
+  return stages;
+}
+
+/// Stages of one rank share one copy, and the owner's stages the owner's tensor.
+void Program::find_copies() {
+  for (const auto& replica : plan_.replicas) {
+    const Copy copy{replica.value, plan_.rank_of_stage[replica.owner],
+                    plan_.rank_of_stage[replica.stage]};
+    const bool known = std::any_of(copies_.begin(), copies_.end(), [&](const Copy& other) {
+      return other.value == copy.value && other.to == copy.to;
+    });
+    if (copy.from != copy.to && !known) copies_.push_back(copy);
+  }
 }
 
 pipeline::Schedule Program::make_schedule(const std::vector<pipeline::Edge>& edges) const {
   const Config& config = runtime_->config();
   const auto stage_edges = pipeline::stage_edges(edges);
-  auto options = pipeline::ScheduleOptions(plan_.stages, static_cast<int>(microbatches_))
+  auto options = pipeline::ScheduleOptions(plan_.stages(), static_cast<int>(microbatches_))
+                     .ranks(pipeline_->size())
+                     .rank_of_stage(plan_.rank_of_stage)
                      .edges(stage_edges)
                      .active_microbatches(static_cast<int>(config.active_microbatches()));
   const bool interleaved = config.pipeline() == "interleaved";
@@ -108,20 +134,20 @@ void Program::refresh_replicas() {
   at::NoGradGuard no_grad;
   std::vector<comm::WorkPtr> sends;
   std::vector<at::Tensor> copies;
-  for (size_t i = 0; i < plan_.replicas.size(); ++i) {
-    const auto& replica = plan_.replicas[i];
-    const graph::Value& value = graph_->values[replica.value];
+  for (size_t i = 0; i < copies_.size(); ++i) {
+    const Copy& copied = copies_[i];
+    const graph::Value& value = graph_->values[copied.value];
     const bool constant =
         value.kind == graph::ValueKind::kBuffer && runtime_->written_buffers.count(value.name) == 0;
     if (constant) continue;
     const at::Tensor& tensor = runtime_->table().at(value.name).tensor;
     const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
-    if (replica.owner == pipeline_->rank()) {
+    if (copied.from == pipeline_->rank()) {
       copies.push_back(tensor.detach().cpu().contiguous());
-      sends.push_back(pipeline_->isend(copies.back(), replica.stage, tag));
-    } else if (replica.stage == pipeline_->rank()) {
+      sends.push_back(pipeline_->isend(copies.back(), copied.to, tag));
+    } else if (copied.to == pipeline_->rank()) {
       const at::Tensor copy = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-      pipeline_->recv(copy, replica.owner, tag);
+      pipeline_->recv(copy, copied.from, tag);
       tensor.detach().copy_(copy);
     }
   }
@@ -186,7 +212,11 @@ Program::Outputs Program::run(Inputs inputs) {
     const auto [model, index] = bucket_of_.at(parameter);
     buckets_[model]->add(index, microbatch, gradient);
   };
+  size_t reduced = 0;
+  const size_t stages = own_stages().size();
   step.reduce = [&](int) {
+    // A parameter may be read by several stages of the rank.
+    if (++reduced < stages) return;
     for (auto& buckets : buckets_) buckets->reduce();
   };
   Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
@@ -200,15 +230,16 @@ Program::Outputs Program::run(Inputs inputs) {
   return outputs;
 }
 
-/// Sends each stage's outputs to all ranks of the pipeline, in one message per stage.
+/// Sends each rank's outputs to all ranks of the pipeline, in one message per rank.
 void Program::share_outputs(Outputs& outputs) const {
   if (pipeline_->size() == 1) return;
-  for (int stage = 0; stage < plan_.stages; ++stage) {
+  for (int rank = 0; rank < pipeline_->size(); ++rank) {
     std::vector<graph::TensorMeta> metas;
     std::vector<std::pair<size_t, size_t>> places;
     for (size_t position = 0; position < outputs.size(); ++position) {
       const graph::ValueId id = graph_->outputs[position];
-      if (id == graph::kUndefined || plan_.stage_of_output[position] != stage) continue;
+      if (id == graph::kUndefined) continue;
+      if (plan_.rank_of_stage[plan_.stage_of_output[position]] != rank) continue;
       for (size_t m = 0; m < outputs[position].size(); ++m) {
         metas.push_back(graph_->values[id].meta);
         places.emplace_back(position, m);
@@ -216,11 +247,11 @@ void Program::share_outputs(Outputs& outputs) const {
     }
     if (metas.empty()) continue;
     const pipeline::MessageLayout layout(metas);
-    const bool mine = stage == pipeline_->rank();
+    const bool mine = rank == pipeline_->rank();
     std::vector<at::Tensor> tensors;
     for (const auto& [position, m] : places) tensors.push_back(outputs[position][m]);
     const at::Tensor message = mine ? layout.pack(tensors) : layout.make_buffer();
-    pipeline_->broadcast(message, stage);
+    pipeline_->broadcast(message, rank);
     if (mine) continue;
     tensors = layout.unpack(message);
     for (size_t i = 0; i < places.size(); ++i) {

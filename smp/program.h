@@ -16,7 +16,7 @@
 
 namespace smp {
 
-/// A graph made ready to run on this rank: its plan, schedule, stage, channels and gradient
+/// A graph made ready to run on this rank: its plan, schedule, stages, channels and gradient
 /// buckets for one number of microbatches. Internal.
 class Program {
  public:
@@ -42,10 +42,18 @@ class Program {
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
 
  private:
+  /// A parameter or buffer that a rank reads without owning it.
+  struct Copy {
+    graph::ValueId value;
+    int from;  // rank that owns it
+    int to;    // rank that reads it
+  };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
   pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges) const;
   void make_buckets();
+  std::vector<int> own_stages() const;
+  void find_copies();
   void refresh_replicas();
   void share_outputs(Outputs& outputs) const;
   void complete_overrides(Inputs& inputs);
@@ -57,6 +65,7 @@ class Program {
   int64_t microbatches_;
   comm::CommunicatorPtr pipeline_;
   std::unique_ptr<pipeline::Executor> executor_;
+  std::vector<Copy> copies_;  // the same on every rank
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;

@@ -71,7 +71,8 @@ class Runtime {
   std::map<int, uint64_t> step_calls;
   /// True once the models are divided among the ranks.
   bool partitioned = false;
-  /// The stage that owns each parameter and buffer, by name; complete once partitioned.
+  /// The rank of the pipeline that owns each parameter and buffer, by name; complete once
+  /// partitioned.
   std::map<std::string, int> owner;
   /// The graph whose costs were measured: the first one.
   std::shared_ptr<const graph::Graph> measured;

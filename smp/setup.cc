@@ -119,7 +119,7 @@ partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph) {
 
 void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
                       int microbatches) {
-  runtime.owner = plan.owner;
+  for (const auto& [name, stage] : plan.owner) runtime.owner[name] = plan.rank_of_stage[stage];
   // What no operator reads has to live somewhere. A later graph that does read it will most likely
   // do so beside what was registered before it.
   int last = 0;
@@ -127,9 +127,9 @@ void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partiti
     last = runtime.owner.emplace(entry.name, last).first->second;
   }
   runtime.partitioned = true;
-  const int stage = runtime.rank_in(CommGroup::kPp);
+  const int rank = runtime.rank_in(CommGroup::kPp);
   for (const auto& entry : runtime.table().entries()) {
-    if (entry.kind == ValueKind::kParameter && runtime.owner.at(entry.name) != stage) {
+    if (entry.kind == ValueKind::kParameter && runtime.owner.at(entry.name) != rank) {
       release_data(entry.tensor);
     }
   }

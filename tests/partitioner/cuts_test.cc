@@ -51,7 +51,8 @@ TEST(LegalCuts, RandomProgramsRunInStagesAsInOnePiece) {
     ASSERT_EQ(legal.size(), graph.operators.size() - 1);
     for (int i = 0; i < static_cast<int>(legal.size()); ++i) {
       EXPECT_EQ(legal[i], why_illegal(graph, i).empty()) << "seed " << seed << " cut " << i;
-      const Plan plan = complete_plan(graph, 2, stages_of_cuts(graph.operators.size(), {i}), {});
+      const Plan plan = complete_plan(graph, one_stage_per_rank(2),
+                                      stages_of_cuts(graph.operators.size(), {i}), {});
       const bool same = same_results(program, plan);
       if (legal[i]) {
         ++legal_cuts_seen;
@@ -62,8 +63,8 @@ TEST(LegalCuts, RandomProgramsRunInStagesAsInOnePiece) {
       }
       for (int k = i + 1; legal[i] && k < static_cast<int>(legal.size()); ++k) {
         if (!legal[k]) continue;
-        const Plan three =
-            complete_plan(graph, 3, stages_of_cuts(graph.operators.size(), {i, k}), {});
+        const Plan three = complete_plan(graph, one_stage_per_rank(3),
+                                         stages_of_cuts(graph.operators.size(), {i, k}), {});
         ++split_in_three;
         ASSERT_TRUE(same_results(program, three))
             << "seed " << seed << " cuts " << i << " and " << k << "\n"

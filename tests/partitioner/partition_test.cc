@@ -12,11 +12,13 @@
 #include <iostream>
 #include <optional>
 #include <random>
+#include <set>
 #include <tuple>
 
 #include "partitioner/complete.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
+#include "partitioner/data_flow.h"
 #include "partitioner/verify.h"
 #include "smp/core/error.h"
 #include "tests/partitioner/error_of.h"
@@ -41,9 +43,23 @@ struct Score {
   std::vector<int> stages;
 };
 
+/// Each result once for every stage that uses it after the one that makes it.
+int64_t crossing_bytes(const Graph& graph, const std::vector<int>& stages) {
+  const std::vector<std::vector<int>> uses = value_uses(graph);
+  int64_t bytes = 0;
+  for (size_t v = 0; v < uses.size(); ++v) {
+    if (graph.values[v].producer < 0) continue;
+    std::set<int> later;
+    for (int index : uses[v]) later.insert(stages[index]);
+    later.erase(stages[graph.values[v].producer]);
+    bytes += static_cast<int64_t>(later.size()) * graph.values[v].meta.nbytes();
+  }
+  return bytes;
+}
+
 std::optional<Score> score(const Graph& graph, const std::vector<int>& stages, int count,
                            const Owners& owner) {
-  Plan plan = complete_plan(graph, count, stages, owner);
+  Plan plan = complete_plan(graph, one_stage_per_rank(count), stages, owner);
   plan.reason_of_operator.resize(stages.size());
   if (error_of([&] { verify_plan(graph, plan); }) != "no error") return std::nullopt;
   Score score;
@@ -57,7 +73,7 @@ std::optional<Score> score(const Graph& graph, const std::vector<int>& stages, i
   std::vector<int64_t> of_stage(count, 0);
   for (size_t i = 0; i < stages.size(); ++i) of_stage[stages[i]] += std::llround(costs[i] * 1e12);
   score.peak = *std::max_element(of_stage.begin(), of_stage.end());
-  for (const Transfer& t : plan.transfers) score.bytes += graph.values[t.value].meta.nbytes();
+  score.bytes = crossing_bytes(graph, stages);
   for (const Replica& r : plan.replicas) {
     const graph::Value& value = graph.values[r.value];
     if (owner.count(value.name) != 0) score.foreign += value.meta.nbytes();
@@ -253,7 +269,7 @@ TEST(Transfers, AGradientComesBackOnlyFromWhereOneIs) {
   const Ref metric = b.op("aten::add.Tensor", {x, detached, 1});
   b.backward(loss);
   b.output(metric);
-  const Plan plan = complete_plan(b.graph(), 3, {0, 0, 1, 2}, {});
+  const Plan plan = complete_plan(b.graph(), one_stage_per_rank(3), {0, 0, 1, 2}, {});
   EXPECT_THAT(plan.transfers, ElementsAre(Transfer{x.id, 0, 1, true}, Transfer{x.id, 1, 2, false},
                                           Transfer{detached.id, 0, 2, false}));
 }
@@ -268,11 +284,11 @@ TEST(Transfers, AValueWrittenThroughAViewRequiresGradFromThenOn) {
   b.backward(loss);
   b.output(loss);
   EXPECT_FALSE(b.graph().values[out.id].meta.requires_grad);
-  EXPECT_THAT(complete_plan(b.graph(), 2, {0, 1, 1, 1}, {}).transfers,
+  EXPECT_THAT(complete_plan(b.graph(), one_stage_per_rank(2), {0, 1, 1, 1}, {}).transfers,
               ElementsAre(Transfer{out.id, 0, 1, false}));
-  const Plan late = complete_plan(b.graph(), 2, {0, 0, 0, 1}, {});
+  const Plan late = complete_plan(b.graph(), one_stage_per_rank(2), {0, 0, 0, 1}, {});
   EXPECT_THAT(late.transfers, ElementsAre(Transfer{out.id, 0, 1, true}));
-  const Plan chain = complete_plan(b.graph(), 3, {0, 1, 1, 2}, {});
+  const Plan chain = complete_plan(b.graph(), one_stage_per_rank(3), {0, 1, 1, 2}, {});
   EXPECT_THAT(chain.transfers,
               ElementsAre(Transfer{out.id, 0, 1, false}, Transfer{out.id, 1, 2, true}));
 }
@@ -303,7 +319,7 @@ TEST(Owners, ATiedWeightHasOneOwnerAndItsGradientReturnsStageByStage) {
   }
   b.backward(x);
   b.output(x);
-  const Plan plan = complete_plan(b.graph(), 4, {0, 1, 1, 2, 3}, {});
+  const Plan plan = complete_plan(b.graph(), one_stage_per_rank(4), {0, 1, 1, 2, 3}, {});
   EXPECT_EQ(plan.owner, (Owners{{"embed.weight", 0}}));
   EXPECT_THAT(plan.replicas,
               ElementsAre(Replica{tied.id, 0, 1, 0, false}, Replica{tied.id, 0, 2, 0, true},
@@ -373,7 +389,7 @@ TEST(Partition, StagesMayStayEmptyOnRequest) {
   EXPECT_THROW(partition(b.graph(), PartitionOptions(3)), PartitionError);
   const Plan plan = partition(b.graph(), PartitionOptions(3).allow_empty_stages(true));
   EXPECT_EQ(plan.stage_of_operator.size(), 1u);
-  EXPECT_EQ(plan.stages, 3);
+  EXPECT_EQ(plan.stages(), 3);
 }
 
 // ---- Gradients against autograd --------------------------------------------------------------
@@ -389,7 +405,7 @@ TEST(Gradients, ComeBackWhereAutogradGivesOne) {
       if (!legal[i]) continue;
       std::vector<int> stages(graph.operators.size(), 0);
       std::fill(stages.begin() + static_cast<long>(i) + 1, stages.end(), 1);
-      const Plan plan = complete_plan(graph, 2, stages, {});
+      const Plan plan = complete_plan(graph, one_stage_per_rank(2), stages, {});
       const StagedRun run(graph, plan, program.initial());
       run.tensor(plan.stage_of_root[0], graph.roots[0].value).backward();
       for (const Transfer& transfer : plan.transfers) {

@@ -113,7 +113,7 @@ struct Verified : ::testing::Test {
     x = b.op("aten::matmul", {x, tied});                       // 5: stage 2
     b.backward(x);
     b.output(x);
-    plan = complete_plan(b.graph(), 3, {0, 1, 1, 1, 2, 2}, {});
+    plan = complete_plan(b.graph(), one_stage_per_rank(3), {0, 1, 1, 1, 2, 2}, {});
     plan.reason_of_operator.assign(6, "by hand");
   }
 
@@ -187,11 +187,95 @@ TEST_F(Verified, EveryMutationIsFound) {
   }
 }
 
+TEST_F(Verified, ARankThatRunsTwoStages) {
+  plan = complete_plan(b.graph(), {0, 1, 0}, {0, 1, 1, 1, 2, 2}, {});
+  plan.reason_of_operator.assign(6, "by hand");
+  EXPECT_EQ(violation([](Plan&) {}), "no error");
+  EXPECT_EQ(plan.owner.at("tied"), 0) << "the first of the rank's stages that reads it";
+  EXPECT_EQ(plan.owner_rank("count"), 1);
+  EXPECT_THAT(plan.replicas, ElementsAre(Replica{tied.id, 0, 2, 0, true}))
+      << "the gradient still travels from stage to stage";
+  EXPECT_THAT(violation([](Plan& p) {
+                p.rank_of_stage = {0, 2, 0};
+              }),
+              HasSubstr("expected a stage for each of the ranks 0 to 2, got stages for 2 ranks"));
+  // Owners that are settled are named by rank.
+  const Plan fixed = complete_plan(b.graph(), {0, 1, 0}, {0, 1, 1, 1, 2, 2}, {{"tied", 0}});
+  EXPECT_EQ(fixed.to_string(), plan.to_string());
+}
+
+// ---- Recomputation ---------------------------------------------------------------------------
+
+/// A mask made from an input, used on two stages beside a parameter.
+struct Masked : ::testing::Test {
+  GraphBuilder b;
+  Plan plan;
+  Ref mask;
+
+  void build(double mask_us) {
+    const Ref w = b.parameter("w", ones(64, 64));
+    const Ref in = b.input(ones(64, 64));
+    mask = b.op("aten::gt.Scalar", {in, 0});  // 0
+    b.cost(mask_us, 0);
+    mask = b.op("aten::logical_not", {mask});  // 1
+    Ref x = b.op("aten::matmul", {in, w});     // 2: stage 0
+    x = b.op("aten::mul.Tensor", {x, mask});   // 3: stage 1
+    x = b.op("aten::mul.Tensor", {x, mask});   // 4: stage 2
+    b.backward(x);
+    plan = complete_plan(b.graph(), {0, 1, 2}, {0, 0, 0, 1, 2}, {});
+    plan.reason_of_operator.assign(5, "by hand");
+  }
+
+  int transfers_of_mask() const {
+    int count = 0;
+    for (const Transfer& transfer : plan.transfers) count += transfer.value == mask.id;
+    return count;
+  }
+
+  std::string violation(const std::function<void(Plan&)>& mutate) {
+    Plan mutated = plan;
+    mutate(mutated);
+    return error_of([&] { verify_plan(b.graph(), mutated); });
+  }
+};
+
+TEST_F(Masked, IsMadeAgainWhereThatIsCheaper) {
+  build(/*mask_us=*/1);
+  EXPECT_EQ(violation([](Plan&) {}), "no error");
+  EXPECT_THAT(plan.recomputed,
+              ElementsAre(Recomputed{0, 1}, Recomputed{1, 1}, Recomputed{0, 2}, Recomputed{1, 2}));
+  EXPECT_EQ(transfers_of_mask(), 0);
+}
+
+TEST_F(Masked, IsSentWhereThatIsCheaper) {
+  build(/*mask_us=*/1000);
+  EXPECT_EQ(violation([](Plan&) {}), "no error");
+  EXPECT_THAT(plan.recomputed, ElementsAre());
+  EXPECT_EQ(transfers_of_mask(), 2);
+}
+
+TEST_F(Masked, UnsoundRecomputationIsFound) {
+  build(/*mask_us=*/1);
+  EXPECT_THAT(violation([](Plan& p) { p.recomputed.erase(p.recomputed.begin()); }),
+              HasSubstr("operator 1 (aten::logical_not) is recomputed on stage 1, but %2 is not "
+                        "there as it was, or is written"));
+  EXPECT_THAT(violation([](Plan& p) { p.recomputed.clear(); }),
+              HasSubstr("but no transfer brings it there"));
+  EXPECT_THAT(violation([](Plan& p) {
+                p.recomputed.push_back({4, 2});
+              }),
+              HasSubstr("which is not a later one than its own"));
+  EXPECT_THAT(violation([](Plan& p) {
+                p.recomputed.push_back({2, 2});
+              }),
+              HasSubstr("parameter \"w\" is not there as it was, or is written"));
+}
+
 // ---- Plan as text ----------------------------------------------------------------------------
 
 TEST_F(Verified, PlanPrints) {
   EXPECT_EQ(plan.to_string(),
-            "plan of 3 stages\n"
+            "plan of 3 stages on ranks 0, 1, 2\n"
             "stage 0: operators 0-0\n"
             "stage 1: operators 1-3\n"
             "stage 2: operators 4-5\n"

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/ones.h>
 
+#include <algorithm>
 #include <random>
 #include <vector>
 
@@ -127,15 +128,15 @@ class RandomProgram {
 class StagedRun {
  public:
   StagedRun(const graph::Graph& graph, const Plan& plan, const std::vector<at::Tensor>& initial)
-      : graph_(graph), plan_(plan), tensors_(plan.stages), entries_(plan.stages) {
-    for (int stage = 0; stage < plan.stages; ++stage) {
+      : graph_(graph), plan_(plan), tensors_(plan.stages()), entries_(plan.stages()) {
+    for (int stage = 0; stage < plan.stages(); ++stage) {
       tensors_[stage].resize(graph.values.size());
       entries_[stage].resize(graph.values.size());
       for (size_t v = 0; v < initial.size(); ++v) tensors_[stage][v] = copy(initial[v]);
     }
-    for (int stage = 0; stage < plan.stages; ++stage) {
+    for (int stage = 0; stage < plan.stages(); ++stage) {
       for (size_t i = 0; i < graph.operators.size(); ++i) {
-        if (plan.stage_of_operator[i] == stage) run(graph.operators[i], tensors_[stage]);
+        if (runs(stage, static_cast<int>(i))) run(graph.operators[i], tensors_[stage]);
       }
       for (const Transfer& transfer : plan.transfers) {
         if (transfer.from == stage) send(transfer);
@@ -153,6 +154,12 @@ class StagedRun {
   }
 
  private:
+  bool runs(int stage, int index) const {
+    const auto& again = plan_.recomputed;
+    return plan_.stage_of_operator[index] == stage ||
+           std::find(again.begin(), again.end(), Recomputed{index, stage}) != again.end();
+  }
+
   static at::Tensor copy(const at::Tensor& tensor) {
     const at::AutoGradMode no_grad(false);  // autograd refuses to look at some views
     return tensor.detach().clone().set_requires_grad(tensor.requires_grad());

@@ -1,0 +1,81 @@
+#include "partitioner/recompute.h"
+
+#include <algorithm>
+#include <set>
+
+#include "partitioner/data_flow.h"
+#include "partitioner/transfer_cost.h"
+
+namespace smp::partitioner {
+
+using graph::Graph;
+using graph::kUndefined;
+using graph::Operator;
+using graph::Value;
+using graph::ValueId;
+using graph::ValueKind;
+
+namespace {
+
+std::vector<bool> written_sets(const Graph& graph) {
+  std::vector<bool> written(graph.alias_sets, false);
+  for (const Operator& op : graph.operators) {
+    for (int set : op.writes) written[set] = true;
+  }
+  return written;
+}
+
+}  // namespace
+
+std::vector<bool> repeatable_operators(const Graph& graph) {
+  const std::vector<bool> written = written_sets(graph);
+  const auto untouched = [&](const Value& value) {
+    return value.alias_set < 0 || !written[value.alias_set];
+  };
+  std::vector<bool> repeatable(graph.operators.size(), false);
+  const auto everywhere = [&](ValueId id) {
+    const Value& value = graph.values[id];
+    switch (value.kind) {
+      case ValueKind::kInput:
+      case ValueKind::kConstant:
+      case ValueKind::kLiteral:
+        return untouched(value);
+      case ValueKind::kResult:
+        return static_cast<bool>(repeatable[value.producer]);
+      default:
+        return false;
+    }
+  };
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const Operator& op = graph.operators[i];
+    bool ok = op.random_ordinal < 0 && op.writes.empty() && !graph.makes_literal(op);
+    for_each_argument(op, [&](ValueId id) { ok = ok && everywhere(id); });
+    for_each_result(op, [&](ValueId id) {
+      ok = ok && !graph.values[id].meta.requires_grad && untouched(graph.values[id]);
+    });
+    repeatable[i] = ok;
+  }
+  return repeatable;
+}
+
+std::vector<int> cheap_recomputation(const Graph& graph, const std::vector<bool>& repeatable,
+                                     ValueId value, const std::vector<bool>& have) {
+  const double limit = tensor_transfer_us(graph.values[value].meta.nbytes());
+  double cost = 0;
+  std::set<int> needed;
+  std::vector<int> open = {graph.values[value].producer};
+  while (!open.empty()) {
+    const int index = open.back();
+    open.pop_back();
+    if (index < 0 || have[index] || needed.count(index) > 0) continue;
+    if (!repeatable[index]) return {};
+    cost += graph.operators[index].cost.forward_us;
+    if (cost > limit) return {};
+    needed.insert(index);
+    for_each_argument(graph.operators[index],
+                      [&](ValueId id) { open.push_back(graph.values[id].producer); });
+  }
+  return {needed.begin(), needed.end()};
+}
+
+}  // namespace smp::partitioner
