@@ -139,6 +139,13 @@ std::optional<int64_t> Config::ddp_port() const {
   return as<int64_t>("ddp_port");
 }
 
+Config& Config::graph_file(const std::string& path) { return set("graph_file", path); }
+
+std::optional<std::string> Config::graph_file() const {
+  if (!is_set("graph_file")) return std::nullopt;
+  return as<std::string>("graph_file");
+}
+
 // What a reader of the configuration wants to see: all that has a value, and of the features that
 // do not exist in this version, or that `ddp` switches off, only what is not the default.
 std::vector<const Parameter*> Config::shown() const {

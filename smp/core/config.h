@@ -105,6 +105,10 @@ class Config {
   Config& ddp_port(int64_t port);
   std::optional<int64_t> ddp_port() const;
 
+  /// The file for the graph of the first step (see docs/planning.md), if given.
+  Config& graph_file(const std::string& path);
+  std::optional<std::string> graph_file() const;
+
   /// All mistakes, one text each with source and JSON path; empty when there are none.
   std::vector<std::string> problems() const;
 

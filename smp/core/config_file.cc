@@ -94,7 +94,7 @@ json parameters_file(const std::string& file, const std::string& folder) {
                  "Received: ",
                  file, ".");
   try {
-    return parse_json(read_file(path), path);
+    return parse_json(read_file(path, "the configuration file"), path);
   } catch (const ConfigError& error) {
     throw ConfigError(std::string(error.what_without_backtrace()) + "\nCannot parse " + file +
                       " as a json file.");
@@ -138,7 +138,8 @@ void Distribution::read(const std::string& text, const std::string& source_name,
 
 Distribution Distribution::from_file(const std::string& path) {
   Distribution result;
-  result.read(read_file(path), path, std::filesystem::path(path).parent_path().string());
+  result.read(read_file(path, "the configuration file"), path,
+              std::filesystem::path(path).parent_path().string());
   return result;
 }
 

@@ -88,10 +88,10 @@ json parse_json(const std::string& text, const std::string& source_name) {
   return parsed;
 }
 
-std::string read_file(const std::string& path) {
+std::string read_file(const std::string& path, const std::string& what) {
   std::ifstream in(path, std::ios::binary);
   const bool is_folder = std::filesystem::is_directory(path);  // which opens, but does not read
-  SMP_CHECK_WITH(ConfigError, in && !is_folder, path, ": cannot read the configuration file: ",
+  SMP_CHECK_WITH(ConfigError, in && !is_folder, path, ": cannot read ", what, ": ",
                  is_folder ? "it is a folder" : std::strerror(errno),
                  ". Give the path of a JSON file.");
   return std::string(std::istreambuf_iterator<char>(in), {});

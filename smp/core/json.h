@@ -11,8 +11,9 @@ namespace smp {
 /// and for a key that occurs twice in one object, with its path.
 nlohmann::json parse_json(const std::string& text, const std::string& source_name);
 
-/// The contents of a file. Throws `ConfigError` that names it and the reason.
-std::string read_file(const std::string& path);
+/// The contents of a file, which errors call `what` ("the configuration file"). Throws
+/// `ConfigError` that names it and the reason.
+std::string read_file(const std::string& path, const std::string& what);
 
 /// A JSON value as a parameter's value; what no parameter takes becomes `OtherJson`.
 Value to_value(const nlohmann::json& json);

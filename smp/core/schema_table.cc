@@ -135,6 +135,11 @@ std::vector<Parameter> partition_rows() {
           .default_text("unset")
           .error("'{key}' must be a str.")
           .default_only(),
+      text("graph_file", {},
+           "The file to which world rank 0 writes the graph of the first step, with its costs, for "
+           "`tools/smp_plan`.")
+          .default_text("unset")
+          .error("'{key}' must be a str."),
       boolean("skip_tracing", false,
               "Partition without measuring the model first, by parameter sizes alone.")
           .default_only(),

@@ -52,6 +52,7 @@ TEST(Config, Defaults) {
   EXPECT_EQ(config.default_partition(), 0);
   EXPECT_FALSE(config.ddp());
   EXPECT_EQ(config.ddp_port(), std::nullopt);
+  EXPECT_EQ(config.graph_file(), std::nullopt);
   EXPECT_EQ(config.ddp_dist_backend(), "auto");
   EXPECT_FALSE(config.deterministic_server());
   EXPECT_EQ(config.gradient_shards(), 0);
@@ -80,6 +81,7 @@ TEST(Config, SettersChainAndTheLastOneCounts) {
                             .pipeline("simple")
                             .ddp(true)
                             .ddp_port(2222)
+                            .graph_file("graph.json")
                             .timeout_seconds(1.5)
                             .set("seed", 7);
   config.validate();
@@ -88,6 +90,7 @@ TEST(Config, SettersChainAndTheLastOneCounts) {
   EXPECT_EQ(config.microbatches(), 8);
   EXPECT_EQ(config.pipeline(), "simple");
   EXPECT_EQ(config.ddp_port(), 2222);
+  EXPECT_EQ(config.graph_file(), "graph.json");
   EXPECT_DOUBLE_EQ(config.timeout_seconds(), 1.5);
   EXPECT_EQ(config.seed(), 7);
   EXPECT_EQ(config.source("microbatches"), "program");
