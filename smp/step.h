@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <any>
 #include <map>
 #include <memory>
 #include <optional>
@@ -25,11 +26,12 @@ class Step {
         core_(std::make_shared<StepCore>(std::move(options))) {}
 
   /// Runs the function once per microbatch, pipelined over the ranks. Tensors in the arguments
-  /// (also inside vectors, tuples and maps) are cut into microbatches along axis 0. Collective:
-  /// all ranks call it, ranks of one pipeline with the same inputs.
+  /// (also inside vectors, arrays, tuples, optionals and maps) are cut into microbatches along axis
+  /// 0. Collective: all ranks call it, ranks of one pipeline with the same inputs.
   ///
   /// The function itself runs once per step on this rank, on tensors without data, to see which
-  /// operators it calls (once per microbatch if an argument has `smp_slice`); see docs/capture.md.
+  /// operators it calls (once per microbatch if an argument has `smp_slice`; seldomer if the
+  /// configuration's `guard` says so); see docs/capture.md.
   /// An argument with `T smp_slice(int64_t microbatches, int64_t microbatch, int64_t axis) const`
   /// cuts itself; tensors inside it are constants of the microbatch.
   ///
@@ -46,9 +48,15 @@ class Step {
     using Result = std::conditional_t<returns_nothing, detail::Nothing, Raw>;
     check_positions(static_cast<int>(sizeof...(Arguments)));
     std::tuple<detail::AsArgument<Arguments>...> whole(std::forward<Arguments>(arguments)...);
-    std::map<int, Result> results;
-    const StepResults outputs = core_->run(make_call<Result>(whole, results));
-    if constexpr (!returns_nothing) return collect(results, outputs);
+    using Results = std::map<int, Result>;
+    auto results = std::make_shared<Results>();
+    const auto* last = std::any_cast<std::shared_ptr<Results>>(last_results_.get());
+    StepCall call = make_call<Result>(whole, *results);
+    call.has_last_result = last != nullptr;
+    const StepResults outputs = core_->run(call);
+    if (results->empty()) results = *last;  // the function did not run
+    if (!core_->guards_every_step()) *last_results_ = results;
+    if constexpr (!returns_nothing) return collect(*results, outputs);
   }
 
   /// How many microbatches a call runs.
@@ -152,6 +160,8 @@ class Step {
   std::shared_ptr<Function> function_;
   StepOptions options_;
   std::shared_ptr<StepCore> core_;
+  // What the function returned in the last guarded call, a map as in `operator()`.
+  std::shared_ptr<std::any> last_results_ = std::make_shared<std::any>();
 };
 
 /// Makes a step function: `function` describes one training (or evaluation) step on one

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <sstream>
+#include <unordered_set>
 
 #include "graph/content.h"
 #include "graph/replay.h"
@@ -36,6 +37,35 @@ uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
   uint64_t hash = 0;
   for (const at::Tensor& tensor : tensors) hash = graph::hash_content(tensor, hash);
   return hash;
+}
+
+/// The configuration's `guard` as a number: every how many steps; 0 for the first step only.
+int64_t period_of(const std::string& guard) {
+  if (guard == "every_step") return 1;
+  return guard == "first_step" ? 0 : std::stoll(guard);
+}
+
+std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<graph::TensorMeta> metas;
+  for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
+  return metas;
+}
+
+/// A graph as lines that errors can quote; each operator with its number and module.
+std::string describe_graph(const graph::Graph& graph) {
+  std::istringstream lines(graph.to_string());
+  std::ostringstream out;
+  size_t next = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (next < graph.operators.size() && line == graph.line(next)) {
+      const auto& op = graph.operators[next];
+      out << "operator " << next++ << " (" << op.name();
+      if (!op.scope.empty()) out << ", in module \"" << op.scope << "\"";
+      out << "): ";
+    }
+    out << line << "\n";
+  }
+  return out.str();
 }
 
 /// The first elements of a tensor and a hash of all.
@@ -110,7 +140,8 @@ StepCore::StepCore(StepOptions options)
     : runtime_(Runtime::get_shared()),
       options_(std::move(options)),
       ordinal_(runtime_->next_step_ordinal()),
-      name_(options_.name().empty() ? "step " + std::to_string(ordinal_) : options_.name()) {
+      name_(options_.name().empty() ? "step " + std::to_string(ordinal_) : options_.name()),
+      guard_period_(period_of(runtime_->config().guard())) {
   SMP_CHECK_WITH(UsageError, options_.microbatches() >= 0, "step function \"", name_,
                  "\": microbatches must be positive, got ", options_.microbatches());
 }
@@ -134,11 +165,7 @@ StepResults StepCore::run_checked(const StepCall& call) {
   if (!runtime_->partitioned) prepare_models(*runtime_);
   check_inputs(call);
   const auto inputs = split(call);
-  Traced traced;
-  {
-    const FlagScope in_step(runtime_->in_step);
-    traced = trace(call, inputs);
-  }
+  Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
   agree(traced, call);
   Program& program = program_for(traced, inputs);
   Program::Inputs step;
@@ -154,6 +181,27 @@ StepResults StepCore::run_checked(const StepCall& call) {
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;
+}
+
+/// Depends on the configuration, the number of the call and the inputs' shapes only, so that all
+/// ranks decide the same.
+bool StepCore::guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const {
+  if (!last_ || !call.has_last_result || call.per_microbatch) return true;
+  const auto number = static_cast<int64_t>(runtime_->step_calls[ordinal_]);
+  if (guard_period_ > 0 && number % guard_period_ == 0) return true;
+  return metas_of(inputs) != last_inputs_;
+}
+
+/// Runs the user's function.
+StepCore::Traced StepCore::guard(const StepCall& call,
+                                 const std::vector<std::vector<at::Tensor>>& inputs) {
+  const FlagScope in_step(runtime_->in_step);
+  Traced traced = trace(call, inputs);
+  if (!guards_every_step()) {
+    last_ = traced;
+    last_inputs_ = metas_of(inputs[0]);
+  }
+  return traced;
 }
 
 void StepCore::check_inputs(const StepCall& call) const {
@@ -306,7 +354,7 @@ void StepCore::agree(const Traced& traced, const StepCall& call) {
   std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
   std::string text;
   if (first[0] != second[0]) {
-    text = traced.found->to_string();
+    text = describe_graph(*traced.found);
   } else {
     for (size_t m = 0; m < traced.constants.size(); ++m) {
       text += describe_constants(*traced.found, traced.constants[m], traced.contents[m]);
@@ -316,8 +364,10 @@ void StepCore::agree(const Traced& traced, const StepCall& call) {
   const auto [a, b] = first_difference(texts[0], texts[other]);
   const auto ranks = c10::str("pp rank 0 and pp rank ", other, " of one pipeline");
   SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", name_,
-                 "\" calls other operators on ", ranks, ". First difference: \"", a, "\" against \"",
-                 b, "\". All ranks of a pipeline must take the same way through the function");
+                 "\" calls other operators on ", ranks, ". The first difference: pp rank 0 has \"",
+                 a, "\", pp rank ", other, " has \"", b,
+                 "\". All ranks of a pipeline must take the same way through the function: what it "
+                 "branches on must not depend on the rank");
   SMP_CHECK_WITH(UsageError, first[1] == second[1] && first[2] == second[2], "step function \"",
                  name_, "\" has other constants on ", ranks, ". First difference: \"", a,
                  "\" against \"", b,
@@ -343,13 +393,11 @@ Program& StepCore::program_for(const Traced& traced,
   }
   auto plan = make_plan(*runtime_, graph);
   if (first) apply_first_plan(*runtime_, graph, plan, static_cast<int>(microbatches()));
-  for (const auto& op : graph.operators) {
-    for (int alias_set : op.writes) {
-      for (const auto& value : graph.values) {
-        if (value.alias_set == alias_set && value.kind == graph::ValueKind::kBuffer) {
-          runtime_->written_buffers.insert(value.name);
-        }
-      }
+  std::unordered_set<int> written;
+  for (const auto& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
+  for (const auto& value : graph.values) {
+    if (value.kind == graph::ValueKind::kBuffer && written.count(value.alias_set) > 0) {
+      runtime_->written_buffers.insert(value.name);
     }
   }
   program = std::make_unique<Program>(runtime_, traced.found, std::move(plan), microbatches());

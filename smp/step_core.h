@@ -44,6 +44,8 @@ struct StepCall {
   std::vector<std::optional<int64_t>> axes;
   /// An argument slices itself (`smp_slice`), so microbatches may differ in more than tensors.
   bool per_microbatch = false;
+  /// What `function` returned in the last guarded call is known, so that it need not run again.
+  bool has_last_result = false;
   /// Calls the user's function with these tensors in place of the arguments' and returns the
   /// tensors found in its result.
   std::function<std::vector<at::Tensor>(int microbatch, const std::vector<at::Tensor>&)> function;
@@ -62,6 +64,8 @@ class StepCore {
 
   int64_t microbatches() const;
   const std::string& name() const { return name_; }
+  /// False if the configuration's `guard` lets some calls pass without running the function.
+  bool guards_every_step() const { return guard_period_ == 1; }
 
  private:
   /// What the guard found, to be compared between the ranks of a pipeline.
@@ -74,6 +78,8 @@ class StepCore {
   };
 
   StepResults run_checked(const StepCall& call);
+  bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
+  Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   std::vector<std::vector<at::Tensor>> split(const StepCall& call) const;
   void check_inputs(const StepCall& call) const;
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
@@ -89,6 +95,10 @@ class StepCore {
   StepOptions options_;
   int ordinal_;
   std::string name_;
+  int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
+  // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
+  std::optional<Traced> last_;
+  std::vector<graph::TensorMeta> last_inputs_;
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, std::unique_ptr<Program>> programs_;
   std::map<const graph::Graph*, std::array<uint64_t, 2>> fingerprints_;  // graph, constants

@@ -2,12 +2,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -17,6 +20,11 @@ namespace torch::data {
 template <typename Dataset, typename Batch, typename BatchRequest>
 class DataLoaderBase;
 }  // namespace torch::data
+
+namespace torch {
+template <typename Key, typename Value>
+class OrderedDict;
+}  // namespace torch
 
 /// Finds the tensors in a step function's arguments and results, whatever tuples, vectors and
 /// maps they lie in. Internal.
@@ -30,10 +38,31 @@ struct IsVector : std::false_type {};
 template <class T, class A>
 struct IsVector<std::vector<T, A>> : std::true_type {};
 
+/// Maps of any kind; `Mapped` is the type of their elements.
 template <class T>
 struct IsMap : std::false_type {};
 template <class K, class V, class C, class A>
-struct IsMap<std::map<K, V, C, A>> : std::true_type {};
+struct IsMap<std::map<K, V, C, A>> : std::true_type {
+  using Mapped = V;
+};
+template <class K, class V, class H, class E, class A>
+struct IsMap<std::unordered_map<K, V, H, E, A>> : std::true_type {
+  using Mapped = V;
+};
+template <class K, class V>
+struct IsMap<torch::OrderedDict<K, V>> : std::true_type {
+  using Mapped = V;
+};
+
+template <class T>
+struct IsUnorderedMap : std::false_type {};
+template <class K, class V, class H, class E, class A>
+struct IsUnorderedMap<std::unordered_map<K, V, H, E, A>> : std::true_type {};
+
+template <class T>
+struct IsOrderedDict : std::false_type {};
+template <class K, class V>
+struct IsOrderedDict<torch::OrderedDict<K, V>> : std::true_type {};
 
 template <class T>
 struct IsOptional : std::false_type {};
@@ -46,6 +75,8 @@ template <class... T>
 struct IsTuple<std::tuple<T...>> : std::true_type {};
 template <class A, class B>
 struct IsTuple<std::pair<A, B>> : std::true_type {};
+template <class T, size_t N>
+struct IsTuple<std::array<T, N>> : std::true_type {};
 
 /// True for a type whose values may hold tensors somewhere inside.
 template <class T>
@@ -64,7 +95,7 @@ constexpr bool holds_tensors() {
   } else if constexpr (IsVector<U>::value || IsOptional<U>::value) {
     return holds_tensors<typename U::value_type>();
   } else if constexpr (IsMap<U>::value) {
-    return holds_tensors<typename U::mapped_type>();
+    return holds_tensors<typename IsMap<U>::Mapped>();
   } else if constexpr (IsTuple<U>::value) {
     return tuple_holds_tensors<U>(std::make_index_sequence<std::tuple_size_v<U>>());
   } else {
@@ -101,6 +132,24 @@ using AsArgument =
 /// The result type of a step function that returns nothing.
 struct Nothing {};
 
+/// Calls `visit(key, element)` for every element of a map, in an order that depends on the keys
+/// only: copies of a `std::unordered_map` and other ranks may keep the same elements in another.
+template <class Map, class Visit>
+void for_each_element(Map& map, const Visit& visit) {
+  if constexpr (IsOrderedDict<std::decay_t<Map>>::value) {
+    for (auto& item : map) visit(item.key(), item.value());
+  } else if constexpr (IsUnorderedMap<std::decay_t<Map>>::value) {
+    using Entry = std::remove_reference_t<decltype(*map.begin())>;
+    std::vector<Entry*> entries;
+    for (Entry& entry : map) entries.push_back(&entry);
+    std::sort(entries.begin(), entries.end(),
+              [](const Entry* a, const Entry* b) { return a->first < b->first; });
+    for (Entry* entry : entries) visit(entry->first, entry->second);
+  } else {
+    for (auto& [key, element] : map) visit(key, element);
+  }
+}
+
 /// Calls `visit(tensor)` for every tensor in `value`, which may replace it.
 template <class T, class Visit>
 void for_each_tensor(T& value, const Visit& visit) {
@@ -112,7 +161,7 @@ void for_each_tensor(T& value, const Visit& visit) {
   } else if constexpr (IsVector<U>::value) {
     for (auto& element : value) for_each_tensor(element, visit);
   } else if constexpr (IsMap<U>::value) {
-    for (auto& [key, element] : value) for_each_tensor(element, visit);
+    for_each_element(value, [&](const auto&, auto& element) { for_each_tensor(element, visit); });
   } else if constexpr (IsOptional<U>::value) {
     if (value) for_each_tensor(*value, visit);
   } else {
@@ -134,9 +183,21 @@ template <class T>
 struct Returned<std::vector<T>, std::enable_if_t<holds_tensors<T>()>> {
   using type = std::vector<typename Returned<T>::type>;
 };
+template <class K, class V, class C>
+struct Returned<std::map<K, V, C>, std::enable_if_t<holds_tensors<V>()>> {
+  using type = std::map<K, typename Returned<V>::type, C>;
+};
+template <class K, class V, class H, class E>
+struct Returned<std::unordered_map<K, V, H, E>, std::enable_if_t<holds_tensors<V>()>> {
+  using type = std::unordered_map<K, typename Returned<V>::type, H, E>;
+};
 template <class K, class V>
-struct Returned<std::map<K, V>, std::enable_if_t<holds_tensors<V>()>> {
-  using type = std::map<K, typename Returned<V>::type>;
+struct Returned<torch::OrderedDict<K, V>, std::enable_if_t<holds_tensors<V>()>> {
+  using type = torch::OrderedDict<K, typename Returned<V>::type>;
+};
+template <class T, size_t N>
+struct Returned<std::array<T, N>, std::enable_if_t<holds_tensors<T>()>> {
+  using type = std::array<typename Returned<T>::type, N>;
 };
 template <class T>
 struct Returned<std::optional<T>, std::enable_if_t<holds_tensors<T>()>> {
@@ -154,6 +215,15 @@ struct Returned<std::pair<A, B>, std::enable_if_t<holds_tensors<std::pair<A, B>>
 template <class T, class Take, size_t... I>
 typename Returned<T>::type gather_tuple(const std::vector<const T*>& results, const Take& take,
                                         std::index_sequence<I...>);
+
+template <class Map, class Key>
+const auto& element_of(const Map& map, const Key& key) {
+  if constexpr (IsOrderedDict<Map>::value) {
+    return map[key];
+  } else {
+    return map.at(key);
+  }
+}
 
 /// Builds a step's result from the function's results by microbatch; `take()` gives the next
 /// tensor's outputs, in the order in which `for_each_tensor` meets them.
@@ -175,11 +245,16 @@ typename Returned<T>::type gather(const std::vector<const T*>& results, const Ta
     return list;
   } else if constexpr (IsMap<T>::value) {
     typename Returned<T>::type map;
-    for (const auto& [key, value] : *results[0]) {
-      std::vector<const typename T::mapped_type*> elements;
-      for (const T* result : results) elements.push_back(&result->at(key));
-      map.emplace(key, gather(elements, take));
-    }
+    for_each_element(*results[0], [&](const auto& key, const auto&) {
+      std::vector<const typename IsMap<T>::Mapped*> elements;
+      for (const T* result : results) elements.push_back(&element_of(*result, key));
+      auto gathered = gather(elements, take);
+      if constexpr (IsOrderedDict<T>::value) {
+        map.insert(key, std::move(gathered));
+      } else {
+        map.emplace(key, std::move(gathered));
+      }
+    });
     return map;
   } else if constexpr (IsOptional<T>::value) {
     // All microbatches ran the same operators, so all have it or none.

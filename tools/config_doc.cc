@@ -84,6 +84,7 @@ std::string type_text(const Parameter& parameter) {
     for (const std::string& value : parameter.values) {
       text += (text.empty() ? "`" : ", `") + value + "`";
     }
+    if (parameter.or_integer) text += " or a positive integer";
     return text;
   }
   return expected_values(parameter);

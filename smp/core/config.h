@@ -74,6 +74,8 @@ class Config {
   SMP_CONFIG_ARG(std::string, input_source);
   /// The guarantee on rounding: "exact".
   SMP_CONFIG_ARG(std::string, numerics);
+  /// When step functions are guarded: "every_step", "first_step" or every N-th, "N".
+  SMP_CONFIG_ARG(std::string, guard);
   /// Into how many shards microbatches are grouped in gradient sums; 0: the number of replicas.
   SMP_CONFIG_ARG(int64_t, gradient_shards);
   /// The seed of random operators; -1: from the default generator of world rank 0.

@@ -48,11 +48,19 @@ bool has_right_type(const Parameter& parameter, const Value& value) {
   SMP_INTERNAL_ASSERT(false, "a parameter without a type");
 }
 
+bool is_integer_in_range(const Parameter& parameter, const std::string& text) {
+  constexpr size_t kMaxDigits = 18;
+  if (text.empty() || text.size() > kMaxDigits) return false;
+  if (text.find_first_not_of("0123456789") != std::string::npos) return false;
+  return !parameter.minimum || std::stod(text) >= *parameter.minimum;
+}
+
 bool in_range(const Parameter& parameter, const Value& value) {
   if (parameter.type == ParameterType::kString) {
     const auto& values = parameter.values;
-    return values.empty() ||
-           std::find(values.begin(), values.end(), std::get<std::string>(value)) != values.end();
+    const auto& text = std::get<std::string>(value);
+    return values.empty() || std::find(values.begin(), values.end(), text) != values.end() ||
+           (parameter.or_integer && is_integer_in_range(parameter, text));
   }
   if (parameter.type == ParameterType::kBool) return true;
   const double number = parameter.type == ParameterType::kInt
@@ -138,7 +146,9 @@ bool is_undocumented_key(const std::string& name) {
 std::string expected_values(const Parameter& parameter) {
   if (parameter.type == ParameterType::kBool) return "true or false";
   if (parameter.type == ParameterType::kString) {
-    return parameter.values.empty() ? "a string" : "one of " + list_text(parameter);
+    if (parameter.values.empty()) return "a string";
+    return "one of " + list_text(parameter) +
+           (parameter.or_integer ? " or an integer >= " + number_text(*parameter.minimum) : "");
   }
   std::string text = parameter.type == ParameterType::kInt ? "an integer" : "a number";
   if (parameter.minimum && parameter.maximum) {
@@ -154,6 +164,9 @@ std::string expected_values(const Parameter& parameter) {
 Value normalised(const Parameter& parameter, const Value& value) {
   if (parameter.type == ParameterType::kNumber && std::holds_alternative<int64_t>(value)) {
     return static_cast<double>(std::get<int64_t>(value));
+  }
+  if (parameter.or_integer && std::holds_alternative<int64_t>(value)) {
+    return std::to_string(std::get<int64_t>(value));
   }
   if (parameter.type == ParameterType::kInt && std::holds_alternative<double>(value)) {
     // 5e8 is an integer to JSON; the bound keeps the conversion defined.

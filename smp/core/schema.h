@@ -52,6 +52,8 @@ struct Parameter {
   bool exclusive_minimum = false;
   /// The strings allowed; empty for any.
   std::vector<std::string> values;
+  /// A string parameter that also takes an integer >= `minimum`; its value is the integer as text.
+  bool or_integer = false;
   /// Those of `values` that this version does not have yet.
   std::vector<std::string> unavailable_values;
   /// A bool parameter that must be true when this one is given; empty for none.

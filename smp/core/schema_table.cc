@@ -24,6 +24,7 @@ class Row {
     row_.unavailable_values.push_back(std::move(value));
     return *this;
   }
+  Row or_integer(double minimum) { return at_least(minimum).with(&Parameter::or_integer, true); }
   Row needs(std::string name) { return with(&Parameter::needs, std::move(name)); }
   Row error(std::string text) { return with(&Parameter::error, std::move(text)); }
   Row default_only() { return with(&Parameter::availability, Availability::kDefaultOnly); }
@@ -96,6 +97,17 @@ std::vector<Parameter> pipeline_rows() {
            "`fast` allows cheaper orders of summation.")
           .values({"exact", "fast"})
           .without("fast"),
+      text("guard", "every_step",
+           "In which steps a step function runs again, on tensors without data, to see whether it "
+           "still does what was captured: in `every_step`, in the `first_step` only, or in every "
+           "N-th. In a step without guard the operators and numbers of the last guarded one are "
+           "replayed: side effects of the function, numbers that it changed (a loss weight) and "
+           "`train()` or `eval()` are not seen, and what it returns besides tensors is what the "
+           "last guarded step returned. Inputs of other shapes, and arguments with `smp_slice`, "
+           "are guarded always.")
+          .values({"every_step", "first_step"})
+          .or_integer(1)
+          .error("{key} must be 'every_step', 'first_step' or a positive integer."),
       integer("gradient_shards", int64_t{0},
               "Into how many shards the microbatches of a step are grouped when gradients are "
               "summed; this fixes the order of the sum, and so the bits of the result, whatever "

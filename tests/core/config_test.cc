@@ -103,6 +103,9 @@ TEST(Config, AcceptsEveryValueThatThisVersionHas) {
            R"({"deterministic_server": true})",
            R"({"placement_strategy": "spread"})",
            R"({"placement_strategy": "PTD"})",
+           R"({"guard": "first_step"})",
+           R"({"guard": 10})",
+           R"({"guard": "10"})",
            R"({"memory_weight": 0})",
            R"({"memory_weight": 1.0})",
            R"({"ddp": true, "ddp_dist_backend": "auto", "ddp_port": 0})",
@@ -154,6 +157,12 @@ TEST(Config, WrongValues) {
       {R"({"ddp": true, "ddp_port": 65536})",
        R"("ddp_port": Invalid port number 65536. (expected an integer from 0 to 65535))"},
       {R"({"partition_file": 3})", R"("partition_file": 'partition_file' must be a str. (got 3))"},
+      {R"({"guard": "never"})",
+       R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got "never"))"},
+      {R"({"guard": 0})",
+       R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got 0))"},
+      {R"({"guard": "-3"})",
+       R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got "-3"))"},
       {R"({"gradient_shards": -1})", R"("gradient_shards": expected an integer >= 0, got -1.)"},
       {R"({"seed": [1]})", R"("seed": expected an integer >= -1, got [1].)"},
       {R"({"seed": 18446744073709551615})",
@@ -417,11 +426,11 @@ TEST(Config, EnvironmentThenFileThenProgram) {
   EXPECT_EQ(config.microbatches(), 4) << "the original is unchanged";
 
   const std::string text = merged.to_string();
-  EXPECT_NE(text.find("microbatches          8          SM_HP_MP_PARAMETERS (overrides 4 from "
+  EXPECT_NE(text.find("microbatches          8             SM_HP_MP_PARAMETERS (overrides 4 from "
                       "smp.json, 2 from program)\n"),
             std::string::npos)
       << text;
-  EXPECT_NE(text.find("ddp                   false      default\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("ddp                   false         default\n"), std::string::npos) << text;
   std::ostringstream stream;
   stream << merged;
   EXPECT_EQ(stream.str(), text);
@@ -442,12 +451,14 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   EXPECT_EQ(again.to_json(), config.to_json());
   EXPECT_EQ(Config().to_json(),
             R"({"active_microbatches":3,"bucket_cap_mb":25.0,"ddp":false,)"
-            R"("deterministic_server":false,"gradient_shards":0,"input_source":"all",)"
+            R"("deterministic_server":false,"gradient_shards":0,"guard":"every_step",)"
+            R"("input_source":"all",)"
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact","optimize":"memory",)"
             R"("partitions":1,"pipeline":"interleaved","placement_strategy":"cluster","seed":-1,)"
             R"("timeout_seconds":300.0})");
   Config::from_json(Config().to_json(), "defaults").validate();
 
+  EXPECT_EQ(Config::from_json(R"({"guard": 10})", "f").guard(), "10");
   // The same values by other routes are the same configuration; another value is another one.
   const Config spelled = Config::from_json(
       R"({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": true, "timeout_seconds": 60,

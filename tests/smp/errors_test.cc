@@ -241,8 +241,43 @@ TEST_F(AcrossRanks, OtherOperators) {
           const auto out = model(x);
           return i >= when && rank() == 1 ? torch::l1_loss(out, y) : torch::mse_loss(out, y);
         });
-    expect_has(text, {"\"train\"", "other operators", "pp rank 0", "pp rank 1", "mse_loss"});
+    expect_has(text,
+               {"\"train\"", "other operators", "pp rank 0 has \"operator 21 (aten::mse_loss)",
+                "pp rank 1 has \"operator 21 (aten::l1_loss)"});
   }
+}
+
+/// Goes another way inside on rank 1.
+struct RankDependentImpl : torch::nn::Module {
+  RankDependentImpl() {
+    in = register_module("in", torch::nn::Linear(MlpImpl::kWidth, 4));
+    out = register_module("out", torch::nn::Linear(4, 1));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = in(x);
+    return out(rank() == 1 ? torch::relu(x) : torch::tanh(x));
+  }
+  torch::nn::Linear in{nullptr}, out{nullptr};
+};
+TORCH_MODULE(RankDependent);
+
+struct HolderImpl : torch::nn::Module {
+  HolderImpl() { block = register_module("block", RankDependent()); }
+  torch::Tensor forward(torch::Tensor x) { return block(x); }
+  RankDependent block{nullptr};
+};
+TORCH_MODULE(Holder);
+
+TEST_F(AcrossRanks, OtherOperatorsInsideAModuleAreNamedWithIt) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Holder> model{Holder()};
+    auto forward = step([&](torch::Tensor x) { return model(x); }, StepOptions().name("train"));
+    forward(x_);
+  });
+  expect_has(text, {"\"train\" calls other operators on pp rank 0 and pp rank 1",
+                    "pp rank 0 has \"operator 2 (aten::tanh, in module \"block\")",
+                    "pp rank 1 has \"operator 2 (aten::relu, in module \"block\")",
+                    "must not depend on the rank"});
 }
 
 TEST_F(AcrossRanks, OtherBatches) {
