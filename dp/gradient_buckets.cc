@@ -4,6 +4,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -23,6 +24,11 @@ at::ScalarType accumulation_type(at::ScalarType type) {
 int64_t padded_numel(int64_t numel, at::ScalarType type) {
   const int64_t unit = kAlignment / static_cast<int64_t>(elementSize(type));
   return (numel + unit - 1) / unit * unit;
+}
+
+/// Complex numbers are added part by part; communicators know real ones only.
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
 }  // namespace
@@ -120,7 +126,7 @@ at::Tensor GradientBuckets::sum_shards_in_order(size_t bucket) const {
   at::Tensor mine = at::empty({local_shards_, numel}, sum.options());
   for (int shard = 0; shard < local_shards_; ++shard) mine[shard].copy_(buffers_[shard][bucket]);
   at::Tensor all = at::empty({options_.gradient_shards, numel}, sum.options());
-  group_->all_gather(all, mine);
+  group_->all_gather(as_real(all), as_real(mine));
   sum.copy_(all[0]);
   for (int shard = 1; shard < options_.gradient_shards; ++shard) sum.add_(all[shard]);
   return sum;
@@ -140,7 +146,7 @@ void GradientBuckets::reduce() {
       sums_.push_back(sum_shards_in_order(b));
     } else {
       sums_.push_back(buffers_[0][b]);
-      works_.push_back(group_->iall_reduce(sums_.back(), comm::ReduceOp::kSum));
+      works_.push_back(group_->iall_reduce(as_real(sums_.back()), comm::ReduceOp::kSum));
     }
   }
 }

@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <xxhash.h>
 
+#include <cstring>
+
 namespace smp::graph {
 
 uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
@@ -19,6 +21,12 @@ bool same_content(const at::Tensor& a, const at::Tensor& b) {
 at::Tensor clone_content(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   return tensor.detach().clone();
+}
+
+void mark_uninitialised(const at::Tensor& tensor) {
+  constexpr int kPattern = 0xA5;
+  if (!tensor.is_cpu() || tensor.numel() == 0) return;
+  std::memset(tensor.mutable_data_ptr(), kPattern, tensor.storage().nbytes());
 }
 
 }  // namespace smp::graph

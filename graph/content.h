@@ -15,4 +15,8 @@ bool same_content(const at::Tensor& a, const at::Tensor& b);
 /// A copy without history.
 at::Tensor clone_content(const at::Tensor& tensor);
 
+/// Fills a new tensor on the CPU, whose content is undefined, with a pattern that no program
+/// writes by chance.
+void mark_uninitialised(const at::Tensor& tensor);
+
 }  // namespace smp::graph

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "graph/content.h"
+#include "graph/leaf.h"
 #include "graph/partition_scope.h"
 
 namespace smp::graph {
@@ -249,8 +250,10 @@ bool is_patchable(const c10::FunctionSchema& schema, size_t index) {
   if (type->kind() == c10::TypeKind::OptionalType) {
     type = type->expectRef<c10::OptionalType>().getElementType();
   }
-  const bool number =
-      type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType;
+  // A leaf's call (a capsule) brings the arguments of each run along.
+  const bool number = type->kind() == c10::TypeKind::NumberType ||
+                      type->kind() == c10::TypeKind::FloatType ||
+                      type->kind() == c10::TypeKind::CapsuleType;
   if (!number) return false;
   return !is_factory(schema) || argument.name() == "fill_value";
 }
@@ -266,6 +269,8 @@ std::string constant_to_string(const c10::IValue& value) {
   if (value.isBool()) return value.toBool() ? "true" : "false";
   if (value.isString()) return "\"" + value.toStringRef() + "\"";
   if (value.isDevice()) return value.toDevice().str();
+  // Ranks compare these texts, so it has no address.
+  if (value.isCapsule()) return leaf_call(value)->module + "(" + leaf_call(value)->numbers + ")";
   std::ostringstream out;
   out.precision(17);
   out << value;

@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <utility>
+
 namespace smp::graph {
 namespace {
 
@@ -9,15 +11,41 @@ constexpr auto kKey = c10::DispatchKey::DeferredInit;
 
 thread_local OperatorInterceptor* current = nullptr;
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  // Excluding wins over including: what the operator calls itself stays out of sight.
-  c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
-  if (current == nullptr) {
+void call(OperatorInterceptor* interceptor, const c10::OperatorHandle& op,
+          torch::jit::Stack& stack) {
+  if (interceptor == nullptr) {
     op.callBoxed(stack);
   } else {
-    current->call(op, *stack);
+    interceptor->call(op, stack);
   }
 }
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  // Excluding wins over including: what the operator calls itself stays out of sight.
+  const UninterceptedScope own;
+  call(current, op, *stack);
+}
+
+/// libtorch asks this object, which it has for functorch, whether the thread may do what is no
+/// operator.
+class Watcher final : public at::functorch::FuncTorchTLSBase {
+ public:
+  std::unique_ptr<FuncTorchTLSBase> deepcopy() const override {
+    return std::make_unique<Watcher>();
+  }
+  int64_t checkSupportsSingleLevelAutogradFunction() const override { return 0; }
+  void checkSupportsCppAutogradFunction() const override {
+    if (watching()) current->custom_function();
+  }
+  void checkSupportsInplaceRequiresGrad() const override {}
+  void checkSupportsRetainGrad() const override {
+    if (watching()) current->retain_grad();
+  }
+
+ private:
+  /// A thread that libtorch starts may take over this object and the key, but not the interceptor.
+  static bool watching() { return current != nullptr && intercepting(); }
+};
 
 }  // namespace
 
@@ -26,10 +54,27 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
 }
 
 InterceptScope::InterceptScope(OperatorInterceptor& interceptor)
-    : previous_(current), include_(kKey) {
+    : previous_(current),
+      previous_watcher_(
+          std::exchange(at::functorch::functorchTLSAccessor(), std::make_unique<Watcher>())),
+      include_(kKey) {
   current = &interceptor;
 }
 
-InterceptScope::~InterceptScope() { current = previous_; }
+InterceptScope::~InterceptScope() {
+  current = previous_;
+  at::functorch::functorchTLSAccessor() = std::move(previous_watcher_);
+}
+
+void InterceptScope::call_outer(const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+  call(previous_, op, stack);
+}
+
+bool intercepting() {
+  return c10::impl::tls_is_dispatch_key_included(kKey) &&
+         !c10::impl::tls_is_dispatch_key_excluded(kKey);
+}
+
+UninterceptedScope::UninterceptedScope() : exclude_(kKey) {}
 
 }  // namespace smp::graph

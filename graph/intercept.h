@@ -1,8 +1,11 @@
 #pragma once
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <memory>
 
 namespace smp::graph {
 
@@ -16,6 +19,12 @@ class OperatorInterceptor {
   /// Called instead of the operator, with its arguments on `stack`; must replace them by the
   /// results. Operators called from inside are not intercepted.
   virtual void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) = 0;
+
+  /// Called when code on the thread, not an operator, begins to apply a custom
+  /// `torch::autograd::Function`; no operator call tells.
+  virtual void custom_function() {}
+  /// Called by `retain_grad()` of a tensor, which is no operator either.
+  virtual void retain_grad() {}
 };
 
 /// While it lives, operators of this thread go to `interceptor`. Scopes nest; the innermost
@@ -27,9 +36,27 @@ class InterceptScope {
   InterceptScope(const InterceptScope&) = delete;
   InterceptScope& operator=(const InterceptScope&) = delete;
 
+  /// For the scope's interceptor: calls what was in force before it, which is the outer scope's
+  /// interceptor or the operator itself.
+  void call_outer(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
+
  private:
   OperatorInterceptor* previous_;
+  std::unique_ptr<at::functorch::FuncTorchTLSBase> previous_watcher_;
   c10::impl::IncludeDispatchKeyGuard include_;
+};
+
+/// True where the operators that this thread calls go to an interceptor: not inside one that was
+/// intercepted, such as a leaf.
+bool intercepting();
+
+/// While it lives, no interceptor sees the operators of this thread.
+class UninterceptedScope {
+ public:
+  UninterceptedScope();
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard exclude_;
 };
 
 }  // namespace smp::graph

@@ -40,6 +40,14 @@ bool replaces_storage(const std::string& name) {
          name == "aten::_has_compatible_shallow_copy_type";
 }
 
+int storage_offset_argument(const c10::FunctionSchema& schema) {
+  if (schema.name().rfind("aten::as_strided", 0) != 0) return -1;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    if (schema.arguments()[i].name() == "storage_offset") return static_cast<int>(i);
+  }
+  return -1;
+}
+
 bool has_tensor_argument(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
     auto type = argument.type();

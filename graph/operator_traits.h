@@ -19,6 +19,10 @@ bool writes_running_statistics(const std::string& name);
 /// True for operators that give a tensor another storage under the feet of its other users.
 bool replaces_storage(const std::string& name);
 
+/// The position of an argument that counts elements from the start of a tensor's storage
+/// (`as_strided`), or -1.
+int storage_offset_argument(const c10::FunctionSchema& schema);
+
 /// True if the schema has an argument that may hold tensors.
 bool has_tensor_argument(const c10::FunctionSchema& schema);
 

@@ -2,9 +2,11 @@
 
 #include <ATen/ops/ones_like.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <unordered_set>
 
@@ -47,68 +49,201 @@ uint64_t checksum(const Operator& op, const Environment& environment) {
   return hash;
 }
 
-double measure_backward(const Operator& op, const Environment& environment) {
-  std::vector<torch::autograd::Edge> starts;
-  std::vector<at::Tensor> gradients;
-  for (ValueId id : op.results) {
-    if (id == kUndefined || !environment[id].requires_grad()) continue;
-    starts.push_back(start_of_backward(environment[id]));
-    gradients.push_back(at::ones_like(environment[id]));
+/// Copies of what the graph writes among the tensors that it does not make, so that another run
+/// finds them as the first one did.
+Environment copy_written(const Graph& graph, const Environment& environment) {
+  std::unordered_set<int> written;
+  for (const Operator& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
+  Environment copy = environment;
+  for (size_t id = 0; id < copy.size(); ++id) {
+    if (!copy[id].defined() || written.count(graph.values[id].alias_set) == 0) continue;
+    copy[id] = copy[id].detach().clone();
   }
-  const auto start = Clock::now();
-  run_backward(starts, gradients);
-  return microseconds_since(start);
+  return copy;
 }
+
+/// One operator's history, and which storages it keeps alive. An argument is kept if something
+/// besides the environment and the results refers to it or its storage.
+class SavedStorages {
+ public:
+  SavedStorages(const Operator& op, const Environment& environment)
+      : arguments_(tensor_arguments(op)) {
+    for (ValueId id : arguments_) before_.push_back(references(environment[id]));
+  }
+
+  /// To be called when results have left their history, which must still be there.
+  void find(const Graph& graph, const Operator& op, const Environment& environment,
+            std::unordered_set<int>& saved) const {
+    for (size_t a = 0; a < arguments_.size(); ++a) {
+      const int set = graph.values[arguments_[a]].alias_set;
+      References expected = before_[a];
+      for (ValueId id : op.results) {
+        if (id != kUndefined && graph.values[id].alias_set == set) ++expected.storage;
+      }
+      const References now = references(environment[arguments_[a]]);
+      if (now.tensor > expected.tensor || now.storage > expected.storage) saved.insert(set);
+    }
+    for (ValueId id : op.results) {
+      if (id == kUndefined || shares(graph, id)) continue;
+      if (references(environment[id]).storage > results_in(graph, op, id)) {
+        saved.insert(graph.values[id].alias_set);
+      }
+    }
+  }
+
+ private:
+  struct References {
+    size_t tensor = 0;
+    size_t storage = 0;
+  };
+
+  static References references(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return {};
+    return {tensor.use_count(), tensor.storage().use_count()};
+  }
+
+  bool shares(const Graph& graph, ValueId result) const {
+    return std::any_of(arguments_.begin(), arguments_.end(), [&](ValueId id) {
+      return graph.values[id].alias_set == graph.values[result].alias_set;
+    });
+  }
+
+  static size_t results_in(const Graph& graph, const Operator& op, ValueId result) {
+    return static_cast<size_t>(std::count_if(op.results.begin(), op.results.end(), [&](ValueId id) {
+      return id != kUndefined && graph.values[id].alias_set == graph.values[result].alias_set;
+    }));
+  }
+
+  std::vector<ValueId> arguments_;
+  std::vector<References> before_;
+};
+
+/// Runs a graph operator by operator, each with a history of its own.
+class Profiler {
+ public:
+  Profiler(const Graph& graph, const RandomKey& key, bool memory)
+      : graph_(graph),
+        key_(key),
+        memory_(memory),
+        segment_(graph, all(graph.operators.size()), all(graph.values.size())),
+        last_use_(graph.values.size(), 0),
+        times_(graph.operators.size()) {
+    for (size_t i = 0; i < graph.operators.size(); ++i) {
+      for (ValueId id : tensor_arguments(graph.operators[i])) last_use_[id] = i;
+    }
+  }
+
+  /// Calls `check(i, environment)` after the forward of operator i.
+  template <class Check>
+  void run(Environment environment, const Check& check) {
+    for (size_t i = 0; i < graph_.operators.size(); ++i) {
+      run_operator(i, environment, check);
+      for (ValueId id : tensor_arguments(graph_.operators[i])) {
+        if (last_use_[id] == i) environment[id] = at::Tensor();
+      }
+    }
+  }
+
+  /// The least times of all runs; bytes are counted at the operator that makes a storage.
+  void set_costs(Graph& graph) const {
+    for (size_t i = 0; i < graph.operators.size(); ++i) {
+      Operator& op = graph.operators[i];
+      op.cost = Cost();
+      op.cost.forward_us = round_to_two_digits(times_[i].forward_us);
+      op.cost.backward_us = round_to_two_digits(times_[i].backward_us);
+      std::unordered_set<int> aliased;
+      for (ValueId id : tensor_arguments(op)) aliased.insert(graph.values[id].alias_set);
+      for (ValueId id : op.results) {
+        if (id == kUndefined || aliased.count(graph.values[id].alias_set) > 0) continue;
+        const Value& value = graph.values[id];
+        op.cost.output_bytes += value.meta.nbytes();
+        if (is_saved(value)) op.cost.saved_bytes += value.meta.nbytes();
+      }
+    }
+  }
+
+ private:
+  struct Times {
+    double forward_us = std::numeric_limits<double>::infinity();
+    double backward_us = std::numeric_limits<double>::infinity();
+  };
+
+  static std::vector<int> all(size_t count) {
+    std::vector<int> result(count);
+    std::iota(result.begin(), result.end(), 0);
+    return result;
+  }
+
+  template <class Check>
+  void run_operator(size_t i, Environment& environment, const Check& check) {
+    const Operator& op = graph_.operators[i];
+    // A history of one operator: its inputs enter anew.
+    for (ValueId id : tensor_arguments(op)) {
+      const bool differentiable = environment[id].defined() && graph_.values[id].meta.requires_grad;
+      environment[id] =
+          enter(environment[id], differentiable ? std::make_shared<GradientSink>() : nullptr);
+    }
+    const SavedStorages before(op, environment);
+    const auto start = Clock::now();
+    segment_.run_one(i, environment, key_);
+    times_[i].forward_us = std::min(times_[i].forward_us, microseconds_since(start));
+    check(i, environment);
+    std::vector<torch::autograd::Edge> starts;
+    std::vector<at::Tensor> gradients;
+    for (ValueId id : op.results) {
+      if (id == kUndefined) continue;
+      if (graph_.trains() && environment[id].requires_grad()) {
+        starts.push_back(start_of_backward(environment[id]));
+        gradients.push_back(at::ones_like(environment[id]));
+      }
+      environment[id] = enter(environment[id], nullptr);
+    }
+    if (memory_) before.find(graph_, op, environment, saved_);
+    const auto back = Clock::now();
+    run_backward(starts, gradients);
+    const double backward_us = graph_.trains() ? microseconds_since(back) : 0;
+    times_[i].backward_us = std::min(times_[i].backward_us, backward_us);
+  }
+
+  bool is_saved(const Value& value) const {
+    return memory_ ? saved_.count(value.alias_set) > 0 : value.meta.requires_grad;
+  }
+
+  const Graph& graph_;
+  const RandomKey& key_;
+  const bool memory_;
+  Segment segment_;
+  std::vector<size_t> last_use_;
+  std::vector<Times> times_;
+  std::unordered_set<int> saved_;  ///< alias sets of which something is kept for backward
+};
 
 }  // namespace
 
 void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
-                   const std::vector<uint64_t>& checksums, const std::string& step_name) {
-  std::vector<int> all(graph.operators.size());
-  std::iota(all.begin(), all.end(), 0);
-  std::vector<ValueId> keep(graph.values.size());
-  std::iota(keep.begin(), keep.end(), 0);
-  Segment segment(graph, all, keep);
-  std::vector<size_t> last_use(graph.values.size(), 0);
-  for (size_t i = 0; i < graph.operators.size(); ++i) {
-    for (ValueId id : tensor_arguments(graph.operators[i])) last_use[id] = i;
+                   const std::vector<uint64_t>& checksums, const std::string& step_name,
+                   const MeasureOptions& options) {
+  Profiler profiler(graph, key, options.memory());
+  const auto compare = [&](size_t i, const Environment& results) {
+    const Operator& op = graph.operators[i];
+    if (checksums.empty() || checksums[i] == 0 || graph.makes_literal(op)) return;
+    SMP_CHECK_WITH(CaptureError, checksum(op, results) == checksums[i], "step function \"",
+                   step_name, "\": operator ", i, " (", op.name(), ", in module \"", op.scope,
+                   "\") gives another result when it is replayed than it gave in the step "
+                   "function. Something that is no tensor operator changed its input (an "
+                   "accessor, data_ptr, a library that works in place), or the operator is not "
+                   "deterministic. Use tensor operators there");
+  };
+  const Environment again = options.runs() > 1 ? copy_written(graph, environment) : Environment();
+  auto start = Clock::now();
+  profiler.run(std::move(environment), compare);
+  const double run_us = microseconds_since(start);
+  start = Clock::now();
+  for (int run = 1; run < options.runs(); ++run) {
+    if (microseconds_since(start) + run_us > 1e6 * options.seconds()) break;
+    profiler.run(copy_written(graph, again), [](size_t, const Environment&) {});
   }
-  for (size_t i = 0; i < graph.operators.size(); ++i) {
-    Operator& op = graph.operators[i];
-    // A history of one operator: its inputs enter anew.
-    for (ValueId id : tensor_arguments(op)) {
-      const bool differentiable = environment[id].defined() && graph.values[id].meta.requires_grad;
-      environment[id] =
-          enter(environment[id], differentiable ? std::make_shared<GradientSink>() : nullptr);
-    }
-    const auto start = Clock::now();
-    segment.run_one(i, environment, key);
-    op.cost.forward_us = round_to_two_digits(microseconds_since(start));
-    const bool literal = graph.makes_literal(op);
-    if (!checksums.empty() && checksums[i] != 0 && !literal) {
-      SMP_CHECK_WITH(CaptureError, checksum(op, environment) == checksums[i], "step function \"",
-                     step_name, "\": operator ", i, " (", op.name(), ", in module \"", op.scope,
-                     "\") gives another result when it is replayed than it gave in the step "
-                     "function. Something that is no tensor operator changed its input (an "
-                     "accessor, data_ptr, a library that works in place), or the operator is not "
-                     "deterministic. Use tensor operators there");
-    }
-    if (graph.trains())
-      op.cost.backward_us = round_to_two_digits(measure_backward(op, environment));
-    std::unordered_set<int> aliased;
-    for (ValueId id : tensor_arguments(op)) aliased.insert(graph.values[id].alias_set);
-    for (ValueId id : op.results) {
-      if (id == kUndefined) continue;
-      const Value& value = graph.values[id];
-      environment[id] = enter(environment[id], nullptr);
-      if (aliased.count(value.alias_set) > 0) continue;
-      op.cost.output_bytes += value.meta.nbytes();
-      if (value.meta.requires_grad) op.cost.saved_bytes += value.meta.nbytes();
-    }
-    for (ValueId id : tensor_arguments(op)) {
-      if (last_use[id] == i) environment[id] = at::Tensor();
-    }
-  }
+  profiler.set_costs(graph);
 }
 
 std::string costs_to_bytes(const Graph& graph) {

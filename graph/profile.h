@@ -1,5 +1,7 @@
 #pragma once
 
+#include <torch/arg.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -9,19 +11,30 @@
 
 namespace smp::graph {
 
+/// How the costs of a graph are measured.
+struct MeasureOptions {
+  /// How often the graph runs at most; the least time of each operator counts.
+  TORCH_ARG(int, runs) = 1;
+  /// No run begins that would end later than this many seconds after the first one did.
+  TORCH_ARG(double, seconds) = 2.0;
+  /// Measure which results are kept for backward, instead of taking it to be all that require a
+  /// gradient.
+  TORCH_ARG(bool, memory) = false;
+};
+
 /// Runs the graph operator by operator and fills in `Operator::cost` of each: time of the forward
 /// call, time of the backward of that operator alone (if the graph trains), rounded to two
-/// digits, and bytes of results and of what is kept for backward, estimated as the bytes of
-/// results with storage of their own that require a gradient.
+/// digits, and bytes of results with storage of their own and of those kept for backward.
 ///
 /// `environment` holds inputs, parameters, buffers, constants and literals. Where `checksums`
-/// (of the recorded run, under the same `key`) is not empty, a result that differs throws
-/// `CaptureError` with the first operator concerned: something outside of the recorded operators
-/// had changed its input.
+/// (of the recorded run, under the same `key`) is not empty, a result of the first run that
+/// differs throws `CaptureError` with the first operator concerned: something outside of the
+/// recorded operators had changed its input.
 ///
 /// Writes to buffers as the function does; the caller restores them.
 void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
-                   const std::vector<uint64_t>& checksums, const std::string& step_name);
+                   const std::vector<uint64_t>& checksums, const std::string& step_name,
+                   const MeasureOptions& options = {});
 
 /// The costs as one byte string, to be sent to other ranks, and back.
 std::string costs_to_bytes(const Graph& graph);

@@ -22,17 +22,20 @@ std::mutex& generator_mutex() {
   return mutex;
 }
 
-/// Seeds one default generator and restores its state at the end.
-class SeededGenerator {
+/// Restores the state of one default generator at the end.
+class RestoredGenerator {
  public:
-  SeededGenerator(at::Generator generator, uint64_t seed)
-      : generator_(std::move(generator)), saved_(generator_.clone()) {
+  explicit RestoredGenerator(at::Generator generator)
+      : generator_(std::move(generator)), saved_(generator_.clone()) {}
+  ~RestoredGenerator() { set_state(saved_.get_state()); }
+
+  void seed(uint64_t seed) {
     std::lock_guard<std::mutex> lock(generator_.mutex());
     generator_.set_current_seed(seed);
   }
-  ~SeededGenerator() {
+  void set_state(const at::Tensor& state) {
     std::lock_guard<std::mutex> lock(generator_.mutex());
-    generator_.set_state(saved_.get_state());
+    generator_.set_state(state);
   }
 
  private:
@@ -56,13 +59,30 @@ bool is_random(const c10::OperatorHandle& op) {
 
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed) {
   std::lock_guard<std::mutex> lock(generator_mutex());
-  SeededGenerator cpu(at::detail::getDefaultCPUGenerator(), seed);
+  RestoredGenerator cpu(at::detail::getDefaultCPUGenerator());
+  cpu.seed(seed);
   if (at::hasCUDA()) {
-    SeededGenerator cuda(at::globalContext().defaultGenerator(at::kCUDA), seed);
+    RestoredGenerator cuda(at::globalContext().defaultGenerator(at::kCUDA));
+    cuda.seed(seed);
     op.callBoxed(stack);
   } else {
     op.callBoxed(stack);
   }
+}
+
+at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  std::lock_guard<std::mutex> lock(generator_mutex());
+  const at::Tensor state = at::detail::getDefaultCPUGenerator().get_state();
+  op.callBoxed(stack);
+  return state;
+}
+
+void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                     const at::Tensor& state) {
+  std::lock_guard<std::mutex> lock(generator_mutex());
+  RestoredGenerator generator(at::detail::getDefaultCPUGenerator());
+  generator.set_state(state);
+  op.callBoxed(stack);
 }
 
 class KeyedRandomScope::Impl : public OperatorInterceptor {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
@@ -29,6 +30,15 @@ bool is_random(const c10::OperatorHandle& op);
 /// their state back afterwards. Ranks that are threads share the default generators, so seeding,
 /// drawing and restoring are one critical section of the process.
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed);
+
+/// Calls the operator, which draws from the CPU's default generator, and returns the state that
+/// the generator had before: what `call_from_state` needs to draw the same numbers again.
+at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
+/// Calls the operator with the CPU's default generator in `state`, and puts its own state back
+/// afterwards.
+void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                     const at::Tensor& state);
 
 /// While it lives, random operators that this thread calls in plain eager code draw from `key`'s
 /// streams, as they would inside a step: the oracle that a single process is compared with.

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "graph/leaf.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -45,6 +46,16 @@ bool is_plain(const ExecutionMode& mode) {
   return mode.grad && !mode.inference && !mode.autocast_cpu && !mode.autocast_cuda;
 }
 
+/// What a leaf's results have to be like; nothing for other operators.
+std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Operator& op) {
+  std::vector<std::optional<TensorMeta>> metas;
+  if (!is_leaf(op.handle)) return metas;
+  for (ValueId id : op.results) {
+    metas.push_back(id == kUndefined ? std::nullopt : std::optional(graph.values[id].meta));
+  }
+  return metas;
+}
+
 }  // namespace
 
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
@@ -75,6 +86,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              op.mode,
                              op.random_ordinal,
                              literal ? op.results[0] : kUndefined,
+                             leaf_results(graph, op),
                              {}});
     if (literal) read.insert(op.results[0]);
   }
@@ -108,6 +120,10 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
     call_seeded(instruction.handle, stack_, stream_seed(key, instruction.random_ordinal));
   } else {
     instruction.handle.callBoxed(stack_);
+  }
+  if (!instruction.leaf_results.empty()) {
+    check_leaf_results(*leaf_call(instruction.arguments[0].constant), instruction.leaf_results,
+                       stack_.back().toTensorVector());
   }
   pop_results(instruction, environment);
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/stack.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "graph/graph.h"
@@ -46,8 +47,9 @@ class Segment {
     c10::SmallVector<int, 2> list_lengths;
     ExecutionMode mode;
     int random_ordinal;
-    ValueId literal;                    // instead of running: the literal's value; else -1
-    c10::SmallVector<ValueId, 4> dead;  // released afterwards
+    ValueId literal;  // instead of running: the literal's value; else -1
+    std::vector<std::optional<TensorMeta>> leaf_results;  // of a leaf: what was recorded
+    c10::SmallVector<ValueId, 4> dead;                    // released afterwards
   };
 
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);

@@ -1,11 +1,14 @@
 #include "graph/shapes.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graph/random.h"
+#include "graph/storage.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -14,24 +17,27 @@ namespace {
 /// The history of placeholders: none of them is a leaf, and none can be differentiated.
 class PlaceholderNode : public torch::autograd::Node {
  public:
+  std::string step_name;
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
     detail::fail<UsageError>(
-        "backward() was called on a tensor inside a step function. The step runs the pipeline's "
+        "step function \"", step_name,
+        "\": backward() or autograd::grad was called inside it. The step runs the pipeline's "
         "backward pass itself: call model->backward(loss) instead");
   }
   std::string name() const override { return "smp::PlaceholderBackward"; }
 };
 
-void set_placeholder_history(const at::Tensor& tensor) {
-  // One node serves all: the engine only ever reaches it to be refused.
-  static const std::shared_ptr<torch::autograd::Node> node = [] {
+/// One node serves all of a thread: the engine only ever reaches it to be refused.
+const std::shared_ptr<PlaceholderNode>& placeholder_node() {
+  thread_local const std::shared_ptr<PlaceholderNode> node = [] {
     auto made = std::make_shared<PlaceholderNode>();
     // backward() without a gradient only passes a scalar on to the engine.
     at::AutoDispatchBelowADInplaceOrView guard;
     made->add_input_metadata(at::zeros({}));
     return made;
   }();
-  torch::autograd::impl::set_gradient_edge(tensor, {node, 0});
+  return node;
 }
 
 void keep_nothing(void*) {}
@@ -42,16 +48,31 @@ void* placeholder_mark() {
   return &mark;
 }
 
-c10::Storage make_storage_without_data(c10::Device device, const std::string& message) {
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), 0,
-      c10::DataPtr(nullptr, placeholder_mark(), &keep_nothing, device), nullptr, false);
-  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  return c10::Storage(std::move(storage));
+/// Takes the data of a storage away and marks it as a placeholder's.
+void make_dataless(c10::StorageImpl& storage, const std::string& step_name) {
+  take_data(storage, c10::DataPtr(nullptr, placeholder_mark(), &keep_nothing, storage.device()),
+            c10::str("[smp] the data of a tensor of step function \"", step_name,
+                     "\" was read where only its shape exists. A step function runs to show which "
+                     "operators it calls: its tensors hold no data then, and none after it "
+                     "returned. Use what the step returns, or make the module that needs data, or "
+                     "that calls operators on another thread, a leaf: smp::leaf(module)(x)"));
 }
 
 bool is_meta(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta();
+}
+
+/// Operators made of others that take another way on the CPU than on the meta device, with results
+/// of other strides.
+bool layout_depends_on_device(const std::string& name) {
+  return name == "aten::scaled_dot_product_attention" || name == "aten::group_norm";
+}
+
+/// True where autocast may choose the types: it does not know the meta device.
+bool casts_automatically(const c10::OperatorHandle& op) {
+  if (!at::autocast::is_autocast_enabled(at::kCPU)) return false;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 at::Tensor zeros_like_shape(const at::Tensor& meta) {
@@ -63,13 +84,14 @@ at::Tensor zeros_like_shape(const at::Tensor& meta) {
     zeros.zero_();
   }
   zeros = zeros.variable_data();
-  if (meta.requires_grad()) set_placeholder_history(zeros);
+  if (meta.requires_grad()) give_placeholder_history(zeros);
   return zeros;
 }
 
 c10::IValue to_zeros(const c10::IValue& value) {
   if (is_meta(value)) return zeros_like_shape(value.toTensor());
   if (value.isDevice() && value.toDevice().is_meta()) return c10::Device(at::kCPU);
+  if (value.isGenerator()) return value.toGenerator().clone();
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
     for (const at::Tensor& tensor : value.toTensorVector())
@@ -105,7 +127,7 @@ std::vector<at::Tensor> tensors_of(const torch::jit::Stack& stack) {
 /// The meta tensor that stands for `result`: an argument itself, a view of one, or a new one.
 at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zeros,
                     const std::vector<at::Tensor>& shapes) {
-  if (!result.defined()) return result;
+  if (!result.defined() || !result.has_storage()) return result;  // sparse: the caller refuses it
   for (size_t i = 0; i < zeros.size(); ++i) {
     if (zeros[i].defined() && zeros[i].is_same(result)) return shapes[i];
   }
@@ -117,12 +139,17 @@ at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zer
   return make_shape_tensor(TensorMeta::of(result));
 }
 
+/// No generator advances.
 void call_on_zeros(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
                    torch::jit::Stack& stack) {
   for (const c10::IValue& value : arguments) stack.push_back(to_zeros(value));
   const std::vector<at::Tensor> shapes = tensors_of(arguments);
   const std::vector<at::Tensor> zeros = tensors_of(stack);
-  op.callBoxed(stack);
+  if (is_random(op)) {
+    call_seeded(op, stack, 0);  // the default generator stays where it is
+  } else {
+    op.callBoxed(stack);
+  }
   for (c10::IValue& value : stack) {
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
@@ -138,19 +165,45 @@ void call_on_zeros(const c10::OperatorHandle& op, const torch::jit::Stack& argum
 
 }  // namespace
 
+void give_placeholder_history(const at::Tensor& tensor) {
+  torch::autograd::impl::set_gradient_edge(tensor, {placeholder_node(), 0});
+}
+
 at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name) {
-  auto storage = make_storage_without_data(
-      meta.device, c10::str("[smp] the data of a tensor of step function \"", step_name,
-                            "\" was read where only its shape exists. A step function is run once "
-                            "a step to see which operators it calls; its tensors hold no data "
-                            "then, and none after it returned. Use what the step returns"));
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0,
+      c10::DataPtr(nullptr, nullptr, &keep_nothing, meta.device), nullptr, false);
+  make_dataless(*storage, step_name);
   const c10::DispatchKey key =
       meta.device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(meta.dtype));
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(key),
+      c10::scalarTypeToTypeMeta(meta.dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides);
-  if (meta.requires_grad) set_placeholder_history(tensor);
+  if (meta.requires_grad) give_placeholder_history(tensor);
   return tensor;
+}
+
+torch::autograd::Node& placeholder_history(const std::string& step_name) {
+  placeholder_node()->step_name = step_name;
+  return *placeholder_node();
+}
+
+void follow_in_place(const at::Tensor& tensor, const TensorMeta& meta) {
+  if (tensor.sizes() != c10::IntArrayRef(meta.sizes) ||
+      tensor.strides() != c10::IntArrayRef(meta.strides)) {
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides);
+  }
+  if (tensor.requires_grad() == meta.requires_grad) return;
+  if (meta.requires_grad) {
+    give_placeholder_history(tensor);
+  } else {
+    torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge());
+  }
+}
+
+void become_placeholder(const at::Tensor& tensor, const std::string& step_name) {
+  make_dataless(*tensor.storage().unsafeGetStorageImpl(), step_name);
 }
 
 bool is_placeholder(const at::Tensor& tensor) {
@@ -164,12 +217,17 @@ at::Tensor make_shape_tensor(const TensorMeta& meta) {
   at::Tensor tensor =
       at::empty_strided(meta.sizes, meta.strides, at::TensorOptions(meta.dtype).device(at::kMeta))
           .variable_data();
-  if (meta.requires_grad) set_placeholder_history(tensor);
+  if (meta.requires_grad) give_placeholder_history(tensor);
   return tensor;
 }
 
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const torch::jit::Stack arguments = stack;
+  if (layout_depends_on_device(op.schema().name()) || casts_automatically(op)) {
+    stack.clear();
+    call_on_zeros(op, arguments, stack);
+    return;
+  }
   try {
     op.callBoxed(stack);
     return;

@@ -9,6 +9,10 @@
 
 #include "graph/graph.h"
 
+namespace torch::autograd {
+struct Node;
+}  // namespace torch::autograd
+
 namespace smp::graph {
 
 /// A tensor with the given sizes, strides, dtype, device and `requires_grad` and no data. What
@@ -16,16 +20,31 @@ namespace smp::graph {
 /// `step_name` is shared by all placeholders of a run.
 at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name);
 
-/// True for a tensor that `make_placeholder` made, or a shallow copy of one.
+/// The gradient history that all placeholders of this thread share, so that what user code attaches
+/// to the history of one (a hook) is found here. `step_name` is what its errors say from now on.
+torch::autograd::Node& placeholder_history(const std::string& step_name);
+
+/// Gives `tensor`, a placeholder or a factory's result, the sizes, strides and `requires_grad` that
+/// an in-place operator left it with.
+void follow_in_place(const at::Tensor& tensor, const TensorMeta& meta);
+
+/// Takes the data of a tensor's storage away, so that reading it throws as with a placeholder.
+void become_placeholder(const at::Tensor& tensor, const std::string& step_name);
+
+/// True for a tensor that `make_placeholder` or `become_placeholder` made, or an alias of one.
 bool is_placeholder(const at::Tensor& tensor);
+
+/// Makes a new tensor require a gradient, as a placeholder does: it is no leaf, and `backward()` on
+/// it throws.
+void give_placeholder_history(const at::Tensor& tensor);
 
 /// A tensor on the meta device with this shape, for `call_on_shapes`.
 at::Tensor make_shape_tensor(const TensorMeta& meta);
 
 /// Calls the operator on meta tensors (`make_shape_tensor`), so that nothing is computed. Device
-/// arguments must have been replaced by the meta device. An operator that has no meta kernel in
-/// C++ (capture-facts: convolution, batch_norm, relu ...) runs on zeros of the CPU instead, which
-/// costs its compute but gives the exact shapes.
+/// arguments must have been replaced by the meta device. An operator that has no meta kernel, here
+/// or in libtorch, and one that lays out its result in another way there, runs on zeros of the CPU
+/// instead, which costs its compute but gives the exact shapes.
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 }  // namespace smp::graph

@@ -15,12 +15,24 @@ void TensorTable::add(ValueKind kind, const std::string& name, const at::Tensor&
     return;
   }
   by_impl_.emplace(tensor.unsafeGetTensorImpl(), index);
+  if (tensor.has_storage()) by_storage_.emplace(tensor.storage().unsafeGetStorageImpl(), index);
   entries_.push_back({kind, name, tensor, {}});
 }
 
 const TensorTable::Entry* TensorTable::find(const at::Tensor& tensor) const {
   const auto it = by_impl_.find(tensor.unsafeGetTensorImpl());
   return it == by_impl_.end() ? nullptr : &entries_[it->second];
+}
+
+const TensorTable::Entry* TensorTable::find_storage(const at::Tensor& tensor) const {
+  if (!tensor.has_storage()) return nullptr;
+  const auto it = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
+  if (it == by_storage_.end()) return nullptr;
+  // A registered tensor may have been given another storage, and its old one's address reused.
+  const Entry& entry = entries_[it->second];
+  const bool same =
+      entry.tensor.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+  return same ? &entry : nullptr;
 }
 
 const TensorTable::Entry& TensorTable::at(const std::string& name) const {

@@ -27,6 +27,8 @@ class TensorTable {
 
   /// The entry of this very tensor (by identity), or nullptr.
   const Entry* find(const at::Tensor& tensor) const;
+  /// The first entry whose storage the tensor shares, or nullptr.
+  const Entry* find_storage(const at::Tensor& tensor) const;
   /// The entry with this name (or alias); throws if there is none.
   const Entry& at(const std::string& name) const;
 
@@ -36,6 +38,7 @@ class TensorTable {
  private:
   std::vector<Entry> entries_;
   ska::flat_hash_map<const c10::TensorImpl*, size_t> by_impl_;
+  ska::flat_hash_map<const c10::StorageImpl*, size_t> by_storage_;
   std::map<std::string, size_t> by_name_;
 };
 

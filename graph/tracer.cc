@@ -1,8 +1,12 @@
 #include "graph/tracer.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <string_view>
 
 #include "graph/content.h"
 #include "graph/operator_traits.h"
@@ -20,6 +24,33 @@ class ActiveScope {
   ~ActiveScope() { active = nullptr; }
 };
 
+bool has_hooks(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return false;
+  const auto& hooks = *meta->cpp_hooks_list_;  // one that was removed is empty
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) { return hook != nullptr; });
+}
+
+/// The name of the custom function that a node of the autograd graph calls; empty for other nodes.
+std::string custom_function_of(const torch::autograd::Node& node) {
+  constexpr std::string_view kWrapper = "torch::autograd::CppNode<";
+  const std::string name = node.name();
+  if (name.compare(0, kWrapper.size(), kWrapper) != 0) return "";
+  return name.substr(kWrapper.size(), name.size() - kWrapper.size() - 1);
+}
+
+/// True if the two hold some of the same bytes.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.has_storage() || !b.has_storage() || a.device() != b.device()) return false;
+  const auto range = [](const at::Tensor& tensor) {
+    const auto* begin = static_cast<const char*>(tensor.storage().data());
+    return std::pair(begin, begin + tensor.storage().nbytes());
+  };
+  const auto [a_begin, a_end] = range(a);
+  const auto [b_begin, b_end] = range(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
 std::string module_of(const std::string& tensor_name) {
   const size_t dot = tensor_name.rfind('.');
   return dot == std::string::npos ? "" : tensor_name.substr(0, dot);
@@ -33,6 +64,10 @@ Tracer::Tracer(TraceOptions options) : options_(std::move(options)) {}
 Tracer::~Tracer() = default;
 
 TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& function) {
+  SMP_INTERNAL_ASSERT(!options_.execute || options_.candidates.empty(),
+                      "a run that executes is compared with no other");
+  history_ = &placeholder_history(options_.step_name);
+  history_->tensor_pre_hooks().clear();  // an earlier run may have ended with an error
   std::vector<at::Tensor> passed;
   define_inputs(inputs, passed);
   ActiveScope scope(this);
@@ -56,8 +91,8 @@ const Value& Tracer::value(ValueId id) const {
 void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& passed) {
   std::vector<Value> values;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    SMP_CHECK_WITH(CaptureError, !inputs[i].requires_grad(), "step function \"",
-                   options_.step_name, "\": input ", i,
+    SMP_CHECK_WITH(CaptureError, !inputs[i].requires_grad(), "step function \"", options_.step_name,
+                   "\": input ", i,
                    " requires a gradient; a step trains the parameters of its models only. Pass "
                    "input.detach()");
     Value value;
@@ -65,8 +100,7 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     value.name = std::to_string(i);
     value.meta = TensorMeta::of(inputs[i]);
     values.push_back(std::move(value));
-    passed.push_back(options_.execute ? inputs[i]
-                                      : make_placeholder(values.back().meta, options_.step_name));
+    passed.push_back(make_placeholder(values.back().meta, options_.step_name));
   }
   for (const Graph* candidate : options_.candidates) {
     bool fits = candidate->inputs.size() == values.size();
@@ -82,12 +116,16 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     return;
   }
   graph_ = std::make_unique<Graph>();
-  for (size_t i = 0; i < passed.size(); ++i) add_value(std::move(values[i]), passed[i]);
+  for (size_t i = 0; i < passed.size(); ++i) {
+    const ValueId id = add_value(std::move(values[i]), passed[i]);
+    if (options_.execute) concrete_[id].tensor = inputs[i];
+  }
 }
 
 void Tracer::bind(const at::Tensor& tensor, ValueId id) {
   auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
-  known_.insert_or_assign(tensor.unsafeGetTensorImpl(), Known{id, std::move(weak)});
+  known_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                          Known{id, tensor.requires_grad(), std::move(weak)});
   if (!tensor.has_storage()) return;
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   const auto it = storages_.find(storage);
@@ -111,7 +149,10 @@ ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
   } else {
     id = static_cast<ValueId>(graph_->values.size());
     value.alias_set = alias_set_of(tensor);
+    first_aliases_.emplace(value.alias_set, id);
     graph_->values.push_back(std::move(value));
+    concrete_.resize(graph_->values.size());
+    if (options_.execute) concrete_[id].tensor = tensor;
   }
   bind(tensor, id);
   return id;
@@ -127,9 +168,10 @@ int Tracer::alias_set_of(const at::Tensor& tensor) {
 
 ValueId Tracer::lookup(const at::Tensor& tensor) {
   if (!tensor.defined()) return kUndefined;
+  if (custom_function_) check_history(tensor);
   const auto it = known_.find(tensor.unsafeGetTensorImpl());
   if (it != known_.end()) {
-    if (!verifying()) check_history(tensor);
+    check_requires_grad(tensor, it->second);
     return it->second.id;
   }
   if (const auto* entry = options_.table->find(tensor)) return define_from_table(*entry);
@@ -137,47 +179,69 @@ ValueId Tracer::lookup(const at::Tensor& tensor) {
   return alias != kUndefined ? alias : define_constant(tensor);
 }
 
-/// A tensor made without an operator call on storage that is known: a shallow copy, as
-/// `torch::zeros` returns one, or `tensor.data()`.
-ValueId Tracer::find_alias(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return kUndefined;
-  const auto storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
-  if (storage == storages_.end()) return kUndefined;
-  // `torch::tensor` copies shallowly and lets the original go.
-  const StorageInfo& last = storage->second;
-  if (last.offset == tensor.storage_offset() && value(last.id).meta == TensorMeta::of(tensor)) {
-    const ValueId id = last.id;
-    bind(tensor, id);
-    return id;
-  }
-  for (auto& [impl, known] : known_) {
+/// A tensor that is known and shows the same elements.
+at::Tensor Tracer::find_shallow_copy(const at::Tensor& tensor) const {
+  for (const auto& [impl, known] : known_) {
     const auto owner = known.keep.lock();
     if (!owner) continue;
     const at::Tensor other{owner};
-    const bool same = other.has_storage() && other.storage().is_alias_of(tensor.storage()) &&
-                      other.sizes() == tensor.sizes() && other.strides() == tensor.strides() &&
-                      other.storage_offset() == tensor.storage_offset() &&
-                      other.scalar_type() == tensor.scalar_type();
-    if (!same) continue;
-    if (other.requires_grad() == tensor.requires_grad()) {
-      const ValueId id = known.id;
-      bind(tensor, id);
-      return id;
+    if (other.has_storage() &&
+        other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl() &&
+        other.sizes() == tensor.sizes() && other.strides() == tensor.strides() &&
+        other.storage_offset() == tensor.storage_offset() &&
+        other.scalar_type() == tensor.scalar_type()) {
+      return other;
     }
-    static const auto detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
-    torch::jit::Stack stack{other};
-    call(detach, stack);
-    const ValueId id = lookup(stack[0].toTensor());
+  }
+  return at::Tensor();
+}
+
+/// A tensor made without an operator call on storage that is known: a shallow copy, as
+/// `torch::zeros` returns one, `tensor.data()`, or a view of a parameter or buffer made outside.
+ValueId Tracer::find_alias(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.requires_grad()) return kUndefined;
+  const auto storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  const bool known_storage = storage != storages_.end();
+  // `torch::tensor` copies shallowly and lets the original go.
+  if (known_storage && storage->second.offset == tensor.storage_offset() &&
+      value(storage->second.id).meta == TensorMeta::of(tensor)) {
+    const ValueId id = storage->second.id;
     bind(tensor, id);
     return id;
   }
+  if (const at::Tensor other = known_storage ? find_shallow_copy(tensor) : at::Tensor();
+      other.defined()) {
+    return derive(tensor, "aten::detach", {other});
+  }
+  const auto* entry = options_.table->find_storage(tensor);
+  if (entry != nullptr && entry->tensor.scalar_type() == tensor.scalar_type()) {
+    const at::NoGradGuard no_grad;
+    return derive(tensor, "aten::as_strided",
+                  {entry->tensor, tensor.sizes(), tensor.strides(), tensor.storage_offset()});
+  }
+  if (!known_storage && entry == nullptr) return kUndefined;
   refuse(
-      "uses a tensor that shares memory with another one of the step but was not made from it "
-      "by an operator (tensor.data() of a view, set_data, from_blob)",
+      "uses a tensor that shares memory with another one of the step but was not made from it by "
+      "an operator (tensor.data() of a view, set_data, from_blob)",
       "Make it with an operator, such as detach() or as_strided()");
 }
 
+/// Takes `tensor` for what the operator makes of known tensors.
+ValueId Tracer::derive(const at::Tensor& tensor, const char* name, torch::jit::Stack arguments) {
+  const UninterceptedScope own;
+  call(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), arguments);
+  const ValueId id = lookup(arguments[0].toTensor());
+  bind(tensor, id);
+  return id;
+}
+
 ValueId Tracer::define_from_table(const TensorTable::Entry& entry) {
+  if (has_hooks(entry.tensor)) {
+    refuse("uses " + std::string(graph::to_string(entry.kind)) + " \"" + entry.name +
+               "\", which has a hook (register_hook) that would not run",
+           "Gradients are complete when the step has returned: change them there, before "
+           "optimizer.step()");
+  }
   Value value;
   value.kind = entry.kind;
   value.name = entry.name;
@@ -192,20 +256,25 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
   }
   if (tensor.requires_grad() && !tensor.is_leaf()) {
     refuse(
-        "uses a tensor with a gradient history that was computed outside the step function (or "
-        "on another thread)",
+        "uses a tensor with a gradient history that was computed outside the step function (or on "
+        "another thread)",
         "Compute it inside the step function on the calling thread, or pass tensor.detach()");
   }
   if (tensor.requires_grad()) {
     refuse(c10::str("uses a parameter of shape ", tensor.sizes(),
                     " that belongs to no DistributedModel"),
-           "Register it in a module (register_parameter, register_module) and wrap that module in "
-           "a DistributedModel");
+           "Register it in a module (register_parameter, register_module), assign it to the member "
+           "before that, and wrap the module in a DistributedModel");
   }
   for (const auto& entry : options_.table->entries()) {
     if (entry.tensor.grad().is_same(tensor)) {
       refuse("reads the gradient of parameter \"" + entry.name + "\"",
              "Gradients are complete when the step has returned: read them there");
+    }
+    if (!verifying() && overlap(entry.tensor, tensor)) {
+      refuse("uses a tensor that shares memory with " + std::string(graph::to_string(entry.kind)) +
+                 " \"" + entry.name + "\" but was not made from it by an operator (from_blob)",
+             "Make it with an operator, such as detach() or as_strided()");
     }
   }
   Value value;
@@ -222,14 +291,52 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
   return add_value(std::move(value), tensor);
 }
 
+/// Hooks on gradients of tensors leave no operator behind; those that the function registered are
+/// in the history that all of its tensors share.
+void Tracer::check_hooks() const {
+  if (history_->tensor_pre_hooks().empty()) return;
+  history_->tensor_pre_hooks().clear();
+  refuse("registers a hook on a tensor (register_hook), which is no operator and would not run",
+         "Gradients of parameters are complete when the step has returned: read or change them "
+         "there, or make the module that needs the hook a leaf: smp::leaf(module)(x)");
+}
+
+/// `requires_grad_()` and what gives a tensor a history by hand are no operators.
+void Tracer::check_requires_grad(const at::Tensor& tensor, const Known& known) const {
+  if (tensor.requires_grad() == known.requires_grad) return;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->grad_fn_ != nullptr) {
+    refuse(
+        "uses a tensor that got a gradient history from no operator (" + meta->grad_fn_->name() +
+            ")",
+        "Write what made it with differentiable tensor operators, or make the module that makes it "
+        "a leaf: smp::leaf(module)(x)");
+  }
+  refuse(c10::str("changes a tensor of shape ", tensor.sizes(), " by requires_grad_(",
+                  tensor.requires_grad() ? "true" : "false", "), which is no operator"),
+         "Freeze and unfreeze parameters before the step; a step differentiates with respect to "
+         "parameters only, and detach() gives a tensor that requires no gradient");
+}
+
+/// A custom autograd function is not an operator: its forward's operators are seen, with gradients
+/// off, its backward is not.
 void Tracer::check_history(const at::Tensor& tensor) const {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr || meta->grad_fn_ == nullptr) return;
-  const std::string name = meta->grad_fn_->name();
-  if (name.find("CppNode") == std::string::npos) return;
-  refuse("uses the result of a custom autograd function (" + name +
-             "), whose backward cannot be captured",
-         "Write the function with differentiable tensor operators");
+  const std::string function = custom_function_of(*meta->grad_fn_);
+  if (function.empty()) return;
+  refuse("uses the result of the custom autograd function " + function +
+             ", whose backward cannot be captured",
+         "Write the function with differentiable tensor operators, or make the module that applies "
+         "it a leaf: smp::leaf(module)(x)");
+}
+
+void Tracer::custom_function() { custom_function_ |= at::GradMode::is_enabled(); }
+
+void Tracer::retain_grad() {
+  refuse("calls retain_grad() on a tensor, whose gradient would not be kept",
+         "Gradients of parameters are complete when the step has returned. For that of another "
+         "tensor, add a parameter of zeros to it");
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -247,8 +354,9 @@ void Tracer::refuse(const std::string& what, const std::string& remedy) const {
 
 void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   SMP_CHECK_WITH(UsageError, torch::autograd::get_current_graph_task_id() == -1, where(),
-                 ": backward() or autograd::grad was called inside the step function. The step "
-                 "runs the pipeline's backward pass itself: call model->backward(loss) instead");
+                 ": backward() or autograd::grad was called inside it. The step runs the pipeline's "
+                 "backward pass itself: call model->backward(loss) instead");
+  check_hooks();
   if (answer_host_value(op, stack)) return;
   Call current;
   collect(op, stack, current);
@@ -292,6 +400,28 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
     const Value& argument = value(id);
     if (argument.kind == ValueKind::kParameter) last_scope_ = module_of(argument.name);
   }
+  if (custom_function_) watch_custom_function(call);
+  make_offset_relative(call);
+}
+
+/// The result of a custom function that works in place may be seen through another view only.
+void Tracer::watch_custom_function(const Call& call) {
+  for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
+  for (const at::Tensor& tensor : call.tensors) {
+    if (tensor.defined() && !at::GradMode::is_enabled()) inner_arguments_.push_back(tensor);
+  }
+}
+
+/// An input lies somewhere else in its storage in each microbatch, and a tensor that crossed
+/// between ranks has a storage of its own: an offset may only be the tensor's own, which is what
+/// none means. Parameters and buffers stay where they are.
+void Tracer::make_offset_relative(Call& call) const {
+  const int index = storage_offset_argument(call.op->schema());
+  if (index < 0 || call.ids[0] == kUndefined) return;
+  c10::IValue& offset = call.arguments[index].constant;
+  if (options_.table->find(call.tensors[0]) != nullptr || !offset.isInt()) return;
+  call.absolute_offset = true;
+  if (offset.toInt() == call.tensors[0].storage_offset()) offset = c10::IValue();
 }
 
 /// Handles operators with results that are no tensors; false if all results are tensors.
@@ -312,19 +442,50 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
     op.callBoxed(stack);
     return true;
   }
+  refuse_replaced_storage(name);
   refuse("operator " + name + " reads the data of a tensor on the host",
          "A step is captured as a graph of operators, so what it does cannot depend on data. Use "
-         "tensor operators instead (torch::where, masks), or return the tensor from the step and "
-         "read it there");
+         "tensor operators instead (torch::where, masks), return the tensor from the step and read "
+         "it there, or make the module that needs the value a leaf: smp::leaf(module)(x)");
 }
 
-void Tracer::refuse_unsupported(const Call& call) const {
+void Tracer::refuse_replaced_storage(const std::string& name) const {
+  if (!replaces_storage(name)) return;
+  refuse("operator " + name + " replaces the storage of a tensor (set_data, resize_)",
+         "Make a new tensor instead, or make the module that does it a leaf: smp::leaf(module)(x)");
+}
+
+/// A view of memory that its argument does not show.
+void Tracer::refuse_views_beyond(const Call& call) {
+  const int index = storage_offset_argument(call.op->schema());
+  if (index < 0 || call.ids[0] == kUndefined) return;
+  if (options_.table->find(call.tensors[0]) != nullptr) return;
+  const auto last_element = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+    int64_t last = 0;
+    for (size_t d = 0; d < sizes.size(); ++d)
+      last += std::max<int64_t>(sizes[d] - 1, 0) * strides[d];
+    return last;
+  };
+  const at::Tensor& argument = concrete(call.ids[0]);
+  const auto sizes = call.arguments[index - 2].constant.toIntVector();
+  const auto strides = call.arguments[index - 1].constant.toIntVector();
+  const bool elsewhere = !call.arguments[index].constant.isNone() ||
+                         (call.absolute_offset && argument.storage_offset() != 0);
+  if (!elsewhere &&
+      last_element(sizes, strides) <= last_element(argument.sizes(), argument.strides())) {
+    return;
+  }
+  refuse("operator " + call.op->schema().name() +
+             " reaches elements of the storage that its argument does not show, which may lie on "
+             "another rank or in another microbatch",
+         "Use slice(), narrow() or select() of the tensor that shows them");
+}
+
+void Tracer::refuse_unsupported(const Call& call) {
   const auto& schema = call.op->schema();
   const std::string& name = schema.name();
-  if (replaces_storage(name)) {
-    refuse("operator " + name + " replaces the storage of a tensor (set_data, resize_)",
-           "Make a new tensor instead");
-  }
+  refuse_replaced_storage(name);
+  refuse_views_beyond(call);
   for (const Argument& argument : call.arguments) {
     if (argument.kind == Argument::Kind::kConstant && argument.constant.isGenerator()) {
       refuse("operator " + name + " draws from an explicit generator",
@@ -342,9 +503,12 @@ void Tracer::refuse_unsupported(const Call& call) const {
           index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
     }
   }
+  // Given the number of classes, its result has a shape that follows.
+  if (name == "aten::one_hot") depends_on_data = call.arguments[1].constant.toInt() < 0;
   if (depends_on_data) {
     refuse("the result shape of operator " + name + " depends on data",
-           "Use an operator whose result has a fixed shape (torch::where, a mask that multiplies)");
+           "Use an operator whose result has a fixed shape (torch::where, a mask that multiplies), "
+           "or make the module that calls it a leaf: smp::leaf(module)(x)");
   }
 }
 
@@ -353,16 +517,23 @@ void Tracer::refuse_unsupported(const Call& call) const {
 
 void Tracer::backward(const std::vector<at::Tensor>& tensors,
                       const std::vector<at::Tensor>& gradients) {
+  SMP_CHECK_WITH(UsageError, intercepting(), where(),
+                 ": backward was called inside a leaf module. Call model->backward in the step "
+                 "function, on what the leaf returns");
+  const UninterceptedScope own;
   SMP_CHECK_WITH(UsageError, roots_.empty(), where(),
-                 ": backward was called a second time. Call model->backward once a step, with "
-                 "all losses: model->backward({a, b}), or add them up");
+                 ": backward was called a second time. Call model->backward once a step, with all "
+                 "losses: model->backward({a, b}), or add them up");
   SMP_CHECK_WITH(UsageError, gradients.empty() || gradients.size() == tensors.size(), where(),
                  ": backward got ", tensors.size(), " tensors and ", gradients.size(),
                  " gradients; give one gradient for each tensor, or none");
   for (size_t i = 0; i < tensors.size(); ++i) {
     BackwardRoot root;
     root.value = lookup(tensors[i]);
-    if (!gradients.empty()) root.gradient = lookup(gradients[i]);
+    if (!gradients.empty()) {
+      root.gradient = lookup(gradients[i]);
+      if (!verifying()) settle_read(root.gradient);
+    }
     SMP_CHECK_WITH(UsageError, root.value != kUndefined && tensors[i].requires_grad(), where(),
                    ": backward was called on a tensor that does not depend on a parameter that "
                    "requires a gradient (or gradients are off: is a NoGradGuard alive?)");
@@ -374,6 +545,8 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
 }
 
 TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
+  check_hooks();
+  for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
   for (const at::Tensor& output : outputs) outputs_.push_back(lookup(output));
   TraceResult result;
   for (Live& live : live_) {
@@ -414,6 +587,7 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
                               " operators, or returns or differentiates other tensors"));
   }
   for (const auto& [id, tensor] : literals_) graph_->values[id].content = clone_content(tensor);
+  for (ValueId output : outputs_) settle_read(output);
   for (size_t i = 0; i < graph_->values.size() && graph_->values[i].kind == ValueKind::kInput;
        ++i) {
     graph_->inputs.push_back(static_cast<ValueId>(i));

@@ -7,11 +7,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "graph/graph.h"
 #include "graph/intercept.h"
+#include "graph/leaf.h"
 #include "graph/random.h"
 #include "graph/tensor_table.h"
 
@@ -33,10 +35,12 @@ struct ContentOverride {
 struct TraceOptions {
   std::string step_name;               ///< what errors call the step function
   const TensorTable* table = nullptr;  ///< parameters and buffers by identity
-  /// True: operators run on the inputs' data. False: shapes only, no operator is executed.
+  /// True: operators run on the inputs' data. False: shapes only, no operator is executed. The
+  /// function gets tensors without data either way.
   bool execute = false;
-  RandomKey random;                      ///< for `execute`
-  std::vector<const Graph*> candidates;  ///< graphs that the run may turn out to be equal to
+  RandomKey random;  ///< for `execute`
+  /// Graphs that the run may turn out to be equal to; none with `execute`.
+  std::vector<const Graph*> candidates;
 };
 
 /// What one run of a step function was found to do.
@@ -57,10 +61,12 @@ struct TraceResult {
 
 /// Runs a step function on one microbatch and finds out which operators it calls.
 ///
-/// As long as the run follows one of the candidates (same operators, constants and data flow) it
-/// only *verifies*: nothing is executed or recorded, and results are placeholders of the recorded
-/// shapes. Where it leaves the last of them it goes on *recording*, on shapes. So the function
-/// runs exactly once either way. With `execute`, it records a real run. See docs/capture.md.
+/// The function works on *placeholders*, tensors that have a shape and no data, so that what it
+/// does cannot depend on data unnoticed. As long as the run follows one of the candidates (same
+/// operators, constants and data flow) it only *verifies*: nothing is executed or recorded. Where
+/// it leaves the last of them it goes on *recording*, on shapes. So the function runs exactly once
+/// either way. With `execute`, the operators that it records also run, on tensors with data that
+/// the function never sees. See docs/capture.md.
 ///
 /// A tracer belongs to the thread that made it.
 class Tracer final : public OperatorInterceptor {
@@ -68,9 +74,9 @@ class Tracer final : public OperatorInterceptor {
   explicit Tracer(TraceOptions options);
   ~Tracer() override;
 
-  /// Calls `function` with `inputs` (for `execute` the tensors given, else placeholders of their
-  /// shapes); it returns the tensors that the step returns. Throws `CaptureError` for what
-  /// cannot be captured.
+  /// Calls `function` with placeholders of `inputs`; it returns the tensors that the step returns.
+  /// With `execute`, operators work on `inputs` themselves, in place too. Throws `CaptureError` for
+  /// what cannot be captured.
   using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
   TraceResult run(const std::vector<at::Tensor>& inputs, const Function& function);
 
@@ -81,6 +87,8 @@ class Tracer final : public OperatorInterceptor {
   void backward(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients);
 
   void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
+  void custom_function() override;
+  [[noreturn]] void retain_grad() override;
 
  private:
   struct Live {
@@ -90,7 +98,14 @@ class Tracer final : public OperatorInterceptor {
   };
   struct Known {
     ValueId id;
+    bool requires_grad;                             // when an operator last returned it
     c10::weak_intrusive_ptr<c10::TensorImpl> keep;  // keeps the address from being used again
+  };
+  // What operators run on while recording, in place of what the function holds.
+  struct Concrete {
+    at::Tensor tensor;
+    // The storage of what the function holds: when it is gone, nothing can read the value.
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> user;
   };
 
   // Tensors of the current call, in the order of its arguments.
@@ -99,6 +114,7 @@ class Tracer final : public OperatorInterceptor {
     std::vector<Argument> arguments;
     std::vector<at::Tensor> tensors;
     std::vector<ValueId> ids;
+    bool absolute_offset = false;  // it counted from the start of its argument's storage
   };
 
   bool verifying() const { return !live_.empty(); }
@@ -110,15 +126,23 @@ class Tracer final : public OperatorInterceptor {
   ValueId add_value(Value value, const at::Tensor& tensor);
   void bind(const at::Tensor& tensor, ValueId id);
   ValueId lookup(const at::Tensor& tensor);
+  at::Tensor find_shallow_copy(const at::Tensor& tensor) const;
   ValueId find_alias(const at::Tensor& tensor);
+  ValueId derive(const at::Tensor& tensor, const char* name, torch::jit::Stack arguments);
   ValueId define_from_table(const TensorTable::Entry& entry);
   ValueId define_constant(const at::Tensor& tensor);
+  void check_hooks() const;
+  void check_requires_grad(const at::Tensor& tensor, const Known& known) const;
   void check_history(const at::Tensor& tensor) const;
 
   void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, Call& call);
+  void watch_custom_function(const Call& call);
+  void make_offset_relative(Call& call) const;
   Argument collect_argument(const c10::IValue& value, Call& call);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
-  void refuse_unsupported(const Call& call) const;
+  void refuse_unsupported(const Call& call);
+  void refuse_replaced_storage(const std::string& name) const;
+  void refuse_views_beyond(const Call& call);
 
   bool verify(Call& call, torch::jit::Stack& stack);
   std::optional<std::string> differs(Live& live, const Call& call, const ExecutionMode& mode) const;
@@ -126,15 +150,25 @@ class Tracer final : public OperatorInterceptor {
   void leave_candidates(const std::string& difference);
 
   void record(Call& call, torch::jit::Stack& stack);
+  const at::Tensor& concrete(ValueId id);
+  void forget_dead();
   void run_operator(const Call& call, const Operator& op, torch::jit::Stack& stack);
-  void run_on_shapes(const Call& call, torch::jit::Stack& stack);
+  void push_concrete_arguments(const Call& call, torch::jit::Stack& stack);
+  void run_leaf(const Call& call, const Operator& op, torch::jit::Stack& stack);
+  std::vector<at::Tensor> run_leaf_on_data(const LeafCall& leaf, const Operator& op,
+                                           torch::jit::Stack& stack);
   void note_writes(const Call& call, Operator& op);
-  void note_reads_of_uninitialised(const Call& call, const Operator& op);
-  void make_literal(ValueId base, const at::Tensor& alias);
+  void note_fresh(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised);
+  void settle_written(const Operator& op);
+  void withhold(int alias_set);
+  void move_data(int alias_set, c10::StorageImpl& storage);
+  void settle_read(const Call& call, const Operator& op);
+  void settle_read(ValueId id);
   void record_results(const Call& call, Operator& op, torch::jit::Stack& stack);
   at::Tensor record_result(const Call& call, Operator& op, const at::Tensor& result);
+  void follow(const at::Tensor& tensor, const TensorMeta& meta) const;
   int alias_set_of(const at::Tensor& tensor);
-  uint64_t checksum(const Operator& op, const torch::jit::Stack& stack) const;
+  uint64_t checksum(const Operator& op);
 
   TraceResult finish(const std::vector<at::Tensor>& outputs);
   void assign_scopes();
@@ -151,6 +185,9 @@ class Tracer final : public OperatorInterceptor {
   std::vector<ValueId> outputs_;
   int random_count_ = 0;
   std::string last_scope_;
+  torch::autograd::Node* history_ = nullptr;  // of all placeholders
+  bool custom_function_ = false;              // one was applied in this run, with gradients on
+  std::vector<at::Tensor> inner_arguments_;   // what it may have given a history of its own
 
   ska::flat_hash_map<const c10::TensorImpl*, Known> known_;
   // Storages seen, each with the last value on it and its alias set.
@@ -161,16 +198,23 @@ class Tracer final : public OperatorInterceptor {
     c10::weak_intrusive_ptr<c10::StorageImpl> keep;
   };
   ska::flat_hash_map<const c10::StorageImpl*, StorageInfo> storages_;
-  // Factory results that host code may still write: alias set -> the value, with its content at
-  // creation (undefined for `empty`).
+  // Factory results that host code may still write, by alias set.
   struct Fresh {
     ValueId id;
-    at::Tensor at_creation;
+    at::Tensor tensor;       // on the same storage
+    at::Tensor at_creation;  // a copy
+    bool uninitialised;
+
+    bool changed() const;
   };
+  void make_literal(const Fresh& fresh);
   ska::flat_hash_map<int, Fresh> fresh_;
+  // Alias sets that began with undefined content, which need not be the same in another run.
+  ska::flat_hash_set<int> uninitialised_;
   // While verifying: literals made this run, to be compared with the recorded content.
   std::vector<std::pair<ValueId, at::Tensor>> literals_;
-  std::vector<at::Tensor> shapes_;  // per value, its meta tensor (recording on shapes)
+  std::vector<Concrete> concrete_;                  // by value
+  std::unordered_map<int, ValueId> first_aliases_;  // while recording: by alias set
 };
 
 }  // namespace smp::graph

@@ -1,11 +1,12 @@
 // The part of Tracer that records operators, on data or on shapes.
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 
 #include "graph/content.h"
+#include "graph/leaf.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
@@ -24,6 +25,12 @@ std::string common_prefix(const std::string& a, const std::string& b) {
   return a.substr(0, end);
 }
 
+/// A factory that is not random: the function gets its result itself, since host code may be about
+/// to fill it (`torch::tensor(vector)`, an accessor).
+bool host_may_write(const Operator& op) {
+  return op.random_ordinal < 0 && !has_tensor_argument(op.handle.schema());
+}
+
 }  // namespace
 
 void Tracer::record(Call& call, torch::jit::Stack& stack) {
@@ -39,11 +46,13 @@ void Tracer::record(Call& call, torch::jit::Stack& stack) {
     }
   }
   note_writes(call, op);
+  settle_written(op);
   run_operator(call, op, stack);
   record_results(call, op, stack);
-  note_reads_of_uninitialised(call, op);
-  if (options_.execute) checksums_.push_back(checksum(op, stack));
+  settle_read(call, op);
+  if (options_.execute) checksums_.push_back(checksum(op));
   graph_->operators.push_back(std::move(op));
+  forget_dead();
 }
 
 void Tracer::note_writes(const Call& call, Operator& op) {
@@ -61,28 +70,49 @@ void Tracer::note_writes(const Call& call, Operator& op) {
     }
   }
   for (int alias_set : op.writes) {
-    for (const Value& base : graph_->values) {
-      if (base.alias_set != alias_set) continue;
-      if (base.kind == ValueKind::kParameter) {
-        refuse("operator " + op.name() + " writes parameter \"" + base.name + "\"",
-               "Parameters may be changed outside the step function only: call optimizer.step() "
-               "after the step has returned");
-      }
-      if (base.kind == ValueKind::kConstant) {
-        refuse("operator " + op.name() +
-                   " writes a tensor that was made outside the step function and is not "
-                   "registered (hidden state)",
-               "Register it as a buffer of the module");
-      }
-      break;
+    const Value& base = graph_->values[first_aliases_.at(alias_set)];
+    if (base.kind == ValueKind::kParameter) {
+      refuse("operator " + op.name() + " writes parameter \"" + base.name + "\"",
+             "Parameters may be changed outside the step function only: call optimizer.step() "
+             "after the step has returned");
+    }
+    if (base.kind == ValueKind::kConstant) {
+      refuse("operator " + op.name() +
+                 " writes a tensor that was made outside the step function and is not registered "
+                 "(hidden state)",
+             "Register it as a buffer of the module");
     }
   }
 }
 
+/// What operators run on in place of what the function holds: a tensor with the data of this run,
+/// or one of the same shape on the meta device.
+const at::Tensor& Tracer::concrete(ValueId id) {
+  concrete_.resize(graph_->values.size());
+  at::Tensor& tensor = concrete_[id].tensor;
+  if (!tensor.defined()) tensor = make_shape_tensor(graph_->values[id].meta);
+  return tensor;
+}
+
+/// Lets the data go that the function can no longer reach.
+void Tracer::forget_dead() {
+  constexpr size_t kPeriod = 64;
+  if (!options_.execute || graph_->operators.size() % kPeriod != 0) return;
+  for (Concrete& value : concrete_) {
+    if (value.user && value.user->expired()) value = {};
+  }
+}
+
 void Tracer::run_operator(const Call& call, const Operator& op, torch::jit::Stack& stack) {
-  const bool host_may_write = !has_tensor_argument(call.op->schema()) && op.random_ordinal < 0;
-  if (!options_.execute && !host_may_write) {
-    run_on_shapes(call, stack);
+  if (host_may_write(op)) {
+    call.op->callBoxed(stack);
+    return;
+  }
+  push_concrete_arguments(call, stack);
+  if (is_leaf(*call.op)) {
+    run_leaf(call, op, stack);
+  } else if (!options_.execute) {
+    call_on_shapes(*call.op, stack);
   } else if (op.random_ordinal >= 0) {
     call_seeded(*call.op, stack, stream_seed(options_.random, op.random_ordinal));
   } else {
@@ -90,38 +120,83 @@ void Tracer::run_operator(const Call& call, const Operator& op, torch::jit::Stac
   }
 }
 
-/// Replaces the arguments on the stack by results on the meta device.
-void Tracer::run_on_shapes(const Call& call, torch::jit::Stack& stack) {
-  shapes_.resize(graph_->values.size());
-  const auto shape = [&](ValueId id) {
-    if (id == kUndefined) return at::Tensor();
-    if (!shapes_[id].defined()) shapes_[id] = make_shape_tensor(graph_->values[id].meta);
-    return shapes_[id];
-  };
+/// Puts on the stack, in place of the function's arguments, those that the operator runs on.
+void Tracer::push_concrete_arguments(const Call& call, torch::jit::Stack& stack) {
+  const auto tensor = [&](ValueId id) { return id == kUndefined ? at::Tensor() : concrete(id); };
   const auto& schema = call.op->schema();
   torch::jit::drop(stack, call.arguments.size());
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const Argument& argument = call.arguments[i];
     if (argument.kind == Argument::Kind::kTensor) {
-      stack.push_back(shape(argument.values[0]));
+      stack.push_back(tensor(argument.values[0]));
     } else if (argument.kind == Argument::Kind::kTensorList) {
       c10::List<at::Tensor> list;
-      for (ValueId id : argument.values) list.push_back(shape(id));
+      for (ValueId id : argument.values) list.push_back(tensor(id));
       stack.push_back(std::move(list));
     } else if (argument.kind == Argument::Kind::kOptionalTensorList) {
       c10::List<std::optional<at::Tensor>> list;
       for (ValueId id : argument.values) {
-        list.push_back(id == kUndefined ? std::nullopt : std::optional(shape(id)));
+        list.push_back(id == kUndefined ? std::nullopt : std::optional(tensor(id)));
       }
       stack.push_back(std::move(list));
-    } else if (schema.arguments()[i].name() == "device" &&
+    } else if (!options_.execute && schema.arguments()[i].name() == "device" &&
                (argument.constant.isDevice() || call.tensors.empty())) {
       stack.push_back(c10::Device(at::kMeta));
     } else {
       stack.push_back(argument.constant);
     }
   }
-  call_on_shapes(*call.op, stack);
+}
+
+/// A leaf runs on its arguments' data or, on shapes, on zeros. Whether a result of it requires a
+/// gradient may depend on data (no token for any expert), so one does where it may.
+void Tracer::run_leaf(const Call& call, const Operator& op, torch::jit::Stack& stack) {
+  const LeafCallPtr leaf = leaf_call(call.arguments[0].constant);
+  std::vector<at::Tensor> results;
+  if (options_.execute) {
+    results = run_leaf_on_data(*leaf, op, stack);
+  } else {
+    torch::jit::drop(stack, call.arguments.size());
+    std::vector<std::optional<TensorMeta>> inputs;
+    for (ValueId id : call.arguments[2].values) {
+      inputs.push_back(id == kUndefined ? std::nullopt : std::optional(graph_->values[id].meta));
+    }
+    for (const at::Tensor& result : run_leaf_on_zeros(leaf, inputs)) {
+      TensorMeta meta;
+      if (result.defined()) meta = TensorMeta::of(result);
+      meta.requires_grad = false;
+      results.push_back(result.defined() ? make_shape_tensor(meta) : result);
+    }
+  }
+  const bool differentiable =
+      at::GradMode::is_enabled() && std::any_of(call.ids.begin(), call.ids.end(), [&](ValueId id) {
+        return id != kUndefined && graph_->values[id].meta.requires_grad;
+      });
+  for (const at::Tensor& result : results) {
+    if (!differentiable || !result.defined()) continue;
+    if (result.is_floating_point() || result.is_complex()) give_placeholder_history(result);
+  }
+  stack.push_back(std::move(results));
+}
+
+/// Takes the leaf's arguments from the stack and returns its results, without their history.
+std::vector<at::Tensor> Tracer::run_leaf_on_data(const LeafCall& leaf, const Operator& op,
+                                                 torch::jit::Stack& stack) {
+  const auto inputs = stack[stack.size() - op.arguments.size() + 2].toTensorVector();
+  call_seeded(op.handle, stack, stream_seed(options_.random, op.random_ordinal));
+  history_->tensor_pre_hooks().clear();  // a leaf may have hooks on its inputs
+  std::vector<at::Tensor> results = torch::jit::pop(stack).toTensorVector();
+  for (const at::Tensor& parameter : undeclared_parameters(leaf, inputs, results)) {
+    const auto* entry = options_.table->find(parameter);
+    if (entry == nullptr) continue;
+    refuse("leaf module \"" + leaf.module + "\" uses parameter \"" + entry->name +
+               "\", which is not its own",
+           "Register it in the leaf too (register_parameter, register_module)");
+  }
+  for (at::Tensor& result : results) {
+    if (result.defined()) result = result.variable_data();
+  }
+  return results;
 }
 
 /// The device a result would have had, when it was only made on the meta device.
@@ -171,16 +246,16 @@ at::Tensor Tracer::record_result(const Call& call, Operator& op, const at::Tenso
     return result;
   }
   if (result.layout() != at::kStrided) {
-    refuse("operator " + op.name() + " returns a tensor that is not dense",
-           "Convert it with to_dense(), or use dense tensors");
+    refuse(
+        "operator " + op.name() + " returns a tensor that is not dense",
+        "Convert it with to_dense(), or make the module that uses it a leaf: smp::leaf(module)(x)");
   }
-  const bool shape_only = result.is_meta();
   const ValueId id = static_cast<ValueId>(graph_->values.size());
   int is_argument = -1;
   int alias_set = -1;
   for (size_t k = 0; k < call.ids.size(); ++k) {
     if (call.ids[k] == kUndefined) continue;
-    const at::Tensor& argument = shape_only ? shapes_[call.ids[k]] : call.tensors[k];
+    const at::Tensor& argument = concrete(call.ids[k]);
     if (is_argument < 0 && argument.is_same(result)) is_argument = static_cast<int>(k);
     if (argument.has_storage() && argument.storage().is_alias_of(result.storage())) {
       alias_set = graph_->values[call.ids[k]].alias_set;
@@ -188,83 +263,119 @@ at::Tensor Tracer::record_result(const Call& call, Operator& op, const at::Tenso
   }
   Value value;
   value.meta = TensorMeta::of(result);
-  if (shape_only) {
+  if (result.is_meta()) {
     value.meta.device = result_device(call.arguments, *graph_, call.op->schema());
   }
   value.producer = static_cast<int>(graph_->operators.size());
-  if (alias_set < 0) alias_set = shape_only ? graph_->alias_sets++ : alias_set_of(result);
-  value.alias_set = alias_set;
+  value.alias_set = alias_set < 0 ? graph_->alias_sets++ : alias_set;
+  first_aliases_.emplace(value.alias_set, id);
   const TensorMeta meta = value.meta;
   graph_->values.push_back(std::move(value));
   op.results.push_back(id);
   op.result_is_argument.push_back(is_argument);
-  if (shape_only) {
-    shapes_.resize(graph_->values.size());
-    shapes_[id] = result;
+  concrete_.resize(graph_->values.size());
+  const bool uninitialised = is_uninitialised_factory(call.op->schema().name());
+  if (uninitialised) uninitialised_.insert(graph_->values[id].alias_set);
+  if (host_may_write(op)) {
+    bind(result, id);
+    note_fresh(id, graph_->values[id].alias_set, result, uninitialised);
+    // Not the result itself: it stays the function's alone, or `torch::zeros` returns a copy.
+    if (options_.execute) concrete_[id].tensor = result.variable_data();
+    return result;
   }
-  at::Tensor tensor = result;
-  if (shape_only) {
-    tensor =
-        is_argument >= 0 ? call.tensors[is_argument] : make_placeholder(meta, options_.step_name);
-  }
+  concrete_[id].tensor = result;
+  at::Tensor tensor =
+      is_argument >= 0 ? call.tensors[is_argument] : make_placeholder(meta, options_.step_name);
+  if (is_argument >= 0) follow(tensor, meta);
+  if (is_placeholder(tensor)) concrete_[id].user = tensor.storage().getWeakStorageImpl();
   bind(tensor, id);
-  const bool factory = call.ids.empty() && op.random_ordinal < 0 && !shape_only;
-  if (factory) {
-    const bool empty = is_uninitialised_factory(call.op->schema().name());
-    fresh_[alias_set] = {id, empty ? at::Tensor() : clone_content(result)};
-  }
   return tensor;
 }
 
-/// A factory's result that an operator reads before any operator wrote it, or whose content
-/// changed since it was made, was filled by host code: it is a literal.
-void Tracer::note_reads_of_uninitialised(const Call& call, const Operator& op) {
-  if (fresh_.empty()) return;
-  for (size_t k = 0; k < call.ids.size(); ++k) {
-    if (call.ids[k] == kUndefined) continue;
-    const int alias_set = graph_->values[call.ids[k]].alias_set;
+/// Lets what the function holds show what an operator did to it in place. Parameters and buffers
+/// are left alone: they outlive the run.
+void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) const {
+  if (options_.table->find(tensor) == nullptr) follow_in_place(tensor, meta);
+}
+
+bool Tracer::Fresh::changed() const { return !same_content(tensor, at_creation); }
+
+/// From now on host code may fill the factory's result. What `empty` returns is marked first, so
+/// that it shows whether it was filled, even with what the memory happened to hold.
+void Tracer::note_fresh(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised) {
+  if (uninitialised) mark_uninitialised(result);
+  fresh_[alias_set] = {id, result.variable_data(), clone_content(result), uninitialised};
+}
+
+/// What host code filled before an operator first writes it is a literal: the operator may leave
+/// parts of it, or read it as well.
+void Tracer::settle_written(const Operator& op) {
+  for (int alias_set : op.writes) {
     const auto it = fresh_.find(alias_set);
-    if (it == fresh_.end()) continue;
-    const bool written =
-        std::find(op.writes.begin(), op.writes.end(), alias_set) != op.writes.end();
-    bool viewed = false;
-    for (ValueId id : op.results) {
-      viewed |= id != kUndefined && graph_->values[id].alias_set == alias_set;
-    }
-    if (!written && viewed) continue;  // a view is no read
-    if (!written) make_literal(it->second.id, call.tensors[k]);
-    fresh_.erase(it);
+    if (it != fresh_.end() && it->second.changed()) make_literal(it->second);
+    withhold(alias_set);
   }
 }
 
-void Tracer::make_literal(ValueId base, const at::Tensor& alias) {
-  Value& value = graph_->values[base];
-  const at::Tensor& before = fresh_[value.alias_set].at_creation;
-  at::NoGradGuard no_grad;
-  at::Tensor whole = at::empty({0}, alias.options().dtype(value.meta.dtype));
-  whole.set_(alias.storage(), 0, value.meta.sizes, value.meta.strides);
-  if (before.defined() && same_content(whole, before)) return;
-  value.kind = ValueKind::kLiteral;
-  value.content = whole.clone();
+/// An operator writes what host code could fill until now: from here on it is the data of this run,
+/// which the function does not see.
+void Tracer::withhold(int alias_set) {
+  const auto it = fresh_.find(alias_set);
+  if (it == fresh_.end()) return;
+  const Fresh& fresh = it->second;
+  for (auto& [id, tensor] : literals_) {
+    if (id == fresh.id) tensor = clone_content(tensor);
+  }
+  if (options_.execute) move_data(alias_set, *fresh.tensor.storage().unsafeGetStorageImpl());
+  become_placeholder(fresh.tensor, options_.step_name);
+  fresh_.erase(it);
 }
 
-uint64_t Tracer::checksum(const Operator& op, const torch::jit::Stack& stack) const {
+/// Gives the tensors that operators run on, in place of those on `storage`, the data for their own.
+void Tracer::move_data(int alias_set, c10::StorageImpl& storage) {
+  const c10::Storage own(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                         std::move(storage._mutable_data_ptr_no_checks()));
+  for (size_t id = 0; id < concrete_.size(); ++id) {
+    const at::Tensor& tensor = concrete_[id].tensor;
+    if (!tensor.defined() || graph_->values[id].alias_set != alias_set) continue;
+    tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(own);
+  }
+}
+
+/// What an operator reads before any wrote it, and was filled by host code, is a literal.
+void Tracer::settle_read(const Call& call, const Operator& op) {
+  if (fresh_.empty()) return;
+  for (ValueId argument : call.ids) {
+    if (argument == kUndefined) continue;
+    const int alias_set = graph_->values[argument].alias_set;
+    const bool viewed = std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
+      return id != kUndefined && graph_->values[id].alias_set == alias_set;
+    });
+    if (!viewed) settle_read(argument);  // a view is no read
+  }
+}
+
+void Tracer::settle_read(ValueId id) {
+  if (id == kUndefined) return;
+  const auto it = fresh_.find(graph_->values[id].alias_set);
+  if (it == fresh_.end()) return;
+  if (it->second.uninitialised || it->second.changed()) make_literal(it->second);
+  fresh_.erase(it);
+}
+
+void Tracer::make_literal(const Fresh& fresh) {
+  Value& value = graph_->values[fresh.id];
+  value.kind = ValueKind::kLiteral;
+  value.content = clone_content(fresh.tensor);
+}
+
+uint64_t Tracer::checksum(const Operator& op) {
   uint64_t hash = 1;
-  const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined()) hash = hash_content(tensor, hash);
-  };
   for (ValueId id : op.results) {
     if (id == kUndefined) continue;
-    const auto it = fresh_.find(graph_->values[id].alias_set);
-    if (it != fresh_.end() && !it->second.at_creation.defined()) return 0;
-  }
-  const size_t returns = op.handle.schema().returns().size();
-  for (size_t i = stack.size() - returns; i < stack.size(); ++i) {
-    if (stack[i].isTensor()) {
-      add(stack[i].toTensor());
-    } else {
-      for (const at::Tensor& tensor : stack[i].toTensorVector()) add(tensor);
-    }
+    if (uninitialised_.count(graph_->values[id].alias_set) > 0) return 0;
+    hash = hash_content(concrete(id), hash);
   }
   return hash;
 }

@@ -3,6 +3,8 @@
 #include <cmath>
 
 #include "graph/content.h"
+#include "graph/leaf.h"
+#include "graph/operator_traits.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
 
@@ -16,6 +18,8 @@ bool same_constant(const c10::IValue& a, const c10::IValue& b) {
   if (a.isInt() && b.isInt()) return a.toInt() == b.toInt();
   if (a.isBool() && b.isBool()) return a.toBool() == b.toBool();
   if (a.isNone() || b.isNone()) return a.isNone() && b.isNone();
+  // A leaf's call is another one at each run: it has the arguments of that run.
+  if (a.isCapsule()) return false;
   // Types differ in kind (an int where a double was): another graph.
   return a.tagKind() == b.tagKind() && a == b;
 }
@@ -44,6 +48,7 @@ bool Tracer::verify(Call& call, torch::jit::Stack& stack) {
   push_recorded_results(call, stack);
   const Graph& graph = *live_[0].graph;
   const Operator& op = graph.operators[next_operator_++];
+  for (int alias_set : op.writes) withhold(alias_set);
   value_count_ = op.first_result;
   for (ValueId id : op.results) value_count_ += id != kUndefined;
   return true;
@@ -106,12 +111,19 @@ void Tracer::push_recorded_results(const Call& call, torch::jit::Stack& stack) {
   const Graph& graph = *live_[0].graph;
   const Operator& op = graph.operators[next_operator_];
   const auto& schema = call.op->schema();
-  if (graph.makes_literal(op)) {
-    // Host code is about to write into it.
+  const bool literal = graph.makes_literal(op);
+  const bool uninitialised = call.tensors.empty() && is_uninitialised_factory(schema.name());
+  if (literal || uninitialised) {
+    // Host code is about to write into it, even if no operator reads it then.
     call.op->callBoxed(stack);
-    literals_.emplace_back(op.results[0], stack.back().toTensor());
-    bind(stack.back().toTensor(), op.results[0]);
+    const at::Tensor& result = stack.back().toTensor();
+    note_fresh(op.results[0], graph.values[op.results[0]].alias_set, result, uninitialised);
+    if (literal) literals_.emplace_back(op.results[0], result.variable_data());
+    bind(result, op.results[0]);
     return;
+  }
+  if (is_leaf(*call.op)) {
+    leaf_call(call.arguments[0].constant)->keep_result_of(*leaf_call(op.arguments[0].constant));
   }
   torch::jit::drop(stack, schema.arguments().size());
   size_t next = 0;
@@ -119,8 +131,10 @@ void Tracer::push_recorded_results(const Call& call, torch::jit::Stack& stack) {
     const ValueId id = op.results[next];
     const int argument = op.result_is_argument[next++];
     if (id == kUndefined) return at::Tensor();
-    at::Tensor tensor = argument >= 0 ? call.tensors[argument]
-                                      : make_placeholder(graph.values[id].meta, options_.step_name);
+    const TensorMeta& meta = graph.values[id].meta;
+    at::Tensor tensor =
+        argument >= 0 ? call.tensors[argument] : make_placeholder(meta, options_.step_name);
+    if (argument >= 0) follow(tensor, meta);
     bind(tensor, id);
     return tensor;
   };
@@ -159,6 +173,10 @@ void Tracer::leave_candidates(const std::string& difference) {
   }
   pending_.clear();
   live_.clear();
+  for (size_t id = 0; id < graph_->values.size(); ++id) {
+    first_aliases_.emplace(graph_->values[id].alias_set, static_cast<ValueId>(id));
+  }
+  concrete_.resize(graph_->values.size());
   for (auto& [storage, info] : storages_) info.alias_set = graph_->values[info.id].alias_set;
 }
 

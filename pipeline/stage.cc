@@ -63,7 +63,11 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
     if (plan.stage_of_root[i] == index) roots_.push_back(graph.roots[i]);
   }
   for (size_t i = 0; i < graph.outputs.size(); ++i) {
-    if (plan.stage_of_output[i] == index) returned_.push_back(static_cast<int>(i));
+    if (plan.stage_of_output[i] != index) continue;
+    const auto position = static_cast<int>(i);
+    returned_.push_back(position);
+    const ValueId output = graph.outputs[i];
+    if (output != kUndefined && on_shared_memory(output)) copied_.insert(position);
   }
   find_kept();
   segment_ = std::make_unique<graph::Segment>(graph, operators_, kept_);
@@ -82,6 +86,15 @@ void Stage::find_kept() {
   }
   kept.erase(kUndefined);
   kept_.assign(kept.begin(), kept.end());
+}
+
+/// Whether a value lies on the memory of a parameter, a buffer, an input or a constant, which
+/// outlives the microbatch.
+bool Stage::on_shared_memory(ValueId value) const {
+  const int alias_set = graph_.values[value].alias_set;
+  return std::any_of(graph_.values.begin(), graph_.values.end(), [&](const graph::Value& other) {
+    return other.alias_set == alias_set && other.kind != ValueKind::kResult;
+  });
 }
 
 bool Stage::writes(ValueId value) const {
@@ -130,12 +143,14 @@ void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
 void Stage::enter_all(InFlight& state, graph::Environment& environment,
                       const std::vector<at::Tensor>& inputs,
                       const std::map<int, std::vector<at::Tensor>>& received) const {
+  // Whatever requires a gradient in the program does so here, even if none comes back: operators
+  // choose their kernels by it (matmul folds its operands), so the bits depend on it.
   const auto enter = [&](ValueId id, const at::Tensor& data, bool differentiated) {
     std::shared_ptr<graph::GradientSink> sink;
-    if (differentiated) {
+    if (differentiated || graph_.values[id].meta.requires_grad) {
       sink = std::make_shared<graph::GradientSink>();
-      state.sinks[id] = sink;
     }
+    if (differentiated) state.sinks[id] = sink;
     environment[id] = graph::enter(data, sink);
   };
   for (const Input& input : inputs_) {
@@ -161,7 +176,7 @@ void Stage::enter_all(InFlight& state, graph::Environment& environment,
 void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
                     const std::map<int, std::vector<at::Tensor>>& received,
                     const graph::RandomKey& key) {
-  // What enters an evaluation requires no gradient, so nothing is recorded there.
+  // Operators set the modes they were recorded in.
   at::AutoGradMode grad(true);
   graph::Environment environment(graph_.values.size());
   InFlight state;
@@ -194,7 +209,12 @@ void Stage::keep_results(int microbatch, InFlight& state, const graph::Environme
   }
   for (int position : returned_) {
     const ValueId id = graph_.outputs[position];
-    outputs_[microbatch][position] = id == kUndefined ? at::Tensor() : environment[id];
+    at::Tensor& output = outputs_[microbatch][position];
+    if (id == kUndefined) continue;
+    // The history of an evaluation ends with its stage.
+    output = graph_.trains() ? environment[id] : environment[id].detach();
+    // Later microbatches and updates go on writing buffers and parameters.
+    if (copied_.count(position) > 0) output = output.clone();
   }
 }
 

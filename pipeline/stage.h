@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -103,6 +104,7 @@ class Stage {
     bool written;  // by an operator of this stage: every microbatch gets a copy
   };
 
+  bool on_shared_memory(graph::ValueId value) const;
   bool writes(graph::ValueId value) const;
   void find_kept();
   void find_reads(const partitioner::Plan& plan, const graph::TensorTable& table);
@@ -117,6 +119,7 @@ class Stage {
   std::vector<int> operators_;
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage
   std::vector<int> returned_;               // positions of the graph's outputs complete here
+  std::set<int> copied_;                    // those of them that others go on writing
   std::vector<graph::ValueId> kept_;        // what is read when the operators have run
   std::unique_ptr<graph::Segment> segment_;
   std::vector<Input> inputs_;

@@ -147,9 +147,10 @@ inline void expect_replay_equals_eager(torch::nn::Module& module, const Tensors&
 
 /// The text of the `CaptureError` or `UsageError` that tracing `function` throws.
 inline std::string refusal(const TensorTable& table, const Tensors& inputs,
-                           const Function& function) {
+                           const Function& function, bool execute = true,
+                           std::vector<const Graph*> candidates = {}) {
   try {
-    trace(table, inputs, function);
+    trace(table, inputs, function, execute, std::move(candidates));
   } catch (const CaptureError& error) {
     return error.what();
   } catch (const UsageError& error) {

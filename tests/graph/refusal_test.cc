@@ -1,3 +1,5 @@
+#include <future>
+
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -9,11 +11,41 @@ class Refusal : public Test {
  protected:
   Refusal() { table_ = table_of(*net_); }
 
+  /// What capturing `body` says, which is the same with data and on shapes.
   std::string text(const std::function<void(torch::Tensor)>& body) {
-    return refusal(table_, {torch::randn({4, 4})}, [&](const Tensors& in) -> Tensors {
+    const auto function = [&](const Tensors& in) -> Tensors {
       body(in[0]);
       return {};
-    });
+    };
+    const Tensors inputs{torch::randn({4, 4})};
+    const std::string with_data = refusal(table_, inputs, function);
+    EXPECT_EQ(refusal(table_, inputs, function, false), with_data);
+    return with_data;
+  }
+
+  void expect_captured(const std::function<void(torch::Tensor)>& body) {
+    for (const bool execute : {true, false}) {
+      const auto function = [&](const Tensors& in) -> Tensors {
+        body(in[0]);
+        return {};
+      };
+      EXPECT_NO_THROW(trace(table_, {torch::randn({4, 4})}, function, execute));
+    }
+  }
+
+  /// What reading data where there is none says.
+  std::string error_of(const std::function<void(torch::Tensor)>& body, bool execute = true) {
+    const auto function = [&](const Tensors& in) -> Tensors {
+      body(in[0]);
+      return {};
+    };
+    try {
+      trace(table_, {torch::randn({4, 4})}, function, execute);
+    } catch (const c10::Error& error) {
+      return error.what();
+    }
+    ADD_FAILURE() << "the function was captured";
+    return "";
   }
 
   struct NetImpl : torch::nn::Module {
@@ -38,17 +70,9 @@ TEST_F(Refusal, HostReads) {
                     if (x.is_nonzero()) net_(x);
                   }),
                   "aten::is_nonzero");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { torch::allclose(x, net_(x)); }), "aten::allclose");
+  EXPECT_CONTAINS(item, "smp::leaf(module)(x)");
 }
-
-struct CubeFunction : torch::autograd::Function<CubeFunction> {
-  static torch::Tensor forward(torch::autograd::AutogradContext*, torch::Tensor x) {
-    return x.pow(3);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list g) {
-    return {g[0]};
-  }
-};
 
 TEST_F(Refusal, EqualOfDifferentTensorsButNotOfTheSame) {
   EXPECT_CONTAINS(text([&](torch::Tensor x) { torch::equal(x, x.clone()); }), "aten::equal");
@@ -62,12 +86,287 @@ TEST_F(Refusal, EqualOfDifferentTensorsButNotOfTheSame) {
 
 TEST_F(Refusal, ResultShapesThatDependOnData) {
   EXPECT_CONTAINS(text([](torch::Tensor x) { torch::nonzero(x); }), "aten::nonzero");
-  EXPECT_CONTAINS(text([](torch::Tensor x) { x.index({x > 0}); }), "aten::index");
+  const auto masked = text([](torch::Tensor x) { x.index({x > 0}); });
+  EXPECT_CONTAINS(masked, "the result shape of operator aten::index depends on data");
+  EXPECT_CONTAINS(masked, "smp::leaf(module)(x)");
 }
 
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// Custom functions of each kind: a new result, its input itself, its input changed in place, two
+/// results.
+struct CubeFunction : torch::autograd::Function<CubeFunction> {
+  static torch::Tensor forward(AutogradContext*, torch::Tensor x) { return x.pow(3); }
+  static variable_list backward(AutogradContext*, variable_list g) { return {g[0]}; }
+};
+
+struct ReverseGradient : torch::autograd::Function<ReverseGradient> {
+  static torch::Tensor forward(AutogradContext*, torch::Tensor x) { return x; }
+  static variable_list backward(AutogradContext*, variable_list g) { return {-g[0]}; }
+};
+
+struct ClampInPlace : torch::autograd::Function<ClampInPlace> {
+  static torch::Tensor forward(AutogradContext* context, torch::Tensor x) {
+    context->mark_dirty({x});
+    return x.clamp_(-1, 1);
+  }
+  static variable_list backward(AutogradContext*, variable_list g) { return {g[0]}; }
+};
+
+struct SplitFunction : torch::autograd::Function<SplitFunction> {
+  static variable_list forward(AutogradContext*, torch::Tensor x) { return {x * 2, x.relu()}; }
+  static variable_list backward(AutogradContext*, variable_list g) { return {g[0] + g[1]}; }
+};
+
 TEST_F(Refusal, CustomAutogradFunctions) {
-  EXPECT_CONTAINS(text([&](torch::Tensor x) { CubeFunction::apply(net_(x)).sum(); }),
-                  "custom autograd function");
+  const auto cube = text([&](torch::Tensor x) { CubeFunction::apply(net_(x)).sum(); });
+  EXPECT_CONTAINS(cube, "in or after module \"fc\"");
+  EXPECT_CONTAINS(cube, "the custom autograd function smp::graph::testing::");
+  EXPECT_CONTAINS(cube, "CubeFunction, whose backward cannot be captured");
+  EXPECT_CONTAINS(cube, "a leaf: smp::leaf(module)(x)");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { ReverseGradient::apply(net_(x)).sum(); }),
+                  "ReverseGradient");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { ClampInPlace::apply(net_(x)).sum(); }),
+                  "ClampInPlace");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { SplitFunction::apply(net_(x))[1].sum(); }),
+                  "SplitFunction");
+}
+
+TEST_F(Refusal, CustomAutogradFunctionsWhoseResultNoOperatorReads) {
+  const Tensors inputs{torch::randn({4, 4})};
+  const auto returned = [&](const Tensors& in) -> Tensors {
+    return {CubeFunction::apply(net_(in[0]))};
+  };
+  EXPECT_CONTAINS(refusal(table_, inputs, returned), "CubeFunction");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { backward(CubeFunction::apply(net_(x).sum())); }),
+                  "CubeFunction");
+  // Seen through the tensor that the view was made of.
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto y = net_(x);
+                    ClampInPlace::apply(y[0]);
+                    y.sum();
+                  }),
+                  "ClampInPlace");
+}
+
+TEST_F(Refusal, CustomAutogradFunctionsInAGuardedRun) {
+  const Tensors inputs{torch::randn({4, 4})};
+  const auto plain = [&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]);
+    {
+      torch::NoGradGuard no_grad;
+      y = y.pow(3);
+    }
+    return {y.sum()};
+  };
+  const auto custom = [&](const Tensors& in) -> Tensors {
+    return {CubeFunction::apply(net_(in[0])).sum()};
+  };
+  const TraceResult first = trace(table_, inputs, plain);
+  EXPECT_CONTAINS(refusal(table_, inputs, custom, false, {first.recorded.get()}), "CubeFunction");
+}
+
+/// Without a gradient to pass on there is no backward to lose.
+TEST_F(Refusal, CustomAutogradFunctionsAreFineWhereNothingIsDifferentiated) {
+  expect_captured([&](torch::Tensor x) { net_(CubeFunction::apply(x)).sum(); });
+  expect_captured([&](torch::Tensor x) {
+    torch::NoGradGuard no_grad;
+    ReverseGradient::apply(net_(x)).sum();
+  });
+}
+
+TEST_F(Refusal, HooksOnTensors) {
+  const auto hook = [](torch::Tensor gradient) { return gradient * 2; };
+  const auto inside = text([&](torch::Tensor x) {
+    auto y = net_(x);
+    y.register_hook(hook);
+    y.sum();
+  });
+  EXPECT_CONTAINS(inside, "in or after module \"fc\": registers a hook on a tensor");
+  EXPECT_CONTAINS(inside, "smp::leaf(module)(x)");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { net_(x).register_hook(hook); }),  // at the end
+                  "registers a hook on a tensor");
+  expect_captured([&](torch::Tensor x) { net_(x).sum(); });
+
+  const auto handle = net_->fc->weight.register_hook(hook);
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { net_(x); }),
+                  "parameter \"fc.weight\", which has a hook (register_hook)");
+  net_->fc->weight.remove_hook(handle);
+  expect_captured([&](torch::Tensor x) { net_(x).sum(); });
+}
+
+TEST_F(Refusal, GradientsToRetain) {
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { net_(x).retain_grad(); }),
+                  "calls retain_grad() on a tensor");
+}
+
+TEST_F(Refusal, RequiresGradChangedInside) {
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto y = x * 2;
+                    y.requires_grad_();
+                    net_(y);
+                  }),
+                  "changes a tensor of shape [4, 4] by requires_grad_(true), which is no operator");
+  for (int run = 0; run < 2; ++run) {
+    const std::string frozen = refusal(
+        table_, {torch::randn({4, 4})},
+        [&](const Tensors& in) -> Tensors {
+          auto y = net_(in[0]);
+          net_->fc->weight.requires_grad_(false);
+          return {net_(y)};
+        },
+        run == 0);
+    net_->fc->weight.requires_grad_(true);
+    EXPECT_CONTAINS(frozen, "by requires_grad_(false)");
+    EXPECT_CONTAINS(frozen, "before the step");
+  }
+  // Before its first use a parameter may be frozen, and detach_() is an operator.
+  expect_captured([&](torch::Tensor x) {
+    net_->fc->weight.requires_grad_(false);
+    net_(x).detach_().mul(2);
+    net_->fc->weight.requires_grad_(true);
+  });
+}
+
+class OwnNode : public torch::autograd::Node {
+ public:
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "OwnNode"; }
+};
+
+TEST_F(Refusal, HistoriesMadeByHand) {
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto y = x * 2;
+                    auto node = std::make_shared<OwnNode>();
+                    node->add_input_metadata(y);
+                    torch::autograd::impl::set_gradient_edge(y, {node, 0});
+                    y.sum();
+                  }),
+                  "got a gradient history from no operator (OwnNode)");
+}
+
+TEST_F(Refusal, OperatorsOnAnotherThread) {
+  EXPECT_CONTAINS(
+      text([&](torch::Tensor x) {
+        auto norm = std::async(std::launch::async, [&] { return net_->fc->weight.norm(); }).get();
+        x.mul(norm);
+      }),
+      "that was computed outside the step function (or on another thread)");
+  EXPECT_CONTAINS(error_of([&](torch::Tensor x) {
+                    std::async(std::launch::async, [&] { return x * 2; }).get();
+                  }),
+                  "or that calls operators on another thread, a leaf: smp::leaf(module)(x)");
+}
+
+/// In the first run as in every other: the function never sees data.
+TEST_F(Refusal, DataReadThroughPointers) {
+  const std::vector<std::function<void(torch::Tensor)>> readers = {
+      [](torch::Tensor x) { x.data_ptr<float>(); },
+      [](torch::Tensor x) { x.accessor<float, 2>(); },
+      [](torch::Tensor x) { (x * 2).const_data_ptr<float>(); },
+      [](torch::Tensor) { torch::randn({2}).data_ptr<float>(); },
+      [](torch::Tensor x) { torch::from_blob(x.data_ptr(), {16}); },
+      // What the function may fill has no data either once an operator has written it.
+      [](torch::Tensor x) {
+        torch::empty({4, 4}).copy_(x).data_ptr<float>();
+      },
+      [](torch::Tensor x) {
+        auto view = torch::zeros({4, 4})[0];
+        view.add_(x[0]);
+        view.mutable_data_ptr<float>()[0] = 1;
+      },
+      [](torch::Tensor x) {
+        auto literal = torch::tensor(std::vector<float>{1, 2, 3, 4});
+        literal.add_(x[0]);
+        literal.accessor<float, 1>();
+      },
+  };
+  for (size_t i = 0; i < readers.size(); ++i) {
+    SCOPED_TRACE(i);
+    for (const bool execute : {true, false}) {
+      EXPECT_CONTAINS(
+          error_of(readers[i], execute),
+          "the data of a tensor of step function \"train\" was read where only its shape exists");
+    }
+  }
+}
+
+/// As above where the operators are compared with recorded ones.
+TEST_F(Refusal, DataReadThroughPointersInAGuardedRun) {
+  const std::vector<std::function<torch::Tensor(torch::Tensor)>> writers = {
+      [](torch::Tensor x) { return x * 2; },
+      [](torch::Tensor x) {
+        return torch::empty({4, 4}).copy_(x);
+      },
+      [](torch::Tensor x) { return torch::ones({4}).add_(x[0]); },
+      [](torch::Tensor x) {
+        return torch::tensor(std::vector<float>{1, 2, 3, 4}).add_(x[0]);
+      },
+  };
+  const Tensors inputs{torch::randn({4, 4})};
+  for (size_t i = 0; i < writers.size(); ++i) {
+    SCOPED_TRACE(i);
+    bool read = false;
+    const auto function = [&](const Tensors& in) -> Tensors {
+      const auto y = writers[i](in[0]);
+      if (read) y.const_data_ptr<float>();
+      return {y + 1};
+    };
+    read = false;
+    const TraceResult first = trace(table_, inputs, function);
+    const TraceResult again = trace(table_, inputs, function, false, {first.recorded.get()});
+    EXPECT_EQ(again.match, first.recorded.get()) << again.difference;
+    EXPECT_TRUE(again.contents.empty());
+    read = true;
+    try {
+      trace(table_, inputs, function, false, {first.recorded.get()});
+      ADD_FAILURE() << "the data was read";
+    } catch (const c10::Error& error) {
+      EXPECT_CONTAINS(std::string(error.what()), "was read where only its shape exists");
+    }
+  }
+}
+
+TEST_F(Refusal, MemorySharedByHand) {
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto& weight = net_->fc->weight;
+                    x.mul(torch::from_blob(weight.data_ptr(), {4, 4}));
+                  }),
+                  "shares memory with parameter \"fc.weight\" but was not made from it");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { (x * 2).set_data(x); }),
+                  "aten::_has_compatible_shallow_copy_type replaces the storage");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { (x * 2).resize_({2}); }),
+                  "operator aten::resize_ replaces the storage of a tensor");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto y = x.data();
+                    y.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef{2},
+                                                                   c10::IntArrayRef{1});
+                    y.mul(2);
+                  }),
+                  "shares memory with another one of the step");
+}
+
+TEST_F(Refusal, StridedViewsBeyondTheirTensor) {
+  EXPECT_CONTAINS(
+      text([](torch::Tensor x) { x[1].as_strided({4}, {1}, 0); }),
+      "operator aten::as_strided reaches elements of the storage that its argument does not show");
+  EXPECT_CONTAINS(text([](torch::Tensor x) {
+                    x[0].as_strided({2, 4}, {4, 1});
+                  }),
+                  "aten::as_strided");
+  EXPECT_CONTAINS(text([](torch::Tensor x) { x.as_strided({2}, {1}, 3); }), "slice(), narrow()");
+}
+
+TEST_F(Refusal, SparseTensors) {
+  const auto sparse = text([](torch::Tensor x) { x.to_sparse(); });
+  EXPECT_CONTAINS(sparse, "operator aten::to_sparse returns a tensor that is not dense");
+  EXPECT_CONTAINS(sparse, "a leaf: smp::leaf(module)(x)");
+  EXPECT_CONTAINS(
+      text([](torch::Tensor x) {
+        torch::sparse_coo_tensor(torch::zeros({1, 2}, torch::kLong), x[0].slice(0, 0, 2), {4});
+      }),
+      "returns a tensor that is not dense");
 }
 
 TEST_F(Refusal, HiddenStateAndForeignParameters) {
@@ -79,6 +378,9 @@ TEST_F(Refusal, HiddenStateAndForeignParameters) {
   auto computed = net_(torch::randn({4, 4}));
   EXPECT_CONTAINS(text([&](torch::Tensor x) { x.add(computed); }),
                   "computed outside the step function");
+  // A member that was given another tensor than the registered one.
+  net_->fc->weight = torch::randn({4, 4}).requires_grad_();
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { net_(x); }), "assign it to the member before that");
 }
 
 TEST_F(Refusal, WritesToParametersAndReadsOfGradients) {
@@ -95,19 +397,6 @@ TEST_F(Refusal, WritesToParametersAndReadsOfGradients) {
 TEST_F(Refusal, BackwardInsideTheStep) {
   EXPECT_CONTAINS(text([&](torch::Tensor x) { net_(x).pow(2).sum().backward(); }),
                   "call model->backward(loss) instead");
-  // On shapes as well, where there is no history to run.
-  try {
-    trace(
-        table_, {torch::randn({4, 4})},
-        [&](const Tensors& in) -> Tensors {
-          net_(in[0]).pow(2).sum().backward();
-          return {};
-        },
-        false);
-    FAIL();
-  } catch (const c10::Error& error) {
-    EXPECT_CONTAINS(std::string(error.what()), "call model->backward(loss) instead");
-  }
 }
 
 TEST_F(Refusal, SecondBackwardAndBackwardWithoutGradient) {
@@ -120,6 +409,11 @@ TEST_F(Refusal, SecondBackwardAndBackwardWithoutGradient) {
   EXPECT_CONTAINS(text([&](torch::Tensor x) { backward(x.sum()); }),
                   "does not depend on a parameter");
   EXPECT_CONTAINS(text([&](torch::Tensor x) { backward(net_(x)); }), "reduce it to a scalar");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto y = net_(x);
+                    Tracer::current()->backward({y, y}, {y});
+                  }),
+                  "backward got 2 tensors and 1 gradients");
 }
 
 TEST_F(Refusal, ExplicitGenerators) {
@@ -140,6 +434,15 @@ TEST_F(Refusal, TensorsThatEscaped) {
   trace(table_, inputs, keep, false);
   EXPECT_CONTAINS(text([&](torch::Tensor x) { x.add(kept); }),
                   "escaped from an earlier run of a step function");
+}
+
+TEST_F(Refusal, NamesOfNothing) {
+  try {
+    table_.at("nothing");
+    ADD_FAILURE() << "something was found";
+  } catch (const UsageError& error) {
+    EXPECT_CONTAINS(std::string(error.what()), "no parameter or buffer is named \"nothing\"");
+  }
 }
 
 TEST_F(Refusal, InputsThatRequireAGradient) {

@@ -1,3 +1,6 @@
+#include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
+
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -120,6 +123,56 @@ TEST(Replay, LiteralsAndConstants) {
   });
 }
 
+/// What host code filled is kept wherever it is first used: by an operator that writes a part of
+/// it, by one that reads and writes it, as a result, as a gradient, or nowhere.
+TEST(Replay, LiteralsThatAreWrittenReturnedOrUnused) {
+  const auto function = [](Weight& net, torch::Tensor x) {
+    auto in_part = torch::tensor(std::vector<float>{1, 2, 3, 4});
+    in_part.slice(0, 0, 2).copy_(x[0].slice(0, 0, 2));
+    auto scaled = torch::tensor(std::vector<float>{1, 2, 3, 4}).mul_(x[0]);
+    auto unused = torch::tensor(std::vector<float>{5, 6});
+    auto scratch = torch::empty({4}).fill_(2);
+    return torch::matmul(x, net->weight) * in_part + scaled * scratch;
+  };
+  expect_equal_for(function);
+  torch::manual_seed(1);
+  Weight net(std::vector<int64_t>{4, 4});
+  const TensorTable table = table_of(*net);
+  const Tensors inputs{torch::randn({4, 4})};
+  const auto returning = [&](const Tensors& in) -> Tensors {
+    return {function(net, in[0]), torch::tensor(std::vector<float>{7, 8}),
+            torch::arange(3).unsqueeze(0)};
+  };
+  for (const bool execute : {true, false}) {
+    const auto recorded = trace(table, inputs, returning, execute).recorded;
+    const auto again = trace(table, inputs, returning, false, {recorded.get()});
+    EXPECT_EQ(again.match, recorded.get()) << again.difference;
+    EXPECT_TRUE(again.contents.empty());
+    const auto expected = returning(inputs);
+    const auto replayed = replay(*recorded, table, inputs);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(torch::equal(replayed.outputs[i], expected[i])) << i << recorded->to_string();
+    }
+  }
+}
+
+TEST(Replay, EmptyTensorsFilledByTheHostAndResultsThatNoOperatorReads) {
+  torch::manual_seed(3);
+  Weight net(std::vector<int64_t>{4, 4});
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto filled = torch::empty({4});
+    for (int i = 0; i < 4; ++i) filled.data_ptr<float>()[i] = 0.5f * i;
+    auto returned = torch::zeros({2});
+    returned.accessor<float, 1>()[1] = 3;
+    auto written = torch::empty({4, 4});
+    written.copy_(torch::matmul(in[0], net->weight));
+    auto loss = (written * filled).sum();
+    backward(loss);
+    return {loss, returned, written};
+  };
+  expect_replay_equals_eager(*net, {torch::randn({4, 4})}, {torch::randn({4, 4})}, function);
+}
+
 TEST(Replay, OptionalTensorListsAndMasks) {
   expect_equal_for([](Weight& net, torch::Tensor x) {
     using torch::indexing::Slice;
@@ -143,11 +196,101 @@ TEST(Replay, NoGradRegionsAndBuffers) {
   });
 }
 
+/// The modes of each operator: autocast, inference, no gradients.
+TEST(Replay, RegionsOfAutocastAndInference) {
+  expect_equal_for([](Weight& net, torch::Tensor x) {
+    torch::Tensor y, z;
+    {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      const auto off = c10::make_scope_exit([] {
+        at::autocast::clear_cache();
+        at::autocast::set_autocast_enabled(at::kCPU, false);
+      });
+      y = torch::matmul(x, net->weight);
+      EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
+    }
+    {
+      const torch::InferenceMode inference;
+      z = x.softmax(-1) * 2;
+    }
+    return y.to(torch::kFloat) * z.clone();
+  });
+}
+
 TEST(Replay, DetachedDataIsNotDifferentiated) {
   expect_equal_for([](Weight& net, torch::Tensor x) {
     auto y = torch::matmul(x, net->weight);
     return y * y.data() + y.detach();
   });
+}
+
+/// The function's tensors have no data, but show shapes and flags as in one process.
+TEST(Replay, ShapesAndFlagsAfterInPlaceOperators) {
+  expect_equal_for([](Weight& net, torch::Tensor x) {
+    auto y = torch::matmul(x, net->weight);
+    y.unsqueeze_(0);
+    auto z = torch::zeros({4, 4});
+    EXPECT_FALSE(z.requires_grad());
+    z.add_(y[0]);
+    EXPECT_TRUE(z.requires_grad());
+    auto constant = y.clone().detach_();
+    EXPECT_FALSE(constant.requires_grad());
+    z.t_().slice(0, 0, 3);
+    return y.sum(0) * static_cast<double>(y.dim()) + z + constant[0];
+  });
+}
+
+/// A microbatch of an input lies somewhere inside the batch.
+TEST(Replay, StridedViewsOfInputs) {
+  torch::manual_seed(3);
+  Weight net(std::vector<int64_t>{4});
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto diagonal = in[0].as_strided({4}, {5}, 0);
+    auto loss = (diagonal * net->weight.as_strided({2, 2}, {1, 1}, 1).sum()).sum();
+    backward(loss);
+    return {loss, in[0].as_strided({2, 2}, {4, 1})};
+  };
+  const TensorTable table = table_of(*net);
+  const auto traced = trace(table, {torch::randn({4, 4})}, function);
+  const auto batch = torch::randn({8, 4});
+  const auto replayed = replay(*traced.recorded, table, {batch.narrow(0, 4, 4)});
+  const Tensors eager = function({batch.narrow(0, 4, 4).clone()});
+  EXPECT_TRUE(torch::equal(replayed.outputs[0], eager[0]));
+  EXPECT_TRUE(torch::equal(replayed.outputs[1], eager[1]));
+}
+
+/// Views of registered tensors that no operator of the step made.
+TEST(Replay, ViewsOfBuffersMadeOutside) {
+  torch::manual_seed(3);
+  Weight net(std::vector<int64_t>{4, 4});
+  net->counter.resize_({2, 4}).fill_(1);
+  const auto row = net->counter[1];
+  const auto flat = net->weight.data().view(-1).slice(0, 2, 6);
+  const auto function = [&](const Tensors& in) -> Tensors {
+    net->counter.mul_(2);
+    auto loss = (torch::matmul(in[0], net->weight) * row * flat).sum();
+    backward(loss);
+    return {loss};
+  };
+  expect_replay_equals_eager(*net, {torch::randn({4, 4})}, {torch::randn({4, 4})}, function);
+}
+
+/// A member that is not registered: its content is a constant, compared in each run.
+TEST(Replay, MembersOutsideTheModuleAreConstantsThatMayChange) {
+  torch::manual_seed(3);
+  Weight net(std::vector<int64_t>{4, 4});
+  auto scale = torch::full({4}, 2.0);
+  const auto function = [&](const Tensors& in) -> Tensors {
+    return {torch::matmul(in[0], net->weight) * scale};
+  };
+  const TensorTable table = table_of(*net);
+  const Tensors inputs{torch::randn({4, 4})};
+  const auto traced = trace(table, inputs, function);
+  scale = torch::full({4}, 3.0);
+  const auto again = trace(table, inputs, function, false, {traced.recorded.get()});
+  ASSERT_EQ(again.match, traced.recorded.get()) << again.difference;
+  ASSERT_EQ(again.contents.size(), 1u);
+  EXPECT_TRUE(torch::equal(again.contents[0].content, scale));
 }
 
 TEST(Replay, LongSkipsAndSeveralConsumers) {
@@ -206,8 +349,11 @@ TEST(Replay, MeasuresCostsAndAgreesWithTheRecordedRun) {
     measure_costs(graph, environment, {}, wrong, "train");
     FAIL();
   } catch (const CaptureError& error) {
-    EXPECT_NE(std::string(error.what()).find("operator 0 (aten::conv2d, in module \"conv\")"),
-              std::string::npos)
+    EXPECT_NE(
+        std::string(error.what())
+            .find("operator 0 (aten::conv2d, in module \"conv\") gives another result when it "
+                  "is replayed"),
+        std::string::npos)
         << error.what();
   }
 }

@@ -1,0 +1,362 @@
+#include "graph/deferred.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DefaultDtype.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "graph/intercept.h"
+#include "graph/operator_traits.h"
+#include "graph/random.h"
+#include "graph/recording.h"
+#include "graph/shapes.h"
+#include "graph/stack_tensors.h"
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+/// What tensors of this thread are recorded in, as long as some of them have no data.
+std::weak_ptr<Recording>& latest_recording() {
+  thread_local std::weak_ptr<Recording> recording;
+  return recording;
+}
+
+std::shared_ptr<Recording> continue_recording() {
+  auto recording = latest_recording().lock();
+  if (!recording) {
+    recording = std::make_shared<Recording>();
+    latest_recording() = recording;
+  }
+  return recording;
+}
+
+/// Which tensor arguments of a call the operator writes, in the order of the tensors.
+std::vector<bool> written_tensors(const c10::FunctionSchema& schema,
+                                  const torch::jit::Stack& arguments) {
+  const bool statistics =
+      writes_running_statistics(schema.name()) && arguments[5].isBool() && arguments[5].toBool();
+  std::vector<bool> written;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool writes =
+        (alias != nullptr && alias->isWrite()) || (statistics && (i == 3 || i == 4));
+    map_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      written.push_back(writes);
+      return tensor;
+    });
+  }
+  return written;
+}
+
+/// A tensor on the meta device with the tensor's place in a storage of the same size.
+at::Tensor shape_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  const auto elements = static_cast<int64_t>(storage_bytes(tensor) / tensor.element_size());
+  const at::Tensor shape = make_shape_tensor({{elements}, {1}, tensor.scalar_type()});
+  c10::TensorImpl* impl = shape.unsafeGetTensorImpl();
+  impl->set_allow_tensor_metadata_change(true);
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return shape;
+}
+
+/// False if an argument names another device.
+bool stays_on_cpu(const c10::FunctionSchema& schema, const torch::jit::Stack& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() != "device" || !arguments[i].isDevice()) continue;
+    if (!arguments[i].toDevice().is_cpu()) return false;
+  }
+  return true;
+}
+
+/// False for what a recording cannot describe: sparse tensors, lazy conjugates.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
+}
+
+/// Notes what the call took from libtorch's default type, which may be another one when it is made
+/// again: a factory's type, or what integers become.
+void note_dtype(const std::vector<at::Tensor>& tensors, const torch::jit::Stack& results,
+                DeferredOperator& recorded) {
+  const auto& schema = recorded.handle.schema();
+  if (has_tensor_argument(schema)) {
+    const bool integers = std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
+      return tensor.defined() && c10::isIntegralType(tensor.scalar_type(), true);
+    });
+    if (integers) recorded.default_dtype = c10::get_default_dtype_as_scalartype();
+    return;
+  }
+  for (size_t i = 0; i < recorded.arguments.size(); ++i) {
+    if (schema.arguments()[i].name() != "dtype" || !recorded.arguments[i].isNone()) continue;
+    recorded.arguments[i] = results.at(0).toTensor().scalar_type();
+  }
+}
+
+bool same_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+}  // namespace
+
+class DeferredScope::Impl : public OperatorInterceptor {
+ public:
+  explicit Impl(DeferredOptions options)
+      : options_(std::move(options)), recording_(continue_recording()), scope_(*this) {}
+
+  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
+
+ private:
+  /// An operator call: its arguments, taken from the stack, and what they mean.
+  struct Call {
+    const c10::OperatorHandle& op;
+    torch::jit::Stack arguments;
+    std::vector<at::Tensor> tensors;    // among the arguments; may be undefined
+    std::vector<bool> written;          // of the tensors
+    std::vector<bool> deferred;         // of the tensors
+    std::vector<at::Tensor> stand_ins;  // what the operator was called on instead
+  };
+
+  Call take_call(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
+  bool must_run(const Call& call) const;
+  bool is_small(Call& call) const;
+  void run_now(const Call& call, torch::jit::Stack& stack) const;
+  void call_on_stand_ins(Call& call, torch::jit::Stack& stack, const TensorMap& stand_in) const;
+  void record(Call& call, torch::jit::Stack& stack);
+  void run_random(Call& call, DeferredOperator& recorded, torch::jit::Stack& stack) const;
+  at::Tensor record_result(const Call& call, const at::Tensor& result, int position,
+                           DeferredOperator& recorded);
+  void check_supported(const Call& call) const;
+
+  DeferredOptions options_;
+  std::shared_ptr<Recording> recording_;
+  InterceptScope scope_;
+};
+
+DeferredScope::DeferredScope(DeferredOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {}
+DeferredScope::~DeferredScope() = default;
+
+class AtOnceScope::Impl : public OperatorInterceptor {
+ public:
+  Impl() : scope_(*this) {}
+
+  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    op.callBoxed(stack);
+  }
+
+ private:
+  InterceptScope scope_;
+};
+
+AtOnceScope::AtOnceScope() : impl_(std::make_unique<Impl>()) {}
+AtOnceScope::~AtOnceScope() = default;
+
+void DeferredScope::Impl::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  Call call = take_call(op, stack);
+  torch::jit::Stack results;
+  if (must_run(call) || is_small(call)) {
+    run_now(call, results);
+  } else {
+    check_supported(call);
+    record(call, results);
+  }
+  for (c10::IValue& result : results) stack.push_back(std::move(result));
+}
+
+DeferredScope::Impl::Call DeferredScope::Impl::take_call(const c10::OperatorHandle& op,
+                                                         torch::jit::Stack& stack) const {
+  Call call{op, {}, {}, {}, {}, {}};
+  const size_t count = op.schema().arguments().size();
+  call.tensors = tensors_in(stack, count);
+  call.arguments.assign(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+  torch::jit::drop(stack, count);
+  call.written = written_tensors(op.schema(), call.arguments);
+  for (const at::Tensor& tensor : call.tensors) call.deferred.push_back(is_deferred(tensor));
+  return call;
+}
+
+/// True if the operator's effect is needed now: it gives the host a value or a shape, or changes a
+/// tensor that has data. Also for all that is not about strided tensors of the CPU.
+bool DeferredScope::Impl::must_run(const Call& call) const {
+  if (returns_host_value(call.op.schema())) return true;
+  if (call.op.hasTag(at::Tag::dynamic_output_shape)) return true;
+  bool writes_known = false, writes_deferred = false, foreign = false, any_deferred = false;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    if (!call.tensors[i].defined()) continue;
+    writes_known |= call.written[i] && !call.deferred[i];
+    writes_deferred |= call.written[i] && call.deferred[i];
+    any_deferred |= call.deferred[i];
+    foreign |= !is_plain(call.tensors[i]) || !call.tensors[i].is_cpu();
+  }
+  SMP_CHECK_WITH(UsageError, !writes_known || !writes_deferred, "operator ",
+                 call.op.schema().name(),
+                 " writes a tensor that has data and one that has not, under delayed parameter "
+                 "initialization. Set eager_bytes of smp::ModelCreationOptions to 0, or leave the "
+                 "call out of the scope");
+  return writes_known ||
+         (!any_deferred && (foreign || !stays_on_cpu(call.op.schema(), call.arguments)));
+}
+
+/// True if no argument is deferred and the new memory of all results is small.
+bool DeferredScope::Impl::is_small(Call& call) const {
+  for (bool deferred : call.deferred) {
+    if (deferred) return false;
+  }
+  torch::jit::Stack stack;
+  try {
+    call_on_stand_ins(call, stack, &shape_of);
+  } catch (const c10::Error&) {
+    return true;  // a mistake in the call, or not about dense tensors: the call itself decides
+  }
+  int64_t bytes = 0;
+  for (const at::Tensor& result : tensors_in(stack, stack.size())) {
+    if (!result.defined()) continue;
+    if (!is_plain(result)) return true;
+    const bool view =
+        std::any_of(call.stand_ins.begin(), call.stand_ins.end(), [&](const at::Tensor& argument) {
+          return argument.defined() && same_storage(argument, result);
+        });
+    if (!view) bytes += static_cast<int64_t>(result.storage().nbytes());
+  }
+  return bytes <= options_.eager_bytes();
+}
+
+/// Calls the operator as it is, on the values of deferred arguments.
+void DeferredScope::Impl::run_now(const Call& call, torch::jit::Stack& stack) const {
+  const bool metadata = reads_only_metadata(call.op.schema().name()) ||
+                        call.op.schema().name() == "aten::_has_compatible_shallow_copy_type";
+  for (const c10::IValue& argument : call.arguments) {
+    stack.push_back(metadata ? argument : map_tensors(argument, &value_of));
+  }
+  call.op.callBoxed(stack);
+}
+
+/// Calls the operator on other tensors, on the meta device where `stand_in` gives such.
+void DeferredScope::Impl::call_on_stand_ins(Call& call, torch::jit::Stack& stack,
+                                            const TensorMap& stand_in) const {
+  call.stand_ins.clear();
+  bool meta = call.tensors.empty();
+  const auto replace = [&](const at::Tensor& tensor) {
+    call.stand_ins.push_back(stand_in(tensor));
+    meta |= call.stand_ins.back().defined() && call.stand_ins.back().is_meta();
+    return call.stand_ins.back();
+  };
+  for (const c10::IValue& argument : call.arguments) {
+    stack.push_back(map_tensors(argument, replace));
+  }
+  const auto& schema = call.op.schema();
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const bool given = call.arguments[i].isDevice() || !has_tensor_argument(schema);
+    if (meta && schema.arguments()[i].name() == "device" && given) {
+      stack[i] = c10::Device(at::kMeta);
+    }
+  }
+  call_on_shapes(call.op, stack);
+}
+
+void DeferredScope::Impl::check_supported(const Call& call) const {
+  const std::string& name = call.op.schema().name();
+  SMP_CHECK_WITH(UsageError, !replaces_storage(name), "operator ", name,
+                 " replaces the storage of a tensor, which delayed parameter initialization cannot "
+                 "record. Make a new tensor instead");
+  SMP_CHECK_WITH(UsageError, stays_on_cpu(call.op.schema(), call.arguments), "operator ", name,
+                 " moves a tensor without data to another device. Construct models on the CPU "
+                 "under delayed parameter initialization");
+  for (const at::Tensor& tensor : call.tensors) {
+    SMP_CHECK_WITH(UsageError, !tensor.defined() || is_plain(tensor), "operator ", name,
+                   " uses a tensor that is not dense, or a lazy conjugate, together with one "
+                   "without data, under delayed parameter initialization. Convert it with "
+                   "to_dense() or resolve_conj()");
+  }
+  SMP_CHECK_WITH(UsageError, !at::autocast::is_autocast_enabled(at::kCPU), "operator ", name,
+                 " was called with autocast on, under delayed parameter initialization. Construct "
+                 "models without autocast");
+}
+
+void DeferredScope::Impl::record(Call& call, torch::jit::Stack& stack) {
+  DeferredOperator recorded(call.op);
+  recorded.random = is_random(call.op);
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    recorded.refs.push_back(recording_->ref(call.tensors[i], options_.eager_bytes()));
+    if (call.written[i]) recorded.writes.push_back(recorded.refs.back().storage);
+  }
+  for (const c10::IValue& argument : call.arguments) {
+    if (argument.isGenerator()) {
+      recorded.random = false;  // it draws from this generator, and not from the default one
+      recorded.arguments.push_back(argument.toGenerator().clone());
+    } else {
+      recorded.arguments.push_back(map_tensors(argument, [](const auto&) { return at::Tensor(); }));
+    }
+  }
+  if (is_random(call.op) && !(options_.fast() && recorded.random)) {
+    run_random(call, recorded, stack);
+  } else {
+    call_on_stand_ins(call, stack, &shape_of);
+  }
+  note_dtype(call.tensors, stack, recorded);
+  int position = 0;
+  for (c10::IValue& value : stack) {
+    value = map_tensors(value, [&](const at::Tensor& result) {
+      return record_result(call, result, position++, recorded);
+    });
+  }
+  recording_->add(std::move(recorded));
+}
+
+/// Draws from the generator what the operator would have drawn, on memory that is freed at once.
+void DeferredScope::Impl::run_random(Call& call, DeferredOperator& recorded,
+                                     torch::jit::Stack& stack) const {
+  size_t next = 0;
+  const auto stand_in = [&](const at::Tensor& tensor) {
+    const size_t i = next++;
+    if (!call.deferred[i] || !call.written[i]) return value_of(tensor);
+    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()).zero_();
+  };
+  call.stand_ins.clear();
+  for (const c10::IValue& argument : call.arguments) {
+    stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+      call.stand_ins.push_back(stand_in(tensor));
+      return call.stand_ins.back();
+    }));
+  }
+  if (recorded.random) {
+    recorded.state = call_noting_state(call.op, stack);
+  } else {
+    call.op.callBoxed(stack);
+  }
+}
+
+/// The tensor that the caller gets for a result of the call on stand-ins: an argument itself, a
+/// view of one, or a new one.
+at::Tensor DeferredScope::Impl::record_result(const Call& call, const at::Tensor& result,
+                                              int position, DeferredOperator& recorded) {
+  if (!result.defined()) return result;
+  SMP_CHECK_WITH(UsageError, is_plain(result), "operator ", call.op.schema().name(),
+                 " makes a tensor that is not dense, or a lazy conjugate, which delayed parameter "
+                 "initialization cannot record. Make it outside of the scope");
+  const TensorMeta meta = TensorMeta::of(result);
+  for (size_t i = 0; i < call.stand_ins.size(); ++i) {
+    if (!call.stand_ins[i].defined() || !call.stand_ins[i].is_same(result)) continue;
+    const at::Tensor& argument = call.tensors[i];
+    if (result.sizes() != argument.sizes() || result.strides() != argument.strides()) {
+      // An operator such as `t_`.
+      argument.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides,
+                                                            result.storage_offset());
+    }
+    return argument;
+  }
+  for (size_t i = 0; i < call.stand_ins.size(); ++i) {
+    if (!call.stand_ins[i].defined() || !same_storage(call.stand_ins[i], result)) continue;
+    return tensor_on(call.tensors[i].storage(), meta, result.storage_offset());
+  }
+  auto [index, storage] = recording_->add_storage(result.storage().nbytes());
+  recorded.writes.push_back(index);
+  recorded.makes.emplace_back(position, index);
+  return tensor_on(std::move(storage), meta, result.storage_offset());
+}
+
+}  // namespace smp::graph

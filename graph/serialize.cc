@@ -1,0 +1,488 @@
+#include "graph/serialize.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+
+#include <array>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "smp/core/error.h"
+#include "smp/core/json.h"
+#include "smp/core/json_reader.h"
+
+namespace smp::graph {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kFormat = "smp graph";
+constexpr int64_t kVersion = 1;
+constexpr const char* kSaveAgain = "Save the graph again (configuration parameter \"graph_file\").";
+
+constexpr std::array kKinds = {ValueKind::kInput,    ValueKind::kParameter, ValueKind::kBuffer,
+                               ValueKind::kConstant, ValueKind::kLiteral,   ValueKind::kResult};
+
+std::string fingerprint_text(const Graph& graph) {
+  std::ostringstream out;
+  out << std::hex << graph.fingerprint();
+  return out.str();
+}
+
+// Writing.
+
+template <class Range>
+Json array(const Range& range) {
+  Json result = Json::array();
+  for (const auto& element : range) result.push_back(element);
+  return result;
+}
+
+/// JSON has no infinity and no NaN; masks are filled with the former.
+Json number_to_json(double number) {
+  if (std::isfinite(number)) return number;
+  return {{"double", std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf"}};
+}
+
+/// Null for what has no JSON form; the caller has dealt with None.
+Json constant_to_json(const c10::IValue& value) {
+  if (value.isBool()) return value.toBool();
+  if (value.isInt()) return value.toInt();
+  if (value.isDouble()) return number_to_json(value.toDouble());
+  if (value.isString()) return value.toStringRef();
+  if (value.isDevice()) return {{"device", value.toDevice().str()}};
+  if (value.isComplexDouble()) {
+    const auto number = value.toComplexDouble();
+    return {{"complex", {number_to_json(number.real()), number_to_json(number.imag())}}};
+  }
+  if (!value.isList()) return nullptr;
+  Json elements = Json::array();
+  const c10::List<c10::IValue> list = value.toList();
+  for (const c10::IValue& element : list.vec()) {
+    elements.push_back(constant_to_json(element));
+    if (elements.back().is_null()) return nullptr;
+  }
+  return {{"list", list.elementType()->str()}, {"elements", std::move(elements)}};
+}
+
+Json argument_to_json(const Operator& op, size_t index) {
+  const Argument& argument = op.arguments[index];
+  switch (argument.kind) {
+    case Argument::Kind::kTensor:
+      return {{"tensor", argument.values[0]}};
+    case Argument::Kind::kTensorList:
+      return {{"tensors", array(argument.values)}};
+    case Argument::Kind::kOptionalTensorList:
+      return {{"optional_tensors", array(argument.values)}};
+    case Argument::Kind::kConstant:
+      break;
+  }
+  Json constant = constant_to_json(argument.constant);
+  if (constant.is_null() && !argument.constant.isNone()) {
+    const auto& schema = op.handle.schema();
+    // What may change from step to step is no part of the graph: its text will do.
+    SMP_CHECK_WITH(CaptureError, is_patchable(schema, index), "cannot save the graph: argument \"",
+                   schema.arguments()[index].name(), "\" of operator ", op.name(), " is of type ",
+                   argument.constant.tagKind(), ", which has no JSON form. Leave out the "
+                   "configuration parameter \"graph_file\".");
+    constant = constant_to_string(argument.constant);
+  }
+  return {{"constant", std::move(constant)}};
+}
+
+/// Only what differs from the default mode.
+Json mode_to_json(const ExecutionMode& mode) {
+  const ExecutionMode usual;
+  Json result = Json::object();
+  const auto note = [&](const char* name, const auto& value, const auto& usually) {
+    if (value != usually) result[name] = value;
+  };
+  note("grad", mode.grad, usual.grad);
+  note("inference", mode.inference, usual.inference);
+  note("autocast_cpu", mode.autocast_cpu, usual.autocast_cpu);
+  note("autocast_cuda", mode.autocast_cuda, usual.autocast_cuda);
+  note("autocast_cpu_dtype", std::string(c10::toString(mode.autocast_cpu_dtype)),
+       c10::toString(usual.autocast_cpu_dtype));
+  note("autocast_cuda_dtype", std::string(c10::toString(mode.autocast_cuda_dtype)),
+       c10::toString(usual.autocast_cuda_dtype));
+  note("partition", mode.partition, usual.partition);
+  return result;
+}
+
+Json to_json(const Value& value) {
+  return {{"kind", to_string(value.kind)},
+          {"name", value.name},
+          {"dtype", c10::toString(value.meta.dtype)},
+          {"sizes", array(value.meta.sizes)},
+          {"strides", array(value.meta.strides)},
+          {"device", value.meta.device.str()},
+          {"requires_grad", value.meta.requires_grad},
+          {"producer", value.producer},
+          {"alias_set", value.alias_set}};
+}
+
+Json to_json(const Operator& op, int schema) {
+  Json arguments = Json::array();
+  for (size_t i = 0; i < op.arguments.size(); ++i) arguments.push_back(argument_to_json(op, i));
+  return {{"schema", schema},
+          {"scope", op.scope},
+          {"arguments", std::move(arguments)},
+          {"results", array(op.results)},
+          {"result_is_argument", array(op.result_is_argument)},
+          {"list_lengths", array(op.list_lengths)},
+          {"writes", array(op.writes)},
+          {"mode", mode_to_json(op.mode)},
+          {"reads_parameter", op.reads_parameter},
+          {"random_ordinal", op.random_ordinal},
+          {"first_result", op.first_result},
+          {"cost",
+           {{"forward_us", op.cost.forward_us},
+            {"backward_us", op.cost.backward_us},
+            {"output_bytes", op.cost.output_bytes},
+            {"saved_bytes", op.cost.saved_bytes}}}};
+}
+
+Json to_json(const BackwardRoot& root) {
+  return {{"value", root.value}, {"gradient", root.gradient}};
+}
+
+/// "name": [...] with an element a line.
+void append_lines(std::string& text, const char* name, const std::vector<Json>& elements) {
+  text += c10::str(",\n\"", name, "\": [");
+  const char* separator = "\n  ";
+  for (const Json& element : elements) {
+    text += separator + element.dump();
+    separator = ",\n  ";
+  }
+  text += elements.empty() ? "]" : "\n]";
+}
+
+// Reading.
+
+/// Reads one file. A reader of JSON that knows how many values, alias sets and operators there are.
+class GraphReader {
+ public:
+  explicit GraphReader(const JsonReader& root) : root_(root) {
+    check_version();
+    graph_.alias_sets = static_cast<int>(root.at("alias_sets").integer(0, kMaxCount));
+    value_count_ = static_cast<int64_t>(root.at("values").size());
+    operator_count_ = static_cast<int64_t>(root.at("operators").size());
+  }
+
+  Graph run() && {
+    for_each(root_.at("values"), [&](const JsonReader& in) { graph_.values.push_back(value(in)); });
+    for_each(root_.at("schemas"), [&](const JsonReader& in) { schemas_.push_back(schema(in)); });
+    for_each(root_.at("operators"), [&](const JsonReader& in) { add_operator(in); });
+    for_each(root_.at("inputs"), [&](const JsonReader& in) { graph_.inputs.push_back(id(in)); });
+    for_each(root_.at("outputs"), [&](const JsonReader& in) { graph_.outputs.push_back(id(in)); });
+    for_each(root_.at("roots"), [&](const JsonReader& in) {
+      graph_.roots.push_back({defined_id(in.at("value")), id(in.at("gradient"))});
+    });
+    check_producers();
+    const JsonReader fingerprint = root_.at("fingerprint");
+    if (fingerprint.text() != fingerprint_text(graph_)) {
+      fingerprint.fail(
+          "the graph is not the one that was saved: the file was changed in more than "
+          "its costs, or written by another version of libtorch",
+          kSaveAgain);
+    }
+    return std::move(graph_);
+  }
+
+ private:
+  static constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
+
+  template <class Visitor>
+  static void for_each(const JsonReader& array, const Visitor& visit) {
+    for (size_t i = 0; i < array.size(); ++i) visit(array.at(i));
+  }
+
+  template <class Vector>
+  static Vector integers(const JsonReader& array, int64_t minimum, int64_t maximum) {
+    Vector result;
+    for_each(array, [&](const JsonReader& in) {
+      result.push_back(static_cast<typename Vector::value_type>(in.integer(minimum, maximum)));
+    });
+    return result;
+  }
+
+  void check_version() const {
+    const auto format = root_.find("format");
+    if (!format || format->value() != kFormat) {
+      root_.fail(
+          "this is not a saved graph: it has no \"format\": \"" + std::string(kFormat) + "\"",
+          "Give a file that was written for the configuration parameter \"graph_file\".");
+    }
+    const JsonReader version = root_.at("version");
+    if (version.integer() != kVersion) {
+      version.fail(
+          c10::str("expected version ", kVersion, " of saved graphs, got ", version.integer()),
+          kSaveAgain);
+    }
+  }
+
+  ValueId id(const JsonReader& in) const {
+    return static_cast<ValueId>(in.integer(kUndefined, value_count_ - 1));
+  }
+  ValueId defined_id(const JsonReader& in) const {
+    return static_cast<ValueId>(in.integer(0, value_count_ - 1));
+  }
+
+  static ValueKind kind(const JsonReader& in) {
+    const std::string name = in.text();
+    for (const ValueKind kind : kKinds) {
+      if (name == to_string(kind)) return kind;
+    }
+    in.fail_expected("a kind of value such as \"parameter\"");
+  }
+
+  static at::ScalarType dtype(const JsonReader& in) {
+    const std::string name = in.text();
+    for (int i = 0; i < static_cast<int>(at::ScalarType::NumOptions); ++i) {
+      const auto type = static_cast<at::ScalarType>(i);
+      if (name == c10::toString(type)) return type;
+    }
+    in.fail_expected("a dtype such as \"Float\"");
+  }
+
+  static at::Device device(const JsonReader& in) {
+    try {
+      return at::Device(in.text());
+    } catch (const c10::Error&) {
+      in.fail_expected("a device such as \"cpu\"");
+    }
+  }
+
+  Value value(const JsonReader& in) const {
+    Value value;
+    value.kind = kind(in.at("kind"));
+    value.name = in.at("name").text();
+    value.meta.dtype = dtype(in.at("dtype"));
+    value.meta.sizes = integers<decltype(value.meta.sizes)>(in.at("sizes"), 0, kMaxElements);
+    value.meta.strides = integers<decltype(value.meta.strides)>(in.at("strides"), 0, kMaxElements);
+    if (value.meta.strides.size() != value.meta.sizes.size()) {
+      in.at("strides").fail_expected(
+          c10::str("one stride for each of the ", value.meta.sizes.size(), " sizes"));
+    }
+    value.meta.device = device(in.at("device"));
+    value.meta.requires_grad = in.at("requires_grad").boolean();
+    value.producer = static_cast<int>(in.at("producer").integer(-1, operator_count_ - 1));
+    value.alias_set = static_cast<int>(in.at("alias_set").integer(0, graph_.alias_sets - 1));
+    return value;
+  }
+
+  static c10::OperatorHandle schema(const JsonReader& in) {
+    const std::string text = in.text();
+    try {
+      auto& dispatcher = c10::Dispatcher::singleton();
+      const auto name = torch::jit::parseName(text.substr(0, text.find('(')));
+      if (const auto known = dispatcher.findSchema(name)) return *known;
+      // Of an extension. The registration is never undone, since graphs keep handles.
+      static auto& registrations = *new std::vector<c10::RegistrationHandleRAII>();
+      registrations.push_back(
+          dispatcher.registerDef(torch::jit::parseSchema(text), "read from a saved graph"));
+      return dispatcher.findSchema(name).value();
+    } catch (const std::exception&) {  // the parser's errors are no c10::Error
+      in.fail_expected("the schema of an operator");
+    }
+  }
+
+  static double special_number(const JsonReader& in) {
+    const std::string name = in.text();
+    if (name == "inf") return std::numeric_limits<double>::infinity();
+    if (name == "-inf") return -std::numeric_limits<double>::infinity();
+    if (name == "nan") return std::numeric_limits<double>::quiet_NaN();
+    in.fail_expected("\"inf\", \"-inf\" or \"nan\"");
+  }
+
+  static double number(const JsonReader& in) {
+    return in.value().is_object() ? special_number(in.at("double")) : in.number();
+  }
+
+  static c10::TypePtr element_type(const JsonReader& in) {
+    static const std::array<c10::TypePtr, 6> kTypes = {
+        c10::IntType::get(),    c10::FloatType::get(),   c10::BoolType::get(),
+        c10::StringType::get(), c10::ComplexType::get(), c10::NumberType::get()};
+    const std::string name = in.text();
+    for (const c10::TypePtr& type : kTypes) {
+      if (name == type->str()) return type;
+    }
+    in.fail_expected("a type of elements such as \"int\"");
+  }
+
+  static c10::IValue constant(const JsonReader& in) {
+    if (in.value().is_null()) return {};
+    if (in.value().is_boolean()) return in.boolean();
+    if (in.value().is_string()) return in.text();
+    if (in.value().is_number_integer()) return in.integer();
+    if (in.value().is_number()) return in.number();
+    if (const auto text = in.find("double")) return special_number(*text);
+    if (const auto name = in.find("device")) return device(*name);
+    if (const auto parts = in.find("complex")) {
+      return c10::complex<double>(number(parts->at(0)), number(parts->at(1)));
+    }
+    c10::impl::GenericList list(element_type(in.at("list")));
+    for_each(in.at("elements"),
+             [&](const JsonReader& element) { list.push_back(constant(element)); });
+    return list;
+  }
+
+  Argument argument(const JsonReader& in) const {
+    using Values = decltype(Argument::values);
+    Argument result;
+    if (const auto tensor = in.find("tensor")) {
+      result.kind = Argument::Kind::kTensor;
+      result.values = {id(*tensor)};
+    } else if (const auto tensors = in.find("tensors")) {
+      result.kind = Argument::Kind::kTensorList;
+      result.values = integers<Values>(*tensors, kUndefined, value_count_ - 1);
+    } else if (const auto optional = in.find("optional_tensors")) {
+      result.kind = Argument::Kind::kOptionalTensorList;
+      result.values = integers<Values>(*optional, kUndefined, value_count_ - 1);
+    } else {
+      result.constant = constant(in.at("constant"));
+    }
+    return result;
+  }
+
+  static ExecutionMode mode(const JsonReader& in) {
+    ExecutionMode mode;
+    const auto read_flag = [&](const char* name, bool& flag) {
+      if (const auto member = in.find(name)) flag = member->boolean();
+    };
+    const auto read_dtype = [&](const char* name, at::ScalarType& type) {
+      if (const auto member = in.find(name)) type = dtype(*member);
+    };
+    read_flag("grad", mode.grad);
+    read_flag("inference", mode.inference);
+    read_flag("autocast_cpu", mode.autocast_cpu);
+    read_flag("autocast_cuda", mode.autocast_cuda);
+    read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
+    read_dtype("autocast_cuda_dtype", mode.autocast_cuda_dtype);
+    if (const auto partition = in.find("partition")) {
+      mode.partition = static_cast<int>(partition->integer(0, kMaxCount));
+    }
+    return mode;
+  }
+
+  static double time(const JsonReader& in) {
+    const double us = in.number();
+    if (us < 0) in.fail_expected("a time in us that is not negative");
+    return us;
+  }
+
+  static Cost cost(const JsonReader& in) {
+    Cost cost;
+    cost.forward_us = time(in.at("forward_us"));
+    cost.backward_us = time(in.at("backward_us"));
+    cost.output_bytes = in.at("output_bytes").integer(0);
+    cost.saved_bytes = in.at("saved_bytes").integer(0);
+    return cost;
+  }
+
+  void add_operator(const JsonReader& in) {
+    const int64_t last_schema = static_cast<int64_t>(schemas_.size()) - 1;
+    Operator op(schemas_[in.at("schema").integer(0, last_schema)]);
+    const JsonReader arguments = in.at("arguments");
+    for_each(arguments, [&](const JsonReader& a) { op.arguments.push_back(argument(a)); });
+    const size_t expected = op.handle.schema().arguments().size();
+    if (op.arguments.size() != expected) {
+      arguments.fail(c10::str("operator ", op.name(), " has ", expected,
+                              " arguments in this version of libtorch, got ", op.arguments.size()),
+                     kSaveAgain);
+    }
+    op.scope = in.at("scope").text();
+    op.results = integers<decltype(op.results)>(in.at("results"), kUndefined, value_count_ - 1);
+    op.result_is_argument =
+        integers<decltype(op.result_is_argument)>(in.at("result_is_argument"), -1, kMaxCount);
+    op.list_lengths = integers<decltype(op.list_lengths)>(in.at("list_lengths"), -1, kMaxCount);
+    op.writes = integers<decltype(op.writes)>(in.at("writes"), 0, graph_.alias_sets - 1);
+    op.mode = mode(in.at("mode"));
+    op.reads_parameter = in.at("reads_parameter").boolean();
+    op.random_ordinal = static_cast<int>(in.at("random_ordinal").integer(-1, kMaxCount));
+    op.first_result = static_cast<ValueId>(in.at("first_result").integer(0, value_count_));
+    op.cost = cost(in.at("cost"));
+    graph_.operators.push_back(std::move(op));
+  }
+
+  /// Values are made before they are used, by the operators that list them as results: the passes
+  /// rely on it.
+  void check_producers() const {
+    for (size_t i = 0; i < graph_.operators.size(); ++i) {
+      const int index = static_cast<int>(i);
+      const JsonReader in = root_.at("operators").at(i);
+      for (const Argument& argument : graph_.operators[i].arguments) {
+        for (const ValueId used : argument.values) {
+          if (used == kUndefined || graph_.values[used].producer < index) continue;
+          in.at("arguments")
+              .fail(c10::str("value ", used, " is used before it is made"), kSaveAgain);
+        }
+      }
+      for (const ValueId made : graph_.operators[i].results) {
+        if (made == kUndefined || graph_.values[made].producer == index) continue;
+        in.at("results").fail(c10::str("value ", made, " names another producer"), kSaveAgain);
+      }
+    }
+  }
+
+  static constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max();
+
+  JsonReader root_;
+  Graph graph_;
+  std::vector<c10::OperatorHandle> schemas_;
+  int64_t value_count_ = 0;
+  int64_t operator_count_ = 0;
+};
+
+}  // namespace
+
+std::string graph_to_json(const Graph& graph) {
+  std::vector<Json> schemas, values, operators, roots;
+  std::map<std::string, int> schema_indices;
+  for (const Operator& op : graph.operators) {
+    const auto [schema, is_new] =
+        schema_indices.try_emplace(op.name(), static_cast<int>(schemas.size()));
+    if (is_new) schemas.push_back(c10::str(op.handle.schema()));
+    operators.push_back(to_json(op, schema->second));
+  }
+  for (const Value& value : graph.values) values.push_back(to_json(value));
+  for (const BackwardRoot& root : graph.roots) roots.push_back(to_json(root));
+
+  std::string text = c10::str("{\n\"format\": \"", kFormat, "\",\n\"version\": ", kVersion,
+                              ",\n\"fingerprint\": \"", fingerprint_text(graph),
+                              "\",\n\"alias_sets\": ", graph.alias_sets,
+                              ",\n\"inputs\": ", array(graph.inputs).dump(),
+                              ",\n\"outputs\": ", array(graph.outputs).dump());
+  append_lines(text, "roots", roots);
+  append_lines(text, "schemas", schemas);
+  append_lines(text, "values", values);
+  append_lines(text, "operators", operators);
+  return text + "\n}\n";
+}
+
+Graph graph_from_json(const std::string& text, const std::string& source_name) {
+  const nlohmann::json document = parse_json(text, source_name);
+  return GraphReader(JsonReader(document, source_name)).run();
+}
+
+void save_graph(const Graph& graph, const std::string& path) {
+  const std::string text = graph_to_json(graph);
+  std::ofstream out(path, std::ios::binary);
+  out << text << std::flush;
+  SMP_CHECK_WITH(ConfigError, out.good(), path, ": cannot write the graph: ", std::strerror(errno),
+                 ". Give a path in a folder that can be written.");
+}
+
+Graph load_graph(const std::string& path) {
+  return graph_from_json(read_file(path, "the saved graph"), path);
+}
+
+}  // namespace smp::graph
