@@ -134,6 +134,14 @@ std::vector<double> operator_costs(const Graph& graph, double memory_weight) {
   return costs;
 }
 
+void estimate_times(Graph& graph) {
+  for (Operator& op : graph.operators) {
+    const Cost estimate = estimate_from_bytes(graph, op);
+    op.cost.forward_us = estimate.forward_us;
+    op.cost.backward_us = estimate.backward_us;
+  }
+}
+
 void estimate_costs(Graph& graph, const Graph* measured) {
   std::map<OperatorKey, const Operator*> known;
   if (measured != nullptr) {

@@ -24,6 +24,10 @@ std::vector<int64_t> parameter_bytes(const graph::Graph& graph);
 /// `memory_weight` is outside [0, 1].
 std::vector<double> operator_costs(const graph::Graph& graph, double memory_weight);
 
+/// Sets the times of a graph's operators by what they move, as `estimate_costs` does, and leaves
+/// the bytes as they are.
+void estimate_times(graph::Graph& graph);
+
 /// Sets the costs of a graph that was captured on shapes alone. An operator takes the times and
 /// saved bytes of the one in `measured` (may be null) that has the same scope, the same name and
 /// the same occurrence among those, scaled by the ratio of their results' bytes. Any other costs

@@ -42,11 +42,11 @@ std::vector<std::vector<int>> value_uses(const Graph& graph) {
                       [&](ValueId value) { uses[value].push_back(static_cast<int>(i)); });
   }
   const std::vector<int> root_operator = root_operators(graph, last_writers(graph));
-  for (size_t r = 0; r < graph.roots.size(); ++r) {
-    if (root_operator[r] < 0) continue;
-    uses[graph.roots[r].value].push_back(root_operator[r]);
+  for (size_t r = 0; r < graph.roots.size() && !graph.operators.empty(); ++r) {
+    const int index = std::max(root_operator[r], 0);  // a parameter is complete from the start
+    uses[graph.roots[r].value].push_back(index);
     const ValueId gradient = graph.roots[r].gradient;
-    if (gradient != graph::kUndefined) uses[gradient].push_back(root_operator[r]);
+    if (gradient != graph::kUndefined) uses[gradient].push_back(index);
   }
   for (std::vector<int>& of_value : uses) {
     std::sort(of_value.begin(), of_value.end());

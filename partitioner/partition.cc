@@ -12,8 +12,11 @@
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
-#include "partitioner/owners.h"
+#include "partitioner/format.h"
+#include "partitioner/gradient_flow.h"
+#include "partitioner/recompute.h"
 #include "partitioner/split.h"
+#include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
 #include "smp/core/error.h"
 
@@ -25,26 +28,38 @@ using graph::kUndefined;
 using graph::ValueId;
 using graph::ValueKind;
 
-/// Costs are compared as integers, so that equal sums are equal in any order of summation.
+/// Costs are compared as integers, so that equal sums are equal in any order of summation. The
+/// time of the whole graph for one microbatch is this many units.
 constexpr double kCostUnits = 1e12;
+
+/// The search ends when no split can be better by more than this: far below what costs are worth.
+constexpr double kSearchGap = 1e-4;
 
 /// Operators that stay together, numbered in program order.
 struct Pieces {
   std::vector<int> of_operator;
-  int count = 0;
+  std::vector<int> first_operator;  ///< per piece
 
-  explicit Pieces(const std::vector<bool>& cuts, size_t operators) {
+  Pieces(const std::vector<bool>& cuts, size_t operators) {
     for (size_t i = 0; i < operators; ++i) {
-      if (i == 0 || cuts[i - 1]) ++count;
-      of_operator.push_back(count - 1);
+      if (i == 0 || cuts[i - 1]) first_operator.push_back(static_cast<int>(i));
+      of_operator.push_back(count() - 1);
     }
   }
+
+  int count() const { return static_cast<int>(first_operator.size()); }
+};
+
+/// A pin by the stage that it asks for.
+struct StagePin {
+  const Pin* pin = nullptr;
+  int stage = 0;
 };
 
 /// A bound on the position of a cut, and the pin it comes from; none: the number of pieces.
 struct Bound {
   int position = 0;
-  const Pin* pin = nullptr;
+  StagePin from;
 };
 
 /// Where each cut may lie, given the pins and that every stage needs a piece.
@@ -52,25 +67,27 @@ struct Bounds {
   std::vector<Bound> earliest;
   std::vector<Bound> latest;
 
-  Bounds(const Pieces& pieces, const std::vector<Pin>& pins, int stages, int min_length)
-      : earliest(stages - 1, Bound{0, nullptr}), latest(stages - 1, Bound{pieces.count, nullptr}) {
-    for (int j = 0; j + 1 < stages; ++j) {
-      for (const Pin& pin : pins) {
-        const int piece = pieces.of_operator[pin.operator_index];
-        if (pin.stage <= j && piece + 1 > earliest[j].position) earliest[j] = {piece + 1, &pin};
-        if (pin.stage > j && piece < latest[j].position) latest[j] = {piece, &pin};
+  Bounds(const Pieces& pieces, const std::vector<StagePin>& pins, int stages, int min_length)
+      : earliest(stages - 1, Bound{0, {}}), latest(stages - 1, Bound{pieces.count(), {}}) {
+    for (const StagePin& pin : pins) {
+      const int piece = pieces.of_operator[pin.pin->operator_index];
+      for (int j = pin.stage; j + 1 < stages; ++j) {
+        if (piece + 1 > earliest[j].position) earliest[j] = {piece + 1, pin};
+      }
+      for (int j = 0; j < pin.stage; ++j) {
+        if (piece < latest[j].position) latest[j] = {piece, pin};
       }
     }
     for (int j = 0; j + 1 < stages; ++j) {
       const Bound before = j > 0 ? earliest[j - 1] : Bound();
       if (before.position + min_length > earliest[j].position) {
-        earliest[j] = {before.position + min_length, before.pin};
+        earliest[j] = {before.position + min_length, before.from};
       }
     }
     for (int j = stages - 2; j >= 0; --j) {
-      const Bound after = j + 2 < stages ? latest[j + 1] : Bound{pieces.count, nullptr};
+      const Bound after = j + 2 < stages ? latest[j + 1] : Bound{pieces.count(), {}};
       if (after.position - min_length < latest[j].position) {
-        latest[j] = {after.position - min_length, after.pin};
+        latest[j] = {after.position - min_length, after.from};
       }
     }
   }
@@ -84,6 +101,18 @@ struct Bounds {
   }
 };
 
+/// How many modules two operators have in common: "a.b.c" and "a.b.d" two.
+int common_depth(const std::string& a, const std::string& b) {
+  int depth = 0;
+  for (size_t i = 0; i <= a.size() && i <= b.size(); ++i) {
+    const bool a_ends = i == a.size() || a[i] == '.';
+    const bool b_ends = i == b.size() || b[i] == '.';
+    if (a_ends && b_ends && i > 0) ++depth;
+    if (i == a.size() || i == b.size() || a[i] != b[i]) break;
+  }
+  return depth;
+}
+
 class Partitioner {
  public:
   Partitioner(const Graph& graph, const PartitionOptions& options)
@@ -95,22 +124,51 @@ class Partitioner {
         split_weights_(split_weights(graph)),
         costs_(operator_costs(graph, options.memory_weight())),
         uses_(value_uses(graph)),
-        constraints_(owner_constraints(graph, options.owner(), options.stages())) {}
+        constraints_(find_constraints(
+            graph, {options.partitions(), &options.owner(), &options.pinned(),
+                    options.auto_partition() ? -1 : options.default_partition()})) {
+    add_leading_default();
+    stages_ = list_stages(constraints_.pins, options.partitions());
+    for (size_t p = 0; p < constraints_.pins.size(); ++p) {
+      stage_pins_.push_back({&constraints_.pins[p], stages_.stage_of_pin[p]});
+    }
+    double total_us = 0;
+    for (const graph::Operator& op : graph.operators) total_us += operator_time_us(graph, op);
+    units_per_us_ = kCostUnits / (total_us > 0 ? total_us : static_cast<double>(operators_));
+  }
 
   Plan run() const {
-    const std::vector<int> stage_of_operator = assign();
-    Plan plan = complete_plan(graph_, one_stage_per_rank(options_.stages()), stage_of_operator,
-                              options_.owner());
+    const std::vector<int> stage_of_operator = options_.auto_partition() ? balance() : follow();
+    Plan plan = finish(stage_of_operator);
     plan.reason_of_operator = reasons(stage_of_operator);
     verify_plan(graph_, plan);
+    check_memory(plan);
     return plan;
   }
 
  private:
-  std::vector<int> assign() const {
-    if (options_.stages() == 1) return std::vector<int>(operators_, 0);
-    if (const auto result = try_cuts(/*split_weights=*/false)) return *result;
-    if (const auto result = try_cuts(/*split_weights=*/true)) return *result;
+  int stages() const { return static_cast<int>(stages_.rank_of_stage.size()); }
+
+  Plan finish(const std::vector<int>& stage_of_operator) const {
+    Owners fixed = options_.owner();
+    fixed.insert(options_.pinned().begin(), options_.pinned().end());
+    return complete_plan(graph_, stages_.rank_of_stage, stage_of_operator, fixed);
+  }
+
+  // ---- Automatic: balanced stages ----
+
+  std::vector<int> balance() const {
+    if (stages() == 1 || (operators_ == 0 && min_length_ == 0)) {
+      return std::vector<int>(operators_, 0);
+    }
+    for (const bool split_weights : {false, true}) {
+      const Pieces pieces(usable_cuts(split_weights), operators_);
+      const Bounds bounds(pieces, stage_pins_, stages(), min_length_);
+      if (bounds.conflict() >= 0) continue;
+      const SplitProblem problem = make_problem(pieces, bounds);
+      const auto cuts = split(problem);
+      if (cuts) return stages_of(pieces, keep_previous(problem, pieces, *cuts));
+    }
     explain_failure();
   }
 
@@ -122,64 +180,214 @@ class Partitioner {
     return cuts;
   }
 
-  std::optional<std::vector<int>> try_cuts(bool split_weights) const {
-    const Pieces pieces(usable_cuts(split_weights), operators_);
-    const Bounds bounds(pieces, constraints_.pins, options_.stages(), min_length_);
-    if (bounds.conflict() >= 0) return std::nullopt;
-    const auto cuts = split(problem(pieces, bounds));
-    if (!cuts) return std::nullopt;
+  static std::vector<int> stages_of(const Pieces& pieces, const std::vector<int>& cuts) {
     std::vector<int> stages;
     for (int piece : pieces.of_operator) {
-      const auto after = std::upper_bound(cuts->begin(), cuts->end(), piece);
-      stages.push_back(static_cast<int>(after - cuts->begin()));
+      const auto after = std::upper_bound(cuts.begin(), cuts.end(), piece);
+      stages.push_back(static_cast<int>(after - cuts.begin()));
     }
     return stages;
   }
 
-  SplitProblem problem(const Pieces& pieces, const Bounds& bounds) const {
+  int64_t units(double us) const { return std::llround(us * units_per_us_); }
+
+  SplitProblem make_problem(const Pieces& pieces, const Bounds& bounds) const {
     SplitProblem problem;
-    problem.stages = options_.stages();
+    problem.rank_of_stage = stages_.rank_of_stage;
     problem.allow_empty = options_.allow_empty_stages();
-    problem.tolerance = options_.tolerance();
-    problem.cost.assign(pieces.count, 0);
-    for (size_t i = 0; i < operators_; ++i) {
-      problem.cost[pieces.of_operator[i]] += std::llround(costs_[i] * kCostUnits);
+    problem.microbatches = options_.step().microbatches();
+    problem.gap = kSearchGap;
+    problem.memory_limit = options_.memory_limit();
+    for (int s = 0; s < stages(); ++s) {
+      problem.in_flight.push_back(
+          microbatches_in_flight(options_.step(), graph_.trains(), s, stages()));
     }
     for (const Bound& bound : bounds.earliest) problem.earliest.push_back(bound.position);
     for (const Bound& bound : bounds.latest) problem.latest.push_back(bound.position);
-    for (size_t v = 0; v < graph_.values.size(); ++v) {
-      if (graph_.values[v].kind != ValueKind::kResult) continue;
-      add_uses(problem, pieces, static_cast<ValueId>(v), -1);
-    }
-    for (ValueId value : constraints_.better_local) {
-      add_uses(problem, pieces, value, options_.owner().at(graph_.values[value].name));
-    }
-    std::stable_sort(problem.uses.begin(), problem.uses.end(),
-                     [](const PieceUse& a, const PieceUse& b) { return a.piece < b.piece; });
+    add_costs(problem, pieces);
+    add_penalties(problem, pieces);
+    add_all_uses(problem, pieces);
     return problem;
   }
 
-  void add_uses(SplitProblem& problem, const Pieces& pieces, ValueId value, int owner) const {
-    PieceUse use;
-    use.bytes = graph_.values[value].meta.nbytes();
-    use.owner = owner;
+  void add_costs(SplitProblem& problem, const Pieces& pieces) const {
+    problem.cost.assign(pieces.count(), 0);
+    problem.kept.assign(pieces.count(), 0);
+    problem.fixed.assign(pieces.count(), 0);
+    for (size_t i = 0; i < operators_; ++i) {
+      const int piece = pieces.of_operator[i];
+      problem.cost[piece] += std::llround(costs_[i] * kCostUnits);
+      problem.kept[piece] += graph_.operators[i].cost.saved_bytes;
+    }
+    for (size_t v = 0; v < graph_.values.size(); ++v) {
+      if (graph_.values[v].kind != ValueKind::kParameter || uses_[v].empty()) continue;
+      problem.fixed[pieces.of_operator[uses_[v].front()]] +=
+          ParameterMemory(graph_, graph_.values[v], options_.step()).total();
+    }
+  }
+
+  /// A cut costs more the deeper the modules that it divides. All cuts together cost less than
+  /// `tolerance` of a step.
+  void add_penalties(SplitProblem& problem, const Pieces& pieces) const {
+    std::vector<int> depth(pieces.count(), 0);
+    for (int p = 1; p < pieces.count(); ++p) {
+      const int first = pieces.first_operator[p];
+      depth[p] = common_depth(graph_.operators[first - 1].scope, graph_.operators[first].scope);
+    }
+    const int deepest = std::max(*std::max_element(depth.begin(), depth.end()), 1);
+    const SplitScore balanced{0, std::llround(kCostUnits),
+                              std::llround(kCostUnits / options_.partitions()), 0};
+    const double dearest = options_.tolerance() *
+                           static_cast<double>(balanced.step(problem.microbatches)) /
+                           (stages() - 1);
+    for (int of_cut : depth) problem.penalty.push_back(std::llround(dearest * of_cut / deepest));
+  }
+
+  void add_all_uses(SplitProblem& problem, const Pieces& pieces) const {
+    const std::vector<bool> repeatable = repeatable_operators(graph_);
+    const GradientFlow gradients(graph_);
+    for (size_t v = 0; v < graph_.values.size(); ++v) {
+      const auto value = static_cast<ValueId>(v);
+      const graph::Value& tensor = graph_.values[v];
+      if (tensor.kind == ValueKind::kResult) {
+        add_result(problem, pieces, value, repeatable[tensor.producer], gradients);
+      } else if (tensor.kind == ValueKind::kParameter && uses_[v].size() > 1) {
+        add_replicas(problem, pieces, value);
+      }
+    }
+    for (ValueId value : constraints_.better_local) add_owned(problem, pieces, value);
+    PieceUse boundary;  // the messages themselves, whatever is in them
+    boundary.cost = units(message_us(graph_.trains()));
+    for (boundary.piece = 1; boundary.piece < pieces.count(); ++boundary.piece) {
+      boundary.previous = boundary.piece - 1;
+      problem.uses.push_back(boundary);
+    }
+    std::stable_sort(problem.uses.begin(), problem.uses.end(),
+                     [](const PieceUse& a, const PieceUse& b) { return a.piece < b.piece; });
+  }
+
+  /// A result crosses, with its gradient if a later use gives one, or is made again if that is
+  /// cheaper.
+  void add_result(SplitProblem& problem, const Pieces& pieces, ValueId value, bool repeatable,
+                  const GradientFlow& gradients) const {
     const int producer = graph_.values[value].producer;
-    use.previous = producer < 0 ? -1 : pieces.of_operator[producer];
+    const int64_t bytes = graph_.values[value].meta.nbytes();
+    const std::vector<int>& of_gradient = gradients.gradient_uses(value);
+    const int last_gradient = of_gradient.empty() ? -1 : of_gradient.front();
+    PieceUse use;
+    use.kept = graph_.trains() ? bytes : 0;
+    use.previous = pieces.of_operator[producer];
     for (int index : uses_[value]) {
       use.piece = pieces.of_operator[index];
       if (use.piece == use.previous) continue;
+      double us = transfer_us(bytes, /*needs_gradient=*/last_gradient >= index);
+      if (repeatable) us = std::min(us, graph_.operators[producer].cost.forward_us / 2);
+      use.cost = units(us);
       problem.uses.push_back(use);
       use.previous = use.piece;
     }
   }
 
+  void add_replicas(SplitProblem& problem, const Pieces& pieces, ValueId value) const {
+    PieceUse use;
+    use.fixed = replica_bytes(graph_, graph_.values[value]);
+    use.previous = pieces.of_operator[uses_[value].front()];
+    for (int index : uses_[value]) add_use(problem, pieces, use, index);
+  }
+
+  void add_owned(SplitProblem& problem, const Pieces& pieces, ValueId value) const {
+    PieceUse use;
+    use.owner = options_.owner().at(graph_.values[value].name);
+    use.foreign = graph_.values[value].meta.nbytes();
+    for (int index : uses_[value]) add_use(problem, pieces, use, index);
+  }
+
+  static void add_use(SplitProblem& problem, const Pieces& pieces, PieceUse& use, int index) {
+    use.piece = pieces.of_operator[index];
+    if (use.piece == use.previous) return;
+    problem.uses.push_back(use);
+    use.previous = use.piece;
+  }
+
+  /// The cuts of the previous plan, unless it cannot be kept or the new ones are clearly better.
+  std::vector<int> keep_previous(const SplitProblem& problem, const Pieces& pieces,
+                                 const std::vector<int>& best) const {
+    const Plan* previous = options_.previous().get();
+    if (previous == nullptr || previous->rank_of_stage != stages_.rank_of_stage ||
+        previous->stage_of_operator.size() != operators_) {
+      return best;
+    }
+    const std::vector<int>& stage_of = previous->stage_of_operator;
+    std::vector<int> cuts;
+    for (int stage = 0; stage + 1 < stages(); ++stage) {
+      const auto end = std::upper_bound(stage_of.begin(), stage_of.end(), stage);
+      const auto index = static_cast<size_t>(end - stage_of.begin());
+      cuts.push_back(index == operators_ ? pieces.count() : pieces.of_operator[index]);
+    }
+    if (stages_of(pieces, cuts) != stage_of) return best;  // one of them is not usable any more
+    for (size_t j = 0; j < cuts.size(); ++j) {
+      if (cuts[j] < problem.earliest[j] || cuts[j] > problem.latest[j]) return best;
+    }
+    const SplitScore before = score_split(problem, cuts), now = score_split(problem, best);
+    const bool fits = problem.memory_limit == 0 || before.memory <= problem.memory_limit;
+    const auto bound = static_cast<double>(now.step(problem.microbatches)) * (1 + options_.keep());
+    const bool close = static_cast<double>(before.step(problem.microbatches)) <= bound;
+    return fits && close && before.foreign <= now.foreign ? cuts : best;
+  }
+
+  // ---- Manual: pinned operators, and the others follow ----
+
+  /// Without automatic partitioning what comes before all pins goes to the default partition too,
+  /// if a legal cut allows it.
+  void add_leading_default() {
+    if (options_.auto_partition() || operators_ == 0) return;
+    std::vector<Pin>& pins = constraints_.pins;
+    const int rank = options_.default_partition();
+    const int first = pins.empty() ? static_cast<int>(operators_) : pins.front().operator_index;
+    if (first == 0 || (!pins.empty() && pins.front().rank == rank)) return;
+    if (!pins.empty() && cut_between(0, first) < 0) return;
+    pins.insert(pins.begin(), Pin{0, rank, PinSource::kDefault, kUndefined});
+  }
+
+  /// The last cut that separates two operators, one that splits no weight if possible: the first
+  /// operator after it. -1 if they cannot be separated.
+  int cut_between(int first, int last) const {
+    for (const bool split_weights : {false, true}) {
+      for (int i = last - 1; i >= first; --i) {
+        if (why_illegal_[i].empty() && (split_weights || split_weights_[i] == kUndefined)) {
+          return i + 1;
+        }
+      }
+    }
+    return -1;
+  }
+
+  std::vector<int> follow() const {
+    std::vector<int> stage_of_operator(operators_, stage_pins_.empty() ? 0 : stage_pins_[0].stage);
+    for (size_t p = 1; p < stage_pins_.size(); ++p) {
+      const StagePin &before = stage_pins_[p - 1], &pin = stage_pins_[p];
+      if (pin.stage == before.stage) continue;
+      const int cut = cut_between(before.pin->operator_index, pin.pin->operator_index);
+      if (cut < 0) explain_no_cut(*before.pin, *pin.pin);
+      std::fill(stage_of_operator.begin() + cut, stage_of_operator.end(), pin.stage);
+    }
+    return stage_of_operator;
+  }
+
+  // ---- Errors ----
+
   [[noreturn]] void explain_failure() const {
     const Pieces pieces(usable_cuts(/*split_weights=*/true), operators_);
-    if (pieces.count < options_.stages() && min_length_ > 0) explain_too_few(pieces.count);
-    const Bounds bounds(pieces, constraints_.pins, options_.stages(), min_length_);
+    if (pieces.count() < stages() && min_length_ > 0) explain_too_few(pieces.count());
+    const Bounds bounds(pieces, stage_pins_, stages(), min_length_);
     const int cut = bounds.conflict();
-    SMP_INTERNAL_ASSERT(cut >= 0, "no split although all bounds can be kept");
-    explain_pins(bounds.earliest[cut].pin, bounds.latest[cut].pin);
+    if (cut >= 0) explain_pins(bounds.earliest[cut].from, bounds.latest[cut].from);
+    SplitProblem problem = make_problem(pieces, bounds);
+    const std::optional<int64_t> least = smallest_memory_limit(problem);
+    SMP_INTERNAL_ASSERT(least.has_value(), "no split although all bounds can be kept");
+    problem.memory_limit = *least;
+    fail_memory(finish(stages_of(pieces, *split(problem))),
+                fmt::format("the least limit that would do is {} bytes, with which", *least));
   }
 
   [[noreturn]] void explain_too_few(int possible) const {
@@ -196,36 +404,66 @@ class Partitioner {
         fmt::format("cannot divide {} operators into {} stages: at most {} are possible, since {}. "
                     "Ask for fewer stages (\"pipeline_parallel_degree\") or replace operators "
                     "that work in place by ones that return a new tensor.",
-                    operators_, options_.stages(), possible, why));
-  }
-
-  std::string describe(const Pin& pin) const {
-    return fmt::format("{} belongs to stage {}, where {} must run",
-                       describe_value(graph_, pin.value), pin.stage,
-                       describe_operator(graph_, pin.operator_index));
+                    operators_, stages(), possible, why));
   }
 
   /// `low` keeps a cut late, `high` keeps it early; either may be missing, but not both.
-  [[noreturn]] void explain_pins(const Pin* low, const Pin* high) const {
-    std::string why;
-    if (low != nullptr && high != nullptr) {
-      why = fmt::format("{}, but {}; no legal cuts leave both where they belong", describe(*low),
-                        describe(*high));
-    } else {
-      const Pin& pin = low != nullptr ? *low : *high;
-      why = fmt::format("{}, with too few operators {} it for the {} {} stages", describe(pin),
-                        low != nullptr ? "after" : "before",
-                        low != nullptr ? options_.stages() - 1 - pin.stage : pin.stage,
-                        low != nullptr ? "later" : "earlier");
+  [[noreturn]] void explain_pins(const StagePin& low, const StagePin& high) const {
+    if (low.pin != nullptr && high.pin != nullptr) {
+      if (cut_between(low.pin->operator_index, high.pin->operator_index) < 0) {
+        explain_no_cut(*low.pin, *high.pin);
+      }
+      detail::fail<PartitionError>(fmt::format(
+          "cannot keep the pins: {}, but {}, and between the two there are too few operators for "
+          "the {} stages that come between them. Pin fewer operators, or ask for fewer partitions.",
+          describe(graph_, *low.pin), describe(graph_, *high.pin), high.stage - low.stage - 1));
     }
-    detail::fail<PartitionError>(
-        fmt::format("cannot keep the owners that an earlier step function settled: {}. Call the "
-                    "step function that uses the parameters in this order first.",
-                    why));
+    const bool late = low.pin != nullptr;
+    const StagePin& pin = late ? low : high;
+    const int others = late ? stages() - 1 - pin.stage : pin.stage;
+    detail::fail<PartitionError>(fmt::format(
+        "cannot keep the pins: {}, with too few operators {} it for the {} {} partition{}. Pin it "
+        "elsewhere, or ask for fewer partitions.",
+        describe(graph_, *pin.pin), late ? "after" : "before", others, late ? "later" : "earlier",
+        others == 1 ? "" : "s"));
   }
 
+  [[noreturn]] void explain_no_cut(const Pin& before, const Pin& after) const {
+    const int last = after.operator_index - 1;
+    detail::fail<PartitionError>(fmt::format(
+        "cannot keep the pins: {}, but {}; every cut between them is illegal, the last, {}|{}, "
+        "because {}. Pin both to one partition, or replace operators that work in place by ones "
+        "that return a new tensor.",
+        describe(graph_, before), describe(graph_, after), last, last + 1, why_illegal_[last]));
+  }
+
+  /// Pins may leave no choice, and the stages of one rank add up.
+  void check_memory(const Plan& plan) const {
+    if (options_.memory_limit() == 0) return;
+    const Prediction prediction = predict(graph_, plan, options_.step());
+    for (int64_t bytes : prediction.rank_memory) {
+      if (bytes > options_.memory_limit()) fail_memory(plan, "as the operators are pinned");
+    }
+  }
+
+  [[noreturn]] void fail_memory(const Plan& plan, const std::string& how) const {
+    const Prediction prediction = predict(graph_, plan, options_.step());
+    const auto largest =
+        std::max_element(prediction.rank_memory.begin(), prediction.rank_memory.end());
+    const auto rank = static_cast<int>(largest - prediction.rank_memory.begin());
+    detail::fail<PartitionError>(fmt::format(
+        "no division into {} partitions keeps the memory limit of {} ({} bytes): {}, partition {} "
+        "needs {}. Raise \"memory_limit_mb\", use more partitions or smaller microbatches, or "
+        "lower "
+        "\"active_microbatches\".",
+        options_.partitions(), format_bytes(options_.memory_limit()), options_.memory_limit(), how,
+        rank, describe_memory(plan, prediction, rank)));
+  }
+
+  // ---- Reasons ----
+
   std::vector<std::string> reasons(const std::vector<int>& stage_of_operator) const {
-    std::vector<double> share(options_.stages(), 0);
+    std::vector<double> share(stages(), 0);
     double total = 0;
     for (size_t i = 0; i < operators_; ++i) {
       share[stage_of_operator[i]] += costs_[i];
@@ -238,9 +476,7 @@ class Partitioner {
       result.back() =
           fmt::format("balance: {:.1f}% of cost", 100 * share[stage_of_operator[i]] / total);
     }
-    for (const Pin& pin : constraints_.pins) {
-      result[pin.operator_index] = "owner of " + graph_.values[pin.value].name;
-    }
+    for (const Pin& pin : constraints_.pins) result[pin.operator_index] = reason(graph_, pin);
     return result;
   }
 
@@ -250,8 +486,9 @@ class Partitioner {
     if (!why_illegal_[i - 1].empty()) {
       return fmt::format("cut {}|{} illegal: {}", i - 1, i, why_illegal_[i - 1]);
     }
+    if (!options_.auto_partition()) return fmt::format("follows operator {}", i - 1);
     const ValueId weight = split_weights_[i - 1];
-    if (weight == kUndefined || options_.stages() == 1) return "";
+    if (weight == kUndefined || stages() == 1) return "";
     return fmt::format("cut {}|{} would send a view of {}", i - 1, i, graph_.values[weight].name);
   }
 
@@ -263,14 +500,17 @@ class Partitioner {
   const std::vector<ValueId> split_weights_;
   const std::vector<double> costs_;
   const std::vector<std::vector<int>> uses_;
-  const OwnerConstraints constraints_;
+  Constraints constraints_;
+  StageList stages_;
+  std::vector<StagePin> stage_pins_;
+  double units_per_us_ = 1;
 };
 
 }  // namespace
 
 Plan partition(const Graph& graph, const PartitionOptions& options) {
-  SMP_CHECK_WITH(ConfigError, options.stages() >= 1,
-                 "partition: stages: expected at least 1, got ", options.stages(), ".");
+  SMP_CHECK_WITH(ConfigError, options.partitions() >= 1,
+                 "partition: partitions: expected at least 1, got ", options.partitions(), ".");
   SMP_CHECK_WITH(ConfigError, options.tolerance() >= 0,
                  "partition: tolerance: expected at least 0, got ", options.tolerance(), ".");
   return Partitioner(graph, options).run();

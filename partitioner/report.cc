@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "partitioner/cost.h"
+#include "partitioner/format.h"
 #include "partitioner/modules.h"
+#include "partitioner/table.h"
 
 namespace smp::partitioner {
 namespace {
@@ -20,17 +22,6 @@ using graph::Value;
 using graph::ValueKind;
 
 constexpr size_t kMaxModulesWidth = 48;
-
-/// Four characters of a number below 1000, and its unit.
-std::string format_scaled(double number, double step, const std::vector<const char*>& units) {
-  size_t unit = 0;
-  while (number >= 999.5 && unit + 1 < units.size()) {
-    number /= step;
-    ++unit;
-  }
-  const int digits = unit == 0 || number >= 99.95 ? 0 : 1;
-  return fmt::format("{:.{}f}{}", number, digits, units[unit]);
-}
 
 /// One stage in numbers; bytes of activations are per microbatch.
 struct StageSummary {
@@ -66,47 +57,6 @@ std::vector<StageSummary> summarize(const Graph& graph, const Plan& plan) {
   }
   return stages;
 }
-
-/// Columns of texts under headings, as wide as their widest cell.
-class Table {
- public:
-  enum class Align { kLeft, kRight };
-
-  void column(std::string heading, Align align) {
-    headings_.push_back(std::move(heading));
-    align_.push_back(align);
-  }
-  void row(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
-
-  std::string to_string() const {
-    std::vector<size_t> widths;
-    for (size_t c = 0; c < headings_.size(); ++c) {
-      size_t width = headings_[c].size();
-      for (const auto& row : rows_) width = std::max(width, row[c].size());
-      widths.push_back(width);
-    }
-    std::vector<std::string> rule;
-    for (size_t width : widths) rule.push_back(std::string(width, '-'));
-    std::string text = line(headings_, widths) + line(rule, widths);
-    for (const auto& row : rows_) text += line(row, widths);
-    return text;
-  }
-
- private:
-  std::string line(const std::vector<std::string>& cells, const std::vector<size_t>& widths) const {
-    std::string text;
-    for (size_t c = 0; c < cells.size(); ++c) {
-      text += align_[c] == Align::kRight ? fmt::format("  {:>{}}", cells[c], widths[c])
-                                         : fmt::format("  {:<{}}", cells[c], widths[c]);
-    }
-    text.erase(text.find_last_not_of(' ') + 1);
-    return text + "\n";
-  }
-
-  std::vector<std::string> headings_;
-  std::vector<Align> align_;
-  std::vector<std::vector<std::string>> rows_;
-};
 
 std::string shorten(const std::string& modules) {
   if (modules.size() <= kMaxModulesWidth) return modules;
@@ -215,22 +165,40 @@ std::string sharing(const Graph& graph, const Plan& plan) {
   return text;
 }
 
+std::string predicted_step(const Prediction& predicted, int microbatches) {
+  if (predicted.step_us <= 0) return "";
+  const double slowest = *std::max_element(predicted.rank_us.begin(), predicted.rank_us.end());
+  const double first = predicted.step_us - (microbatches - 1) * slowest;
+  std::string text =
+      fmt::format("  step      {} predicted: {} for one microbatch through all stages",
+                  format_time(predicted.step_us), format_time(first));
+  if (microbatches > 1) {
+    text += fmt::format(", then {} for each of {} more", format_time(slowest), microbatches - 1);
+  }
+  return text + "\n";
+}
+
+/// The rank that needs most memory.
+std::string predicted_memory(const Plan& plan, const Prediction& predicted) {
+  const auto most = std::max_element(predicted.rank_memory.begin(), predicted.rank_memory.end());
+  if (*most == 0) return "";
+  const auto rank = static_cast<int>(most - predicted.rank_memory.begin());
+  return fmt::format("  memory    partition {} needs most, {}\n", rank,
+                     describe_memory(plan, predicted, rank));
+}
+
+std::string prediction(const Graph& graph, const Plan& plan, const StepModel& step) {
+  const Prediction predicted = predict(graph, plan, step);
+  return predicted_step(predicted, step.microbatches()) + predicted_memory(plan, predicted);
+}
+
 }  // namespace
 
-std::string format_bytes(int64_t bytes) {
-  if (bytes == 0) return "-";
-  return format_scaled(static_cast<double>(bytes), 1024, {" B", " KiB", " MiB", " GiB", " TiB"});
-}
-
-std::string format_count(int64_t count) {
-  if (count == 0) return "-";
-  return format_scaled(static_cast<double>(count), 1000, {"", " k", " M", " B"});
-}
-
-std::string report(const Graph& graph, const Plan& plan, int microbatches) {
+std::string report(const Graph& graph, const Plan& plan, const StepModel& step) {
   const std::vector<StageSummary> stages = summarize(graph, plan);
-  return header(graph, plan, stages, microbatches) + table(graph, plan, stages) + balance(stages) +
-         traffic(graph, plan, microbatches) + sharing(graph, plan);
+  return header(graph, plan, stages, step.microbatches()) + table(graph, plan, stages) +
+         balance(stages) + traffic(graph, plan, step.microbatches()) + sharing(graph, plan) +
+         prediction(graph, plan, step);
 }
 
 }  // namespace smp::partitioner

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <limits>
-
-#include "smp/core/error.h"
+#include <map>
+#include <utility>
 
 namespace smp::partitioner {
 namespace {
@@ -15,14 +15,12 @@ constexpr int64_t kInfinite = std::numeric_limits<int64_t>::max() / 4;
 struct Range {
   int first = 0;
   int last = 0;
-
-  bool contains(int position) const { return first <= position && position <= last; }
 };
 
 /// Value of the best stages from one on to the end, compared in this order.
 struct Label {
-  int64_t foreign = kInfinite;  ///< bytes of owned tensors used outside their owner's stage
-  int64_t goal = kInfinite;     ///< the maximum cost, or the bytes crossing
+  int64_t foreign = kInfinite;
+  int64_t goal = kInfinite;  ///< the sum of times, or the maximum of memory
 
   bool operator<(const Label& other) const {
     return foreign < other.foreign || (foreign == other.foreign && goal < other.goal);
@@ -32,14 +30,18 @@ struct Label {
   }
 };
 
-/// What a stage of pieces [start, end) costs.
+/// What a stage of pieces [start, end) takes, whichever it is.
 struct Segment {
-  int64_t cost = 0;
-  int64_t crossing = 0;           ///< bytes that enter it
+  int64_t time = 0;
+  int64_t kept = 0;
+  int64_t fixed = 0;
   int64_t owned = 0;              ///< bytes of owned tensors that it uses
-  std::vector<int64_t> by_owner;  ///< the same, per owner
+  std::vector<int64_t> by_owner;  ///< the same, per rank
+};
 
-  int64_t foreign(int stage) const { return owned - by_owner[stage]; }
+struct Solution {
+  std::vector<int> cuts;
+  SplitScore score;
 };
 
 class Splitter {
@@ -47,70 +49,291 @@ class Splitter {
   explicit Splitter(const SplitProblem& problem)
       : problem_(problem),
         pieces_(static_cast<int>(problem.cost.size())),
+        stages_(problem.stages()),
         prefix_(problem.cost.size() + 1, 0),
         first_use_(problem.cost.size() + 1, 0),
-        empty_{0, 0, 0, std::vector<int64_t>(problem.stages, 0)} {
+        leaving_(problem.cost.size(), 0) {
     for (int p = 0; p < pieces_; ++p) prefix_[p + 1] = prefix_[p] + problem.cost[p];
     for (const PieceUse& use : problem.uses) {
       ++first_use_[use.piece + 1];
+      if (use.previous >= 0) leaving_[use.previous] += use.cost;
       has_owned_ |= use.owner >= 0;
     }
     for (int p = 0; p < pieces_; ++p) first_use_[p + 1] += first_use_[p];
+    std::map<int, int> visits;
+    for (int rank : problem.rank_of_stage) ++visits[rank];
+    for (int rank : problem.rank_of_stage) visits_.push_back(visits[rank]);
+    int ranks = visits.rbegin()->first + 1;
+    for (const PieceUse& use : problem.uses) ranks = std::max(ranks, use.owner + 1);
+    empty_.by_owner.assign(ranks, 0);
   }
 
-  std::optional<std::vector<int>> run() {
+  std::optional<std::vector<int>> best() {
     if (!limit(kInfinite)) return std::nullopt;
-    const int64_t peak = has_owned_ ? smallest_peak_with_owners() : smallest_peak();
-    const auto slack = static_cast<int64_t>(static_cast<double>(peak) * problem_.tolerance);
-    SMP_INTERNAL_ASSERT(limit(peak + slack), "a smallest maximum cost that no split has");
-    const auto add = [](const Segment& segment, int64_t rest) { return segment.crossing + rest; };
-    solve(add);
-    return walk(add);
+    if (has_owned_ && !find_fewest_foreign()) return std::nullopt;
+    const std::optional<int64_t> lowest = find_first();
+    if (!lowest) return std::nullopt;
+    const int64_t sum_bound = prefix_[pieces_] + crossing_bound();
+    explore(*lowest, (step(best_->score) - sum_bound) / weight(), sum_bound);
+    return best_->cuts;
+  }
+
+  std::optional<int64_t> smallest_memory() {
+    if (!limit(kInfinite)) return std::nullopt;
+    memory_limit_ = kInfinite;
+    solve<Goal::kMemory>();  // fewest foreign bytes come first, as in `best`
+    const Label& all = label(0, 0);
+    if (all.foreign >= kInfinite) return std::nullopt;
+    return all.goal;
+  }
+
+  SplitScore score(const std::vector<int>& cuts) {
+    SplitScore total;
+    for (int stage = 0; stage < stages_; ++stage) {
+      const int start = stage == 0 ? 0 : cuts[stage - 1];
+      const int end = stage + 1 == stages_ ? pieces_ : cuts[stage];
+      begin_segment();
+      for (int piece = start; piece < end; ++piece) add_piece(start, piece);
+      total.foreign += foreign(segment_, stage);
+      total.sum += segment_.time + (end > start ? penalty(start) : 0);
+      total.peak = std::max(total.peak, segment_.time * visits_[stage]);
+      total.memory = std::max(total.memory, memory(segment_, stage));
+    }
+    return total;
   }
 
  private:
   int min_length() const { return problem_.allow_empty ? 0 : 1; }
+  int64_t weight() const { return step({0, 0, 1, 0}); }
+  int64_t step(const SplitScore& score) const { return score.step(problem_.microbatches); }
+  int64_t penalty(int start) const { return start > 0 ? problem_.penalty[start] : 0; }
 
-  /// The last end of a stage that starts at `start` and costs at most the limit.
-  int reach(int start) const {
+  int64_t foreign(const Segment& segment, int stage) const {
+    return segment.owned - segment.by_owner[problem_.rank_of_stage[stage]];
+  }
+
+  int64_t memory(const Segment& segment, int stage) const {
+    return segment.fixed + problem_.in_flight[stage] * segment.kept;
+  }
+
+  // ---- Segments ----
+
+  void begin_segment() { segment_ = empty_; }
+
+  /// Extends the segment that starts at `start` by its next piece.
+  void add_piece(int start, int piece) {
+    segment_.time += problem_.cost[piece] + leaving_[piece];
+    segment_.kept += problem_.kept[piece];
+    segment_.fixed += problem_.fixed[piece];
+    for (int u = first_use_[piece]; u < first_use_[piece + 1]; ++u) {
+      const PieceUse& use = problem_.uses[u];
+      if (use.previous >= start) {
+        segment_.time -= use.cost;  // it does not leave after all
+        continue;
+      }
+      segment_.time += use.cost;
+      segment_.kept += use.kept;
+      segment_.fixed += use.fixed;
+      if (use.owner < 0) continue;
+      segment_.owned += use.foreign;
+      segment_.by_owner[use.owner] += use.foreign;
+    }
+  }
+
+  /// Calls `visit(end, segment)` for the stages of one piece or more that start at `start`, by
+  /// ascending end, until it returns false.
+  template <class Visitor>
+  void for_each_segment(int start, const Visitor& visit) {
+    begin_segment();
+    const int last = reach(start, limit_);
+    for (int piece = start; piece < last; ++piece) {
+      add_piece(start, piece);
+      if (!visit(piece + 1, segment_)) return;
+    }
+  }
+
+  bool fits(const Segment& segment, int stage) const {
+    return segment.time <= limit_of_stage_[stage] && memory(segment, stage) <= memory_limit_ &&
+           foreign(segment, stage) <= foreign_limit_;
+  }
+
+  // ---- Where stages can start, by the cost of pieces alone ----
+
+  /// The last end of a stage that starts at `start` and whose pieces cost at most `limit`.
+  int reach(int start, int64_t limit) const {
     const auto past =
-        std::upper_bound(prefix_.begin() + start, prefix_.end(), prefix_[start] + limit_);
+        std::upper_bound(prefix_.begin() + start, prefix_.end(), prefix_[start] + limit);
     return static_cast<int>(past - prefix_.begin()) - 1;
   }
 
-  /// The first start of a stage that ends at `end` and costs at most the limit.
-  int reach_back(int end) const {
+  /// The first start of a stage that ends at `end` and whose pieces cost at most `limit`.
+  int reach_back(int end, int64_t limit) const {
     const auto first =
-        std::lower_bound(prefix_.begin(), prefix_.begin() + end, prefix_[end] - limit_);
+        std::lower_bound(prefix_.begin(), prefix_.begin() + end, prefix_[end] - limit);
     return static_cast<int>(first - prefix_.begin());
   }
 
-  /// Sets the limit on a stage's cost, and `ranges_[j]`, the starts that stage j can have (those
-  /// of stage `stages`: the end). As every piece fits the limit, the starts that a range of
-  /// starts leads to are a range again. False if there is no split.
+  /// Sets the limit on the maximum, and `ranges_[j]`, outside of which stage j cannot start (stage
+  /// `stages`: the end). False if there is certainly no split.
   bool limit(int64_t limit) {
     limit_ = limit;
-    ranges_.assign(problem_.stages + 1, Range{0, 0});
-    for (int j = 0; j < problem_.stages; ++j) {
-      const bool end = j + 1 == problem_.stages;
+    limit_of_stage_.clear();
+    for (int visits : visits_) limit_of_stage_.push_back(limit / visits);
+    ranges_.assign(stages_ + 1, Range{0, 0});
+    for (int j = 0; j < stages_; ++j) {
+      const bool end = j + 1 == stages_;
       const Range before = ranges_[j];
-      ranges_[j + 1] = {std::max(before.first + min_length(), end ? pieces_ : problem_.earliest[j]),
-                        std::min(reach(before.last), end ? pieces_ : problem_.latest[j])};
+      ranges_[j + 1] = {
+          std::max(before.first + min_length(), end ? pieces_ : problem_.earliest[j]),
+          std::min(reach(before.last, limit_of_stage_[j]), end ? pieces_ : problem_.latest[j])};
       if (ranges_[j + 1].first > ranges_[j + 1].last) return false;
     }
-    for (int j = problem_.stages - 1; j >= 0; --j) {
+    for (int j = stages_ - 1; j >= 0; --j) {
       const Range after = ranges_[j + 1];
-      ranges_[j].first = std::max(ranges_[j].first, reach_back(after.first));
+      ranges_[j].first = std::max(ranges_[j].first, reach_back(after.first, limit_of_stage_[j]));
       ranges_[j].last = std::min(ranges_[j].last, after.last - min_length());
       if (ranges_[j].first > ranges_[j].last) return false;
     }
     return true;
   }
 
-  /// By bisection: whether a limit can be kept is decided in O(stages log pieces).
-  int64_t smallest_peak() {
-    int64_t low = 0, high = prefix_[pieces_];
-    for (int64_t cost : problem_.cost) low = std::max(low, cost);
+  /// The stages that can start at a position: a run, since ranges ascend with the stage.
+  Range stages_at(int position) const {
+    Range result{0, stages_};
+    while (result.first <= stages_ && ranges_[result.first].last < position) ++result.first;
+    while (result.last >= 0 && ranges_[result.last].first > position) --result.last;
+    return result;
+  }
+
+  // ---- The smallest goal under the limits ----
+
+  enum class Goal { kSum, kMemory, kForeign };
+
+  Label& label(int stage, int start) {
+    return labels_[static_cast<size_t>(start) * (stages_ + 1) + stage];
+  }
+
+  /// The label of stage `stage` being a segment from `start` to `end`, then the best later stages.
+  template <Goal goal>
+  Label extend(int stage, int start, int end, const Segment& segment) {
+    const Label& rest = label(stage + 1, end);
+    if (rest.foreign >= kInfinite || !fits(segment, stage)) return Label();
+    const int64_t bytes = foreign(segment, stage) + rest.foreign;
+    if (goal == Goal::kMemory) return {bytes, std::max(memory(segment, stage), rest.goal)};
+    if (goal == Goal::kForeign) return {bytes, 0};
+    return {bytes, segment.time + (end > start ? penalty(start) : 0) + rest.goal};
+  }
+
+  /// Improves the labels of stages `lowest` to `highest` at `start` by a segment to `end`.
+  template <Goal goal>
+  void improve(int lowest, int highest, int start, int end, const Segment& segment) {
+    if (goal == Goal::kSum && !has_owned_) return improve_sum(lowest, highest, start, end, segment);
+    // Descending: before an empty stage gets its label, the next one needs its own.
+    for (int stage = highest; stage >= lowest; --stage) {
+      const Label candidate = extend<goal>(stage, start, end, segment);
+      Label& best = label(stage, start);
+      if (candidate < best) best = candidate;
+    }
+  }
+
+  /// The same for `Goal::kSum` without owned tensors: where nearly all the time goes.
+  void improve_sum(int lowest, int highest, int start, int end, const Segment& segment) {
+    if (segment.time > limit_ || segment.fixed > memory_limit_) return;
+    const int64_t in_flight =
+        segment.kept > 0 ? (memory_limit_ - segment.fixed) / segment.kept : kInfinite;
+    const int64_t sum = segment.time + (end > start ? penalty(start) : 0);
+    for (int stage = highest; stage >= lowest; --stage) {
+      if (segment.time > limit_of_stage_[stage] || problem_.in_flight[stage] > in_flight) continue;
+      const int64_t candidate = sum + label(stage + 1, end).goal;
+      Label& best = label(stage, start);
+      if (candidate < best.goal) best = {0, candidate};
+    }
+  }
+
+  /// Fills the labels from the last start to the first.
+  template <Goal goal>
+  void solve() {
+    labels_.assign(static_cast<size_t>(pieces_ + 1) * (stages_ + 1), Label());
+    label(stages_, pieces_) = Label{0, 0};
+    std::vector<Range> stages;
+    for (int position = 0; position <= pieces_; ++position) stages.push_back(stages_at(position));
+    for (int start = pieces_; start >= 0; --start) {
+      const int last = std::min(stages[start].last, stages_ - 1);
+      const auto visit = [&](int end, const Segment& segment) {
+        improve<goal>(std::max(stages[start].first, stages[end].first - 1),
+                      std::min(last, stages[end].last - 1), start, end, segment);
+        return stages[end].first - 1 <= last;
+      };
+      for_each_segment(start, visit);
+      if (problem_.allow_empty) visit(start, empty_);
+    }
+  }
+
+  /// The earliest cuts among the best.
+  template <Goal goal>
+  std::vector<int> walk() {
+    std::vector<int> cuts;
+    int start = 0;
+    for (int stage = 0; stage + 1 < stages_; ++stage) {
+      const Label best = label(stage, start);
+      const int from = start;
+      const auto missed = [&](int end, const Segment& segment) {
+        if (!(extend<goal>(stage, from, end, segment) == best)) return true;
+        start = end;
+        return false;
+      };
+      if (!problem_.allow_empty || missed(start, empty_)) for_each_segment(start, missed);
+      cuts.push_back(start);
+    }
+    return cuts;
+  }
+
+  /// The smallest sum with the maximum at most `peak`; remembers the best solution.
+  std::optional<SplitScore> solve_under(int64_t peak) {
+    if (!limit(peak)) return std::nullopt;
+    solve<Goal::kSum>();
+    if (label(0, 0).foreign > foreign_limit_) return std::nullopt;
+    Solution solution;
+    solution.cuts = walk<Goal::kSum>();
+    solution.score = score(solution.cuts);
+    const SplitScore result = solution.score;
+    if (!best_ || step(result) < step(best_->score)) best_ = std::move(solution);
+    return result;
+  }
+
+  // ---- The search over limits ----
+
+  /// Sets the limit on foreign bytes to the fewest possible. False if there is no split. Usually
+  /// that is 0, which is quick to find out, as it keeps stages short.
+  bool find_fewest_foreign() {
+    for (int64_t bound : {int64_t{0}, kInfinite}) {
+      foreign_limit_ = bound;
+      solve<Goal::kForeign>();
+      if (label(0, 0).foreign > bound || label(0, 0).foreign >= kInfinite) continue;
+      foreign_limit_ = label(0, 0).foreign;
+      return true;
+    }
+    return false;
+  }
+
+  /// The first solution, under a limit near the smallest. Returns a limit below which there is
+  /// none.
+  std::optional<int64_t> find_first() {
+    int64_t high = 0;
+    for (int p = 0; p < pieces_; ++p) high += problem_.cost[p] + 2 * leaving_[p];
+    high *= *std::max_element(visits_.begin(), visits_.end());
+    int64_t low = smallest_peak_of_pieces(high);
+    for (int64_t rise = std::max<int64_t>(low / 256, 1);; rise *= 2) {
+      const int64_t bound = std::min(low + rise, high);
+      if (solve_under(bound)) return low;
+      if (bound == high) return std::nullopt;
+      low = bound + 1;
+    }
+  }
+
+  /// By bisection: whether a limit may be kept is decided in O(stages log pieces).
+  int64_t smallest_peak_of_pieces(int64_t high) {
+    int64_t low = 0;
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
       if (limit(middle)) {
@@ -122,114 +345,80 @@ class Splitter {
     return low;
   }
 
-  /// The smallest maximum cost among the splits with the fewest foreign bytes.
-  int64_t smallest_peak_with_owners() {
-    solve([](const Segment& segment, int64_t rest) { return std::max(segment.cost, rest); });
-    return label(0, 0).goal;
-  }
-
-  Label& label(int stage, int start) {
-    return labels_[static_cast<size_t>(start) * (problem_.stages + 1) + stage];
-  }
-
-  /// Calls `visit(end, segment)` for the stages of one piece or more that start at `start`, by
-  /// ascending end, until it returns false.
-  template <class Visitor>
-  void for_each_segment(int start, const Visitor& visit) {
-    segment_ = empty_;
-    const int last = reach(start);
-    for (int piece = start; piece < last; ++piece) {
-      segment_.cost += problem_.cost[piece];
-      for (int u = first_use_[piece]; u < first_use_[piece + 1]; ++u) add_use(start, u);
-      if (!visit(piece + 1, segment_)) return;
+  /// A lower bound on what all crossings and penalties add. A tensor crosses between two uses if
+  /// any cut lies between them: each of the at most `cuts` cuts there is charged an equal part.
+  int64_t crossing_bound() const {
+    if (problem_.allow_empty || stages_ == 1) return 0;
+    const int cuts = stages_ - 1;
+    std::vector<int64_t> change(pieces_ + 1, 0);
+    for (const PieceUse& use : problem_.uses) {
+      if (use.previous < 0) continue;
+      const int64_t part = 2 * use.cost / std::min(cuts, use.piece - use.previous);
+      change[use.previous + 1] += part;
+      change[use.piece + 1] -= part;
     }
-  }
-
-  void add_use(int start, int index) {
-    const PieceUse& use = problem_.uses[index];
-    if (use.previous >= start) return;  // this stage has it already
-    if (use.owner < 0) {
-      segment_.crossing += use.bytes;
-    } else {
-      segment_.owned += use.bytes;
-      segment_.by_owner[use.owner] += use.bytes;
+    std::vector<int64_t> of_cut;
+    int64_t crossing = 0;
+    for (int p = 0; p < pieces_; ++p) {
+      crossing += change[p];
+      if (p > 0) of_cut.push_back(crossing + problem_.penalty[p]);
     }
+    std::nth_element(of_cut.begin(), of_cut.begin() + (cuts - 1), of_cut.end());
+    int64_t total = 0;
+    for (int j = 0; j < cuts; ++j) total += of_cut[j];
+    return total;
   }
 
-  /// The label of stage `stage` being a segment that ends at `end`, then the best later stages.
-  template <class Combine>
-  Label extend(int stage, int end, const Segment& segment, const Combine& combine) {
-    const Label& rest = label(stage + 1, end);
-    return {segment.foreign(stage) + rest.foreign, combine(segment, rest.goal)};
+  /// Looks for better solutions under limits from `low` to `high`, where no sum is below `sum`.
+  void explore(int64_t low, int64_t high, int64_t sum) {
+    if (low > high || !promising(low, sum)) return;
+    const std::optional<SplitScore> found = solve_under(high);
+    if (!found) return;
+    // The same sum is the smallest for all limits down to the maximum of this solution.
+    const int64_t below = found->peak - 1;
+    if (below < low) return;
+    const int64_t middle = low + (below - low) / 2;
+    explore(low, middle, found->sum);
+    explore(middle + 1, below, found->sum);
   }
 
-  /// The stages that can start at a position: a run, since ranges ascend with the stage.
-  Range stages_at(int position) const {
-    Range result{0, problem_.stages};
-    while (result.first <= problem_.stages && ranges_[result.first].last < position) ++result.first;
-    while (result.last >= 0 && ranges_[result.last].first > position) --result.last;
-    return result;
-  }
-
-  /// Fills the labels from the last start to the first.
-  template <class Combine>
-  void solve(const Combine& combine) {
-    labels_.assign(static_cast<size_t>(pieces_ + 1) * (problem_.stages + 1), Label());
-    label(problem_.stages, pieces_) = Label{0, 0};
-    std::vector<Range> stages;
-    for (int position = 0; position <= pieces_; ++position) stages.push_back(stages_at(position));
-    for (int start = pieces_; start >= 0; --start) {
-      const int last = std::min(stages[start].last, problem_.stages - 1);
-      const auto improve = [&](int end, const Segment& segment) {
-        // Descending: before an empty stage gets its label, the next one needs its own.
-        const int highest = std::min(last, stages[end].last - 1);
-        const int lowest = std::max(stages[start].first, stages[end].first - 1);
-        for (int stage = highest; stage >= lowest; --stage) {
-          const Label candidate = extend(stage, end, segment, combine);
-          Label& best = label(stage, start);
-          if (candidate < best) best = candidate;
-        }
-        return stages[end].first - 1 <= last;
-      };
-      for_each_segment(start, improve);
-      if (problem_.allow_empty) improve(start, empty_);
-    }
-  }
-
-  /// The earliest cuts among the best.
-  template <class Combine>
-  std::vector<int> walk(const Combine& combine) {
-    std::vector<int> cuts;
-    int start = 0;
-    for (int stage = 0; stage + 1 < problem_.stages; ++stage) {
-      const Label best = label(stage, start);
-      const auto missed = [&](int end, const Segment& segment) {
-        if (!(extend(stage, end, segment, combine) == best)) return true;
-        start = end;
-        return false;
-      };
-      if (!problem_.allow_empty || missed(start, empty_)) for_each_segment(start, missed);
-      cuts.push_back(start);
-    }
-    return cuts;
+  bool promising(int64_t low, int64_t sum) const {
+    const int64_t best = step(best_->score);
+    const auto gap = static_cast<int64_t>(problem_.gap * static_cast<double>(best));
+    return weight() * low + sum < best - gap;
   }
 
   const SplitProblem& problem_;
   const int pieces_;
+  const int stages_;
   std::vector<int64_t> prefix_;
-  std::vector<int> first_use_;  ///< per piece, an index into the problem's uses
+  std::vector<int> first_use_;    ///< per piece, an index into the problem's uses
+  std::vector<int64_t> leaving_;  ///< per piece, the cost of what is used after it next
+  std::vector<int> visits_;       ///< per stage, how many stages its rank has
   bool has_owned_ = false;
   int64_t limit_ = kInfinite;
+  std::vector<int64_t> limit_of_stage_;
+  int64_t memory_limit_ = problem_.memory_limit > 0 ? problem_.memory_limit : kInfinite;
+  int64_t foreign_limit_ = kInfinite - 1;
   std::vector<Range> ranges_;
   std::vector<Label> labels_;
   Segment segment_;
-  const Segment empty_;
+  Segment empty_;
+  std::optional<Solution> best_;
 };
 
 }  // namespace
 
+SplitScore score_split(const SplitProblem& problem, const std::vector<int>& cuts) {
+  return Splitter(problem).score(cuts);
+}
+
 std::optional<std::vector<int>> split(const SplitProblem& problem) {
-  return Splitter(problem).run();
+  return Splitter(problem).best();
+}
+
+std::optional<int64_t> smallest_memory_limit(const SplitProblem& problem) {
+  return Splitter(problem).smallest_memory();
 }
 
 }  // namespace smp::partitioner

@@ -138,7 +138,9 @@ class Verifier {
     for (size_t r = 0; r < roots; ++r) {
       const int stage = plan_.stage_of_root[r];
       for (ValueId value : {graph_.roots[r].value, graph_.roots[r].gradient}) {
-        if (value != kUndefined && graph_.values[value].producer >= 0) needs_[value].insert(stage);
+        if (value == kUndefined) continue;
+        const bool made = graph_.values[value].producer >= 0;
+        if (made || is_owned(graph_.values[value])) needs_[value].insert(stage);
       }
     }
   }

@@ -7,9 +7,11 @@
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
+#include "graph/recording.h"
 #include "graph/tracer.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/model_creation.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -104,7 +106,7 @@ ModelCore::TensorDict ModelCore::state_dict() const {
         const auto* entry = runtime_->table().find(item.value());
         const int root = runtime_->partitioned ? runtime_->owner.at(entry->name) : 0;
         const bool mine = pipeline->rank() == root;
-        copy = mine ? item.value().detach().cpu().contiguous().clone()
+        copy = mine ? graph::value_of(item.value()).detach().cpu().contiguous().clone()
                     : at::empty(item.value().sizes(), item.value().options().device(at::kCPU));
         pipeline->broadcast(copy, root);
       }
@@ -150,7 +152,17 @@ void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
   at::NoGradGuard no_grad;
   for (const auto& item : own) {
     const at::Tensor* given = state.find(item.key());
-    if (given != nullptr && has_data(item.value())) item.value().detach().copy_(*given);
+    if (given == nullptr) continue;
+    if (const auto recording = graph::recording_of(item.value()).first) {
+      recording->set_source(item.value(), [given = *given, version = given->_version()] {
+        SMP_CHECK_WITH(UsageError, given._version() == version,
+                       "load_state_dict: a tensor that was given for a delayed parameter has "
+                       "changed before the first step, which needs it. Give a copy");
+        return given;
+      });
+    } else if (has_data(item.value())) {
+      item.value().detach().copy_(*given);
+    }
   }
 }
 
@@ -177,7 +189,7 @@ void ModelCore::to(at::Device device) {
 
 void ModelCore::cpu() {
   check_outside_step("cpu");
-  if (!partitioned()) return;
+  if (!partitioned()) return materialize(*module_);
   at::NoGradGuard no_grad;
   const auto pipeline = runtime_->group(CommGroup::kPp);
   for (const auto& tensors : {parameters(), buffers()}) {

@@ -75,7 +75,8 @@ class ModelCore {
   TensorDict state_dict() const;
   /// Copies of what this rank owns. Not collective.
   TensorDict local_state_dict() const;
-  /// Copies values in. Before partitioning, and after, each rank takes what it holds. Throws one
+  /// Copies values in. Before partitioning, and after, each rank takes what it holds; for
+  /// delayed parameters the tensors are kept until the first step, unchanged. Throws one
   /// `CheckpointError` that lists all missing or unexpected names and other shapes or dtypes; then
   /// nothing has changed. `strict = false` accepts missing and unexpected names.
   void load_state_dict(const TensorDict& state, bool strict = true);

@@ -11,6 +11,7 @@
 
 #include "comm/communicator.h"
 #include "graph/tensor_table.h"
+#include "partitioner/plan.h"
 #include "smp/core/config.h"
 #include "smp/core/topology.h"
 
@@ -74,8 +75,11 @@ class Runtime {
   /// The rank of the pipeline that owns each parameter and buffer, by name; complete once
   /// partitioned.
   std::map<std::string, int> owner;
-  /// The graph whose costs were measured: the first one.
+  /// Why it does, for people.
+  std::map<std::string, std::string> owner_reason;
+  /// The graph whose costs were measured: the first one; and its plan.
   std::shared_ptr<const graph::Graph> measured;
+  std::shared_ptr<const partitioner::Plan> first_plan;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.

@@ -7,7 +7,9 @@
 #include "checkpoint/apply.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
+#include "graph/recording.h"
 #include "smp/core/error.h"
+#include "smp/delayed.h"
 #include "smp/runtime.h"
 #include "smp/storage.h"
 
@@ -79,6 +81,9 @@ void save_run(const std::string& path, const std::vector<ModelCore*>& models,
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.in_step,
                  "smp::save was called inside a step function; call it after the step");
+  SMP_CHECK_WITH(UsageError, !has_delayed(runtime),
+                 "smp::save was called before the first step, and the model was made under delayed "
+                 "parameter initialization: its parameters do not exist yet. Save after a step");
   try {
     at::NoGradGuard no_grad;
     const checkpoint::Writer writer(path);
@@ -118,8 +123,13 @@ LoadedRun load_run(const std::string& path, const std::vector<ModelCore*>& model
                  "\" holds no optimizer. Load it without one: smp::load(path, model)");
   at::NoGradGuard no_grad;
   for (const auto& [name, tensor, aliases] : tensors) {
-    if (!has_data(tensor) || reader->index().find_model(name) == nullptr) continue;
-    tensor.detach().copy_(reader->read_model(name));
+    if (reader->index().find_model(name) == nullptr) continue;
+    if (const auto recording = graph::recording_of(tensor).first) {
+      // Read by the rank that will own it.
+      recording->set_source(tensor, [reader, name = name] { return reader->read_model(name); });
+    } else if (has_data(tensor)) {
+      tensor.detach().copy_(reader->read_model(name));
+    }
   }
   for (OptimizerCore* optimizer : optimizers) {
     const auto options = read_optimizer(*reader, [](const std::string&) { return false; });

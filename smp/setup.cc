@@ -7,13 +7,18 @@
 #include <sstream>
 
 #include "graph/profile.h"
+#include "graph/recording.h"
+#include "graph/serialize.h"
 #include "partitioner/cost.h"
 #include "partitioner/partition.h"
 #include "partitioner/report.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/delayed.h"
 #include "smp/first_difference.h"
 #include "smp/model_core.h"
+#include "smp/partition_scope.h"
+#include "smp/plan_file.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -28,6 +33,7 @@ std::string describe_models(const Runtime& runtime) {
     out << graph::to_string(entry.kind) << " " << entry.name << " : "
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
+    if (graph::is_deferred(entry.tensor)) out << " (delayed)";
     out << "\n";
   }
   return out.str();
@@ -46,6 +52,7 @@ void check_same_models(const Runtime& runtime) {
 void broadcast_values(const Runtime& runtime) {
   at::NoGradGuard no_grad;
   for (const auto& entry : runtime.table().entries()) {
+    if (graph::is_deferred(entry.tensor)) continue;
     const at::Tensor copy = entry.tensor.detach().cpu().contiguous();
     runtime.world()->broadcast(copy, 0);
     if (!copy.is_alias_of(entry.tensor)) entry.tensor.detach().copy_(copy);
@@ -65,6 +72,9 @@ void settle_seed(Runtime& runtime) {
   runtime.seed_is_set = true;
 }
 
+/// A measurement on a busy machine is best repeated.
+constexpr int kMeasuredRuns = 3;
+
 graph::Environment whole_environment(const Runtime& runtime, const graph::Graph& graph,
                                      const std::vector<at::Tensor>& inputs) {
   graph::Environment environment(graph.values.size());
@@ -79,6 +89,13 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
   return environment;
 }
 
+partitioner::StepModel step_model(const Config& config, int microbatches) {
+  return partitioner::StepModel(microbatches)
+      .interleaved(config.pipeline() == "interleaved")
+      .active_microbatches(static_cast<int>(config.active_microbatches()))
+      .optimizer_state(config.optimizer_state_factor());
+}
+
 }  // namespace
 
 void prepare_models(Runtime& runtime) {
@@ -88,6 +105,10 @@ void prepare_models(Runtime& runtime) {
   check_same_models(runtime);
   broadcast_values(runtime);
   settle_seed(runtime);
+  if (has_delayed(runtime)) {
+    agree_on_construction(runtime);
+    make_shared_tensors(runtime);
+  }
 }
 
 void measure_costs_once(Runtime& runtime, graph::Graph& graph,
@@ -99,33 +120,88 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                    "\" calls other operators on rank ", r, " than on rank 0 in its first step. All "
                    "replicas must begin with the same step function on inputs of the same shape");
   }
-  if (runtime.rank() == 0) {
+  const Config& config = runtime.config();
+  const bool times = config.trace_execution_times();
+  if (config.skip_tracing()) {
+    partitioner::estimate_costs(graph, nullptr);
+  } else if (runtime.rank() == 0) {
     const BufferRestorer restorer(runtime);
     graph::measure_costs(graph, whole_environment(runtime, graph, inputs), key, checksums,
-                         step_name);
+                         step_name,
+                         graph::MeasureOptions()
+                             .runs(times ? kMeasuredRuns : 1)
+                             .memory(config.trace_memory_usage()));
+    if (!times) partitioner::estimate_times(graph);
   }
   const std::string bytes =
       comm::broadcast_bytes(*runtime.world(), graph::costs_to_bytes(graph), 0);
   graph::costs_from_bytes(graph, bytes);
 }
 
-partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph) {
-  auto options = partitioner::PartitionOptions(runtime.topology().pp_size())
-                     .memory_weight(runtime.config().memory_weight())
-                     .owner(runtime.owner)
-                     .allow_empty_stages(runtime.partitioned);
-  return partitioner::partition(graph, options);
+void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {
+  const auto path = runtime.config().graph_file();
+  if (path && runtime.rank() == 0) graph::save_graph(graph, *path);
 }
 
-void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-                      int microbatches) {
+/// Gives every parameter and buffer an owner, and the reason.
+static void settle_owners(Runtime& runtime, const graph::Graph& graph,
+                          const partitioner::Plan& plan) {
   for (const auto& [name, stage] : plan.owner) runtime.owner[name] = plan.rank_of_stage[stage];
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    for (const auto& argument : graph.operators[i].arguments) {
+      for (graph::ValueId id : argument.values) {
+        if (id == graph::kUndefined || graph.values[id].name.empty()) continue;
+        const int rank = plan.rank_of_stage[plan.stage_of_operator[i]];
+        const auto owner = runtime.owner.find(graph.values[id].name);
+        if (owner == runtime.owner.end() || owner->second != rank) continue;
+        runtime.owner_reason.emplace(
+            owner->first, c10::str("operator ", i, " (", graph.operators[i].name(), ") uses it; ",
+                                   plan.reason_of_operator[i]));
+      }
+    }
+  }
   // What no operator reads has to live somewhere. A later graph that does read it will most likely
   // do so beside what was registered before it.
   int last = 0;
   for (const auto& entry : runtime.table().entries()) {
-    last = runtime.owner.emplace(entry.name, last).first->second;
+    const int pinned = pinned_partition(entry.tensor);
+    last = runtime.owner.emplace(entry.name, pinned >= 0 ? pinned : last).first->second;
+    runtime.owner_reason.emplace(
+        entry.name, pinned >= 0 ? "pinned; no operator of the first step uses it"
+                                : "no operator of the first step uses it; it stays with what was "
+                                  "registered before it");
   }
+}
+
+/// What the user pinned, by name.
+static partitioner::Owners pins_of(const Runtime& runtime) {
+  partitioner::Owners pinned;
+  for (const auto& entry : runtime.table().entries()) {
+    const int partition = pinned_partition(entry.tensor);
+    if (partition >= 0) pinned.emplace(entry.name, partition);
+  }
+  return pinned;
+}
+
+partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, int microbatches) {
+  const Config& config = runtime.config();
+  const auto options = partitioner::PartitionOptions(runtime.topology().pp_size())
+                           .step(step_model(config, microbatches))
+                           .memory_weight(config.memory_weight())
+                           .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)))
+                           .owner(runtime.owner)
+                           .pinned(pins_of(runtime))
+                           .auto_partition(config.auto_partition())
+                           .default_partition(static_cast<int>(config.default_partition()))
+                           .allow_empty_stages(runtime.partitioned);
+  if (runtime.partitioned) return partitioner::partition(graph, options);
+  return plan_by_file(runtime, graph, options);
+}
+
+void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
+                      int microbatches) {
+  settle_owners(runtime, graph, plan);
+  runtime.first_plan = std::make_shared<partitioner::Plan>(plan);
   runtime.partitioned = true;
   const int rank = runtime.rank_in(CommGroup::kPp);
   for (const auto& entry : runtime.table().entries()) {
@@ -133,7 +209,9 @@ void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partiti
       release_data(entry.tensor);
     }
   }
-  const std::string report = partitioner::report(graph, plan, microbatches);
+  make_own_parameters(runtime);
+  const std::string report =
+      partitioner::report(graph, plan, step_model(runtime.config(), microbatches));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
   for (const auto& model : runtime.models()) {
     model->set_partition_report(report);
@@ -152,7 +230,8 @@ BufferRestorer::BufferRestorer(const Runtime& runtime) {
 BufferRestorer::~BufferRestorer() {
   at::NoGradGuard no_grad;
   for (auto& [buffer, copy] : saved_) {
-    buffer.detach_();
+    // What `forward` wrote into it left a history; detach_() would refuse views.
+    if (buffer.requires_grad()) buffer.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
     buffer.copy_(copy);
   }
 }

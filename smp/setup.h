@@ -11,21 +11,29 @@
 namespace smp {
 
 /// What the first step does before it captures: compares the models of all ranks, gives every
-/// rank the parameters and buffers of world rank 0, and settles the seed. Collective over the
-/// world. Throws `UsageError` without a model, and when models differ between ranks.
+/// rank the parameters and buffers of world rank 0 (but for delayed parameters, which are made once
+/// they have owners), and settles the seed. Collective over the world. Throws `UsageError` without
+/// a model, and when models differ between ranks.
 void prepare_models(Runtime& runtime);
 
-/// Measures the graph's costs on world rank 0 and sends them to all ranks. Collective over the
-/// world; all ranks have captured the same graph (checked). `checksums` are of the recorded run.
+/// Measures the graph's costs on world rank 0, or estimates them if the configuration says so, and
+/// sends them to all ranks. Collective over the world; all ranks have captured the same graph
+/// (checked). `checksums` are of the recorded run.
 void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                         const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                         const std::vector<uint64_t>& checksums, const std::string& step_name);
 
-/// The plan of a graph under the configuration and the owners settled so far.
-partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph);
+/// Writes the first graph, with its costs, to the configuration's `graph_file`, if that is set; on
+/// world rank 0. Throws `ConfigError` if it cannot be written.
+void save_first_graph(const Runtime& runtime, const graph::Graph& graph);
+
+/// The plan of a graph under the configuration and the owners settled so far, for steps of
+/// `microbatches`. The first one of a program is collective over the world.
+partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, int microbatches);
 
 /// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
-/// own, keeps the report, and runs the post-partition hooks.
+/// own, makes delayed parameters that this one owns, keeps the report, and runs the post-partition
+/// hooks.
 void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
                       int microbatches);
 

@@ -13,6 +13,7 @@
 #include "partitioner/cost.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/delayed.h"
 #include "smp/first_difference.h"
 #include "smp/model_core.h"
 #include "smp/setup.h"
@@ -258,7 +259,7 @@ graph::TraceResult StepCore::trace_one(const StepCall& call, int microbatch,
   options.random = {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_],
                     0};
   // The newest first: it is the likeliest.
-  for (auto it = graphs_.rbegin(); it != graphs_.rend(); ++it) {
+  for (auto it = graphs_.rbegin(); !execute && it != graphs_.rend(); ++it) {
     options.candidates.push_back(it->get());
   }
   const FlagScope tracing(runtime_->tracing, execute);
@@ -272,7 +273,7 @@ StepCore::Traced StepCore::trace(const StepCall& call,
                                  const std::vector<std::vector<at::Tensor>>& inputs) {
   Traced traced;
   graph::TraceResult first;
-  if (!runtime_->partitioned) {
+  if (!runtime_->partitioned && !has_delayed(*runtime_)) {
     // Every rank still holds the whole model: this run computes, on copies of the inputs.
     const BufferRestorer restorer(*runtime_);
     std::vector<at::Tensor> copies;
@@ -383,7 +384,7 @@ Program& StepCore::program_for(const Traced& traced,
   if (program != nullptr) return *program;
   graph::Graph& graph = *traced.found;
   const bool first = !runtime_->partitioned;
-  if (first) {
+  if (first && !has_delayed(*runtime_)) {
     const graph::RandomKey key{runtime_->seed, static_cast<uint64_t>(ordinal_),
                                runtime_->step_calls[ordinal_], 0};
     measure_costs_once(*runtime_, graph, inputs[0], key, traced.checksums, name_);
@@ -391,7 +392,8 @@ Program& StepCore::program_for(const Traced& traced,
   } else {
     partitioner::estimate_costs(graph, runtime_->measured.get());
   }
-  auto plan = make_plan(*runtime_, graph);
+  if (first) save_first_graph(*runtime_, graph);
+  auto plan = make_plan(*runtime_, graph, static_cast<int>(microbatches()));
   if (first) apply_first_plan(*runtime_, graph, plan, static_cast<int>(microbatches()));
   std::unordered_set<int> written;
   for (const auto& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include "graph/storage.h"
+
 namespace smp {
 
 bool has_data(const at::Tensor& tensor) {
@@ -9,19 +11,17 @@ bool has_data(const at::Tensor& tensor) {
 }
 
 void release_data(const at::Tensor& tensor) {
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, tensor.device()));
-  storage->set_nbytes(static_cast<size_t>(0));
+  graph::take_data(*tensor.storage().unsafeGetStorageImpl(), c10::DataPtr(nullptr, tensor.device()),
+                   "[smp] the data of a parameter that another rank owns was read or written. Use "
+                   "model->local_parameters() for those of this rank, model->state_dict() for "
+                   "copies of all, or gather the model with model->cpu()");
 }
 
 void allocate_data(const at::Tensor& tensor) {
   if (has_data(tensor)) return;
   const at::Tensor fresh = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
-  c10::StorageImpl* from = fresh.storage().unsafeGetStorageImpl();
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  storage->set_nbytes(from->nbytes());
-  storage->set_data_ptr_noswap(std::move(from->_mutable_data_ptr_no_checks()));
-  from->set_nbytes(static_cast<size_t>(0));
+  graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
+                   *fresh.storage().unsafeGetStorageImpl());
 }
 
 }  // namespace smp

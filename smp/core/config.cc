@@ -123,6 +123,13 @@ SMP_CONFIG_ARG(bool, auto_partition)
 SMP_CONFIG_ARG(int64_t, default_partition)
 SMP_CONFIG_ARG(std::string, optimize)
 SMP_CONFIG_ARG(double, memory_weight)
+SMP_CONFIG_ARG(double, memory_limit_mb)
+SMP_CONFIG_ARG(double, optimizer_state_factor)
+SMP_CONFIG_ARG(bool, load_partition)
+SMP_CONFIG_ARG(bool, trace_execution_times)
+SMP_CONFIG_ARG(bool, trace_memory_usage)
+SMP_CONFIG_ARG(bool, skip_tracing)
+SMP_CONFIG_ARG(bool, delayed_parameter_initialization)
 SMP_CONFIG_ARG(std::string, placement_strategy)
 SMP_CONFIG_ARG(bool, ddp)
 SMP_CONFIG_ARG(std::string, ddp_dist_backend)
@@ -145,6 +152,13 @@ Config& Config::graph_file(const std::string& path) { return set("graph_file", p
 std::optional<std::string> Config::graph_file() const {
   if (!is_set("graph_file")) return std::nullopt;
   return as<std::string>("graph_file");
+}
+
+Config& Config::partition_file(const std::string& path) { return set("partition_file", path); }
+
+std::optional<std::string> Config::partition_file() const {
+  if (!is_set("partition_file")) return std::nullopt;
+  return as<std::string>("partition_file");
 }
 
 // What a reader of the configuration wants to see: all that has a value, and of the features that

@@ -88,6 +88,19 @@ class Config {
   SMP_CONFIG_ARG(std::string, optimize);
   /// How much memory counts in the automatic partition, from 0 to 1.
   SMP_CONFIG_ARG(double, memory_weight);
+  /// MiB that a rank may use, for the automatic partition; 0: any.
+  SMP_CONFIG_ARG(double, memory_limit_mb);
+  /// Bytes of optimizer state for each byte of a parameter, for `memory_limit_mb`.
+  SMP_CONFIG_ARG(double, optimizer_state_factor);
+  /// Whether the partition is loaded from `partition_file`.
+  SMP_CONFIG_ARG(bool, load_partition);
+  /// Whether the first step measures the times of operators, and what they keep for backward.
+  SMP_CONFIG_ARG(bool, trace_execution_times);
+  SMP_CONFIG_ARG(bool, trace_memory_usage);
+  /// Whether the first step measures nothing.
+  SMP_CONFIG_ARG(bool, skip_tracing);
+  /// Whether `model_creation` delays making parameters until the model is partitioned.
+  SMP_CONFIG_ARG(bool, delayed_parameter_initialization);
   /// "cluster", "spread" or a permutation of D, P and T.
   SMP_CONFIG_ARG(std::string, placement_strategy);
   /// Whether there may be several replicas.
@@ -110,6 +123,10 @@ class Config {
   /// The file for the graph of the first step (see docs/planning.md), if given.
   Config& graph_file(const std::string& path);
   std::optional<std::string> graph_file() const;
+
+  /// Where the partition of the first step is saved to and loaded from, if given.
+  Config& partition_file(const std::string& path);
+  std::optional<std::string> partition_file() const;
 
   /// All mistakes, one text each with source and JSON path; empty when there are none.
   std::vector<std::string> problems() const;

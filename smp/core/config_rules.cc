@@ -79,6 +79,11 @@ void Config::check_partition_rules(std::vector<std::string>& problems) const {
     problems.push_back(at("auto_partition",
                           "default_partition must be supplied if auto_partition is set to False!"));
   }
+  if (if_valid<bool>("load_partition") == true && !is_set("partition_file")) {
+    problems.push_back(at("load_partition",
+                          "needs \"partition_file\", the file to load. Give its "
+                          "path."));
+  }
   if (partitions && default_partition && *default_partition >= *partitions) {
     problems.push_back(at("default_partition",
                           c10::str("default_partition must be less than the number of partitions! "

@@ -123,14 +123,12 @@ std::vector<Parameter> pipeline_rows() {
 std::vector<Parameter> partition_rows() {
   return {
       boolean("auto_partition", true,
-              "Let the partitioner assign operators to partitions. `false` leaves it to partition "
-              "scopes in the program and to `default_partition`.")
-          .default_only(),
+              "Let the partitioner assign operators to partitions; partition scopes are kept. "
+              "`false` leaves it to partition scopes in the program and to `default_partition`."),
       integer("default_partition", int64_t{0},
               "The partition of what is outside every partition scope. Required when "
               "`auto_partition` is false; must be less than `partitions`.")
-          .at_least(0)
-          .default_only(),
+          .at_least(0),
       text("optimize", "memory",
            "What to favour. It selects the default of `memory_weight`, and how tensor-parallel "
            "layers are laid out.")
@@ -142,22 +140,42 @@ std::vector<Parameter> partition_rows() {
           .at_least(0)
           .at_most(1)
           .error("{key} must be between 0.0 and 1.0!"),
-      boolean("load_partition", false, "Load the partition from `partition_file`.").default_only(),
-      text("partition_file", {}, "The file that `load_partition` reads.")
+      number("memory_limit_mb", 0.0,
+             "How many MiB a rank may use for its parameters, gradients, optimizer state and the "
+             "activations of the microbatches in flight, by the partitioner's reckoning. If no "
+             "partition keeps it, the error says which limit would do. 0: no limit.")
+          .at_least(0),
+      number(
+          "optimizer_state_factor", 2.0,
+          "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: "
+          "2 for Adam, 1 for SGD with momentum, 0 for plain SGD.")
+          .at_least(0),
+      boolean("load_partition", false,
+              "Load the partition of the first step from `partition_file` instead of computing "
+              "it."),
+      text("partition_file", {},
+           "A JSON file. World rank 0 saves the partition of the first step there, and "
+           "`load_partition` reads it. Without `load_partition` a partition that is there already "
+           "is kept as long as no other is clearly better (5 %).")
           .default_text("unset")
-          .error("'{key}' must be a str.")
-          .default_only(),
+          .error("'{key}' must be a str."),
       text("graph_file", {},
            "The file to which world rank 0 writes the graph of the first step, with its costs, for "
            "`tools/smp_plan`.")
           .default_text("unset")
           .error("'{key}' must be a str."),
+      boolean("trace_execution_times", true,
+              "Measure in the first step how long each operator takes, forward and backward: the "
+              "least of up to three runs, within about two seconds more. `false` estimates the "
+              "times from the bytes that operators move. (In SMP 1.x the default is `false`.)"),
+      boolean("trace_memory_usage", false,
+              "Measure in the first step what is kept from forward to backward. `false` takes it "
+              "to be what operators return."),
       boolean("skip_tracing", false,
-              "Partition without measuring the model first, by parameter sizes alone.")
-          .default_only(),
-      boolean("delayed_parameter_initialization", false,
-              "Create parameters only where they are needed, after the partition.")
-          .default_only(),
+              "Run nothing to measure the model: estimate times and memory from shapes."),
+      boolean("delayed_parameter_initialization", true,
+              "Models constructed under `smp::model_creation` get their parameters only where they "
+              "are needed, after the partition."),
   };
 }
 

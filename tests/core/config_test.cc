@@ -113,6 +113,13 @@ TEST(Config, AcceptsEveryValueThatThisVersionHas) {
            R"({"tensor_parallel_degree": 1, "sharded_data_parallel_degree": 1, "fp16": false})",
            R"({"contiguous": true, "horovod": false})",
            R"({"auto_partition": true, "default_partition": 0})",
+           R"({"auto_partition": false, "default_partition": 0})",
+           R"({"partitions": 2, "default_partition": 1})",
+           R"({"partition_file": "plan.json"})",
+           R"({"partition_file": "plan.json", "load_partition": true})",
+           R"({"memory_limit_mb": 512, "optimizer_state_factor": 0})",
+           R"({"trace_execution_times": false, "trace_memory_usage": true})",
+           R"({"skip_tracing": true})",
        }) {
     EXPECT_EQ(validation_error(json), "<no error>") << json;
   }
@@ -156,6 +163,9 @@ TEST(Config, WrongValues) {
        R"("ddp_port": Invalid port number -1. (expected an integer from 0 to 65535))"},
       {R"({"ddp": true, "ddp_port": 65536})",
        R"("ddp_port": Invalid port number 65536. (expected an integer from 0 to 65535))"},
+      {R"({"load_partition": true})",
+       R"("load_partition": needs "partition_file", the file to load. Give its path.)"},
+      {R"({"memory_limit_mb": -1})", R"("memory_limit_mb": expected a number >= 0, got -1.)"},
       {R"({"partition_file": 3})", R"("partition_file": 'partition_file' must be a str. (got 3))"},
       {R"({"guard": "never"})",
        R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got "never"))"},
@@ -191,10 +201,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
   const BadValue kCases[] = {
       {R"({"fp16": true})",
        R"("fp16": true is not available in this version. Use false (the default).)"},
-      {R"({"auto_partition": false, "default_partition": 0})",
-       R"("auto_partition": false is not available in this version. Use true (the default).)"},
-      {R"({"partitions": 2, "default_partition": 1})",
-       R"("default_partition": 1 is not available in this version. Use 0 (the default).)"},
       {R"({"numerics": "fast"})",
        R"("numerics": "fast" is not available in this version. Use "exact" (the default).)"},
       {R"({"input_source": "first"})",
@@ -207,8 +213,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
        R"("sharded_data_parallel_degree": 2 is not available in this version. Use 1 (the default).)"},
       {R"({"sdp_gradient_clipping": 2})",
        R"("sdp_gradient_clipping": 2.0 is not available in this version. Use 1.0 (the default).)"},
-      {R"({"partition_file": "plan"})",
-       R"("partition_file": "plan" is not available in this version. Remove it.)"},
       {R"({"contiguous": false})",
        R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
       {R"({"horovod": true})",
@@ -222,12 +226,11 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
 // Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
 TEST(Config, NoMissingFeatureIsIgnored) {
   for (const char* setting :
-       {"\"load_partition\": true", "\"skip_tracing\": true",
-        "\"delayed_parameter_initialization\": true", "\"offload_activations\": true",
-        "\"activation_loading_horizon\": 5", "\"shard_optimizer_state\": true",
-        "\"fp16_params\": true", "\"bf16\": true", "\"prescaled_batch\": true",
-        "\"sdp_reduce_bucket_size\": 1", "\"sdp_param_persistence_threshold\": 1",
-        "\"sdp_max_live_parameters\": 1", "\"sdp_hierarchical_allgather\": false"}) {
+       {"\"offload_activations\": true", "\"activation_loading_horizon\": 5",
+        "\"shard_optimizer_state\": true", "\"fp16_params\": true", "\"bf16\": true",
+        "\"prescaled_batch\": true", "\"sdp_reduce_bucket_size\": 1",
+        "\"sdp_param_persistence_threshold\": 1", "\"sdp_max_live_parameters\": 1",
+        "\"sdp_hierarchical_allgather\": false"}) {
     const std::string error = validation_error(std::string("{") + setting + "}");
     EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
   }
@@ -298,7 +301,7 @@ TEST(Config, AllMistakesAreReportedTogether) {
             "  smp.json: \"memory_weight\": memory_weight must be between 0.0 and 1.0! (got 1.5)\n"
             "  smp.json: \"ddp_port\": `ddp_port` needs `ddp` to be set as well");
   EXPECT_EQ(
-      Config::from_json(R"({"partitions": 0, "default_partition": 9})", "f").problems().size(), 2u)
+      Config::from_json(R"({"partitions": 0, "default_partition": 9})", "f").problems().size(), 1u)
       << "a rule that needs a wrong value is skipped";
 }
 
@@ -426,11 +429,16 @@ TEST(Config, EnvironmentThenFileThenProgram) {
   EXPECT_EQ(config.microbatches(), 4) << "the original is unchanged";
 
   const std::string text = merged.to_string();
-  EXPECT_NE(text.find("microbatches          8             SM_HP_MP_PARAMETERS (overrides 4 from "
-                      "smp.json, 2 from program)\n"),
+  const std::string margin(std::string("delayed_parameter_initialization").size(), ' ');
+  const auto line = [&](const std::string& key, const std::string& rest) {
+    return key + margin.substr(key.size()) + "  " + rest + "\n";
+  };
+  EXPECT_NE(text.find(line("microbatches",
+                           "8             SM_HP_MP_PARAMETERS (overrides 4 from "
+                           "smp.json, 2 from program)")),
             std::string::npos)
       << text;
-  EXPECT_NE(text.find("ddp                   false         default\n"), std::string::npos) << text;
+  EXPECT_NE(text.find(line("ddp", "false         default")), std::string::npos) << text;
   std::ostringstream stream;
   stream << merged;
   EXPECT_EQ(stream.str(), text);
@@ -450,12 +458,15 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   again.validate();
   EXPECT_EQ(again.to_json(), config.to_json());
   EXPECT_EQ(Config().to_json(),
-            R"({"active_microbatches":3,"bucket_cap_mb":25.0,"ddp":false,)"
+            R"({"active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,"ddp":false,)"
+            R"("default_partition":0,"delayed_parameter_initialization":true,)"
             R"("deterministic_server":false,"gradient_shards":0,"guard":"every_step",)"
-            R"("input_source":"all",)"
+            R"("input_source":"all","load_partition":false,"memory_limit_mb":0.0,)"
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact","optimize":"memory",)"
-            R"("partitions":1,"pipeline":"interleaved","placement_strategy":"cluster","seed":-1,)"
-            R"("timeout_seconds":300.0})");
+            R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
+            R"("placement_strategy":"cluster","seed":-1,"skip_tracing":false,)"
+            R"("timeout_seconds":300.0,"trace_execution_times":true,)"
+            R"("trace_memory_usage":false})");
   Config::from_json(Config().to_json(), "defaults").validate();
 
   EXPECT_EQ(Config::from_json(R"({"guard": 10})", "f").guard(), "10");

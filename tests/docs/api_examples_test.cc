@@ -1,9 +1,10 @@
-// The code of docs/api.md, compiled and run: readme_test checks that every block of that page is
-// found here.
+// The code of docs/api.md and docs/model_creation.md, compiled and run: api_page_test and
+// model_creation_page_test check that every block of those pages is found here.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <filesystem>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 
@@ -25,6 +26,45 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
+/// Sends each row to one of two layers, which a step cannot capture.
+struct ExpertsImpl : torch::nn::Module {
+  ExpertsImpl() {
+    for (int i = 0; i < 2; ++i) {
+      experts.push_back(register_module("expert" + std::to_string(i), torch::nn::Linear(8, 8)));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    auto out = torch::zeros_like(x);
+    for (int64_t i = 0; i < 2; ++i) {
+      const auto rows = torch::nonzero((x.sum(1) > 0) == (i == 0)).flatten();
+      if (rows.numel() == 0) continue;
+      out.index_add_(0, rows, experts[i](x.index_select(0, rows)));
+    }
+    return out;
+  }
+
+  std::vector<torch::nn::Linear> experts;
+};
+TORCH_MODULE(Experts);
+
+struct RoutedImpl : torch::nn::Module {
+  RoutedImpl() {
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})));
+    experts = register_module("experts", Experts());
+    head = register_module("head", torch::nn::Linear(8, 3));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = x + smp::leaf(experts)(norm(x));  // instead of experts(norm(x))
+    return head(x);
+  }
+
+  torch::nn::LayerNorm norm{nullptr};
+  Experts experts{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Routed);
+
 /// A user's type that is no tensor: every microbatch gets its share of the weights.
 struct SampleWeights {
   std::vector<float> weights;
@@ -35,6 +75,41 @@ struct SampleWeights {
     return {std::vector<float>(first, first + count)};
   }
 };
+
+struct TwoHalvesImpl : torch::nn::Module {
+  TwoHalvesImpl() {
+    {
+      const auto scope = smp::partition(0);
+      features = register_module("features", torch::nn::Linear(4, 8));
+    }
+    const auto scope = smp::partition(1);
+    classifier = register_module("classifier", torch::nn::Linear(8, 3));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = torch::relu(features(x));
+    const auto scope = smp::partition(1);
+    return classifier(torch::layer_norm(x, {8}));
+  }
+
+  torch::nn::Linear features{nullptr}, classifier{nullptr};
+};
+TORCH_MODULE(TwoHalves);
+
+/// Layers too large to be made at once under smp::model_creation.
+struct LargeImpl : torch::nn::Module {
+  LargeImpl() {
+    for (int i = 0; i < 4; ++i) {
+      layers->push_back(torch::nn::Linear(128, 128));
+      layers->push_back(torch::nn::Tanh());
+    }
+    register_module("layers", layers);
+  }
+  torch::Tensor forward(torch::Tensor x) { return layers->forward(x); }
+
+  torch::nn::Sequential layers;
+};
+TORCH_MODULE(Large);
 
 class ApiExamples : public testing::Test {
  protected:
@@ -55,6 +130,20 @@ class ApiExamples : public testing::Test {
   torch::Tensor x_, y_;
   std::string folder_;
 };
+
+TEST_F(ApiExamples, WhereThingsGo) {
+  run([] {
+    TwoHalves net;
+    smp::set_partition(net->classifier, 1);
+    smp::DistributedModel<TwoHalves> model(net);
+    smp::step([&](torch::Tensor x) { return model(x); })(torch::ones({4, 4}));
+    const smp::Placement placement = smp::get_partition(net->classifier->weight);
+    std::cout << placement.name << ": partition " << placement.partition << ", "
+              << placement.reason;
+    EXPECT_EQ(placement.partition, 1);
+    EXPECT_EQ(smp::get_partition(net->features->bias).partition, 0);
+  });
+}
 
 TEST_F(ApiExamples, TrainAndEvaluate) {
   const torch::Tensor x = x_, y = y_;
@@ -100,6 +189,36 @@ TEST_F(ApiExamples, TrainAndEvaluate) {
   });
 }
 
+TEST_F(ApiExamples, ModelsThatDoNotFit) {
+  torch::manual_seed(1);
+  const Large plain;
+  std::mutex one_at_a_time;  // rank threads share the generator
+  run([&] {
+    std::unique_lock<std::mutex> lock(one_at_a_time);
+    torch::manual_seed(1);
+    Large net{nullptr};
+    {
+      const auto scope = smp::model_creation();
+      net = Large();
+    }
+    torch::optim::Adam optimizer(net->parameters());
+    smp::DistributedModel<Large> model(net);
+    lock.unlock();
+    for (const auto& item : net->named_parameters()) {
+      const bool small = item.value().dim() == 1;
+      EXPECT_EQ(item.value().storage().nbytes(), small ? item.value().nbytes() : 0) << item.key();
+    }
+    smp::step([&](torch::Tensor x) { return model(x); })(torch::ones({4, 128}));
+    size_t made = 0;
+    for (const auto& item : model->local_named_parameters()) {
+      made += item.value().dim() == 2;
+      EXPECT_TRUE(torch::equal(item.value(), plain->named_parameters()[item.key()])) << item.key();
+    }
+    EXPECT_GT(made, 0u);
+    EXPECT_LT(made, 4u);
+  });
+}
+
 TEST_F(ApiExamples, StepOptions) {
   const torch::Tensor batch = x_.t().contiguous(), scale = torch::full({8}, 2.0);
   run([&] {
@@ -133,6 +252,27 @@ TEST_F(ApiExamples, ObjectsAndNumbers) {
     EXPECT_EQ(sums.stack()[0].item<float>(), 10);
     EXPECT_EQ(sums.stack()[1].item<float>(), 26);
     EXPECT_EQ(firsts, (std::vector<float>{1, 5}));
+  });
+}
+
+TEST_F(ApiExamples, LeafModules) {
+  const torch::Tensor x = x_;
+  torch::manual_seed(3);
+  Routed plain;
+  run([&] {
+    Routed net;
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& item : net->named_parameters()) {
+        item.value().copy_(plain->named_parameters()[item.key()]);
+      }
+    }
+    smp::DistributedModel<Routed> model(net);
+    auto predict = smp::step([&](torch::Tensor x) { return model(x); });
+    const auto outputs = predict(x).outputs();
+    for (int64_t m = 0; m < 2; ++m) {
+      EXPECT_TRUE(torch::equal(outputs[m], plain(x.narrow(0, 4 * m, 4).clone())));
+    }
   });
 }
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# usage: examples_test.sh SMPRUN GPT MNIST CONFIG_2X2 CONFIG_1X1
+# usage: examples_test.sh SMPRUN GPT MNIST CONFIG_2X2 CONFIG_1X1 MNIST_MANUAL CONFIG_MANUAL
 # Runs the examples as a user would, small, under smprun and alone, and compares what they print.
 set -uo pipefail
 smprun=$PWD/$1 gpt=$PWD/$2 mnist=$PWD/$3 two_by_two=$PWD/$4 one_by_one=$PWD/$5
+mnist_manual=$PWD/$6 manual=$PWD/$7
 cd "$TEST_TMPDIR" || exit 1
 export TERM=dumb HOME=$TEST_TMPDIR
 failures=0
@@ -63,5 +64,11 @@ digits digits_four "$smprun" --np 4 --config "$two_by_two" "$mnist"
 grep -q 'only the t10k files of \.: their first 36 digits for training, the last 4' digits_four.log &&
   grep -q 'epoch 2, step 2/4: loss' digits_four.log && grep -q 'accuracy 4/4' digits_four.log ||
   { cat digits_four.log; fail "unexpected output of mnist"; }
+
+digits digits_manual "$smprun" --np 2 --config "$manual" "$mnist_manual"
+grep -q '^features.conv1.weight: partition 0, .*pinned' digits_manual.log &&
+  grep -q '^classifier.fc2.bias: partition 1, .*pinned' digits_manual.log &&
+  grep -q 'accuracy 4/4' digits_manual.log ||
+  { cat digits_manual.log; fail "unexpected output of mnist_manual"; }
 
 exit "$((failures > 0))"

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "examples/mnist/conv_net.h"
+#include "examples/mnist/grouped_net.h"
 #include "examples/mnist/idx_data.h"
 #include "tests/examples/temp_folder.h"
 
@@ -171,6 +172,21 @@ TEST(ConvNet, GivesLogProbabilitiesAndHasTheScriptsParameters) {
   int64_t count = 0;
   for (const auto& parameter : net->parameters()) count += parameter.numel();
   EXPECT_EQ(count, 1199882);  // as PyTorch's script prints it
+}
+
+TEST(GroupedNet, IsTheSameNetworkInTwoPinnedHalves) {
+  at::set_num_threads(1);
+  torch::manual_seed(0);
+  ConvNet whole;
+  torch::manual_seed(0);
+  GroupedNet grouped;
+  whole->eval();
+  grouped->eval();
+  const auto images = torch::randn({2, 1, 28, 28});
+  EXPECT_TRUE(torch::equal(grouped(images), whole(images)));
+  for (const auto& item : grouped->named_parameters()) {
+    EXPECT_EQ(smp::pinned_partition(item.value()), item.key().find("features") == 0 ? 0 : 1);
+  }
 }
 
 }  // namespace

@@ -34,8 +34,9 @@ struct Arg {
   Arg(c10::IValue constant) {  // NOLINT: converts
     argument.constant = std::move(constant);
   }
-  Arg(int number) : Arg(c10::IValue(number)) {}  // NOLINT: converts
-  Arg(bool flag) : Arg(c10::IValue(flag)) {}     // NOLINT: converts
+  Arg(int number) : Arg(c10::IValue(number)) {}     // NOLINT: converts
+  Arg(double number) : Arg(c10::IValue(number)) {}  // NOLINT: converts
+  Arg(bool flag) : Arg(c10::IValue(flag)) {}        // NOLINT: converts
 };
 
 /// The stack for one operator, given the tensor of each value.

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "partitioner/complete.h"
+#include "partitioner/format.h"
 #include "partitioner/modules.h"
 #include "partitioner/partition.h"
 #include "tests/partitioner/graph_builder.h"
@@ -50,8 +51,8 @@ GraphBuilder language_model(int blocks) {
 
 TEST(Report, IsATableThatAPersonLikesToRead) {
   GraphBuilder b = language_model(8);
-  const Plan plan = partition(b.graph(), PartitionOptions(4).memory_weight(0.2));
-  EXPECT_EQ(report(b.graph(), plan, 8),
+  const Plan plan = partition(b.graph(), PartitionOptions(4).memory_weight(0.2).step(StepModel(8)));
+  EXPECT_EQ(report(b.graph(), plan, StepModel(8).active_microbatches(6)),
             R"(Partition assignments: 4 stages, 36 operators, 295 k parameters, 8 microbatches
 
   stage  modules                                    operators  parameters  weights  gradients   saved*   time  sends*
@@ -65,6 +66,8 @@ TEST(Report, IsATableThatAPersonLikesToRead) {
   balance   max/mean 1.11: stage 3 takes 1.59 ms per microbatch, the mean is 1.44 ms
   traffic   896 KiB forward and 896 KiB backward between stages per step
   tied      embed.weight (128 KiB) belongs to stage 0, read by stage 3, gradient back per microbatch
+  step      17.5 ms predicted: 5.98 ms for one microbatch through all stages, then 1.65 ms for each of 7 more
+  memory    partition 0 needs most, 3.6 MiB: weights 384 KiB, gradients 768 KiB, optimizer state 768 KiB, activations of 6 microbatches 1.7 MiB
 )");
 }
 
@@ -72,7 +75,7 @@ TEST(Report, WithoutTimesOrTransfers) {
   GraphBuilder b;
   b.grad_mode = false;
   b.output(b.op("aten::relu", {b.input(at::ones({2, 2}))}));
-  EXPECT_EQ(report(b.graph(), partition(b.graph(), PartitionOptions(1)), 1),
+  EXPECT_EQ(report(b.graph(), partition(b.graph(), PartitionOptions(1)), StepModel(1)),
             R"(Partition assignments: 1 stage, 1 operator, no parameters, 1 microbatch
 
   stage  modules          operators  parameters  weights  gradients  saved*  time  sends*

@@ -1,4 +1,5 @@
 #include <chrono>
+#include <filesystem>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -55,6 +56,7 @@ using Inputs = ErrorsTest;
 using AcrossRanks = ErrorsTest;
 using Capture = ErrorsTest;
 using Failure = ErrorsTest;
+using Program = ErrorsTest;
 
 TEST_F(InsideAStep, OptimizerCallsAreRefused) {
   std::optional<DistributedOptimizer<torch::optim::SGD>> optimizer;
@@ -83,8 +85,9 @@ TEST_F(InsideAStep, ModelCallsThatBelongOutsideAreRefused) {
                model->load_state_dict(ModelCore::TensorDict());
              }),
              {"load_state_dict", "inside a step function"});
-  expect_has(error_in_step([](DistributedModel<Mlp>&) {
-               DistributedModel<Mlp> another(Mlp(1), ModelOptions().name("another"));
+  Mlp other(1);
+  expect_has(error_in_step([&](DistributedModel<Mlp>&) {
+               DistributedModel<Mlp> another(other, ModelOptions().name("another"));
              }),
              {"inside a step function", "before"});
 }
@@ -394,6 +397,83 @@ TEST_F(Capture, OtherThingsThatNeedValues) {
         });
     expect_has(text, {"\"train\"", name});
   }
+}
+
+TEST_F(Program, ModulesThatCannotBeWrapped) {
+  expect_has(
+      error_of_run<UsageError>(1, stages(1), [] { DistributedModel<Mlp> model(Mlp(nullptr)); }),
+      {"DistributedModel was given an empty module holder", "construct the module first"});
+  expect_has(error_of_run<UsageError>(1, stages(1),
+                                      [] {
+                                        Mlp net(1);
+                                        DistributedModel<Mlp> first(net), second(net);
+                                      }),
+             {"this module is wrapped in a DistributedModel already"});
+  expect_has(error_of_run<UsageError>(1, stages(1),
+                                      [&] {
+                                        DistributedModel<Mlp> first{Mlp(1)}, second{Mlp(1)};
+                                        make_training(first)(x_, y_);
+                                      }),
+             {"two tensors are registered as \"", "a name of its own"});
+}
+
+TEST_F(Program, CallsAtTheWrongTime) {
+  expect_has(error_of_run<UsageError>(1, stages(1), [] { init(stages(1)); }),
+             {"smp::init was called twice", "at the start of main()"});
+  expect_has(error_of_run<UsageError>(1, stages(1),
+                                      [&] {
+                                        DistributedModel<Mlp> model(Mlp(1));
+                                        make_training(model)(x_, y_);
+                                        model->to(torch::kCPU);
+                                      }),
+             {"model->to(cpu) was called after partitioning", "gather it with model->cpu()"});
+}
+
+TEST_F(Program, ResultsThatCannotBePutTogether) {
+  expect_has(error_of<UsageError>([] { StepOutput().reduce_mean(); }),
+             {"a StepOutput without outputs was reduced"});
+  const StepOutput losses(Tensors{torch::ones({}), torch::ones({})});
+  expect_has(error_of<UsageError>([&] { losses.concat(); }),
+             {"StepOutput::concat needs tensors with a batch axis", "Use stack()"});
+}
+
+TEST_F(Program, FilesThatAreNotThere) {
+  const std::string folder = ::testing::TempDir() + "smp_errors_test";
+  std::filesystem::remove_all(folder);
+  expect_has(error_of_run<CheckpointError>(1, stages(1),
+                                           [&] {
+                                             DistributedModel<Mlp> model(Mlp(1));
+                                             DistributedOptimizer<torch::optim::SGD> optimizer(
+                                                 model->parameters(), 0.1);
+                                             save(folder, model);
+                                             load(folder, model, optimizer);
+                                           }),
+             {"holds no optimizer", "smp::load(path, model)"});
+  expect_has(error_of_run<CheckpointError>(1, stages(1),
+                                           [] {
+                                             DistributedModel<Mlp> model(Mlp(1));
+                                             save("", model);
+                                           }),
+             {"cannot save a checkpoint: its path is empty"});
+  const std::string file = folder + "/missing/plan.json";
+  expect_has(error_of_run<ConfigError>(1, stages(1).partition_file(file),
+                                       [&] {
+                                         DistributedModel<Mlp> model(Mlp(1));
+                                         make_training(model)(x_, y_);
+                                       }),
+             {file, "cannot write the partition", "Give \"partition_file\" a path"});
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(Program, DataOfAParameterOfAnotherRank) {
+  expect_has(error_of_run<c10::Error>(2, stages(2),
+                                      [&] {
+                                        DistributedModel<Mlp> model(Mlp(4));
+                                        make_training(model)(x_, y_);
+                                        for (const auto& p : model->parameters()) p.detach().sum();
+                                      }),
+             {"the data of a parameter that another rank owns was read or written",
+              "model->local_parameters()"});
 }
 
 /// One rank's user code throws: the run ends with that error, quickly.

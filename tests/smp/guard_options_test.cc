@@ -1,6 +1,8 @@
 // When step functions are guarded, which structures of tensors they take and return, and what
 // nobody reads.
 
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <array>
 #include <optional>
 #include <unordered_map>
@@ -12,10 +14,19 @@ namespace {
 
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
 
-Mlp prototype() {
-  torch::manual_seed(5);
-  return Mlp(4);
+/// Rank threads share the default generator, so what they draw comes from one of their own.
+at::Generator generator_of(uint64_t seed) { return at::detail::createCPUGenerator(seed); }
+
+/// A module with the same values whenever and wherever it is made.
+template <class Net>
+Net with_values_of(uint64_t seed, Net net) {
+  const torch::NoGradGuard no_grad;
+  auto generator = generator_of(seed);
+  for (auto& parameter : net->parameters()) parameter.uniform_(-0.4, 0.4, generator);
+  return net;
 }
+
+Mlp prototype() { return with_values_of(5, Mlp(4)); }
 
 /// A run of a few steps whose loss has a weight that may change from step to step.
 struct Training {
@@ -24,9 +35,10 @@ struct Training {
   std::vector<int64_t> calls_seen = {};  // filled by `distributed`: in which step the function ran
 
   std::pair<torch::Tensor, torch::Tensor> batch(size_t step) const {
-    torch::manual_seed(static_cast<uint64_t>(100 + step));
-    return {torch::randn({batch_sizes[step], MlpImpl::kWidth}),
-            torch::randn({batch_sizes[step], 1})};
+    auto generator = generator_of(100 + step);
+    auto x = torch::randn({batch_sizes[step], MlpImpl::kWidth}, generator);
+    auto y = torch::randn({batch_sizes[step], 1}, generator);
+    return {x, y};
   }
 
   /// Plain libtorch with the weights in `effective`.
@@ -245,6 +257,46 @@ TEST_F(Structures, UnusedArgumentsAndOutputsTrainAsInOneProcess) {
       expect_equal(late.outputs(), unused[1], "output after the model");
     }
     expect_equal(to_map(model->state_dict()), state_of(*net), "weight");
+  });
+}
+
+/// Updates its buffer with gradients on, so that the buffer gets a history.
+struct SmoothedImpl : torch::nn::Module {
+  SmoothedImpl() {
+    fc = register_module("fc", torch::nn::Linear(MlpImpl::kWidth, 1));
+    average = register_buffer("average", torch::zeros({1}));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = fc(x);
+    average.mul_(0.5).add_(x.mean() * 0.5);
+    return x;
+  }
+  torch::nn::Linear fc{nullptr};
+  torch::Tensor average;
+};
+TORCH_MODULE(Smoothed);
+
+Smoothed smoothed() { return with_values_of(5, Smoothed()); }
+
+TEST_F(Structures, BuffersThatGetAHistoryAreRestoredAfterTheCapture) {
+  Smoothed net = smoothed();
+  torch::optim::SGD plain(net->parameters(), kSgd);
+  for (int i = 0; i < 3; ++i) {
+    plain.zero_grad();
+    plain_backward(net->parameters(), 1, 2,
+                   [&](int m) { return torch::mse_loss(net(part(x_, 2, m)), part(y_, 2, m)); });
+    plain.step();
+  }
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Smoothed> model(smoothed());
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    auto train = make_training(model);
+    for (int i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      train(x_, y_);
+      optimizer.step();
+    }
+    expect_equal(to_map(model->state_dict()), state_of(*net), "weight or buffer");
   });
 }
 

@@ -114,23 +114,29 @@ inline torch::Tensor part(const torch::Tensor& tensor, int64_t count, int64_t mi
   return tensor.narrow(axis, microbatch * size, size).clone();
 }
 
-/// One training step of plain libtorch, as DESIGN section 5 words it: the raw gradients of the
-/// microbatches are summed in order within a replica, the replicas' sums in order, divided once
-/// and added to `.grad`. `loss(m)` computes global microbatch m. Returns the losses.
-inline Tensors plain_backward(const Tensors& parameters, int replicas, int microbatches,
-                              const std::function<torch::Tensor(int)>& loss) {
-  Tensors before, total(parameters.size()), losses;
+/// In which type gradients of microbatches are added up: docs/architecture.md, "Numerics".
+inline torch::Dtype sum_type(const torch::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == torch::kHalf || type == torch::kBFloat16 ? torch::kFloat : type;
+}
+
+/// One step of plain libtorch, as docs/architecture.md words it ("Numerics"): the raw gradients of
+/// the microbatches are summed in order within a replica, the replicas' sums in order, divided
+/// once and added to `.grad`. `run(m)` does the forward and backward of global microbatch m; where
+/// it does no backward, `.grad` stays as it was.
+inline void plain_microbatches(const Tensors& parameters, int replicas, int microbatches,
+                               const std::function<void(int)>& run) {
+  Tensors before, total(parameters.size());
   for (const auto& parameter : parameters) before.push_back(parameter.grad());
   for (int replica = 0; replica < replicas; ++replica) {
     Tensors sum(parameters.size());
     for (int m = 0; m < microbatches; ++m) {
       for (const auto& parameter : parameters) parameter.mutable_grad() = torch::Tensor();
-      const auto value = loss(replica * microbatches + m);
-      value.backward();
-      losses.push_back(value.detach());
+      run(replica * microbatches + m);
       for (size_t i = 0; i < parameters.size(); ++i) {
-        const auto gradient = parameters[i].grad();
-        if (gradient.defined()) sum[i] = sum[i].defined() ? sum[i] + gradient : gradient.clone();
+        if (!parameters[i].grad().defined()) continue;
+        const auto gradient = parameters[i].grad().to(sum_type(parameters[i]));
+        sum[i] = sum[i].defined() ? sum[i] + gradient : gradient.clone();
       }
     }
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -141,9 +147,20 @@ inline Tensors plain_backward(const Tensors& parameters, int replicas, int micro
     auto& gradient = parameters[i].mutable_grad();
     gradient = before[i];
     if (!total[i].defined()) continue;
-    const auto mean = total[i] / (replicas * microbatches);
+    const auto mean = (total[i] / (replicas * microbatches)).to(parameters[i].scalar_type());
     gradient = gradient.defined() ? gradient + mean : mean;
   }
+}
+
+/// The same for a training step: `loss(m)` computes global microbatch m. Returns the losses.
+inline Tensors plain_backward(const Tensors& parameters, int replicas, int microbatches,
+                              const std::function<torch::Tensor(int)>& loss) {
+  Tensors losses;
+  plain_microbatches(parameters, replicas, microbatches, [&](int m) {
+    const auto value = loss(m);
+    value.backward();
+    losses.push_back(value.detach());
+  });
   return losses;
 }
 

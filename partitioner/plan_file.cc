@@ -1,0 +1,183 @@
+#include "partitioner/plan_file.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "partitioner/complete.h"
+#include "partitioner/modules.h"
+#include "partitioner/verify.h"
+#include "smp/core/error.h"
+#include "smp/core/json.h"
+#include "smp/core/json_reader.h"
+
+namespace smp::partitioner {
+namespace {
+
+using graph::Graph;
+using nlohmann::ordered_json;
+
+constexpr const char* kFormat = "smp partition";
+constexpr int kVersion = 1;
+
+/// "aten::addmm in blocks.0.fc1".
+std::string label(const graph::Operator& op) {
+  return op.scope.empty() ? op.name() : op.name() + " in " + op.scope;
+}
+
+/// The operators of a stage: first and last index; empty if first > last.
+std::pair<int, int> range_of(const Plan& plan, int stage) {
+  const auto& stages = plan.stage_of_operator;
+  const auto [begin, end] = std::equal_range(stages.begin(), stages.end(), stage);
+  return {static_cast<int>(begin - stages.begin()), static_cast<int>(end - stages.begin()) - 1};
+}
+
+class PlanReader {
+ public:
+  PlanReader(const Graph& graph, const nlohmann::json& document, int partitions,
+             const std::string& source_name)
+      : graph_(graph),
+        partitions_(partitions),
+        source_(source_name),
+        json_(document, source_name) {}
+
+  Plan read() {
+    check_header();
+    const JsonReader stages = json_.at("stages");
+    for (size_t s = 0; s < stages.size(); ++s) read_stage(stages.at(s));
+    check_same(stage_of_operator_.size() == graph_.operators.size(), "its stages end at operator ",
+               static_cast<int64_t>(stage_of_operator_.size()) - 1, ", the graph at operator ",
+               static_cast<int64_t>(graph_.operators.size()) - 1);
+    check_ranks();
+    Plan plan = complete_plan(graph_, rank_of_stage_, stage_of_operator_, read_owners());
+    plan.reason_of_operator.assign(graph_.operators.size(), "loaded from " + source_);
+    try {
+      verify_plan(graph_, plan);
+    } catch (const Error& error) {
+      detail::fail<PartitionError>(source_, ": the plan cannot be used. ",
+                                   error.what_without_backtrace());
+    }
+    return plan;
+  }
+
+ private:
+  template <class... Parts>
+  void check_same(bool same, const Parts&... parts) const {
+    SMP_CHECK_WITH(PartitionError, same, source_, ": the plan was made for another graph than that "
+                   "of this step function (", made_for_, " instead of ", this_graph(), "): ",
+                   parts..., ". Delete the file or switch off \"load_partition\" to partition anew.");
+  }
+
+  std::string this_graph() const {
+    return fmt::format("{} operators, fingerprint {:016x}", graph_.operators.size(),
+                       graph_.fingerprint());
+  }
+
+  void check_header() {
+    const JsonReader format = json_.at("format");
+    if (format.text() != kFormat) format.fail_expected(fmt::format("\"{}\"", kFormat));
+    const JsonReader version = json_.at("version");
+    if (version.integer() != kVersion) version.fail_expected(std::to_string(kVersion));
+    const JsonReader graph = json_.at("graph");
+    const int64_t operators = graph.at("operators").integer(0);
+    made_for_ =
+        fmt::format("{} operators, fingerprint {}", operators, graph.at("fingerprint").text());
+    const int64_t partitions = json_.at("partitions").integer(1);
+    SMP_CHECK_WITH(PartitionError, partitions == partitions_, source_, ": the plan is for ",
+                   partitions, " partitions, but the configuration asks for ", partitions_,
+                   ". Set \"partitions\" to ", partitions,
+                   ", or switch off \"load_partition\" to partition anew.");
+  }
+
+  void read_stage(const JsonReader& stage) {
+    const int64_t count = static_cast<int64_t>(graph_.operators.size());
+    const auto index = static_cast<int>(rank_of_stage_.size());
+    const int64_t begin = static_cast<int64_t>(stage_of_operator_.size());
+    rank_of_stage_.push_back(static_cast<int>(stage.at("partition").integer(0, partitions_ - 1)));
+    const JsonReader first = stage.at("first"), last = stage.at("last");
+    if (first.integer(0) != begin) {
+      first.fail(fmt::format("expected {}, the operator after the stage before, got {}", begin,
+                             first.integer()),
+                 "Stages follow each other without a gap.");
+    }
+    const int64_t end = last.integer(begin - 1) + 1;
+    check_same(end <= count, "stage ", index, " ends at operator ", end - 1, ", the graph at ",
+               count - 1);
+    if (end > begin) {
+      check_label(stage.at("from").text(), begin, index, "begins");
+      check_label(stage.at("to").text(), end - 1, index, "ends");
+    }
+    stage_of_operator_.resize(end, index);
+  }
+
+  void check_label(const std::string& expected, int64_t op, int stage, const char* what) const {
+    const std::string found = label(graph_.operators[op]);
+    check_same(found == expected, "stage ", stage, " ", what, " with operator ", op, ", ", expected,
+               ", but operator ", op, " of the graph is ", found);
+  }
+
+  void check_ranks() const {
+    const std::set<int> ranks(rank_of_stage_.begin(), rank_of_stage_.end());
+    SMP_CHECK_WITH(PartitionError, static_cast<int>(ranks.size()) == partitions_, source_,
+                   ": expected a stage for each of the ", partitions_, " partitions, got stages for ",
+                   ranks.size(), ". Give the others a stage, too; \"last\" = \"first\" - 1 makes it "
+                   "empty.");
+  }
+
+  std::map<std::string, int> read_owners() const {
+    std::map<std::string, int> owners;
+    const JsonReader json = json_.at("owners");
+    if (!json.value().is_object()) json.fail_expected("an object");
+    for (const auto& item : json.value().items()) {
+      owners[item.key()] = static_cast<int>(json.at(item.key()).integer(0, partitions_ - 1));
+    }
+    return owners;
+  }
+
+  const Graph& graph_;
+  const int partitions_;
+  const std::string source_;
+  const JsonReader json_;
+  std::string made_for_;
+  std::vector<int> rank_of_stage_;
+  std::vector<int> stage_of_operator_;
+};
+
+}  // namespace
+
+std::string plan_to_json(const Graph& graph, const Plan& plan) {
+  ordered_json json;
+  json["format"] = kFormat;
+  json["version"] = kVersion;
+  json["graph"] = {{"operators", graph.operators.size()},
+                   {"fingerprint", fmt::format("{:016x}", graph.fingerprint())}};
+  json["partitions"] = std::set<int>(plan.rank_of_stage.begin(), plan.rank_of_stage.end()).size();
+  json["stages"] = ordered_json::array();
+  const std::vector<std::string> modules = stage_modules(graph, plan);
+  for (int s = 0; s < plan.stages(); ++s) {
+    const auto [first, last] = range_of(plan, s);
+    ordered_json stage = {{"partition", plan.rank_of_stage[s]}, {"first", first}, {"last", last}};
+    if (first <= last) {
+      stage["from"] = label(graph.operators[first]);
+      stage["to"] = label(graph.operators[last]);
+      stage["modules"] = modules[s];
+    }
+    json["stages"].push_back(std::move(stage));
+  }
+  json["owners"] = ordered_json::object();
+  for (const auto& [name, stage] : plan.owner) json["owners"][name] = plan.rank_of_stage[stage];
+  return json.dump(2) + "\n";
+}
+
+Plan plan_from_json(const Graph& graph, const std::string& text, int partitions,
+                    const std::string& source_name) {
+  const nlohmann::json document = parse_json(text, source_name);
+  return PlanReader(graph, document, partitions, source_name).read();
+}
+
+}  // namespace smp::partitioner

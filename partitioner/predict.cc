@@ -1,0 +1,141 @@
+#include "partitioner/predict.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "partitioner/cost.h"
+#include "partitioner/format.h"
+#include "partitioner/transfer_cost.h"
+
+namespace smp::partitioner {
+
+using graph::Graph;
+using graph::Value;
+using graph::ValueId;
+using graph::ValueKind;
+
+namespace {
+
+bool is_trained(const Graph& graph, const Value& value) {
+  return graph.trains() && value.meta.requires_grad;
+}
+
+void add_operators(const Graph& graph, const Plan& plan, std::vector<StagePrediction>& stages) {
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    StagePrediction& stage = stages[plan.stage_of_operator[i]];
+    stage.compute_us += operator_time_us(graph, graph.operators[i]);
+    stage.activations += stage.in_flight * graph.operators[i].cost.saved_bytes;
+  }
+  for (const Recomputed& again : plan.recomputed) {
+    stages[again.stage].compute_us += graph.operators[again.operator_index].cost.forward_us;
+  }
+}
+
+void add_parameters(const Graph& graph, const Plan& plan, const StepModel& step,
+                    std::vector<StagePrediction>& stages) {
+  for (const Value& value : graph.values) {
+    const auto owner = plan.owner.find(value.name);
+    if (value.kind != ValueKind::kParameter || owner == plan.owner.end()) continue;
+    const ParameterMemory memory(graph, value, step);
+    StagePrediction& stage = stages[owner->second];
+    stage.weights += memory.weights;
+    stage.gradients += memory.gradients;
+    stage.optimizer += memory.optimizer;
+  }
+  std::set<std::pair<ValueId, int>> copies;  // stages of one rank share one
+  for (const Replica& replica : plan.replicas) {
+    const int rank = plan.rank_of_stage[replica.stage];
+    if (rank == plan.rank_of_stage[replica.owner]) continue;
+    if (!copies.insert({replica.value, rank}).second) continue;
+    stages[replica.stage].replicas += replica_bytes(graph, graph.values[replica.value]);
+  }
+}
+
+void add_transfers(const Graph& graph, const Plan& plan, std::vector<StagePrediction>& stages) {
+  std::set<std::pair<int, int>> edges;
+  for (const Transfer& hop : plan.transfers) {
+    if (plan.rank_of_stage[hop.from] == plan.rank_of_stage[hop.to]) continue;
+    const int64_t bytes = graph.values[hop.value].meta.nbytes();
+    for (int stage : {hop.from, hop.to}) {
+      stages[stage].transfer_us += transfer_us(bytes, hop.needs_gradient);
+    }
+    stages[hop.to].activations += stages[hop.to].in_flight * bytes;
+    edges.insert({hop.from, hop.to});
+  }
+  for (const auto& [from, to] : edges) {
+    for (int stage : {from, to}) stages[stage].transfer_us += message_us(graph.trains());
+  }
+}
+
+}  // namespace
+
+int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages) {
+  if (!trains) return 0;
+  if (!step.interleaved()) return step.microbatches();
+  return std::min(
+      {step.microbatches(), step.active_microbatches(), std::max(2 * (stages - stage) - 1, 1)});
+}
+
+ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const StepModel& step)
+    : weights(value.meta.nbytes()) {
+  if (!is_trained(graph, value)) return;
+  gradients = 2 * weights;
+  optimizer = static_cast<int64_t>(static_cast<double>(weights) * step.optimizer_state());
+}
+
+int64_t replica_bytes(const Graph& graph, const Value& value) {
+  return value.meta.nbytes() * (is_trained(graph, value) ? 2 : 1);
+}
+
+double transfer_us(int64_t bytes, bool needs_gradient) {
+  return tensor_transfer_us(bytes) * (needs_gradient ? 2 : 1) / 2;  // half at each end
+}
+
+double message_us(bool trains) { return kMessageUs * (trains ? 2 : 1) / 2; }
+
+Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) {
+  Prediction result;
+  result.stages.resize(plan.stages());
+  for (int s = 0; s < plan.stages(); ++s) {
+    result.stages[s].in_flight = microbatches_in_flight(step, graph.trains(), s, plan.stages());
+  }
+  add_operators(graph, plan, result.stages);
+  add_parameters(graph, plan, step, result.stages);
+  add_transfers(graph, plan, result.stages);
+  const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
+  result.rank_us.assign(ranks, 0);
+  result.rank_memory.assign(ranks, 0);
+  for (int s = 0; s < plan.stages(); ++s) {
+    result.rank_us[plan.rank_of_stage[s]] += result.stages[s].time_us();
+    result.rank_memory[plan.rank_of_stage[s]] += result.stages[s].memory();
+  }
+  result.step_us =
+      std::accumulate(result.rank_us.begin(), result.rank_us.end(), 0.0) +
+      (step.microbatches() - 1) * *std::max_element(result.rank_us.begin(), result.rank_us.end());
+  return result;
+}
+
+std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank) {
+  StagePrediction sum;
+  for (int s = 0; s < plan.stages(); ++s) {
+    if (plan.rank_of_stage[s] != rank) continue;
+    const StagePrediction& stage = prediction.stages[s];
+    sum.weights += stage.weights + stage.replicas;
+    sum.gradients += stage.gradients;
+    sum.optimizer += stage.optimizer;
+    sum.activations += stage.activations;
+    sum.in_flight = std::max(sum.in_flight, stage.in_flight);
+  }
+  return fmt::format(
+      "{}: weights {}, gradients {}, optimizer state {}, activations of {} "
+      "microbatch{} {}",
+      format_bytes(sum.memory()), format_bytes(sum.weights), format_bytes(sum.gradients),
+      format_bytes(sum.optimizer), sum.in_flight, sum.in_flight == 1 ? "" : "es",
+      format_bytes(sum.activations));
+}
+
+}  // namespace smp::partitioner

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "partitioner/plan.h"
+
+namespace smp::partitioner {
+
+/// The step in which a plan is used, as far as its time and memory depend on it.
+struct StepModel {
+  explicit StepModel(int microbatches = 1) : microbatches_(microbatches) {}
+
+  /// How many microbatches a step has.
+  TORCH_ARG(int, microbatches);
+  /// The schedule: `interleaved`, or else `simple`.
+  TORCH_ARG(bool, interleaved) = true;
+  /// How many microbatches `interleaved` has in flight on a rank at most.
+  TORCH_ARG(int, active_microbatches) = 1;
+  /// Bytes of optimizer state for each byte of a trained parameter: 2 for Adam, 1 for momentum, 0
+  /// for plain SGD.
+  TORCH_ARG(double, optimizer_state) = 2.0;
+};
+
+/// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,
+/// min(M, A, 2 (S - s) - 1) with `interleaved`, none if the graph does not train.
+int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages);
+
+/// Bytes that a parameter takes where it belongs: itself and, if it is trained, its gradient twice
+/// (the sum over the step's microbatches and `.grad`) and the optimizer's state.
+struct ParameterMemory {
+  int64_t weights = 0;
+  int64_t gradients = 0;
+  int64_t optimizer = 0;
+
+  ParameterMemory(const graph::Graph& graph, const graph::Value& value, const StepModel& step);
+  int64_t total() const { return weights + gradients + optimizer; }
+};
+
+/// Bytes that a parameter takes on a stage that reads it without owning it: a copy, and the
+/// gradient of one microbatch if it is trained.
+int64_t replica_bytes(const graph::Graph& graph, const graph::Value& value);
+
+/// Us that each end of a transfer spends on a tensor, forward and back; and on the messages of a
+/// boundary. See partitioner/transfer_cost.h.
+double transfer_us(int64_t bytes, bool needs_gradient);
+double message_us(bool trains);
+
+/// What one stage takes according to the model. Times are of one microbatch, forward and
+/// backward.
+struct StagePrediction {
+  double compute_us = 0;
+  double transfer_us = 0;  ///< its ends of transfers from and to stages of other ranks
+  int in_flight = 0;
+  int64_t weights = 0;
+  int64_t gradients = 0;
+  int64_t optimizer = 0;
+  int64_t replicas = 0;
+  int64_t activations = 0;  ///< saved and received, of all microbatches in flight
+
+  double time_us() const { return compute_us + transfer_us; }
+  int64_t memory() const { return weights + gradients + optimizer + replicas + activations; }
+};
+
+/// What a plan takes: each stage, and the ranks that run them.
+struct Prediction {
+  std::vector<StagePrediction> stages;
+  std::vector<double> rank_us;       ///< per rank: time of one microbatch
+  std::vector<int64_t> rank_memory;  ///< per rank: bytes
+  /// sum t_r + (M - 1) max t_r over the ranks: exact for `simple` with equal ratios of backward
+  /// to forward, and close for `interleaved`.
+  double step_us = 0;
+};
+
+Prediction predict(const graph::Graph& graph, const Plan& plan, const StepModel& step);
+
+/// What a rank's memory is for: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
+/// MiB, activations of 3 microbatches 2.3 MiB".
+std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank);
+
+}  // namespace smp::partitioner

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace smp::partitioner {
+
+/// Columns of texts under headings, as wide as their widest cell.
+class Table {
+ public:
+  enum class Align { kLeft, kRight };
+
+  void column(std::string heading, Align align);
+  /// A cell for each column.
+  void row(std::vector<std::string> cells);
+
+  /// Headings, a rule and the rows, each line indented by two; ends with a newline.
+  std::string to_string() const;
+
+ private:
+  std::string line(const std::vector<std::string>& cells, const std::vector<size_t>& widths) const;
+
+  std::vector<std::string> headings_;
+  std::vector<Align> align_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+}  // namespace smp::partitioner

@@ -1,0 +1,201 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <any>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "graph/intercept.h"
+#include "graph/leaf.h"
+#include "smp/structure.h"
+
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
+namespace smp {
+namespace detail {
+
+/// True for a tensor and for structures that hold nothing else.
+template <class T>
+constexpr bool holds_only_tensors();
+
+template <class T, size_t... I>
+constexpr bool tuple_holds_only_tensors(std::index_sequence<I...>) {
+  return (holds_only_tensors<std::tuple_element_t<I, T>>() && ...);
+}
+
+template <class T>
+constexpr bool holds_only_tensors() {
+  if constexpr (IsVector<T>::value || IsOptional<T>::value) {
+    return holds_only_tensors<typename T::value_type>();
+  } else if constexpr (IsMap<T>::value) {
+    return holds_only_tensors<typename IsMap<T>::Mapped>();
+  } else if constexpr (IsTuple<T>::value) {
+    return tuple_holds_only_tensors<T>(std::make_index_sequence<std::tuple_size_v<T>>());
+  } else {
+    return IsTensor<T>::value;
+  }
+}
+
+/// What a value is, besides the content of its tensors: numbers that may change without a change
+/// of shapes, and a text of all the rest.
+class Description {
+ public:
+  template <class T>
+  void add(const T& value) {
+    if constexpr (IsTensor<T>::value) {
+      rest_ << "tensor";
+    } else if constexpr (std::is_enum_v<T>) {
+      rest_ << static_cast<int64_t>(value);
+    } else if constexpr (std::is_integral_v<T>) {
+      rest_ << +value;
+    } else if constexpr (std::is_floating_point_v<T>) {
+      numbers_ << " " << value;
+    } else if constexpr (std::is_convertible_v<const T&, std::string_view>) {
+      rest_ << '"' << std::string_view(value) << '"';
+    } else if constexpr (IsVector<T>::value) {
+      rest_ << "[";
+      for (const auto& element : value) add_element(element);
+      rest_ << "]";
+    } else if constexpr (IsMap<T>::value) {
+      rest_ << "{";
+      for_each_element(value, [&](const auto& key, const auto& element) {
+        add(key);
+        rest_ << ": ";
+        add_element(element);
+      });
+      rest_ << "}";
+    } else if constexpr (IsOptional<T>::value) {
+      if (value) {
+        add(*value);
+      } else {
+        rest_ << "none";
+      }
+    } else if constexpr (IsTuple<T>::value) {  // and arrays
+      rest_ << "(";
+      std::apply([&](const auto&... element) { (add_element(element), ...); }, value);
+      rest_ << ")";
+    } else {
+      rest_ << "object";
+    }
+  }
+
+  /// 17 digits tell any two doubles apart.
+  Description() { numbers_.precision(17); }
+  std::string numbers() const { return numbers_.str(); }
+  std::string rest() const { return rest_.str(); }
+
+ private:
+  template <class T>
+  void add_element(const T& element) {
+    add(element);
+    rest_ << ", ";
+  }
+
+  std::ostringstream numbers_, rest_;
+};
+
+/// A call of the module, without the arguments.
+graph::LeafCallPtr make_leaf_call(torch::nn::Module& module);
+
+}  // namespace detail
+
+/// A module to be called as one opaque node; see `leaf`. `M` is the module's holder (what
+/// TORCH_MODULE makes) or a shared_ptr to it.
+template <class M>
+class Leaf {
+ public:
+  explicit Leaf(M module) : module_(std::move(module)) {}
+
+  /// Calls the module's `forward`. In a step function it is recorded as one operator and runs on
+  /// the stage that holds the module's parameters; elsewhere it is called at once.
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    using Raw = decltype(module_->forward(std::forward<Arguments>(arguments)...));
+    using Result = detail::AsArgument<Raw>;
+    static_assert(detail::holds_only_tensors<Result>(),
+                  "the forward of a leaf module returns a tensor, or tensors in vectors, tuples, "
+                  "maps and optionals. Anything else may depend on data, which a step function "
+                  "does not see");
+    if (!graph::intercepting()) {
+      return Result(module_->forward(std::forward<Arguments>(arguments)...));
+    }
+    return call<Result>(
+        std::tuple<detail::AsArgument<Arguments>...>(std::forward<Arguments>(arguments)...));
+  }
+
+ private:
+  template <class Result, class Whole>
+  Result call(Whole whole) {
+    const graph::LeafCallPtr call = detail::make_leaf_call(*module_);
+    detail::Description described;
+    described.add(whole);
+    call->settings = described.rest();
+    call->numbers = described.numbers();
+    // The call outlives the step: tensors go apart from the other arguments.
+    std::vector<at::Tensor> inputs;
+    detail::for_each_tensor(
+        whole, [&](at::Tensor& tensor) { inputs.push_back(std::exchange(tensor, at::Tensor())); });
+    call->function = [module = module_, whole = std::move(whole)](
+                         graph::LeafCall& self, const std::vector<at::Tensor>& tensors) {
+      return run<Result>(module, whole, self, tensors);
+    };
+    const std::vector<at::Tensor> tensors = graph::call_leaf(call, inputs);
+    Result result = std::any_cast<Result>(call->result());
+    size_t next = 0;
+    detail::for_each_tensor(result, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
+    return result;
+  }
+
+  template <class Result, class Whole>
+  static std::vector<at::Tensor> run(M module, Whole arguments, graph::LeafCall& call,
+                                     const std::vector<at::Tensor>& tensors) {
+    size_t next = 0;
+    detail::for_each_tensor(arguments, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
+    Result result = std::apply(
+        [&](auto&... argument) -> Result { return module->forward(argument...); }, arguments);
+    detail::Description structure;
+    structure.add(result);
+    std::vector<at::Tensor> results;
+    detail::for_each_tensor(result, [&](at::Tensor& tensor) {
+      results.push_back(std::exchange(tensor, at::Tensor()));
+    });
+    call.keep_result(std::move(result), structure.rest());
+    return results;
+  }
+
+  M module_;
+};
+
+/// Makes `module` a leaf for one call: inside `forward`, write `smp::leaf(moe)(x)` for `moe(x)`
+/// where the module does what a step cannot capture: control flow that depends on data, reading a
+/// tensor on the host (`item`), routing, a custom `torch::autograd::Function`.
+///
+/// The module runs as it is, once per microbatch, on the stage that holds its parameters; all of
+/// them lie on one stage. Outside of a step function the call is an ordinary one. Tensors in the
+/// arguments (also inside vectors, tuples, maps and optionals) are its inputs; the number and the
+/// shapes of the tensors it returns may not depend on data. A floating point argument may change
+/// from step to step; another integer, bool, enum or string makes another graph; other objects are
+/// taken as they are at each step, and are not compared.
+///
+/// Throws `CaptureError` where the module writes an input or a parameter, returns a tensor that
+/// shares memory with another one, or returns other shapes than were recorded. See docs/capture.md.
+///
+/// Example:
+/// \code
+///   torch::Tensor forward(torch::Tensor x) { return head(x + smp::leaf(experts)(norm(x))); }
+/// \endcode
+template <class M>
+Leaf<M> leaf(M module) {
+  return Leaf<M>(std::move(module));
+}
+
+}  // namespace smp

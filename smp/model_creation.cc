@@ -1,0 +1,50 @@
+#include "smp/model_creation.h"
+
+#include <c10/core/ScalarType.h>
+
+#include "graph/partition_scope.h"
+#include "graph/recording.h"
+#include "smp/core/error.h"
+#include "smp/runtime.h"
+
+namespace smp {
+
+ModelCreation::ModelCreation(const ModelCreationOptions& options) {
+  if (options.dtype()) {
+    SMP_CHECK_WITH(UsageError, c10::isFloatingType(*options.dtype()),
+                   "model_creation: dtype must be a floating point type such as torch::kBFloat16, "
+                   "got ",
+                   *options.dtype());
+    dtype_.emplace(*options.dtype());
+  }
+  const bool delayed = options.delayed()
+                           ? *options.delayed()
+                           : Runtime::get().config().delayed_parameter_initialization();
+  if (delayed) {
+    delay_.emplace(
+        graph::DeferredOptions().eager_bytes(options.eager_bytes()).fast(options.fast()));
+  } else {
+    at_once_.emplace();
+  }
+  if (graph::current_partition() >= 0) pins_.emplace(graph::current_partition());
+}
+
+ModelCreation::~ModelCreation() = default;
+
+ModelCreation model_creation(const ModelCreationOptions& options) { return ModelCreation(options); }
+
+ModelCreation delayed_parameter_initialization(bool enabled) {
+  return ModelCreation(ModelCreationOptions().delayed(enabled));
+}
+
+void materialize(const torch::nn::Module& module) {
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      if (const auto recording = graph::recording_of(tensor).first) {
+        recording->materialize(tensor);
+      }
+    }
+  }
+}
+
+}  // namespace smp

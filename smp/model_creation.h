@@ -1,0 +1,72 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "graph/default_dtype.h"
+#include "graph/deferred.h"
+#include "smp/partition_scope.h"
+
+namespace smp {
+
+/// Options of `model_creation`.
+struct ModelCreationOptions {
+  /// The type of the parameters: libtorch's default floating point type while the scope lives, in
+  /// all threads of the process, as `torch::set_default_dtype` sets it. By default it stays.
+  TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
+  /// Make parameters later, and only those that this rank owns; by default as the configuration's
+  /// `delayed_parameter_initialization` says.
+  TORCH_ARG(std::optional<bool>, delayed) = std::nullopt;
+  /// Draw the random numbers of each delayed parameter from a stream keyed by the seed and the
+  /// parameter's name. Saves one drawing of all of them, and gives other weights than plain
+  /// construction: the same for any number of stages.
+  TORCH_ARG(bool, fast) = false;
+  /// Tensors of at most so many bytes are made at once even if the rest is delayed.
+  TORCH_ARG(int64_t, eager_bytes) = graph::DeferredOptions().eager_bytes();
+};
+
+/// The scope that `model_creation` begins; it ends with the block.
+class [[nodiscard]] ModelCreation {
+ public:
+  explicit ModelCreation(const ModelCreationOptions& options);
+  ~ModelCreation();
+  ModelCreation(const ModelCreation&) = delete;
+  ModelCreation& operator=(const ModelCreation&) = delete;
+
+ private:
+  std::optional<graph::DefaultDtypeScope> dtype_;
+  std::optional<graph::DeferredScope> delay_;
+  std::optional<graph::AtOnceScope> at_once_;  // within a scope that delays
+  std::optional<PartitionScope> pins_;         // of an outer smp::partition, within this scope
+};
+
+/// Begins a scope in which to construct modules:
+/// \code
+///   Net net{nullptr};
+///   {
+///     const auto scope = smp::model_creation(smp::ModelCreationOptions().dtype(torch::kBFloat16));
+///     net = Net();
+///   }
+///   smp::DistributedModel<Net> model(net);
+/// \endcode
+/// Its parameters have sizes and types but no memory. The first step captures the step function on
+/// shapes and partitions the model; then each rank makes the parameters that it owns, with the
+/// values that plain construction would have given them, bit for bit. See docs/model_creation.md.
+///
+/// Scopes nest; the innermost one counts. Belongs to one thread. Needs `smp::init` unless
+/// `delayed` is given. Throws `UsageError` for a `dtype` that is no floating point type.
+ModelCreation model_creation(const ModelCreationOptions& options = {});
+
+/// `model_creation` for this purpose alone. In a scope that delays, `enabled = false` makes what is
+/// constructed inside at once.
+ModelCreation delayed_parameter_initialization(bool enabled = true);
+
+/// Makes what the module's parameters and buffers are still without, on this rank, as if they had
+/// been constructed plainly: for modules that are used without a step. Not collective.
+void materialize(const torch::nn::Module& module);
+
+}  // namespace smp

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace smp {
+
+/// What `partition` returns; the pin lasts as long as it lives. Belongs to the thread that made it.
+class PartitionScope {
+ public:
+  explicit PartitionScope(int partition);
+  ~PartitionScope();
+  PartitionScope(const PartitionScope&) = delete;
+  PartitionScope& operator=(const PartitionScope&) = delete;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Pins to partition `index` (a rank of the pipeline) what is made or called while the returned
+/// scope lives; of nested scopes the innermost wins.
+///
+/// Around the construction of modules it pins the parameters and buffers made inside, however the
+/// modules register them: the operators that read them run on that partition. Around code in
+/// `forward` it pins the operators called there, also those without parameters. What no scope
+/// covers goes where the automatic partition puts it, or, with `auto_partition: false`, to
+/// `default_partition`. A partition may be visited several times.
+///
+/// As documented for SMP's `smp.partition(index)`; other than there, scopes count with
+/// `auto_partition: true` too. Throws `UsageError` for a partition that does not exist.
+///
+/// Example:
+/// \code
+///   {
+///     const auto scope = smp::partition(1);
+///     fc = register_module("fc", torch::nn::Linear(128, 10));
+///   }
+/// \endcode
+[[nodiscard]] PartitionScope partition(int index);
+
+namespace detail {
+void pin_module(const torch::nn::Module& module, int partition);
+}  // namespace detail
+
+/// Pins all parameters and buffers of `module` (a holder, a module or a pointer to one) and of its
+/// submodules to partition `index`; the last call for a tensor wins, also over scopes. To be
+/// called before the first step. Throws `UsageError` after it, for a partition that does not
+/// exist, and for a module without parameters and buffers, whose operators only a scope around
+/// its call can pin.
+template <class M>
+void set_partition(const M& module, int index) {
+  if constexpr (std::is_base_of_v<torch::nn::Module, M>) {
+    detail::pin_module(module, index);
+  } else {
+    detail::pin_module(*module, index);
+  }
+}
+
+/// The partition that a scope or `set_partition` asked for; -1: none.
+int pinned_partition(const at::Tensor& tensor);
+
+/// Where a parameter or buffer went, and why.
+struct Placement {
+  std::string name;   ///< dotted path
+  int partition = 0;  ///< the rank of the pipeline that owns it
+  std::string reason;
+};
+
+/// Of a parameter or buffer of a `DistributedModel`. Throws `UsageError` before the first step,
+/// which partitions the models, and for a tensor that belongs to none.
+Placement get_partition(const at::Tensor& tensor);
+
+/// Where every operator of the first step function went, and why; one a line:
+///
+///     operator 3 (aten::linear) in fc1: partition 1, parameter fc1.weight is pinned
+///
+/// Throws `UsageError` before the first step.
+std::string explain_partition();
+
+}  // namespace smp

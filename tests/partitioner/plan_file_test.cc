@@ -1,0 +1,239 @@
+#include "partitioner/plan_file.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/ones.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "partitioner/complete.h"
+#include "partitioner/predict.h"
+#include "tests/partitioner/error_of.h"
+#include "tests/partitioner/graph_builder.h"
+
+namespace smp::partitioner::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+/// "fc0" and "fc1", each a matmul and a relu; then a mean.
+GraphBuilder two_layers(int64_t batch = 2, bool second_relu = true) {
+  GraphBuilder b;
+  Ref x = b.input(at::ones({batch, 4}));
+  for (const char* name : {"fc0", "fc1"}) {
+    const Ref weight = b.parameter(std::string(name) + ".weight", at::ones({4, 4}));
+    b.scope = name;
+    x = b.op("aten::matmul", {x, weight});
+    b.cost(100, 200, 1000);
+    x = b.op(second_relu || b.scope == "fc0" ? "aten::relu" : "aten::sin", {x});
+    b.cost(10, 20, 100);
+  }
+  b.scope = "";
+  x = b.op("aten::mean", {x, c10::IValue()});
+  b.backward(x);
+  b.output(x);
+  return b;
+}
+
+Plan three_stages(const graph::Graph& graph) {
+  return complete_plan(graph, {0, 1, 0}, {0, 0, 1, 1, 2}, {});
+}
+
+std::string replaced(std::string text, const std::string& from, const std::string& to) {
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return text.replace(at, from.size(), to);
+}
+
+template <class E = PartitionError>
+std::string load_error(const graph::Graph& graph, const std::string& text, int partitions = 2) {
+  return error_of<E>([&] { plan_from_json(graph, text, partitions, "plan.json"); });
+}
+
+TEST(PlanFile, IsForPeople) {
+  GraphBuilder b = two_layers();
+  std::string text = plan_to_json(b.graph(), three_stages(b.graph()));
+  const size_t fingerprint = text.find("\"fingerprint\": \"") + 16;
+  text.replace(fingerprint, 16, "0123456789abcdef");
+  EXPECT_EQ(text, R"json({
+  "format": "smp partition",
+  "version": 1,
+  "graph": {
+    "operators": 5,
+    "fingerprint": "0123456789abcdef"
+  },
+  "partitions": 2,
+  "stages": [
+    {
+      "partition": 0,
+      "first": 0,
+      "last": 1,
+      "from": "aten::matmul in fc0",
+      "to": "aten::relu in fc0",
+      "modules": "fc0"
+    },
+    {
+      "partition": 1,
+      "first": 2,
+      "last": 3,
+      "from": "aten::matmul in fc1",
+      "to": "aten::relu in fc1",
+      "modules": "fc1"
+    },
+    {
+      "partition": 0,
+      "first": 4,
+      "last": 4,
+      "from": "aten::mean",
+      "to": "aten::mean",
+      "modules": "(step function)"
+    }
+  ],
+  "owners": {
+    "fc0.weight": 0,
+    "fc1.weight": 1
+  }
+}
+)json");
+}
+
+TEST(PlanFile, LoadsWhatWasSaved) {
+  GraphBuilder b = two_layers();
+  const Plan plan = three_stages(b.graph());
+  const Plan loaded = plan_from_json(b.graph(), plan_to_json(b.graph(), plan), 2, "plan.json");
+  EXPECT_EQ(loaded.to_string(), plan.to_string());
+  EXPECT_EQ(loaded.reason_of_operator[0], "loaded from plan.json");
+  GraphBuilder larger = two_layers(/*batch=*/8);
+  EXPECT_THAT(plan_from_json(larger.graph(), plan_to_json(b.graph(), plan), 2, "plan.json")
+                  .stage_of_operator,
+              ElementsAre(0, 0, 1, 1, 2))
+      << "another batch size does not matter";
+}
+
+TEST(PlanFile, EmptyStages) {
+  GraphBuilder b = two_layers();
+  const Plan plan = complete_plan(b.graph(), {0, 1, 2}, {0, 0, 2, 2, 2}, {});
+  const Plan loaded = plan_from_json(b.graph(), plan_to_json(b.graph(), plan), 3, "plan.json");
+  EXPECT_EQ(loaded.to_string(), plan.to_string());
+}
+
+TEST(PlanFile, OfAnotherGraph) {
+  GraphBuilder b = two_layers();
+  const std::string text = plan_to_json(b.graph(), three_stages(b.graph()));
+  GraphBuilder other = two_layers(2, /*second_relu=*/false);
+  const std::string error = load_error(other.graph(), text);
+  EXPECT_THAT(error, HasSubstr("plan.json: the plan was made for another graph than that of this "
+                               "step function (5 operators, fingerprint "));
+  EXPECT_THAT(error, HasSubstr("stage 1 ends with operator 3, aten::relu in fc1, but operator 3 of "
+                               "the graph is aten::sin in fc1. Delete the file or switch off "
+                               "\"load_partition\" to partition anew."));
+  other.graph().operators.pop_back();
+  EXPECT_THAT(load_error(other.graph(), replaced(text, "aten::relu in fc1", "aten::sin in fc1")),
+              HasSubstr("stage 2 ends at operator 4, the graph at 3"));
+}
+
+TEST(PlanFile, WithOtherPartitions) {
+  GraphBuilder b = two_layers();
+  const std::string text = plan_to_json(b.graph(), three_stages(b.graph()));
+  EXPECT_EQ(load_error(b.graph(), text, 4),
+            "[smp] plan.json: the plan is for 2 partitions, but the configuration asks for 4. Set "
+            "\"partitions\" to 2, or switch off \"load_partition\" to partition anew.");
+}
+
+TEST(PlanFile, Malformed) {
+  GraphBuilder b = two_layers();
+  const std::string text = plan_to_json(b.graph(), three_stages(b.graph()));
+  EXPECT_THAT(load_error<ConfigError>(b.graph(), "{"), HasSubstr("plan.json: malformed JSON at"));
+  EXPECT_THAT(load_error<ConfigError>(b.graph(), replaced(text, "smp partition", "other")),
+              HasSubstr("plan.json: \"format\": expected \"smp partition\", got \"other\""));
+  EXPECT_THAT(
+      load_error<ConfigError>(b.graph(), replaced(text, "\"version\": 1", "\"version\": 2")),
+      HasSubstr("plan.json: \"version\": expected 1, got 2"));
+  EXPECT_THAT(load_error<ConfigError>(b.graph(), replaced(text, "\"first\": 2", "\"first\": 3")),
+              HasSubstr("plan.json: \"stages[1].first\": expected 2, the operator after the stage "
+                        "before, got 3. Stages follow each other without a gap."));
+  EXPECT_THAT(
+      load_error<ConfigError>(b.graph(), replaced(text, "\"partition\": 1", "\"partition\": 5")),
+      HasSubstr("\"stages[1].partition\": expected an integer from 0 to 1, got 5"));
+  EXPECT_THAT(load_error(b.graph(), replaced(text, "\"partition\": 1", "\"partition\": 0")),
+              HasSubstr("plan.json: expected a stage for each of the 2 partitions, got stages for "
+                        "1"));
+}
+
+TEST(PlanFile, AnIllegalCut) {
+  GraphBuilder b;
+  b.grad_mode = false;
+  const Ref y = b.op("aten::relu", {b.input(at::ones({2, 2}))});
+  const Ref row = b.op("aten::select.int", {y, 0, 0});
+  b.op("aten::relu_", {row});
+  b.output(y);
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 1}, {});
+  EXPECT_THAT(load_error(b.graph(), plan_to_json(b.graph(), plan)),
+              HasSubstr("plan.json: the plan cannot be used. [smp] plan: the cut between operators "
+                        "1 and 2 is illegal: operator 2 (aten::relu_) writes the storage"));
+}
+
+// ---- Predictions -----------------------------------------------------------------------------
+
+TEST(Predict, TimeAndMemoryByFormula) {
+  GraphBuilder b = two_layers();
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 1, 1, 1}, {});
+  const auto step = StepModel(8).active_microbatches(4);
+  const Prediction got = predict(b.graph(), plan, step);
+  // One tensor of 32 bytes forward and its gradient back, a message each way: half at each end.
+  const double transfer = (5 + 32.0 / 3000) + 20;
+  EXPECT_DOUBLE_EQ(got.rank_us[0], 330 + transfer);
+  EXPECT_DOUBLE_EQ(got.rank_us[1], 330 + transfer);
+  EXPECT_DOUBLE_EQ(got.step_us, 2 * (330 + transfer) + 7 * (330 + transfer));
+  EXPECT_EQ(got.stages[0].in_flight, 3);
+  EXPECT_EQ(got.stages[1].in_flight, 1);
+  EXPECT_EQ(got.rank_memory[0], 64 * (1 + 2 + 2) + 3 * 1100);
+  EXPECT_EQ(got.rank_memory[1], 64 * (1 + 2 + 2) + 1 * (1100 + 32));
+  EXPECT_EQ(describe_memory(plan, got, 0),
+            "3.5 KiB: weights 64 B, gradients 128 B, optimizer state 128 B, activations of 3 "
+            "microbatches 3.2 KiB");
+}
+
+TEST(Predict, MicrobatchesInFlight) {
+  const auto simple = StepModel(8).interleaved(false);
+  const auto interleaved = StepModel(8).active_microbatches(6);
+  for (int stage = 0; stage < 4; ++stage) {
+    EXPECT_EQ(microbatches_in_flight(simple, true, stage, 4), 8);
+    EXPECT_EQ(microbatches_in_flight(interleaved, true, stage, 4),
+              (std::vector<int>{6, 5, 3, 1})[stage]);
+    EXPECT_EQ(microbatches_in_flight(interleaved, false, stage, 4), 0);
+  }
+}
+
+TEST(Predict, TheStagesOfOneRankAddUpAndSendNothingToEachOther) {
+  GraphBuilder b = two_layers();
+  const Plan split = complete_plan(b.graph(), {0, 1}, {0, 0, 1, 1, 1}, {});
+  const Plan both = complete_plan(b.graph(), {0, 0}, {0, 0, 1, 1, 1}, {});
+  EXPECT_DOUBLE_EQ(predict(b.graph(), both, StepModel(8)).rank_us[0], 660);
+  EXPECT_DOUBLE_EQ(predict(b.graph(), both, StepModel(8)).step_us, 8 * 660);
+  EXPECT_LT(predict(b.graph(), split, StepModel(8)).step_us, 8 * 660);
+}
+
+TEST(Predict, ATiedWeightIsKeptTwiceButTrainedOnce) {
+  GraphBuilder b;
+  const Ref weight = b.parameter("tied", at::ones({4, 4}));
+  Ref x = b.op("aten::matmul", {b.input(at::ones({2, 4})), weight});
+  x = b.op("aten::matmul", {x, weight});
+  b.backward(x);
+  b.output(x);
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 1}, {});
+  const Prediction got = predict(b.graph(), plan, StepModel(1));
+  EXPECT_EQ(got.stages[0].weights, 64);
+  EXPECT_EQ(got.stages[0].optimizer, 128);
+  EXPECT_EQ(got.stages[1].replicas, 128) << "the weight and a gradient";
+  EXPECT_EQ(got.stages[1].optimizer, 0);
+}
+
+}  // namespace
+}  // namespace smp::partitioner::testing
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

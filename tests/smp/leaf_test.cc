@@ -1,0 +1,517 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mutex>
+#include <ostream>
+#include <tuple>
+
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+constexpr int64_t kWidth = 6;
+
+torch::nn::Linear linear(int64_t in = kWidth, int64_t out = kWidth) {
+  return torch::nn::Linear(in, out);
+}
+
+/// Calls a module as a leaf, or plainly.
+template <class M, class... Arguments>
+auto call(bool opaque, M& module, Arguments&&... arguments) {
+  return opaque ? leaf(module)(std::forward<Arguments>(arguments)...)
+                : module->forward(std::forward<Arguments>(arguments)...);
+}
+
+/// Sends each row to one of three experts; an expert without rows is not called.
+struct MixtureImpl : torch::nn::Module {
+  MixtureImpl() {
+    router = register_module("router", linear(kWidth, 3));
+    for (int i = 0; i < 3; ++i) {
+      experts.push_back(register_module("expert" + std::to_string(i), linear()));
+    }
+    frozen = register_parameter("frozen", torch::rand({kWidth}), /*requires_grad=*/false);
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    const auto [gates, choices] = torch::softmax(router(x), 1).max(1);
+    auto out = torch::zeros_like(x);
+    for (int64_t i = 0; i < 3; ++i) {
+      const auto rows = torch::nonzero(choices == i).flatten();
+      if (rows.numel() == 0) continue;
+      const auto gate = gates.index_select(0, rows).unsqueeze(1);
+      out.index_add_(0, rows, torch::tanh(experts[i](x.index_select(0, rows))) * gate * frozen);
+    }
+    return out;
+  }
+
+  torch::nn::Linear router{nullptr};
+  std::vector<torch::nn::Linear> experts;
+  torch::Tensor frozen;
+};
+TORCH_MODULE(Mixture);
+
+/// x^3 * weight, with a backward of its own.
+struct CubeFunction : torch::autograd::Function<CubeFunction> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
+                               torch::Tensor weight) {
+    context->save_for_backward({x, weight});
+    return x.pow(3) * weight;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    return {gradients[0] * 3 * saved[0].pow(2) * saved[1], (gradients[0] * saved[0].pow(3)).sum(0)};
+  }
+};
+
+struct CubeImpl : torch::nn::Module {
+  explicit CubeImpl(torch::Tensor shared) { weight = register_parameter("weight", shared); }
+  torch::Tensor forward(torch::Tensor x) { return CubeFunction::apply(x, weight); }
+  torch::Tensor weight;
+};
+TORCH_MODULE(Cube);
+
+/// A loop whose length depends on data; returns the state and the states on the way.
+struct PonderImpl : torch::nn::Module {
+  PonderImpl() { fc = register_module("fc", linear()); }
+
+  std::tuple<torch::Tensor, std::vector<torch::Tensor>> forward(std::vector<torch::Tensor> terms,
+                                                                double strength) {
+    auto x = terms[0] + terms[1];
+    auto first = x * 1;
+    for (int i = 0; i < 8 && x.norm().item<double>() > 1; ++i) {
+      x = torch::tanh(fc(x)) * strength;
+    }
+    return {x * 1, {first, x * 2}};
+  }
+
+  torch::nn::Linear fc{nullptr};
+};
+TORCH_MODULE(Ponder);
+
+/// Depends on its parameters for some inputs only.
+struct GateImpl : torch::nn::Module {
+  GateImpl() { fc = register_module("fc", linear()); }
+  torch::Tensor forward(torch::Tensor x) {
+    return x.sum().item<double>() > 0 ? torch::zeros_like(x) : fc(x);
+  }
+  torch::nn::Linear fc{nullptr};
+};
+TORCH_MODULE(Gate);
+
+struct NormImpl : torch::nn::Module {
+  explicit NormImpl(double dropout) {
+    norm = register_module("norm", torch::nn::BatchNorm1d(kWidth));
+    drop = register_module("drop", torch::nn::Dropout(dropout));
+    gate = register_module("gate", Gate());
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    // A leaf inside a leaf is an ordinary call.
+    return drop(norm(drop(x))) + leaf(gate)(x);
+  }
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::Dropout drop{nullptr};
+  Gate gate{nullptr};
+};
+TORCH_MODULE(Norm);
+
+/// Everything a leaf is for, between ordinary layers.
+struct LeafNetImpl : torch::nn::Module {
+  LeafNetImpl(bool leaves, double dropout) : opaque(leaves) {
+    in = register_module("in", linear());
+    mixture = register_module("mixture", Mixture());
+    scale = register_parameter("scale", torch::rand({kWidth}));
+    cube = register_module("cube", Cube(scale));
+    middle = register_module("middle", linear());
+    ponder = register_module("ponder", Ponder());
+    norm = register_module("norm", Norm(dropout));
+    gate = register_module("gate", Gate());
+    drop = register_module("drop", torch::nn::Dropout(dropout));
+    head = register_module("head", linear(kWidth, 1));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = drop(torch::tanh(in(x))) * scale;
+    x = x * scale + call(opaque, mixture, x) * x.sin();
+    x = call(opaque, gate, x) + x;
+    x = torch::tanh(call(opaque, cube, x)) + x * scale;
+    x = middle(x).relu_();
+    const auto [last, steps] =
+        call(opaque, ponder, std::vector<torch::Tensor>{x, x * scale}, strength);
+    x = last + steps[0] * x - steps[1];
+    x = drop(call(opaque, norm, x)) + x;
+    return head(x);
+  }
+
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) { return torch::mse_loss(forward(x), y); }
+
+  bool opaque;
+  double strength = 0.5;
+  torch::Tensor scale;
+  torch::nn::Linear in{nullptr}, middle{nullptr}, head{nullptr};
+  Mixture mixture{nullptr};
+  Cube cube{nullptr};
+  Ponder ponder{nullptr};
+  Norm norm{nullptr};
+  Gate gate{nullptr};
+  torch::nn::Dropout drop{nullptr};
+};
+TORCH_MODULE(LeafNet);
+
+struct Layout {
+  int stages;
+  int64_t microbatches;
+  std::string pipeline;
+  double dropout;
+};
+
+std::ostream& operator<<(std::ostream& out, const Layout& layout) {
+  return out << layout.stages << " stages, " << layout.microbatches << " microbatches, "
+             << layout.pipeline << ", dropout " << layout.dropout;
+}
+
+/// What a run leaves behind.
+struct Outcome {
+  std::vector<Tensors> losses, evaluations;  // by step, by microbatch
+  Named weights;
+};
+
+constexpr int kSteps = 3;
+const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+
+class Leaves : public ::testing::TestWithParam<Layout> {
+ protected:
+  Leaves() {
+    torch::set_num_threads(1);
+    torch::manual_seed(31);
+    const int64_t count = GetParam().microbatches;
+    for (int i = 0; i < kSteps; ++i) {
+      x_.push_back(torch::randn({4 * count, kWidth}));
+      y_.push_back(torch::randn({4 * count, 1}));
+      // Other shapes than in training, so the evaluation is recorded on shapes.
+      evaluation_x_.push_back(torch::randn({5 * count, kWidth}));
+      evaluation_y_.push_back(torch::randn({5 * count, 1}));
+    }
+  }
+
+  /// Leaves are called plainly unless there is dropout in them: a leaf draws from one stream.
+  LeafNet make(bool leaves) const {
+    torch::manual_seed(5);
+    return LeafNet(leaves, GetParam().dropout);
+  }
+
+  Outcome run_plain() {
+    LeafNet net = make(GetParam().dropout > 0);
+    const auto parameters = unique_parameters(*net);
+    torch::optim::SGD optimizer(parameters, kSgd);
+    const int64_t count = GetParam().microbatches;
+    Outcome run;
+    for (int i = 0; i < kSteps; ++i) {
+      net->strength = 0.5 + i;
+      net->train();
+      optimizer.zero_grad();
+      run.losses.push_back(plain_backward(parameters, 1, static_cast<int>(count), [&](int m) {
+        const KeyedRandom random(kSeed, 0, i, m);
+        return net->loss(part(x_[i], count, m), part(y_[i], count, m));
+      }));
+      optimizer.step();
+      net->eval();
+      run.evaluations.emplace_back();
+      const torch::NoGradGuard no_grad;
+      for (int64_t m = 0; m < count; ++m) {
+        run.evaluations[i].push_back(
+            net->loss(part(evaluation_x_[i], count, m), part(evaluation_y_[i], count, m)));
+      }
+    }
+    run.weights = state_of(*net);
+    return run;
+  }
+
+  Outcome run_distributed() {
+    const Layout& layout = GetParam();
+    std::vector<LeafNet> nets;
+    for (int i = 0; i < layout.stages; ++i) nets.push_back(make(true));
+    const auto config =
+        stages(layout.stages).microbatches(layout.microbatches).pipeline(layout.pipeline);
+    Outcome run;
+    std::mutex mutex;
+    run_as_threads(layout.stages, config, [&] {
+      LeafNet net = nets[rank()];
+      DistributedModel<LeafNet> model(net);
+      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+      auto train = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = net->loss(x, y);
+        model->backward(loss);
+        return loss;
+      });
+      auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+      for (int i = 0; i < kSteps; ++i) {
+        net->strength = 0.5 + i;
+        model->train();
+        optimizer.zero_grad();
+        const auto losses = train(x_[i], y_[i]);
+        optimizer.step();
+        model->eval();
+        const auto evaluations = evaluate(evaluation_x_[i], evaluation_y_[i]);
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (rank() > 0) continue;
+        run.losses.push_back(losses.outputs());
+        run.evaluations.push_back(evaluations.outputs());
+      }
+      for (const auto& parameter : model->parameters()) {
+        EXPECT_TRUE(parameter.is_leaf());
+        EXPECT_EQ(parameter.requires_grad(), !parameter.is_same(net->mixture->frozen));
+      }
+      const auto state = to_map(model->state_dict());
+      if (rank() == 0) run.weights = state;
+    });
+    return run;
+  }
+
+  Tensors x_, y_, evaluation_x_, evaluation_y_;
+};
+
+TEST_P(Leaves, GiveTheBitsOfOneProcess) {
+  const Outcome expected = run_plain();
+  const Outcome got = run_distributed();
+  ASSERT_EQ(got.losses.size(), expected.losses.size());
+  for (int i = 0; i < kSteps; ++i) {
+    expect_equal(got.losses[i], expected.losses[i], "losses of step " + std::to_string(i));
+    expect_equal(got.evaluations[i], expected.evaluations[i], "evaluation " + std::to_string(i));
+  }
+  expect_equal(got.weights, expected.weights, "value");
+}
+
+std::vector<Layout> layouts() {
+  std::vector<Layout> result;
+  for (int count : {1, 2, 3}) {
+    for (int64_t microbatches : {1, 3}) {
+      for (const char* pipeline : {"simple", "interleaved"}) {
+        for (double dropout : {0.0, 0.3}) {
+          result.push_back({count, microbatches, pipeline, dropout});
+        }
+      }
+    }
+  }
+  return result;
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, Leaves, ::testing::ValuesIn(layouts()));
+
+/// A module that does what the test says, with one parameter.
+struct CustomImpl : torch::nn::Module {
+  using Body = std::function<Tensors(CustomImpl&, torch::Tensor)>;
+  explicit CustomImpl(Body function) : body(std::move(function)) {
+    weight = register_parameter("weight", torch::ones({kWidth}));
+  }
+  Tensors forward(torch::Tensor x) { return body(*this, x); }
+  Body body;
+  torch::Tensor weight;
+};
+TORCH_MODULE(Custom);
+
+class LeafCalls : public ::testing::Test {
+ protected:
+  LeafCalls() {
+    torch::set_num_threads(1);
+    torch::manual_seed(3);
+  }
+
+  struct NetImpl : torch::nn::Module {
+    explicit NetImpl(const CustomImpl::Body& body) {
+      custom = register_module("custom", Custom(body));
+      fc = register_module("fc", linear());
+    }
+    torch::Tensor forward(torch::Tensor x) { return leaf(custom)(fc(x))[0]; }
+    Custom custom{nullptr};
+    torch::nn::Linear fc{nullptr};
+  };
+  TORCH_MODULE(Net);
+
+  /// The text of the error of a step on `x`, then of an evaluation on the rows of it.
+  template <class E = CaptureError>
+  static std::string refusal(const CustomImpl::Body& body,
+                             const torch::Tensor& x = torch::randn({4, kWidth})) {
+    return error_of_run<E>(1, stages(1), [&] {
+      DistributedModel<Net> model(Net{body});
+      auto train = step([&](torch::Tensor input) {
+        auto loss = model(input).sum();
+        model->backward(loss);
+        return loss;
+      });
+      train(x);
+      auto evaluate = step([&](torch::Tensor input) { return model(input); });
+      evaluate(x.repeat({2, 1}));
+    });
+  }
+};
+
+TEST_F(LeafCalls, OutsideOfAStepAreOrdinaryCalls) {
+  Mixture mixture;
+  const auto x = torch::randn({5, kWidth});
+  expect_equal(leaf(mixture)(x), mixture->forward(x), "result");
+  std::shared_ptr<MixtureImpl> pointer = mixture.ptr();
+  expect_equal(leaf(pointer)(x), mixture->forward(x), "result");
+}
+
+TEST_F(LeafCalls, OfASeedDrawFromOneStream) {
+  // Two dropouts inside, one random operator outside: the stream of ordinal 1 is what follows.
+  Custom twice([](CustomImpl&, torch::Tensor x) {
+    return Tensors{torch::dropout(torch::dropout(x, 0.5, true), 0.5, true)};
+  });
+  const auto x = torch::ones({50});
+  torch::Tensor after_leaf, after_one;
+  {
+    const KeyedRandom random(kSeed, 0, 0, 0);
+    leaf(twice)(x);
+    after_leaf = torch::rand({4});
+  }
+  {
+    const KeyedRandom random(kSeed, 0, 0, 0);
+    torch::dropout(x, 0.5, true);
+    after_one = torch::rand({4});
+  }
+  expect_equal(after_leaf, after_one, "draw");
+}
+
+TEST_F(LeafCalls, WithAnotherIntegerAreAnotherGraph) {
+  struct RepeatImpl : torch::nn::Module {
+    RepeatImpl() { weight = register_parameter("weight", torch::ones({kWidth})); }
+    torch::Tensor forward(torch::Tensor x, int64_t times, const std::string& how) {
+      const auto y = x * weight;
+      return how == "rows" ? y.repeat({times, 1}) : y.repeat({1, times});
+    }
+    torch::Tensor weight;
+  };
+  const auto x = torch::randn({4, kWidth});
+  run_as_threads(2, stages(2), [&] {
+    auto repeat = std::make_shared<RepeatImpl>();
+    DistributedModel<std::shared_ptr<RepeatImpl>> model(repeat);
+    int64_t times = 2;
+    std::string how = "rows";
+    auto evaluate =
+        step([&](torch::Tensor input) { return leaf(repeat)(input, times, how).tanh(); });
+    const auto check = [&] {
+      const auto outputs = evaluate(x).outputs();
+      for (int64_t m = 0; m < 2; ++m) {
+        const auto rows = part(x, 2, m);
+        const auto expected = how == "rows" ? rows.repeat({times, 1}) : rows.repeat({1, times});
+        expect_equal(outputs[m], expected.tanh(), "result");
+      }
+    };
+    check();
+    times = 3;
+    check();
+    how = "columns";
+    check();
+  });
+}
+
+TEST_F(LeafCalls, RefuseToWriteTheirInput) {
+  expect_has(refusal([](CustomImpl&, torch::Tensor x) {
+               x.mul_(2);
+               return Tensors{x * 2};
+             }),
+             {"leaf module \"", "CustomImpl\" writes an input in place",
+              "Write into a copy: x = x.clone()"});
+}
+
+TEST_F(LeafCalls, RefuseToWriteAParameter) {
+  expect_has(refusal([](CustomImpl& self, torch::Tensor x) {
+               const torch::NoGradGuard no_grad;
+               self.weight.mul_(2);
+               return Tensors{x * 2};
+             }),
+             {"writes a parameter", "Change parameters outside the step function"});
+}
+
+TEST_F(LeafCalls, RefuseToReturnSharedMemory) {
+  expect_has(refusal([](CustomImpl&, torch::Tensor x) { return Tensors{x.view({-1})}; }),
+             {"returns as tensor 0 of its result one that shares memory with an input",
+              "Return a copy: result.clone()"});
+  expect_has(refusal([](CustomImpl& self, torch::Tensor) { return Tensors{self.weight}; }),
+             {"shares memory with a parameter or buffer"});
+  expect_has(refusal([](CustomImpl&, torch::Tensor x) { return (x * 2).chunk(2); }),
+             {"returns as tensor 1 of its result one that shares memory with another one"});
+}
+
+TEST_F(LeafCalls, RefuseShapesThatDependOnData) {
+  int calls = 0;
+  expect_has(refusal([&](CustomImpl& self, torch::Tensor x) {
+               const int64_t rows = ++calls < 3 ? 2 : 1;
+               return Tensors{x.narrow(0, 0, rows) * self.weight};
+             }),
+             {"returned f32[1, 6] as tensor 0 of its result where f32[2, 6] was recorded",
+              "may not depend on data"});
+}
+
+TEST_F(LeafCalls, RefuseANumberOfResultsThatDependsOnData) {
+  int calls = 0;
+  expect_has(refusal([&](CustomImpl& self, torch::Tensor x) {
+               return ++calls < 3 ? Tensors{x * self.weight} : Tensors{x * self.weight, x * 2};
+             }),
+             {"returned [tensor, tensor, ] where [tensor, ] was recorded",
+              "How many tensors a leaf returns may not depend on data"});
+}
+
+TEST_F(LeafCalls, SayWhenTheyFailOnZeros) {
+  expect_has(refusal([](CustomImpl& self, torch::Tensor x) {
+               TORCH_CHECK(x.abs().sum().item<double>() > 0, "nothing to route");
+               return Tensors{x * self.weight};
+             }),
+             {"CustomImpl\" failed on zeros", "It threw: nothing to route"});
+}
+
+TEST_F(LeafCalls, RefuseAParameterThatIsNotTheirs) {
+  const auto x = torch::randn({4, kWidth});
+  const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
+    auto net = Net{[](CustomImpl&, torch::Tensor) { return Tensors{}; }};
+    const auto weight = net->fc->weight;
+    net->custom->body = [weight](CustomImpl& self, torch::Tensor y) {
+      return Tensors{torch::matmul(y, weight) * self.weight};
+    };
+    DistributedModel<Net> model(net);
+    auto train = step([&](torch::Tensor input) {
+      auto loss = model(input).sum();
+      model->backward(loss);
+    });
+    train(x);
+  });
+  expect_has(text,
+             {"uses parameter \"fc.weight\", which is not its own", "Register it in the leaf too"});
+}
+
+TEST_F(LeafCalls, RefuseAModuleThatBelongsToNoModel) {
+  Custom stray([](CustomImpl& self, torch::Tensor x) { return Tensors{x * self.weight}; });
+  const auto x = torch::randn({4, kWidth});
+  const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
+    DistributedModel<torch::nn::Linear> model(linear());
+    auto train = step([&](torch::Tensor input) {
+      auto loss = leaf(stray)(model(input))[0].sum();
+      model->backward(loss);
+    });
+    train(x);
+  });
+  expect_has(text, {"uses a parameter of shape [6] that belongs to no DistributedModel"});
+}
+
+TEST_F(LeafCalls, RefuseBackwardInside) {
+  const auto x = torch::randn({4, kWidth});
+  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+    ModelCore* core = nullptr;
+    DistributedModel<Net> model(Net{[&](CustomImpl& self, torch::Tensor y) {
+      auto loss = (y * self.weight).sum();
+      core->backward(loss);
+      return Tensors{loss};
+    }});
+    core = &model.core();
+    auto train = step([&](torch::Tensor input) { model(input); });
+    train(x);
+  });
+  expect_has(text, {"step function \"step 0\"", "backward was called inside a leaf module",
+                    "on what the leaf returns"});
+}
+
+}  // namespace
+}  // namespace smp::testing
