@@ -1,0 +1,226 @@
+// Runs the real tool on graphs that a program saved.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "graph/serialize.h"
+#include "partitioner/partition.h"
+#include "smp/smp.h"
+#include "tests/smp/models.h"
+#include "tools/forecast.h"
+
+namespace smp::tools {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+struct Outcome {
+  int exit_status = 0;
+  std::string output;  // stdout and stderr
+};
+
+std::string contents(const fs::path& path) {
+  std::ifstream in(path);
+  return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+class SmpPlan : public ::testing::Test {
+ protected:
+  SmpPlan() : folder_(fs::path(::testing::TempDir()) / "smp_plan") {
+    at::set_num_threads(1);
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  /// Trains a step on `ranks` ranks, which saves the graph.
+  std::string save_graph(int ranks) const {
+    const std::string file = path("gpt.json");
+    const auto config = Config().partitions(ranks).microbatches(2).graph_file(file);
+    // The default generator is shared by the rank threads, so draw before they start.
+    torch::manual_seed(3);
+    const auto batch = smp::testing::TinyGptImpl::batch(4);
+    run_as_threads(ranks, config, [&] {
+      smp::testing::TinyGpt net(/*tied=*/true);
+      DistributedModel model(net);
+      auto train = step([&](torch::Tensor ids, torch::Tensor targets) {
+        auto loss = net->loss(ids, targets);
+        model->backward(loss);
+        return loss;
+      });
+      train(batch[0], batch[1]);
+    });
+    return file;
+  }
+
+  static Outcome run(const std::string& arguments) {
+    Outcome outcome;
+    FILE* pipe = popen(("tools/smp_plan " + arguments + " 2>&1").c_str(), "r");
+    char buffer[4096];
+    size_t count = 0;
+    while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0) {
+      outcome.output.append(buffer, count);
+    }
+    const int status = pclose(pipe);
+    outcome.exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return outcome;
+  }
+
+  static json run_json(const std::string& arguments) {
+    const Outcome outcome = run(arguments + " --format json");
+    EXPECT_EQ(outcome.exit_status, 0) << outcome.output;
+    return json::parse(outcome.output);
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(SmpPlan, ARunSavesItsGraphWithCosts) {
+  const graph::Graph one = graph::load_graph(save_graph(1));
+  EXPECT_TRUE(one.trains());
+  double us = 0;
+  for (const auto& op : one.operators) us += op.cost.forward_us + op.cost.backward_us;
+  EXPECT_GT(us, 0);
+  // The ranks of a pipeline save what a single one does, but for the times.
+  const graph::Graph two = graph::load_graph(save_graph(2));
+  EXPECT_EQ(two.to_string(), one.to_string());
+}
+
+TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
+  const std::string file = save_graph(1);
+  const graph::Graph graph = graph::load_graph(file);
+  for (const std::string pipeline : {"simple", "interleaved"}) {
+    const auto config =
+        Config().partitions(3).microbatches(8).pipeline(pipeline).memory_weight(0.2);
+    const auto options = partition_options(config);
+    const Forecast expected =
+        forecast(graph, partitioner::partition(graph, options), options.step());
+    const json got =
+        run_json(file + " --stages 3 --microbatches 8 --memory-weight 0.2 --pipeline " + pipeline);
+    EXPECT_EQ(got["schedule"], pipeline);
+    EXPECT_DOUBLE_EQ(got["step_us"], expected.simulation.makespan);
+    EXPECT_DOUBLE_EQ(got["idle_share"], expected.simulation.bubble());
+    int64_t operators = 0;
+    for (int s = 0; s < 3; ++s) {
+      const json& stage = got["stages"][s];
+      const auto& predicted = expected.prediction.stages[s];
+      operators += stage["operators"].get<int64_t>();
+      // What is simulated is what the partitioner predicts.
+      EXPECT_NEAR(stage["forward_us"].get<double>() + stage["backward_us"].get<double>(),
+                  predicted.time_us(), 1e-6);
+      EXPECT_EQ(stage["in_flight"], expected.simulation.peak_in_flight[s]);
+      EXPECT_EQ(stage["memory"]["total"], predicted.memory());
+    }
+    EXPECT_EQ(operators, static_cast<int64_t>(graph.operators.size()));
+    EXPECT_EQ(got["cuts"]["chosen"].size(), 2u);
+  }
+}
+
+TEST_F(SmpPlan, TiedParametersAndEdges) {
+  const json plan = run_json(save_graph(1) + " --stages 2 --microbatches 4");
+  ASSERT_EQ(plan["shared"].size(), 1u);
+  EXPECT_EQ(plan["shared"][0]["name"], "head");
+  EXPECT_EQ(plan["shared"][0]["owner"], 0);
+  EXPECT_EQ(plan["shared"][0]["stage"], 1);
+  EXPECT_EQ(plan["shared"][0]["bytes"], 17 * 16 * 4);
+  ASSERT_EQ(plan["edges"].size(), 1u);
+  int64_t bytes = plan["edges"][0]["forward_bytes"].get<int64_t>();
+  EXPECT_GT(bytes, 0);
+  bytes += plan["edges"][0]["backward_bytes"].get<int64_t>();
+  EXPECT_EQ(plan["traffic_bytes"], 4 * bytes);
+}
+
+TEST_F(SmpPlan, Text) {
+  const std::string file = save_graph(1);
+  const Outcome plan = run(file + " --stages 2 --microbatches 4");
+  EXPECT_EQ(plan.exit_status, 0);
+  for (const char* expected :
+       {"Partition assignments: 2 stages, ", ", 4 microbatches\n", "Time and memory\n",
+        "Edges between stages\n", "\nCuts: ", "  0|1  after operator ",
+        "Predicted step: ", " (interleaved, 4 microbatches), ", "% of the partitions' time idle\n",
+        "tied      head (1.1 KiB) belongs to stage 0, read by stage 1"}) {
+    EXPECT_NE(plan.output.find(expected), std::string::npos) << expected << "\n" << plan.output;
+  }
+  // The output may go to a file instead.
+  EXPECT_EQ(run(file + " --stages 2 --microbatches 4 --output " + path("plan.txt")).output, "");
+  EXPECT_EQ(contents(path("plan.txt")), plan.output);
+}
+
+TEST_F(SmpPlan, ComparesNumbersOfStages) {
+  const std::string file = save_graph(1);
+  const Outcome text = run(file + " --microbatches 8 --compare 1,2,500");
+  EXPECT_EQ(text.exit_status, 0);
+  for (const char* column : {"  partitions ", " step ", " speedup* ", " idle ", " memory** "}) {
+    EXPECT_NE(text.output.find(column), std::string::npos) << text.output;
+  }
+  EXPECT_NE(text.output.find("  500 partitions: [smp] cannot divide "), std::string::npos)
+      << text.output;
+  const json all = run_json(file + " --microbatches 8 --compare 1,2,500");
+  ASSERT_EQ(all.size(), 3u);
+  EXPECT_DOUBLE_EQ(all[1]["step_us"], run_json(file + " --microbatches 8 --stages 2")["step_us"]);
+  EXPECT_EQ(all[2]["partitions"], 500);
+  EXPECT_EQ(all[2]["problem"].get<std::string>().find("[smp] cannot divide "), 0u);
+}
+
+TEST_F(SmpPlan, ParametersComeFromAFileAndTheCommandLine) {
+  const std::string file = save_graph(1);
+  std::ofstream(path("smp.json"))
+      << R"({"partitions": 2, "microbatches": 6, "pipeline": "simple", "ddp": true})";
+  const json plan = run_json(file + " --config " + path("smp.json") + " --stages 3");
+  EXPECT_EQ(plan["partitions"], 3);
+  EXPECT_EQ(plan["microbatches"], 6);
+  EXPECT_EQ(plan["schedule"], "simple");
+  EXPECT_EQ(plan["active_microbatches"], 5);
+}
+
+TEST_F(SmpPlan, Picture) {
+  const std::string file = save_graph(1);
+  const Outcome picture = run(file + " --stages 3 --microbatches 4 --format svg --title 'a<b'");
+  EXPECT_EQ(picture.exit_status, 0);
+  EXPECT_EQ(picture.output.find("<svg "), 0u);
+  EXPECT_NE(picture.output.find("</svg>\n"), std::string::npos);
+  for (const char* expected : {">a&lt;b<", ">Stage 0<", ">Stage 2<", ">partition 1<",
+                               ">attention_in0<", ">head 1.1 KiB<", ">The step, as predicted<"}) {
+    EXPECT_NE(picture.output.find(expected), std::string::npos) << expected;
+  }
+}
+
+TEST_F(SmpPlan, SavesThePlan) {
+  const std::string file = save_graph(1);
+  EXPECT_EQ(run(file + " --stages 2 --save-plan " + path("plan.json")).exit_status, 0);
+  const json plan = json::parse(contents(path("plan.json")));
+  EXPECT_EQ(plan["stages"].size(), 2u);
+}
+
+TEST_F(SmpPlan, Errors) {
+  EXPECT_EQ(run(path("none.json")).output,
+            "[smp] " + path("none.json") +
+                ": cannot read the saved graph: No such file or directory. Give the path of a JSON "
+                "file.\n");
+  EXPECT_EQ(run(path("none.json")).exit_status, 2);
+  const std::string file = save_graph(1);
+  EXPECT_EQ(run(file + " --stages 0").output,
+            "[smp] program: \"partitions\": The number of partitions must be a positive integer. "
+            "(got 0)\n");
+  const Outcome many = run(file + " --stages 500");
+  EXPECT_EQ(many.exit_status, 2);
+  EXPECT_EQ(many.output.find("[smp] cannot divide "), 0u) << many.output;
+  EXPECT_EQ(run(file + " --compare 1,2 --format svg").output,
+            "smp_plan: --compare has no picture: expected --format text or json, got svg.\n");
+  EXPECT_EQ(run(file + " --output no/such/file")
+                .output.find("[smp] no/such/file: cannot be "
+                             "written: No such file"),
+            0u);
+}
+
+}  // namespace
+}  // namespace smp::tools

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "partitioner/partition.h"
+#include "tools/forecast.h"
+
+namespace smp::tools {
+
+/// The plan for people: the partitioner's report; per stage times and memory; what crosses each
+/// edge; the cuts; the predicted step.
+std::string to_text(const graph::Graph& graph, const Forecast& forecast);
+
+/// The same as JSON. Times are in us, sizes in bytes; docs/planning.md describes it.
+nlohmann::ordered_json to_json(const graph::Graph& graph, const Forecast& forecast);
+
+/// A plan for a number of partitions, or why there is none.
+struct Alternative {
+  int partitions = 1;
+  std::optional<Forecast> forecast;
+  std::string problem;
+};
+
+/// Plans for each number of partitions, otherwise as `options` say. `active_microbatches` of each
+/// is partitions + 2 (the configuration's default) unless `keep_active`.
+std::vector<Alternative> plan_alternatives(const graph::Graph& graph,
+                                           const partitioner::PartitionOptions& options,
+                                           const std::vector<int>& partitions, bool keep_active);
+
+/// A table with a line for each.
+std::string to_text(const graph::Graph& graph, const std::vector<Alternative>& alternatives);
+nlohmann::ordered_json to_json(const graph::Graph& graph,
+                               const std::vector<Alternative>& alternatives);
+
+}  // namespace smp::tools

@@ -1,0 +1,171 @@
+// smp_plan: plans a model from its saved graph, without running it.
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "graph/serialize.h"
+#include "partitioner/plan_file.h"
+#include "smp/core/config.h"
+#include "smp/core/error.h"
+#include "smp/core/json.h"
+#include "smp/core/schema.h"
+#include "tools/forecast.h"
+#include "tools/plan_picture.h"
+#include "tools/plan_text.h"
+
+namespace {
+
+using smp::Config;
+
+constexpr int kErrorStatus = 2;
+
+struct Options {
+  std::string graph;
+  std::string config;
+  std::string format = "text";
+  std::string output;
+  std::string load_plan;
+  std::string save_plan;
+  std::string title;
+  std::vector<int> compare;
+};
+
+/// The parameters of a run, of which the command line sets some: those win over the file.
+class Parameters {
+ public:
+  explicit Parameters(CLI::App& app) {
+    add(app, "--stages,--partitions", "partitions", "Number of partitions");
+    add(app, "--microbatches", "microbatches", "Microbatches of a step");
+    add(app, "--pipeline", "pipeline", "simple or interleaved");
+    add(app, "--active", "active_microbatches", "Microbatches in flight at most (interleaved)");
+    add(app, "--memory-weight", "memory_weight", "0 balances time only, 1 memory only");
+    add(app, "--memory-limit", "memory_limit_mb", "MiB that a partition may use; 0: any");
+    add(app, "--optimizer-state", "optimizer_state_factor",
+        "Bytes of optimizer state for each byte trained: 2 (Adam), 1 (momentum), 0");
+  }
+
+  Config over(const std::string& file) const {
+    Config config;
+    if (!file.empty()) {
+      const Config from_file = Config::from_file(file);
+      from_file.validate();
+      for (const smp::Parameter& parameter : smp::schema()) {
+        if (from_file.is_set(parameter.name)) {
+          config.set(parameter.name, from_file.get(parameter.name));
+        }
+      }
+    }
+    for (const Setting& setting : settings_) {
+      if (setting.option->count() > 0) config.set(setting.parameter, value(setting));
+    }
+    config.validate();
+    return config;
+  }
+
+ private:
+  struct Setting {
+    std::string parameter;
+    CLI::Option* option;
+  };
+
+  void add(CLI::App& app, const char* names, const char* parameter, const std::string& help) {
+    settings_.push_back({parameter, app.add_option(names, help)});
+  }
+
+  static smp::Value value(const Setting& setting) {
+    switch (smp::find_parameter(setting.parameter)->type) {
+      case smp::ParameterType::kInt:
+        return setting.option->as<int64_t>();
+      case smp::ParameterType::kNumber:
+        return setting.option->as<double>();
+      default:
+        return setting.option->as<std::string>();
+    }
+  }
+
+  std::vector<Setting> settings_;
+};
+
+void write(const std::string& text, const std::string& path) {
+  if (path.empty()) {
+    std::cout << text << std::flush;
+    return;
+  }
+  std::ofstream out(path, std::ios::binary);
+  out << text << std::flush;
+  SMP_CHECK_WITH(smp::ConfigError, out.good(), path, ": cannot be written: ", std::strerror(errno),
+                 ". Give a path in a folder that can be written.");
+}
+
+/// The plan of the file, or else the partitioner's.
+smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph& graph,
+                                 const smp::partitioner::PartitionOptions& partition) {
+  if (options.load_plan.empty()) return smp::partitioner::partition(graph, partition);
+  return smp::partitioner::plan_from_json(graph, smp::read_file(options.load_plan, "the plan"),
+                                          partition.partitions(), options.load_plan);
+}
+
+std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
+  const auto partition = smp::tools::partition_options(config);
+  if (!options.compare.empty()) {
+    const auto alternatives = smp::tools::plan_alternatives(graph, partition, options.compare,
+                                                            config.is_set("active_microbatches"));
+    return options.format == "json" ? smp::tools::to_json(graph, alternatives).dump(2) + "\n"
+                                    : smp::tools::to_text(graph, alternatives);
+  }
+  const auto forecast =
+      smp::tools::forecast(graph, make_plan(options, graph, partition), partition.step());
+  if (!options.save_plan.empty()) {
+    write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
+  }
+  if (options.format == "json") return smp::tools::to_json(graph, forecast).dump(2) + "\n";
+  if (options.format == "svg") return smp::tools::to_svg(graph, forecast, options.title);
+  return smp::tools::to_text(graph, forecast);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app{
+      "Plans a model from its saved graph, without running it: smp_plan GRAPH [OPTIONS]\n"
+      "See docs/planning.md.",
+      "smp_plan"};
+  app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"")
+      ->required();
+  app.add_option("--config", options.config, "JSON file with the parameters of the run to plan");
+  const Parameters parameters(app);
+  app.add_option("--format", options.format, "text, json or svg")
+      ->check(CLI::IsMember({"text", "json", "svg"}))
+      ->capture_default_str();
+  app.add_option("--output", options.output, "File to write instead of the standard output");
+  app.add_option("--title", options.title, "Heading of the picture; else the graph's file");
+  auto* compare = app.add_option("--compare", options.compare, "Numbers of partitions: 1,2,4,8")
+                      ->delimiter(',')
+                      ->check(CLI::PositiveNumber);
+  app.add_option("--save-plan", options.save_plan, "File for the plan, for \"partition_file\"")
+      ->excludes(compare);
+  app.add_option("--load-plan", options.load_plan,
+                 "Predict the step of a plan that was saved, and perhaps edited")
+      ->excludes(compare);
+  CLI11_PARSE(app, argc, argv);
+  if (!options.compare.empty() && options.format == "svg") {
+    std::cerr << "smp_plan: --compare has no picture: expected --format text or json, got svg.\n";
+    return kErrorStatus;
+  }
+  if (options.title.empty()) options.title = std::filesystem::path(options.graph).stem().string();
+  try {
+    const Config config = parameters.over(options.config);
+    write(planned(options, smp::graph::load_graph(options.graph), config), options.output);
+  } catch (const smp::Error& error) {
+    std::cerr << error.what_without_backtrace() << "\n";
+    return kErrorStatus;
+  }
+  return 0;
+}
