@@ -1,0 +1,252 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+/// Models for sequences, written in plain libtorch by someone who has never heard of smp.
+namespace stranger {
+
+/// As minGPT writes it: the causal mask is a buffer, and so are only as many rows used as needed.
+struct CausalAttentionImpl : torch::nn::Module {
+  CausalAttentionImpl(int64_t width, int64_t heads, int64_t length) : heads(heads) {
+    attend = register_module("attend", torch::nn::Linear(width, 3 * width));
+    project = register_module("project", torch::nn::Linear(width, width));
+    drop = register_module("drop", torch::nn::Dropout(0.1));
+    mask = register_buffer("mask",
+                           torch::tril(torch::ones({length, length})).view({1, 1, length, length}));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    const auto batch = x.size(0), length = x.size(1), width = x.size(2);
+    const auto parts = attend(x).split(width, 2);
+    const auto by_head = [&](torch::Tensor y) {
+      return y.view({batch, length, heads, width / heads}).transpose(1, 2);
+    };
+    const auto q = by_head(parts[0]), k = by_head(parts[1]), v = by_head(parts[2]);
+    auto scores = q.matmul(k.transpose(-2, -1)) * (1.0 / std::sqrt(double(width) / heads));
+    const auto visible = mask.slice(2, 0, length).slice(3, 0, length);
+    scores = scores.masked_fill(visible == 0, -std::numeric_limits<float>::infinity());
+    auto y = drop(torch::softmax(scores, -1)).matmul(v);
+    return drop(project(y.transpose(1, 2).contiguous().view({batch, length, width})));
+  }
+
+  int64_t heads;
+  torch::nn::Linear attend{nullptr}, project{nullptr};
+  torch::nn::Dropout drop{nullptr};
+  torch::Tensor mask;
+};
+TORCH_MODULE(CausalAttention);
+
+struct GptBlockImpl : torch::nn::Module {
+  GptBlockImpl(int64_t width, int64_t heads, int64_t length) {
+    norm1 = register_module("norm1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    attention = register_module("attention", CausalAttention(width, heads, length));
+    norm2 = register_module("norm2", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    up = register_module("up", torch::nn::Linear(width, 4 * width));
+    down = register_module("down", torch::nn::Linear(4 * width, width));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = x + attention(norm1(x));
+    const auto y = up(norm2(x));
+    const auto gelu =
+        0.5 * y * (1.0 + torch::tanh(std::sqrt(2.0 / M_PI) * (y + 0.044715 * torch::pow(y, 3.0))));
+    return x + down(gelu);
+  }
+
+  torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
+  CausalAttention attention{nullptr};
+  torch::nn::Linear up{nullptr}, down{nullptr};
+};
+TORCH_MODULE(GptBlock);
+
+struct GptImpl : torch::nn::Module {
+  explicit GptImpl(bool tied, int layers = 3) {
+    tokens = register_module("tokens", torch::nn::Embedding(kVocabulary, kWidth));
+    positions = register_parameter("positions", torch::zeros({1, kLength, kWidth}));
+    drop = register_module("drop", torch::nn::Dropout(0.1));
+    for (int i = 0; i < layers; ++i) blocks->push_back(GptBlock(kWidth, 2, kLength));
+    register_module("blocks", blocks);
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+    head = register_module(
+        "head", torch::nn::Linear(torch::nn::LinearOptions(kWidth, kVocabulary).bias(false)));
+    // As in Python. In C++ the member is bound anew, but "head.weight" stays registered as it was:
+    // a parameter that nothing reads.
+    if (tied) head->weight = tokens->weight;
+  }
+
+  torch::Tensor forward(torch::Tensor ids) {
+    auto x = drop(tokens(ids) + positions.slice(1, 0, ids.size(1)));
+    for (auto& block : *blocks) x = block->as<GptBlock>()->forward(x);
+    return head(norm(x));
+  }
+
+  /// Greedy: the network runs once for each token.
+  torch::Tensor generate(torch::Tensor ids, int count) {
+    torch::NoGradGuard no_grad;
+    for (int i = 0; i < count; ++i) {
+      const auto logits = forward(ids).select(1, ids.size(1) - 1);
+      ids = torch::cat({ids, logits.argmax(-1, true)}, 1);
+    }
+    return ids;
+  }
+
+  static constexpr int64_t kVocabulary = 13, kWidth = 12, kLength = 7;
+  torch::nn::Embedding tokens{nullptr};
+  torch::Tensor positions;
+  torch::nn::Dropout drop{nullptr};
+  torch::nn::ModuleList blocks;
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Gpt);
+
+/// Vaswani et al. 2017 with libtorch's own nn::Transformer: cross attention, a causal mask and
+/// padding masks computed from the ids. Batch first outside, sequence first inside.
+struct TranslatorImpl : torch::nn::Module {
+  TranslatorImpl() {
+    source = register_module("source", torch::nn::Embedding(kVocabulary, kWidth));
+    target = register_module("target", torch::nn::Embedding(kVocabulary, kWidth));
+    auto table = torch::zeros({kLength, 1, kWidth});
+    const auto position = torch::arange(kLength, torch::kFloat).view({-1, 1, 1});
+    const auto rate =
+        torch::exp(torch::arange(0, kWidth, 2, torch::kFloat) * (-std::log(1000.0) / kWidth));
+    table.slice(2, 0, kWidth, 2).copy_(torch::sin(position * rate));
+    table.slice(2, 1, kWidth, 2).copy_(torch::cos(position * rate));
+    places = register_buffer("places", table);
+    transformer = register_module(
+        "transformer",
+        torch::nn::Transformer(
+            torch::nn::TransformerOptions(kWidth, 2, 2, 2).dim_feedforward(16).dropout(0.1)));
+    head = register_module("head", torch::nn::Linear(kWidth, kVocabulary));
+  }
+
+  torch::Tensor forward(torch::Tensor from, torch::Tensor to) {
+    const auto memory_padding = from.eq(kPadding);
+    const auto target_padding = to.eq(kPadding);
+    const auto causal = torch::nn::TransformerImpl::generate_square_subsequent_mask(to.size(1));
+    const torch::Tensor none;
+    const auto out = transformer(embed(source, from), embed(target, to), none, causal, none,
+                                 memory_padding, target_padding, memory_padding);
+    return head(out).transpose(0, 1);
+  }
+
+  torch::Tensor embed(torch::nn::Embedding table, torch::Tensor ids) {
+    auto x = table(ids.t()) * std::sqrt(double(kWidth));
+    return x + places.slice(0, 0, x.size(0));
+  }
+
+  static constexpr int64_t kVocabulary = 11, kWidth = 8, kLength = 10, kPadding = 0;
+  torch::nn::Embedding source{nullptr}, target{nullptr};
+  torch::Tensor places;
+  torch::nn::Transformer transformer{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Translator);
+
+/// Zaremba et al. 2014: the hidden state goes in and comes out.
+struct LstmModelImpl : torch::nn::Module {
+  using State = std::tuple<torch::Tensor, torch::Tensor>;
+
+  LstmModelImpl() {
+    embed = register_module("embed", torch::nn::Embedding(kVocabulary, 8));
+    lstm = register_module(
+        "lstm",
+        torch::nn::LSTM(
+            torch::nn::LSTMOptions(8, kHidden).num_layers(2).dropout(0.2).batch_first(true)));
+    drop = register_module("drop", torch::nn::Dropout(0.2));
+    head = register_module("head", torch::nn::Linear(kHidden, kVocabulary));
+  }
+
+  std::tuple<torch::Tensor, State> forward(torch::Tensor ids, const State& state) {
+    auto [x, next] = lstm(drop(embed(ids)), state);
+    return {head(drop(x)), next};
+  }
+
+  static constexpr int64_t kVocabulary = 9, kHidden = 10;
+  torch::nn::Embedding embed{nullptr};
+  torch::nn::LSTM lstm{nullptr};
+  torch::nn::Dropout drop{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(LstmModel);
+
+/// A bidirectional GRU encoder and a decoder of one cell per position with attention: the cell's
+/// weights are used at every position.
+struct GruModelImpl : torch::nn::Module {
+  GruModelImpl() {
+    embed = register_module("embed", torch::nn::Embedding(kVocabulary, 6));
+    encoder = register_module(
+        "encoder",
+        torch::nn::GRU(
+            torch::nn::GRUOptions(6, kHidden / 2).bidirectional(true).batch_first(true)));
+    cell = register_module("cell", torch::nn::GRUCell(6 + kHidden, kHidden));
+    head = register_module("head", torch::nn::Linear(kHidden, kVocabulary));
+  }
+
+  /// Logits by position and the last hidden state.
+  std::tuple<torch::Tensor, torch::Tensor> forward(torch::Tensor from, torch::Tensor to,
+                                                   torch::Tensor hidden) {
+    const auto memory = std::get<0>(encoder(embed(from)));
+    const auto inputs = embed(to);
+    std::vector<torch::Tensor> logits;
+    for (int64_t i = 0; i < to.size(1); ++i) {
+      const auto weights = torch::bmm(memory, hidden.unsqueeze(2)).softmax(1);
+      const auto context = (memory * weights).sum(1);
+      hidden = cell(torch::cat({inputs.select(1, i), context}, 1), hidden);
+      logits.push_back(head(hidden));
+    }
+    return {torch::stack(logits, 1), hidden};
+  }
+
+  static constexpr int64_t kVocabulary = 9, kHidden = 8;
+  torch::nn::Embedding embed{nullptr};
+  torch::nn::GRU encoder{nullptr};
+  torch::nn::GRUCell cell{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(GruModel);
+
+/// van den Oord et al. 2016: dilated causal convolutions with gates; the sum of all layers' skips
+/// makes the output.
+struct WaveNetImpl : torch::nn::Module {
+  WaveNetImpl() {
+    const auto conv = [](int64_t in, int64_t out, int64_t kernel, int64_t dilation) {
+      return torch::nn::Conv1d(torch::nn::Conv1dOptions(in, out, kernel).dilation(dilation));
+    };
+    in = register_module("in", conv(1, kWidth, 1, 1));
+    for (int i = 0; i < 4; ++i) {
+      const auto number = std::to_string(i);
+      gates.push_back(register_module("gate" + number, conv(kWidth, 2 * kWidth, 2, 1 << i)));
+      residuals.push_back(register_module("residual" + number, conv(kWidth, kWidth, 1, 1)));
+      skips.push_back(register_module("skip" + number, conv(kWidth, 2 * kWidth, 1, 1)));
+    }
+    out = register_module("out", conv(2 * kWidth, 8, 1, 1));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = in(x);
+    torch::Tensor skip;
+    for (size_t i = 0; i < gates.size(); ++i) {
+      const auto padded = torch::constant_pad_nd(x, {1 << i, 0});
+      const auto halves = gates[i](padded).chunk(2, 1);
+      const auto y = torch::tanh(halves[0]) * torch::sigmoid(halves[1]);
+      const auto part = skips[i](y);
+      skip = skip.defined() ? skip + part : part;
+      x = x + residuals[i](y);
+    }
+    return out(torch::relu(skip));
+  }
+
+  static constexpr int64_t kWidth = 5;
+  torch::nn::Conv1d in{nullptr}, out{nullptr};
+  std::vector<torch::nn::Conv1d> gates, residuals, skips;
+};
+TORCH_MODULE(WaveNet);
+
+}  // namespace stranger
