@@ -1,0 +1,111 @@
+// What it costs to know a step function: its first capture, a capture on shapes, the guard, and
+// the plan, for transformers of about 100, 1,000 and 10,000 operators. Medians, on one thread.
+//
+//     bazel run //bench:capture_cost
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <vector>
+
+#include "examples/gpt/gpt_model.h"
+#include "graph/tracer.h"
+#include "partitioner/cost.h"
+#include "partitioner/partition.h"
+
+namespace {
+
+using smp::graph::Graph;
+using smp::graph::Tracer;
+
+constexpr int64_t kSequence = 16;
+constexpr int kStages = 64;
+
+double milliseconds(const std::function<void()>& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  const auto end = std::chrono::steady_clock::now();
+  return std::chrono::duration<double, std::milli>(end - start).count();
+}
+
+double median(int rounds, const std::function<void()>& body) {
+  std::vector<double> times;
+  for (int i = 0; i < rounds; ++i) times.push_back(milliseconds(body));
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+/// A step function that trains a GPT, captured by hand.
+class Subject {
+ public:
+  explicit Subject(int64_t layers)
+      : net_(gpt::GPTOptions().layers(layers).width(16).heads(2).sequence(kSequence).dropout(0.1)) {
+    for (const auto& item : net_->named_parameters()) {
+      table_.add(smp::graph::ValueKind::kParameter, item.key(), item.value());
+    }
+  }
+
+  smp::graph::TraceResult trace(bool execute, std::vector<const Graph*> candidates) const {
+    smp::graph::TraceOptions options;
+    options.step_name = "bench";
+    options.table = &table_;
+    options.execute = execute;
+    options.candidates = std::move(candidates);
+    Tracer tracer(std::move(options));
+    return tracer.run(inputs_, [&](const std::vector<torch::Tensor>& in) {
+      auto loss = loss_of(in);
+      tracer.backward({loss}, {});
+      return std::vector<torch::Tensor>{loss};
+    });
+  }
+
+  /// Plain eager libtorch, forward only: what a capture adds to.
+  void run() const { loss_of(inputs_); }
+
+ private:
+  torch::Tensor loss_of(const std::vector<torch::Tensor>& in) const {
+    gpt::GPT net = net_;
+    return torch::nn::functional::cross_entropy(net(in[0]).flatten(0, 1), in[1].flatten());
+  }
+
+  gpt::GPT net_;
+  smp::graph::TensorTable table_;
+  std::vector<torch::Tensor> inputs_{torch::randint(256, {1, kSequence}),
+                                     torch::randint(256, {1, kSequence})};
+};
+
+void measure(int64_t layers) {
+  const Subject subject(layers);
+  const auto recorded = subject.trace(true, {}).recorded;
+  Graph& graph = *recorded;
+  smp::partitioner::estimate_costs(graph, nullptr);
+  const auto operators = static_cast<double>(graph.operators.size());
+  const int rounds = graph.operators.size() > 5000 ? 5 : 21;
+  const double eager = median(rounds, [&] { subject.run(); });
+  const double capture = median(rounds, [&] { subject.trace(true, {}); });
+  const double shapes = median(rounds, [&] { subject.trace(false, {}); });
+  const double guard = median(rounds, [&] { subject.trace(false, {&graph}); });
+  const int stages = std::min<int>(kStages, static_cast<int>(layers));
+  const double plan = median(rounds > 5 ? 5 : 3, [&] {
+    smp::partitioner::partition(graph, smp::partitioner::PartitionOptions(stages));
+  });
+  std::printf("| %.0f | %.1f (%.1f) | %.1f (%.1f) | %.1f (%.1f) | %.2f (%.2f) | %d: %.1f |\n",
+              operators, eager, 1e3 * eager / operators, capture, 1e3 * capture / operators, shapes,
+              1e3 * shapes / operators, guard, 1e3 * guard / operators, stages, plan);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main() {
+  torch::set_num_threads(1);
+  std::printf("ms (us per operator)\n");
+  std::printf(
+      "| operators | eager forward | first capture | on shapes | guard | plan: stages, ms |\n");
+  std::printf("|---|---|---|---|---|---|\n");
+  for (const int64_t layers : {4, 45, 455}) measure(layers);
+  return 0;
+}
