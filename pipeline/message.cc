@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 
 #include "smp/core/error.h"
 
@@ -20,6 +21,25 @@ at::Tensor without_expansion(const at::Tensor& tensor) {
     if (tensor.stride(d) == 0 && tensor.size(d) > 1) result = result.narrow(d, 0, 1);
   }
   return result;
+}
+
+/// Strides without gaps in the same order of dimensions.
+std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+  const at::Tensor shape =
+      at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+  return at::empty_like(shape, at::MemoryFormat::Preserve).strides().vec();
+}
+
+/// Whether the receiver is to have the same gaps between elements: kernels take another way there.
+/// A small part of a large tensor becomes dense instead, which would cost too much memory.
+bool keeps_gaps(const at::Tensor& tensor) {
+  constexpr int64_t kWorthwhile = 8;
+  int64_t span = tensor.numel() > 0 ? 1 : 0;
+  for (int64_t d = 0; d < tensor.dim() && span > 0; ++d) {
+    span += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  return span <= kWorthwhile * tensor.numel();
 }
 
 }  // namespace
@@ -47,6 +67,20 @@ at::Tensor MessageLayout::view_of(const at::Tensor& message, size_t index, at::I
   return view.set_(message.storage(), message.storage_offset() + offset, sizes, strides);
 }
 
+/// A tensor of the message with the sender's strides: on the message's memory, or, where they leave
+/// gaps or overlap, a copy.
+at::Tensor MessageLayout::with_strides(const at::Tensor& message, size_t index,
+                                       at::IntArrayRef strides) const {
+  const at::IntArrayRef sizes = metas_[index].sizes;
+  const at::Tensor shape =
+      at::empty_strided(sizes, strides, at::TensorOptions(metas_[index].dtype).device(at::kMeta));
+  const at::Tensor compact = without_expansion(shape);
+  if (compact.is_non_overlapping_and_dense()) return view_of(message, index, sizes, strides);
+  const at::Tensor packed = view_of(message, index, compact.sizes(), dense_strides(compact));
+  const at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), packed.options());
+  return copy.copy_(packed).as_strided(sizes, strides);
+}
+
 at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
   SMP_INTERNAL_ASSERT(tensors.size() == metas_.size(), tensors.size(), " tensors for a message of ",
                       metas_.size());
@@ -62,17 +96,13 @@ at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
                             tensor.scalar_type() == metas_[i].dtype,
                         "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
                         " where the graph has ", metas_[i].to_string());
-    at::Tensor compact = without_expansion(tensor);
-    at::IntArrayRef strides = compact.strides();
-    at::Tensor dense = compact;
-    if (!compact.is_non_overlapping_and_dense()) {
-      dense = at::empty_like(compact, at::MemoryFormat::Preserve);
-      strides = dense.strides();
-    }
-    view_of(message, i, compact.sizes(), strides).copy_(compact);
+    const at::Tensor compact = without_expansion(tensor);
+    const std::vector<int64_t> dense = dense_strides(compact);
+    view_of(message, i, compact.sizes(), dense).copy_(compact);
+    const bool gaps = keeps_gaps(compact);
     for (int64_t d = 0; d < tensor.dim(); ++d) {
       const bool expanded = tensor.stride(d) == 0 && tensor.size(d) > 1;
-      words[1 + d] = expanded ? 0 : strides[d];
+      words[1 + d] = expanded ? 0 : gaps ? compact.stride(d) : dense[d];
     }
   }
   return message;
@@ -88,7 +118,7 @@ std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message) const {
       continue;
     }
     const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
-    tensors.push_back(view_of(message, i, metas_[i].sizes, strides).to(metas_[i].device));
+    tensors.push_back(with_strides(message, i, strides).to(metas_[i].device));
   }
   return tensors;
 }

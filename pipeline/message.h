@@ -11,7 +11,8 @@ namespace smp::pipeline {
 
 /// The tensors of one transfer as one message: a header that tells for each tensor whether it is
 /// defined and its strides, then the elements of each in the order of memory, every tensor at a
-/// multiple of 64 bytes. Received tensors lie on the message's own memory; nothing is copied out.
+/// multiple of 64 bytes. Received tensors lie on the message's own memory; nothing is copied
+/// out, but for those whose strides leave gaps or overlap.
 ///
 /// The length follows from sizes and dtypes alone, so that a receive can be posted ahead. Strides
 /// travel because kernels may round differently on another layout of the same numbers.
@@ -29,13 +30,15 @@ class MessageLayout {
   /// message. Expanded dimensions are sent once.
   at::Tensor pack(const std::vector<at::Tensor>& tensors) const;
 
-  /// The tensors of a received message, on the devices of the layout. CPU tensors share the
-  /// message's memory and keep it alive.
+  /// The tensors of a received message, on the devices of the layout, with the strides that they
+  /// had; a view that shows less than an eighth of its memory becomes dense. CPU tensors without
+  /// gaps share the message's memory and keep it alive.
   std::vector<at::Tensor> unpack(const at::Tensor& message) const;
 
  private:
   at::Tensor view_of(const at::Tensor& message, size_t index, at::IntArrayRef sizes,
                      at::IntArrayRef strides) const;
+  at::Tensor with_strides(const at::Tensor& message, size_t index, at::IntArrayRef strides) const;
 
   std::vector<graph::TensorMeta> metas_;
   std::vector<int64_t> header_at_;  // per tensor: index of its first int64 in the header

@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
+#include "graph/leaf.h"
+#include "graph/operator_traits.h"
 #include "smp/core/error.h"
 
 namespace smp::pipeline {
@@ -106,6 +109,30 @@ bool Stage::writes(ValueId value) const {
   return false;
 }
 
+/// Whether an operator with a backward reads a value's storage. Normalisations in training do not
+/// need their running statistics there, and a leaf works on the module's own buffers.
+bool Stage::backward_may_need(ValueId value) const {
+  const int alias_set = graph_.values[value].alias_set;
+  const auto on_it = [&](ValueId id) {
+    return id != kUndefined && graph_.values[id].alias_set == alias_set;
+  };
+  const auto differentiable = [&](ValueId id) {
+    return id != kUndefined && graph_.values[id].meta.requires_grad;
+  };
+  bool needed = false;
+  for (int index : operators_) {
+    const graph::Operator& op = graph_.operators[index];
+    const bool reads =
+        std::any_of(op.arguments.begin(), op.arguments.end(), [&](const graph::Argument& argument) {
+          return std::any_of(argument.values.begin(), argument.values.end(), on_it);
+        });
+    if (!reads || graph::writes_running_statistics(op.handle.schema().name())) continue;
+    if (graph::is_leaf(op.handle)) return false;
+    needed |= std::any_of(op.results.begin(), op.results.end(), differentiable);
+  }
+  return needed;
+}
+
 void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& table) {
   std::set<ValueId> read(segment_->reads().begin(), segment_->reads().end());
   read.insert(kept_.begin(), kept_.end());
@@ -118,7 +145,8 @@ void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& 
       case ValueKind::kParameter:
       case ValueKind::kBuffer:
         parameters_.push_back({id, table.at(value.name).tensor, plan.owner.at(value.name) == index_,
-                               graph_.trains() && value.meta.requires_grad});
+                               graph_.trains() && value.meta.requires_grad,
+                               graph_.trains() && writes(id) && backward_may_need(id)});
         break;
       case ValueKind::kConstant:
       case ValueKind::kLiteral:
@@ -161,7 +189,9 @@ void Stage::enter_all(InFlight& state, graph::Environment& environment,
     environment[content.value] = content.written ? content.tensor.clone() : content.tensor;
   }
   for (const Parameter& parameter : parameters_) {
-    enter(parameter.value, parameter.tensor, parameter.differentiated);
+    const at::Tensor& tensor = parameter.tensor;
+    enter(parameter.value, parameter.copied ? tensor.detach().clone() : tensor,
+          parameter.differentiated);
   }
   for (const auto& [index, tensors] : received) {
     const Edge& edge = edges_[index];
@@ -181,7 +211,13 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   graph::Environment environment(graph_.values.size());
   InFlight state;
   enter_all(state, environment, inputs, received);
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.copied) continue;
+    copies.emplace_back(parameter.tensor.detach(), environment[parameter.value].variable_data());
+  }
   segment_->run(environment, key);
+  for (const auto& [buffer, copy] : copies) buffer.copy_(copy);
   keep_results(microbatch, state, environment);
   if (graph_.trains()) in_flight_[microbatch] = std::move(state);
 }

@@ -97,6 +97,9 @@ class Stage {
     at::Tensor tensor;
     bool owned;
     bool differentiated;
+    /// A buffer that a backward may need as a microbatch found it, while later ones go on writing
+    /// it: each works on a copy and leaves what it made of it.
+    bool copied;
   };
   struct Content {
     graph::ValueId value;
@@ -106,6 +109,7 @@ class Stage {
 
   bool on_shared_memory(graph::ValueId value) const;
   bool writes(graph::ValueId value) const;
+  bool backward_may_need(graph::ValueId value) const;
   void find_kept();
   void find_reads(const partitioner::Plan& plan, const graph::TensorTable& table);
   void enter_all(InFlight& state, graph::Environment& environment,

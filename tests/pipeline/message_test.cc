@@ -52,10 +52,26 @@ TEST(Message, SendsExpandedDimensionsOnce) {
   EXPECT_TRUE(at::equal(got[0], expanded));
 }
 
-TEST(Message, MakesSlicesDense) {
-  const auto slice = at::randn({6, 8}).slice(1, 2, 5);
-  expect_round_trip({slice});
-  expect_round_trip({at::randn({5, 7}).slice(0, 1, 3).t()});
+at::Tensor received(const at::Tensor& sent) {
+  const MessageLayout layout({graph::TensorMeta::of(sent)});
+  return layout.unpack(layout.pack({sent}))[0];
+}
+
+TEST(Message, KeepsGapsAndOverlaps) {
+  const auto whole = at::arange(48).reshape({6, 8});
+  for (const auto& sent :
+       {whole.slice(1, 2, 5), whole.slice(0, 1, 3).t(), whole.diagonal(),
+        at::arange(7).unfold(0, 3, 1), whole.slice(1, 0, 3).unsqueeze(1).expand({6, 4, 3})}) {
+    const auto got = received(sent);
+    EXPECT_TRUE(at::equal(got, sent));
+    EXPECT_EQ(got.strides(), sent.strides());
+  }
+}
+
+TEST(Message, MakesASmallPartOfALargeTensorDense) {
+  const auto sent = at::randn({100, 50}).select(1, 3);
+  EXPECT_TRUE(at::equal(received(sent), sent));
+  EXPECT_EQ(received(sent).stride(0), 1);
 }
 
 TEST(Message, CarriesUndefinedTensors) {
