@@ -13,8 +13,8 @@
 
 #include "examples/gpt/gpt_model.h"
 #include "graph/tracer.h"
+#include "partitioner/best_order.h"
 #include "partitioner/cost.h"
-#include "partitioner/partition.h"
 
 namespace {
 
@@ -90,7 +90,7 @@ void measure(int64_t layers) {
   const double guard = median(rounds, [&] { subject.trace(false, {&graph}); });
   const int stages = std::min<int>(kStages, static_cast<int>(layers));
   const double plan = median(rounds > 5 ? 5 : 3, [&] {
-    smp::partitioner::partition(graph, smp::partitioner::PartitionOptions(stages));
+    smp::partitioner::partition_in_best_order(graph, smp::partitioner::PartitionOptions(stages));
   });
   std::printf("| %.0f | %.1f (%.1f) | %.1f (%.1f) | %.1f (%.1f) | %.2f (%.2f) | %d: %.1f |\n",
               operators, eager, 1e3 * eager / operators, capture, 1e3 * capture / operators, shapes,

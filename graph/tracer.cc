@@ -42,9 +42,11 @@ std::string custom_function_of(const torch::autograd::Node& node) {
 /// True if the two hold some of the same bytes.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.has_storage() || !b.has_storage() || a.device() != b.device()) return false;
+  // Without checks: what another rank owns has no data here, and overlaps nothing.
   const auto range = [](const at::Tensor& tensor) {
-    const auto* begin = static_cast<const char*>(tensor.storage().data());
-    return std::pair(begin, begin + tensor.storage().nbytes());
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    const auto* begin = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
+    return std::pair(begin, begin + storage.nbytes());
   };
   const auto [a_begin, a_end] = range(a);
   const auto [b_begin, b_end] = range(b);
@@ -152,7 +154,9 @@ ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
     first_aliases_.emplace(value.alias_set, id);
     graph_->values.push_back(std::move(value));
     concrete_.resize(graph_->values.size());
-    if (options_.execute) concrete_[id].tensor = tensor;
+    // Operators give a buffer that they write a history, which ends with the step.
+    const bool buffer = graph_->values[id].kind == ValueKind::kBuffer;
+    if (options_.execute) concrete_[id].tensor = buffer ? tensor.variable_data() : tensor;
   }
   bind(tensor, id);
   return id;
@@ -534,7 +538,11 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
       root.gradient = lookup(gradients[i]);
       if (!verifying()) settle_read(root.gradient);
     }
-    SMP_CHECK_WITH(UsageError, root.value != kUndefined && tensors[i].requires_grad(), where(),
+    // What operators run on knows best: a view of the tensor may have been written. Where the run
+    // follows a known graph, that one was checked.
+    const bool differentiable =
+        root.value != kUndefined && (verifying() || concrete(root.value).requires_grad());
+    SMP_CHECK_WITH(UsageError, differentiable, where(),
                    ": backward was called on a tensor that does not depend on a parameter that "
                    "requires a gradient (or gradients are off: is a NoGradGuard alive?)");
     SMP_CHECK_WITH(UsageError, root.gradient != kUndefined || tensors[i].numel() == 1, where(),
@@ -595,6 +603,10 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   graph_->outputs = outputs_;
   graph_->roots = roots_;
   assign_scopes();
+  for (size_t id = 0; id < concrete_.size(); ++id) {
+    const auto& user = concrete_[id].user;
+    if (user && !user->expired()) result.kept.push_back({static_cast<ValueId>(id), *user});
+  }
   result.recorded = std::move(graph_);
   result.difference = difference_;
   result.checksums = std::move(checksums_);

@@ -43,6 +43,12 @@ struct TraceOptions {
   std::vector<const Graph*> candidates;
 };
 
+/// A result of an operator that something may still hold when the step function has returned.
+struct KeptResult {
+  ValueId id;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< of the placeholder
+};
+
 /// What one run of a step function was found to do.
 struct TraceResult {
   /// The candidate that the run equals, or nullptr.
@@ -57,6 +63,8 @@ struct TraceResult {
   /// With `execute`: per operator, a hash of its results right after it ran; 0 where the content
   /// is not determined (`empty`).
   std::vector<uint64_t> checksums;
+  /// Of `recorded`, by value: see `give_data_to_constants`.
+  std::vector<KeptResult> kept;
 };
 
 /// Runs a step function on one microbatch and finds out which operators it calls.

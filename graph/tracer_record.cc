@@ -328,6 +328,10 @@ void Tracer::withhold(int alias_set) {
   }
   if (options_.execute) move_data(alias_set, *fresh.tensor.storage().unsafeGetStorageImpl());
   become_placeholder(fresh.tensor, options_.step_name);
+  if (!verifying()) {
+    concrete_.resize(graph_->values.size());
+    concrete_[fresh.id].user = fresh.tensor.storage().getWeakStorageImpl();
+  }
   fresh_.erase(it);
 }
 

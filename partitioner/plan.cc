@@ -50,6 +50,7 @@ std::string Plan::to_string() const {
   std::string text =
       fmt::format("plan of {} stages on ranks {}\n", stages(), fmt::join(rank_of_stage, ", "));
   const auto out = std::back_inserter(text);
+  if (!order.empty()) fmt::format_to(out, "order {}\n", fmt::join(order, ", "));
   append_operators(text, stage_of_operator);
   for (const Transfer& transfer : transfers) {
     fmt::format_to(out, "transfer %{}: {} -> {}{}\n", transfer.value, transfer.from, transfer.to,

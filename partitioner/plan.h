@@ -55,7 +55,12 @@ std::vector<int> one_stage_per_rank(int ranks);
 /// Which stage runs which operators, what crosses between stages, and why. A stage is a contiguous
 /// piece of the program; a rank of the pipeline runs one stage or several (0 -> 1 -> 0). Inputs,
 /// constants and literals never cross: every rank has them.
+///
+/// Operators are counted in the order in which they run. Where that is not the program's, the plan
+/// is for the graph in its `order` (partitioner/order.h), not for the graph as it was captured.
 struct Plan {
+  /// Per operator that runs, its index in the captured graph; empty: they run as captured.
+  std::vector<int> order;
   /// The rank of the pipeline that runs each stage; every rank has at least one.
   std::vector<int> rank_of_stage = {0};
   std::vector<int> stage_of_operator;

@@ -3,14 +3,19 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
 #include <set>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "partitioner/complete.h"
 #include "partitioner/modules.h"
+#include "partitioner/order.h"
 #include "partitioner/verify.h"
 #include "smp/core/error.h"
 #include "smp/core/json.h"
@@ -37,6 +42,47 @@ std::pair<int, int> range_of(const Plan& plan, int stage) {
   return {static_cast<int>(begin - stages.begin()), static_cast<int>(end - stages.begin()) - 1};
 }
 
+/// "0-3, 8, 9-12": the operators from `first` to `last` of those that run, by captured index.
+std::string ranges_to_text(const Order& order, int first, int last) {
+  std::string text;
+  for (int i = first; i <= last;) {
+    int end = i;
+    while (end < last && order[end + 1] == order[end] + 1) ++end;
+    if (!text.empty()) text += ", ";
+    text += i == end ? fmt::format("{}", order[i]) : fmt::format("{}-{}", order[i], order[end]);
+    i = end + 1;
+  }
+  return text;
+}
+
+/// A number at the beginning of the text, which is cut off.
+std::optional<int> take_number(std::string_view& text) {
+  int number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc()) return std::nullopt;
+  text.remove_prefix(static_cast<size_t>(end - text.data()));
+  return number;
+}
+
+bool take(std::string_view& text, std::string_view expected) {
+  if (text.substr(0, expected.size()) != expected) return false;
+  text.remove_prefix(expected.size());
+  return true;
+}
+
+/// The operators of such a text; nothing if it is none, or names one that is not among `operators`.
+std::optional<std::vector<int>> ranges_from_text(std::string_view text, int operators) {
+  std::vector<int> result;
+  while (!text.empty()) {
+    const auto first = take_number(text);
+    const auto last = take(text, "-") ? take_number(text) : first;
+    if (!first || !last || *first < 0 || *last < *first || *last >= operators) return std::nullopt;
+    for (int op = *first; op <= *last; ++op) result.push_back(op);
+    if (!text.empty() && (!take(text, ", ") || text.empty())) return std::nullopt;
+  }
+  return result;
+}
+
 class PlanReader {
  public:
   PlanReader(const Graph& graph, const nlohmann::json& document, int partitions,
@@ -54,10 +100,13 @@ class PlanReader {
                static_cast<int64_t>(stage_of_operator_.size()) - 1, ", the graph at operator ",
                static_cast<int64_t>(graph_.operators.size()) - 1);
     check_ranks();
-    Plan plan = complete_plan(graph_, rank_of_stage_, stage_of_operator_, read_owners());
+    check_order();
+    const Graph graph = reordered(graph_, order_);
+    Plan plan = complete_plan(graph, rank_of_stage_, stage_of_operator_, read_owners());
+    plan.order = std::is_sorted(order_.begin(), order_.end()) ? Order() : order_;
     plan.reason_of_operator.assign(graph_.operators.size(), "loaded from " + source_);
     try {
-      verify_plan(graph_, plan);
+      verify_plan(graph, plan);
     } catch (const Error& error) {
       detail::fail<PartitionError>(source_, ": the plan cannot be used. ",
                                    error.what_without_backtrace());
@@ -95,10 +144,22 @@ class PlanReader {
   }
 
   void read_stage(const JsonReader& stage) {
-    const int64_t count = static_cast<int64_t>(graph_.operators.size());
     const auto index = static_cast<int>(rank_of_stage_.size());
-    const int64_t begin = static_cast<int64_t>(stage_of_operator_.size());
     rank_of_stage_.push_back(static_cast<int>(stage.at("partition").integer(0, partitions_ - 1)));
+    const auto ranges = stage.find("operators");
+    const std::vector<int> operators = ranges ? read_ranges(*ranges) : read_range(stage, index);
+    if (!operators.empty()) {
+      check_label(stage.at("from").text(), operators.front(), index, "begins");
+      check_label(stage.at("to").text(), operators.back(), index, "ends");
+    }
+    order_.insert(order_.end(), operators.begin(), operators.end());
+    stage_of_operator_.resize(order_.size(), index);
+  }
+
+  /// A stage of a plan in the order of the program.
+  std::vector<int> read_range(const JsonReader& stage, int index) const {
+    const int64_t count = static_cast<int64_t>(graph_.operators.size());
+    const int64_t begin = static_cast<int64_t>(stage_of_operator_.size());
     const JsonReader first = stage.at("first"), last = stage.at("last");
     if (first.integer(0) != begin) {
       first.fail(fmt::format("expected {}, the operator after the stage before, got {}", begin,
@@ -108,14 +169,28 @@ class PlanReader {
     const int64_t end = last.integer(begin - 1) + 1;
     check_same(end <= count, "stage ", index, " ends at operator ", end - 1, ", the graph at ",
                count - 1);
-    if (end > begin) {
-      check_label(stage.at("from").text(), begin, index, "begins");
-      check_label(stage.at("to").text(), end - 1, index, "ends");
-    }
-    stage_of_operator_.resize(end, index);
+    std::vector<int> operators(end - begin);
+    std::iota(operators.begin(), operators.end(), static_cast<int>(begin));
+    return operators;
   }
 
-  void check_label(const std::string& expected, int64_t op, int stage, const char* what) const {
+  /// A stage of a plan in another order.
+  std::vector<int> read_ranges(const JsonReader& json) const {
+    const auto count = static_cast<int>(graph_.operators.size());
+    const auto operators = ranges_from_text(json.text(), count);
+    if (!operators) {
+      json.fail_expected(fmt::format("operators from 0 to {} like \"0-3, 8, 9-12\"", count - 1));
+    }
+    return *operators;
+  }
+
+  void check_order() const {
+    const std::string why = why_illegal_order(graph_, order_);
+    SMP_CHECK_WITH(PartitionError, why.empty(), source_, ": the operators cannot run in this order: ",
+                   why, ". Move them to other stages, or delete the file to partition anew.");
+  }
+
+  void check_label(const std::string& expected, int op, int stage, const char* what) const {
     const std::string found = label(graph_.operators[op]);
     check_same(found == expected, "stage ", stage, " ", what, " with operator ", op, ", ", expected,
                ", but operator ", op, " of the graph is ", found);
@@ -145,7 +220,8 @@ class PlanReader {
   const JsonReader json_;
   std::string made_for_;
   std::vector<int> rank_of_stage_;
-  std::vector<int> stage_of_operator_;
+  Order order_;
+  std::vector<int> stage_of_operator_;  ///< in this order
 };
 
 }  // namespace
@@ -158,13 +234,20 @@ std::string plan_to_json(const Graph& graph, const Plan& plan) {
                    {"fingerprint", fmt::format("{:016x}", graph.fingerprint())}};
   json["partitions"] = std::set<int>(plan.rank_of_stage.begin(), plan.rank_of_stage.end()).size();
   json["stages"] = ordered_json::array();
-  const std::vector<std::string> modules = stage_modules(graph, plan);
+  const Graph ordered = reordered(graph, plan.order);
+  const std::vector<std::string> modules = stage_modules(ordered, plan);
   for (int s = 0; s < plan.stages(); ++s) {
     const auto [first, last] = range_of(plan, s);
-    ordered_json stage = {{"partition", plan.rank_of_stage[s]}, {"first", first}, {"last", last}};
+    ordered_json stage = {{"partition", plan.rank_of_stage[s]}};
+    if (plan.order.empty()) {
+      stage["first"] = first;
+      stage["last"] = last;
+    } else {
+      stage["operators"] = ranges_to_text(plan.order, first, last);
+    }
     if (first <= last) {
-      stage["from"] = label(graph.operators[first]);
-      stage["to"] = label(graph.operators[last]);
+      stage["from"] = label(ordered.operators[first]);
+      stage["to"] = label(ordered.operators[last]);
       stage["modules"] = modules[s];
     }
     json["stages"].push_back(std::move(stage));

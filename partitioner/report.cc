@@ -12,6 +12,7 @@
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
 #include "partitioner/modules.h"
+#include "partitioner/order.h"
 #include "partitioner/table.h"
 
 namespace smp::partitioner {
@@ -187,6 +188,13 @@ std::string predicted_memory(const Plan& plan, const Prediction& predicted) {
                      describe_memory(plan, predicted, rank));
 }
 
+std::string order(const Plan& plan) {
+  const int moved = moved_operators(plan.order);
+  if (moved == 0) return "";
+  return fmt::format("  order     {} of {} operators run in another place than in the program\n",
+                     moved, plan.order.size());
+}
+
 std::string prediction(const Graph& graph, const Plan& plan, const StepModel& step) {
   const Prediction predicted = predict(graph, plan, step);
   return predicted_step(predicted, step.microbatches()) + predicted_memory(plan, predicted);
@@ -197,8 +205,8 @@ std::string prediction(const Graph& graph, const Plan& plan, const StepModel& st
 std::string report(const Graph& graph, const Plan& plan, const StepModel& step) {
   const std::vector<StageSummary> stages = summarize(graph, plan);
   return header(graph, plan, stages, step.microbatches()) + table(graph, plan, stages) +
-         balance(stages) + traffic(graph, plan, step.microbatches()) + sharing(graph, plan) +
-         prediction(graph, plan, step);
+         balance(stages) + traffic(graph, plan, step.microbatches()) + order(plan) +
+         sharing(graph, plan) + prediction(graph, plan, step);
 }
 
 }  // namespace smp::partitioner

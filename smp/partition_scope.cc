@@ -162,7 +162,7 @@ Placement get_partition(const at::Tensor& tensor) {
 
 std::string explain_partition() {
   const Runtime& runtime = partitioned_runtime("smp::explain_partition");
-  const graph::Graph& graph = *runtime.measured;
+  const graph::Graph& graph = *runtime.first_graph;
   const partitioner::Plan& plan = *runtime.first_plan;
   std::ostringstream out;
   for (size_t i = 0; i < graph.operators.size(); ++i) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "comm/communicator.h"
+#include "partitioner/best_order.h"
 #include "partitioner/plan_file.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
@@ -54,7 +55,7 @@ std::shared_ptr<const partitioner::Plan> previous_plan(const graph::Graph& graph
 partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph,
                                partitioner::PartitionOptions options) {
   const auto path = runtime.config().partition_file();
-  if (!path) return partitioner::partition(graph, options);
+  if (!path) return partitioner::partition_in_best_order(graph, options);
   const std::string text = read_for_all(runtime, *path);
   const int partitions = options.partitions();
   if (runtime.config().load_partition()) {
@@ -64,7 +65,7 @@ partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph
     return partitioner::plan_from_json(graph, text, partitions, *path);
   }
   options.previous(previous_plan(graph, text, partitions, *path));
-  auto plan = partitioner::partition(graph, options);
+  auto plan = partitioner::partition_in_best_order(graph, options);
   save(runtime, graph, plan, *path);
   return plan;
 }

@@ -27,6 +27,8 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
       plan_(std::move(plan)),
       microbatches_(microbatches),
       pipeline_(runtime_->group(CommGroup::kPp)) {
+  position_.resize(plan_.order.size());
+  for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
   auto edges = pipeline::edges_of(*graph_, plan_);
   auto schedule = make_schedule(edges);
   executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), *graph_, std::move(edges),
@@ -161,6 +163,14 @@ void Program::apply_constants(pipeline::Stage& stage, const Inputs& inputs,
   stage.apply(inputs.constants[index], inputs.contents[index]);
 }
 
+/// The guard numbers operators as they were captured, the stages as they run.
+void Program::count_as_planned(Inputs& inputs) const {
+  if (position_.empty()) return;
+  for (auto& list : inputs.constants) {
+    for (auto& change : list) change.operator_index = position_[change.operator_index];
+  }
+}
+
 /// Stages keep the overrides they were given, so what an earlier step overrode and this one does
 /// not is set back to what was recorded.
 void Program::complete_overrides(Inputs& inputs) {
@@ -191,6 +201,7 @@ void Program::complete_overrides(Inputs& inputs) {
 }
 
 Program::Outputs Program::run(Inputs inputs) {
+  count_as_planned(inputs);
   complete_overrides(inputs);
   if (graph_->trains()) make_buckets();
   refresh_replicas();

@@ -20,13 +20,14 @@ namespace smp {
 /// buckets for one number of microbatches. Internal.
 class Program {
  public:
+  /// `graph` is in the plan's order.
   Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
           partitioner::Plan plan, int64_t microbatches);
 
   /// One step's inputs and constants.
   struct Inputs {
     std::vector<std::vector<at::Tensor>> tensors;  ///< by microbatch, then graph input
-    /// By microbatch, or one entry for all.
+    /// By microbatch, or one entry for all; operators are counted as captured.
     std::vector<std::vector<graph::ConstantOverride>> constants;
     std::vector<std::vector<graph::ContentOverride>> contents;
     int step_ordinal = 0;
@@ -56,12 +57,14 @@ class Program {
   void find_copies();
   void refresh_replicas();
   void share_outputs(Outputs& outputs) const;
+  void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);
   void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<const graph::Graph> graph_;
   partitioner::Plan plan_;
+  std::vector<int> position_;  // per captured operator; empty: in the captured order
   int64_t microbatches_;
   comm::CommunicatorPtr pipeline_;
   std::unique_ptr<pipeline::Executor> executor_;

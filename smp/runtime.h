@@ -77,8 +77,10 @@ class Runtime {
   std::map<std::string, int> owner;
   /// Why it does, for people.
   std::map<std::string, std::string> owner_reason;
-  /// The graph whose costs were measured: the first one; and its plan.
+  /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
+  /// The first plan, and the graph in its order.
+  std::shared_ptr<const graph::Graph> first_graph;
   std::shared_ptr<const partitioner::Plan> first_plan;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;

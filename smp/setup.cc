@@ -9,8 +9,8 @@
 #include "graph/profile.h"
 #include "graph/recording.h"
 #include "graph/serialize.h"
+#include "partitioner/best_order.h"
 #include "partitioner/cost.h"
-#include "partitioner/partition.h"
 #include "partitioner/report.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
@@ -194,13 +194,15 @@ partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, i
                            .auto_partition(config.auto_partition())
                            .default_partition(static_cast<int>(config.default_partition()))
                            .allow_empty_stages(runtime.partitioned);
-  if (runtime.partitioned) return partitioner::partition(graph, options);
+  if (runtime.partitioned) return partitioner::partition_in_best_order(graph, options);
   return plan_by_file(runtime, graph, options);
 }
 
-void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-                      int microbatches) {
+void apply_first_plan(Runtime& runtime, std::shared_ptr<const graph::Graph> planned,
+                      const partitioner::Plan& plan, int microbatches) {
+  const graph::Graph& graph = *planned;
   settle_owners(runtime, graph, plan);
+  runtime.first_graph = std::move(planned);
   runtime.first_plan = std::make_shared<partitioner::Plan>(plan);
   runtime.partitioned = true;
   const int rank = runtime.rank_in(CommGroup::kPp);

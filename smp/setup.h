@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -27,15 +28,16 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
 /// world rank 0. Throws `ConfigError` if it cannot be written.
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph);
 
-/// The plan of a graph under the configuration and the owners settled so far, for steps of
-/// `microbatches`. The first one of a program is collective over the world.
+/// The plan of a captured graph under the configuration and the owners settled so far, for steps of
+/// `microbatches`; it may run the operators in another order. The first one of a program is
+/// collective over the world.
 partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, int microbatches);
 
 /// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
 /// own, makes delayed parameters that this one owns, keeps the report, and runs the post-partition
-/// hooks.
-void apply_first_plan(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-                      int microbatches);
+/// hooks. `planned` is the graph in the plan's order.
+void apply_first_plan(Runtime& runtime, std::shared_ptr<const graph::Graph> planned,
+                      const partitioner::Plan& plan, int microbatches);
 
 /// Copies of all buffers, put back when it goes: captures are invisible.
 class BufferRestorer {

@@ -9,8 +9,10 @@
 #include <unordered_set>
 
 #include "graph/content.h"
+#include "graph/kept.h"
 #include "graph/replay.h"
 #include "partitioner/cost.h"
+#include "partitioner/order.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
@@ -287,6 +289,7 @@ StepCore::Traced StepCore::trace(const StepCall& call,
     if (!first.difference.empty()) {
       log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
+    graph::give_data_to_constants(*first.recorded, first.kept);
     graphs_.push_back(std::move(first.recorded));
     forget_oldest();
     traced.checksums = std::move(first.checksums);
@@ -394,7 +397,9 @@ Program& StepCore::program_for(const Traced& traced,
   }
   if (first) save_first_graph(*runtime_, graph);
   auto plan = make_plan(*runtime_, graph, static_cast<int>(microbatches()));
-  if (first) apply_first_plan(*runtime_, graph, plan, static_cast<int>(microbatches()));
+  // The guard compares with the graph as captured; the steps run it in the plan's order.
+  const auto planned = partitioner::in_order(traced.found, plan.order);
+  if (first) apply_first_plan(*runtime_, planned, plan, static_cast<int>(microbatches()));
   std::unordered_set<int> written;
   for (const auto& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
   for (const auto& value : graph.values) {
@@ -402,7 +407,7 @@ Program& StepCore::program_for(const Traced& traced,
       runtime_->written_buffers.insert(value.name);
     }
   }
-  program = std::make_unique<Program>(runtime_, traced.found, std::move(plan), microbatches());
+  program = std::make_unique<Program>(runtime_, planned, std::move(plan), microbatches());
   return *program;
 }
 

@@ -32,7 +32,7 @@ struct Forecast {
 /// How the configuration asks to partition, and for which step.
 partitioner::PartitionOptions partition_options(const Config& config);
 
-/// Makes the schedule of the plan and runs it in virtual time.
+/// Makes the schedule of the plan and runs it in virtual time. `graph` is in the plan's order.
 Forecast forecast(const graph::Graph& graph, partitioner::Plan plan,
                   const partitioner::StepModel& step);
 

@@ -7,11 +7,13 @@
 #include <numeric>
 #include <utility>
 
+#include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/format.h"
 #include "partitioner/modules.h"
+#include "partitioner/order.h"
 #include "partitioner/report.h"
 #include "partitioner/table.h"
 #include "smp/core/error.h"
@@ -237,6 +239,7 @@ ordered_json to_json(const Graph& graph, const Forecast& forecast) {
           {"stages", stages_json(graph, forecast)},
           {"edges", edges_json(graph, forecast)},
           {"shared", shared_json(graph, forecast.plan)},
+          {"order", forecast.plan.order},
           {"cuts", cuts_json(graph, forecast.plan)}};
 }
 
@@ -250,9 +253,10 @@ std::vector<Alternative> plan_alternatives(const Graph& graph,
     Alternative alternative;
     alternative.partitions = count;
     try {
-      auto plan = partitioner::partition(
+      auto plan = partitioner::partition_in_best_order(
           graph, partitioner::PartitionOptions(options).partitions(count).step(step));
-      alternative.forecast = forecast(graph, std::move(plan), step);
+      const Graph ordered = partitioner::reordered(graph, plan.order);
+      alternative.forecast = forecast(ordered, std::move(plan), step);
     } catch (const PartitionError& error) {
       alternative.problem = error.what_without_backtrace();
     }
@@ -290,7 +294,8 @@ ordered_json to_json(const Graph& graph, const std::vector<Alternative>& alterna
   ordered_json result = ordered_json::array();
   for (const Alternative& alternative : alternatives) {
     if (alternative.forecast) {
-      result.push_back(to_json(graph, *alternative.forecast));
+      const Graph ordered = partitioner::reordered(graph, alternative.forecast->plan.order);
+      result.push_back(to_json(ordered, *alternative.forecast));
     } else {
       result.push_back({{"partitions", alternative.partitions}, {"problem", alternative.problem}});
     }

@@ -7,9 +7,12 @@
 #include <fstream>
 #include <iostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "graph/serialize.h"
+#include "partitioner/best_order.h"
+#include "partitioner/order.h"
 #include "partitioner/plan_file.h"
 #include "smp/core/config.h"
 #include "smp/core/error.h"
@@ -106,7 +109,9 @@ void write(const std::string& text, const std::string& path) {
 /// The plan of the file, or else the partitioner's.
 smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph& graph,
                                  const smp::partitioner::PartitionOptions& partition) {
-  if (options.load_plan.empty()) return smp::partitioner::partition(graph, partition);
+  if (options.load_plan.empty()) {
+    return smp::partitioner::partition_in_best_order(graph, partition);
+  }
   return smp::partitioner::plan_from_json(graph, smp::read_file(options.load_plan, "the plan"),
                                           partition.partitions(), options.load_plan);
 }
@@ -119,14 +124,15 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
     return options.format == "json" ? smp::tools::to_json(graph, alternatives).dump(2) + "\n"
                                     : smp::tools::to_text(graph, alternatives);
   }
-  const auto forecast =
-      smp::tools::forecast(graph, make_plan(options, graph, partition), partition.step());
+  auto plan = make_plan(options, graph, partition);
+  const auto ordered = smp::partitioner::reordered(graph, plan.order);
+  const auto forecast = smp::tools::forecast(ordered, std::move(plan), partition.step());
   if (!options.save_plan.empty()) {
     write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
   }
-  if (options.format == "json") return smp::tools::to_json(graph, forecast).dump(2) + "\n";
-  if (options.format == "svg") return smp::tools::to_svg(graph, forecast, options.title);
-  return smp::tools::to_text(graph, forecast);
+  if (options.format == "json") return smp::tools::to_json(ordered, forecast).dump(2) + "\n";
+  if (options.format == "svg") return smp::tools::to_svg(ordered, forecast, options.title);
+  return smp::tools::to_text(ordered, forecast);
 }
 
 }  // namespace

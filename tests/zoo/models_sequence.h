@@ -249,4 +249,48 @@ struct WaveNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(WaveNet);
 
+/// Su et al. 2021: attention with rotary positions. Their table and the causal mask are computed
+/// in `forward` when a longer sequence than ever comes, and kept in plain members.
+struct RotaryImpl : torch::nn::Module {
+  RotaryImpl() {
+    embed = register_module("embed", torch::nn::Embedding(kVocabulary, kWidth));
+    qkv = register_module("qkv", torch::nn::Linear(kWidth, 3 * kWidth));
+    out = register_module("out", torch::nn::Linear(kWidth, kWidth));
+    head = register_module("head", torch::nn::Linear(kWidth, kVocabulary));
+  }
+
+  torch::Tensor forward(torch::Tensor ids) {
+    const auto length = ids.size(1);
+    grow_tables(length);
+    const auto x = embed(ids);
+    const auto parts = qkv(x).chunk(3, 2);
+    const auto scores = torch::bmm(rotate(parts[0]), rotate(parts[1]).transpose(1, 2));
+    const auto seen = future.slice(0, 0, length).slice(1, 0, length);
+    const auto weights = scores.masked_fill(seen, -1e9).softmax(2);
+    return head(x + out(torch::bmm(weights, parts[2])));
+  }
+
+  void grow_tables(int64_t length) {
+    if (cosine.defined() && cosine.size(0) >= length) return;
+    const auto frequency = torch::pow(100.0, -torch::arange(kWidth / 2) / (kWidth / 2.0));
+    const auto angle = torch::outer(torch::arange(length).to(torch::kFloat), frequency);
+    cosine = torch::cat({angle, angle}, 1).cos();
+    sine = torch::cat({angle, angle}, 1).sin();
+    future = torch::ones({length, length}, torch::kBool);
+    future.triu_(1);
+  }
+
+  torch::Tensor rotate(torch::Tensor x) const {
+    const auto halves = x.chunk(2, 2);
+    const auto turned = torch::cat({-halves[1], halves[0]}, 2);
+    return x * cosine.slice(0, 0, x.size(1)) + turned * sine.slice(0, 0, x.size(1));
+  }
+
+  static constexpr int64_t kVocabulary = 11, kWidth = 8;
+  torch::nn::Embedding embed{nullptr};
+  torch::nn::Linear qkv{nullptr}, out{nullptr}, head{nullptr};
+  torch::Tensor cosine, sine, future;
+};
+TORCH_MODULE(Rotary);
+
 }  // namespace stranger

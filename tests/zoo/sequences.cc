@@ -140,11 +140,35 @@ void train_wavenet(Run& run) {
   });
 }
 
+void train_rotary(Run& run) {
+  auto model = run.model(stranger::Rotary());
+  auto optimizer = run.optimizer<torch::optim::Adam>(model, torch::optim::AdamOptions(1e-2));
+  auto train = run.step([&](Tensor ids, Tensor next) {
+    auto loss = torch::cross_entropy_loss(model(ids).transpose(1, 2), next);
+    model.backward(loss);
+    return loss;
+  });
+  auto evaluate = run.step([&](Tensor ids, Tensor next) {
+    torch::NoGradGuard no_grad;
+    return std::make_pair(model(ids), next);
+  });
+  size_t calls = 0;
+  const std::vector<int64_t> lengths{4, 4, 6, 5, 6, 7, 4, 7};
+  const auto batch = [&] {
+    const int64_t length = lengths[calls++ % lengths.size()];
+    const auto text = run.randint(0, stranger::RotaryImpl::kVocabulary, {6, length + 1});
+    return std::make_tuple(text.slice(1, 0, length), text.slice(1, 1));
+  };
+  train_and_evaluate(model, optimizer, train, evaluate, batch);
+  train_and_evaluate(model, optimizer, train, evaluate, batch);
+}
+
 }  // namespace
 
 std::vector<Program> sequences() {
   return {{"GptTied", train_gpt_tied}, {"Gpt", train_gpt_untied}, {"Translator", train_translator},
-          {"Lstm", train_lstm},        {"Gru", train_gru},        {"WaveNet", train_wavenet}};
+          {"Lstm", train_lstm},        {"Gru", train_gru},        {"WaveNet", train_wavenet},
+          {"Rotary", train_rotary}};
 }
 
 }  // namespace smp::zoo

@@ -1,0 +1,143 @@
+#include "partitioner/best_order.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "partitioner/order.h"
+#include "partitioner/order_search.h"
+#include "partitioner/pins.h"
+#include "partitioner/predict.h"
+#include "partitioner/stage_list.h"
+#include "partitioner/transfer_cost.h"
+#include "smp/core/error.h"
+
+namespace smp::partitioner {
+namespace {
+
+using graph::Graph;
+using graph::ValueId;
+
+/// A step must be predicted to be shorter by this to leave the order of the program: less is lost
+/// in the noise of measured times.
+constexpr double kWorthwhile = 0.02;
+
+/// Expected transfers must be lower by this for an order to be planned at all.
+constexpr double kPromising = 0.01;
+
+/// A plan and what it is worth.
+struct Candidate {
+  Plan plan;
+  double step_us = 0;
+  int64_t foreign = 0;  ///< bytes of tensors with an owner that other ranks read, once per rank
+};
+
+class OrderChooser {
+ public:
+  OrderChooser(const Graph& graph, const PartitionOptions& options)
+      : graph_(graph), options_(options) {}
+
+  Plan run() const {
+    if (options_.partitions() == 1 || is_pinned()) return partition(graph_, options_);
+    return options_.owner().empty() ? first_plan() : later_plan();
+  }
+
+ private:
+  bool is_pinned() const {
+    return !options_.auto_partition() || !options_.pinned().empty() ||
+           std::any_of(graph_.operators.begin(), graph_.operators.end(),
+                       [](const graph::Operator& op) { return op.mode.partition >= 0; });
+  }
+
+  /// The previous plan's order or the program's, unless another is clearly better.
+  Plan first_plan() const {
+    const Plan* previous = options_.previous().get();
+    const Order kept = previous == nullptr ? Order() : previous->order;
+    const double margin = previous == nullptr ? kWorthwhile : options_.keep();
+    Candidate best = candidate(kept, options_);
+    double bound = best.step_us / (1 + margin);
+    const auto problem = order_problem(graph_, options_.partitions(), options_.memory_weight());
+    for (const Order& order : {Order(), cheaper_order(problem, kPromising)}) {
+      if (order == kept) continue;
+      auto found = try_candidate(order, PartitionOptions(options_).previous(nullptr));
+      if (!found || found->step_us >= bound) continue;
+      best = std::move(*found);
+      bound = best.step_us;
+    }
+    return std::move(best.plan);
+  }
+
+  /// Parameters and buffers stay where they are, so operators follow them.
+  Plan later_plan() const {
+    const Order order = order_by_owner(graph_, options_.owner());
+    if (order.empty()) return partition(graph_, options_);
+    if (visits(reordered(graph_, order)) < visits(graph_)) {
+      return candidate(order, options_).plan;
+    }
+    Candidate program = candidate({}, options_);
+    auto other = try_candidate(order, options_);
+    const bool closer = other && other->foreign < program.foreign;
+    const bool shorter = other && other->foreign == program.foreign &&
+                         other->step_us < program.step_us / (1 + kWorthwhile);
+    return std::move(closer || shorter ? other->plan : program.plan);
+  }
+
+  /// How many stages the settled owners ask for.
+  size_t visits(const Graph& graph) const {
+    const auto constraints =
+        find_constraints(graph, {options_.partitions(), &options_.owner(), &options_.pinned(), -1});
+    return list_stages(constraints.pins, options_.partitions()).rank_of_stage.size();
+  }
+
+  int microbatches() const { return std::max(options_.step().microbatches(), 2); }
+
+  Candidate candidate(const Order& order, const PartitionOptions& options) const {
+    const Graph graph = reordered(graph_, order);
+    Candidate result;
+    result.plan = partition(graph, options);
+    result.plan.order = order;
+    // As in `SplitScore::step`, one microbatch counts as two.
+    const auto step = StepModel(options.step()).microbatches(microbatches());
+    result.step_us = predict(graph, result.plan, step).step_us;
+    add_replicas(graph, result);
+    return result;
+  }
+
+  /// Nothing if no plan in this order satisfies the options: the program's may.
+  std::optional<Candidate> try_candidate(const Order& order,
+                                         const PartitionOptions& options) const {
+    try {
+      return candidate(order, options);
+    } catch (const PartitionError&) {
+      return std::nullopt;
+    }
+  }
+
+  /// What replicas read, and what their gradients add to each microbatch.
+  void add_replicas(const Graph& graph, Candidate& candidate) const {
+    const Plan& plan = candidate.plan;
+    std::set<std::pair<ValueId, int>> copies;  // stages of one rank share one
+    for (const Replica& replica : plan.replicas) {
+      const int rank = plan.rank_of_stage[replica.stage];
+      if (rank == plan.rank_of_stage[replica.owner]) continue;
+      const int64_t bytes = graph.values[replica.value].meta.nbytes();
+      if (copies.insert({replica.value, rank}).second) candidate.foreign += bytes;
+      if (replica.needs_gradient) {
+        candidate.step_us += microbatches() * tensor_transfer_us(bytes);
+      }
+    }
+  }
+
+  const Graph& graph_;
+  const PartitionOptions& options_;
+};
+
+}  // namespace
+
+Plan partition_in_best_order(const Graph& graph, const PartitionOptions& options) {
+  return OrderChooser(graph, options).run();
+}
+
+}  // namespace smp::partitioner
