@@ -1,0 +1,322 @@
+#include "tests/random/runs.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/isfinite.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <sstream>
+
+#include "comm/threads/run_ranks.h"
+#include "graph/random.h"
+#include "graph/tracer.h"
+#include "pipeline/executor.h"
+#include "pipeline/generators.h"
+#include "pipeline/stage.h"
+#include "pipeline/verifier.h"
+
+namespace smp::random_programs {
+namespace {
+
+std::string name_of(const char* what, size_t index, int microbatch, int step) {
+  return c10::str(what, " ", index, " of microbatch ", microbatch, " of step ", step);
+}
+
+graph::RandomKey key_of(const Trial& trial, int step, int microbatch) {
+  return {trial.seed, 0, static_cast<uint64_t>(step), static_cast<uint64_t>(microbatch)};
+}
+
+/// A copy with the same strides, so that it shows what the run would go on with.
+at::Tensor snapshot(const at::Tensor& tensor) { return tensor.detach().clone(); }
+
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  return std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+}
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  if (same_bytes(a, b)) return true;
+  if (!at::isFloatingType(a.scalar_type())) return false;
+  const at::Tensor nan = a.isnan().logical_and(b.isnan());
+  return same_bytes(a.masked_fill(nan, 0), b.masked_fill(nan, 0));
+}
+
+/// Adds a microbatch's gradients to the sums of the step.
+void add_gradient(Outcome& outcome, const std::string& name, const at::Tensor& gradient) {
+  at::Tensor& sum = outcome[name];
+  sum = sum.defined() ? sum + gradient : gradient.clone();
+}
+
+std::string gradient_name(const std::string& parameter, int step) {
+  return c10::str("gradient of ", parameter, " in step ", step);
+}
+
+void keep_buffers(const graph::TensorTable& table,
+                  const std::function<bool(const std::string&)>& keep, int step, Outcome& outcome) {
+  for (const auto& entry : table.entries()) {
+    if (entry.kind != graph::ValueKind::kBuffer || !keep(entry.name)) continue;
+    outcome[c10::str("buffer ", entry.name, " after step ", step)] = snapshot(entry.tensor);
+  }
+}
+
+/// Takes the gradients of a microbatch out. Buffers go on without the history that they got.
+void finish_microbatch(const graph::TensorTable& table, int step, Outcome& outcome) {
+  for (const auto& entry : table.entries()) {
+    at::Tensor tensor = entry.tensor;
+    if (entry.kind == graph::ValueKind::kBuffer) {
+      tensor.detach_();
+    } else if (tensor.grad().defined()) {
+      add_gradient(outcome, gradient_name(entry.name, step), tensor.grad());
+      tensor.mutable_grad() = at::Tensor();
+    }
+  }
+}
+
+/// The inputs among a program's leaves.
+Tensors inputs_of(const Program& program, const Tensors& leaves) {
+  Tensors inputs;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (program.leaves[i].kind == Leaf::Kind::kInput) inputs.push_back(leaves[i]);
+  }
+  return inputs;
+}
+
+/// Runs a tracer over the program on its first microbatch.
+graph::TraceResult trace(const Program& program, const Trial& trial, bool execute,
+                         std::vector<const graph::Graph*> candidates) {
+  const State state(program);
+  graph::TraceOptions options;
+  options.step_name = c10::str("program ", program.seed);
+  options.table = &state.table();
+  options.execute = execute;
+  options.random = key_of(trial, 0, 0);
+  options.candidates = std::move(candidates);
+  graph::Tracer tracer(std::move(options));
+  Tensors leaves = state.leaves(0, 0);
+  const Tensors inputs = inputs_of(program, leaves);
+  return tracer.run(inputs, [&](const Tensors& passed) {
+    size_t next = 0;
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      if (program.leaves[i].kind == Leaf::Kind::kInput) leaves[i] = passed[next++];
+    }
+    const Results results = random_programs::execute(program, leaves);
+    bool has_gradients = false;
+    for (const auto& gradient : results.root_gradients) has_gradients |= gradient.defined();
+    Tensors gradients;
+    for (size_t r = 0; has_gradients && r < results.roots.size(); ++r) {
+      gradients.push_back(results.root_gradients[r]);
+    }
+    if (!results.roots.empty()) tracer.backward(results.roots, gradients);
+    return results.outputs;
+  });
+}
+
+/// One rank's part of a run, and what it leaves.
+class Rank {
+ public:
+  Rank(const Program& program, const Trial& trial, const graph::Graph& graph,
+       const partitioner::Plan& plan, comm::CommunicatorPtr pipeline)
+      : program_(program),
+        trial_(trial),
+        graph_(graph),
+        plan_(plan),
+        rank_(pipeline->rank()),
+        state_(program) {
+    auto edges = pipeline::edges_of(graph, plan);
+    auto schedule = make_schedule(edges, pipeline->size());
+    executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), graph, std::move(edges),
+                                                     pipeline);
+    for (int stage = 0; stage < plan.stages(); ++stage) {
+      if (executor_->schedule().rank_of(stage) != rank_) continue;
+      executor_->add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor_->edges(), stage,
+                                                             state_.table()));
+    }
+  }
+
+  void run(int step) {
+    pipeline::Executor::Step run;
+    std::vector<Tensors> expected;  // the caller's inputs stay as they are
+    for (int m = 0; m < trial_.microbatches; ++m) {
+      run.inputs.push_back(inputs_of(program_, state_.leaves(step, m)));
+      expected.push_back(inputs_of(program_, state_.leaves(step, m)));
+      run.keys.push_back(key_of(trial_, step, m));
+    }
+    run.consume = [&](graph::ValueId parameter, int, const at::Tensor& gradient) {
+      add_gradient(outcome_, gradient_name(graph_.values[parameter].name, step), gradient);
+    };
+    run.reduce = [](int) {};
+    run.output = [&](int position, int microbatch, const at::Tensor& output) {
+      outcome_[name_of("output", position, microbatch, step)] = snapshot(output);
+    };
+    executor_->run(run);
+    for (int m = 0; m < trial_.microbatches; ++m) {
+      for (size_t i = 0; i < expected[m].size(); ++i) {
+        if (same_bits(run.inputs[m][i], expected[m][i])) continue;
+        outcome_[name_of("changed input", i, m, step)] = snapshot(run.inputs[m][i]);
+      }
+    }
+    keep_buffers(
+        state_.table(),
+        [&](const std::string& name) {
+          const auto owner = plan_.owner.find(name);
+          return rank_ == (owner == plan_.owner.end() ? 0 : plan_.owner_rank(name));
+        },
+        step, outcome_);
+  }
+
+  const Outcome& outcome() const { return outcome_; }
+
+ private:
+  pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges, int ranks) const {
+    const auto stage_edges = pipeline::stage_edges(edges);
+    const auto options = pipeline::ScheduleOptions(plan_.stages(), trial_.microbatches)
+                             .ranks(ranks)
+                             .rank_of_stage(plan_.rank_of_stage)
+                             .edges(stage_edges)
+                             .active_microbatches(trial_.active_microbatches);
+    const auto order = !graph_.trains()     ? pipeline::forward_only(options)
+                       : trial_.interleaved ? pipeline::interleaved(options)
+                                            : pipeline::simple(options);
+    auto schedule = pipeline::lower(order, stage_edges);
+    pipeline::verify(schedule, stage_edges, pipeline::VerifyOptions().credit(trial_.microbatches));
+    return schedule;
+  }
+
+  const Program& program_;
+  const Trial& trial_;
+  const graph::Graph& graph_;
+  const partitioner::Plan& plan_;
+  const int rank_;
+  State state_;
+  std::unique_ptr<pipeline::Executor> executor_;
+  Outcome outcome_;
+};
+
+}  // namespace
+
+Trial Trial::of(uint64_t seed) {
+  Random random(seed * 31 + 7);
+  Trial trial;
+  trial.seed = seed;
+  trial.microbatches = 1 + static_cast<int>(random.below(3));
+  trial.steps = random.chance(25) ? 2 : 1;
+  trial.interleaved = random.chance(50);
+  trial.active_microbatches = 1 + static_cast<int>(random.below(4));
+  trial.shapes_only = random.chance(50);
+  return trial;
+}
+
+std::string difference(const Outcome& got, const Outcome& expected) {
+  for (const auto& [name, tensor] : expected) {
+    const auto found = got.find(name);
+    if (found == got.end()) return name + " is missing";
+    if (same_bits(found->second, tensor)) continue;
+    std::ostringstream out;
+    out << name << " is\n" << found->second << "\nexpected\n" << tensor;
+    if (found->second.sizes() == tensor.sizes()) {
+      out << "\ndifference\n" << found->second.to(at::kDouble) - tensor.to(at::kDouble);
+    }
+    return out.str();
+  }
+  for (const auto& [name, tensor] : got) {
+    if (expected.count(name) == 0) return "there is a " + name;
+  }
+  return "";
+}
+
+bool has_non_finite(const Outcome& outcome) {
+  return std::any_of(outcome.begin(), outcome.end(), [](const auto& item) {
+    const at::Tensor& tensor = item.second;
+    return !at::isIntegralType(tensor.scalar_type(), true) &&
+           !at::isfinite(tensor).all().item().toBool();
+  });
+}
+
+State::State(const Program& program) : program_(program) {
+  for (size_t i = 0; i < program.leaves.size(); ++i) {
+    const Leaf& leaf = program.leaves[i];
+    at::Tensor tensor;
+    if (leaf.tied_to >= 0) {
+      tensor = kept_[leaf.tied_to];
+    } else if (leaf.kind != Leaf::Kind::kInput) {
+      tensor = make_leaf(program, i, 0, 0);
+    }
+    kept_.push_back(tensor);
+    if (leaf.kind == Leaf::Kind::kParameter) {
+      table_.add(graph::ValueKind::kParameter, leaf.name, tensor);
+    } else if (leaf.kind == Leaf::Kind::kBuffer) {
+      table_.add(graph::ValueKind::kBuffer, leaf.name, tensor);
+    }
+  }
+}
+
+Tensors State::leaves(int step, int microbatch) const {
+  Tensors leaves = kept_;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (!leaves[i].defined()) leaves[i] = make_leaf(program_, i, step, microbatch);
+  }
+  return leaves;
+}
+
+Outcome run_eager(const Program& program, const Trial& trial) {
+  const State state(program);
+  Outcome outcome;
+  for (int step = 0; step < trial.steps; ++step) {
+    for (int m = 0; m < trial.microbatches; ++m) {
+      const Tensors leaves = state.leaves(step, m);
+      const graph::KeyedRandomScope keyed(key_of(trial, step, m));
+      const Results results = execute(program, leaves);
+      for (size_t i = 0; i < results.outputs.size(); ++i) {
+        // Throws where libtorch does not tell the history: of views made without gradients whose
+        // base was written with them. A pipeline has to ask.
+        if (results.outputs[i].defined()) results.outputs[i].grad_fn();
+        outcome[name_of("output", i, m, step)] = snapshot(results.outputs[i]);
+      }
+      if (!results.roots.empty()) {
+        torch::autograd::backward(results.roots, results.root_gradients);
+      }
+      finish_microbatch(state.table(), step, outcome);
+    }
+    keep_buffers(
+        state.table(), [](const std::string&) { return true; }, step, outcome);
+  }
+  return outcome;
+}
+
+std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial) {
+  return trace(program, trial, !trial.shapes_only, {}).recorded;
+}
+
+std::string guard(const Program& program, const Trial& trial, const graph::Graph& graph) {
+  const auto result = trace(program, trial, /*execute=*/false, {&graph});
+  if (result.match == nullptr) return "the guard: " + result.difference;
+  for (const auto& change : result.constants) {
+    return c10::str("the guard: another constant in operator ", change.operator_index);
+  }
+  for (const auto& change : result.contents) {
+    return c10::str("the guard: %", change.value, " holds\n", change.content, "\nrecorded was\n",
+                    graph.values[change.value].content);
+  }
+  return "";
+}
+
+Outcome run_pipeline(const Program& program, const Trial& trial, const graph::Graph& graph,
+                     const partitioner::Plan& plan) {
+  Outcome outcome;
+  std::mutex mutex;
+  const int ranks = 1 + *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end());
+  comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& pipeline) {
+    at::set_num_threads(1);
+    Rank rank(program, trial, graph, plan, pipeline);
+    for (int step = 0; step < trial.steps; ++step) rank.run(step);
+    const std::lock_guard<std::mutex> lock(mutex);
+    outcome.insert(rank.outcome().begin(), rank.outcome().end());
+  });
+  return outcome;
+}
+
+}  // namespace smp::random_programs
