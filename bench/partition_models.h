@@ -74,7 +74,8 @@ struct ResidualImpl : nn::Module {
   }
 
   Tensor forward(Tensor x) {
-    const Tensor y = norm2(conv2(torch::relu_(norm1(conv1(x)))));
+    Tensor y = norm1(conv1(x));
+    y = norm2(conv2(y.relu_()));
     return torch::relu(y + (shortcut.is_empty() ? x : shortcut(x)));
   }
 
