@@ -48,14 +48,27 @@ void* placeholder_mark() {
   return &mark;
 }
 
+/// What reading the data of a placeholder throws. Every placeholder carries it, so the text is put
+/// together once for all of a run.
+const std::string& dataless_message(const std::string& step_name) {
+  thread_local std::string named;
+  thread_local std::string message;
+  if (message.empty() || named != step_name) {
+    named = step_name;
+    message = c10::str(
+        "[smp] the data of a tensor of step function \"", step_name,
+        "\" was read where only its shape exists. A step function runs to show which operators it "
+        "calls: its tensors hold no data then, and none after it returned. Use what the step "
+        "returns, or make the module that needs data, or that calls operators on another thread, a "
+        "leaf: smp::leaf(module)(x)");
+  }
+  return message;
+}
+
 /// Takes the data of a storage away and marks it as a placeholder's.
 void make_dataless(c10::StorageImpl& storage, const std::string& step_name) {
   take_data(storage, c10::DataPtr(nullptr, placeholder_mark(), &keep_nothing, storage.device()),
-            c10::str("[smp] the data of a tensor of step function \"", step_name,
-                     "\" was read where only its shape exists. A step function runs to show which "
-                     "operators it calls: its tensors hold no data then, and none after it "
-                     "returned. Use what the step returns, or make the module that needs data, or "
-                     "that calls operators on another thread, a leaf: smp::leaf(module)(x)"));
+            dataless_message(step_name));
 }
 
 bool is_meta(const c10::IValue& value) {

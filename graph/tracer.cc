@@ -53,11 +53,6 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-std::string module_of(const std::string& tensor_name) {
-  const size_t dot = tensor_name.rfind('.');
-  return dot == std::string::npos ? "" : tensor_name.substr(0, dot);
-}
-
 }  // namespace
 
 Tracer* Tracer::current() { return active; }
@@ -113,6 +108,8 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
   }
   if (!options_.candidates.empty() && live_.empty()) difference_ = "the inputs' shapes or types";
   if (verifying()) {
+    known_.reserve(live_[0].graph->values.size());
+    storages_.reserve(live_[0].graph->alias_sets);
     value_count_ = static_cast<ValueId>(values.size());
     for (size_t i = 0; i < passed.size(); ++i) bind(passed[i], static_cast<ValueId>(i));
     return;
@@ -346,9 +343,17 @@ void Tracer::retain_grad() {
 // ---------------------------------------------------------------------------------------------
 // One operator call
 
+std::string Tracer::last_scope() const {
+  if (last_parameter_ == kUndefined) return "";
+  const std::string& name = value(last_parameter_).name;
+  const size_t dot = name.rfind('.');
+  return dot == std::string::npos ? "" : name.substr(0, dot);
+}
+
 std::string Tracer::where() const {
   std::string text = "step function \"" + options_.step_name + "\"";
-  if (!last_scope_.empty()) text += ", in or after module \"" + last_scope_ + "\"";
+  const std::string module = last_scope();
+  if (!module.empty()) text += ", in or after module \"" + module + "\"";
   return text;
 }
 
@@ -356,17 +361,29 @@ void Tracer::refuse(const std::string& what, const std::string& remedy) const {
   detail::fail<CaptureError>(where(), ": ", what, ". ", remedy, ".");
 }
 
+void Tracer::Call::clear() {
+  arguments.clear();
+  tensors.clear();
+  ids.clear();
+  absolute_offset = false;
+}
+
 void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   SMP_CHECK_WITH(UsageError, torch::autograd::get_current_graph_task_id() == -1, where(),
                  ": backward() or autograd::grad was called inside it. The step runs the pipeline's "
                  "backward pass itself: call model->backward(loss) instead");
   check_hooks();
-  if (answer_host_value(op, stack)) return;
-  Call current;
+  // What was recorded as an operator is none that answers the host.
+  if (!is_expected(op) && answer_host_value(op, stack)) return;
+  // Taken while it is in use: a call may derive a value with a call of its own.
+  Call current = std::move(spare_call_);
   collect(op, stack, current);
-  if (verifying() && verify(current, stack)) return;
-  refuse_unsupported(current);
-  record(current, stack);
+  if (!verifying() || !verify(current, stack)) {
+    refuse_unsupported(current);
+    record(current, stack);
+  }
+  current.clear();
+  spare_call_ = std::move(current);
 }
 
 Argument Tracer::collect_argument(const c10::IValue& value, Call& call) {
@@ -401,8 +418,7 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   }
   for (ValueId id : call.ids) {
     if (id == kUndefined) continue;
-    const Value& argument = value(id);
-    if (argument.kind == ValueKind::kParameter) last_scope_ = module_of(argument.name);
+    if (value(id).kind == ValueKind::kParameter) last_parameter_ = id;
   }
   if (custom_function_) watch_custom_function(call);
   make_offset_relative(call);

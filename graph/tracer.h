@@ -123,10 +123,13 @@ class Tracer final : public OperatorInterceptor {
     std::vector<at::Tensor> tensors;
     std::vector<ValueId> ids;
     bool absolute_offset = false;  // it counted from the start of its argument's storage
+
+    void clear();
   };
 
   bool verifying() const { return !live_.empty(); }
   const Value& value(ValueId id) const;
+  std::string last_scope() const;  // the module of the parameter that was read last
   std::string where() const;
   [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
 
@@ -152,6 +155,7 @@ class Tracer final : public OperatorInterceptor {
   void refuse_replaced_storage(const std::string& name) const;
   void refuse_views_beyond(const Call& call);
 
+  bool is_expected(const c10::OperatorHandle& op) const;
   bool verify(Call& call, torch::jit::Stack& stack);
   std::optional<std::string> differs(Live& live, const Call& call, const ExecutionMode& mode) const;
   void push_recorded_results(const Call& call, torch::jit::Stack& stack);
@@ -192,7 +196,8 @@ class Tracer final : public OperatorInterceptor {
   std::vector<BackwardRoot> roots_;
   std::vector<ValueId> outputs_;
   int random_count_ = 0;
-  std::string last_scope_;
+  ValueId last_parameter_ = kUndefined;
+  Call spare_call_;  // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
   bool custom_function_ = false;              // one was applied in this run, with gradients on
   std::vector<at::Tensor> inner_arguments_;   // what it may have given a history of its own

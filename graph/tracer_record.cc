@@ -37,7 +37,7 @@ void Tracer::record(Call& call, torch::jit::Stack& stack) {
   Operator op(*call.op);
   op.arguments = call.arguments;
   op.mode = ExecutionMode::current();
-  op.scope = last_scope_;
+  op.scope = last_scope();
   op.first_result = static_cast<ValueId>(graph_->values.size());
   if (is_random(*call.op)) op.random_ordinal = random_count_++;
   for (ValueId id : call.ids) {

@@ -20,30 +20,32 @@ bool same_constant(const c10::IValue& a, const c10::IValue& b) {
   if (a.isNone() || b.isNone()) return a.isNone() && b.isNone();
   // A leaf's call is another one at each run: it has the arguments of that run.
   if (a.isCapsule()) return false;
-  // Types differ in kind (an int where a double was): another graph.
-  return a.tagKind() == b.tagKind() && a == b;
+  return a == b;  // false for other types, such as an int where a double was
 }
 
 bool same_kind(const c10::IValue& a, const c10::IValue& b) { return a.tagKind() == b.tagKind(); }
 
 }  // namespace
 
+bool Tracer::is_expected(const c10::OperatorHandle& op) const {
+  if (!verifying()) return false;
+  const auto& operators = live_[0].graph->operators;
+  return next_operator_ < operators.size() && operators[next_operator_].handle == op;
+}
+
 bool Tracer::verify(Call& call, torch::jit::Stack& stack) {
   const ExecutionMode mode = ExecutionMode::current();
-  std::string difference;
-  std::vector<Live> still;
-  for (Live& live : live_) {
-    if (auto found = differs(live, call, mode)) {
-      difference = std::move(*found);
+  for (auto live = live_.begin(); live != live_.end();) {
+    const auto difference = differs(*live, call, mode);
+    if (!difference) {
+      ++live;
+    } else if (live_.size() > 1) {
+      live = live_.erase(live);
     } else {
-      still.push_back(std::move(live));
+      leave_candidates(*difference);
+      return false;
     }
   }
-  if (still.empty()) {
-    leave_candidates(difference);
-    return false;
-  }
-  live_ = std::move(still);
   pending_.clear();
   push_recorded_results(call, stack);
   const Graph& graph = *live_[0].graph;
@@ -67,7 +69,7 @@ std::optional<std::string> Tracer::differs(Live& live, const Call& call,
   };
   if (next_operator_ >= graph.operators.size()) return describe("comes after the recorded end");
   const Operator& op = graph.operators[next_operator_];
-  if (op.handle.schema().operator_name() != call.op->schema().operator_name()) {
+  if (!(op.handle == *call.op)) {
     return describe("is another one");
   }
   if (!(op.mode == mode)) return describe("runs in another mode (grad, autocast, smp::partition)");
@@ -138,10 +140,9 @@ void Tracer::push_recorded_results(const Call& call, torch::jit::Stack& stack) {
     bind(tensor, id);
     return tensor;
   };
-  for (size_t i = 0; i < schema.returns().size(); ++i) {
-    if (schema.returns()[i].type()->kind() == c10::TypeKind::ListType) {
+  for (const int length : op.list_lengths) {
+    if (length >= 0) {
       c10::List<at::Tensor> list;
-      const int length = op.list_lengths[i];
       for (int k = 0; k < length; ++k) list.push_back(take());
       stack.push_back(std::move(list));
     } else {
