@@ -7,18 +7,10 @@
 #include "graph/leaf.h"
 #include "graph/replay.h"
 #include "graph/storage.h"
+#include "graph/visit.h"
 
 namespace smp::graph {
 namespace {
-
-template <class Visitor>
-void for_each_argument(const Operator& op, const Visitor& visit) {
-  for (const Argument& argument : op.arguments) {
-    for (ValueId id : argument.values) {
-      if (id != kUndefined) visit(id);
-    }
-  }
-}
 
 /// Which operators give the same results in every run.
 class ConstantOperators {
@@ -44,9 +36,8 @@ class ConstantOperators {
       if (!operators_[i] || is_constant(graph_.operators[i])) continue;
       changed = true;
       operators_[i] = false;
-      for (ValueId id : graph_.operators[i].results) {
-        if (id != kUndefined) sets_[graph_.values[id].alias_set] = false;
-      }
+      for_each_result(graph_.operators[i],
+                      [&](ValueId id) { sets_[graph_.values[id].alias_set] = false; });
       for (int alias_set : graph_.operators[i].writes) sets_[alias_set] = false;
     }
     return changed;

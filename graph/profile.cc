@@ -12,6 +12,7 @@
 
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
+#include "graph/visit.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -32,11 +33,7 @@ double round_to_two_digits(double value) {
 
 std::vector<ValueId> tensor_arguments(const Operator& op) {
   std::vector<ValueId> ids;
-  for (const Argument& argument : op.arguments) {
-    for (ValueId id : argument.values) {
-      if (id != kUndefined) ids.push_back(id);
-    }
-  }
+  for_each_argument(op, [&](ValueId id) { ids.push_back(id); });
   return ids;
 }
 

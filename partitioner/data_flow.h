@@ -4,26 +4,12 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "graph/visit.h"
 
 namespace smp::partitioner {
 
-/// Calls `visit(ValueId)` for every defined tensor among an operator's arguments.
-template <class Visitor>
-void for_each_argument(const graph::Operator& op, const Visitor& visit) {
-  for (const graph::Argument& argument : op.arguments) {
-    for (graph::ValueId value : argument.values) {
-      if (value != graph::kUndefined) visit(value);
-    }
-  }
-}
-
-/// Calls `visit(ValueId)` for every defined result of an operator.
-template <class Visitor>
-void for_each_result(const graph::Operator& op, const Visitor& visit) {
-  for (graph::ValueId value : op.results) {
-    if (value != graph::kUndefined) visit(value);
-  }
-}
+using graph::for_each_argument;
+using graph::for_each_result;
 
 /// Per value: the last operator that makes it or writes its storage, -1 if there is none. From
 /// there on the value is what an output or a backward root of the graph sees.

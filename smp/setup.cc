@@ -9,6 +9,7 @@
 #include "graph/profile.h"
 #include "graph/recording.h"
 #include "graph/serialize.h"
+#include "graph/visit.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/report.h"
@@ -148,17 +149,14 @@ static void settle_owners(Runtime& runtime, const graph::Graph& graph,
                           const partitioner::Plan& plan) {
   for (const auto& [name, stage] : plan.owner) runtime.owner[name] = plan.rank_of_stage[stage];
   for (size_t i = 0; i < graph.operators.size(); ++i) {
-    for (const auto& argument : graph.operators[i].arguments) {
-      for (graph::ValueId id : argument.values) {
-        if (id == graph::kUndefined || graph.values[id].name.empty()) continue;
-        const int rank = plan.rank_of_stage[plan.stage_of_operator[i]];
-        const auto owner = runtime.owner.find(graph.values[id].name);
-        if (owner == runtime.owner.end() || owner->second != rank) continue;
-        runtime.owner_reason.emplace(
-            owner->first, c10::str("operator ", i, " (", graph.operators[i].name(), ") uses it; ",
-                                   plan.reason_of_operator[i]));
-      }
-    }
+    graph::for_each_argument(graph.operators[i], [&](graph::ValueId id) {
+      const int rank = plan.rank_of_stage[plan.stage_of_operator[i]];
+      const auto owner = runtime.owner.find(graph.values[id].name);
+      if (owner == runtime.owner.end() || owner->second != rank) return;
+      runtime.owner_reason.emplace(
+          owner->first, c10::str("operator ", i, " (", graph.operators[i].name(), ") uses it; ",
+                                 plan.reason_of_operator[i]));
+    });
   }
   // What no operator reads has to live somewhere. A later graph that does read it will most likely
   // do so beside what was registered before it.

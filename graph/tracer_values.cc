@@ -1,0 +1,310 @@
+// The part of Tracer that knows tensors again: which value of the graph the code holds.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "graph/content.h"
+#include "graph/shapes.h"
+#include "graph/tracer.h"
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+bool has_hooks(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return false;
+  const auto& hooks = *meta->cpp_hooks_list_;  // one that was removed is empty
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) { return hook != nullptr; });
+}
+
+/// The name of the custom function that a node of the autograd graph calls; empty for other nodes.
+std::string custom_function_of(const torch::autograd::Node& node) {
+  constexpr std::string_view kWrapper = "torch::autograd::CppNode<";
+  const std::string name = node.name();
+  if (name.compare(0, kWrapper.size(), kWrapper) != 0) return "";
+  return name.substr(kWrapper.size(), name.size() - kWrapper.size() - 1);
+}
+
+/// True if the two hold some of the same bytes.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.has_storage() || !b.has_storage() || a.device() != b.device()) return false;
+  // Without checks: what another rank owns has no data here, and overlaps nothing.
+  const auto range = [](const at::Tensor& tensor) {
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    const auto* begin = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
+    return std::pair(begin, begin + storage.nbytes());
+  };
+  const auto [a_begin, a_end] = range(a);
+  const auto [b_begin, b_end] = range(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+}  // namespace
+
+const Value& Tracer::value(ValueId id) const {
+  if (!verifying()) return graph_->values[id];
+  if (id < value_count_) return live_[0].graph->values[id];
+  return pending_[id - value_count_];
+}
+
+void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& passed) {
+  std::vector<Value> values;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    SMP_CHECK_WITH(CaptureError, !inputs[i].requires_grad(), "step function \"", options_.step_name,
+                   "\": input ", i,
+                   " requires a gradient; a step trains the parameters of its models only. Pass "
+                   "input.detach()");
+    Value value;
+    value.kind = ValueKind::kInput;
+    value.name = std::to_string(i);
+    value.meta = TensorMeta::of(inputs[i]);
+    values.push_back(std::move(value));
+    passed.push_back(make_placeholder(values.back().meta, options_.step_name));
+  }
+  for (const Graph* candidate : options_.candidates) {
+    bool fits = candidate->inputs.size() == values.size();
+    for (size_t i = 0; fits && i < values.size(); ++i) {
+      fits = candidate->values[i].meta == values[i].meta;
+    }
+    if (fits) live_.push_back({candidate, {}, {}});
+  }
+  if (!options_.candidates.empty() && live_.empty()) difference_ = "the inputs' shapes or types";
+  if (verifying()) {
+    known_.reserve(live_[0].graph->values.size());
+    storages_.reserve(live_[0].graph->alias_sets);
+    value_count_ = static_cast<ValueId>(values.size());
+    for (size_t i = 0; i < passed.size(); ++i) bind(passed[i], static_cast<ValueId>(i));
+    return;
+  }
+  graph_ = std::make_unique<Graph>();
+  for (size_t i = 0; i < passed.size(); ++i) {
+    const ValueId id = add_value(std::move(values[i]), passed[i]);
+    if (options_.execute) concrete_[id].tensor = inputs[i];
+  }
+}
+
+void Tracer::bind(const at::Tensor& tensor, ValueId id) {
+  auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
+  known_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                          Known{id, tensor.requires_grad(), std::move(weak)});
+  if (!tensor.has_storage()) return;
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  const auto it = storages_.find(storage);
+  if (it != storages_.end()) {
+    it->second.id = id;
+    it->second.offset = tensor.storage_offset();
+    return;
+  }
+  const int alias_set = verifying() ? -1 : value(id).alias_set;
+  storages_.emplace(storage, StorageInfo{id, tensor.storage_offset(), alias_set,
+                                         c10::weak_intrusive_ptr<c10::StorageImpl>(
+                                             tensor.storage().getWeakStorageImpl())});
+}
+
+/// Adds a value that no operator made; `tensor` is what the user's code holds.
+ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
+  ValueId id;
+  if (verifying()) {
+    id = value_count_ + static_cast<ValueId>(pending_.size());
+    pending_.push_back(std::move(value));
+  } else {
+    id = static_cast<ValueId>(graph_->values.size());
+    value.alias_set = alias_set_of(tensor);
+    first_aliases_.emplace(value.alias_set, id);
+    graph_->values.push_back(std::move(value));
+    concrete_.resize(graph_->values.size());
+    // Operators give a buffer that they write a history, which ends with the step.
+    const bool buffer = graph_->values[id].kind == ValueKind::kBuffer;
+    if (options_.execute) concrete_[id].tensor = buffer ? tensor.variable_data() : tensor;
+  }
+  bind(tensor, id);
+  return id;
+}
+
+int Tracer::alias_set_of(const at::Tensor& tensor) {
+  if (tensor.has_storage()) {
+    const auto it = storages_.find(tensor.storage().unsafeGetStorageImpl());
+    if (it != storages_.end() && it->second.alias_set >= 0) return it->second.alias_set;
+  }
+  return graph_->alias_sets++;
+}
+
+ValueId Tracer::lookup(const at::Tensor& tensor) {
+  if (!tensor.defined()) return kUndefined;
+  if (custom_function_) check_history(tensor);
+  const auto it = known_.find(tensor.unsafeGetTensorImpl());
+  if (it != known_.end()) {
+    check_requires_grad(tensor, it->second);
+    return it->second.id;
+  }
+  if (const auto* entry = options_.table->find(tensor)) return define_from_table(*entry);
+  const ValueId alias = find_alias(tensor);
+  return alias != kUndefined ? alias : define_constant(tensor);
+}
+
+/// A tensor that is known and shows the same elements.
+at::Tensor Tracer::find_shallow_copy(const at::Tensor& tensor) const {
+  for (const auto& [impl, known] : known_) {
+    const auto owner = known.keep.lock();
+    if (!owner) continue;
+    const at::Tensor other{owner};
+    if (other.has_storage() &&
+        other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl() &&
+        other.sizes() == tensor.sizes() && other.strides() == tensor.strides() &&
+        other.storage_offset() == tensor.storage_offset() &&
+        other.scalar_type() == tensor.scalar_type()) {
+      return other;
+    }
+  }
+  return at::Tensor();
+}
+
+/// A tensor made without an operator call on storage that is known: a shallow copy, as
+/// `torch::zeros` returns one, `tensor.data()`, or a view of a parameter or buffer made outside.
+ValueId Tracer::find_alias(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.requires_grad()) return kUndefined;
+  const auto storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  const bool known_storage = storage != storages_.end();
+  // `torch::tensor` copies shallowly and lets the original go.
+  if (known_storage && storage->second.offset == tensor.storage_offset() &&
+      value(storage->second.id).meta == TensorMeta::of(tensor)) {
+    const ValueId id = storage->second.id;
+    bind(tensor, id);
+    return id;
+  }
+  if (const at::Tensor other = known_storage ? find_shallow_copy(tensor) : at::Tensor();
+      other.defined()) {
+    return derive(tensor, "aten::detach", {other});
+  }
+  const auto* entry = options_.table->find_storage(tensor);
+  if (entry != nullptr && entry->tensor.scalar_type() == tensor.scalar_type()) {
+    const at::NoGradGuard no_grad;
+    return derive(tensor, "aten::as_strided",
+                  {entry->tensor, tensor.sizes(), tensor.strides(), tensor.storage_offset()});
+  }
+  if (!known_storage && entry == nullptr) return kUndefined;
+  refuse(
+      "uses a tensor that shares memory with another one of the step but was not made from it by "
+      "an operator (tensor.data() of a view, set_data, from_blob)",
+      "Make it with an operator, such as detach() or as_strided()");
+}
+
+/// Takes `tensor` for what the operator makes of known tensors.
+ValueId Tracer::derive(const at::Tensor& tensor, const char* name, torch::jit::Stack arguments) {
+  const UninterceptedScope own;
+  call(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), arguments);
+  const ValueId id = lookup(arguments[0].toTensor());
+  bind(tensor, id);
+  return id;
+}
+
+ValueId Tracer::define_from_table(const TensorTable::Entry& entry) {
+  if (has_hooks(entry.tensor)) {
+    refuse("uses " + std::string(graph::to_string(entry.kind)) + " \"" + entry.name +
+               "\", which has a hook (register_hook) that would not run",
+           "Gradients are complete when the step has returned: change them there, before "
+           "optimizer.step()");
+  }
+  Value value;
+  value.kind = entry.kind;
+  value.name = entry.name;
+  value.meta = TensorMeta::of(entry.tensor);
+  return add_value(std::move(value), entry.tensor);
+}
+
+ValueId Tracer::define_constant(const at::Tensor& tensor) {
+  if (is_placeholder(tensor)) {
+    refuse("uses a tensor that escaped from an earlier run of a step function",
+           "Return what the next step needs from the step, and pass it in as an argument");
+  }
+  if (tensor.requires_grad() && !tensor.is_leaf()) {
+    refuse(
+        "uses a tensor with a gradient history that was computed outside the step function (or on "
+        "another thread)",
+        "Compute it inside the step function on the calling thread, or pass tensor.detach()");
+  }
+  if (tensor.requires_grad()) {
+    refuse(c10::str("uses a parameter of shape ", tensor.sizes(),
+                    " that belongs to no DistributedModel"),
+           "Register it in a module (register_parameter, register_module), assign it to the member "
+           "before that, and wrap the module in a DistributedModel");
+  }
+  for (const auto& entry : options_.table->entries()) {
+    if (entry.tensor.grad().is_same(tensor)) {
+      refuse("reads the gradient of parameter \"" + entry.name + "\"",
+             "Gradients are complete when the step has returned: read them there");
+    }
+    if (!verifying() && overlap(entry.tensor, tensor)) {
+      refuse("uses a tensor that shares memory with " + std::string(graph::to_string(entry.kind)) +
+                 " \"" + entry.name + "\" but was not made from it by an operator (from_blob)",
+             "Make it with an operator, such as detach() or as_strided()");
+    }
+  }
+  Value value;
+  value.kind = ValueKind::kConstant;
+  value.meta = TensorMeta::of(tensor);
+  value.content = verifying() ? tensor : clone_content(tensor);
+  constexpr int64_t kLargeBytes = 1 << 20;
+  if (!verifying() && value.meta.nbytes() > kLargeBytes) {
+    TORCH_WARN(error_prefix(), "step function \"", options_.step_name, "\" uses a tensor of ",
+               value.meta.nbytes() / kLargeBytes,
+               " MiB that is neither an input nor a parameter or buffer. It is kept as a constant "
+               "of the graph; register it as a buffer if it belongs to the model");
+  }
+  return add_value(std::move(value), tensor);
+}
+
+/// Hooks on gradients of tensors leave no operator behind; those that the function registered are
+/// in the history that all of its tensors share.
+void Tracer::check_hooks() const {
+  if (history_->tensor_pre_hooks().empty()) return;
+  history_->tensor_pre_hooks().clear();
+  refuse("registers a hook on a tensor (register_hook), which is no operator and would not run",
+         "Gradients of parameters are complete when the step has returned: read or change them "
+         "there, or make the module that needs the hook a leaf: smp::leaf(module)(x)");
+}
+
+/// `requires_grad_()` and what gives a tensor a history by hand are no operators.
+void Tracer::check_requires_grad(const at::Tensor& tensor, const Known& known) const {
+  if (tensor.requires_grad() == known.requires_grad) return;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->grad_fn_ != nullptr) {
+    refuse(
+        "uses a tensor that got a gradient history from no operator (" + meta->grad_fn_->name() +
+            ")",
+        "Write what made it with differentiable tensor operators, or make the module that makes it "
+        "a leaf: smp::leaf(module)(x)");
+  }
+  refuse(c10::str("changes a tensor of shape ", tensor.sizes(), " by requires_grad_(",
+                  tensor.requires_grad() ? "true" : "false", "), which is no operator"),
+         "Freeze and unfreeze parameters before the step; a step differentiates with respect to "
+         "parameters only, and detach() gives a tensor that requires no gradient");
+}
+
+/// A custom autograd function is not an operator: its forward's operators are seen, with gradients
+/// off, its backward is not.
+void Tracer::check_history(const at::Tensor& tensor) const {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || meta->grad_fn_ == nullptr) return;
+  const std::string function = custom_function_of(*meta->grad_fn_);
+  if (function.empty()) return;
+  refuse("uses the result of the custom autograd function " + function +
+             ", whose backward cannot be captured",
+         "Write the function with differentiable tensor operators, or make the module that applies "
+         "it a leaf: smp::leaf(module)(x)");
+}
+
+void Tracer::custom_function() { custom_function_ |= at::GradMode::is_enabled(); }
+
+void Tracer::retain_grad() {
+  refuse("calls retain_grad() on a tensor, whose gradient would not be kept",
+         "Gradients of parameters are complete when the step has returned. For that of another "
+         "tensor, add a parameter of zeros to it");
+}
+
+}  // namespace smp::graph
