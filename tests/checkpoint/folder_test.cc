@@ -12,6 +12,7 @@ namespace smp::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 /// Rank 0 holds an embedding tied to the decoder, rank 1 the rest. `value` fills the weights.
@@ -96,6 +97,9 @@ TEST_F(FolderFormatTest, TwoRanksRoundTrip) {
   EXPECT_EQ(index.optimizer["loss_scale"], 1024);
   EXPECT_THAT(checkpoint_error([&] { reader.read_model("absent"); }),
               HasSubstr("has no model tensor \"absent\""));
+  EXPECT_THAT(checkpoint_error([&] { reader.read_optimizer("head.bias/absent"); }),
+              HasSubstr("has no optimizer tensor \"head.bias/absent\". Check the name against its "
+                        "index.json."));
 }
 
 TEST_F(FolderFormatTest, HoldsExactlyTheDocumentedFiles) {
@@ -211,6 +215,22 @@ TEST_F(FolderFormatTest, NeverReplacesWhatIsNotACheckpoint) {
   EXPECT_EQ(slurp(path("c/thesis.txt")), "years of work");
 }
 
+TEST_F(FolderFormatTest, PathsThatCannotBeWritten) {
+  spill(path("file"), "in the way");
+  EXPECT_THAT(checkpoint_error([&] { Writer(path("file/c")).begin(); }),
+              AllOf(HasSubstr("cannot save checkpoint \"" + path("file/c") + "\": "),
+                    HasSubstr("Not a directory"),
+                    HasSubstr("Check the path, its permissions and the free space.")));
+  // The folder of an unfinished save disappears, as when somebody cleans up.
+  const Writer writer(path("c"));
+  writer.begin();
+  fs::remove(path("c.tmp"));
+  EXPECT_THAT(checkpoint_error([&] { write_shards(writer, two_shards(1)); }),
+              HasSubstr("cannot create \"" + path("c.tmp/model-00001-of-00002.safetensors.tmp") +
+                        "\": No such file or directory. Check the path, its permissions and the "
+                        "free space."));
+}
+
 TEST_F(FolderFormatTest, MergeRefusesWhatRanksDisagreeAbout) {
   const Writer writer(path("c"));
   const auto error_with = [&](const std::function<void(Shard&)>& change) {
@@ -226,7 +246,8 @@ TEST_F(FolderFormatTest, MergeRefusesWhatRanksDisagreeAbout) {
               HasSubstr("tensor \"decoder.weight\" is written by one rank and tied to "
                         "\"encoder.weight\" on another"));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["param_groups"][0]["options"]["lr"] = 0.2; }),
-              HasSubstr("param group 0 differs between ranks: {\"options\":{\"lr\":0.1}"));
+              AllOf(HasSubstr("param group 0 differs between ranks: {\"options\":{\"lr\":0.1}"),
+                    HasSubstr("Set the same options on every rank.")));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["state"] = 1; }),
               HasSubstr("the optimizer section of one is malformed"));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["loss_scale"] = 1; }),
@@ -302,9 +323,11 @@ TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
     save(path("c"), 1);
     return index_with(from, to);
   };
-  EXPECT_THAT(error("{", "["), HasSubstr("index.json\" is malformed: expected a JSON object"));
+  EXPECT_THAT(error("{", "["), AllOf(HasSubstr("index.json\" is malformed: expected a JSON object"),
+                                     HasSubstr(" bytes that are none. Use another checkpoint.")));
   EXPECT_THAT(error("smp-checkpoint", "other"),
-              HasSubstr("at \"/format\": expected \"smp-checkpoint\", got \"other\""));
+              HasSubstr("index.json\" is malformed at \"/format\": expected \"smp-checkpoint\", "
+                        "got \"other\". Use another checkpoint."));
   EXPECT_THAT(error("\"step\": 100", "\"step\": \"x\""),
               HasSubstr("at \"/step\": expected an integer, got \"x\""));
   EXPECT_THAT(error("\"gradient_shards\"", "\"shards\""),

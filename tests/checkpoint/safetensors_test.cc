@@ -119,11 +119,27 @@ TEST_F(SafetensorsTest, RefusesFilesCutAnywhere) {
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_THAT(error_of(bytes.substr(0, size)), HasSubstr("bad\" is")) << size;
   }
-  EXPECT_THAT(error_of(bytes.substr(0, 5)), HasSubstr("expected at least 8 bytes, got 5."));
+  EXPECT_THAT(error_of(bytes.substr(0, 5)),
+              HasSubstr("is not a safetensors file: expected at least 8 bytes, got 5."));
   EXPECT_THAT(error_of(bytes.substr(0, bytes.size() - 1)),
               HasSubstr("is truncated: tensor \"a\" ends at byte " + std::to_string(bytes.size()) +
                         ", got a file of " + std::to_string(bytes.size() - 1) + " bytes."));
   EXPECT_THAT(error_of(bytes + "x"), HasSubstr("has bytes after its last tensor"));
+}
+
+TEST_F(SafetensorsTest, RefusesWhatIsNoFile) {
+  EXPECT_THAT(checkpoint_error([&] { SafetensorsReader reader(path("")); }),
+              HasSubstr("cannot read \"" + path("") + "\": expected a regular file."));
+}
+
+TEST_F(SafetensorsTest, FileThatShrinksWhileItIsRead) {
+  write_safetensors(path("f"), {{"a", at::ones({3})}});
+  const SafetensorsReader reader(path("f"));
+  const uint64_t begin = reader.entries().at("a").offset;
+  std::filesystem::resize_file(path("f"), begin + 5);
+  EXPECT_THAT(checkpoint_error([&] { reader.read("a"); }),
+              HasSubstr("is truncated: expected 12 bytes at offset " + std::to_string(begin) +
+                        ", got 5. Use another checkpoint."));
 }
 
 TEST_F(SafetensorsTest, RefusesMalformedHeaders) {
@@ -143,7 +159,10 @@ TEST_F(SafetensorsTest, RefusesMalformedHeaders) {
               HasSubstr("not a non-negative integer"));
   EXPECT_THAT(error_of(entry(good + R"("data_offsets":[0,3])"), "xxx"),
               HasSubstr("data_offsets: expected 2 bytes for U8 [2], got [0,3]."));
-  EXPECT_THAT(error_of(entry(good + R"("data_offsets":[2,0])"), "xx"), HasSubstr("got [2,0]."));
+  EXPECT_THAT(error_of(entry(good + R"("data_offsets":[2,0])"), "xx"),
+              HasSubstr("data_offsets: expected 2 bytes for U8 [2], got [2,0]."));
+  EXPECT_THAT(error_of(entry(good + R"("data_offsets":[2])"), "xx"),
+              HasSubstr("tensor \"a\": data_offsets: expected [begin, end], got [2]."));
   EXPECT_THAT(error_of(entry(good + R"("data_offsets":[1,3])"), "xxx"),
               HasSubstr("tensor \"a\" leaves a hole before it"));
   EXPECT_THAT(
