@@ -24,7 +24,8 @@ json json_of_float(double value) {
 }
 
 double special_float(const json& value) {
-  const std::string name = value.is_object() ? value.value(kFloatKey, "") : "";
+  const json named = value.is_object() ? value.value(kFloatKey, json()) : json();
+  const std::string name = named.is_string() ? named.get<std::string>() : "";
   SMP_CHECK_WITH(CheckpointError, name == "nan" || name == "inf" || name == "-inf",
                  "optimizer state: expected a number, text, array or {\"float\": \"inf\"}, got ",
                  value.dump(), ". Use another checkpoint.");

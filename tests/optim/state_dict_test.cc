@@ -14,6 +14,7 @@
 namespace smp::optim {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Params = std::map<std::string, torch::Tensor>;
 using OptimizerPtr = std::unique_ptr<torch::optim::Optimizer>;
@@ -313,6 +314,41 @@ TEST(OptimizerStateErrorTest, RefusesMalformedParts) {
                 from_parts(empty, {{"w/exp_avg", torch::zeros({1})}});
               }),
               HasSubstr("of a parameter with state, got \"w/exp_avg\""));
+}
+
+TEST(OptimizerStateErrorTest, RefusesANumberThatIsNone) {
+  Params params = make_params();
+  torch::optim::SGD optimizer(pick(params, kForward), torch::optim::SGDOptions(1));
+  const OptimizerState state = get_state(optimizer, names_of(params));
+  const std::vector<std::string> none_of_them = {R"({"float":"huge"})", R"({"float":3})", "{}"};
+  for (const std::string& text : none_of_them) {
+    OptimizerState bad = state;
+    bad.groups.at(0).options["lr"] = nlohmann::json::parse(text);
+    EXPECT_THAT(message_of<CheckpointError>([&] { set_state(optimizer, bad, names_of(params)); }),
+                AllOf(HasSubstr("options of group 0 cannot be read"),
+                      HasSubstr("optimizer state: expected a number, text, array or "
+                                "{\"float\": \"inf\"}, got " +
+                                text)));
+  }
+}
+
+/// A state with a field that has no form in JSON.
+struct ListedState : public torch::optim::OptimizerCloneableParamState<ListedState> {
+  void serialize(torch::serialize::InputArchive& /*archive*/) override {}
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("counts", c10::IValue(std::vector<int64_t>{1, 2}));
+  }
+};
+
+TEST(OptimizerStateErrorTest, RefusesAFieldWithoutAFormInJson) {
+  Params params = make_params();
+  torch::optim::SGD optimizer(pick(params, kForward), torch::optim::SGDOptions(1));
+  optimizer.state()[params["a.weight"].unsafeGetTensorImpl()] = std::make_unique<ListedState>();
+  EXPECT_THAT(
+      message_of<UsageError>([&] { get_state(optimizer, names_of(params)); }),
+      HasSubstr("cannot save optimizer field \"counts\": expected a tensor, bool, integer, "
+                "float, string, none or tuple of these, got GenericList. Serialise it as one "
+                "of these."));
 }
 
 /// An optimizer as a user writes one: it steps against the sign of its averaged gradient.
