@@ -20,8 +20,8 @@ CommunicatorPtr world_of_one() {
 
 std::string host_name() {
   std::array<char, 256> name{};
-  SMP_CHECK_WITH(CommError, gethostname(name.data(), name.size() - 1) == 0,
-                 "gethostname failed: ", std::strerror(errno), ".");
+  // A name has at most HOST_NAME_MAX characters, 64.
+  SMP_INTERNAL_ASSERT(gethostname(name.data(), name.size() - 1) == 0, std::strerror(errno));
   return name.data();
 }
 

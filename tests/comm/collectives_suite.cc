@@ -10,6 +10,7 @@
 namespace smp::comm {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 
 class Collectives : public testing::TestWithParam<int> {};
@@ -246,10 +247,11 @@ TEST_P(Collectives, SplitRefusesWrongLists) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     EXPECT_THAT(error_text<UsageError>([&] { group->split({}, "x"); }),
                 HasSubstr("which asks, must be among them"));
-    EXPECT_THAT(error_text<UsageError>([&] {
-                  group->split({group->rank(), group->rank()}, "x");
-                }),
-                HasSubstr("they must ascend"));
+    EXPECT_THAT(
+        error_text<UsageError>([&] {
+          group->split({group->rank(), group->rank()}, "x");
+        }),
+        AllOf(HasSubstr("split of group 'world' into ranks ["), HasSubstr("they must ascend")));
     EXPECT_THAT(error_text<UsageError>([&] {
                   group->split({group->rank(), 99}, "x");
                 }),
@@ -277,9 +279,9 @@ TEST_P(Collectives, DifferentSizesAreAnErrorThatNamesThem) {
     const at::Tensor tensor = at::ones({group->rank() == 0 ? 4 : 8}, at::kByte);
     if (group->rank() == 0) {
       EXPECT_THAT(error_text<CommError>([&] { group->all_reduce(tensor); }),
-                  testing::AllOf(HasSubstr("all_reduce of 4 bytes on group 'world'"),
-                                 HasSubstr("expected a message of 4 bytes from rank "),
-                                 HasSubstr("got one of 8 bytes")));
+                  AllOf(HasSubstr("all_reduce of 4 bytes on group 'world'"),
+                        HasSubstr("expected a message of 4 bytes from rank "),
+                        HasSubstr("got one of 8 bytes")));
     } else {
       group->set_timeout(std::chrono::milliseconds(50));
       EXPECT_NE(error_text<CommError>([&] { group->all_reduce(tensor); }), "");

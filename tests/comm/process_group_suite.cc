@@ -13,6 +13,7 @@ namespace smp::comm {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using testing::AllOf;
 using testing::HasSubstr;
 
 class ProcessGroup : public testing::TestWithParam<int> {};
@@ -172,8 +173,28 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
     EXPECT_THAT(error_text<c10::Error>([&] { group->recvAnysource(tensors, 0); }),
                 HasSubstr("Backend smp does not support recvAnysource"));
     std::vector<std::vector<at::Tensor>> few = {{}};
+    std::vector<std::vector<at::Tensor>> none;
+    std::vector<at::Tensor> integers = {at::ones({2}, at::kInt)};
+    c10d::AllreduceOptions average;
+    average.reduceOp = c10d::ReduceOp::AVG;
     EXPECT_THAT(error_text<c10::Error>([&] { group->allgather(few, tensors); }),
                 HasSubstr("expected one output tensor for each of the"));
+    EXPECT_THAT(error_text<c10::Error>([&] { group->allgather(none, tensors); }),
+                HasSubstr("': expected one list of output tensors, got 0."));
+    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(integers, average); }),
+                HasSubstr("AVG needs a floating point tensor, got Int. Use SUM and divide."));
+    at::Tensor output = at::zeros({2});
+    at::Tensor input = at::zeros({2 * group->getSize() + 1});
+    EXPECT_THAT(error_text<c10::Error>([&] { group->_reduce_scatter_base(output, input); }),
+                HasSubstr("c10d _reduce_scatter_base on group 'world:c10d': expected " +
+                          std::to_string(group->getSize()) + " x 2 input elements, got "));
+    at::Tensor rows = at::zeros({group->getSize()});
+    std::vector<int64_t> even;
+    std::vector<int64_t> uneven(group->getSize(), 5);
+    EXPECT_THAT(
+        error_text<c10::Error>([&] { group->alltoall_base(rows, input, even, uneven); }),
+        AllOf(HasSubstr("rows of the input do not divide into [5"),
+              HasSubstr("], one number for each of the " + std::to_string(group->getSize()))));
   });
 }
 
