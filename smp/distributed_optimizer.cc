@@ -43,9 +43,7 @@ void OptimizerCore::load(
     const std::vector<optim::OptimizerState::Group>& groups,
     std::function<std::map<std::string, optim::OptimizerState::Param>()> read) {
   const auto models = runtime_->models();
-  SMP_CHECK_WITH(UsageError, !models.empty(),
-                 "an optimizer's state was loaded before any module was wrapped; construct the "
-                 "DistributedModel first");
+  SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
   set_state_({{}, groups}, names());
   const auto apply = [this, read = std::move(read)] {
     // A scheduler may have changed the options since.

@@ -65,7 +65,7 @@ void init(const Config& config) {
     throw;
   }
   static const bool registered = on_exit(&finish_at_exit, nullptr) == 0;
-  SMP_CHECK(registered, "the handler that ends MPI at exit could not be registered");
+  SMP_INTERNAL_ASSERT(registered, "nothing would end MPI at exit");
 }
 
 void shutdown() {

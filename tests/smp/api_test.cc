@@ -142,16 +142,21 @@ TEST_F(Init, ConfigurationThatDiffersBetweenRanksIsRefused) {
                             {"host", "host"});
     });
   });
-  expect_has(text, {"configuration", "differs", "\"microbatches\":2", "\"microbatches\":4"});
+  expect_has(text, {"the configuration differs between ranks. Rank 0 has {", "\"microbatches\":2",
+                    ", rank 1 has {", "\"microbatches\":4",
+                    "Start all ranks with the same configuration"});
 }
 
 TEST_F(Model, CallsOutsideAStepAreRefused) {
   run_as_threads(1, stages(1), [&] {
     DistributedModel<Mlp> model(make_net());
     const auto call = error_of<UsageError>([&] { model(x_); });
-    expect_has(call, {"DistributedModel", "outside a step function", "smp::step"});
+    expect_has(call,
+               {"a DistributedModel was called outside a step function: its parameters lie on "
+                "several ranks. Call it inside smp::step("});
     const auto backward = error_of<UsageError>([&] { model->backward(torch::ones({})); });
-    expect_has(backward, {"backward", "outside a step function", "smp::step"});
+    expect_has(backward, {"model->backward was called outside a step function. Call it inside: ",
+                          "smp::step("});
     const auto train = make_training(model);
     (void)train;
     EXPECT_FALSE(model->partitioned());
@@ -186,7 +191,8 @@ TEST_F(Model, MadeAfterTheFirstStepIsRefused) {
     auto train = make_training(model);
     train(x_, y_);
     expect_has(error_of<UsageError>([&] { DistributedModel<Mlp> late(make_net()); }),
-               {"after the first step", "before"});
+               {"a DistributedModel was made after the first step, when the models had been "
+                "divided among the ranks; make all models before"});
   });
 }
 

@@ -65,7 +65,8 @@ TEST_F(InsideAStep, OptimizerCallsAreRefused) {
     return *optimizer;
   };
   expect_has(error_in_step([&](DistributedModel<Mlp>& model) { make(model).step(); }),
-             {"optimizer.step()", "inside a step function", "after"});
+             {"optimizer.step() was called inside a step function. Gradients are complete when the "
+              "step has returned: call it after the step"});
   expect_has(error_in_step([&](DistributedModel<Mlp>& model) { make(model).zero_grad(); }),
              {"optimizer.zero_grad()", "inside a step function"});
   optimizer.reset();
@@ -78,7 +79,7 @@ TEST_F(InsideAStep, OptimizerCallsAreRefused) {
 
 TEST_F(InsideAStep, ModelCallsThatBelongOutsideAreRefused) {
   expect_has(error_in_step([](DistributedModel<Mlp>& model) { model->zero_grad(); }),
-             {"zero_grad", "inside a step function"});
+             {"zero_grad was called inside a step function; call it before or after the step"});
   expect_has(error_in_step([](DistributedModel<Mlp>& model) { model->state_dict(); }),
              {"state_dict", "inside a step function"});
   expect_has(error_in_step([](DistributedModel<Mlp>& model) {
@@ -89,7 +90,11 @@ TEST_F(InsideAStep, ModelCallsThatBelongOutsideAreRefused) {
   expect_has(error_in_step([&](DistributedModel<Mlp>&) {
                DistributedModel<Mlp> another(other, ModelOptions().name("another"));
              }),
-             {"inside a step function", "before"});
+             {"a DistributedModel was made inside a step function; make it before the first step"});
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) { save("nowhere", model); }),
+             {"smp::save was called inside a step function; call it after the step"});
+  expect_has(error_in_step([](DistributedModel<Mlp>& model) { load("nowhere", model); }),
+             {"smp::load was called inside a step function; call it before or after the step"});
 }
 
 TEST_F(InsideAStep, AnotherStepIsRefused) {
@@ -119,6 +124,19 @@ TEST_F(InsideAStep, BackwardOfTheTensorItselfIsRefused) {
         return loss;
       });
   expect_has(text, {"\"train\"", "backward()", "model->backward(loss)"});
+}
+
+TEST_F(InsideAStep, BackwardNeedsAGradientForEachTensor) {
+  expect_has(error_of_training<UsageError>(
+                 1, stages(1),
+                 [](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor) {
+                   const auto out = model(x);
+                   model->backward({out, out * 2}, {torch::ones_like(out)});
+                   return out.sum();
+                 }),
+             {"step function \"train\"",
+              "backward got 2 tensors and 1 gradients; give one gradient "
+              "for each tensor, or none"});
 }
 
 TEST_F(InsideAStep, BackwardNeedsAScalarThatDependsOnParameters) {
@@ -171,9 +189,62 @@ TEST_F(Inputs, TensorWithoutTheAxisToCut) {
     });
   };
   expect_has(program(StepOptions(), torch::ones({})),
-             {"input tensor 1", "no axis 0", "non_split_inputs"});
+             {"input tensor 1 of shape [] has no axis 0 to cut into microbatches",
+              "StepOptions().non_split_inputs({...}) to give every microbatch the whole"});
   expect_has(program(StepOptions().input_split_axes({{1, 2}}), torch::ones({2, 2})),
              {"input tensor 1", "no axis 2"});
+}
+
+TEST_F(Inputs, ArgumentThatTheFunctionDoesNotHave) {
+  const auto program = [&](StepOptions options) {
+    return error_of_run<UsageError>(1, stages(1), [&] {
+      DistributedModel<Mlp> model(Mlp(4));
+      make_training(model, options.name("train"))(x_, y_);
+    });
+  };
+  expect_has(program(StepOptions().non_split_inputs({2})),
+             {"\"train\": StepOptions().non_split_inputs names argument 2, but the function is "
+              "called with 2. Arguments are counted from 0"});
+  expect_has(program(StepOptions().input_split_axes({{-1, 0}})),
+             {"StepOptions().input_split_axes names argument -1, but the function is called with"});
+}
+
+TEST_F(Inputs, TensorOnAnotherDevice) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    make_training(model)(x_, y_.to(torch::kMeta));
+  });
+  expect_has(text, {"input tensor 1 is on device meta, the model is on cpu. Move the input there: "
+                    "x.to(device)"});
+}
+
+TEST_F(Inputs, TensorThatRequiresAGradient) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    make_training(model)(x_.clone().requires_grad_(), y_);
+  });
+  expect_has(text, {"input 0 requires a gradient; a step trains the parameters of its models only. "
+                    "Pass input.detach()"});
+}
+
+/// Takes another way for the second microbatch.
+struct Switch {
+  bool doubles;
+  Switch smp_slice(int64_t, int64_t microbatch, int64_t) const { return {microbatch == 1}; }
+};
+
+TEST_F(Inputs, ObjectsThatLeadMicrobatchesDifferentWays) {
+  const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto forward = step(
+        [&](torch::Tensor x, Switch option) { return option.doubles ? model(x) * 2 : model(x); },
+        StepOptions().name("forward"));
+    forward(x_, Switch{false});
+  });
+  expect_has(text, {"\"forward\" calls other operators on microbatch 1 than on microbatch 0: ",
+                    "aten::mul",
+                    "Objects that slice themselves (smp_slice) must lead all microbatches the same "
+                    "way"});
 }
 
 TEST_F(Inputs, EmptyBatch) {
@@ -190,7 +261,8 @@ TEST_F(Inputs, StepWithoutAModel) {
     auto forward = step([](torch::Tensor x) { return x * 2; });
     forward(x_);
   });
-  expect_has(text, {"DistributedModel"});
+  expect_has(text, {"a step function ran, but no module was wrapped. Write smp::DistributedModel "
+                    "model(net) before the first step and call model(x) in it"});
 }
 
 TEST_F(Inputs, NegativeNumberOfMicrobatches) {
@@ -319,6 +391,18 @@ TEST_F(AcrossRanks, ReplicasMayUseOtherBatchesButNotOtherModels) {
   expect_has(text, {"model differs between ranks", "in.weight"});
 }
 
+TEST_F(AcrossRanks, ReplicasThatBeginWithOtherOperators) {
+  const auto text = error_of_run<UsageError>(2, stages(1).ddp(true), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model, StepOptions().name("train"));
+    const int64_t size = rank() == 0 ? 8 : 4;
+    train(x_.narrow(0, 0, size), y_.narrow(0, 0, size));
+  });
+  expect_has(text,
+             {"\"train\" calls other operators on rank 1 than on rank 0 in its first step. All "
+              "replicas must begin with the same step function on inputs of the same shape"});
+}
+
 TEST_F(AcrossRanks, ModelsThatDiffer) {
   const auto wider = error_of_run<UsageError>(2, stages(2), [&] {
     DistributedModel<Mlp> model(Mlp(4, 0, rank() == 0 ? 6 : 7));
@@ -420,6 +504,8 @@ TEST_F(Program, ModulesThatCannotBeWrapped) {
 TEST_F(Program, CallsAtTheWrongTime) {
   expect_has(error_of_run<UsageError>(1, stages(1), [] { init(stages(1)); }),
              {"smp::init was called twice", "at the start of main()"});
+  expect_has(error_of<UsageError>([] { rank(); }),
+             {"smp is not initialised; call smp::init(config) at the start of main()"});
   expect_has(error_of_run<UsageError>(1, stages(1),
                                       [&] {
                                         DistributedModel<Mlp> model(Mlp(1));
@@ -462,6 +548,13 @@ TEST_F(Program, FilesThatAreNotThere) {
                                          make_training(model)(x_, y_);
                                        }),
              {file, "cannot write the partition", "Give \"partition_file\" a path"});
+  expect_has(error_of_run<ConfigError>(2, stages(2).partition_file(file).load_partition(true),
+                                       [&] {
+                                         DistributedModel<Mlp> model(Mlp(4));
+                                         make_training(model)(x_, y_);
+                                       }),
+             {file + ": cannot load the partition: there is no such file on world rank 0, or it is "
+                     "empty. Run once without \"load_partition\" to save one."});
   std::filesystem::remove_all(folder);
 }
 

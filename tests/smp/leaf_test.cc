@@ -455,6 +455,13 @@ TEST_F(LeafCalls, RefuseANumberOfResultsThatDependsOnData) {
               "How many tensors a leaf returns may not depend on data"});
 }
 
+TEST_F(LeafCalls, RefuseResultsThatAreNotDense) {
+  expect_has(refusal([](CustomImpl& self, torch::Tensor x) {
+               return Tensors{(x * self.weight).to_sparse()};
+             }),
+             {"CustomImpl\" returns a tensor that is not dense. Convert it with to_dense()"});
+}
+
 TEST_F(LeafCalls, SayWhenTheyFailOnZeros) {
   expect_has(refusal([](CustomImpl& self, torch::Tensor x) {
                TORCH_CHECK(x.abs().sum().item<double>() > 0, "nothing to route");

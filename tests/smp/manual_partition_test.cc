@@ -251,7 +251,8 @@ TEST(Placements, TellWhereEverythingWentAndWhy) {
     Sandwich net(true);
     DistributedModel<Sandwich> model(net);
     EXPECT_THAT(error_of<UsageError>([&] { get_partition(net->first->weight); }),
-                HasSubstr("smp::get_partition was called before the first step"));
+                HasSubstr("smp::get_partition was called before the first step, which partitions "
+                          "the models; use register_post_partition_hook"));
     make_training(model)(x, x.tanh());
     const Placement first = get_partition(net->first->weight);
     EXPECT_EQ(first.name, "first.weight");
