@@ -71,7 +71,7 @@ Executor::Channel& Executor::channel(const Action& action) {
       return channels_.at({static_cast<int>(i), is_backward});
     }
   }
-  detail::fail<Error>("action ", to_string(action), " of the schedule has no edge in the plan");
+  SMP_INTERNAL_ASSERT(false, to_string(action), " has no edge in the plan");
 }
 
 comm::Tag Executor::tag(const Channel& channel) const {

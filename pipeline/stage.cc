@@ -32,11 +32,9 @@ std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& p
   }
   for (const auto& replica : plan.replicas) {
     if (!graph.trains() || !replica.needs_gradient) continue;
-    SMP_CHECK_WITH(PartitionError, replica.gradient_to < replica.stage, "parameter \"",
-                   graph.values[replica.value].name, "\" is owned by stage ", replica.owner,
-                   " but stage ", replica.stage,
-                   " reads it earlier; its gradient would have to travel against the backward "
-                   "pass");
+    SMP_INTERNAL_ASSERT(replica.gradient_to < replica.stage, "parameter \"",
+                        graph.values[replica.value].name, "\" is owned by stage ", replica.owner,
+                        " but stage ", replica.stage, " reads it earlier");
     edge(replica.gradient_to, replica.stage).replicas.push_back(replica.value);
   }
   std::vector<Edge> result;

@@ -423,7 +423,8 @@ TEST_F(Deferred, SaysWhatIsInTheWay) {
              }),
              no_data);
   expect_has(error_of<UsageError>([] { make([] { return torch::randn({4}).resize_({8}); }); }),
-             "operator aten::resize_ replaces the storage of a tensor");
+             "operator aten::resize_ replaces the storage of a tensor, which delayed parameter "
+             "initialization cannot record. Make a new tensor instead");
   expect_has(error_of<UsageError>([] { make([] { return torch::randn({4}).to(torch::kMeta); }); }),
              "operator aten::to moves a tensor without data to another device");
   torch::Tensor known = torch::empty({4});
@@ -443,10 +444,12 @@ TEST_F(Deferred, SaysWhatIsInTheWay) {
                                        }); }),
              "operator aten::to_sparse makes a tensor that is not dense");
   const auto sparse = torch::eye(4).to_sparse();
-  expect_has(error_of<UsageError>([&] {
-               make([&] { return torch::mm(sparse, torch::randn({4, 4})); });
-             }),
-             "operator aten::mm uses a tensor that is not dense");
+  expect_has(
+      error_of<UsageError>([&] { make([&] {
+                                   return torch::mm(sparse, torch::randn({4, 4}));
+                                 }); }),
+      "operator aten::mm uses a tensor that is not dense, or a lazy conjugate, together with "
+      "one without data");
   at::autocast::set_autocast_enabled(at::kCPU, true);
   const std::string autocast = error_of<UsageError>([] { make([] { return torch::randn({4}); }); });
   at::autocast::set_autocast_enabled(at::kCPU, false);

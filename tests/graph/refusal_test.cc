@@ -329,15 +329,19 @@ TEST_F(Refusal, DataReadThroughPointersInAGuardedRun) {
 }
 
 TEST_F(Refusal, MemorySharedByHand) {
-  EXPECT_CONTAINS(text([&](torch::Tensor x) {
-                    auto& weight = net_->fc->weight;
-                    x.mul(torch::from_blob(weight.data_ptr(), {4, 4}));
-                  }),
-                  "shares memory with parameter \"fc.weight\" but was not made from it");
+  EXPECT_CONTAINS(
+      text([&](torch::Tensor x) {
+        auto& weight = net_->fc->weight;
+        x.mul(torch::from_blob(weight.data_ptr(), {4, 4}));
+      }),
+      "shares memory with parameter \"fc.weight\" but was not made from it by an operator "
+      "(from_blob). Make it with an operator, such as detach() or as_strided()");
   EXPECT_CONTAINS(text([&](torch::Tensor x) { (x * 2).set_data(x); }),
                   "aten::_has_compatible_shallow_copy_type replaces the storage");
-  EXPECT_CONTAINS(text([&](torch::Tensor x) { (x * 2).resize_({2}); }),
-                  "operator aten::resize_ replaces the storage of a tensor");
+  EXPECT_CONTAINS(
+      text([&](torch::Tensor x) { (x * 2).resize_({2}); }),
+      "operator aten::resize_ replaces the storage of a tensor (set_data, resize_). Make a "
+      "new tensor instead, or make the module that does it a leaf: smp::leaf(module)(x)");
   EXPECT_CONTAINS(text([&](torch::Tensor x) {
                     auto y = x.data();
                     y.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef{2},
@@ -360,8 +364,9 @@ TEST_F(Refusal, StridedViewsBeyondTheirTensor) {
 
 TEST_F(Refusal, SparseTensors) {
   const auto sparse = text([](torch::Tensor x) { x.to_sparse(); });
-  EXPECT_CONTAINS(sparse, "operator aten::to_sparse returns a tensor that is not dense");
-  EXPECT_CONTAINS(sparse, "a leaf: smp::leaf(module)(x)");
+  EXPECT_CONTAINS(sparse,
+                  "operator aten::to_sparse returns a tensor that is not dense. Convert it with "
+                  "to_dense(), or make the module that uses it a leaf: smp::leaf(module)(x)");
   EXPECT_CONTAINS(
       text([](torch::Tensor x) {
         torch::sparse_coo_tensor(torch::zeros({1, 2}, torch::kLong), x[0].slice(0, 0, 2), {4});
@@ -371,7 +376,10 @@ TEST_F(Refusal, SparseTensors) {
 
 TEST_F(Refusal, HiddenStateAndForeignParameters) {
   auto state = torch::zeros({4, 4});
-  EXPECT_CONTAINS(text([&](torch::Tensor x) { state.add_(x); }), "(hidden state)");
+  EXPECT_CONTAINS(
+      text([&](torch::Tensor x) { state.add_(x); }),
+      "operator aten::add_.Tensor writes a tensor that was made outside the step function "
+      "and is not registered (hidden state). Register it as a buffer of the module");
   auto weight = torch::randn({4, 4}).requires_grad_();
   EXPECT_CONTAINS(text([&](torch::Tensor x) { x.matmul(weight); }),
                   "a parameter of shape [4, 4] that belongs to no DistributedModel");

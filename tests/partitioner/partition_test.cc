@@ -562,6 +562,9 @@ TEST(Errors, Options) {
                   [&] { partition(chain.b.graph(), PartitionOptions(1).memory_weight(1.5)); }),
               HasSubstr("memory_weight: expected a number from 0 (time only) to 1 (memory only), "
                         "got 1.5"));
+  EXPECT_THAT(
+      error_of<ConfigError>([&] { partition(chain.b.graph(), PartitionOptions(1).tolerance(-1)); }),
+      HasSubstr("partition: tolerance: expected at least 0, got -1."));
 }
 
 TEST(Partition, IsDeterministic) {

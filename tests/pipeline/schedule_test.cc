@@ -46,8 +46,10 @@ TEST(Action, ParseErrorsSayWhere) {
   const auto parse_error = [](const std::string& text) {
     return error_of([&] { parse_action(text, "line 3, column 9"); });
   };
-  expect_contains(parse_error("x"),
-                  "the action \"x\" at line 3, column 9: position 0: expected a stage number");
+  expect_contains(
+      parse_error("x"),
+      "cannot read the action \"x\" at line 3, column 9: position 0: expected a stage "
+      "number, got \"x\". Actions look like 0F3, 1B0, 0SEND_F3>1, 1RECV_F3<0 or 1REDUCE.");
   expect_contains(parse_error("0X3"), "position 1: expected F, B, SEND_F");
   expect_contains(parse_error("0F"), "position 2: expected a microbatch number, got the end");
   expect_contains(parse_error("0F-1"), "position 2: expected a microbatch number, got \"-1\"");
@@ -149,6 +151,8 @@ TEST(Draw, ShowsLongActionsAndSeveralStagesOfARank) {
   EXPECT_EQ(draw(simulate(schedule, options.edges(), costs)),
             "rank 0 0F0 .   2F0 2B0 -   .   .   0B0 -\n"
             "rank 1 .   1F0 .   .   .   1B0 -   .   .\n");
+  expect_contains(error_of([&] { draw(simulate(schedule, options.edges(), costs), 0); }),
+                  "draw: a slot must be longer than 0, got 0.");
 }
 
 // --- every small pipeline -------------------------------------------------------------------
@@ -329,7 +333,7 @@ TEST(Options, ErrorsNameTheOption) {
   expect_contains(option_error(ScheduleOptions(2, 1).edges({{1, 0}})),
                   "edge from a stage to a later one of 0 to 1, got 1 -> 0");
   expect_contains(option_error(ScheduleOptions(2, 1).edges({{0, 1}, {0, 1}})),
-                  "0 -> 1 appears twice");
+                  "0 -> 1 appears twice. Give one edge for all values from one stage to another.");
 }
 
 TEST(Lower, RefusesWhatIsLoweredAlready) {

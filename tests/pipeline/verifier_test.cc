@@ -38,14 +38,18 @@ TEST(Rejects, DroppedActions) {
   const auto without = [](int rank, const std::string& text) {
     return error_after(simple, 2, rank, [&](auto& list) { list.erase(find(list, text)); });
   };
-  expect_contains(without(0, "0F1"), "rank 0 never does 0F1 in its 8 actions");
+  expect_contains(without(0, "0F1"),
+                  "rank 0 never does 0F1 in its 8 actions. Every action of a step happens exactly "
+                  "once.");
   expect_contains(without(1, "1B0"), "rank 1 never does 1B0 in its 8 actions");
   expect_contains(without(1, "1REDUCE"), "rank 1 never does 1REDUCE");
   expect_contains(
       without(0, "0SEND_F1>1"),
       "rank 0 never does 0SEND_F1>1, but rank 1 receives that at action 2 (1RECV_F1<0)");
-  expect_contains(without(0, "0RECV_B0<1"),
-                  "rank 0 never does 0RECV_B0<1, but rank 1 sends that at action 5 (1SEND_B0>0)");
+  expect_contains(
+      without(0, "0RECV_B0<1"),
+      "rank 0 never does 0RECV_B0<1, but rank 1 sends that at action 5 (1SEND_B0>0). Every "
+      "send has exactly one receive.");
 }
 
 TEST(Rejects, RepeatedActions) {
