@@ -113,7 +113,8 @@ std::vector<std::string> split_options(const std::string& text, const std::strin
     const bool escapes = c == '\\' && quote != '\'';
     if (escapes) {
       SMP_CHECK_WITH(ConfigError, i + 1 < text.size(), where,
-                     "expected a character after the backslash at the end of: ", text);
+                     "expected a character after the backslash at the end of: ", text,
+                     ". Double it, or leave it out.");
       // Inside double quotes only these are special; elsewhere any character is taken as it is.
       if (quote == '"' && text[i + 1] != '"' && text[i + 1] != '\\') word += c;
       word += text[++i];

@@ -50,7 +50,8 @@ pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask) {
   posix_spawnattr_destroy(&attributes);
   SMP_CHECK(error != ENOENT, words[0],
             ": not found in PATH. Install Open MPI (on Debian and Ubuntu: the package openmpi-bin).");
-  SMP_CHECK(error == 0, words[0], ": cannot be started: ", std::strerror(error), ".");
+  SMP_CHECK(error == 0, words[0], ": cannot be started: ", std::strerror(error),
+            ". Check what is called so in PATH; smprun --dry-run prints the command.");
   return child;
 }
 

@@ -117,6 +117,8 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
 }
 
 std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
+  SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "svg",
+                 "smp_plan: --compare has no picture: expected --format text or json, got svg.");
   const auto partition = smp::tools::partition_options(config);
   if (!options.compare.empty()) {
     const auto alternatives = smp::tools::plan_alternatives(graph, partition, options.compare,
@@ -161,10 +163,6 @@ int main(int argc, char** argv) {
                  "Predict the step of a plan that was saved, and perhaps edited")
       ->excludes(compare);
   CLI11_PARSE(app, argc, argv);
-  if (!options.compare.empty() && options.format == "svg") {
-    std::cerr << "smp_plan: --compare has no picture: expected --format text or json, got svg.\n";
-    return kErrorStatus;
-  }
   if (options.title.empty()) options.title = std::filesystem::path(options.graph).stem().string();
   try {
     const Config config = parameters.over(options.config);

@@ -28,7 +28,7 @@ constexpr int kUsageStatus = 2;
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    path_ = (std::filesystem::temp_directory_path() / "smprun-XXXXXX").string();
+    path_ = smp::env("TMPDIR").value_or("/tmp") + "/smprun-XXXXXX";
     SMP_CHECK(mkdtemp(path_.data()) != nullptr, "smprun: cannot create the folder ", path_, ": ",
               std::strerror(errno), ". Set TMPDIR to a folder that can be written.");
   }

@@ -185,7 +185,8 @@ TEST(Launch, SplitsOptionsLikeAShell) {
   EXPECT_EQ(error_text([] { split_options("a \"b", "w: "); }),
             "[smp] w: the quote \" at character 3 is not closed in: a \"b. Close it.");
   EXPECT_EQ(error_text([] { split_options("a\\", "w: "); }),
-            "[smp] w: expected a character after the backslash at the end of: a\\");
+            "[smp] w: expected a character after the backslash at the end of: a\\. Double it, or "
+            "leave it out.");
 }
 
 TEST(Launch, QuotingIsUndoneBySplitting) {

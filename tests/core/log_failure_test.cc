@@ -49,6 +49,24 @@ TEST(Log, LinesBelowTheLevelAreDropped) {
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "[smp] warning: c\n[smp] error: d\n");
 }
 
+TEST(InternalAssert, SaysWhereAndAsksForAReport) {
+  set_error_context("smp rank 1");
+  try {
+    const int parts = 3;
+    SMP_INTERNAL_ASSERT(parts == 2, "parts of a whole: ", parts);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_EQ(text.find("[smp rank 1] internal error at "), 0u) << text;
+    EXPECT_NE(text.find("log_failure_test.cc:"), std::string::npos) << text;
+    EXPECT_NE(text.find("parts == 2: parts of a whole: 3. This is a bug in smp; please report it "
+                        "with this message."),
+              std::string::npos)
+        << text;
+  }
+  set_error_context("");
+}
+
 TEST(Failure, TheFirstCallOfAProcessWrites) {
   const fs::path folder = fresh_folder("failure");
   unsetenv(kFailureDirVariable);

@@ -148,6 +148,29 @@ TEST_F(Smprun, SaysWhatToInstallWithoutMpirun) {
             "openmpi-bin).\n");
 }
 
+TEST_F(Smprun, SaysWhatCannotBeStarted) {
+  fs::create_directory(folder_ / "bin");
+  std::ofstream(folder_ / "bin/mpirun") << "not executable";
+  const Outcome outcome = run("PATH=" + (folder_ / "bin").string() + " tools/smprun_bin --np 2 p");
+  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.output,
+            "[smp] mpirun: cannot be started: Permission denied. Check what is called so in PATH; "
+            "smprun --dry-run prints the command.\n");
+}
+
+TEST_F(Smprun, SaysWhereItNeedsAFolder) {
+  const std::string missing = (folder_ / "missing").string();
+  const Outcome outcome = run("TMPDIR=" + missing + " " + command("pass"));
+  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.output.find("[smp] smprun: cannot create the folder " + missing + "/smprun-"),
+            0u)
+      << outcome.output;
+  EXPECT_NE(outcome.output.find(": No such file or directory. Set TMPDIR to a folder that can be "
+                                "written."),
+            std::string::npos)
+      << outcome.output;
+}
+
 // The script that users call finds the launcher from its own place, also through a link.
 TEST_F(Smprun, ScriptFindsTheLauncher) {
   const fs::path root = folder_ / "repository";
@@ -162,8 +185,10 @@ TEST_F(Smprun, ScriptFindsTheLauncher) {
   }
   const Outcome missing = run("PATH=" + (folder_ / "bin").string() + " " + script);
   EXPECT_EQ(missing.exit_status, 2);
-  EXPECT_EQ(missing.output, "smprun: " + (root / "bazel-bin/tools/smprun_bin").string() +
-                                " does not exist and bazel is not in PATH. Run tools/quickstart, which builds it.\n");
+  EXPECT_EQ(
+      missing.output,
+      "smprun: " + (root / "bazel-bin/tools/smprun_bin").string() +
+          " does not exist and bazel is not in PATH. Run tools/quickstart, which builds it.\n");
 
   fs::create_directories(root / "bazel-bin/tools");
   fs::create_symlink(fs::absolute("tools/smprun_bin"), root / "bazel-bin/tools/smprun_bin");

@@ -215,7 +215,7 @@ TEST_F(SmpPlan, Errors) {
   EXPECT_EQ(many.exit_status, 2);
   EXPECT_EQ(many.output.find("[smp] cannot divide "), 0u) << many.output;
   EXPECT_EQ(run(file + " --compare 1,2 --format svg").output,
-            "smp_plan: --compare has no picture: expected --format text or json, got svg.\n");
+            "[smp] smp_plan: --compare has no picture: expected --format text or json, got svg.\n");
   EXPECT_EQ(run(file + " --output no/such/file")
                 .output.find("[smp] no/such/file: cannot be "
                              "written: No such file"),
