@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Every error of the library has an entry in docs/errors, and every entry an error.
+"""Every error has an entry in docs/errors and a test of its text, and every entry an error.
 
-usage: error_pages_test.py PAGE... SOURCE...  (pages end with .md)
+usage: error_pages_test.py PAGE... SOURCE... TEST...  (pages end with .md, tests lie in tests/)
 
 An entry is a heading with one or more quoted lines below it, the texts of its errors:
 
@@ -9,17 +9,23 @@ An entry is a heading with one or more quoted lines below it, the texts of its e
     > operator ... reads the data of a tensor on the host
 
 "..." stands for what differs from case to case. In the sources, an error's text is what the string
-literals of a SMP_CHECK_WITH(..), fail<..>(..), refuse(..) or SMP_CHECK(..) say, joined by "...".
+literals of a SMP_CHECK_WITH(..), SMP_CHECK(..), fail<..>(..) or refuse(..) say, joined by "...".
 A quoted line names an error if its parts between the dots occur in the error's text in order.
+A test names an error if one of its string literals has three or more words in a row of the error
+that no other error has. Where two errors say the same, any three words in a row do.
 """
 
+import collections
 import re
 import sys
 
 RAISES = re.compile(
-    r"SMP_CHECK_WITH\(\s*[\w:]*\w*Error\s*,|\bfail<[\w:]*\w*Error>\(|\brefuse\(|\bthrow \w*Error\("
-    r"|\btake_data\(")
+    r"\bSMP_CHECK_WITH\(\s*[\w:]*\w*Error\s*,|\bSMP_CHECK\(|\bfail<[\w:]*\w*Error>\("
+    r"|\brefuse\(|\bthrow \w*Error\(|\btake_data\(")
 LITERAL = re.compile(r'R"\((.*?)\)"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
+GAP = "..."
+WORD = re.compile(r"\w+")
+WORDS_IN_A_ROW = 3
 
 
 def call_at(text, start):
@@ -39,21 +45,26 @@ def call_at(text, start):
         i += 1
 
 
-def error_text(call):
-    """The literals of a call; neighbours are one, others are joined by dots."""
+def joined_literals(code):
+    """The literals of a piece of code; neighbours are one, others are joined by dots."""
     text, end = "", 0
-    for literal in LITERAL.finditer(call):
-        if call[end:literal.start()].strip():
-            text += "..."
+    for literal in LITERAL.finditer(code):
+        if code[end:literal.start()].strip():
+            text += GAP
         text += literal.group(1) or literal.group(2) or ""
         end = literal.end()
     return text.replace('\\"', '"').replace("\\n", " ").replace("\\\\", "\\")
 
 
+def code_of(path):
+    """A source without its comments."""
+    return re.sub(r"(?<!:)//[^\n]*", "", open(path, encoding="utf-8").read())
+
+
 def errors_in(path):
-    text = re.sub(r"//[^\n]*", "", open(path, encoding="utf-8").read())
+    text = code_of(path)
     for match in RAISES.finditer(text):
-        found = error_text(call_at(text, match.start()))
+        found = joined_literals(call_at(text, match.start()))
         # Without words of its own it passes on another text.
         if re.search(r"[A-Za-z]{3}", found):
             yield found
@@ -70,7 +81,7 @@ def entries_in(path):
 
 def names(quoted, text):
     position = 0
-    for part in quoted.split("..."):
+    for part in quoted.split(GAP):
         found = text.find(part.strip(), position)
         if found < 0:
             return False
@@ -78,9 +89,38 @@ def names(quoted, text):
     return True
 
 
+def rows(text):
+    """All rows of three or more words without a gap; of fewer where no part has as many."""
+    parts = [WORD.findall(part) for part in text.split(GAP)]
+    least = min(WORDS_IN_A_ROW, max(len(part) for part in parts))
+    return {" ".join(part[i:j]) for part in parts for i in range(len(part))
+            for j in range(i + least, len(part) + 1)}
+
+
+class Tests:
+    """The string literals of tests."""
+
+    def __init__(self, paths):
+        parts = [part for path in paths for part in joined_literals(code_of(path)).split(GAP)]
+        self.lines = "".join(f"\n {' '.join(WORD.findall(part))} " for part in parts)
+
+    def say(self, row):
+        return f" {row} " in self.lines
+
+
+def untested(errors, tests):
+    """The errors that no test names."""
+    owners = collections.Counter(row for text in {text for _, text in errors} for row in rows(text))
+    for source, text in errors:
+        own = [row for row in rows(text) if owners[row] == 1] or rows(text)
+        if not any(tests.say(row) for row in own):
+            yield source, text
+
+
 def main(paths):
     pages = [path for path in paths if path.endswith(".md")]
-    sources = [path for path in paths if not path.endswith(".md")]
+    tests = [path for path in paths if path.startswith("tests/")]
+    sources = [path for path in paths if path not in pages + tests]
     entries = [(page, heading, quoted) for page in pages for heading, quoted in entries_in(page)]
     errors = [(source, text) for source in sources for text in errors_in(source)]
     problems = []
@@ -90,10 +130,13 @@ def main(paths):
     for page, heading, quoted in entries:
         if not any(names(quoted, text) for _, text in errors):
             problems.append(f"{page}: \"{heading}\" quotes what no source says: {quoted}")
+    for source, text in untested(errors, Tests(tests)):
+        problems.append(f"{source}: no test has words of: {text}")
     for problem in problems:
         print("FAIL:", problem)
-    print(f"{len(errors)} errors, {len(entries)} entries, {len(problems)} problems")
-    return 0 if errors and entries and not problems else 1
+    print(f"{len(errors)} errors, {len(entries)} entries, {len(tests)} tests, "
+          f"{len(problems)} problems")
+    return 0 if errors and entries and tests and not problems else 1
 
 
 if __name__ == "__main__":
