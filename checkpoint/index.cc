@@ -209,9 +209,9 @@ void check_version(const Node& root, const std::string& path) {
 template <class Map>
 void merge_disjoint(Map& into, const Map& from, const char* what) {
   for (const auto& [name, value] : from) {
-    SMP_CHECK_WITH(CheckpointError, into.emplace(name, value).second, "cannot merge the parts of ",
-                   "a checkpoint: ", what, " \"", name, "\" was written by two ranks. Let only "
-                   "the owner of a tensor write it.");
+    SMP_CHECK_WITH(CheckpointError, into.emplace(name, value).second,
+                   "cannot merge the parts of a checkpoint: ", what, " \"", name,
+                   "\" was written by two ranks. Let only the owner of a tensor write it.");
   }
 }
 
@@ -226,8 +226,8 @@ void merge_groups(json& into, const json& from) {
     json theirs = from[i];
     ours.erase("params");
     theirs.erase("params");
-    SMP_CHECK_WITH(CheckpointError, ours == theirs, "cannot merge the parts of a checkpoint: ",
-                   "param group ", i, " differs between ranks: ", ours.dump(), " and ",
+    SMP_CHECK_WITH(CheckpointError, ours == theirs,
+                   "cannot merge the parts of a checkpoint: param group ", i, " differs between ranks: ", ours.dump(), " and ",
                    theirs.dump(), ". Set the same options on every rank.");
     for (const json& name : from[i].at("params")) {
       into[i]["params"].push_back(name);
@@ -245,9 +245,10 @@ void merge_optimizer(json& into, const json& from) {
       auto& states = into[key].get_ref<json::object_t&>();
       merge_disjoint(states, value.get_ref<const json::object_t&>(), "optimizer state of");
     } else {
-      SMP_CHECK_WITH(CheckpointError, into[key] == value, "cannot merge the parts of a ",
-                     "checkpoint: optimizer \"", key, "\" differs between ranks: ",
-                     into[key].dump(), " and ", value.dump(), ".");
+      SMP_CHECK_WITH(CheckpointError, into[key] == value,
+                     "cannot merge the parts of a checkpoint: optimizer \"", key,
+                     "\" differs between ranks: ", into[key].dump(), " and ", value.dump(),
+                     ". Give the same on every rank.");
     }
   }
 }
@@ -313,15 +314,17 @@ void Index::merge(const Index& part) {
   merge_disjoint(model, part.model, "tensor");
   merge_disjoint(aliases, part.aliases, "tensor");
   for (const auto& [alias, name] : aliases) {
-    SMP_CHECK_WITH(CheckpointError, model.count(alias) == 0, "cannot merge the parts of a ",
-                   "checkpoint: tensor \"", alias, "\" is written by one rank and tied to \"",
-                   name, "\" on another.");
+    SMP_CHECK_WITH(CheckpointError, model.count(alias) == 0,
+                   "cannot merge the parts of a checkpoint: tensor \"", alias,
+                   "\" is written by one rank and tied to \"", name,
+                   "\" on another. Let only the owner of a tensor write it.");
   }
   try {
     merge_optimizer(optimizer, part.optimizer);
   } catch (const json::exception& error) {
-    detail::fail<CheckpointError>("cannot merge the parts of a checkpoint: the optimizer section ",
-                                  "of one is malformed: ", error.what(), ".");
+    detail::fail<CheckpointError>(
+        "cannot merge the parts of a checkpoint: the optimizer section of one is malformed: ",
+        error.what(), ". Expected an object with \"param_groups\" and \"state\".");
   }
   merge_disjoint(optimizer_tensors, part.optimizer_tensors, "optimizer tensor");
 }

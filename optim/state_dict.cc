@@ -289,9 +289,9 @@ OptimizerState from_parts(const json& parts, const std::map<std::string, at::Ten
       state.params[name] = {param.at("shape").get<std::vector<int64_t>>(), {}, param.at("scalars")};
     }
   } catch (const json::exception& error) {
-    smp::detail::fail<CheckpointError>("the saved optimizer state is malformed: expected ",
-                                       "param_groups and state, got ", error.what(),
-                                       ". Use another checkpoint.");
+    smp::detail::fail<CheckpointError>(
+        "the saved optimizer state is malformed: expected param_groups and state, got ",
+        error.what(), ". Use another checkpoint.");
   }
   for (const auto& [key, tensor] : tensors) {
     const size_t slash = key.rfind('/');

@@ -115,6 +115,8 @@ TEST(Topology, LocalRanks) {
 }
 
 TEST(Topology, Errors) {
+  EXPECT_EQ(error_text<UsageError>([] { Topology::check_divides(Config(), 0); }),
+            "[smp] Topology: expected at least one rank, got 0.");
   EXPECT_EQ(
       error_text([] { Topology(Config().partitions(3), 8, 8); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "

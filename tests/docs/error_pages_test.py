@@ -11,8 +11,8 @@ An entry is a heading with one or more quoted lines below it, the texts of its e
 "..." stands for what differs from case to case. In the sources, an error's text is what the string
 literals of a SMP_CHECK_WITH(..), SMP_CHECK(..), fail<..>(..) or refuse(..) say, joined by "...".
 A quoted line names an error if its parts between the dots occur in the error's text in order.
-A test names an error if one of its string literals has three or more words in a row of the error
-that no other error has. Where two errors say the same, any three words in a row do.
+A test names an error if one of its string literals has four or more words in a row of the error
+that no other error has. Where two errors say the same, any four words in a row do.
 """
 
 import collections
@@ -25,7 +25,7 @@ RAISES = re.compile(
 LITERAL = re.compile(r'R"\((.*?)\)"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 GAP = "..."
 WORD = re.compile(r"\w+")
-WORDS_IN_A_ROW = 3
+WORDS_IN_A_ROW = 4
 
 
 def call_at(text, start):
@@ -90,7 +90,7 @@ def names(quoted, text):
 
 
 def rows(text):
-    """All rows of three or more words without a gap; of fewer where no part has as many."""
+    """All rows of four or more words without a gap; of fewer where no part has as many."""
     parts = [WORD.findall(part) for part in text.split(GAP)]
     least = min(WORDS_IN_A_ROW, max(len(part) for part in parts))
     return {" ".join(part[i:j]) for part in parts for i in range(len(part))

@@ -392,11 +392,13 @@ TEST_F(Refusal, HiddenStateAndForeignParameters) {
 }
 
 TEST_F(Refusal, WritesToParametersAndReadsOfGradients) {
-  EXPECT_CONTAINS(text([&](torch::Tensor) {
-                    torch::NoGradGuard no_grad;
-                    net_->fc->weight.mul_(0.9);
-                  }),
-                  "aten::mul_.Scalar writes parameter \"fc.weight\"");
+  EXPECT_CONTAINS(
+      text([&](torch::Tensor) {
+        torch::NoGradGuard no_grad;
+        net_->fc->weight.mul_(0.9);
+      }),
+      "aten::mul_.Scalar writes parameter \"fc.weight\". Parameters may be changed outside "
+      "the step function only: call optimizer.step() after the step has returned");
   net_(torch::randn({4, 4})).sum().backward();
   EXPECT_CONTAINS(text([&](torch::Tensor x) { x.add(net_->fc->weight.grad()); }),
                   "reads the gradient of parameter \"fc.weight\"");

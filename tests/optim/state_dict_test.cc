@@ -291,7 +291,9 @@ TEST(OptimizerStateErrorTest, GetStateNamesParametersWithoutName) {
   torch::optim::SGD optimizer(pick(params, kForward), torch::optim::SGDOptions(1));
   params.erase("b.bias");
   EXPECT_THAT(message_of<UsageError>([&] { get_state(optimizer, names_of(params)); }),
-              HasSubstr("\n  parameter 1 of group 0, shape [5]: has no name\n"));
+              HasSubstr("cannot save the optimizer state by name:"
+                        "\n  parameter 1 of group 0, shape [5]: has no name\n"
+                        "Give the optimizer parameters of the model that is saved."));
 }
 
 TEST(OptimizerStateErrorTest, RefusesLbfgs) {
@@ -308,7 +310,7 @@ TEST(OptimizerStateErrorTest, RefusesMalformedParts) {
   EXPECT_THAT(message_of<CheckpointError>([] {
                 from_parts({{"state", 1}}, {});
               }),
-              HasSubstr("expected param_groups and state"));
+              HasSubstr("the saved optimizer state is malformed: expected param_groups and state"));
   const nlohmann::json empty = to_json(OptimizerState());
   EXPECT_THAT(message_of<CheckpointError>([&] {
                 from_parts(empty, {{"w/exp_avg", torch::zeros({1})}});

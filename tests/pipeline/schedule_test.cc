@@ -90,8 +90,10 @@ TEST(Schedule, ParseErrorsSayWhere) {
                   "at least one rank, one stage and one microbatch; got 1 ranks, 1 stages and 0");
   expect_contains(parse_error("schedule ranks=2 microbatches=1 backward=no rank_of_stage=0,2"),
                   "stage 1 of a schedule is on rank 2, expected 0 to 1");
-  expect_contains(parse_error("schedule ranks=3 microbatches=1 backward=no rank_of_stage=0,1"),
-                  "3 ranks but only 2 stages");
+  expect_contains(
+      parse_error("schedule ranks=3 microbatches=1 backward=no rank_of_stage=0,1"),
+      "a schedule has 3 ranks but only 2 stages, so some ranks have none. Use at most as "
+      "many ranks as stages.");
   expect_contains(parse_error(header + "rank 0: 0F0\n"),
                   "line 3, column 1: expected the line of rank 1");
   expect_contains(parse_error(header + "rank 1: 0F0\n"),

@@ -202,7 +202,10 @@ TEST_F(Model, LocalPartIsUnknownBeforeTheFirstStep) {
     for (const auto& query : std::vector<std::function<void()>>{
              [&] { model->local_parameters(); }, [&] { model->local_named_parameters(); },
              [&] { model->local_buffers(); }, [&] { model->local_state_dict(); }}) {
-      expect_has(error_of<UsageError>(query), {"local", "first step"});
+      expect_has(
+          error_of<UsageError>(query),
+          {"local parameters and buffers are known after the first step, which partitions the "
+           "model; use register_post_partition_hook to be called as soon as they are"});
     }
     EXPECT_FALSE(model->partitioned());
     EXPECT_EQ(model->partition_report(), "");
@@ -401,8 +404,11 @@ TEST_F(Model, LoadStateDictListsAllThatDoesNotFitAndChangesNothing) {
     for (const bool partitioned : {false, true}) {
       if (partitioned) train(x_, y_);
       const auto text = error_of<CheckpointError>([&] { model->load_state_dict(wrong); });
-      expect_has(text, {"hidden1.bias", "surplus.weight", "in.weight", "[6, 6]", "[7, 5]",
-                        "head.bias", "missing", "unexpected", "Nothing was loaded"});
+      expect_has(text,
+                 {"the state dictionary does not fit the model:", "hidden1.bias", "surplus.weight",
+                  "in.weight", "[6, 6]", "[7, 5]", "head.bias", "missing", "unexpected",
+                  "Nothing was loaded. Pass strict = false to accept missing and unexpected "
+                  "names"});
       // Other shapes and dtypes are no matter of strictness.
       const auto loose = error_of<CheckpointError>([&] { model->load_state_dict(wrong, false); });
       expect_has(loose, {"in.weight", "head.bias"});

@@ -467,7 +467,8 @@ TEST_F(LeafCalls, SayWhenTheyFailOnZeros) {
                TORCH_CHECK(x.abs().sum().item<double>() > 0, "nothing to route");
                return Tensors{x * self.weight};
              }),
-             {"CustomImpl\" failed on zeros", "It threw: nothing to route"});
+             {"CustomImpl\" failed on zeros. A step that takes a new way is recorded on shapes",
+              "It threw: nothing to route"});
 }
 
 TEST_F(LeafCalls, RefuseAParameterThatIsNotTheirs) {
