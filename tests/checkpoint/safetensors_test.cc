@@ -154,7 +154,7 @@ TEST_F(SafetensorsTest, RefusesMalformedHeaders) {
   EXPECT_THAT(error_of("{\"a\":3}", ""), HasSubstr("tensor \"a\": "));
   EXPECT_THAT(error_of(entry(R"("dtype":"U8","shape":[2])"), "xx"), HasSubstr("data_offsets"));
   EXPECT_THAT(error_of(entry(R"("dtype":"F4","shape":[2],"data_offsets":[0,2])"), "xx"),
-              HasSubstr("tensor \"a\": unknown dtype \"F4\""));
+              HasSubstr("bad\" has a malformed header: tensor \"a\": unknown dtype \"F4\""));
   EXPECT_THAT(error_of(entry(R"("dtype":"U8","shape":[-2],"data_offsets":[0,2])"), "xx"),
               HasSubstr("not a non-negative integer"));
   EXPECT_THAT(error_of(entry(good + R"("data_offsets":[0,3])"), "xxx"),
@@ -167,7 +167,7 @@ TEST_F(SafetensorsTest, RefusesMalformedHeaders) {
               HasSubstr("tensor \"a\" leaves a hole before it"));
   EXPECT_THAT(
       error_of(entry(good + R"("data_offsets":[18446744073709551613,18446744073709551615])"), "xx"),
-      HasSubstr("bad\" has a malformed header: tensor \"a\": data_offsets: expected "));
+      HasSubstr("malformed header: tensor \"a\""));
   EXPECT_THAT(error_of(R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},)"
                        R"("b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})",
                        "xxx"),

@@ -219,7 +219,7 @@ TEST_F(Inputs, TensorOnAnotherDevice) {
 }
 
 TEST_F(Inputs, TensorThatRequiresAGradient) {
-  const auto text = error_of_run<UsageError>(1, stages(1), [&] {
+  const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
     DistributedModel<Mlp> model(Mlp(4));
     make_training(model)(x_.clone().requires_grad_(), y_);
   });
