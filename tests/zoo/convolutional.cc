@@ -29,8 +29,17 @@ void train_classifier(Run& run, Net net, const Options& options) {
 
 const auto kMomentum = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(1e-3);
 
+/// By hand: all that no pin names otherwise is made under the scope of partition 1.
 void train_resnet(Run& run) {
-  train_classifier<torch::optim::SGD>(run, stranger::ResNet(4), kMomentum);
+  stranger::ResNet net{nullptr};
+  {
+    const auto scope = run.pin_scope(1);
+    net = stranger::ResNet(4);
+  }
+  run.pin(net->stem, 0);
+  run.pin(net->layer2, 2);
+  run.pin(net->fc, 3);
+  train_classifier<torch::optim::SGD>(run, net, kMomentum);
 }
 
 void train_densenet(Run& run) {
@@ -66,12 +75,25 @@ void train_inception(Run& run) {
   });
 }
 
-/// Cross entropy and Dice; 9 x 7 images, which do not halve evenly.
+/// Cross entropy and Dice; 9 x 7 images, which do not halve evenly. By hand: each level of the way
+/// down and up is on one rank, so that the skips stay there, and the loss on the last.
 void train_unet(Run& run) {
-  auto model = run.model(stranger::UNet());
+  stranger::UNet net;
+  for (const auto& [part, level] :
+       std::vector<std::pair<torch::nn::Sequential, int>>{{net->down1, 0},
+                                                          {net->down2, 1},
+                                                          {net->bottom, 2},
+                                                          {net->merge2, 1},
+                                                          {net->merge1, 0}}) {
+    run.pin(part, level);
+  }
+  run.pin(net->up2, 3);
+  run.pin(net->head, 0);
+  auto model = run.model(net);
   auto optimizer = run.optimizer<torch::optim::Adam>(model, torch::optim::AdamOptions(1e-2));
   auto train = run.step([&](Tensor x, Tensor mask) {
     const auto logits = model(x);
+    const auto scope = run.pin_scope(3);
     const auto p = torch::sigmoid(logits);
     const auto dice = 1 - (2 * (p * mask).sum() + 1) / (p.sum() + mask.sum() + 1);
     auto loss = torch::binary_cross_entropy_with_logits(logits, mask) + dice;
@@ -114,6 +136,8 @@ std::vector<Program> convolutional() {
   return {{"ResNet", train_resnet},
           {"DenseNet", train_densenet},
           {"UNet", train_unet},
+          {"ResNetByHand", train_resnet, true},
+          {"UNetByHand", train_unet, true},
           {"Inception", train_inception},
           {"VisionTransformer", train_vision_transformer},
           {"MlpMixer", train_mlp_mixer},

@@ -54,8 +54,13 @@ std::vector<std::string> differences(const Trace& got, const Trace& expected) {
   return result;
 }
 
-Run::Run(Trace& trace, const Trace* plain)
-    : trace_(trace), plain_(plain), generator_(at::make_generator<at::CPUGeneratorImpl>(kSeed)) {}
+std::shared_ptr<const partitioner::Plan> first_plan(const Trace& trace) { return trace.first_plan; }
+
+Run::Run(Trace& trace, const Trace* plain, bool by_hand)
+    : trace_(trace),
+      plain_(plain),
+      by_hand_(by_hand),
+      generator_(at::make_generator<at::CPUGeneratorImpl>(kSeed)) {}
 
 void Run::start(torch::nn::Module& net, const std::string& name) {
   const std::string what = name + " at the start: ";
@@ -86,7 +91,7 @@ void Run::finish() {
 std::shared_ptr<const Trace> run_plain(const Program& program) {
   torch::manual_seed(5);
   auto trace = std::make_shared<Trace>();
-  Run run(*trace, nullptr);
+  Run run(*trace, nullptr, false);
   program.run(run);
   run.finish();
   return trace;
@@ -98,14 +103,19 @@ std::shared_ptr<const Trace> run_over_ranks(const Program& program, const Layout
                           .partitions(layout.stages)
                           .microbatches(kMicrobatches)
                           .pipeline(layout.pipeline)
+                          .auto_partition(!program.by_hand)
+                          .default_partition(0)
                           .seed(kSeed)
                           .timeout_seconds(60);
   auto trace = std::make_shared<Trace>();
   run_as_threads(layout.stages, config, [&] {
-    Run run(*trace, &plain);
+    Run run(*trace, &plain, program.by_hand);
     program.run(run);
     run.finish();
-    if (rank() == 0) trace->first_graph = Runtime::get().measured;
+    if (rank() == 0) {
+      trace->first_graph = Runtime::get().measured;
+      trace->first_plan = Runtime::get().first_plan;
+    }
   });
   return trace;
 }

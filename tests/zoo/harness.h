@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -36,8 +37,9 @@ class Trace {
   std::vector<std::string> contradictions() const;
   const Named& tensors() const { return tensors_; }
 
-  /// The graph of the first step function; set by one rank.
+  /// The graph of the first step function and its plan; set by one rank.
   std::shared_ptr<const graph::Graph> first_graph;
+  std::shared_ptr<const partitioner::Plan> first_plan;
 
  private:
   std::mutex mutex_;
@@ -143,8 +145,8 @@ class StepFunction;
 /// One run of a program on one rank.
 class Run {
  public:
-  /// `plain` holds the initial values; null: this is the plain run.
-  Run(Trace& trace, const Trace* plain);
+  /// `plain` holds the initial values; null: this is the plain run. `by_hand`: pins count.
+  Run(Trace& trace, const Trace* plain, bool by_hand);
 
   bool is_plain() const { return plain_ == nullptr; }
 
@@ -156,6 +158,17 @@ class Run {
     finally_.push_back(
         [this, model] { trace_.record(prefix(model) + "at the end", model.state()); });
     return model;
+  }
+
+  /// Where the program is divided by hand, pins a module to a partition, or to the last one where
+  /// there are fewer; elsewhere nothing.
+  template <class Net>
+  void pin(const Net& net, int partition) const {
+    if (by_hand_) set_partition(net, existing(partition));
+  }
+  /// The same for what is made or called while the result lives.
+  [[nodiscard]] std::unique_ptr<PartitionScope> pin_scope(int partition) const {
+    return by_hand_ ? std::make_unique<PartitionScope>(existing(partition)) : nullptr;
   }
 
   template <class Base, class Net, class Options>
@@ -195,10 +208,12 @@ class Run {
   static std::string prefix(const Model<Net>& model) {
     return model.name().empty() ? "" : model.name() + " ";
   }
+  static int existing(int partition) { return std::min(partition, pp_size() - 1); }
   void start(torch::nn::Module& net, const std::string& name);
 
   Trace& trace_;
   const Trace* plain_;
+  bool by_hand_;
   at::Generator generator_;
   Tensors parameters_;
   int step_functions_ = 0;

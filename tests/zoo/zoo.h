@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "partitioner/plan.h"
 
 /// A zoo of models that know nothing of smp (models_*.h), each with the program that trains it.
 /// Every program runs twice: as plain libtorch in one process, microbatch by microbatch, and over
@@ -19,6 +20,7 @@ class Trace;
 struct Program {
   std::string name;  ///< letters and digits
   void (*run)(Run&);
+  bool by_hand = false;  ///< divided by the program's pins, with `auto_partition: false`
 };
 
 /// The programs by family.
@@ -46,6 +48,9 @@ std::shared_ptr<const Trace> run_over_ranks(const Program& program, const Layout
 
 /// The graph of the program's first step in such a run.
 std::shared_ptr<const graph::Graph> first_graph(const Trace& trace);
+
+/// The plan of that step in a run over ranks.
+std::shared_ptr<const partitioner::Plan> first_plan(const Trace& trace);
 
 /// What differs between two runs, in words, or ranks of one run; empty if they are equal to the
 /// bit. Compared are all that the step functions returned, by microbatch; gradients, parameters
