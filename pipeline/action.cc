@@ -20,6 +20,8 @@ struct Spelling {
 constexpr Spelling kSpellings[] = {
     {Kind::kForward, "F", 0},
     {Kind::kBackward, "B", 0},
+    {Kind::kBackwardInput, "I", 0},
+    {Kind::kBackwardWeight, "W", 0},
     {Kind::kSendForward, "SEND_F", '>'},
     {Kind::kRecvForward, "RECV_F", '<'},
     {Kind::kSendBackward, "SEND_B", '>'},
@@ -60,7 +62,7 @@ class Cursor {
         return spelling;
       }
     }
-    fail("F, B, SEND_F, RECV_F, SEND_B, RECV_B or REDUCE");
+    fail("F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B or REDUCE");
   }
 
   void arrow(char arrow) {
@@ -96,6 +98,12 @@ class Cursor {
 
 Action forward_of(int stage, int microbatch) { return {Kind::kForward, stage, microbatch, -1}; }
 Action backward_of(int stage, int microbatch) { return {Kind::kBackward, stage, microbatch, -1}; }
+Action backward_input_of(int stage, int microbatch) {
+  return {Kind::kBackwardInput, stage, microbatch, -1};
+}
+Action backward_weight_of(int stage, int microbatch) {
+  return {Kind::kBackwardWeight, stage, microbatch, -1};
+}
 Action send_forward(int stage, int microbatch, int to) {
   return {Kind::kSendForward, stage, microbatch, to};
 }

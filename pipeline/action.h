@@ -10,7 +10,9 @@ namespace smp::pipeline {
 /// Text form, as printed and parsed:
 ///
 ///     0F3          forward of microbatch 3 on stage 0
-///     1B0          backward of microbatch 0 on stage 1
+///     1B0          backward of microbatch 0 on stage 1: gradients of its inputs and parameters
+///     1I0          the first half of a split backward: the gradients of the inputs only
+///     1W0          its second half: the gradients of the parameters ("weights")
 ///     0SEND_F3>1   stage 0 sends its boundary values of microbatch 3 to stage 1
 ///     1RECV_F3<0   stage 1 waits for them
 ///     1SEND_B3>0   stage 1 sends the gradients of those values back to stage 0
@@ -19,9 +21,12 @@ namespace smp::pipeline {
 ///
 /// Receives are posted ahead by the executor, so a receive action only means "wait for it".
 struct Action {
+  /// The computes first, see `is_compute`.
   enum class Kind {
     kForward,
     kBackward,
+    kBackwardInput,
+    kBackwardWeight,
     kSendForward,
     kRecvForward,
     kSendBackward,
@@ -40,15 +45,26 @@ struct Action {
   bool is_send() const { return kind == Kind::kSendForward || kind == Kind::kSendBackward; }
   bool is_recv() const { return kind == Kind::kRecvForward || kind == Kind::kRecvBackward; }
   bool is_transfer() const { return is_send() || is_recv(); }
-  bool is_compute() const { return kind == Kind::kForward || kind == Kind::kBackward; }
+  bool is_compute() const { return kind <= Kind::kBackwardWeight; }
   /// Belongs to the backward pass.
   bool is_backward() const {
-    return kind == Kind::kBackward || kind == Kind::kSendBackward || kind == Kind::kRecvBackward;
+    return (is_compute() && kind != Kind::kForward) || kind == Kind::kSendBackward ||
+           kind == Kind::kRecvBackward;
+  }
+  /// Makes the gradients that go back to earlier stages: B or I.
+  bool makes_input_gradients() const {
+    return kind == Kind::kBackward || kind == Kind::kBackwardInput;
+  }
+  /// Adds to the gradients of the parameters, and is the last to use what the forward kept: B or W.
+  bool makes_weight_gradients() const {
+    return kind == Kind::kBackward || kind == Kind::kBackwardWeight;
   }
 };
 
 Action forward_of(int stage, int microbatch);
 Action backward_of(int stage, int microbatch);
+Action backward_input_of(int stage, int microbatch);
+Action backward_weight_of(int stage, int microbatch);
 Action send_forward(int stage, int microbatch, int to);
 Action recv_forward(int stage, int microbatch, int from);
 Action send_backward(int stage, int microbatch, int to);

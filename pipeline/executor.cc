@@ -130,6 +130,10 @@ void Executor::run(const Step& step) {
       case Action::Kind::kBackward:
         backward(action, step);
         break;
+      case Action::Kind::kBackwardInput:
+      case Action::Kind::kBackwardWeight:
+        SMP_INTERNAL_ASSERT(false, "the executor runs whole backwards only, got ",
+                            to_string(action));
       case Action::Kind::kSendForward: {
         Channel& out = channel(action);
         send(out, stage(action.stage).take_values(action.microbatch, out.edge));

@@ -1,20 +1,104 @@
 #include "pipeline/generators.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <numeric>
-#include <optional>
-#include <utility>
+#include <set>
 
+#include "pipeline/generator_checks.h"
 #include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {
 
-enum class Policy { kSimple, kInterleaved, kForwardOnly };
-
 void check_positive(const char* name, int value) {
   SMP_CHECK_WITH(ConfigError, value >= 1, "schedule option ", name,
                  ": expected at least 1, got ", value, ".");
+}
+
+std::string listed(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) {
+    text += (text.empty() ? "" : ",") + std::to_string(number);
+  }
+  return text;
+}
+
+/// Whether each of the first `ranks` stages is on a rank of its own.
+bool begins_on_all_ranks(const ScheduleOptions& options) {
+  const auto& placed = options.rank_of_stage();
+  const auto ranks = static_cast<size_t>(options.ranks());
+  return placed.size() >= ranks &&
+         std::set<int>(placed.begin(), placed.begin() + options.ranks()).size() == ranks;
+}
+
+bool is_looped(const ScheduleOptions& options) {
+  const auto& placed = options.rank_of_stage();
+  const auto ranks = static_cast<size_t>(options.ranks());
+  if (!begins_on_all_ranks(options) || placed.size() % ranks != 0) {
+    return false;
+  }
+  for (size_t stage = ranks; stage < placed.size(); ++stage) {
+    if (placed[stage] != placed[stage - ranks]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool is_v_shaped(const ScheduleOptions& options) {
+  const auto& placed = options.rank_of_stage();
+  return begins_on_all_ranks(options) && options.stages() == 2 * options.ranks() &&
+         std::equal(placed.begin(), placed.begin() + options.ranks(), placed.rbegin());
+}
+
+/// What the placement must be, if it is not.
+std::string expected_placement(Placement placement, const ScheduleOptions& options) {
+  switch (placement) {
+    case Placement::kAny:
+      return "";
+    case Placement::kOnePerRank:
+      return is_looped(options) && options.stages() == options.ranks() ? ""
+                                                                       : "one stage on each rank";
+    case Placement::kLooped:
+      return is_looped(options) ? ""
+                                : "the stages to go round all ranks in the same order each time, "
+                                  "as 0,1,0,1 does with 2 ranks";
+    case Placement::kVShaped:
+      return is_v_shaped(options) ? ""
+                                  : "two stages on each rank, the second ones in reverse, as "
+                                    "0,1,1,0 with 2 ranks";
+  }
+  SMP_INTERNAL_ASSERT(false, "unknown placement");
+}
+
+}  // namespace
+
+ScheduleOptions::ScheduleOptions(int stages, int microbatches)
+    : stages_(stages),
+      microbatches_(microbatches),
+      ranks_(stages),
+      rank_of_stage_(static_cast<size_t>(std::max(stages, 0))),
+      edges_(chain_edges(stages)),
+      active_microbatches_(stages + 2),
+      costs_(StageCosts::uniform(std::max(stages, 0))) {
+  std::iota(rank_of_stage_.begin(), rank_of_stage_.end(), 0);
+}
+
+ScheduleOptions ScheduleOptions::looped(int ranks, int stages_per_rank, int microbatches) {
+  ScheduleOptions options(ranks * stages_per_rank, microbatches);
+  for (int& rank : options.rank_of_stage_) {
+    rank %= ranks;
+  }
+  return options.ranks(ranks);
+}
+
+ScheduleOptions ScheduleOptions::v_shaped(int ranks, int microbatches) {
+  ScheduleOptions options(2 * ranks, microbatches);
+  for (int& rank : options.rank_of_stage_) {
+    rank = std::min(rank, 2 * ranks - 1 - rank);
+  }
+  return options.ranks(ranks);
 }
 
 void check_options(const ScheduleOptions& options) {
@@ -29,242 +113,59 @@ void check_options(const ScheduleOptions& options) {
   check_edges(options.edges(), options.stages());
 }
 
-/// Runs the pipeline slot by slot. Each stage counts the forwards and backwards it has done;
-/// because both go in microbatch order, the counts say everything about what is ready.
-class SlotMachine {
- public:
-  SlotMachine(const ScheduleOptions& options, Policy policy)
-      : policy_(policy),
-        active_microbatches_(options.active_microbatches()),
-        schedule_(options.ranks(), options.microbatches(), options.rank_of_stage(),
-                  policy != Policy::kForwardOnly),
-        sources_(static_cast<size_t>(options.stages())),
-        gradient_sources_(sources_.size()),
-        stages_of_rank_(static_cast<size_t>(options.ranks())),
-        forwards_(sources_.size(), 0),
-        backwards_(sources_.size(), 0) {
-    for (size_t stage = 0; stage < sources_.size(); ++stage) {
-      stages_of_rank_[static_cast<size_t>(options.rank_of_stage()[stage])].push_back(stage);
-    }
-    for (const auto& edge : options.edges()) {
-      const auto from = static_cast<size_t>(edge.from);
-      const auto to = static_cast<size_t>(edge.to);
-      sources_[to].push_back(from);
-      if (edge.needs_gradient) {
-        gradient_sources_[from].push_back(to);
-      }
-    }
-  }
-
-  Schedule run() && {
-    while (!finished()) {
-      // All ranks choose from the state at the beginning of the slot.
-      std::vector<Action> slot;
-      for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-        if (const auto action = choose(rank)) {
-          slot.push_back(*action);
-        }
-      }
-      SMP_INTERNAL_ASSERT(!slot.empty(), "no rank can go on");
-      for (const auto& action : slot) {
-        done(action);
-      }
-    }
-    return std::move(schedule_);
-  }
-
- private:
-  bool finished() const {
-    const auto& last = schedule_.has_backward() ? backwards_ : forwards_;
-    return std::all_of(last.begin(), last.end(),
-                       [this](int count) { return count == schedule_.microbatches(); });
-  }
-
-  void done(const Action& action) {
-    const auto stage = static_cast<size_t>(action.stage);
-    ++(action.is_backward() ? backwards_ : forwards_)[stage];
-    schedule_.actions(schedule_.rank_of(action.stage)).push_back(action);
-  }
-
-  std::optional<Action> choose(int rank) const {
-    const auto& stages = stages_of_rank_[static_cast<size_t>(rank)];
-    if (may_run_backward(stages)) {
-      if (const auto action = ready_backward(stages)) {
-        return action;
-      }
-    }
-    return ready_forward(stages);
-  }
-
-  bool may_run_backward(const std::vector<size_t>& stages) const {
-    switch (policy_) {
-      case Policy::kSimple:
-        return std::all_of(stages.begin(), stages.end(), [this](size_t stage) {
-          return forwards_[stage] == schedule_.microbatches();
-        });
-      case Policy::kInterleaved:
-        return true;
-      case Policy::kForwardOnly:
-        return false;
-    }
-    SMP_INTERNAL_ASSERT(false, "unknown policy");
-  }
-
-  std::optional<Action> ready_backward(const std::vector<size_t>& stages) const {
-    std::optional<Action> best;
-    for (const auto stage : stages) {
-      const int next = backwards_[stage];
-      const auto& sources = gradient_sources_[stage];
-      const bool ready = next < forwards_[stage] &&
-                         std::all_of(sources.begin(), sources.end(),
-                                     [&](size_t later) { return backwards_[later] > next; });
-      if (ready && (!best || next < best->microbatch)) {
-        best = backward_of(static_cast<int>(stage), next);
-      }
-    }
-    return best;
-  }
-
-  std::optional<Action> ready_forward(const std::vector<size_t>& stages) const {
-    const int limit = admitted(stages);
-    std::optional<Action> best;
-    for (const auto stage : stages) {
-      const int next = forwards_[stage];
-      const auto& sources = sources_[stage];
-      const bool ready = next < limit && std::all_of(sources.begin(), sources.end(),
-                                                     [&](size_t s) { return forwards_[s] > next; });
-      if (ready && (!best || next < best->microbatch)) {
-        best = forward_of(static_cast<int>(stage), next);
-      }
-    }
-    return best;
-  }
-
-  /// How many microbatches may have begun on the rank of these stages. A microbatch is finished
-  /// when all of the rank's stages have run its backward; they finish in order.
-  int admitted(const std::vector<size_t>& stages) const {
-    if (policy_ != Policy::kInterleaved) {
-      return schedule_.microbatches();
-    }
-    int finished = schedule_.microbatches();
-    for (const auto stage : stages) {
-      finished = std::min(finished, backwards_[stage]);
-    }
-    return finished + std::min(active_microbatches_, schedule_.microbatches() - finished);
-  }
-
-  Policy policy_;
-  int active_microbatches_;
-  Schedule schedule_;
-  std::vector<std::vector<size_t>> sources_;           // a forward needs these stages' forwards
-  std::vector<std::vector<size_t>> gradient_sources_;  // a backward needs these stages' backwards
-  std::vector<std::vector<size_t>> stages_of_rank_;
-  std::vector<int> forwards_;   // done by each stage before this slot
-  std::vector<int> backwards_;  // likewise
-};
-
-Schedule generate(const ScheduleOptions& options, Policy policy) {
+void check_options_of(const char* name, const ScheduleOptions& options) {
   check_options(options);
-  return SlotMachine(options, policy).run();
+  const auto problem = schedule_kind(name).misplacement(options);
+  SMP_CHECK_WITH(ConfigError, problem.empty(), "schedule option rank_of_stage: ", problem);
 }
 
-/// The other ends of a stage's transfers, nearest stage first.
-struct Neighbours {
-  std::vector<int> send_forward;
-  std::vector<int> recv_forward;
-  std::vector<int> send_backward;
-  std::vector<int> recv_backward;
-};
-
-std::vector<Neighbours> find_neighbours(const Schedule& order, std::vector<StageEdge> edges) {
-  std::sort(edges.begin(), edges.end(),
-            [](const StageEdge& a, const StageEdge& b) { return a.to - a.from < b.to - b.from; });
-  std::vector<Neighbours> result(static_cast<size_t>(order.stages()));
-  for (const auto& edge : edges) {
-    if (order.rank_of(edge.from) == order.rank_of(edge.to)) {
-      continue;
-    }
-    auto& from = result[static_cast<size_t>(edge.from)];
-    auto& to = result[static_cast<size_t>(edge.to)];
-    from.send_forward.push_back(edge.to);
-    to.recv_forward.push_back(edge.from);
-    if (edge.needs_gradient) {
-      to.send_backward.push_back(edge.from);
-      from.recv_backward.push_back(edge.to);
+std::string ScheduleKind::misplacement(const ScheduleOptions& options) const {
+  const auto expected = expected_placement(placement, options);
+  if (expected.empty()) {
+    return "";
+  }
+  std::string fitting;
+  for (const auto& kind : schedule_kinds()) {
+    if (kind.trains == trains && expected_placement(kind.placement, options).empty()) {
+      fitting += (fitting.empty() ? "" : ", ") + kind.name;
     }
   }
-  return result;
+  return c10::str("\"", name, "\" expects ", expected, ", got ", listed(options.rank_of_stage()),
+                  ". Place the stages so, or use one of these: ", fitting, ".");
 }
 
-void append_lowered(const Action& compute, const Neighbours& near, std::vector<Action>& out) {
-  const int stage = compute.stage;
-  const int microbatch = compute.microbatch;
-  const bool backward = compute.is_backward();
-  for (const int peer : backward ? near.recv_backward : near.recv_forward) {
-    out.push_back((backward ? recv_backward : recv_forward)(stage, microbatch, peer));
-  }
-  out.push_back(compute);
-  for (const int peer : backward ? near.send_backward : near.send_forward) {
-    out.push_back((backward ? send_backward : send_forward)(stage, microbatch, peer));
-  }
+const std::vector<ScheduleKind>& schedule_kinds() {
+  static const std::vector<ScheduleKind> kKinds = {
+      {"simple", simple, Placement::kAny, true, false},
+      {"interleaved", interleaved, Placement::kAny, true, false},
+      {"1f1b", one_forward_one_backward, Placement::kOnePerRank, true, false},
+      {"eager_1f1b", eager_one_forward_one_backward, Placement::kOnePerRank, true, false},
+      {"interleaved_1f1b", interleaved_one_forward_one_backward, Placement::kLooped, true, false},
+      {"breadth_first", breadth_first, Placement::kLooped, true, false},
+      {"zb_h1", zero_bubble_h1, Placement::kOnePerRank, true, true},
+      {"zb_h2", zero_bubble_h2, Placement::kOnePerRank, true, true},
+      {"zbv", zero_bubble_v, Placement::kVShaped, true, true},
+      {"dualpipe_v", dualpipe_v, Placement::kVShaped, true, true},
+      {"list", list_schedule, Placement::kAny, true, true},
+      {"forward_only", forward_only, Placement::kAny, false, false},
+  };
+  return kKinds;
 }
 
-/// The index of the last backward of each stage in `actions`.
-std::vector<size_t> last_backwards(const std::vector<Action>& actions, int stages) {
-  std::vector<size_t> last(static_cast<size_t>(stages), actions.size());
-  for (size_t i = 0; i < actions.size(); ++i) {
-    if (actions[i].kind == Action::Kind::kBackward) {
-      last[static_cast<size_t>(actions[i].stage)] = i;
+const ScheduleKind& schedule_kind(const std::string& name) {
+  std::string names;
+  for (const auto& kind : schedule_kinds()) {
+    if (kind.name == name) {
+      return kind;
     }
+    names += (names.empty() ? "" : ", ") + kind.name;
   }
-  return last;
+  ::smp::detail::fail<ConfigError>("there is no schedule \"", name, "\". Use one of these: ", names,
+                                   ".");
 }
 
-}  // namespace
-
-ScheduleOptions::ScheduleOptions(int stages, int microbatches)
-    : stages_(stages),
-      microbatches_(microbatches),
-      ranks_(stages),
-      rank_of_stage_(static_cast<size_t>(std::max(stages, 0))),
-      edges_(chain_edges(stages)),
-      active_microbatches_(stages + 2) {
-  std::iota(rank_of_stage_.begin(), rank_of_stage_.end(), 0);
-}
-
-Schedule simple(const ScheduleOptions& options) { return generate(options, Policy::kSimple); }
-
-Schedule interleaved(const ScheduleOptions& options) {
-  return generate(options, Policy::kInterleaved);
-}
-
-Schedule forward_only(const ScheduleOptions& options) {
-  return generate(options, Policy::kForwardOnly);
-}
-
-Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges) {
-  check_edges(edges, order.stages());
-  const auto neighbours = find_neighbours(order, edges);
-  Schedule result(order.ranks(), order.microbatches(), order.rank_of_stage(), order.has_backward());
-  for (int rank = 0; rank < order.ranks(); ++rank) {
-    const auto& actions = order.actions(rank);
-    for (const auto& action : actions) {
-      SMP_CHECK(action.is_compute() && action.stage >= 0 && action.stage < order.stages(),
-                "lower: rank ", rank, " has ", to_string(action),
-                "; expected only forwards and backwards of stages 0 to ", order.stages() - 1,
-                ". Lower a compute order, once.");
-    }
-    const auto last = last_backwards(actions, order.stages());
-    auto& out = result.actions(rank);
-    for (size_t i = 0; i < actions.size(); ++i) {
-      const auto stage = static_cast<size_t>(actions[i].stage);
-      append_lowered(actions[i], neighbours[stage], out);
-      if (last[stage] == i) {
-        out.push_back(reduce_of(actions[i].stage));
-      }
-    }
-  }
-  return result;
+Schedule make_schedule(const std::string& name, const ScheduleOptions& options) {
+  return schedule_kind(name).generate(options);
 }
 
 }  // namespace smp::pipeline

@@ -2,8 +2,10 @@
 
 #include <torch/arg.h>
 
+#include <string>
 #include <vector>
 
+#include "pipeline/costs.h"
 #include "pipeline/schedule.h"
 
 namespace smp::pipeline {
@@ -12,6 +14,11 @@ namespace smp::pipeline {
 struct ScheduleOptions {
   /// A pipeline of `stages` stages, each on the rank of its number, connected as a chain.
   ScheduleOptions(int stages, int microbatches);
+
+  /// The chain goes `stages_per_rank` times through all ranks: stage s is on rank s % ranks.
+  static ScheduleOptions looped(int ranks, int stages_per_rank, int microbatches);
+  /// The chain goes through all ranks and back: rank r has stages r and 2 ranks - 1 - r.
+  static ScheduleOptions v_shaped(int ranks, int microbatches);
 
   /// Number of stages.
   TORCH_ARG(int, stages);
@@ -24,33 +31,121 @@ struct ScheduleOptions {
   /// Which stages send to which.
   TORCH_ARG(std::vector<StageEdge>, edges);
   /// How many microbatches a rank may have in flight, that is begun and not yet finished with
-  /// their backward. Only `interleaved` obeys it: `simple` keeps all of them by definition.
+  /// their backward. Only `interleaved` obeys it: the others keep what they keep by definition.
   TORCH_ARG(int, active_microbatches);
+  /// What `list` and `rank_schedules` decide by. By default F = I = W = 1, and all else nothing.
+  TORCH_ARG(StageCosts, costs);
+  /// The most that a rank may keep, by rank, in the unit of `costs.kept`; empty: no limit. Only
+  /// `list` and `rank_schedules` obey it.
+  TORCH_ARG(std::vector<double>, memory_limit);
 };
 
-/// The two pipelines of the configuration parameter `pipeline`.
-///
-/// The generators place actions into slots of equal length: in each slot a rank does at most one
-/// forward or backward, chosen from what was ready when the slot began, the lowest microbatch
-/// first. On every stage both forwards and backwards run in ascending microbatch order, so that
-/// gradients are always added in the same order. The results hold compute actions only; `lower`
-/// adds the rest. All throw `smp::ConfigError` (an option is out of range or missing) with its
-/// name.
+/// The generators. Each gives the order of computes for every rank; `lower` adds the rest. On
+/// every stage forwards, input gradients and weight gradients go in ascending microbatch order, so
+/// that gradients are always added in the same order. All are right for any `edges`, since they go
+/// through the stages as if these were a chain; `required_credit` says how many messages a channel
+/// must hold where values skip stages. All throw `smp::ConfigError` when an option is out of
+/// range, with its name, or when the stages are not placed as the schedule needs them, with what to
+/// use instead. p is the number of ranks, r a rank counted along the pipeline, m the number of
+/// microbatches, F, B = I + W the times of a rank's forward and backward.
+
+// --- any placement --------------------------------------------------------------------------
 
 /// No rank begins a backward before it has finished all its forwards (GPipe).
 Schedule simple(const ScheduleOptions& options);
 
 /// A backward that is ready goes before a forward, and a rank begins another microbatch only
 /// while fewer than `active_microbatches` are in flight on it.
+///
+/// This and `simple` place actions into slots of equal length: in each slot a rank does at most
+/// one forward or backward, chosen from what was ready when the slot began, the lowest microbatch
+/// first.
 Schedule interleaved(const ScheduleOptions& options);
 
 /// Forwards only, for evaluation.
 Schedule forward_only(const ScheduleOptions& options);
 
+/// Made from `costs` and `memory_limit`: the best of all schedules that fit and of orders built
+/// action by action under several rules, improved by exchanging neighbours on the critical path.
+/// Splits backwards where `costs` has their halves and it helps. Throws `smp::ConfigError` when
+/// the memory limit of a rank does not hold even one microbatch.
+Schedule list_schedule(const ScheduleOptions& options);
+
+// --- one stage on each rank -----------------------------------------------------------------
+
+/// Rank r runs p - r forwards before its first backward, then one forward for each backward
+/// (PipeDream-Flush, Narayanan et al. 2021; Megatron-LM): the time of `simple`, but rank r keeps
+/// p - r microbatches only.
+Schedule one_forward_one_backward(const ScheduleOptions& options);
+
+/// The same with 2 (p - 1 - r) + 1 forwards first, so that slow transfers delay nothing.
+Schedule eager_one_forward_one_backward(const ScheduleOptions& options);
+
+/// 1F1B with split backwards: rank r does its weight gradients r microbatches late, while it would
+/// wait otherwise (ZB-H1, Qi et al. 2023). Keeps p microbatches on every rank.
+Schedule zero_bubble_h1(const ScheduleOptions& options);
+
+/// The same with 2 (p - 1 - r) + 1 forwards first and weight gradients 2 r microbatches late: no
+/// rank waits between its first and its last action where F = I = W. Keeps 2 p - 1 microbatches.
+Schedule zero_bubble_h2(const ScheduleOptions& options);
+
+// --- several stages on each rank, `ScheduleOptions::looped` ---------------------------------
+
+/// 1F1B over v stages for each rank, in rounds of p microbatches (Narayanan et al. 2021): idle
+/// time through v, transfers times v.
+Schedule interleaved_one_forward_one_backward(const ScheduleOptions& options);
+
+/// All microbatches go through a rank's first stage before any goes through its next, forwards and
+/// backwards (Lamy-Poirier 2023): idle time through v, keeps all m microbatches.
+Schedule breadth_first(const ScheduleOptions& options);
+
+// --- two stages on each rank, `ScheduleOptions::v_shaped` -----------------------------------
+
+/// Split backwards on the way there and back (ZB-V, Qi et al. 2024): no rank waits between its
+/// first and its last action where F = I = W, and none keeps more than p microbatches.
+Schedule zero_bubble_v(const ScheduleOptions& options);
+
+/// One half of DeepSeek's DualPipe, folded (DualPipeV): a forward and a backward of different
+/// stages alternate, so that the transfers of one hide behind the other.
+Schedule dualpipe_v(const ScheduleOptions& options);
+
+// --- by name --------------------------------------------------------------------------------
+
+/// Where a generator needs the stages.
+enum class Placement { kAny, kOnePerRank, kLooped, kVShaped };
+
+/// A generator and what to know of it.
+struct ScheduleKind {
+  std::string name;  ///< as in the configuration
+  Schedule (*generate)(const ScheduleOptions&);
+  Placement placement;
+  bool trains;  ///< has backwards
+  bool splits;  ///< splits them, at least some
+
+  /// Why the stages of `options` are not placed as this schedule needs them and what to use
+  /// instead, as a sentence; empty if they are.
+  std::string misplacement(const ScheduleOptions& options) const;
+};
+
+/// All of them, in the order of the documentation.
+const std::vector<ScheduleKind>& schedule_kinds();
+
+/// The one of this name. Throws `smp::ConfigError` that lists the names.
+const ScheduleKind& schedule_kind(const std::string& name);
+
+/// What the generator of this name makes.
+Schedule make_schedule(const std::string& name, const ScheduleOptions& options);
+
+// --- transfers ------------------------------------------------------------------------------
+
 /// Adds to a schedule of compute actions: before each forward and backward the receives it
-/// needs, after it the sends of what it made, nearest stage first, and after the last backward of
-/// a stage its reduce. Stages of one rank hand values over without a transfer. Adds nothing that
-/// depends on time, so it also lowers compute orders written by hand.
-Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges);
+/// needs, after it the sends of what it made, nearest stage first, and after the last weight
+/// gradients of a stage its reduce. Stages of one rank hand values over without a transfer. Adds
+/// nothing that depends on time, so it also lowers compute orders written by hand.
+///
+/// With a `credit` the result has no deadlock if channels hold that many messages: a receive comes
+/// earlier where it must, and the rank may wait for it there. Then throws as `verify` does when the
+/// order is wrong. Without (0), `required_credit` says how much the channels must hold.
+Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges, int credit = 0);
 
 }  // namespace smp::pipeline

@@ -11,31 +11,34 @@
 namespace smp::pipeline {
 namespace {
 
-void check_costs(const char* name, const std::vector<double>& costs, size_t expected) {
-  SMP_CHECK(costs.size() == expected, "simulate: expected ", expected, " numbers in costs.", name,
-            ", got ", costs.size(), ".");
-  for (const double cost : costs) {
-    SMP_CHECK(std::isfinite(cost) && cost >= 0, "simulate: costs.", name,
-              " must be finite and not negative, got ", cost, ".");
-  }
-}
-
 class Simulator {
  public:
+  /// `costs` are filled.
   Simulator(const Schedule& schedule, const std::vector<StageEdge>& edges, const StageCosts& costs)
       : schedule_(schedule),
         costs_(costs),
         latency_(stages() * stages(), 0.0),
+        send_(latency_.size(), 0.0),
+        arrivals_(latency_.size()),
         clocks_(static_cast<size_t>(schedule.ranks()), 0.0),
-        in_flight_(stages(), 0) {
-    for (size_t i = 0; i < costs.latency.size(); ++i) {
-      latency_[pair(edges[i].from, edges[i].to)] = costs.latency[i];
-      latency_[pair(edges[i].to, edges[i].from)] = costs.latency[i];
+        memory_(clocks_.size(), 0.0),
+        in_flight_(stages(), 0),
+        before_input_gradients_(stages(), 0) {
+    for (size_t i = 0; i < edges.size(); ++i) {
+      const auto there = pair(edges[i].from, edges[i].to);
+      const auto back = pair(edges[i].to, edges[i].from);
+      latency_[there] = costs.latency[i];
+      latency_[back] = costs.backward_latency[i];
+      send_[there] = send_[back] = costs.send[i];
     }
-    arrivals_.resize(stages() * stages());
     result_.busy.resize(clocks_.size(), 0.0);
+    result_.peak_memory.resize(clocks_.size(), 0.0);
     result_.peak_in_flight.resize(stages(), 0);
+    result_.peak_before_input_gradients.resize(stages(), 0);
     result_.timeline.resize(clocks_.size());
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      result_.timeline[static_cast<size_t>(rank)].reserve(schedule.actions(rank).size());
+    }
   }
 
   Simulation run() && {
@@ -44,6 +47,9 @@ class Simulator {
     result_.makespan = *std::max_element(clocks_.begin(), clocks_.end());
     for (const double busy : result_.busy) {
       result_.idle.push_back(result_.makespan - busy);
+    }
+    for (const auto& timeline : result_.timeline) {
+      result_.span.push_back(span_of(timeline));
     }
     return std::move(result_);
   }
@@ -55,29 +61,73 @@ class Simulator {
   }
 
   void perform(int rank, const Action& action) {
-    auto& clock = clocks_[static_cast<size_t>(rank)];
+    const auto index = static_cast<size_t>(rank);
+    auto& clock = clocks_[index];
     const double start = clock;
-    if (action.is_compute()) {
-      clock += compute(rank, action);
-    } else if (action.is_send()) {
+    if (action.is_recv()) {
+      clock = std::max(clock, arrival(action.peer, action.stage, action.microbatch));
+    } else {
+      clock += duration(action);
+      result_.busy[index] += duration(action);
+    }
+    if (action.is_send()) {
       arrival(action.stage, action.peer, action.microbatch) =
           clock + latency_[pair(action.stage, action.peer)];
-    } else if (action.is_recv()) {
-      clock = std::max(clock, arrival(action.peer, action.stage, action.microbatch));
+    } else if (action.is_compute() && schedule_.has_backward()) {
+      keep(index, action);
     }
-    result_.timeline[static_cast<size_t>(rank)].push_back({action, start, clock});
+    result_.timeline[index].push_back({action, start, clock, memory_[index]});
   }
 
-  double compute(int rank, const Action& action) {
+  double duration(const Action& action) const {
     const auto stage = static_cast<size_t>(action.stage);
-    const double cost = (action.is_backward() ? costs_.backward : costs_.forward)[stage];
-    result_.busy[static_cast<size_t>(rank)] += cost;
-    if (schedule_.has_backward()) {
-      in_flight_[stage] += action.is_backward() ? -1 : 1;
-      auto& peak = result_.peak_in_flight[stage];
-      peak = std::max(peak, in_flight_[stage]);
+    switch (action.kind) {
+      case Action::Kind::kForward:
+        return costs_.forward[stage];
+      case Action::Kind::kBackward:
+        return costs_.backward[stage];
+      case Action::Kind::kBackwardInput:
+        return costs_.backward_input[stage];
+      case Action::Kind::kBackwardWeight:
+        return costs_.backward_weight[stage];
+      case Action::Kind::kSendForward:
+      case Action::Kind::kSendBackward:
+        return send_[pair(action.stage, action.peer)];
+      default:
+        return 0;
     }
-    return cost;
+  }
+
+  /// Counts what stays on the rank after a compute.
+  void keep(size_t rank, const Action& action) {
+    const auto stage = static_cast<size_t>(action.stage);
+    const double for_weights = costs_.kept_for_weights[stage];
+    if (action.kind == Action::Kind::kForward) {
+      memory_[rank] += costs_.kept[stage];
+      raise(result_.peak_in_flight[stage], ++in_flight_[stage]);
+      raise(result_.peak_before_input_gradients[stage], ++before_input_gradients_[stage]);
+    }
+    if (action.makes_input_gradients()) {
+      memory_[rank] += for_weights - costs_.kept[stage];
+      --before_input_gradients_[stage];
+    }
+    if (action.makes_weight_gradients()) {
+      memory_[rank] -= for_weights;
+      --in_flight_[stage];
+    }
+    raise(result_.peak_memory[rank], memory_[rank]);
+  }
+
+  template <class T>
+  static void raise(T& peak, T value) {
+    peak = std::max(peak, value);
+  }
+
+  static double span_of(const std::vector<TimedAction>& timeline) {
+    const auto computes = [](const TimedAction& timed) { return timed.action.is_compute(); };
+    const auto first = std::find_if(timeline.begin(), timeline.end(), computes);
+    const auto last = std::find_if(timeline.rbegin(), timeline.rend(), computes);
+    return first == timeline.end() ? 0 : last->end - first->start;
   }
 
   // Edges go to later stages and gradients to earlier ones, so a pair of stages is one channel.
@@ -90,11 +140,25 @@ class Simulator {
   const Schedule& schedule_;
   const StageCosts& costs_;
   std::vector<double> latency_;                // by pair of stages
+  std::vector<double> send_;                   // likewise
   std::vector<std::vector<double>> arrivals_;  // by pair of stages, then microbatch
   std::vector<double> clocks_;                 // by rank
+  std::vector<double> memory_;                 // by rank
   std::vector<int> in_flight_;                 // by stage
+  std::vector<int> before_input_gradients_;    // likewise
   Simulation result_;
 };
+
+bool splits_backward(const Schedule& schedule) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const auto& action : schedule.actions(rank)) {
+      if (action.kind == Action::Kind::kBackwardInput) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
 
 bool has_several_stages(const std::vector<TimedAction>& timeline) {
   return std::any_of(timeline.begin(), timeline.end(), [&](const TimedAction& timed) {
@@ -116,20 +180,15 @@ Cells draw_rank(const std::vector<TimedAction>& timeline, size_t slots, double s
     const auto last = static_cast<size_t>(std::max(0.0, std::ceil(timed.end / slot - 0.5)));
     for (size_t cell = first; cell < std::min(last, slots); ++cell) {
       const auto name = to_string(timed.action);
-      cells[cell] = cell > first ? "-" : show_stage ? name : name.substr(name.find_first_of("FB"));
+      cells[cell] = cell > first ? "-"
+                    : show_stage ? name
+                                 : name.substr(name.find_first_of("FBIW"));
     }
   }
   return cells;
 }
 
 }  // namespace
-
-StageCosts StageCosts::unit(int stages) {
-  StageCosts costs;
-  costs.forward.assign(static_cast<size_t>(stages), 1.0);
-  costs.backward.assign(static_cast<size_t>(stages), 1.0);
-  return costs;
-}
 
 double Simulation::bubble() const {
   const double total = makespan * static_cast<double>(idle.size());
@@ -138,12 +197,12 @@ double Simulation::bubble() const {
 
 Simulation simulate(const Schedule& schedule, const std::vector<StageEdge>& edges,
                     const StageCosts& costs) {
-  const auto stages = static_cast<size_t>(schedule.stages());
-  check_costs("forward", costs.forward, stages);
-  check_costs("backward", costs.backward, stages);
-  check_costs("latency", costs.latency, costs.latency.empty() ? 0 : edges.size());
   verify(schedule, edges, VerifyOptions().credit(schedule.microbatches()));
-  return Simulator(schedule, edges, costs).run();
+  SMP_CHECK_WITH(ConfigError, costs.can_split() || !splits_backward(schedule),
+                 "schedule costs: the schedule splits backwards, but costs.backward_input and "
+                 "costs.backward_weight are empty. Give the times of both halves.");
+  const auto filled = costs.filled(static_cast<size_t>(schedule.stages()), edges.size());
+  return Simulator(schedule, edges, filled).run();
 }
 
 std::string draw(const Simulation& simulation, double slot) {

@@ -3,42 +3,38 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/costs.h"
 #include "pipeline/schedule.h"
 
 namespace smp::pipeline {
-
-/// What things take, in any one unit of time.
-struct StageCosts {
-  /// Every forward and backward takes 1, transfers take nothing: the slots of the generators.
-  static StageCosts unit(int stages);
-
-  /// Time of one microbatch's forward, by stage.
-  std::vector<double> forward;
-  /// Time of one microbatch's backward, by stage.
-  std::vector<double> backward;
-  /// Time from a send to the arrival, by edge in the order of the edges given to `simulate` and
-  /// in both directions; empty for none.
-  std::vector<double> latency;
-};
 
 /// An action and when its rank was at it. A receive lasts as long as its rank waits.
 struct TimedAction {
   Action action;
   double start = 0;
   double end = 0;
+  /// What the rank keeps for backwards after it.
+  double memory = 0;
 };
 
 /// A step as it would run.
 struct Simulation {
   /// From the start of the step to the end of its last action.
   double makespan = 0;
-  /// By rank: time in forwards and backwards.
+  /// By rank: time in computes and sends.
   std::vector<double> busy;
   /// By rank: makespan - busy.
   std::vector<double> idle;
-  /// By stage: the most microbatches whose forward was run and whose backward was not. Without
-  /// backward nothing is kept, so it is 0.
+  /// By rank: from its first action of compute to the end of its last.
+  std::vector<double> span;
+  /// By stage: the most microbatches whose forward was run and whose backward was not, up to the
+  /// end of its second half where it is split. Without backward nothing is kept, so it is 0.
   std::vector<int> peak_in_flight;
+  /// By stage: the same up to the gradients of the inputs only. What is kept between the halves
+  /// of a backward is not in it.
+  std::vector<int> peak_before_input_gradients;
+  /// By rank: the most it keeps at a time, of `costs.kept`.
+  std::vector<double> peak_memory;
   /// By rank: all actions, in order.
   std::vector<std::vector<TimedAction>> timeline;
 
@@ -46,9 +42,10 @@ struct Simulation {
   double bubble() const;
 };
 
-/// Runs the schedule in virtual time: computes take what `costs` says, sends never wait, a
-/// message arrives `latency` after its send, reduces take nothing. Throws `smp::Error` when
-/// `verify` does (with channels large enough for everything), or when `costs` do not fit.
+/// Runs the schedule in virtual time: computes and sends take what `costs` says, sends wait for
+/// nobody, a message arrives `latency` after its send, reduces take nothing. Throws `smp::Error`
+/// when `verify` does (with channels large enough for everything), and `smp::ConfigError` when
+/// `costs` do not fit or have no halves for a backward that is split.
 Simulation simulate(const Schedule& schedule, const std::vector<StageEdge>& edges,
                     const StageCosts& costs);
 

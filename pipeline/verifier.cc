@@ -28,8 +28,8 @@ class Verifier {
       in_edges_[to].push_back(edges[i]);
       out_edges_[from].push_back(edges[i]);
     }
-    // Two computes and one reduce for each stage, two ends in two directions for each edge.
-    positions_.resize((2 * stages() + 4 * edges.size()) * microbatches() + stages(), kNone);
+    // Four computes and one reduce for each stage, two ends in two directions for each edge.
+    positions_.resize(4 * (stages() + edges.size()) * microbatches() + stages(), kNone);
   }
 
   void check_actions() {
@@ -51,7 +51,7 @@ class Verifier {
       for (int m = 0; m < schedule_.microbatches(); ++m) {
         check_present(forward_of(stage, m));
         if (schedule_.has_backward()) {
-          check_present(backward_of(stage, m));
+          check_backward(stage, m);
         }
       }
       if (schedule_.has_backward()) {
@@ -147,21 +147,51 @@ class Verifier {
     if (action.kind == Kind::kReduce) {
       return positions_.size() - stages() + stage;
     }
-    size_t row = 2 * stage + (action.is_backward() ? 1 : 0);
+    size_t row = 4 * stage + static_cast<size_t>(action.kind);
     if (action.is_transfer()) {
       const int edge =
           edge_index(std::min(action.stage, action.peer), std::max(action.stage, action.peer));
-      row = 2 * stages() + 4 * static_cast<size_t>(edge) + (action.is_backward() ? 2 : 0) +
+      row = 4 * (stages() + static_cast<size_t>(edge)) + (action.is_backward() ? 2 : 0) +
             (action.is_recv() ? 1 : 0);
     }
     return row * microbatches() + static_cast<size_t>(action.microbatch);
   }
 
   int position_of(const Action& action) const { return positions_[index_of(action)]; }
+  bool happens(const Action& action) const { return position_of(action) != kNone; }
+  bool splits(int stage, int m) const { return happens(backward_input_of(stage, m)); }
+
+  /// What makes the gradients that the stage sends back, and what completes its parameters'.
+  Action input_gradients_of(int stage, int m) const {
+    return splits(stage, m) ? backward_input_of(stage, m) : backward_of(stage, m);
+  }
+  Action weight_gradients_of(int stage, int m) const {
+    return splits(stage, m) ? backward_weight_of(stage, m) : backward_of(stage, m);
+  }
+
+  /// Either whole or in two halves.
+  void check_backward(int stage, int m) const {
+    const auto whole = backward_of(stage, m);
+    const auto input = backward_input_of(stage, m);
+    const auto weight = backward_weight_of(stage, m);
+    if (!happens(input) && !happens(weight)) {
+      check_present(whole);
+      return;
+    }
+    const int rank = schedule_.rank_of(stage);
+    const auto half = happens(input) ? input : weight;
+    SMP_CHECK(!happens(whole), at(rank, static_cast<size_t>(position_of(half))),
+              "half a backward beside the whole one, ", to_string(whole), " (action ",
+              position_of(whole), "). A backward is either whole (B) or split (I, later W).");
+    const auto other = happens(input) ? weight : input;
+    SMP_CHECK(happens(other), "schedule: rank ", rank, " never does ", to_string(other),
+              ", the other half of ", to_string(half), " (action ", position_of(half),
+              "). A backward is either whole (B) or split (I, later W).");
+  }
 
   void check_present(const Action& action) const {
     const int rank = schedule_.rank_of(action.stage);
-    SMP_CHECK(position_of(action) != kNone, "schedule: rank ", rank, " never does ",
+    SMP_CHECK(happens(action), "schedule: rank ", rank, " never does ",
               to_string(action), " in its ", schedule_.actions(rank).size(),
               " actions. Every action of a step happens exactly once.");
   }
@@ -174,7 +204,7 @@ class Verifier {
   }
 
   void check_half(const Action& action, const Action& other, const char* what_other_does) const {
-    if (position_of(action) != kNone) {
+    if (happens(action)) {
       return;
     }
     const int position = position_of(other);
@@ -198,22 +228,32 @@ class Verifier {
         require_inputs(action, require);
         break;
       case Kind::kBackward:
-        require(forward_of(stage, m), "a backward uses what its forward saved.");
         require_gradients(action, require);
+        require_weights_in_order(action, require);
+        break;
+      case Kind::kBackwardInput:
+        require_gradients(action, require);
+        break;
+      case Kind::kBackwardWeight:
+        require(backward_input_of(stage, m), "the weight half uses what the input half made.");
+        require_weights_in_order(action, require);
         break;
       case Kind::kSendForward:
         require(forward_of(stage, m), "a stage sends what its forward made.");
+        require_in_order(action, require);
         break;
       case Kind::kSendBackward:
-        require(backward_of(stage, m), "a stage sends what its backward made.");
+        require(input_gradients_of(stage, m), "a stage sends what its backward made.");
+        require_in_order(action, require);
         break;
       case Kind::kReduce:
-        require(backward_of(stage, schedule_.microbatches() - 1),
+        require(weight_gradients_of(stage, schedule_.microbatches() - 1),
                 "gradients are reduced when all microbatches are added.");
         break;
       case Kind::kRecvForward:
       case Kind::kRecvBackward:
-        break;  // Waits for another rank only: the walk's business.
+        require_in_order(action, require);
+        break;  // Its send is on another rank: the walk's business.
     }
   }
 
@@ -233,36 +273,60 @@ class Verifier {
     }
   }
 
+  /// Of a whole backward or the first half of one.
   template <class Require>
   void require_gradients(const Action& backward, const Require& require) const {
     const int stage = backward.stage;
     const int m = backward.microbatch;
+    require(forward_of(stage, m), "a backward uses what its forward saved.");
     if (m > 0) {
-      require(backward_of(stage, m - 1), kAscending);
+      require(input_gradients_of(stage, m - 1), kAscending);
     }
     for (const auto& edge : out_edges_[static_cast<size_t>(stage)]) {
       if (edge.needs_gradient) {
-        require(crosses_ranks(edge) ? recv_backward(stage, m, edge.to) : backward_of(edge.to, m),
-                "a backward uses the gradients of later stages.");
+        require(
+            crosses_ranks(edge) ? recv_backward(stage, m, edge.to) : input_gradients_of(edge.to, m),
+            "a backward uses the gradients of later stages.");
       }
+    }
+  }
+
+  template <class Require>
+  void require_weights_in_order(const Action& backward, const Require& require) const {
+    if (backward.microbatch > 0) {
+      require(weight_gradients_of(backward.stage, backward.microbatch - 1), kAscending);
+    }
+  }
+
+  /// The messages of a channel carry no number: the first that is sent is the first received.
+  template <class Require>
+  void require_in_order(const Action& transfer, const Require& require) const {
+    if (transfer.microbatch > 0) {
+      auto before = transfer;
+      --before.microbatch;
+      require(before, "the messages of a channel are sent and received in ascending order.");
     }
   }
 
   /// Microbatches begin and finish in order, so two counts say how many are in flight.
   void check_in_flight(int rank, int bound) const {
-    std::vector<int> finished_by_stage(stages(), schedule_.microbatches());
+    std::vector<int> stages_of_rank;
     for (int stage = 0; stage < schedule_.stages(); ++stage) {
       if (schedule_.rank_of(stage) == rank) {
-        finished_by_stage[static_cast<size_t>(stage)] = 0;
+        stages_of_rank.push_back(stage);
       }
     }
+    std::vector<int> finished_by_stage(stages(), 0);
     int begun = 0;
     int finished = 0;
     const auto& actions = schedule_.actions(rank);
     for (size_t i = 0; i < actions.size(); ++i) {
-      if (actions[i].kind == Kind::kBackward) {
+      if (actions[i].makes_weight_gradients()) {
         finished_by_stage[static_cast<size_t>(actions[i].stage)] = actions[i].microbatch + 1;
-        finished = *std::min_element(finished_by_stage.begin(), finished_by_stage.end());
+        finished = schedule_.microbatches();
+        for (const int stage : stages_of_rank) {
+          finished = std::min(finished, finished_by_stage[static_cast<size_t>(stage)]);
+        }
       } else if (actions[i].kind == Kind::kForward) {
         begun = std::max(begun, actions[i].microbatch + 1);
         SMP_CHECK(begun - finished <= bound, at(rank, i), "makes ", begun - finished,

@@ -20,20 +20,22 @@ struct VerifyOptions {
 /// `smp::Error` that names the first rank, position (from 0) and action at fault unless:
 ///
 /// - every action is about stages, microbatches and edges that exist, on the rank of its stage;
-/// - every forward, backward, send, receive and reduce happens exactly once;
-/// - on each stage forwards and backwards go in ascending microbatch order;
+/// - every forward, backward, send, receive and reduce happens exactly once; each backward is
+///   either whole (B) or split into two halves (I, and later W);
+/// - on each stage forwards, input gradients (B or I) and weight gradients (B or W) go in
+///   ascending microbatch order, and so do the sends and the receives of each channel;
 /// - a forward comes before its backward, a receive before its use, a send after what made it,
-///   a reduce after the stage's last backward;
+///   a reduce after the stage's last weight gradients;
 /// - no rank has more than `active_microbatches` in flight, from the first forward of a
-///   microbatch on the rank to its last backward there;
+///   microbatch on the rank to its last B or W there, since activations are kept until then;
 /// - there is no deadlock: with channels of `credit` messages all ranks reach their end. The
 ///   error then says for each rank in the circle what it waits for.
 void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
             const VerifyOptions& options = {});
 
 /// The least credit without deadlock: how many messages a channel must be able to hold. 1 for
-/// chains; skips may need more, but never more than the microbatches in flight. Throws as
-/// `verify` does when no credit makes the schedule right.
+/// the generators' schedules of chains; skips may need more, but never more than the microbatches
+/// in flight. Throws as `verify` does when no credit makes the schedule right.
 int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges);
 
 }  // namespace smp::pipeline

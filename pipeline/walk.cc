@@ -9,12 +9,11 @@
 namespace smp::pipeline {
 namespace {
 
-enum class Message : char { kNotSent, kSent, kReceived };
-
-/// The messages of one directed edge and direction of the pass, by microbatch.
+/// The messages of one directed edge and direction of the pass, which go in microbatch order: how
+/// many were sent, and how many of these received.
 struct Channel {
-  std::vector<Message> messages;
-  int unreceived = 0;
+  int sent = 0;
+  int received = 0;
 };
 
 class Walker {
@@ -32,19 +31,31 @@ class Walker {
           add_channel(action);
         }
       }
+      wake(rank);
     }
   }
 
+  /// Goes on until no rank can.
   void run(const Visit& visit) {
-    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-      wake(rank);
-    }
     while (!awake_.empty()) {
       const int rank = awake_.back();
       awake_.pop_back();
       is_awake_[static_cast<size_t>(rank)] = false;
       advance(rank, visit);
     }
+  }
+
+  /// Breaks a deadlock: a rank of the circle that cannot send has the oldest message of the full
+  /// channel received now, and not where its receiver waits for it. False if nobody sends.
+  bool receive_early(const Visit& visit) {
+    for (const int rank : circle_from(stuck_rank())) {
+      if (current(rank).is_send()) {
+        const auto receive = awaited_by(rank);
+        perform(schedule_.rank_of(receive.stage), receive, visit);
+        return true;
+      }
+    }
+    return false;
   }
 
   /// The first rank that is not at its end, or -1.
@@ -67,8 +78,7 @@ class Walker {
                        to_string(awaited), ", which rank ", other,
                        " has not done: it is blocked at ", describe_current(other));
     }
-    return text +
-           "\nReceive in the order in which messages are sent, or give the channels more credit.";
+    return text + "\nPut the actions into another order, or give the channels more credit.";
   }
 
  private:
@@ -94,8 +104,6 @@ class Walker {
     if (index == kNone) {
       index = static_cast<int>(channels_.size());
       channels_.emplace_back();
-      channels_.back().messages.resize(static_cast<size_t>(schedule_.microbatches()),
-                                       Message::kNotSent);
     }
   }
 
@@ -111,30 +119,33 @@ class Walker {
 
   bool blocked(const Action& action) const {
     if (action.is_send()) {
-      return channel(action).unreceived == credit_;
+      return channel(action).sent - channel(action).received == credit_;
     }
-    return action.is_recv() &&
-           channel(action).messages[static_cast<size_t>(action.microbatch)] != Message::kSent;
+    return action.is_recv() && action.microbatch >= channel(action).sent;
   }
 
   void advance(int rank, const Visit& visit) {
     auto& position = positions_[static_cast<size_t>(rank)];
     const auto& actions = schedule_.actions(rank);
     for (; position < actions.size() && !blocked(actions[position]); ++position) {
-      const auto& action = actions[position];
-      visit(rank, position, action);
-      if (action.is_transfer()) {
-        transfer(action);
-        wake(schedule_.rank_of(action.peer));
+      if (!done_early(actions[position])) {
+        perform(rank, actions[position], visit);
       }
     }
   }
 
-  void transfer(const Action& action) {
-    auto& used = channel(action);
-    used.messages[static_cast<size_t>(action.microbatch)] =
-        action.is_send() ? Message::kSent : Message::kReceived;
-    used.unreceived += action.is_send() ? 1 : -1;
+  void perform(int rank, const Action& action, const Visit& visit) {
+    visit(rank, position(rank), action);
+    if (action.is_transfer()) {
+      auto& used = channel(action);
+      ++(action.is_send() ? used.sent : used.received);
+      wake(schedule_.rank_of(action.peer));
+    }
+  }
+
+  /// A receive that `receive_early` did.
+  bool done_early(const Action& action) const {
+    return action.is_recv() && action.microbatch < channel(action).received;
   }
 
   void wake(int rank) {
@@ -149,9 +160,7 @@ class Walker {
   Action awaited_by(int rank) const {
     auto action = current(rank);
     if (action.is_send()) {
-      const auto& messages = channel(action).messages;
-      const auto oldest = std::find(messages.begin(), messages.end(), Message::kSent);
-      action.microbatch = static_cast<int>(oldest - messages.begin());
+      action.microbatch = channel(action).received;
     }
     return counterpart(action);
   }
@@ -186,6 +195,19 @@ void walk(const Schedule& schedule, int credit, const Visit& visit) {
   Walker walker(schedule, credit);
   walker.run(visit);
   SMP_CHECK(walker.stuck_rank() < 0, walker.describe_deadlock());
+}
+
+Schedule receive_in_time(const Schedule& schedule, int credit) {
+  Schedule result(schedule.ranks(), schedule.microbatches(), schedule.rank_of_stage(),
+                  schedule.has_backward());
+  const Visit record = [&](int rank, size_t, const Action& action) {
+    result.actions(rank).push_back(action);
+  };
+  Walker walker(schedule, credit);
+  for (walker.run(record); walker.stuck_rank() >= 0; walker.run(record)) {
+    SMP_CHECK(walker.receive_early(record), walker.describe_deadlock());
+  }
+  return result;
 }
 
 bool deadlocks(const Schedule& schedule, int credit) {

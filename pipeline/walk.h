@@ -14,8 +14,14 @@ using Visit = std::function<void(int rank, size_t position, const Action& action
 /// action after the actions it waits for. A receive waits for its send; a send waits while its
 /// channel (directed edge, forward or backward) holds `credit` messages that were sent and not
 /// received. Throws `smp::Error` on deadlock; it says for each rank in the circle what it waits
-/// for. The actions must be well formed and the transfers paired, which `verify` checks.
+/// for. The actions must be well formed and the transfers paired and in microbatch order, which
+/// `verify` checks.
 void walk(const Schedule& schedule, int credit, const Visit& visit);
+
+/// The same actions in an order without deadlock: a receive comes earlier in the list of its rank,
+/// to where the message is sure to have been sent, if a channel of `credit` messages cannot keep
+/// it until it is used. Throws as `walk` does when no credit prevents the deadlock.
+Schedule receive_in_time(const Schedule& schedule, int credit);
 
 /// Whether `walk` gets to the end.
 bool deadlocks(const Schedule& schedule, int credit);

@@ -134,23 +134,55 @@ TEST(Rejects, TooManyInFlight) {
       "rank 0 at action 6 (0F3): makes 4 microbatches in flight, active_microbatches allows 3");
 }
 
-TEST(Rejects, ReceivesInReverse) {
-  const auto schedule =
+TEST(Rejects, MessagesOutOfOrder) {
+  const std::string reason = "the messages of a channel are sent and received in ascending order";
+  const auto received =
       from_lines({"0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F1<0 1RECV_F0<0 1F0 1F1"}, 2, false);
+  expect_contains(verify_error(received, chain_edges(2), VerifyOptions().credit(2)),
+                  "rank 1 at action 0 (1RECV_F1<0): comes before 1RECV_F0<0 (action 1): " + reason);
+  const auto sent =
+      from_lines({"0F0 0F1 0SEND_F1>1 0SEND_F0>1", "1RECV_F0<0 1RECV_F1<0 1F0 1F1"}, 2, false);
+  expect_contains(verify_error(sent, chain_edges(2), VerifyOptions().credit(2)),
+                  "rank 0 at action 2 (0SEND_F1>1): comes before 0SEND_F0>1 (action 3): " + reason);
+}
+
+// All forwards first on rank 0, one forward and one backward in turns on rank 1.
+const char* const kTwoMinds =
+    "schedule ranks=2 microbatches=4 backward=yes rank_of_stage=0,1\n"
+    "rank 0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n"
+    "rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n";
+
+TEST(Rejects, SendsIntoFullChannels) {
+  const auto order = parse_schedule(kTwoMinds);
+  const auto schedule = lower(order, chain_edges(2));
   const auto error = verify_error(schedule, chain_edges(2));
   expect_contains(error, "deadlock with a credit of 1 unreceived message(s)");
-  expect_contains(
-      error,
-      "rank 0 at action 3 (0SEND_F1>1) waits for 1RECV_F0<0, which rank 1 has not done: "
-      "it is blocked at action 0 (1RECV_F1<0)");
-  expect_contains(
-      error,
-      "rank 1 at action 0 (1RECV_F1<0) waits for 0SEND_F1>1, which rank 0 has not done: "
-      "it is blocked at action 3 (0SEND_F1>1)");
+  expect_contains(error,
+                  "rank 0 at action 7 (0SEND_F3>1) waits for 1RECV_F2<0, which rank 1 has not "
+                  "done: it is blocked at action 7 (1SEND_B1>0)");
+  expect_contains(error,
+                  "rank 1 at action 7 (1SEND_B1>0) waits for 0RECV_B0<1, which rank 0 has not "
+                  "done: it is blocked at action 7 (0SEND_F3>1)");
   EXPECT_EQ(verify_error(schedule, chain_edges(2), VerifyOptions().credit(2)), "");
   EXPECT_EQ(required_credit(schedule, chain_edges(2)), 2);
   expect_contains(verify_error(schedule, chain_edges(2), VerifyOptions().credit(0)),
                   "credit of a channel must be at least 1 message, got 0");
+}
+
+TEST(Lower, ReceivesInTimeWhereChannelsAreSmall) {
+  const auto order = parse_schedule(kTwoMinds);
+  const auto schedule = lower(order, chain_edges(2), /*credit=*/1);
+  EXPECT_EQ(required_credit(schedule, chain_edges(2)), 1);
+  // Rank 1 takes the next values before it sends a gradient that rank 0 does not take yet.
+  expect_contains(to_string(schedule), "1B1 1RECV_F2<0 1SEND_B1>0 1F2");
+  EXPECT_EQ(lower(order, chain_edges(2), /*credit=*/2), lower(order, chain_edges(2)));
+}
+
+TEST(Lower, WithACreditRefusesWhatIsWrong) {
+  const auto order = parse_schedule(
+      "schedule ranks=1 microbatches=1 backward=yes rank_of_stage=0\nrank 0: 0B0 0F0\n");
+  expect_contains(error_of([&] { lower(order, {}, 1); }),
+                  "(0B0): comes before 0F0 (action 2): a backward uses what its forward saved");
 }
 
 TEST(Rejects, ACircleThatNoCreditBreaks) {
@@ -214,6 +246,67 @@ TEST(Rejects, EveryDroppedRepeatedMisplacedOrTurnedAction) {
   }
 }
 
+// --- split backwards ------------------------------------------------------------------------
+
+std::string split_error(const std::string& actions, int microbatches) {
+  const auto schedule = from_lines({actions}, microbatches);
+  return verify_error(schedule, {});
+}
+
+TEST(SplitBackward, IsAcceptedInEveryRightOrder) {
+  EXPECT_EQ(split_error("0F0 0I0 0W0 0REDUCE", 1), "");
+  EXPECT_EQ(split_error("0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE", 2), "");
+  EXPECT_EQ(split_error("0F0 0F1 0I0 0W0 0B1 0REDUCE", 2), "");
+  EXPECT_EQ(split_error("0F0 0F1 0B0 0I1 0W1 0REDUCE", 2), "");
+}
+
+TEST(SplitBackward, IsRejectedWithTheReason) {
+  expect_contains(split_error("0F0 0I0 0REDUCE", 1),
+                  "rank 0 never does 0W0, the other half of 0I0 (action 1)");
+  expect_contains(split_error("0F0 0W0 0REDUCE", 1),
+                  "rank 0 never does 0I0, the other half of 0W0 (action 1)");
+  expect_contains(split_error("0F0 0I0 0W0 0B0 0REDUCE", 1),
+                  "rank 0 at action 1 (0I0): half a backward beside the whole one, 0B0 (action 3)");
+  expect_contains(split_error("0F0 0REDUCE", 1), "rank 0 never does 0B0");
+  expect_contains(split_error("0F0 0W0 0I0 0REDUCE", 1),
+                  "rank 0 at action 1 (0W0): comes before 0I0 (action 2): the weight half uses");
+  expect_contains(split_error("0I0 0F0 0W0 0REDUCE", 1),
+                  "rank 0 at action 0 (0I0): comes before 0F0 (action 1): a backward uses");
+  expect_contains(split_error("0F0 0I0 0REDUCE 0W0", 1),
+                  "(0REDUCE): comes before 0W0 (action 3): gradients are reduced when all");
+}
+
+TEST(SplitBackward, KeepsTheOrderOfSums) {
+  const std::string reason = "a stage runs its microbatches in ascending order";
+  expect_contains(split_error("0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE", 2),
+                  "(0W1): comes before 0W0 (action 5): " + reason);
+  // The whole backward of microbatch 1 adds to the weights before the second half of 0 does.
+  expect_contains(split_error("0F0 0F1 0I0 0B1 0W0 0REDUCE", 2),
+                  "(0B1): comes before 0W0 (action 4): " + reason);
+  expect_contains(split_error("0F0 0F1 0I1 0I0 0W0 0W1 0REDUCE", 2),
+                  "(0I1): comes before 0I0 (action 3): " + reason);
+}
+
+TEST(SplitBackward, SendsWhatItsFirstHalfMade) {
+  const std::string rank_0 = "0F0 0SEND_F0>1 0RECV_B0<1 0I0 0W0 0REDUCE";
+  const auto error = [&](const std::string& rank_1) {
+    return verify_error(from_lines({rank_0, rank_1}, 1), chain_edges(2));
+  };
+  EXPECT_EQ(error("1RECV_F0<0 1F0 1I0 1SEND_B0>0 1W0 1REDUCE"), "");
+  EXPECT_EQ(error("1RECV_F0<0 1F0 1I0 1W0 1SEND_B0>0 1REDUCE"), "");
+  expect_contains(error("1RECV_F0<0 1F0 1SEND_B0>0 1I0 1W0 1REDUCE"),
+                  "rank 1 at action 2 (1SEND_B0>0): comes before 1I0 (action 3)");
+}
+
+TEST(SplitBackward, IsInFlightUntilItsSecondHalf) {
+  const auto schedule = from_lines({"0F0 0F1 0I0 0I1 0W0 0F2 0W1 0B2 0REDUCE"}, 3);
+  const auto bound = [](int active) { return VerifyOptions().active_microbatches(active); };
+  EXPECT_EQ(verify_error(schedule, {}, bound(2)), "");
+  expect_contains(verify_error(schedule, {}, bound(1)), "rank 0 at action 1 (0F1): makes 2");
+  const auto late = from_lines({"0F0 0F1 0I0 0I1 0F2 0W0 0W1 0B2 0REDUCE"}, 3);
+  expect_contains(verify_error(late, {}, bound(2)), "rank 0 at action 4 (0F2): makes 3");
+}
+
 /// How many orders of the list of rank 1 the verifier accepts.
 int count_accepted(const Lines& lines, int microbatches, bool backward, int credit) {
   auto schedule = from_lines(lines, microbatches, backward);
@@ -237,19 +330,19 @@ TEST(Rejects, AllOrdersExceptTheRightOnes) {
   const Lines training = {"0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE",
                           "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE"};
   EXPECT_EQ(count_accepted(training, 1, true, 1), 2);
-  // Forwards in order, each after its receive: R0 F0 R1 F1, R0 R1 F0 F1, and R1 R0 F0 F1 where
-  // the channel holds both.
+  // Forwards in order, receives in order, each forward after its receive: R0 F0 R1 F1 and
+  // R0 R1 F0 F1.
   const Lines evaluation = {"0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1F0 1RECV_F1<0 1F1"};
   EXPECT_EQ(count_accepted(evaluation, 2, false, 1), 2);
-  EXPECT_EQ(count_accepted(evaluation, 2, false, 2), 3);
+  EXPECT_EQ(count_accepted(evaluation, 2, false, 2), 2);
 }
 
 // --- torch's 1F1B ---------------------------------------------------------------------------
 
 /// The compute order of torch 2.11's Schedule1F1B._get_pipeline_order: warm-up forwards, then one
-/// forward and one backward, then the remaining backwards. Torch starts `last_forward` at 0, so
-/// on the last rank, which has no warm-up, the first forward is that of microbatch 1.
-Schedule one_f_one_b(int stages, int microbatches, int last_forward) {
+/// forward and one backward, then the remaining backwards. It counts forwards from 0 where there
+/// was no warm-up, so on the last rank the first one is that of microbatch 1.
+Schedule torchs_one_f_one_b(int stages, int microbatches) {
   std::vector<int> rank_of_stage;
   for (int stage = 0; stage < stages; ++stage) {
     rank_of_stage.push_back(stage);
@@ -257,7 +350,7 @@ Schedule one_f_one_b(int stages, int microbatches, int last_forward) {
   Schedule order(stages, microbatches, rank_of_stage, true);
   for (int rank = 0; rank < stages; ++rank) {
     auto& actions = order.actions(rank);
-    int forward = last_forward;
+    int forward = 0;
     const int warmup = std::min(stages - 1 - rank, microbatches);
     for (int i = 0; i < warmup; ++i) {
       forward = i;
@@ -277,12 +370,16 @@ Schedule one_f_one_b(int stages, int microbatches, int last_forward) {
 
 TEST(OneFOneB, TorchsOrderIsRejectedAndTheRightOneAccepted) {
   const auto edges = chain_edges(4);
-  const auto torchs = lower(one_f_one_b(4, 8, 0), edges);
+  const auto torchs = lower(torchs_one_f_one_b(4, 8), edges);
   const auto error = verify_error(torchs, edges);
   expect_contains(error, "rank 3 at action ");
   expect_contains(error, "(3RECV_F8<2): there is no microbatch 8, expected 0 to 7");
 
-  const auto right = lower(one_f_one_b(4, 8, -1), edges);
+  // The right order differs on the last rank only.
+  const auto right = lowered(one_forward_one_backward, ScheduleOptions(4, 8));
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(torchs.actions(rank), right.actions(rank)) << rank;
+  }
   // Rank r keeps stages - r microbatches, and no rank more than that in total.
   verify(right, edges, VerifyOptions().active_microbatches(4));
   const auto run = simulate(right, edges, StageCosts::unit(4));
@@ -296,7 +393,8 @@ TEST(OneFOneB, LatencyMatchesTheFormula) {
   costs.latency = {0.25, 0.25, 0.25};
   const auto edges = chain_edges(4);
   for (const int m : {4, 8, 64}) {
-    const auto run = simulate(lower(one_f_one_b(4, m, -1), edges), edges, costs);
+    const auto run =
+        simulate(lowered(one_forward_one_backward, ScheduleOptions(4, m)), edges, costs);
     EXPECT_DOUBLE_EQ(run.makespan - 2 * m, 3 * (2 + 0.5) + 0.5 * (m * 3.0 / 4 - 1));
   }
 }

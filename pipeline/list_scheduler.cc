@@ -1,0 +1,560 @@
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "pipeline/generator_checks.h"
+#include "pipeline/generators.h"
+#include "pipeline/order_timing.h"
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+using Kind = Action::Kind;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// Times differ by rounding only if they differ by less than this part of them.
+constexpr double kRounding = 1e-9;
+
+bool clearly_less(double a, double b) { return a < b - kRounding * b; }
+
+// --- memory -----------------------------------------------------------------------------------
+
+double limit_of(const ScheduleOptions& options, int rank) {
+  return options.memory_limit().empty() ? kInfinity
+                                        : options.memory_limit()[static_cast<size_t>(rank)];
+}
+
+/// The most that a rank keeps. It depends on the order of its actions alone, not on time.
+double peak_memory(const std::vector<Action>& actions, const StageCosts& costs) {
+  double memory = 0;
+  double peak = 0;
+  for (const auto& action : actions) {
+    const auto stage = static_cast<size_t>(action.stage);
+    const double for_weights = costs.kept_for_weights[stage];
+    if (action.kind == Kind::kForward) memory += costs.kept[stage];
+    if (action.makes_input_gradients()) memory += for_weights - costs.kept[stage];
+    if (action.makes_weight_gradients()) memory -= for_weights;
+    peak = std::max(peak, memory);
+  }
+  return peak;
+}
+
+bool fits(const std::vector<Action>& actions, int rank, const ScheduleOptions& options) {
+  return peak_memory(actions, options.costs()) <= limit_of(options, rank) * (1 + kRounding);
+}
+
+bool fits(const Order& order, const ScheduleOptions& options) {
+  for (int rank = 0; rank < options.ranks(); ++rank) {
+    if (!fits(order[static_cast<size_t>(rank)], rank, options)) return false;
+  }
+  return true;
+}
+
+void check_memory_limit(const ScheduleOptions& options) {
+  const auto& limit = options.memory_limit();
+  if (limit.empty()) return;
+  SMP_CHECK_WITH(ConfigError, limit.size() == static_cast<size_t>(options.ranks()),
+                 "schedule option memory_limit: expected one number for each of ",
+                 options.ranks(), " ranks, got ", limit.size(), ".");
+  std::vector<double> needed(limit.size(), 0);
+  for (int stage = 0; stage < options.stages(); ++stage) {
+    const auto index = static_cast<size_t>(stage);
+    needed[static_cast<size_t>(options.rank_of_stage()[index])] +=
+        std::max(options.costs().kept[index], options.costs().kept_for_weights[index]);
+  }
+  for (size_t rank = 0; rank < limit.size(); ++rank) {
+    SMP_CHECK_WITH(ConfigError, needed[rank] <= limit[rank],
+                   "schedule option memory_limit: rank ", rank, " may keep ", limit[rank],
+                   ", but one microbatch needs ", needed[rank],
+                   " there. Use more microbatches or partitions, or raise the limit.");
+  }
+}
+
+// --- building an order action by action -------------------------------------------------------
+
+/// How to choose among actions that a rank could do.
+struct Rule {
+  bool backward_first;
+  /// How many microbatches a rank may have in flight beyond what keeps it busy.
+  int extra_in_flight;
+  /// How long to wait for a better action, as part of the time until the first could be done: with
+  /// 0 a rank never waits when it could work, with 1 the order is active (Giffler and Thompson).
+  double look_ahead;
+  /// Microbatches that go through a rank's stages together.
+  int round;
+};
+
+/// Runs all ranks in virtual time and gives each its next action by a rule.
+class Dispatcher {
+ public:
+  Dispatcher(const StageFlow& flow, const ScheduleOptions& options, bool split, const Rule& rule)
+      : flow_(flow),
+        options_(options),
+        split_(split),
+        rule_(rule),
+        done_(static_cast<size_t>(flow.stages())),
+        forward_ends_(flow.size(), 0),
+        gradient_ends_(flow.size(), 0),
+        clocks_(static_cast<size_t>(flow.ranks()), 0),
+        memory_(clocks_.size(), 0),
+        next_(clocks_.size()),
+        order_(clocks_.size()) {
+    for (int rank = 0; rank < flow.ranks(); ++rank) {
+      in_flight_limit_.push_back(enough_in_flight(rank) + rule.extra_in_flight);
+    }
+  }
+
+  Order run() && {
+    for (int rank = 0; rank < flow_.ranks(); ++rank) choose(rank);
+    for (;;) {
+      const auto earliest =
+          std::min_element(next_.begin(), next_.end(),
+                           [](const auto& a, const auto& b) { return a.start < b.start; });
+      if (earliest->start == kInfinity) return std::move(order_);
+      perform(static_cast<int>(earliest - next_.begin()), *earliest);
+    }
+  }
+
+ private:
+  /// How many microbatches a stage has done of each.
+  struct Done {
+    int forwards = 0;
+    int inputs = 0;
+    int weights = 0;
+  };
+
+  struct Candidate {
+    Action action;
+    double start = kInfinity;
+  };
+
+  Done& done(int stage) { return done_[static_cast<size_t>(stage)]; }
+  const Done& done(int stage) const { return done_[static_cast<size_t>(stage)]; }
+
+  /// How many microbatches keep a rank busy: as many as come by while one goes on to the end of
+  /// the pipeline and returns, if the slowest rank sets the pace.
+  int enough_in_flight(int rank) const {
+    std::vector<double> work(clocks_.size(), 0);
+    for (int stage = 0; stage < flow_.stages(); ++stage) {
+      work[static_cast<size_t>(flow_.rank_of(stage))] +=
+          flow_.duration(forward_of(stage, 0)) + flow_.duration(backward_of(stage, 0));
+    }
+    const double pace = *std::max_element(work.begin(), work.end());
+    if (pace == 0 || flow_.stages_of(rank).empty()) return 1;
+    const double rounds = round_trip(flow_.stages_of(rank).front()) / pace;
+    return static_cast<int>(std::min(std::ceil(rounds), 1e9));
+  }
+
+  /// From the start of a stage's forward to the end of its backward, of a lone microbatch.
+  double round_trip(int stage) const {
+    std::vector<double> forward_ends(done_.size(), -kInfinity);
+    std::vector<double> gradient_ends(done_.size(), -kInfinity);
+    const auto pass = [&](const Action& action, std::vector<double>& ends, double begin) {
+      for (const auto& source : flow_.sources(action)) {
+        begin = std::max(begin, ends[static_cast<size_t>(source.stage)] + source.delay);
+      }
+      ends[static_cast<size_t>(action.stage)] = begin + flow_.duration(action);
+    };
+    for (int s = stage; s < flow_.stages(); ++s) {
+      pass(forward_of(s, 0), forward_ends, s == stage ? 0 : -kInfinity);
+    }
+    for (int s = flow_.stages() - 1; s >= stage; --s) {
+      pass(split_ ? backward_input_of(s, 0) : backward_of(s, 0), gradient_ends,
+           forward_ends[static_cast<size_t>(s)]);
+    }
+    return std::max(gradient_ends[static_cast<size_t>(stage)], 0.0);
+  }
+
+  void perform(int rank, const Candidate& chosen) {
+    const Action action = chosen.action;
+    const double end = chosen.start + flow_.duration(action);
+    clocks_[static_cast<size_t>(rank)] = end + flow_.sending(action);
+    order_[static_cast<size_t>(rank)].push_back(action);
+    auto& stage = done(action.stage);
+    if (action.kind == Kind::kForward) {
+      ++stage.forwards;
+      forward_ends_[flow_.index(action)] = end;
+    } else if (action.makes_input_gradients()) {
+      ++stage.inputs;
+      gradient_ends_[flow_.index(action)] = end;
+    }
+    if (action.makes_weight_gradients()) ++stage.weights;
+    memory_[static_cast<size_t>(rank)] += change_of_memory(action);
+    choose(rank);
+    for (const int target : flow_.targets(action)) {
+      if (flow_.rank_of(target) != rank) choose(flow_.rank_of(target));
+    }
+  }
+
+  double kept(int stage) const {
+    const auto& costs = flow_.costs();
+    return std::max(costs.kept[static_cast<size_t>(stage)],
+                    costs.kept_for_weights[static_cast<size_t>(stage)]);
+  }
+
+  double change_of_memory(const Action& action) const {
+    const double for_weights = flow_.costs().kept_for_weights[static_cast<size_t>(action.stage)];
+    switch (action.kind) {
+      case Kind::kForward:
+        return kept(action.stage);
+      case Kind::kBackward:
+        return -kept(action.stage);
+      case Kind::kBackwardInput:
+        return for_weights - kept(action.stage);
+      default:
+        return -for_weights;
+    }
+  }
+
+  void choose(int rank) {
+    std::vector<Candidate> candidates;
+    for (const int stage : flow_.stages_of(rank)) {
+      const auto& at = done(stage);
+      const auto backward =
+          split_ ? backward_input_of(stage, at.inputs) : backward_of(stage, at.inputs);
+      if (at.inputs < at.forwards) add_candidate(rank, backward, candidates);
+      if (at.forwards < flow_.microbatches() && may_begin(rank, stage)) {
+        add_candidate(rank, forward_of(stage, at.forwards), candidates);
+      }
+      if (at.weights < at.inputs) {
+        add_candidate(rank, backward_weight_of(stage, at.weights), candidates);
+      }
+    }
+    next_[static_cast<size_t>(rank)] = best_of(candidates);
+  }
+
+  void add_candidate(int rank, const Action& action, std::vector<Candidate>& candidates) const {
+    const bool forward = action.kind == Kind::kForward;
+    double start = clocks_[static_cast<size_t>(rank)];
+    for (const auto& source : flow_.sources(action)) {
+      const auto& at = done(source.stage);
+      if ((forward ? at.forwards : at.inputs) <= action.microbatch) return;
+      const auto& ends = forward ? forward_ends_ : gradient_ends_;
+      start = std::max(start, ends[flow_.index(source.stage, action.microbatch)] + source.delay);
+    }
+    candidates.push_back({action, start});
+  }
+
+  Candidate best_of(const std::vector<Candidate>& candidates) const {
+    double first_start = kInfinity;
+    double first_end = kInfinity;
+    for (const auto& candidate : candidates) {
+      first_start = std::min(first_start, candidate.start);
+      first_end = std::min(first_end, candidate.start + flow_.duration(candidate.action));
+    }
+    const double latest = first_start + rule_.look_ahead * (first_end - first_start);
+    Candidate best;
+    for (const auto& candidate : candidates) {
+      const bool in_time =
+          candidate.start == first_start || candidate.start < latest - kRounding * latest;
+      if (in_time &&
+          (best.start == kInfinity || preference(candidate.action) < preference(best.action))) {
+        best = candidate;
+      }
+    }
+    return best;
+  }
+
+  /// The least goes first.
+  std::tuple<int, int, int, int> preference(const Action& action) const {
+    const bool forward = action.kind == Kind::kForward;
+    const int urgency = action.kind == Kind::kBackwardWeight ? 2
+                        : forward == rule_.backward_first    ? 1
+                                                             : 0;
+    return {urgency, action.microbatch / rule_.round, forward ? action.stage : -action.stage,
+            action.microbatch};
+  }
+
+  /// Whether the next forward of the stage leaves the rank able to finish everything.
+  bool may_begin(int rank, int stage) const {
+    const int microbatch = done(stage).forwards;
+    int finished = flow_.microbatches();
+    for (const int other : flow_.stages_of(rank)) finished = std::min(finished, done(other).inputs);
+    return microbatch - finished < in_flight_limit_[static_cast<size_t>(rank)] &&
+           has_memory(rank, stage);
+  }
+
+  /// The banker's algorithm: after this forward there must be room to run all forwards of the
+  /// oldest unfinished microbatch, with what it then sets free all of the next, and so on.
+  bool has_memory(int rank, int stage) const {
+    double room = limit_of(options_, rank) * (1 + kRounding) - memory_[static_cast<size_t>(rank)] -
+                  kept(stage);
+    if (room == kInfinity) return true;
+    if (room < 0) return false;
+    const auto forwards = [&](int s) { return done(s).forwards + (s == stage ? 1 : 0); };
+    int first = flow_.microbatches();
+    int last = 0;
+    for (const int s : flow_.stages_of(rank)) {
+      first = std::min(first, forwards(s));
+      last = std::max(last, forwards(s));
+    }
+    // Microbatches that have run all forwards need nothing and set everything free.
+    for (const int s : flow_.stages_of(rank)) {
+      room += held(s, std::min(first, forwards(s)));
+    }
+    for (int m = first; m < last; ++m) {
+      double needed = 0;
+      double total = 0;
+      for (const int s : flow_.stages_of(rank)) {
+        total += kept(s);
+        if (forwards(s) <= m) needed += kept(s);
+      }
+      if (needed > room) return false;
+      room += total - needed;
+    }
+    return true;
+  }
+
+  /// What the first `microbatches` of a stage still keep.
+  double held(int stage, int microbatches) const {
+    const auto& at = done(stage);
+    const double for_weights = flow_.costs().kept_for_weights[static_cast<size_t>(stage)];
+    return (microbatches - at.inputs) * kept(stage) +
+           (split_ ? (at.inputs - at.weights) * for_weights : 0);
+  }
+
+  const StageFlow& flow_;
+  const ScheduleOptions& options_;
+  const bool split_;
+  const Rule rule_;
+  std::vector<Done> done_;             // by stage
+  std::vector<double> forward_ends_;   // by stage and microbatch
+  std::vector<double> gradient_ends_;  // likewise, of the inputs
+  std::vector<double> clocks_;         // by rank
+  std::vector<double> memory_;         // by rank
+  std::vector<int> in_flight_limit_;   // by rank
+  std::vector<Candidate> next_;        // by rank
+  Order order_;
+};
+
+// --- improving an order -----------------------------------------------------------------------
+
+/// Whether `later` may come before `earlier`, its neighbour on a rank, as far as one can see from
+/// these two.
+bool may_exchange(const StageFlow& flow, const Action& earlier, const Action& later) {
+  if (earlier.stage == later.stage) {
+    return earlier.kind != later.kind && earlier.microbatch != later.microbatch &&
+           !(earlier.makes_input_gradients() && later.makes_input_gradients()) &&
+           !(earlier.makes_weight_gradients() && later.makes_weight_gradients());
+  }
+  const auto& targets = flow.targets(earlier);
+  const bool same_pass = (earlier.kind == Kind::kForward) == (later.kind == Kind::kForward) &&
+                         later.kind != Kind::kBackwardWeight;
+  return !(same_pass && earlier.microbatch == later.microbatch &&
+           std::find(targets.begin(), targets.end(), later.stage) != targets.end());
+}
+
+/// Orders and what they take.
+struct Solution {
+  Order order;
+  double makespan = kInfinity;
+};
+
+/// Tries orders until a number of actions was timed, so that every rank stops at the same point.
+class Search {
+ public:
+  Search(const StageFlow& flow, const ScheduleOptions& options, size_t budget)
+      : flow_(flow), options_(options), timer_(flow), budget_(budget) {}
+
+  const Solution& best() const { return best_; }
+  bool exhausted() const { return spent_ >= budget_; }
+
+  /// Takes the order if it fits and is better than the best so far.
+  void offer(Order order) {
+    if (!fits(order, options_)) return;
+    const double makespan = time(order);
+    if (best_.order.empty() || clearly_less(makespan, best_.makespan)) {
+      best_ = {std::move(order), makespan};
+    }
+  }
+
+  /// Tabu search from the best order: exchanges the neighbours on a critical path that make the
+  /// step shortest, even if it gets longer, but not those exchanged shortly before.
+  void improve() {
+    Solution current = best_;
+    std::vector<Exchange> tabu;
+    while (!exhausted()) {
+      timer_.time(current.order);
+      const auto move = best_exchange(current, tabu);
+      if (!move) return;
+      auto& actions = current.order[static_cast<size_t>(move->at.rank)];
+      const Exchange back{actions[move->at.position + 1], actions[move->at.position]};
+      std::swap(actions[move->at.position], actions[move->at.position + 1]);
+      current.makespan = move->makespan;
+      if (clearly_less(current.makespan, best_.makespan)) best_ = current;
+      tabu.push_back(back);
+      if (tabu.size() > kTabuTenure) tabu.erase(tabu.begin());
+    }
+  }
+
+  /// Makes whole backwards of halves that follow each other, stage by stage, where that costs
+  /// nothing: one action less, and what it computes twice only once.
+  void merge_halves() {
+    for (int stage = 0; stage < flow_.stages() && !exhausted(); ++stage) {
+      auto order = best_.order;
+      auto& actions = order[static_cast<size_t>(flow_.rank_of(stage))];
+      if (!merge_halves_of(stage, actions) || !fits(actions, flow_.rank_of(stage), options_)) {
+        continue;
+      }
+      const double makespan = time(order);
+      if (!clearly_less(best_.makespan, makespan)) best_ = {std::move(order), makespan};
+    }
+  }
+
+ private:
+  static constexpr size_t kTabuTenure = 12;
+
+  /// What was before, and after it.
+  using Exchange = std::pair<Action, Action>;
+
+  struct Move {
+    OrderTimer::Neighbours at;
+    double makespan;
+  };
+
+  double time(const Order& order) {
+    for (const auto& actions : order) spent_ += actions.size();
+    return timer_.time(order);
+  }
+
+  std::optional<Move> best_exchange(const Solution& current, const std::vector<Exchange>& tabu) {
+    std::optional<Move> best;
+    for (const auto& at : timer_.critical_neighbours(current.order)) {
+      Order order = current.order;
+      auto& actions = order[static_cast<size_t>(at.rank)];
+      auto& first = actions[at.position];
+      auto& second = actions[at.position + 1];
+      if (!may_exchange(flow_, first, second)) continue;
+      const Exchange exchange{first, second};
+      std::swap(first, second);
+      if (!fits(actions, at.rank, options_)) continue;
+      const double makespan = time(order);
+      const bool forbidden = std::find(tabu.begin(), tabu.end(), exchange) != tabu.end() &&
+                             !clearly_less(makespan, best_.makespan);
+      if (makespan < kInfinity && !forbidden && (!best || clearly_less(makespan, best->makespan))) {
+        best = Move{at, makespan};
+      }
+    }
+    return best;
+  }
+
+  static bool merge_halves_of(int stage, std::vector<Action>& actions) {
+    std::vector<Action> merged;
+    for (const auto& action : actions) {
+      if (action.kind == Kind::kBackwardWeight && action.stage == stage && !merged.empty() &&
+          merged.back() == backward_input_of(stage, action.microbatch)) {
+        merged.back().kind = Kind::kBackward;
+      } else {
+        merged.push_back(action);
+      }
+    }
+    const bool changed = merged.size() < actions.size();
+    actions = std::move(merged);
+    return changed;
+  }
+
+  const StageFlow& flow_;
+  const ScheduleOptions& options_;
+  OrderTimer timer_;
+  const size_t budget_;
+  size_t spent_ = 0;
+  Solution best_;
+};
+
+Order order_of(const Schedule& schedule) {
+  Order order;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) order.push_back(schedule.actions(rank));
+  return order;
+}
+
+/// The same with every backward split.
+Order split(const Order& order) {
+  Order result(order.size());
+  for (size_t rank = 0; rank < order.size(); ++rank) {
+    for (const auto& action : order[rank]) {
+      if (action.kind == Kind::kBackward) {
+        result[rank].push_back(backward_input_of(action.stage, action.microbatch));
+        result[rank].push_back(backward_weight_of(action.stage, action.microbatch));
+      } else {
+        result[rank].push_back(action);
+      }
+    }
+  }
+  return result;
+}
+
+/// How many actions are timed in all: a quarter of a second on one core.
+constexpr size_t kBudget = 4'000'000;
+
+void offer_other_schedules(const ScheduleOptions& options, bool split_backwards, Search& search) {
+  for (const auto& kind : schedule_kinds()) {
+    if (kind.name == "list" || !kind.trains || !kind.misplacement(options).empty() ||
+        (kind.splits && !split_backwards)) {
+      continue;
+    }
+    auto order = order_of(kind.generate(options));
+    if (split_backwards) search.offer(split(order));
+    search.offer(std::move(order));
+  }
+}
+
+std::vector<Rule> rules(const ScheduleOptions& options) {
+  std::set<int> extras = {0, 1, 2, options.ranks(), options.microbatches()};
+  std::set<int> rounds = {1};
+  if (options.stages() > options.ranks()) rounds.insert(options.ranks());
+  std::vector<Rule> result;
+  for (const double look_ahead : {0.0, 0.5, 1.0}) {
+    for (const int extra : extras) {
+      for (const int round : rounds) {
+        for (const bool backward_first : {true, false}) {
+          result.push_back({backward_first, extra, look_ahead, round});
+        }
+      }
+    }
+  }
+  return result;
+}
+
+Solution search_orders(const StageFlow& flow, const ScheduleOptions& options,
+                       bool split_backwards) {
+  Search search(flow, options, kBudget);
+  offer_other_schedules(options, split_backwards, search);
+  for (const auto& rule : rules(options)) {
+    if (search.exhausted()) break;
+    search.offer(Dispatcher(flow, options, split_backwards, rule).run());
+  }
+  search.improve();
+  if (split_backwards) search.merge_halves();
+  return search.best();
+}
+
+}  // namespace
+
+Schedule list_schedule(const ScheduleOptions& given) {
+  check_options(given);
+  auto options = given;
+  options.costs(given.costs().filled(static_cast<size_t>(given.stages()), given.edges().size()));
+  check_memory_limit(options);
+  const StageFlow flow(options);
+  auto best = search_orders(flow, options, /*split_backwards=*/false);
+  if (options.costs().can_split()) {
+    auto other = search_orders(flow, options, /*split_backwards=*/true);
+    if (clearly_less(other.makespan, best.makespan)) best = std::move(other);
+  }
+  Schedule result(options.ranks(), options.microbatches(), options.rank_of_stage(), true);
+  for (int rank = 0; rank < options.ranks(); ++rank) {
+    result.actions(rank) = std::move(best.order[static_cast<size_t>(rank)]);
+  }
+  return result;
+}
+
+}  // namespace smp::pipeline
