@@ -24,7 +24,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 /// Times differ by rounding only if they differ by less than this part of them.
 constexpr double kRounding = 1e-9;
 
-bool clearly_less(double a, double b) { return a < b - kRounding * b; }
+bool clearly_less(double a, double b) { return a < b * (1 - kRounding); }
 
 // --- memory -----------------------------------------------------------------------------------
 
@@ -353,20 +353,65 @@ bool may_exchange(const StageFlow& flow, const Action& earlier, const Action& la
            std::find(targets.begin(), targets.end(), later.stage) != targets.end());
 }
 
+/// What no order can go below: the slowest rank works all the time, from when the first values
+/// reach it until its last gradients have gone on to the first stage.
+double least_makespan(const StageFlow& flow, bool split) {
+  std::vector<double> starts(static_cast<size_t>(flow.stages()), 0);
+  std::vector<double> tails(starts.size(), 0);
+  for (int s = 0; s < flow.stages(); ++s) {
+    for (const auto& source : flow.sources(forward_of(s, 0))) {
+      const double end =
+          starts[static_cast<size_t>(source.stage)] + flow.duration(forward_of(source.stage, 0));
+      starts[static_cast<size_t>(s)] = std::max(starts[static_cast<size_t>(s)], end + source.delay);
+    }
+    // Weight gradients delay nobody, so with these a rank may end on its own.
+    for (const auto& source : flow.sources(backward_of(s, 0))) {
+      if (split) continue;
+      auto& tail = tails[static_cast<size_t>(source.stage)];
+      tail = std::max(
+          tail, source.delay + flow.duration(backward_of(s, 0)) + tails[static_cast<size_t>(s)]);
+    }
+  }
+  double least = 0;
+  for (int rank = 0; rank < flow.ranks(); ++rank) {
+    double start = kInfinity;
+    double work = 0;
+    double tail = kInfinity;
+    for (const int stage : flow.stages_of(rank)) {
+      const auto index = static_cast<size_t>(stage);
+      const auto& costs = flow.costs();
+      const double backward =
+          !split ? costs.backward[index]
+                 : std::min(costs.backward[index],
+                            costs.backward_input[index] + costs.backward_weight[index]);
+      start = std::min(start, starts[index]);
+      tail = std::min(tail, tails[index]);
+      work += (costs.forward[index] + backward) * flow.microbatches();
+    }
+    if (work > 0) least = std::max(least, start + work + tail);
+  }
+  return least;
+}
+
 /// Orders and what they take.
 struct Solution {
   Order order;
   double makespan = kInfinity;
 };
 
-/// Tries orders until a number of actions was timed, so that every rank stops at the same point.
+/// Tries orders until none can be better, or a number of actions was timed: not for a time, so that
+/// every rank stops at the same point.
 class Search {
  public:
-  Search(const StageFlow& flow, const ScheduleOptions& options, size_t budget)
-      : flow_(flow), options_(options), timer_(flow), budget_(budget) {}
+  Search(const StageFlow& flow, const ScheduleOptions& options, bool split, size_t budget)
+      : flow_(flow),
+        options_(options),
+        timer_(flow),
+        budget_(budget),
+        least_(least_makespan(flow, split)) {}
 
   const Solution& best() const { return best_; }
-  bool exhausted() const { return spent_ >= budget_; }
+  bool is_done() const { return spent_ >= budget_ || !clearly_less(least_, best_.makespan); }
 
   /// Takes the order if it fits and is better than the best so far.
   void offer(Order order) {
@@ -382,7 +427,7 @@ class Search {
   void improve() {
     Solution current = best_;
     std::vector<Exchange> tabu;
-    while (!exhausted()) {
+    while (!is_done()) {
       timer_.time(current.order);
       const auto move = best_exchange(current, tabu);
       if (!move) return;
@@ -397,9 +442,9 @@ class Search {
   }
 
   /// Makes whole backwards of halves that follow each other, stage by stage, where that costs
-  /// nothing: one action less, and what it computes twice only once.
+  /// nothing: one action less, and what both halves would compute only once.
   void merge_halves() {
-    for (int stage = 0; stage < flow_.stages() && !exhausted(); ++stage) {
+    for (int stage = 0; stage < flow_.stages(); ++stage) {
       auto order = best_.order;
       auto& actions = order[static_cast<size_t>(flow_.rank_of(stage))];
       if (!merge_halves_of(stage, actions) || !fits(actions, flow_.rank_of(stage), options_)) {
@@ -426,21 +471,20 @@ class Search {
     return timer_.time(order);
   }
 
-  std::optional<Move> best_exchange(const Solution& current, const std::vector<Exchange>& tabu) {
+  std::optional<Move> best_exchange(Solution& current, const std::vector<Exchange>& tabu) {
     std::optional<Move> best;
     for (const auto& at : timer_.critical_neighbours(current.order)) {
-      Order order = current.order;
-      auto& actions = order[static_cast<size_t>(at.rank)];
+      auto& actions = current.order[static_cast<size_t>(at.rank)];
       auto& first = actions[at.position];
       auto& second = actions[at.position + 1];
       if (!may_exchange(flow_, first, second)) continue;
       const Exchange exchange{first, second};
       std::swap(first, second);
-      if (!fits(actions, at.rank, options_)) continue;
-      const double makespan = time(order);
+      const double makespan = fits(actions, at.rank, options_) ? time(current.order) : kInfinity;
+      std::swap(first, second);
       const bool forbidden = std::find(tabu.begin(), tabu.end(), exchange) != tabu.end() &&
                              !clearly_less(makespan, best_.makespan);
-      if (makespan < kInfinity && !forbidden && (!best || clearly_less(makespan, best->makespan))) {
+      if (!forbidden && clearly_less(makespan, best ? best->makespan : kInfinity)) {
         best = Move{at, makespan};
       }
     }
@@ -466,6 +510,7 @@ class Search {
   const ScheduleOptions& options_;
   OrderTimer timer_;
   const size_t budget_;
+  const double least_;
   size_t spent_ = 0;
   Solution best_;
 };
@@ -526,10 +571,10 @@ std::vector<Rule> rules(const ScheduleOptions& options) {
 
 Solution search_orders(const StageFlow& flow, const ScheduleOptions& options,
                        bool split_backwards) {
-  Search search(flow, options, kBudget);
+  Search search(flow, options, split_backwards, kBudget);
   offer_other_schedules(options, split_backwards, search);
   for (const auto& rule : rules(options)) {
-    if (search.exhausted()) break;
+    if (search.is_done()) break;
     search.offer(Dispatcher(flow, options, split_backwards, rule).run());
   }
   search.improve();

@@ -1,0 +1,102 @@
+#include "pipeline/ranking.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdio>
+#include <tuple>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+double most(const std::vector<double>& numbers) {
+  return *std::max_element(numbers.begin(), numbers.end());
+}
+
+/// Why the memory limit does not hold it, or empty.
+std::string too_large(const Simulation& simulation, const std::vector<double>& limit) {
+  for (size_t rank = 0; rank < limit.size(); ++rank) {
+    if (simulation.peak_memory[rank] > limit[rank]) {
+      return c10::str("rank ", rank, " would keep ", simulation.peak_memory[rank],
+                      ", more than its limit of ", limit[rank], ".");
+    }
+  }
+  return "";
+}
+
+/// "12.3", and no digits that mean nothing.
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.4g", value);
+  return text;
+}
+
+std::string padded(std::string text, size_t width) {
+  text.resize(std::max(text.size(), width), ' ');
+  return text;
+}
+
+}  // namespace
+
+ScheduleRanking rank_schedules(const ScheduleOptions& options) {
+  ScheduleRanking ranking;
+  for (const auto& kind : schedule_kinds()) {
+    if (!kind.trains) {
+      continue;
+    }
+    auto reason = kind.misplacement(options);
+    const bool always_splits = kind.splits && kind.name != "list";
+    if (reason.empty() && always_splits && !options.costs().can_split()) {
+      reason = "it splits backwards, and the time of their halves is not known.";
+    }
+    if (reason.empty()) {
+      auto schedule = lower(kind.generate(options), options.edges());
+      auto simulation = simulate(schedule, options.edges(), options.costs());
+      reason = too_large(simulation, options.memory_limit());
+      if (reason.empty()) {
+        ranking.schedules.push_back({kind.name, std::move(schedule), std::move(simulation)});
+        continue;
+      }
+    }
+    ranking.refused.push_back({kind.name, std::move(reason)});
+  }
+  const auto shortest = std::min_element(ranking.schedules.begin(), ranking.schedules.end(),
+                                         [](const auto& a, const auto& b) {
+                                           return a.simulation.makespan < b.simulation.makespan;
+                                         })
+                            ->simulation.makespan;
+  const auto key = [&](const RankedSchedule& ranked) {
+    // Sums of the same times in another order differ by rounding.
+    const double steps = shortest > 0 ? ranked.simulation.makespan / shortest : 1;
+    return std::tuple(std::round(steps * 1e9), most(ranked.simulation.peak_memory));
+  };
+  std::stable_sort(ranking.schedules.begin(), ranking.schedules.end(),
+                   [&](const auto& a, const auto& b) { return key(a) < key(b); });
+  return ranking;
+}
+
+std::string to_string(const ScheduleRanking& ranking) {
+  constexpr size_t kName = 18;
+  constexpr size_t kNumber = 10;
+  std::string text = padded("schedule", kName) + padded("makespan", kNumber) +
+                     padded("idle", kNumber) + "most kept\n";
+  for (const auto& [name, schedule, simulation] : ranking.schedules) {
+    text += padded(name, kName) + padded(number(simulation.makespan), kNumber) +
+            padded(number(100 * simulation.bubble()) + " %", kNumber) +
+            number(most(simulation.peak_memory)) + '\n';
+  }
+  text += "idle by rank under " + ranking.best().name + ':';
+  for (const double idle : ranking.best().simulation.idle) {
+    text += ' ' + number(idle);
+  }
+  text += '\n';
+  for (const auto& [name, reason] : ranking.refused) {
+    text += "not " + name + ": " + reason + '\n';
+  }
+  return text;
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,267 @@
+#include "pipeline/schedule_file.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "smp/core/error.h"
+#include "smp/core/json.h"
+#include "smp/core/json_reader.h"
+
+namespace smp::pipeline {
+namespace {
+
+constexpr const char* kFormat = "smp schedule";
+constexpr int kVersion = 1;
+
+// --- CSV --------------------------------------------------------------------------------------
+
+std::string_view trimmed(std::string_view text) {
+  constexpr const char* kBlanks = " \t\r";
+  const auto begin = text.find_first_not_of(kBlanks);
+  if (begin == std::string_view::npos) {
+    return {};
+  }
+  return text.substr(begin, text.find_last_not_of(kBlanks) - begin + 1);
+}
+
+/// Cuts the part before the first `separator` off `rest`.
+std::string_view cut(std::string_view& rest, char separator) {
+  const auto end = rest.find(separator);
+  const auto part = rest.substr(0, end);
+  rest = end == std::string_view::npos ? std::string_view() : rest.substr(end + 1);
+  return part;
+}
+
+/// Reads the rows and finds out what the file does not say.
+class CsvReader {
+ public:
+  CsvReader(std::string_view text, const std::string& source) : source_(source) {
+    for (int line = 1; !text.empty(); ++line) {
+      const auto row = cut(text, '\n');
+      if (!trimmed(row).empty()) {
+        read_row(row, line);
+      }
+    }
+    SMP_CHECK_WITH(ConfigError, !rank_of_stage_.empty(), source_,
+                   ": a CSV schedule has a row of computes for each rank, got none.");
+  }
+
+  Schedule finish() && {
+    for (size_t stage = 0; stage < rank_of_stage_.size(); ++stage) {
+      SMP_CHECK_WITH(ConfigError, rank_of_stage_[stage] != kNowhere, source_,
+                     ": a CSV schedule has computes of all stages, got none of stage ", stage,
+                     ", but some of stage ", rank_of_stage_.size() - 1, ".");
+    }
+    Schedule schedule(static_cast<int>(rows_.size()), microbatches_, std::move(rank_of_stage_),
+                      has_backward_);
+    for (size_t rank = 0; rank < rows_.size(); ++rank) {
+      schedule.actions(static_cast<int>(rank)) = std::move(rows_[rank]);
+    }
+    return schedule;
+  }
+
+ private:
+  static constexpr int kNowhere = -1;
+
+  void read_row(std::string_view row, int line) {
+    rows_.emplace_back();
+    const char* const begin = row.data();
+    while (!row.empty()) {
+      const auto cell = trimmed(cut(row, ','));
+      if (!cell.empty()) {
+        read_cell(cell, c10::str(source_, ", line ", line, ", column ", cell.data() - begin + 1));
+      }
+    }
+  }
+
+  void read_cell(std::string_view cell, const std::string& where) {
+    constexpr std::string_view kOverlap = ")OVERLAP_F_B";
+    const bool overlap = cell.front() == '(' && cell.size() > kOverlap.size() &&
+                         cell.substr(cell.size() - kOverlap.size()) == kOverlap;
+    if (!overlap) {
+      add(parse_action(cell, where), where);
+      return;
+    }
+    auto parts = cell.substr(1, cell.size() - kOverlap.size() - 1);
+    while (!parts.empty()) {
+      add(parse_action(trimmed(cut(parts, ';')), where), where);
+    }
+  }
+
+  void add(const Action& action, const std::string& where) {
+    SMP_CHECK_WITH(ConfigError, action.is_compute(), where,
+                   ": a CSV schedule has computes only, as 0F3, 1B0, 1I0 and 1W0, got ",
+                   to_string(action), ". Transfers are added when it is used.");
+    const auto stage = static_cast<size_t>(action.stage);
+    // Larger numbers are mistakes, and would only fill the memory.
+    SMP_CHECK_WITH(ConfigError, action.stage < kMost && action.microbatch < kMost, where,
+                   ": expected stages and microbatches below ", kMost, ", got ",
+                   to_string(action), ".");
+    if (stage >= rank_of_stage_.size()) {
+      rank_of_stage_.resize(stage + 1, kNowhere);
+    }
+    const int rank = static_cast<int>(rows_.size()) - 1;
+    auto& known = rank_of_stage_[stage];
+    SMP_CHECK_WITH(ConfigError, known == kNowhere || known == rank, where, ": stage ", stage,
+                   " is on rank ", known, " (row ", known + 1, "), got ", to_string(action),
+                   " on rank ", rank, ". Put all computes of a stage into one row.");
+    known = rank;
+    microbatches_ = std::max(microbatches_, action.microbatch + 1);
+    has_backward_ = has_backward_ || action.is_backward();
+    rows_.back().push_back(action);
+  }
+
+  static constexpr int kMost = 1 << 20;
+
+  const std::string& source_;
+  std::vector<std::vector<Action>> rows_;
+  std::vector<int> rank_of_stage_;
+  int microbatches_ = 0;
+  bool has_backward_ = false;
+};
+
+// --- JSON -------------------------------------------------------------------------------------
+
+void check_header(const JsonReader& root) {
+  const auto format = root.at("format");
+  if (format.text() != kFormat) {
+    format.fail_expected(c10::str("\"", kFormat, "\""));
+  }
+  const auto version = root.at("version");
+  if (version.integer() != kVersion) {
+    version.fail_expected(std::to_string(kVersion));
+  }
+}
+
+std::vector<int> read_ranks_of_stages(const JsonReader& json, size_t ranks) {
+  std::vector<int> result;
+  for (size_t stage = 0; stage < json.size(); ++stage) {
+    result.push_back(static_cast<int>(json.at(stage).integer(0, static_cast<int64_t>(ranks) - 1)));
+  }
+  if (result.size() < ranks) {
+    json.fail_expected(
+        c10::str("a rank for each stage, and at least ", ranks, " stages for ", ranks, " ranks"));
+  }
+  return result;
+}
+
+// --- files ------------------------------------------------------------------------------------
+
+enum class Form { kCsv, kJson, kText };
+
+Form form_of(const std::string& path) {
+  const auto ends_in = [&](std::string_view ending) {
+    return path.size() > ending.size() &&
+           path.compare(path.size() - ending.size(), ending.size(), ending) == 0;
+  };
+  if (ends_in(".csv")) {
+    return Form::kCsv;
+  }
+  if (ends_in(".json")) {
+    return Form::kJson;
+  }
+  SMP_CHECK_WITH(ConfigError, ends_in(".txt"), path,
+                 ": the name of a schedule's file says its form: expected it to end in .csv, .json "
+                 "or .txt. Rename the file.");
+  return Form::kText;
+}
+
+}  // namespace
+
+std::string schedule_to_csv(const Schedule& schedule) {
+  std::string text;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const char* separator = "";
+    for (const auto& action : schedule.actions(rank)) {
+      if (action.is_compute()) {
+        text += separator + to_string(action);
+        separator = ",";
+      }
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+Schedule schedule_from_csv(const std::string& text, const std::string& source_name) {
+  return CsvReader(text, source_name).finish();
+}
+
+std::string schedule_to_json(const Schedule& schedule) {
+  std::string text =
+      c10::str("{\n  \"format\": \"", kFormat, "\",\n  \"version\": ", kVersion,
+               ",\n  \"microbatches\": ", schedule.microbatches(),
+               ",\n  \"backward\": ", schedule.has_backward() ? "true" : "false",
+               ",\n  \"rank_of_stage\": ", nlohmann::json(schedule.rank_of_stage()).dump(),
+               ",\n  \"actions\": [");
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    auto actions = nlohmann::json::array();
+    for (const auto& action : schedule.actions(rank)) {
+      actions.push_back(to_string(action));
+    }
+    text += (rank == 0 ? "\n    " : ",\n    ") + actions.dump();
+  }
+  return text + "\n  ]\n}\n";
+}
+
+Schedule schedule_from_json(const std::string& text, const std::string& source_name) {
+  const auto document = parse_json(text, source_name);
+  const JsonReader root(document, source_name);
+  check_header(root);
+  const auto lists = root.at("actions");
+  if (lists.size() == 0) {
+    lists.fail_expected("a list of actions for each rank");
+  }
+  const auto microbatches = root.at("microbatches").integer(1, std::numeric_limits<int>::max());
+  Schedule schedule(static_cast<int>(lists.size()), static_cast<int>(microbatches),
+                    read_ranks_of_stages(root.at("rank_of_stage"), lists.size()),
+                    root.at("backward").boolean());
+  for (size_t rank = 0; rank < lists.size(); ++rank) {
+    const auto actions = lists.at(rank);
+    for (size_t i = 0; i < actions.size(); ++i) {
+      const auto where = c10::str(source_name, ", actions[", rank, "][", i, "]");
+      schedule.actions(static_cast<int>(rank)).push_back(parse_action(actions.at(i).text(), where));
+    }
+  }
+  return schedule;
+}
+
+bool is_compute_order(const Schedule& schedule) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const auto& actions = schedule.actions(rank);
+    if (!std::all_of(actions.begin(), actions.end(),
+                     [](const Action& action) { return action.is_compute(); })) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void save_schedule(const Schedule& schedule, const std::string& path) {
+  const auto form = form_of(path);
+  std::ofstream out(path, std::ios::binary);
+  out << (form == Form::kCsv    ? schedule_to_csv(schedule)
+          : form == Form::kJson ? schedule_to_json(schedule)
+                                : to_string(schedule));
+  out.close();
+  SMP_CHECK_WITH(ConfigError, !out.fail(), path, ": cannot write the schedule: ",
+                 std::strerror(errno), ". Check the folder and its permissions.");
+}
+
+Schedule load_schedule(const std::string& path) {
+  const auto form = form_of(path);
+  const auto text = read_file(path, "the schedule");
+  return form == Form::kCsv    ? schedule_from_csv(text, path)
+         : form == Form::kJson ? schedule_from_json(text, path)
+                               : parse_schedule(text);
+}
+
+}  // namespace smp::pipeline
