@@ -50,15 +50,15 @@ class CsvReader {
         read_row(row, line);
       }
     }
-    SMP_CHECK_WITH(ConfigError, !rank_of_stage_.empty(), source_,
-                   ": a CSV schedule has a row of computes for each rank, got none.");
+    SMP_CHECK_WITH(ConfigError, !rank_of_stage_.empty(), "cannot read the schedule: ", source_,
+                   ": expected a row of computes for each rank, got none.");
   }
 
   Schedule finish() && {
     for (size_t stage = 0; stage < rank_of_stage_.size(); ++stage) {
-      SMP_CHECK_WITH(ConfigError, rank_of_stage_[stage] != kNowhere, source_,
-                     ": a CSV schedule has computes of all stages, got none of stage ", stage,
-                     ", but some of stage ", rank_of_stage_.size() - 1, ".");
+      SMP_CHECK_WITH(ConfigError, rank_of_stage_[stage] != kNowhere,
+                     "cannot read the schedule: ", source_, ": expected computes of all stages to ",
+                     rank_of_stage_.size() - 1, ", got none of stage ", stage, ".");
     }
     Schedule schedule(static_cast<int>(rows_.size()), microbatches_, std::move(rank_of_stage_),
                       has_backward_);
@@ -97,22 +97,23 @@ class CsvReader {
   }
 
   void add(const Action& action, const std::string& where) {
-    SMP_CHECK_WITH(ConfigError, action.is_compute(), where,
-                   ": a CSV schedule has computes only, as 0F3, 1B0, 1I0 and 1W0, got ",
-                   to_string(action), ". Transfers are added when it is used.");
+    SMP_CHECK_WITH(ConfigError, action.is_compute(), "cannot read the schedule: ", where,
+                   ": expected computes only, as 0F3, 1B0, 1I0 and 1W0, got ", to_string(action),
+                   ". Leave transfers out: they follow from the computes.");
     const auto stage = static_cast<size_t>(action.stage);
     // Larger numbers are mistakes, and would only fill the memory.
-    SMP_CHECK_WITH(ConfigError, action.stage < kMost && action.microbatch < kMost, where,
-                   ": expected stages and microbatches below ", kMost, ", got ",
+    SMP_CHECK_WITH(ConfigError, action.stage < kMost && action.microbatch < kMost,
+                   "cannot read the schedule: ", where, ": expected stages and microbatches below ", kMost, ", got ",
                    to_string(action), ".");
     if (stage >= rank_of_stage_.size()) {
       rank_of_stage_.resize(stage + 1, kNowhere);
     }
     const int rank = static_cast<int>(rows_.size()) - 1;
     auto& known = rank_of_stage_[stage];
-    SMP_CHECK_WITH(ConfigError, known == kNowhere || known == rank, where, ": stage ", stage,
-                   " is on rank ", known, " (row ", known + 1, "), got ", to_string(action),
-                   " on rank ", rank, ". Put all computes of a stage into one row.");
+    SMP_CHECK_WITH(ConfigError, known == kNowhere || known == rank,
+                   "cannot read the schedule: ", where, ": expected all computes of stage ", stage,
+                   " on rank ", known, ", got ", to_string(action), " on rank ", rank,
+                   ". Put all computes of a stage into one row.");
     known = rank;
     microbatches_ = std::max(microbatches_, action.microbatch + 1);
     has_backward_ = has_backward_ || action.is_backward();
@@ -168,9 +169,9 @@ Form form_of(const std::string& path) {
   if (ends_in(".json")) {
     return Form::kJson;
   }
-  SMP_CHECK_WITH(ConfigError, ends_in(".txt"), path,
-                 ": the name of a schedule's file says its form: expected it to end in .csv, .json "
-                 "or .txt. Rename the file.");
+  SMP_CHECK_WITH(ConfigError, ends_in(".txt"),
+                 "the name of a schedule's file must say its form: expected it to end in .csv, "
+                 ".json or .txt, got \"", path, "\". Rename the file.");
   return Form::kText;
 }
 
