@@ -117,16 +117,23 @@ class Completer {
   int owner_of(ValueId value, const std::vector<int>& readers) const {
     const int writer = last_writers_[value];
     const auto fixed = fixed_owner_.find(graph_.values[value].name);
-    if (fixed != fixed_owner_.end()) return stage_on_rank(fixed->second, writer, readers);
+    if (fixed != fixed_owner_.end()) return stage_on_rank(fixed->second, value, readers);
     if (writer >= 0) return stage_of(writer);
     return readers.empty() ? 0 : readers.front();
   }
 
   /// Of a rank's stages the one that writes a tensor, else the first that reads it, else the first.
-  int stage_on_rank(int rank, int writer, const std::vector<int>& readers) const {
+  /// Gradients travel to earlier stages only, so a reader after the first stage that has one will
+  /// not do.
+  int stage_on_rank(int rank, ValueId value, const std::vector<int>& readers) const {
     const auto is_on_rank = [&](int stage) { return plan_.rank_of_stage[stage] == rank; };
+    const int writer = last_writers_[value];
     if (writer >= 0 && is_on_rank(stage_of(writer))) return stage_of(writer);
-    const auto reader = std::find_if(readers.begin(), readers.end(), is_on_rank);
+    const std::vector<int>& gradients = gradients_.gradient_uses(value);
+    const int latest = gradients.empty() ? plan_.stages() : stage_of(gradients.back());
+    const auto reader = std::find_if(readers.begin(), readers.end(), [&](int stage) {
+      return is_on_rank(stage) && stage <= latest;
+    });
     if (reader != readers.end()) return *reader;
     const auto first = std::find(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(), rank);
     return static_cast<int>(first - plan_.rank_of_stage.begin());

@@ -26,8 +26,8 @@ struct StorageUse {
   bool written() const { return last_write >= 0; }
 
   void touch(int index) {
-    if (first_touch < 0) first_touch = index;
-    last_touch = index;
+    first_touch = first_touch < 0 ? index : std::min(first_touch, index);
+    last_touch = std::max(last_touch, index);
   }
 };
 
@@ -38,9 +38,10 @@ class Storages {
     for (size_t v = 0; v < graph.values.size(); ++v) add_value(static_cast<ValueId>(v));
     for (size_t i = 0; i < graph.operators.size(); ++i) add_operator(static_cast<int>(i));
     for (ValueId value : graph.outputs) use_at_end(value);
-    for (const graph::BackwardRoot& root : graph.roots) {
-      use_at_end(root.value);
-      use_at_end(root.gradient);
+    const std::vector<int> root_operator = root_operators(graph, last_writers(graph));
+    for (size_t r = 0; r < graph.roots.size(); ++r) {
+      use_by_root(graph.roots[r].value, root_operator[r]);
+      use_by_root(graph.roots[r].gradient, root_operator[r]);
     }
   }
 
@@ -131,6 +132,14 @@ class Storages {
 
   void use_at_end(ValueId value) {
     if (value != kUndefined) last_use_[value] = static_cast<int>(graph_.operators.size());
+  }
+
+  /// A backward that starts from a buffer that was written needs the history that it got.
+  void use_by_root(ValueId value, int root_operator) {
+    if (value == kUndefined) return;
+    use_at_end(value);
+    const int set = graph_.values[value].alias_set;
+    if (set >= 0) uses_[set].touch(std::max(root_operator, 0));
   }
 
   const Graph& graph_;

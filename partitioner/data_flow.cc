@@ -25,10 +25,28 @@ std::vector<int> last_writers(const Graph& graph) {
   return result;
 }
 
+namespace {
+
+/// Per value: the last operator that may send a gradient back to it, -1 if there is none.
+std::vector<int> last_differentiable_uses(const Graph& graph) {
+  std::vector<int> result(graph.values.size(), -1);
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const graph::Operator& op = graph.operators[i];
+    bool records = false;
+    for_each_result(op, [&](ValueId id) { records |= graph.values[id].meta.requires_grad; });
+    if (!records) continue;
+    for_each_argument(op, [&](ValueId value) { result[value] = static_cast<int>(i); });
+  }
+  return result;
+}
+
+}  // namespace
+
 std::vector<int> root_operators(const Graph& graph, const std::vector<int>& last_writers) {
+  const std::vector<int> last_uses = last_differentiable_uses(graph);
   std::vector<int> result;
   for (const graph::BackwardRoot& root : graph.roots) {
-    int index = last_writers[root.value];
+    int index = std::max(last_writers[root.value], last_uses[root.value]);
     if (root.gradient != graph::kUndefined) index = std::max(index, last_writers[root.gradient]);
     result.push_back(index);
   }

@@ -16,10 +16,12 @@ using graph::for_each_result;
 std::vector<int> last_writers(const graph::Graph& graph);
 
 /// Per value: the operators that use it, ascending, each once. A backward root and its gradient
-/// are used where both are complete.
+/// are used where the root's backward starts (`root_operators`).
 std::vector<std::vector<int>> value_uses(const graph::Graph& graph);
 
-/// For each backward root the operator after which its backward may start; -1: at once.
+/// For each backward root the operator after which its backward starts: both it and its gradient
+/// are complete, and no later operator sends it a gradient, since a root's own comes first into
+/// the sum. -1: at once.
 std::vector<int> root_operators(const graph::Graph& graph, const std::vector<int>& last_writers);
 
 /// How texts call a value: `parameter "fc.weight"`, or "%12" for a result.

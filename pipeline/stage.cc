@@ -107,8 +107,22 @@ bool Stage::writes(ValueId value) const {
   return false;
 }
 
-/// Whether an operator with a backward reads a value's storage. Normalisations in training do not
-/// need their running statistics there, and a leaf works on the module's own buffers.
+/// Whether an operator reads values `of_interest` where its backward may need them. One that
+/// updates running statistics (arguments 3 and 4) needs those of the batch instead.
+template <class Predicate>
+bool reads_for_backward(const graph::Operator& op, const Predicate& of_interest) {
+  const bool updates =
+      graph::writes_running_statistics(op.handle.schema().name()) && !op.writes.empty();
+  for (size_t i = 0; i < op.arguments.size(); ++i) {
+    if (updates && (i == 3 || i == 4)) continue;
+    const auto& values = op.arguments[i].values;
+    if (std::any_of(values.begin(), values.end(), of_interest)) return true;
+  }
+  return false;
+}
+
+/// Whether an operator with a backward reads a value's storage, or a backward starts with it as the
+/// gradient. A leaf works on the module's own buffers.
 bool Stage::backward_may_need(ValueId value) const {
   const int alias_set = graph_.values[value].alias_set;
   const auto on_it = [&](ValueId id) {
@@ -117,14 +131,11 @@ bool Stage::backward_may_need(ValueId value) const {
   const auto differentiable = [&](ValueId id) {
     return id != kUndefined && graph_.values[id].meta.requires_grad;
   };
-  bool needed = false;
+  bool needed = std::any_of(roots_.begin(), roots_.end(),
+                            [&](const auto& root) { return on_it(root.gradient); });
   for (int index : operators_) {
     const graph::Operator& op = graph_.operators[index];
-    const bool reads =
-        std::any_of(op.arguments.begin(), op.arguments.end(), [&](const graph::Argument& argument) {
-          return std::any_of(argument.values.begin(), argument.values.end(), on_it);
-        });
-    if (!reads || graph::writes_running_statistics(op.handle.schema().name())) continue;
+    if (!reads_for_backward(op, on_it)) continue;
     if (graph::is_leaf(op.handle)) return false;
     needed |= std::any_of(op.results.begin(), op.results.end(), differentiable);
   }

@@ -1,5 +1,6 @@
 #include "tests/random/check.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -267,6 +268,7 @@ const char* to_string(Fault fault) {
 }
 
 Verdict check(const Program& program, Fault fault, uint64_t cut_seed) {
+  at::set_num_threads(1);  // the ranks' threads have one, too
   const Trial trial = Trial::of(program.seed);
   Verdict verdict;
   Outcome expected;

@@ -264,8 +264,20 @@ class Generator {
     if (!random_.chance(20)) return;
     const int second = choose_differentiable();
     if (second == loss || !is_floating(tensors_[second])) return;
-    const int gradient = add("loss_gradient", {second});
+    int gradient = random_.chance(50) ? choose_gradient(second) : -1;
+    if (gradient < 0) gradient = add("loss_gradient", {second});
     if (gradient >= 0) program_.roots.push_back({second, gradient});
+  }
+
+  /// A register that may be the gradient of another one; -1: there is none.
+  int choose_gradient(int root) {
+    std::vector<int> candidates;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const bool fits = tensors_[i].sizes() == tensors_[root].sizes() &&
+                        tensors_[i].scalar_type() == tensors_[root].scalar_type();
+      if (fits) candidates.push_back(static_cast<int>(i));
+    }
+    return candidates[random_.below(static_cast<int64_t>(candidates.size()))];
   }
 
   void add_outputs() {

@@ -10,6 +10,8 @@
 #include <optional>
 #include <sstream>
 
+#include "smp/core/error.h"
+
 namespace smp::random_programs {
 namespace {
 
@@ -112,6 +114,8 @@ Results execute(const Program& program, const Tensors& leaves) {
     for (int argument : instruction.arguments) arguments.push_back(registers[argument]);
     const Tensors results = execute(instruction, arguments);
     arguments.clear();
+    SMP_CHECK(static_cast<int>(results.size()) == instruction.results, instruction.operation->name,
+              ": expected ", instruction.results, " results, got ", results.size());
     for (int r = 0; r < instruction.results; ++r) {
       registers[instruction.first_result + r] = results[r];
     }

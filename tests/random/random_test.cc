@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <iostream>
 #include <map>
@@ -17,15 +19,28 @@ uint64_t setting(const char* name, uint64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-/// What a person needs to find the reason: the smallest program that fails, and how it does.
-std::string explain(const Program& program) {
+/// What went wrong, whatever the numbers: empty if nothing did.
+std::string kind_of(const Verdict& verdict) {
+  const bool threw =
+      verdict.failure.rfind("threw", 0) == 0 || verdict.failure.rfind("the pipeline threw", 0) == 0;
+  if (!threw && !verdict.failure.empty()) return "other bits";
+  std::string text =
+      threw ? verdict.failure.substr(0, verdict.failure.find('\n')) : verdict.rejection;
+  text.erase(std::remove_if(text.begin(), text.end(), [](char c) { return std::isdigit(c); }),
+             text.end());
+  return text;
+}
+
+/// What a person needs to find the reason: the smallest program that fails in this way, and how it
+/// does.
+std::string explain(const Program& program, const std::string& kind) {
   constexpr uint64_t kCuts = 8;
   Verdict last;
   const auto fails = [&](const Program& candidate) {
     for (uint64_t cut_seed = 0; cut_seed < kCuts; ++cut_seed) {
       const Verdict verdict = check(candidate, Fault::kNone, cut_seed);
       if (!verdict.skipped.empty()) return false;
-      if (verdict.failure.empty()) continue;
+      if (kind_of(verdict) != kind) continue;
       last = verdict;
       return true;
     }
@@ -34,7 +49,7 @@ std::string explain(const Program& program) {
   if (!fails(program)) return "it does not fail again\n";
   const Program smallest = shrink(program, fails);
   fails(smallest);
-  return smallest.to_string() + last.failure;
+  return smallest.to_string() + last.failure + last.rejection;
 }
 
 // Not more by itself yet: 734 (backward from a buffer that was written through a view) gives wrong
@@ -42,9 +57,10 @@ std::string explain(const Program& program) {
 TEST(RandomPrograms, PipelinesGiveTheBitsOfEagerExecution) {
   const uint64_t first = setting("SMP_RANDOM_FIRST", 0);
   const uint64_t count = setting("SMP_RANDOM_PROGRAMS", 700);
+  const uint64_t most = setting("SMP_RANDOM_FAILURES", 5);
   std::map<std::string, uint64_t> seen;
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 5; ++seed) {
+  uint64_t failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < most; ++seed) {
     const Program program = generate(seed);
     const Verdict verdict = check(program);
     ++seen["programs"];
@@ -53,12 +69,13 @@ TEST(RandomPrograms, PipelinesGiveTheBitsOfEagerExecution) {
     seen["cut"] += verdict.stages > 1;
     seen["operators"] += verdict.operators;
     seen["transfers"] += verdict.transfers;
-    EXPECT_EQ(verdict.rejection, "") << "seed " << seed;
-    if (verdict.failure.empty()) continue;
+    const std::string kind = kind_of(verdict);
+    if (kind.empty()) continue;
     ++failures;
     ADD_FAILURE() << "seed " << seed << ": "
-                  << verdict.failure.substr(0, verdict.failure.find('\n')) << "\nshrunk to\n"
-                  << explain(program);
+                  << verdict.failure.substr(0, verdict.failure.find('\n')) << verdict.rejection
+                  << "\nshrunk to\n"
+                  << explain(program, kind);
   }
   for (const auto& [what, number] : seen) std::cout << what << ": " << number << "\n";
   EXPECT_LT(seen["skipped"] * 100, seen["programs"] * 30);
