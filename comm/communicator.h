@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/channel.h"
 #include "comm/work.h"
 
 namespace smp::comm {
@@ -32,7 +33,7 @@ constexpr Tag kMaxTag = (1 << 20) - 1;
 ///
 /// Threading: the methods of one communicator may be called from several threads for send and
 /// recv; collectives of one communicator only from one thread at a time.
-class Communicator {
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   virtual ~Communicator() = default;
 
@@ -60,6 +61,13 @@ class Communicator {
 
   /// Starts to gather: `output` has size() times the elements of `input`; rank r's come r-th.
   virtual WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) = 0;
+
+  /// Opens channels (see channel.h) to and from other ranks: through memory that both ends map
+  /// where that is possible, otherwise over isend and irecv. Returns when they are open at both
+  /// ends: the ranks at the other ends make such a call for the same channels now, each with its
+  /// own lists. Throws a `CommError` when there is not the memory for them or the ends disagree.
+  virtual Channels open_channels(const std::vector<ChannelSpec>& outgoing,
+                                 const std::vector<ChannelSpec>& incoming) = 0;
 
   /// Returns when all ranks of the group have called it.
   virtual void barrier() = 0;

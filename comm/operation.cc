@@ -1,6 +1,7 @@
 #include "comm/operation.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "smp/core/error.h"
@@ -39,6 +40,30 @@ class OperationWork final : public Work {
 };
 
 }  // namespace
+
+std::string describe(const Group& group, const OperationInfo& info) {
+  const std::string where =
+      c10::str(" on group '", group.name, "' (here rank ", group.rank, " of ", group.size, ")");
+  if (info.peer < 0) {
+    return c10::str(info.verb, " of ", info.bytes, " bytes", where, ", collective number ",
+                    info.tag - kMaxTag);
+  }
+  const bool sends = std::string_view(info.verb).find("send") != std::string_view::npos;
+  return c10::str(info.verb, " of ", info.bytes, " bytes", sends ? " to rank " : " from rank ",
+                  info.peer, " with tag ", info.tag, where);
+}
+
+std::string describe_timeout(const Group& group, const OperationInfo& info,
+                             std::chrono::milliseconds waited, const std::string& waits_for) {
+  const std::string remedy =
+      info.peer < 0
+          ? " Check that these ranks call the same collectives of this group in the same order and "
+            "have not failed; if they only compute for long, raise the time-out."
+          : " Check that the peer posts the matching call with the same tag and group and has not "
+            "failed; if it only computes for long, raise the time-out.";
+  return c10::str(describe(group, info), " was not complete after ", waited.count() / 1000.0,
+                  " s; it waits for ", waits_for, ".", remedy);
+}
 
 const Group& Transfer::group() const { return operation->group(); }
 
@@ -115,29 +140,6 @@ void Operation::finish(Transport& transport, std::string error) {
     done_.store(true, std::memory_order_release);
   }
   transport.notify();
-}
-
-std::string Operation::describe() const {
-  const std::string where = c10::str(" on group '", group_->name, "' (here rank ", group_->rank,
-                                     " of ", group_->size, ")");
-  if (info_.peer < 0) {
-    return c10::str(info_.verb, " of ", info_.bytes, " bytes", where, ", collective number ",
-                    info_.tag - kMaxTag);
-  }
-  const char* direction = std::string(info_.verb) == "isend" ? " to rank " : " from rank ";
-  return c10::str(info_.verb, " of ", info_.bytes, " bytes", direction, info_.peer, " with tag ",
-                  info_.tag, where);
-}
-
-std::string Operation::describe_timeout(std::chrono::milliseconds waited) const {
-  const std::string remedy =
-      info_.peer < 0
-          ? " Check that these ranks call the same collectives of this group in the same order and "
-            "have not failed; if they only compute for long, raise the time-out."
-          : " Check that the peer posts the matching call with the same tag and group and has not "
-            "failed; if it only computes for long, raise the time-out.";
-  return c10::str(describe(), " was not complete after ", waited.count() / 1000.0,
-                  " s; it waits for ", open_peers(), ".", remedy);
 }
 
 std::string Operation::open_peers() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,6 +22,13 @@ struct OperationInfo {
   Tag tag;
 };
 
+/// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0 of 2)".
+std::string describe(const Group& group, const OperationInfo& info);
+
+/// What a wait that ran out of time says after `waited`; `waits_for` as in "rank 1".
+std::string describe_timeout(const Group& group, const OperationInfo& info,
+                             std::chrono::milliseconds waited, const std::string& waits_for);
+
 /// Runs the rounds of one communication. Whoever ends the last transfer of a round (the caller,
 /// a peer's thread, the progress thread) starts the next, so an operation goes on while its own
 /// rank computes. It is owned by the user's Work and by its open transfers.
@@ -40,11 +48,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Why it failed; empty when it did not. Valid once done().
   const std::string& error() const { return error_; }
 
-  /// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0 of 2)".
-  std::string describe() const;
+  std::string describe() const { return comm::describe(*group_, info_); }
 
-  /// What a wait that ran out of time says after `waited`.
-  std::string describe_timeout(std::chrono::milliseconds waited) const;
+  std::string describe_timeout(std::chrono::milliseconds waited) const {
+    return comm::describe_timeout(*group_, info_, waited, open_peers());
+  }
 
   const Group& group() const { return *group_; }
 

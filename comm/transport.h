@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "comm/rounds.h"
@@ -21,8 +22,9 @@ struct Group {
   std::string name;
   int rank;
   int size;
-  int world_rank;  ///< This process's (or rank thread's) rank in the whole job.
-  int context;     ///< The transport's number for the group; messages stay inside it.
+  int world_rank;                ///< This process's (or rank thread's) rank in the whole job.
+  std::vector<int> world_ranks;  ///< Of all members, by rank in the group.
+  int context;                   ///< The transport's number for the group; messages stay inside it.
   std::atomic<int64_t> timeout_ms{300'000};
 };
 
@@ -65,6 +67,13 @@ class Transport {
   /// The context of a new group. Collective over the parent; all of its ranks have arrived.
   /// `first_member` (a rank of the parent) names the group among those of one split.
   virtual int make_context(const Group& parent, int first_member) = 0;
+
+  /// Whether this rank and that one can map the same memory: ranks of one host. Symmetric.
+  virtual bool shares_memory(int world_rank) const = 0;
+
+  /// Whether each rank of this host has a core for itself, so that one that waits takes it from
+  /// nobody if it looks again for a moment instead of sleeping at once.
+  virtual bool has_core_for_each_rank() const = 0;
 
   /// See Communicator::abort.
   virtual void abort(int world_rank, const std::string& reason) noexcept = 0;

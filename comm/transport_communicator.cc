@@ -7,6 +7,7 @@
 
 #include "comm/reduce.h"
 #include "comm/rounds.h"
+#include "comm/shm/connect.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -100,6 +101,17 @@ WorkPtr TransportCommunicator::iall_gather(const at::Tensor& output, const at::T
                all_gather_rounds(rank(), size(), output, input), {output, input});
 }
 
+Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
+                                              const std::vector<ChannelSpec>& incoming) {
+  for (const ChannelSpec& spec : outgoing) {
+    check_channel("destination", spec);
+  }
+  for (const ChannelSpec& spec : incoming) {
+    check_channel("source", spec);
+  }
+  return comm::open_channels(transport_, group_, shared_from_this(), outgoing, incoming);
+}
+
 void TransportCommunicator::barrier() {
   start({"barrier", 0, -1, next_collective_tag()}, barrier_rounds(rank(), size()), {})->wait();
 }
@@ -113,6 +125,9 @@ CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
   group->rank =
       static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
   group->world_rank = group_->world_rank;
+  for (const int member : members) {
+    group->world_ranks.push_back(group_->world_ranks[member]);
+  }
   group->context = transport_->make_context(*group_, members.front());
   group->timeout_ms = group_->timeout_ms.load();
   return std::make_shared<TransportCommunicator>(transport_, std::move(group));
@@ -174,6 +189,15 @@ void TransportCommunicator::check_rank(const char* verb, const char* argument, i
 void TransportCommunicator::check_tag(const char* verb, Tag tag) const {
   SMP_CHECK_WITH(UsageError, tag >= 0 && tag <= kMaxTag, verb, " on group '", name(),
                  "': expected a tag in 0 to ", kMaxTag, ", got ", tag, ".");
+}
+
+void TransportCommunicator::check_channel(const char* argument, const ChannelSpec& spec) const {
+  check_rank("open_channels", argument, spec.peer);
+  check_tag("open_channels", spec.tag);
+  SMP_CHECK_WITH(UsageError, spec.bytes >= 0 && spec.held >= 0 && spec.ahead >= 1,
+                 "open_channels on group '", name(), "': expected messages of 0 bytes or more, 0 or "
+                 "more held and 1 or more ahead, got ", spec.bytes, " bytes, ", spec.held,
+                 " held and ", spec.ahead, " ahead.");
 }
 
 WorkPtr TransportCommunicator::start(OperationInfo info, std::vector<Round> rounds,

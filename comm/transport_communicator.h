@@ -26,6 +26,8 @@ class TransportCommunicator final : public Communicator {
   WorkPtr iall_reduce(const at::Tensor& tensor, ReduceOp op) override;
   WorkPtr ibroadcast(const at::Tensor& tensor, int root) override;
   WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) override;
+  Channels open_channels(const std::vector<ChannelSpec>& outgoing,
+                         const std::vector<ChannelSpec>& incoming) override;
   void barrier() override;
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
@@ -36,6 +38,7 @@ class TransportCommunicator final : public Communicator {
   void check_tensor(const char* verb, const char* argument, const at::Tensor& tensor) const;
   void check_rank(const char* verb, const char* argument, int rank) const;
   void check_tag(const char* verb, Tag tag) const;
+  void check_channel(const char* argument, const ChannelSpec& spec) const;
   void check_members(const std::vector<int>& members);
   WorkPtr start(OperationInfo info, std::vector<Round> rounds, std::vector<at::Tensor> tensors);
   Tag next_collective_tag();

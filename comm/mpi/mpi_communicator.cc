@@ -5,8 +5,10 @@
 #include <array>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <utility>
 
+#include "comm/cores.h"
 #include "comm/mpi/mpi_error.h"
 #include "comm/mpi/mpi_transport.h"
 #include "comm/transport_communicator.h"
@@ -77,13 +79,26 @@ void check_tags() {
                  kNeeded, ". Choose another transport, for example mpirun --mca pml ob1.");
 }
 
-void find_local_ranks(MpiJob& job) {
+// The ranks of this host, and whether there is a core for each: mpirun may have given each rank
+// cores of its own.
+LocalRanks find_local_ranks(MpiJob& job) {
   MPI_Comm local;
   check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
             "MPI_Comm_split_type");
   check_mpi(MPI_Comm_rank(local, &job.local_rank), "MPI_Comm_rank");
   check_mpi(MPI_Comm_size(local, &job.local_size), "MPI_Comm_size");
+  int rank = 0;
+  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
+  LocalRanks ranks;
+  ranks.world_ranks.resize(job.local_size);
+  check_mpi(MPI_Allgather(&rank, 1, MPI_INT, ranks.world_ranks.data(), 1, MPI_INT, local),
+            "MPI_Allgather");
+  cpu_set_t cores = cores_of_this_process();
+  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, local),
+            "MPI_Allreduce");
+  ranks.has_core_for_each = job.local_size <= CPU_COUNT(&cores);
   check_mpi(MPI_Comm_free(&local), "MPI_Comm_free");
+  return ranks;
 }
 
 std::string host_name() {
@@ -99,6 +114,8 @@ std::shared_ptr<Group> world_group() {
   check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &group->size), "MPI_Comm_size");
   group->name = "world";
   group->world_rank = group->rank;
+  group->world_ranks.resize(group->size);
+  std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
   group->context = 0;
   return group;
 }
@@ -118,8 +135,7 @@ CommunicatorPtr make_mpi_world() {
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_tags();
-  find_local_ranks(job);
-  job.transport = std::make_shared<MpiTransport>();
+  job.transport = std::make_shared<MpiTransport>(find_local_ranks(job));
   job.world = std::make_shared<TransportCommunicator>(job.transport, world_group());
   job.hosts = all_gather_bytes(*job.world, host_name());
   return job.world;

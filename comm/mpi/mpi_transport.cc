@@ -98,7 +98,7 @@ std::string error_of(const Transfer& transfer, int code, const MPI_Status& statu
 
 }  // namespace
 
-MpiTransport::MpiTransport() {
+MpiTransport::MpiTransport(LocalRanks local_ranks) : local_ranks_(std::move(local_ranks)) {
   contexts_.push_back(duplicate(MPI_COMM_WORLD));
   control_ = duplicate(MPI_COMM_WORLD);
   check_mpi(MPI_Irecv(control_text_.data(), static_cast<int>(control_text_.size()), MPI_CHAR,
@@ -183,6 +183,11 @@ int MpiTransport::make_context(const Group& parent, int first_member) {
   std::lock_guard<std::mutex> lock(contexts_mutex_);
   contexts_.push_back(comm);
   return static_cast<int>(contexts_.size()) - 1;
+}
+
+bool MpiTransport::shares_memory(int world_rank) const {
+  const std::vector<int>& ranks = local_ranks_.world_ranks;
+  return std::find(ranks.begin(), ranks.end(), world_rank) != ranks.end();
 }
 
 MPI_Comm MpiTransport::context(int number) {

@@ -14,6 +14,12 @@
 
 namespace smp::comm {
 
+/// The ranks of this host.
+struct LocalRanks {
+  std::vector<int> world_ranks;
+  bool has_core_for_each = false;
+};
+
 /// Messages over MPI, without copies: MPI reads and writes the tensors. One per process.
 ///
 /// Who polls: a thread in wait_until() polls itself; while there is none, the progress thread polls
@@ -25,7 +31,7 @@ namespace smp::comm {
 class MpiTransport final : public Transport {
  public:
   /// MPI is initialised. Collective.
-  MpiTransport();
+  explicit MpiTransport(LocalRanks local_ranks);
   ~MpiTransport() override;
 
   void start(Transfer transfer) override;
@@ -33,6 +39,8 @@ class MpiTransport final : public Transport {
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override {}  // waits poll
   int make_context(const Group& parent, int first_member) override;
+  bool shares_memory(int world_rank) const override;
+  bool has_core_for_each_rank() const override { return local_ranks_.has_core_for_each; }
   void abort(int world_rank, const std::string& reason) noexcept override;
 
   /// Ends the progress thread; afterwards only waits make progress. Safe to call twice.
@@ -60,6 +68,8 @@ class MpiTransport final : public Transport {
   void read_control();
   void progress_loop();
   bool sleep_until_needed();
+
+  const LocalRanks local_ranks_;
 
   std::mutex contexts_mutex_;
   std::vector<MPI_Comm> contexts_;

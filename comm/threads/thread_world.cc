@@ -3,7 +3,14 @@
 #include <cstring>
 #include <utility>
 
+#include "comm/cores.h"
+
 namespace smp::comm {
+
+ThreadWorld::ThreadWorld(int ranks) {
+  const cpu_set_t cores = cores_of_this_process();
+  has_core_for_each_rank_ = ranks <= CPU_COUNT(&cores);
+}
 
 void ThreadWorld::start(Transfer transfer) {
   if (transfer.message.direction == Message::Direction::kSend) {

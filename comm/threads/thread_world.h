@@ -19,11 +19,16 @@ namespace smp::comm {
 /// one mutex and one condition variable. Every rank uses it as its transport.
 class ThreadWorld final : public Transport {
  public:
+  /// A world of so many ranks.
+  explicit ThreadWorld(int ranks);
+
   void start(Transfer transfer) override;
   void poll() override {}
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override;
   int make_context(const Group& parent, int first_member) override;
+  bool shares_memory(int /*world_rank*/) const override { return true; }
+  bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
   void abort(int world_rank, const std::string& reason) noexcept override;
 
   /// The rank whose abort came first, -1 if nobody has called it.
@@ -46,6 +51,7 @@ class ThreadWorld final : public Transport {
   void erase_if_empty(const Address& address);
   void deliver(const Transfer& receive, const void* data, size_t bytes);
 
+  bool has_core_for_each_rank_;
   std::atomic<int> aborting_rank_{-1};
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;

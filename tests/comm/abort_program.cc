@@ -1,5 +1,5 @@
 // What the ranks of an MPI job see when rank 1 fails; run and checked by mpi_failure_test.sh.
-// usage: abort_program wait|compute|finalize|kill
+// usage: abort_program wait|compute|channel|finalize|kill
 
 #include <ATen/ops/zeros.h>
 
@@ -29,7 +29,14 @@ void fail(const CommunicatorPtr& world, const std::string& mode) {
   std::this_thread::sleep_for(milliseconds(1500));  // mpirun ends the others when this one ends
 }
 
-void communicate(const CommunicatorPtr& world, const std::string& mode) {
+// Channels from rank 1 to the others.
+Channels open_channels(const CommunicatorPtr& world) {
+  constexpr int64_t kBytes = 8;
+  if (world->rank() == 1) return world->open_channels({{0, 5, kBytes}, {2, 5, kBytes}}, {});
+  return world->open_channels({}, {{1, 5, kBytes}});
+}
+
+void communicate(const CommunicatorPtr& world, const std::string& mode, const Channels& channels) {
   if (mode == "finalize") {
     finalize_mpi();
     return;
@@ -37,11 +44,15 @@ void communicate(const CommunicatorPtr& world, const std::string& mode) {
   if (mode == "compute") {
     std::this_thread::sleep_for(2 * kFailsAfter);
   }
+  if (mode == "channel") {
+    channels.receivers[0]->receive();
+  }
   world->recv(at::zeros({2}), 1, 5);
 }
 
 int run(const std::string& mode) {
   const CommunicatorPtr world = make_mpi_world();
+  const Channels channels = open_channels(world);
   if (world->rank() == 1) {
     fail(world, mode);
     return 1;
@@ -49,7 +60,7 @@ int run(const std::string& mode) {
   const auto start = Clock::now();
   std::string seen = "nothing";
   try {
-    communicate(world, mode);
+    communicate(world, mode, channels);
   } catch (const CommError& e) {
     seen = e.what();
   }

@@ -35,6 +35,10 @@ for mode in wait compute; do
     'rank 0 saw \[.*rank 1 failed: disk full \[noticed by irecv of 8 bytes from rank 1.*aborted 1 quick 1' \
     'rank 2 saw \[.*rank 1 failed: disk full \[noticed by irecv of 8 bytes from rank 1.*aborted 1 quick 1'
 done
+command=("$abort_program" channel)
+check "abort while the others wait on a channel" \
+  'rank 0 saw \[.*rank 1 failed: disk full \[noticed by channel receive of 8 bytes from rank 1.*aborted 1 quick 1' \
+  'rank 2 saw \[.*rank 1 failed: disk full \[noticed by channel receive of 8 bytes from rank 1.*aborted 1 quick 1'
 command=("$abort_program" finalize)
 check "abort while the others finalize" \
   'rank 0 saw \[nothing\] aborted 1 quick 1' 'rank 2 saw \[nothing\] aborted 1 quick 1'

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace smp::comm {
+
+/// One directed stream of messages of one length between two ranks. Both ends give the same
+/// `bytes`, `held` and `ahead`.
+struct ChannelSpec {
+  int peer;       ///< The rank at the other end.
+  int tag;        ///< Of the group's messages; used by nothing else while the channel is open.
+  int64_t bytes;  ///< Of every message; may be 0.
+  /// The messages that the receiver is expected to hold at one time. It may hold more, which costs
+  /// a copy of each further one.
+  int held = 1;
+  /// The messages that the sender can always send beyond those held, at least 1. It waits when as
+  /// many have not been received.
+  int ahead = 2;
+};
+
+/// The end that sends. Belongs to one thread at a time.
+class Sender {
+ public:
+  virtual ~Sender() = default;
+
+  /// The memory to write the next message into: `bytes` of uint8 that start at a multiple of 64
+  /// bytes, with undefined content. Called again before send() it gives the same memory. Waits
+  /// until there is room on the channel; throws as `Work::wait` does.
+  virtual const at::Tensor& prepare() = 0;
+
+  /// Sends what was written since prepare(). Waits for nobody. The memory is the channel's again.
+  virtual void send() = 0;
+
+  /// Returns when the messages sent need this rank no more.
+  virtual void flush() = 0;
+};
+
+/// The end that receives. Belongs to one thread at a time; the tensors received to any.
+class Receiver {
+ public:
+  virtual ~Receiver() = default;
+
+  /// Says that so many further messages will come, so that they can move while this rank computes.
+  /// No more than those expected may be received.
+  virtual void expect(int messages) = 0;
+
+  /// Waits for the next message and returns it, as `Sender::prepare` describes. Its memory goes
+  /// back to the channel when the last tensor on it is gone, in any order and on any thread, also
+  /// after the channel. Throws as `Work::wait` does.
+  virtual at::Tensor receive() = 0;
+};
+
+/// Ends of channels, in the order of the specs.
+struct Channels {
+  std::vector<std::unique_ptr<Sender>> senders;
+  std::vector<std::unique_ptr<Receiver>> receivers;
+};
+
+}  // namespace smp::comm

@@ -1,0 +1,100 @@
+#include "comm/message_channel.h"
+
+#include <ATen/ops/empty.h>
+
+#include <deque>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+// A message under way.
+struct Pending {
+  WorkPtr work;
+  at::Tensor message;
+};
+
+at::Tensor make_message(int64_t bytes) { return at::empty({bytes}, at::TensorOptions(at::kByte)); }
+
+class MessageSender final : public Sender {
+ public:
+  MessageSender(CommunicatorPtr group, const ChannelSpec& spec)
+      : group_(std::move(group)), spec_(spec) {}
+
+  const at::Tensor& prepare() override {
+    if (!next_.defined() && !sent_.empty() && sent_.front().work->test()) {
+      sent_.front().work->wait();  // throws when it has failed
+      next_ = std::move(sent_.front().message);
+      sent_.pop_front();
+    }
+    if (!next_.defined()) {
+      next_ = make_message(spec_.bytes);
+    }
+    return next_;
+  }
+
+  void send() override {
+    WorkPtr work = group_->isend(next_, spec_.peer, spec_.tag);
+    sent_.push_back({std::move(work), std::exchange(next_, at::Tensor())});
+  }
+
+  void flush() override {
+    for (const Pending& pending : sent_) {
+      pending.work->wait();
+    }
+  }
+
+ private:
+  const CommunicatorPtr group_;
+  const ChannelSpec spec_;
+  at::Tensor next_;
+  std::deque<Pending> sent_;  // their memory is used again, oldest first
+};
+
+class MessageReceiver final : public Receiver {
+ public:
+  MessageReceiver(CommunicatorPtr group, const ChannelSpec& spec)
+      : group_(std::move(group)), spec_(spec) {}
+
+  void expect(int messages) override {
+    expected_ += messages;
+    post();
+  }
+
+  at::Tensor receive() override {
+    SMP_INTERNAL_ASSERT(!posted_.empty(), "a message was not expected");
+    Pending pending = std::move(posted_.front());
+    posted_.pop_front();
+    post();
+    pending.work->wait();
+    return std::move(pending.message);
+  }
+
+ private:
+  void post() {
+    for (; expected_ > 0 && static_cast<int>(posted_.size()) < spec_.ahead; --expected_) {
+      at::Tensor message = make_message(spec_.bytes);
+      WorkPtr work = group_->irecv(message, spec_.peer, spec_.tag);
+      posted_.push_back({std::move(work), std::move(message)});
+    }
+  }
+
+  const CommunicatorPtr group_;
+  const ChannelSpec spec_;
+  int expected_ = 0;  // and not yet posted
+  std::deque<Pending> posted_;
+};
+
+}  // namespace
+
+std::unique_ptr<Sender> make_message_sender(CommunicatorPtr group, const ChannelSpec& spec) {
+  return std::make_unique<MessageSender>(std::move(group), spec);
+}
+
+std::unique_ptr<Receiver> make_message_receiver(CommunicatorPtr group, const ChannelSpec& spec) {
+  return std::make_unique<MessageReceiver>(std::move(group), spec);
+}
+
+}  // namespace smp::comm

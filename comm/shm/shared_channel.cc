@@ -1,0 +1,228 @@
+#include "comm/shm/shared_channel.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = Transport::Clock;
+
+constexpr size_t kAlignment = 64;
+
+// About what it costs both sides when one sleeps and must be woken.
+constexpr std::chrono::microseconds kSpin{30};
+
+// A sleeping end looks this often whether its peer is still there.
+constexpr std::chrono::milliseconds kLookAround{100};
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+std::optional<uint32_t> spin(SlotQueue& queue) {
+  const Clock::time_point end = Clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (const auto slot = queue.try_pop()) {
+        return slot;
+      }
+      relax();
+    }
+  } while (Clock::now() < end);
+  return std::nullopt;
+}
+
+class SharedSender final : public Sender {
+ public:
+  SharedSender(std::shared_ptr<SharedMemory> memory, const ChannelSpec& spec, PeerWait wait)
+      : memory_(std::move(memory)), wait_(std::move(wait)), layout_(spec) {
+    for (uint32_t slot = 0; slot < layout_.slots(); ++slot) {
+      messages_.push_back(at::from_blob(
+          memory_->data() + layout_.slot(slot), {spec.bytes}, [memory = memory_](void*) {},
+          at::TensorOptions(at::kByte)));
+      free_.push_back(layout_.slots() - 1 - slot);
+    }
+  }
+
+  const at::Tensor& prepare() override {
+    if (!next_) {
+      next_ = take_slot();
+    }
+    return messages_[*next_];
+  }
+
+  void send() override {
+    SMP_INTERNAL_ASSERT(next_.has_value(), "send without prepare");
+    sent_queue_.push(*next_);
+    next_.reset();
+  }
+
+  void flush() override {}
+
+ private:
+  // The one that came back last, whose memory is most likely in a cache.
+  uint32_t take_slot() {
+    while (const auto slot = free_queue_.try_pop()) {
+      free_.push_back(*slot);
+    }
+    if (free_.empty()) {
+      return wait_.pop(free_queue_);
+    }
+    const uint32_t slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+
+  const std::shared_ptr<SharedMemory> memory_;
+  const PeerWait wait_;
+  const SharedLayout layout_;
+  SlotQueue sent_queue_{memory_->data() + layout_.sent_queue(), layout_.slots()};
+  SlotQueue free_queue_{memory_->data() + layout_.free_queue(), layout_.slots()};
+  std::vector<at::Tensor> messages_;  // by slot
+  std::vector<uint32_t> free_;
+  std::optional<uint32_t> next_;
+};
+
+// Where received tensors leave their slots. They share it, so that it lives as long as they do.
+class SlotReturn {
+ public:
+  SlotReturn(std::shared_ptr<SharedMemory> memory, const SharedLayout& layout)
+      : memory_(std::move(memory)),
+        free_queue_(memory_->data() + layout.free_queue(), layout.slots()) {}
+
+  // False when as many are held already.
+  bool hold(int at_most) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (held_ == at_most) {
+      return false;
+    }
+    ++held_;
+    return true;
+  }
+
+  void give_back(uint32_t slot, bool was_held) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_ -= was_held ? 1 : 0;
+    free_queue_.push(slot);
+  }
+
+ private:
+  const std::shared_ptr<SharedMemory> memory_;
+  std::mutex mutex_;  // tensors die on any thread
+  SlotQueue free_queue_;
+  int held_ = 0;
+};
+
+class SharedReceiver final : public Receiver {
+ public:
+  SharedReceiver(std::shared_ptr<SharedMemory> memory, const ChannelSpec& spec, PeerWait wait)
+      : memory_(std::move(memory)),
+        wait_(std::move(wait)),
+        spec_(spec),
+        layout_(spec),
+        slot_return_(std::make_shared<SlotReturn>(memory_, layout_)) {}
+
+  void expect(int /*messages*/) override {}  // messages move without help
+
+  at::Tensor receive() override {
+    const uint32_t slot = wait_.pop(sent_queue_);
+    if (slot_return_->hold(spec_.held)) {
+      return on_slot(slot, [slots = slot_return_, slot](void*) { slots->give_back(slot, true); });
+    }
+    // The sender counts on the rest of the slots.
+    at::Tensor copy = on_slot(slot, [](void*) {}).clone();
+    slot_return_->give_back(slot, false);
+    return copy;
+  }
+
+ private:
+  at::Tensor on_slot(uint32_t slot, const std::function<void(void*)>& deleter) const {
+    return at::from_blob(memory_->data() + layout_.slot(slot), {spec_.bytes}, deleter,
+                         at::TensorOptions(at::kByte));
+  }
+
+  const std::shared_ptr<SharedMemory> memory_;
+  const PeerWait wait_;
+  const ChannelSpec spec_;
+  const SharedLayout layout_;
+  SlotQueue sent_queue_{memory_->data() + layout_.sent_queue(), layout_.slots()};
+  const std::shared_ptr<SlotReturn> slot_return_;
+};
+
+}  // namespace
+
+SharedLayout::SharedLayout(const ChannelSpec& spec)
+    : slots_(static_cast<uint32_t>(spec.held + spec.ahead)),
+      slot_bytes_((static_cast<size_t>(spec.bytes) + kAlignment - 1) / kAlignment * kAlignment) {}
+
+PeerWait::PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+                   const char* verb, const ChannelSpec& spec, ProcessWatch peer)
+    : transport_(std::move(transport)),
+      group_(std::move(group)),
+      info_{verb, static_cast<size_t>(spec.bytes), spec.peer, spec.tag},
+      peer_(std::move(peer)) {}
+
+uint32_t PeerWait::pop(SlotQueue& queue) const {
+  check_abort();
+  auto slot = queue.try_pop();
+  if (!slot && transport_->has_core_for_each_rank()) {
+    slot = spin(queue);
+  }
+  const Clock::time_point deadline = Clock::now() + timeout();
+  while (!slot) {
+    const Clock::duration left = deadline - Clock::now();
+    SMP_CHECK_WITH(TimeoutError, left.count() > 0, timeout_text());
+    queue.sleep(std::min<Clock::duration>(left, kLookAround));
+    slot = queue.try_pop();
+    if (!slot) {
+      check_abort();
+      slot = look_for_peer(queue);
+    }
+  }
+  return *slot;
+}
+
+std::string PeerWait::timeout_text() const {
+  return describe_timeout(*group_, info_, timeout(), c10::str("rank ", info_.peer));
+}
+
+void PeerWait::check_abort() const {
+  SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
+                 describe(*group_, info_), "]");
+}
+
+// A peer that has ended may have pushed just before.
+std::optional<uint32_t> PeerWait::look_for_peer(SlotQueue& queue) const {
+  if (!peer_.ended()) {
+    return std::nullopt;
+  }
+  const auto slot = queue.try_pop();
+  SMP_CHECK_WITH(CommError, slot.has_value(), describe(*group_, info_),
+                 " failed: the process of rank ", info_.peer,
+                 " has ended. Look at that rank's own output.");
+  return slot;
+}
+
+std::unique_ptr<Sender> make_shared_sender(std::shared_ptr<SharedMemory> memory,
+                                           const ChannelSpec& spec, PeerWait wait) {
+  return std::make_unique<SharedSender>(std::move(memory), spec, std::move(wait));
+}
+
+std::unique_ptr<Receiver> make_shared_receiver(std::shared_ptr<SharedMemory> memory,
+                                               const ChannelSpec& spec, PeerWait wait) {
+  return std::make_unique<SharedReceiver>(std::move(memory), spec, std::move(wait));
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,283 @@
+#include "comm/shm/shared_memory.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <random>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+// Memory made by this process, by id. Rank threads find each other's here and use one mapping.
+struct Registry {
+  std::mutex mutex;
+  std::map<uint64_t, std::weak_ptr<SharedMemory>> made;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;  // tensors may outlive what static destructors end
+  return *instance;
+}
+
+uint64_t random_id() {
+  std::random_device device;
+  return static_cast<uint64_t>(device()) << 32 | device();
+}
+
+std::string name_of(uint64_t id) { return "smp-" + std::to_string(id); }
+
+// The number that follows the word `key` in a file, or with which it begins.
+std::optional<uint64_t> number_in(const char* file, const std::string& key = "") {
+  std::ifstream in(file);
+  std::string word;
+  while (word != key && in >> word) {
+  }
+  uint64_t number = 0;
+  return in >> number ? std::optional<uint64_t>(number) : std::nullopt;
+}
+
+// MAP_POPULATE: no page faults while messages move.
+std::byte* map_pages(int fd, size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
+}
+
+std::string megabytes(uint64_t bytes) { return c10::str((bytes + (1 << 20) - 1) >> 20, " MiB"); }
+
+[[noreturn]] void fail_to_make(size_t bytes, const std::string& reason) {
+  detail::fail<CommError>(
+      "shared memory of ", megabytes(bytes), " for messages between ranks of this host: ", reason,
+      ". Use smaller or fewer microbatches, lower \"active_microbatches\", or run fewer ranks on "
+      "this host.");
+}
+
+// The kernel would rather end a process than refuse: ask first.
+void check_available(size_t bytes) {
+  const auto available = available_memory();
+  if (available && bytes > *available) {
+    fail_to_make(bytes, "only " + megabytes(*available) + " are available");
+  }
+}
+
+struct Address {
+  sockaddr_un address{};
+  socklen_t length;
+};
+
+// A leading zero makes the name abstract.
+Address mailbox_address(uint64_t id) {
+  Address result;
+  const std::string name = name_of(id);
+  result.address.sun_family = AF_UNIX;
+  std::memcpy(result.address.sun_path + 1, name.data(), name.size());
+  result.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return result;
+}
+
+// A message of one byte that carries a descriptor.
+struct FdMessage {
+  FdMessage() {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+  FdMessage(const FdMessage&) = delete;
+  FdMessage& operator=(const FdMessage&) = delete;
+
+  char byte = 0;
+  iovec part{&byte, 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+};
+
+}  // namespace
+
+std::shared_ptr<SharedMemory> SharedMemory::create(size_t bytes) {
+  check_available(bytes);
+  const uint64_t id = random_id();
+  const int fd = memfd_create(name_of(id).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) {
+    fail_to_make(bytes, c10::str("memfd_create failed: ", std::strerror(errno)));
+  }
+  int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  std::byte* data = nullptr;
+  if (error == 0) {
+    data = map_pages(fd, bytes);
+    error = data == nullptr ? errno : 0;
+  }
+  if (error != 0) {
+    close(fd);
+    fail_to_make(bytes, std::strerror(error));
+  }
+  fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  std::memcpy(data, &id, sizeof id);
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(fd, data, bytes, id));
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().made[id] = memory;
+  return memory;
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::map(int fd, size_t bytes, uint64_t id) {
+  struct stat status {};
+  uint64_t found = 0;
+  if (fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
+      pread(fd, &found, sizeof found, 0) == sizeof found && found == id) {
+    if (std::byte* data = map_pages(fd, bytes)) {
+      return std::shared_ptr<SharedMemory>(new SharedMemory(fd, data, bytes, id));
+    }
+  }
+  close(fd);
+  return nullptr;
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::find(uint64_t id) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = registry().made.find(id);
+  return found == registry().made.end() ? nullptr : found->second.lock();
+}
+
+SharedMemory::SharedMemory(int fd, std::byte* data, size_t size, uint64_t id)
+    : fd_(fd), data_(data), size_(size), id_(id) {}
+
+SharedMemory::~SharedMemory() {
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().made.erase(id_);
+  }
+  munmap(data_, size_);
+  close_fd();
+}
+
+void SharedMemory::close_fd() {
+  if (fd_ >= 0) {
+    close(std::exchange(fd_, -1));
+  }
+}
+
+std::optional<uint64_t> available_memory() {
+  auto available = number_in("/proc/meminfo", "MemAvailable:");
+  if (available) {
+    *available *= 1024;
+  }
+  const auto limit = number_in("/sys/fs/cgroup/memory.max");
+  const auto used = number_in("/sys/fs/cgroup/memory.current");
+  if (limit && used) {
+    const auto cached = [](const char* list) {  // files that the kernel would drop
+      return number_in("/sys/fs/cgroup/memory.stat", list).value_or(0);
+    };
+    const uint64_t free = *limit - std::min(*limit, *used);
+    const uint64_t left = free + cached("inactive_file") + cached("active_file");
+    available = std::min(available.value_or(left), left);
+  }
+  return available;
+}
+
+ProcessId this_process() {
+  struct stat status {};
+  const bool known = stat("/proc/self/ns/pid", &status) == 0;
+  return {getpid(), known ? static_cast<uint64_t>(status.st_ino) : 0};
+}
+
+int open_fd_of(const ProcessId& owner, int fd, uint64_t id) {
+  if (owner.pid_namespace != this_process().pid_namespace) {
+    return -1;
+  }
+  const std::string path = c10::str("/proc/", owner.pid, "/fd/", fd);
+  // To open something else could have effects.
+  std::array<char, 128> target{};
+  const ssize_t length = readlink(path.c_str(), target.data(), target.size());
+  const std::string expected = "/memfd:" + name_of(id) + " (deleted)";
+  if (length < 0 || expected != std::string(target.data(), static_cast<size_t>(length))) {
+    return -1;
+  }
+  return open(path.c_str(), O_RDWR | O_CLOEXEC);
+}
+
+FdMailbox::FdMailbox(uint64_t id) : socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
+  const Address address = mailbox_address(id);
+  const bool bound =
+      socket_ >= 0 &&
+      bind(socket_, reinterpret_cast<const sockaddr*>(&address.address), address.length) == 0;
+  if (!bound && socket_ >= 0) {
+    close(std::exchange(socket_, -1));  // nothing can be posted, which the other end will see
+  }
+}
+
+FdMailbox::~FdMailbox() {
+  if (socket_ >= 0) {
+    close(socket_);
+  }
+}
+
+int FdMailbox::take() const {
+  FdMessage message;
+  if (socket_ < 0 || recvmsg(socket_, &message.header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != 1) {
+    return -1;
+  }
+  const cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  if (control == nullptr || control->cmsg_type != SCM_RIGHTS) {
+    return -1;
+  }
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(control), sizeof fd);
+  return fd;
+}
+
+bool post_fd(uint64_t mailbox, int fd) {
+  const int from = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (from < 0) {
+    return false;
+  }
+  FdMessage message;
+  Address address = mailbox_address(mailbox);
+  message.header.msg_name = &address.address;
+  message.header.msg_namelen = address.length;
+  cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(control), &fd, sizeof fd);
+  const bool posted = sendmsg(from, &message.header, MSG_DONTWAIT) == 1;
+  close(from);
+  return posted;
+}
+
+ProcessWatch::ProcessWatch(const ProcessId& process) {
+  const ProcessId self = this_process();
+  if (process.pid_namespace == self.pid_namespace && process.pid != self.pid) {
+    pidfd_ = static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0));  // -1 on old kernels
+  }
+}
+
+ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
+    : pidfd_(std::exchange(other.pidfd_, -1)) {}
+
+ProcessWatch::~ProcessWatch() {
+  if (pidfd_ >= 0) {
+    close(pidfd_);
+  }
+}
+
+bool ProcessWatch::ended() const {
+  pollfd entry{pidfd_, POLLIN, 0};  // a negative one is left out
+  return poll(&entry, 1, 0) == 1;
+}
+
+}  // namespace smp::comm

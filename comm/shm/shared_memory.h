@@ -1,0 +1,105 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace smp::comm {
+
+/// Memory that processes of one host share. It has no name in any file system (memfd_create), so
+/// nothing is left behind however they end, and does not count against the size of /dev/shm.
+///
+/// It starts with a random number, its id, by which who maps it later knows that it is the one that
+/// was meant. Sizes are sealed: nobody can cut it off under the other's hands.
+class SharedMemory {
+ public:
+  /// The bytes at the start that users must leave alone.
+  static constexpr size_t kReserved = 64;
+
+  /// Zeros. All pages are there when it returns, so that a lack of memory shows here and not when
+  /// they are touched. Throws `CommError` that says how much was asked for and is there.
+  static std::shared_ptr<SharedMemory> create(size_t bytes);
+
+  /// What another process has made, by a file descriptor, which it takes. Null when it is not the
+  /// memory `id` of so many bytes.
+  static std::shared_ptr<SharedMemory> map(int fd, size_t bytes, uint64_t id);
+
+  /// What this process has made and still holds, as the same object; otherwise null.
+  static std::shared_ptr<SharedMemory> find(uint64_t id);
+
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  ~SharedMemory();
+
+  std::byte* data() const { return data_; }
+  size_t size() const { return size_; }
+  uint64_t id() const { return id_; }
+  int fd() const { return fd_; }
+
+  /// When all have mapped it, nobody needs the descriptor any more.
+  void close_fd();
+
+ private:
+  SharedMemory(int fd, std::byte* data, size_t size, uint64_t id);
+
+  int fd_;
+  std::byte* data_;
+  size_t size_;
+  uint64_t id_;
+};
+
+/// The bytes that processes of this host may still take, by the kernel's estimate and the memory
+/// limit of the container; nothing where neither is told.
+std::optional<uint64_t> available_memory();
+
+/// A process as others find it: its number counts in its PID namespace only.
+struct ProcessId {
+  pid_t pid;
+  uint64_t pid_namespace;
+};
+ProcessId this_process();
+
+/// Opens the shared memory that a process holds as `fd` by way of /proc; -1 where that is not
+/// possible: another PID namespace or user, no /proc.
+int open_fd_of(const ProcessId& owner, int fd, uint64_t id);
+
+/// Takes a file descriptor from another process: a socket with an abstract name, which no file is
+/// made for. For processes in one network namespace.
+class FdMailbox {
+ public:
+  /// `id` names it.
+  explicit FdMailbox(uint64_t id);
+  FdMailbox(const FdMailbox&) = delete;
+  FdMailbox& operator=(const FdMailbox&) = delete;
+  ~FdMailbox();
+
+  /// A descriptor that post_fd has sent; -1 if there is none.
+  int take() const;
+
+ private:
+  int socket_;
+};
+
+/// False where it cannot be delivered. When true, it can be taken at once.
+bool post_fd(uint64_t mailbox, int fd);
+
+/// Tells when a process has ended, even if nobody has waited for it yet.
+class ProcessWatch {
+ public:
+  /// The process is alive. One of another PID namespace, and this one itself, never seems to end.
+  explicit ProcessWatch(const ProcessId& process);
+  ProcessWatch(ProcessWatch&& other) noexcept;
+  ProcessWatch& operator=(ProcessWatch&&) = delete;
+  ~ProcessWatch();
+
+  bool ended() const;
+
+ private:
+  int pidfd_ = -1;
+};
+
+}  // namespace smp::comm

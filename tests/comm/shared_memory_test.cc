@@ -1,0 +1,336 @@
+// Memory that processes share, and what an end of a channel sees when the process at the other end
+// dies. The other process is forked here.
+
+#include "comm/shm/shared_memory.h"
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "comm/shm/shared_channel.h"
+#include "comm/shm/slot_queue.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+class OneIntraOpThread : public testing::Environment {
+ public:
+  void SetUp() override { at::set_num_threads(1); }
+};
+const auto* const kOneIntraOpThread = testing::AddGlobalTestEnvironment(new OneIntraOpThread);
+
+// A process that runs `body` and ends with the status that it returns.
+class Child {
+ public:
+  explicit Child(const std::function<int()>& body) : pid_(fork()) {
+    if (pid_ == 0) {
+      _exit(body());
+    }
+  }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  ~Child() {
+    if (pid_ > 0) {
+      kill();
+      wait();
+    }
+  }
+
+  ProcessId id() const { return {pid_, this_process().pid_namespace}; }
+  void kill() const { ::kill(pid_, SIGKILL); }
+
+  // The exit status, -1 when it was killed.
+  int wait() {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  pid_t pid_;
+};
+
+int forever() {
+  while (true) pause();
+}
+
+size_t open_files() {
+  const std::filesystem::directory_iterator files("/proc/self/fd");
+  return static_cast<size_t>(std::distance(begin(files), end(files)));
+}
+
+TEST(SlotQueue, GivesBackInOrderWhatWasPushed) {
+  const auto memory = SharedMemory::create(4096);
+  SlotQueue in(memory->data() + SharedMemory::kReserved, 3);
+  SlotQueue out(memory->data() + SharedMemory::kReserved, 3);
+  EXPECT_EQ(out.try_pop(), std::nullopt);
+  for (uint32_t i = 0; i < 100; ++i) {
+    in.push(i);
+    in.push(1000 + i);
+    EXPECT_EQ(out.try_pop(), i);
+    EXPECT_EQ(out.try_pop(), 1000 + i);
+    EXPECT_EQ(out.try_pop(), std::nullopt);
+  }
+}
+
+// Every push may meet the other end before, in or after its sleep; a wake that is lost would cost
+// the ten seconds.
+TEST(SlotQueue, LosesNoWake) {
+  constexpr uint32_t kRounds = 20'000;
+  const auto memory = SharedMemory::create(4096);
+  std::byte* const there = memory->data() + SharedMemory::kReserved;
+  std::byte* const back = there + SlotQueue::bytes(1);
+  const auto wait = [](SlotQueue& queue) {
+    for (int attempt = 0; attempt < 100; ++attempt) {
+      if (const auto slot = queue.try_pop()) return *slot;
+      queue.sleep(std::chrono::seconds(10));
+    }
+    return std::numeric_limits<uint32_t>::max();
+  };
+  const auto start = std::chrono::steady_clock::now();
+  std::thread echo([&] {
+    SlotQueue in(there, 1), out(back, 1);
+    for (uint32_t i = 0; i < kRounds; ++i) out.push(wait(in) + 1);
+  });
+  SlotQueue out(there, 1), in(back, 1);
+  for (uint32_t i = 0; i < kRounds; ++i) {
+    out.push(i);
+    ASSERT_EQ(wait(in), i + 1);
+  }
+  echo.join();
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+TEST(SharedMemory, IsZeroAndSaysWhoseItIs) {
+  const auto memory = SharedMemory::create(100'000);
+  EXPECT_TRUE(std::all_of(memory->data() + SharedMemory::kReserved, memory->data() + 100'000,
+                          [](std::byte byte) { return byte == std::byte{0}; }));
+  EXPECT_EQ(SharedMemory::find(memory->id()), memory);
+  EXPECT_EQ(SharedMemory::find(memory->id() + 1), nullptr);
+  const auto open = [&] { return open_fd_of(this_process(), memory->fd(), memory->id()); };
+  EXPECT_EQ(SharedMemory::map(open(), 100'000, memory->id() + 1), nullptr);
+  EXPECT_EQ(SharedMemory::map(open(), 99'999, memory->id()), nullptr);
+  EXPECT_EQ(ftruncate(memory->fd(), 10), -1);  // sealed
+  const auto other = SharedMemory::map(open(), 100'000, memory->id());
+  ASSERT_NE(other, nullptr);
+  memory->data()[99'999] = std::byte{7};
+  EXPECT_EQ(other->data()[99'999], std::byte{7});
+}
+
+TEST(SharedMemory, LeavesNothingOpen) {
+  const size_t before = open_files();
+  {
+    const auto memory = SharedMemory::create(10'000);
+    const auto other = SharedMemory::map(open_fd_of(this_process(), memory->fd(), memory->id()),
+                                         10'000, memory->id());
+    EXPECT_EQ(open_files(), before + 2);
+    memory->close_fd();
+    EXPECT_EQ(open_files(), before + 1);
+  }
+  EXPECT_EQ(open_files(), before);
+}
+
+TEST(SharedMemory, TooMuchIsAnErrorThatSaysHowMuchThereIs) {
+  const size_t before = open_files();
+  std::string text;
+  try {
+    SharedMemory::create(size_t{1} << 46);
+  } catch (const CommError& error) {
+    text = error.what();
+  }
+  EXPECT_THAT(text, HasSubstr("shared memory of 67108864 MiB for messages between ranks of this "
+                              "host: only "));
+  EXPECT_THAT(text, HasSubstr(" MiB are available. Use smaller or fewer microbatches"));
+  EXPECT_EQ(open_files(), before);
+}
+
+TEST(SharedMemory, AnotherProcessOpensItThroughProc) {
+  const auto memory = SharedMemory::create(8192);
+  const ProcessId owner = this_process();
+  Child child([&] {
+    const auto theirs =
+        SharedMemory::map(open_fd_of(owner, memory->fd(), memory->id()), 8192, memory->id());
+    if (!theirs || theirs->data() == memory->data()) return 1;
+    theirs->data()[8000] = std::byte{42};
+    return 0;
+  });
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_EQ(memory->data()[8000], std::byte{42});
+}
+
+TEST(SharedMemory, NothingElseIsOpenedThroughProc) {
+  const auto memory = SharedMemory::create(8192);
+  ProcessId self = this_process();
+  EXPECT_EQ(open_fd_of(self, memory->fd(), memory->id() + 1), -1);
+  EXPECT_EQ(open_fd_of(self, STDIN_FILENO, memory->id()), -1);
+  EXPECT_EQ(open_fd_of(self, 9999, memory->id()), -1);
+  ++self.pid_namespace;
+  EXPECT_EQ(open_fd_of(self, memory->fd(), memory->id()), -1);
+}
+
+TEST(SharedMemory, AnotherProcessIsSentItsDescriptor) {
+  const auto memory = SharedMemory::create(8192);
+  EXPECT_FALSE(post_fd(memory->id(), memory->fd()));  // nobody has such a mailbox
+  const FdMailbox mailbox(memory->id());
+  EXPECT_EQ(mailbox.take(), -1);
+  Child child([&] {
+    memory->data()[8000] = std::byte{43};
+    return post_fd(memory->id(), memory->fd()) ? 0 : 1;
+  });
+  EXPECT_EQ(child.wait(), 0);
+  const auto mine = SharedMemory::map(mailbox.take(), 8192, memory->id());
+  ASSERT_NE(mine, nullptr);
+  EXPECT_EQ(mine->data()[8000], std::byte{43});
+}
+
+TEST(ProcessWatch, SeesTheEndOfAProcessThatNobodyHasWaitedFor) {
+  const Child child(forever);
+  const ProcessWatch watch(child.id());
+  EXPECT_FALSE(watch.ended());
+  child.kill();
+  for (int i = 0; i < 2000 && !watch.ended(); ++i) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(watch.ended());
+  EXPECT_FALSE(ProcessWatch(this_process()).ended());
+  EXPECT_FALSE(ProcessWatch({1, 0}).ended());  // of a namespace that is not known
+}
+
+// What a channel needs of a transport: whether some rank has aborted.
+class QuietTransport final : public Transport {
+ public:
+  void start(Transfer) override {}
+  void poll() override {}
+  bool wait_until(Clock::time_point, const std::function<bool()>& ready) override {
+    return ready();
+  }
+  void notify() override {}
+  int make_context(const Group&, int) override { return 0; }
+  bool shares_memory(int) const override { return true; }
+  bool has_core_for_each_rank() const override { return false; }
+  void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
+};
+
+class ChannelToAProcess : public testing::Test {
+ protected:
+  ChannelToAProcess() : memory_(SharedMemory::create(SharedLayout(kSpec).total())) {
+    group_->name = "world";
+    group_->rank = 0;
+    group_->size = 2;
+  }
+
+  PeerWait wait(const char* verb, const ProcessId& peer) const {
+    return PeerWait(transport_, group_, verb, kSpec, ProcessWatch(peer));
+  }
+  std::unique_ptr<Sender> sender(const ProcessId& peer) const {
+    return make_shared_sender(memory_, kSpec, wait("channel send", peer));
+  }
+  std::unique_ptr<Receiver> receiver(const ProcessId& peer) const {
+    return make_shared_receiver(memory_, kSpec, wait("channel receive", peer));
+  }
+
+  // The text of the error that `call` throws within the second that it may take.
+  static std::string error_of(const std::function<void()>& call) {
+    const auto start = std::chrono::steady_clock::now();
+    std::string text = "no error";
+    try {
+      call();
+    } catch (const CommError& error) {
+      text = error.what();
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3));
+    return text;
+  }
+
+  static constexpr ChannelSpec kSpec{1, 5, 1000, 1, 1};
+  const std::shared_ptr<QuietTransport> transport_ = std::make_shared<QuietTransport>();
+  const std::shared_ptr<Group> group_ = std::make_shared<Group>();
+  const std::shared_ptr<SharedMemory> memory_;
+};
+
+TEST_F(ChannelToAProcess, AKilledSenderEndsTheWaitAfterWhatItHasSent) {
+  const ProcessId self = this_process();
+  Child child([&] {
+    const auto out = sender(self);
+    std::memset(out->prepare().mutable_data_ptr(), 9, 1000);
+    out->send();
+    std::memset(out->prepare().mutable_data_ptr(), 10, 500);  // dies before it has sent this
+    raise(SIGKILL);
+    return 0;
+  });
+  const auto in = receiver(child.id());
+  EXPECT_TRUE(in->receive().eq(9).all().item<bool>());
+  EXPECT_THAT(error_of([&] { in->receive(); }),
+              HasSubstr("channel receive of 1000 bytes from rank 1 with tag 5 on group 'world' "
+                        "(here rank 0 of 2) failed: the process of rank 1 has ended"));
+}
+
+TEST_F(ChannelToAProcess, AKilledReceiverEndsTheWaitForASlot) {
+  const Child child(forever);
+  const auto out = sender(child.id());
+  for (int i = 0; i < 2; ++i) {
+    out->prepare();
+    out->send();
+  }
+  std::thread killer([&] {
+    std::this_thread::sleep_for(milliseconds(200));
+    child.kill();
+  });
+  EXPECT_THAT(error_of([&] { out->prepare(); }),
+              HasSubstr("channel send of 1000 bytes to rank 1 with tag 5 on group 'world' (here "
+                        "rank 0 of 2) failed: the process of rank 1 has ended"));
+  killer.join();
+}
+
+TEST_F(ChannelToAProcess, AnAbortEndsWaitsNowAndLater) {
+  const Child child(forever);
+  const auto in = receiver(child.id());
+  std::thread aborter([&] {
+    std::this_thread::sleep_for(milliseconds(200));
+    transport_->abort(1, "rank 1 failed: disk full");
+  });
+  const auto expected =
+      HasSubstr("rank 1 failed: disk full [noticed by channel receive of 1000 bytes from rank 1");
+  EXPECT_THAT(error_of([&] { in->receive(); }), expected);
+  EXPECT_THAT(error_of([&] { in->receive(); }), expected);
+  aborter.join();
+}
+
+TEST_F(ChannelToAProcess, MessagesCrossInBothOrdersOfArrival) {
+  const ProcessId self = this_process();
+  constexpr int kMessages = 5000;
+  Child child([&] {
+    const auto out = sender(self);
+    for (int i = 0; i < kMessages; ++i) {
+      std::memset(out->prepare().mutable_data_ptr(), i % 251, 1000);
+      out->send();
+    }
+    return 0;
+  });
+  const auto in = receiver(child.id());
+  for (int i = 0; i < kMessages; ++i) {
+    const at::Tensor message = in->receive();
+    const auto* bytes = static_cast<const unsigned char*>(message.const_data_ptr());
+    ASSERT_TRUE(std::all_of(bytes, bytes + 1000, [&](unsigned b) { return b == i % 251u; })) << i;
+  }
+  EXPECT_EQ(child.wait(), 0);
+}
+
+}  // namespace
+}  // namespace smp::comm
