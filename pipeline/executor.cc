@@ -1,16 +1,13 @@
 #include "pipeline/executor.h"
 
-#include <tuple>
+#include <algorithm>
 #include <utility>
 
+#include "pipeline/walk.h"
 #include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {
-
-/// How many receives of a channel are posted ahead of the one that is waited for. Two let a
-/// message arrive while the one before it is used; more only cost memory.
-constexpr int kPostedAhead = 2;
 
 std::vector<graph::TensorMeta> metas(const graph::Graph& graph,
                                      const std::vector<graph::ValueId>& values) {
@@ -19,7 +16,43 @@ std::vector<graph::TensorMeta> metas(const graph::Graph& graph,
   return result;
 }
 
+/// What travels over an edge in a direction.
+std::vector<graph::ValueId> values_of(const Edge& edge, bool is_backward) {
+  if (!is_backward) return edge.values;
+  std::vector<graph::ValueId> returning = edge.gradients;
+  returning.insert(returning.end(), edge.replicas.begin(), edge.replicas.end());
+  return returning;
+}
+
+/// How many messages a channel takes beyond those held. Two let one arrive while the one before it
+/// is used; skips may need more, or sends would wait in a circle.
+int messages_ahead(const Schedule& schedule) {
+  int ahead = std::min(2, schedule.microbatches());
+  while (ahead < schedule.microbatches() && deadlocks(schedule, ahead)) ++ahead;
+  return ahead;
+}
+
 }  // namespace
+
+int messages_held(const Schedule& schedule, int from, int to, bool is_backward) {
+  const int receiver = is_backward ? from : to;
+  const int sender = is_backward ? to : from;
+  const auto& actions = schedule.actions(schedule.rank_of(receiver));
+  std::vector<const Action*> last_use(schedule.microbatches());
+  for (const Action& action : actions) {
+    if (action.is_compute() && action.stage == receiver) last_use[action.microbatch] = &action;
+  }
+  int held = 0, most = 0;
+  for (const Action& action : actions) {
+    if (action.stage != receiver) continue;
+    if (action.is_recv() && action.peer == sender && action.is_backward() == is_backward) {
+      most = std::max(most, ++held);
+    } else if (action.is_compute() && last_use[action.microbatch] == &action) {
+      --held;
+    }
+  }
+  return most;
+}
 
 Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
                    comm::CommunicatorPtr pipeline)
@@ -34,163 +67,161 @@ void Executor::add_stage(std::unique_ptr<Stage> stage) {
 
 void Executor::open_channels(const graph::Graph& graph) {
   const int me = pipeline_->rank();
+  const int ahead = messages_ahead(schedule_);
+  std::vector<comm::ChannelSpec> outgoing, incoming;
+  std::vector<Channel*> senders, receivers;
   for (size_t i = 0; i < edges_.size(); ++i) {
-    const Edge& edge = edges_[i];
-    const int from = schedule_.rank_of(edge.from);
-    const int to = schedule_.rank_of(edge.to);
-    if (from == to || (from != me && to != me)) continue;
-    std::vector<graph::ValueId> returning = edge.gradients;
-    returning.insert(returning.end(), edge.replicas.begin(), edge.replicas.end());
-    const int index = static_cast<int>(i);
-    channels_.insert({{index, false},
-                      Channel{MessageLayout(metas(graph, edge.values)),
-                              index,
-                              false,
-                              from == me ? to : from,
-                              to == me,
-                              {},
-                              0}});
-    channels_.insert({{index, true},
-                      Channel{MessageLayout(metas(graph, returning)),
-                              index,
-                              true,
-                              from == me ? to : from,
-                              from == me,
-                              {},
-                              0}});
-  }
-}
-
-Executor::Channel& Executor::channel(const Action& action) {
-  const bool is_backward = action.is_backward();
-  // Forward messages go from the lower stage of the edge to the higher, gradients back.
-  const int from = std::min(action.stage, action.peer);
-  const int to = std::max(action.stage, action.peer);
-  for (size_t i = 0; i < edges_.size(); ++i) {
-    if (edges_[i].from == from && edges_[i].to == to) {
-      return channels_.at({static_cast<int>(i), is_backward});
+    for (const bool is_backward : {false, true}) {
+      const Edge& edge = edges_[i];
+      const int source = schedule_.rank_of(is_backward ? edge.to : edge.from);
+      const int target = schedule_.rank_of(is_backward ? edge.from : edge.to);
+      const int held = messages_held(schedule_, edge.from, edge.to, is_backward);
+      if (held == 0 || source == target || (source != me && target != me)) continue;
+      const auto index = static_cast<int>(i);
+      MessageLayout layout(metas(graph, values_of(edge, is_backward)));
+      Channel& channel = channels_
+                             .try_emplace(std::make_pair(index, is_backward),
+                                          Channel{std::move(layout), nullptr, nullptr})
+                             .first->second;
+      const bool sends = source == me;
+      (sends ? senders : receivers).push_back(&channel);
+      (sends ? outgoing : incoming)
+          .push_back({sends ? target : source, 2 * index + is_backward, channel.layout.nbytes(),
+                      held, ahead});
     }
   }
-  SMP_INTERNAL_ASSERT(false, to_string(action), " has no edge in the plan");
-}
-
-comm::Tag Executor::tag(const Channel& channel) const {
-  return 2 * channel.edge + (channel.is_backward ? 1 : 0);
-}
-
-void Executor::post_receives(Channel& channel) {
-  while (channel.next_posted < schedule_.microbatches() &&
-         static_cast<int>(channel.posted.size()) < kPostedAhead) {
-    at::Tensor message = channel.layout.make_buffer();
-    auto work = pipeline_->irecv(message, channel.peer, tag(channel));
-    channel.posted.emplace_back(std::move(work), std::move(message));
-    ++channel.next_posted;
+  comm::Channels opened = pipeline_->open_channels(outgoing, incoming);
+  for (size_t i = 0; i < senders.size(); ++i) senders[i]->sender = std::move(opened.senders[i]);
+  for (size_t i = 0; i < receivers.size(); ++i) {
+    receivers[i]->receiver = std::move(opened.receivers[i]);
   }
 }
 
-std::vector<at::Tensor> Executor::receive(Channel& channel) {
-  post_receives(channel);
-  auto [work, message] = std::move(channel.posted.front());
-  channel.posted.pop_front();
-  post_receives(channel);
-  work->wait();
-  return channel.layout.unpack(message);
-}
-
-void Executor::send(Channel& channel, const std::vector<at::Tensor>& tensors) {
-  drop_completed_sends();
-  at::Tensor message = channel.layout.pack(tensors);
-  auto work = pipeline_->isend(message, channel.peer, tag(channel));
-  sends_.emplace_back(std::move(work), std::move(message));
-}
-
-void Executor::drop_completed_sends() {
-  while (!sends_.empty() && sends_.front().first->test()) sends_.pop_front();
-}
-
-void Executor::finish_sends() {
-  for (auto& [work, message] : sends_) work->wait();
-  sends_.clear();
-}
-
-void Executor::run(const Step& step) {
-  const bool trains = schedule_.has_backward();
-  for (auto& [key, channel] : channels_) {
-    channel.next_posted = 0;
-    if (channel.incoming && (trains || !channel.is_backward) && channel.layout.nbytes() > 0) {
-      post_receives(channel);
-    }
-  }
+/// Looks up what the actions need.
+void Executor::resolve() {
+  received_.resize(static_cast<size_t>(schedule_.stages()) * schedule_.microbatches() * 2);
   for (const Action& action : schedule_.actions(pipeline_->rank())) {
-    const auto key = std::make_tuple(action.stage, action.microbatch, action.is_backward());
-    switch (action.kind) {
-      case Action::Kind::kForward:
-        forward(action, step);
-        break;
-      case Action::Kind::kBackward:
-        backward(action, step);
-        break;
-      case Action::Kind::kBackwardInput:
-      case Action::Kind::kBackwardWeight:
-        SMP_INTERNAL_ASSERT(false, "the executor runs whole backwards only, got ",
-                            to_string(action));
-      case Action::Kind::kSendForward: {
-        Channel& out = channel(action);
-        send(out, stage(action.stage).take_values(action.microbatch, out.edge));
-        break;
-      }
-      case Action::Kind::kSendBackward: {
-        Channel& out = channel(action);
-        send(out, stage(action.stage).take_gradients(action.microbatch, out.edge));
-        break;
-      }
-      case Action::Kind::kRecvForward:
-      case Action::Kind::kRecvBackward: {
-        Channel& in = channel(action);
-        arrived_[key][in.edge] = receive(in);
-        break;
-      }
-      case Action::Kind::kReduce:
-        step.reduce(action.stage);
-        break;
-    }
+    program_.push_back(resolve(action));
+    if (action.is_recv()) ++program_.back().channel->messages;
   }
-  finish_sends();
 }
 
-void Executor::forward(const Action& action, const Step& step) {
-  Stage& stage = this->stage(action.stage);
-  if (step.before_forward) step.before_forward(stage, action.microbatch);
-  const auto received = arrived_.extract({action.stage, action.microbatch, false});
-  static const std::map<int, std::vector<at::Tensor>> kNothing;
-  stage.forward(action.microbatch, step.inputs[action.microbatch],
-                received.empty() ? kNothing : received.mapped(), step.keys[action.microbatch]);
-  for (auto& [position, output] : stage.take_outputs(action.microbatch)) {
-    step.output(position, action.microbatch, output);
+Executor::Instruction Executor::resolve(const Action& action) {
+  Instruction result;
+  result.action = action;
+  result.stage = stages_.at(action.stage).get();
+  if (action.is_transfer()) {
+    result.edge = edge_of(action);
+    result.channel = &channels_.at({result.edge, action.is_backward()});
   }
-  hand_over(action.stage, action.microbatch, false);
+  if (action.is_compute() || action.is_recv()) {
+    result.received = received_by(action.stage, action.microbatch, action.is_backward());
+  }
+  if (action.is_compute()) result.hand_overs = hand_overs_of(action);
+  return result;
 }
 
-void Executor::backward(const Action& action, const Step& step) {
-  const auto received = arrived_.extract({action.stage, action.microbatch, true});
-  static const std::map<int, std::vector<at::Tensor>> kNothing;
-  stage(action.stage)
-      .backward(action.microbatch, received.empty() ? kNothing : received.mapped(), step.consume);
-  hand_over(action.stage, action.microbatch, true);
-}
-
-/// Between stages of this rank there is no transfer: what one made has arrived at the other.
-void Executor::hand_over(int stage, int microbatch, bool is_backward) {
+/// Between stages of this rank there is no transfer: what one makes has arrived at the other.
+std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
+  const bool is_backward = action.is_backward();
+  std::vector<HandOver> result;
   for (size_t i = 0; i < edges_.size(); ++i) {
     const Edge& edge = edges_[i];
     const int source = is_backward ? edge.to : edge.from;
     const int target = is_backward ? edge.from : edge.to;
     const bool nothing = is_backward && edge.gradients.empty() && edge.replicas.empty();
-    if (source != stage || !has_stage(target) || nothing) continue;
-    const int index = static_cast<int>(i);
-    arrived_[{target, microbatch, is_backward}][index] =
-        is_backward ? this->stage(source).take_gradients(microbatch, index)
-                    : this->stage(source).take_values(microbatch, index);
+    if (source != action.stage || !has_stage(target) || nothing) continue;
+    result.push_back({static_cast<int>(i), received_by(target, action.microbatch, is_backward)});
+  }
+  return result;
+}
+
+int Executor::edge_of(const Action& transfer) const {
+  const int from = std::min(transfer.stage, transfer.peer);
+  const int to = std::max(transfer.stage, transfer.peer);
+  for (size_t i = 0; i < edges_.size(); ++i) {
+    if (edges_[i].from == from && edges_[i].to == to) return static_cast<int>(i);
+  }
+  detail::fail<Error>("action ", to_string(transfer), " of the schedule has no edge in the plan");
+}
+
+Executor::Received* Executor::received_by(int stage, int microbatch, bool is_backward) {
+  const size_t pass = static_cast<size_t>(stage) * schedule_.microbatches() + microbatch;
+  return &received_[2 * pass + is_backward];
+}
+
+void Executor::run(const Step& step) {
+  if (program_.empty()) resolve();
+  for (auto& [key, channel] : channels_) {
+    if (channel.receiver) channel.receiver->expect(channel.messages);
+  }
+  for (const Instruction& instruction : program_) {
+    switch (instruction.action.kind) {
+      case Action::Kind::kForward:
+        forward(instruction, step);
+        break;
+      case Action::Kind::kBackward:
+        backward(instruction, step);
+        break;
+      case Action::Kind::kBackwardInput:
+      case Action::Kind::kBackwardWeight:
+        SMP_INTERNAL_ASSERT(false, "the executor runs whole backwards only, got ",
+                            to_string(instruction.action));
+      case Action::Kind::kSendForward:
+      case Action::Kind::kSendBackward:
+        send(instruction);
+        break;
+      case Action::Kind::kRecvForward:
+      case Action::Kind::kRecvBackward:
+        receive(instruction);
+        break;
+      case Action::Kind::kReduce:
+        step.reduce(instruction.action.stage);
+        break;
+    }
+  }
+  for (auto& [key, channel] : channels_) {
+    if (channel.sender) channel.sender->flush();
+  }
+}
+
+void Executor::send(const Instruction& instruction) {
+  const Channel& channel = *instruction.channel;
+  const int microbatch = instruction.action.microbatch;
+  const at::Tensor& message = channel.sender->prepare();
+  channel.layout.pack(instruction.action.is_backward()
+                          ? instruction.stage->take_gradients(microbatch, instruction.edge)
+                          : instruction.stage->take_values(microbatch, instruction.edge),
+                      message);
+  channel.sender->send();
+}
+
+void Executor::receive(const Instruction& instruction) {
+  const Channel& channel = *instruction.channel;
+  (*instruction.received)[instruction.edge] = channel.layout.unpack(channel.receiver->receive());
+}
+
+void Executor::forward(const Instruction& instruction, const Step& step) {
+  Stage& stage = *instruction.stage;
+  const int microbatch = instruction.action.microbatch;
+  if (step.before_forward) step.before_forward(stage, microbatch);
+  stage.forward(microbatch, step.inputs[microbatch], *instruction.received, step.keys[microbatch]);
+  instruction.received->clear();
+  for (auto& [position, output] : stage.take_outputs(microbatch)) {
+    step.output(position, microbatch, output);
+  }
+  for (const HandOver& next : instruction.hand_overs) {
+    (*next.to)[next.edge] = stage.take_values(microbatch, next.edge);
+  }
+}
+
+void Executor::backward(const Instruction& instruction, const Step& step) {
+  Stage& stage = *instruction.stage;
+  const int microbatch = instruction.action.microbatch;
+  stage.backward(microbatch, *instruction.received, step.consume);
+  instruction.received->clear();
+  for (const HandOver& next : instruction.hand_overs) {
+    (*next.to)[next.edge] = stage.take_gradients(microbatch, next.edge);
   }
 }
 

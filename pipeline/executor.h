@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -15,19 +14,28 @@
 
 namespace smp::pipeline {
 
+/// How many messages of the edge `from` -> `to` (of its backward: `to` -> `from`) the receiver has
+/// at one time: each from its receive to the receiving stage's last computation of the microbatch.
+int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
+
 /// Runs this rank's part of a schedule: its actions, one after the other. The schedule is a fixed
-/// program; nothing is negotiated. Receives are posted ahead, sends wait for nobody.
+/// program; nothing is negotiated, and what an action needs is looked up before the first step.
+/// Each edge has a channel for each direction, with room for the messages that the schedule lets
+/// its receiver hold and for as many ahead as it takes that no send waits for ever.
 ///
 /// An executor belongs to one thread.
 class Executor {
  public:
-  /// `stages` are this rank's, by stage index. Ranks of the schedule are ranks of `pipeline`.
+  /// Opens the channels: collective over `pipeline`, whose ranks are those of the schedule. Throws
+  /// a `CommError` when there is not the memory for them.
   Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
            comm::CommunicatorPtr pipeline);
 
   /// The edges, which the stages refer to.
   const std::vector<Edge>& edges() const { return edges_; }
   const Schedule& schedule() const { return schedule_; }
+
+  /// Every stage of this rank, before the first run.
   void add_stage(std::unique_ptr<Stage> stage);
   Stage& stage(int index) { return *stages_.at(index); }
   bool has_stage(int index) const { return stages_.count(index) > 0; }
@@ -53,37 +61,51 @@ class Executor {
   void run(const Step& step);
 
  private:
-  /// One directed channel: messages of one kind over one edge.
+  /// What has arrived for a microbatch of a stage in one direction, by edge.
+  using Received = std::map<int, std::vector<at::Tensor>>;
+
+  /// Messages of one kind over one edge, in one direction. Has one of the two ends.
   struct Channel {
     MessageLayout layout;
+    std::unique_ptr<comm::Sender> sender;
+    std::unique_ptr<comm::Receiver> receiver;
+    int messages = 0;  // received in a step
+  };
+
+  /// What a computation leaves for another stage of this rank.
+  struct HandOver {
     int edge;
-    bool is_backward;
-    int peer;  // rank
-    bool incoming;
-    std::deque<std::pair<comm::WorkPtr, at::Tensor>> posted;  // receives, in order
-    int next_posted = 0;                                      // microbatches posted so far
+    Received* to;
+  };
+
+  /// An action with what it needs.
+  struct Instruction {
+    Action action;
+    Stage* stage = nullptr;
+    int edge = -1;                 // of a transfer
+    Channel* channel = nullptr;    // of a transfer
+    Received* received = nullptr;  // of a receive and of the computation that uses it
+    std::vector<HandOver> hand_overs;
   };
 
   void open_channels(const graph::Graph& graph);
-  Channel& channel(const Action& action);
-  comm::Tag tag(const Channel& channel) const;
-  void post_receives(Channel& channel);
-  std::vector<at::Tensor> receive(Channel& channel);
-  void send(Channel& channel, const std::vector<at::Tensor>& tensors);
-  void forward(const Action& action, const Step& step);
-  void backward(const Action& action, const Step& step);
-  void hand_over(int stage, int microbatch, bool is_backward);
-  void drop_completed_sends();
-  void finish_sends();
+  void resolve();
+  Instruction resolve(const Action& action);
+  std::vector<HandOver> hand_overs_of(const Action& action);
+  int edge_of(const Action& transfer) const;
+  Received* received_by(int stage, int microbatch, bool is_backward);
+  static void send(const Instruction& instruction);
+  static void receive(const Instruction& instruction);
+  static void forward(const Instruction& instruction, const Step& step);
+  static void backward(const Instruction& instruction, const Step& step);
 
   Schedule schedule_;
   std::vector<Edge> edges_;
   comm::CommunicatorPtr pipeline_;
   std::map<int, std::unique_ptr<Stage>> stages_;
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
-  std::deque<std::pair<comm::WorkPtr, at::Tensor>> sends_;
-  // What has arrived for a microbatch of a stage: by stage, microbatch, direction; then by edge.
-  std::map<std::tuple<int, int, bool>, std::map<int, std::vector<at::Tensor>>> arrived_;
+  std::vector<Received> received_;                    // by stage, microbatch and direction
+  std::vector<Instruction> program_;
 };
 
 }  // namespace smp::pipeline

@@ -5,6 +5,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "smp/core/error.h"
 
 namespace smp::pipeline {
@@ -59,12 +62,17 @@ MessageLayout::MessageLayout(const std::vector<graph::TensorMeta>& metas) : meta
 
 at::Tensor MessageLayout::make_buffer() const { return at::empty({nbytes_}, at::kByte); }
 
+/// Made by hand: the dispatcher would cost more than many a message.
 at::Tensor MessageLayout::view_of(const at::Tensor& message, size_t index, at::IntArrayRef sizes,
                                   at::IntArrayRef strides) const {
   const auto dtype = metas_[index].dtype;
-  at::Tensor view = at::empty({0}, at::TensorOptions(dtype));
-  const int64_t offset = data_at_[index] / static_cast<int64_t>(elementSize(dtype));
-  return view.set_(message.storage(), message.storage_offset() + offset, sizes, strides);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(message.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(dtype));
+  const int64_t offset = message.storage_offset() + data_at_[index];
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(
+      sizes, strides, offset / static_cast<int64_t>(elementSize(dtype)));
+  return view;
 }
 
 /// A tensor of the message with the sender's strides: on the message's memory, or, where they leave
@@ -72,23 +80,44 @@ at::Tensor MessageLayout::view_of(const at::Tensor& message, size_t index, at::I
 at::Tensor MessageLayout::with_strides(const at::Tensor& message, size_t index,
                                        at::IntArrayRef strides) const {
   const at::IntArrayRef sizes = metas_[index].sizes;
-  const at::Tensor shape =
-      at::empty_strided(sizes, strides, at::TensorOptions(metas_[index].dtype).device(at::kMeta));
-  const at::Tensor compact = without_expansion(shape);
-  if (compact.is_non_overlapping_and_dense()) return view_of(message, index, sizes, strides);
+  const at::Tensor view = view_of(message, index, sizes, strides);
+  if (view.is_non_overlapping_and_dense()) return view;
+  const at::Tensor compact = without_expansion(view);
+  if (compact.is_non_overlapping_and_dense()) return view;
   const at::Tensor packed = view_of(message, index, compact.sizes(), dense_strides(compact));
   const at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), packed.options());
   return copy.copy_(packed).as_strided(sizes, strides);
 }
 
-at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
+/// Writes the elements and, into the header, the strides of one tensor.
+void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const at::Tensor& message,
+                            int64_t* words) const {
+  if (tensor.is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor.is_conj() &&
+      !tensor.is_neg()) {
+    std::copy_n(tensor.strides().begin(), tensor.dim(), words);
+    if (tensor.numel() > 0) {
+      std::memcpy(message.mutable_data_ptr<uint8_t>() + data_at_[index], tensor.const_data_ptr(),
+                  tensor.nbytes());
+    }
+    return;
+  }
+  at::NoGradGuard no_grad;
+  const at::Tensor compact = without_expansion(tensor.detach());
+  const std::vector<int64_t> dense = dense_strides(compact);
+  view_of(message, index, compact.sizes(), dense).copy_(compact);
+  const bool gaps = keeps_gaps(compact);
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    const bool expanded = tensor.stride(d) == 0 && tensor.size(d) > 1;
+    words[d] = expanded ? 0 : gaps ? compact.stride(d) : dense[d];
+  }
+}
+
+void MessageLayout::pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message) const {
   SMP_INTERNAL_ASSERT(tensors.size() == metas_.size(), tensors.size(), " tensors for a message of ",
                       metas_.size());
-  at::NoGradGuard no_grad;
-  const at::Tensor message = make_buffer();
   auto* header = reinterpret_cast<int64_t*>(message.mutable_data_ptr<uint8_t>());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor tensor = tensors[i].defined() ? tensors[i].detach() : tensors[i];
+    const at::Tensor& tensor = tensors[i];
     int64_t* words = header + header_at_[i];
     words[0] = tensor.defined();
     if (!tensor.defined()) continue;
@@ -96,15 +125,13 @@ at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
                             tensor.scalar_type() == metas_[i].dtype,
                         "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
                         " where the graph has ", metas_[i].to_string());
-    const at::Tensor compact = without_expansion(tensor);
-    const std::vector<int64_t> dense = dense_strides(compact);
-    view_of(message, i, compact.sizes(), dense).copy_(compact);
-    const bool gaps = keeps_gaps(compact);
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-      const bool expanded = tensor.stride(d) == 0 && tensor.size(d) > 1;
-      words[1 + d] = expanded ? 0 : gaps ? compact.stride(d) : dense[d];
-    }
+    copy_in(i, tensor, message, words + 1);
   }
+}
+
+at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
+  const at::Tensor message = make_buffer();
+  pack(tensors, message);
   return message;
 }
 
@@ -118,7 +145,8 @@ std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message) const {
       continue;
     }
     const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
-    tensors.push_back(with_strides(message, i, strides).to(metas_[i].device));
+    const at::Tensor tensor = with_strides(message, i, strides);
+    tensors.push_back(metas_[i].device.is_cpu() ? tensor : tensor.to(metas_[i].device));
   }
   return tensors;
 }

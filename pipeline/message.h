@@ -26,8 +26,11 @@ class MessageLayout {
   /// An empty message to receive into or to pack; one-dimensional, uint8, on the CPU.
   at::Tensor make_buffer() const;
 
-  /// Copies `tensors` (sizes and dtypes as in the layout; undefined ones are allowed) into a new
-  /// message. Expanded dimensions are sent once.
+  /// Copies `tensors` (sizes and dtypes as in the layout; undefined ones are allowed) into
+  /// `message`, which is as `make_buffer` makes it. Expanded dimensions are sent once.
+  void pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message) const;
+
+  /// Into a new message.
   at::Tensor pack(const std::vector<at::Tensor>& tensors) const;
 
   /// The tensors of a received message, on the devices of the layout, with the strides that they
@@ -36,6 +39,8 @@ class MessageLayout {
   std::vector<at::Tensor> unpack(const at::Tensor& message) const;
 
  private:
+  void copy_in(size_t index, const at::Tensor& tensor, const at::Tensor& message,
+               int64_t* words) const;
   at::Tensor view_of(const at::Tensor& message, size_t index, at::IntArrayRef sizes,
                      at::IntArrayRef strides) const;
   at::Tensor with_strides(const at::Tensor& message, size_t index, at::IntArrayRef strides) const;
