@@ -88,7 +88,8 @@ class OrderChooser {
   size_t visits(const Graph& graph) const {
     const auto constraints =
         find_constraints(graph, {options_.partitions(), &options_.owner(), &options_.pinned(), -1});
-    return list_stages(constraints.pins, options_.partitions()).rank_of_stage.size();
+    return list_stages(constraints.pins, options_.partitions(), options_.placement())
+        .rank_of_stage.size();
   }
 
   int microbatches() const { return std::max(options_.step().microbatches(), 2); }

@@ -128,7 +128,7 @@ class Partitioner {
             graph, {options.partitions(), &options.owner(), &options.pinned(),
                     options.auto_partition() ? -1 : options.default_partition()})) {
     add_leading_default();
-    stages_ = list_stages(constraints_.pins, options.partitions());
+    stages_ = list_stages(constraints_.pins, options.partitions(), options.placement());
     for (size_t p = 0; p < constraints_.pins.size(); ++p) {
       stage_pins_.push_back({&constraints_.pins[p], stages_.stage_of_pin[p]});
     }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "graph/graph.h"
 #include "partitioner/pins.h"
@@ -18,6 +19,10 @@ struct PartitionOptions {
 
   /// Number of ranks.
   TORCH_ARG(int, partitions);
+
+  /// The rank of each stage, for schedules that visit a rank several times; empty: one stage for
+  /// each rank, in their order. Pins may ask for others (see `list_stages`).
+  TORCH_ARG(std::vector<int>, placement);
 
   /// The step for which time and memory are predicted.
   TORCH_ARG(StepModel, step);

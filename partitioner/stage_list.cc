@@ -2,10 +2,30 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 
 namespace smp::partitioner {
 
-StageList list_stages(const std::vector<Pin>& pins, int ranks) {
+namespace {
+
+/// Nothing if the pins go back to a rank more often than the placement does.
+std::optional<StageList> place(const std::vector<Pin>& pins, const std::vector<int>& placement) {
+  StageList list{placement, {}};
+  auto stage = placement.begin();
+  for (const Pin& pin : pins) {
+    stage = std::find(stage, placement.end(), pin.rank);
+    if (stage == placement.end()) return std::nullopt;
+    list.stage_of_pin.push_back(static_cast<int>(stage - placement.begin()));
+  }
+  return list;
+}
+
+}  // namespace
+
+StageList list_stages(const std::vector<Pin>& pins, int ranks, const std::vector<int>& placement) {
+  if (!placement.empty()) {
+    if (auto placed = place(pins, placement)) return *placed;
+  }
   StageList list;
   for (const Pin& pin : pins) {
     if (list.rank_of_stage.empty() || list.rank_of_stage.back() != pin.rank) {

@@ -112,6 +112,7 @@ SMP_CONFIG_ARG(int64_t, partitions)
 SMP_CONFIG_ARG(int64_t, pipeline_parallel_degree)
 SMP_CONFIG_ARG(int64_t, microbatches)
 SMP_CONFIG_ARG(std::string, pipeline)
+SMP_CONFIG_ARG(int64_t, virtual_stages)
 SMP_CONFIG_ARG(int64_t, active_microbatches)
 SMP_CONFIG_ARG(bool, deterministic_server)
 SMP_CONFIG_ARG(std::string, input_source)
@@ -155,6 +156,13 @@ std::optional<std::string> Config::graph_file() const {
 }
 
 Config& Config::partition_file(const std::string& path) { return set("partition_file", path); }
+
+Config& Config::schedule_file(const std::string& path) { return set("schedule_file", path); }
+
+std::optional<std::string> Config::schedule_file() const {
+  if (!is_set("schedule_file")) return std::nullopt;
+  return as<std::string>("schedule_file");
+}
 
 std::optional<std::string> Config::partition_file() const {
   if (!is_set("partition_file")) return std::nullopt;

@@ -64,8 +64,11 @@ class Config {
   SMP_CONFIG_ARG(int64_t, pipeline_parallel_degree);
   /// The number of microbatches in a step.
   SMP_CONFIG_ARG(int64_t, microbatches);
-  /// The schedule: "simple" or "interleaved".
+  /// The schedule by its name (docs/schedules.md), "file" or "auto".
   SMP_CONFIG_ARG(std::string, pipeline);
+  /// How many stages each rank has, for schedules that visit a rank several times; 0: two for
+  /// these, one for the others.
+  SMP_CONFIG_ARG(int64_t, virtual_stages);
   /// How many microbatches may be in flight on a rank; by default partitions + 2.
   SMP_CONFIG_ARG(int64_t, active_microbatches);
   /// Accepted both ways: execution is always deterministic.
@@ -128,6 +131,10 @@ class Config {
   Config& partition_file(const std::string& path);
   std::optional<std::string> partition_file() const;
 
+  /// The schedule of `"pipeline": "file"`, if given.
+  Config& schedule_file(const std::string& path);
+  std::optional<std::string> schedule_file() const;
+
   /// All mistakes, one text each with source and JSON path; empty when there are none.
   std::vector<std::string> problems() const;
 
@@ -178,6 +185,7 @@ class Config {
 
   void check_names(std::vector<std::string>& problems) const;
   void check_values(std::vector<std::string>& problems) const;
+  void check_schedule_rules(std::vector<std::string>& problems) const;
   void check_data_parallel_rules(std::vector<std::string>& problems) const;
   void check_partition_rules(std::vector<std::string>& problems) const;
   void check_precision_rules(std::vector<std::string>& problems) const;

@@ -84,11 +84,35 @@ void Config::check_partition_rules(std::vector<std::string>& problems) const {
                           "needs \"partition_file\", the file to load. Give its "
                           "path."));
   }
+  check_schedule_rules(problems);
   if (partitions && default_partition && *default_partition >= *partitions) {
     problems.push_back(at("default_partition",
                           c10::str("default_partition must be less than the number of partitions! "
                                    "(got ",
                                    *default_partition, " with ", *partitions, " partitions)")));
+  }
+}
+
+void Config::check_schedule_rules(std::vector<std::string>& problems) const {
+  const auto pipeline = if_valid<std::string>("pipeline").value_or("");
+  if (pipeline == "file" && !is_set("schedule_file")) {
+    problems.push_back(
+        at("pipeline", "'file' needs \"schedule_file\", the schedule to load. Give its path."));
+  }
+  if (pipeline != "file" && is_set("schedule_file")) {
+    problems.push_back(at("schedule_file",
+                          "is loaded with \"pipeline\": \"file\" only. Set that, "
+                          "or leave the file out."));
+  }
+  const int64_t stages = if_valid<int64_t>("virtual_stages").value_or(0);
+  const bool v_shaped = pipeline == "zbv" || pipeline == "dualpipe_v";
+  const bool single =
+      pipeline == "1f1b" || pipeline == "eager_1f1b" || pipeline == "zb_h1" || pipeline == "zb_h2";
+  if ((v_shaped && stages > 0 && stages != 2) || (single && stages > 1)) {
+    problems.push_back(
+        at("virtual_stages", c10::str("the schedule '", pipeline, "' needs ",
+                                      v_shaped ? "two" : "one", " for each rank, got ", stages,
+                                      ". Leave it out, or choose another \"pipeline\".")));
   }
 }
 

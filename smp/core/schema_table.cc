@@ -75,10 +75,26 @@ std::vector<Parameter> pipeline_rows() {
           .error(kPositive),
       text(
           "pipeline", "interleaved",
-          "The schedule. `simple` runs all forwards before the first backward; `interleaved` gives "
-          "a backward priority as soon as one is ready. A step function without `backward` gets a "
+          "The schedule (docs/schedules.md). `simple` runs all forwards before the first backward; "
+          "`interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, "
+          "`zb_h1` and `zb_h2` keep fewer microbatches or fill idle time with split backwards; "
+          "`interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several "
+          "stages (`virtual_stages`); `list` builds one from the measured costs; `auto` predicts "
+          "the step with each and takes the shortest; `file` loads it from `schedule_file`. All "
+          "give the same numbers, bit for bit. A step function without `backward` gets a "
           "forward-only schedule by itself.")
-          .values({"simple", "interleaved"}),
+          .values({"simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
+                   "breadth_first", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "list", "auto", "file"}),
+      integer("virtual_stages", int64_t{0},
+              "How many stages each rank has, for schedules that visit a rank several times: "
+              "`interleaved_1f1b`, `breadth_first` and, with two, `zbv` and `dualpipe_v`; any "
+              "other schedule may have them too. More stages shorten the time in which ranks wait "
+              "for the first microbatch, and send more. 0 means two for these four and one for "
+              "the others.")
+          .at_least(0),
+      text("schedule_file", {},
+           "The schedule of `\"pipeline\": \"file\"`: CSV, JSON or the text that is printed (see "
+           "docs/schedules.md)."),
       integer("active_microbatches", {},
               "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
           .default_text("partitions + 2")

@@ -116,6 +116,9 @@ TEST(Config, AcceptsEveryValueThatThisVersionHas) {
            R"({"auto_partition": false, "default_partition": 0})",
            R"({"partitions": 2, "default_partition": 1})",
            R"({"partition_file": "plan.json"})",
+           R"({"pipeline": "file", "schedule_file": "mine.csv"})",
+           R"({"pipeline": "breadth_first", "virtual_stages": 3})",
+           R"({"pipeline": "zbv", "virtual_stages": 2})",
            R"({"partition_file": "plan.json", "load_partition": true})",
            R"({"memory_limit_mb": 512, "optimizer_state_factor": 0})",
            R"({"trace_execution_times": false, "trace_memory_usage": true})",
@@ -146,8 +149,10 @@ TEST(Config, WrongValues) {
        R"("pipeline_parallel_degree": The number of pipeline_parallel_degree must be a positive integer. (got 0))"},
       {R"({"active_microbatches": 0})",
        R"("active_microbatches": The number of active_microbatches must be a positive integer. (got 0))"},
-      {R"({"pipeline": "1f1b"})",
-       R"("pipeline": pipeline must be a value in: ['simple', 'interleaved']. (got "1f1b"))"},
+      {R"({"pipeline": "2f2b"})",
+       R"("pipeline": pipeline must be a value in: ['simple', 'interleaved', '1f1b', )"
+       R"('eager_1f1b', 'interleaved_1f1b', 'breadth_first', 'zb_h1', 'zb_h2', 'zbv', )"
+       R"('dualpipe_v', 'list', 'auto', 'file']. (got "2f2b"))"},
       {R"({"optimize": 1})",
        R"("optimize": optimize must be a value in: ['memory', 'speed']. (got 1))"},
       {R"({"placement_strategy": "DDP"})",
@@ -166,6 +171,14 @@ TEST(Config, WrongValues) {
       {R"({"load_partition": true})",
        R"("load_partition": needs "partition_file", the file to load. Give its path.)"},
       {R"({"memory_limit_mb": -1})", R"("memory_limit_mb": expected a number >= 0, got -1.)"},
+      {R"({"pipeline": "file"})",
+       R"("pipeline": 'file' needs "schedule_file", the schedule to load. Give its path.)"},
+      {R"({"schedule_file": "mine.csv"})",
+       R"("schedule_file": is loaded with "pipeline": "file" only. Set that, or leave the file out.)"},
+      {R"({"pipeline": "zbv", "virtual_stages": 3})",
+       R"("virtual_stages": the schedule 'zbv' needs two for each rank, got 3. Leave it out, or choose another "pipeline".)"},
+      {R"({"pipeline": "zb_h1", "virtual_stages": 2})",
+       R"("virtual_stages": the schedule 'zb_h1' needs one for each rank, got 2. Leave it out, or choose another "pipeline".)"},
       {R"({"partition_file": 3})", R"("partition_file": 'partition_file' must be a str. (got 3))"},
       {R"({"guard": "never"})",
        R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got "never"))"},
@@ -466,7 +479,7 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
             R"("placement_strategy":"cluster","seed":-1,"skip_tracing":false,)"
             R"("timeout_seconds":300.0,"trace_execution_times":true,)"
-            R"("trace_memory_usage":false})");
+            R"("trace_memory_usage":false,"virtual_stages":0})");
   Config::from_json(Config().to_json(), "defaults").validate();
 
   EXPECT_EQ(Config::from_json(R"({"guard": 10})", "f").guard(), "10");
