@@ -125,6 +125,7 @@ Executor::Instruction Executor::resolve(const Action& action) {
 std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
   const bool is_backward = action.is_backward();
   std::vector<HandOver> result;
+  if (is_backward && !action.makes_input_gradients()) return result;
   for (size_t i = 0; i < edges_.size(); ++i) {
     const Edge& edge = edges_[i];
     const int source = is_backward ? edge.to : edge.from;
@@ -164,9 +165,11 @@ void Executor::run(const Step& step) {
         backward(instruction, step);
         break;
       case Action::Kind::kBackwardInput:
+        backward(instruction, step);
+        break;
       case Action::Kind::kBackwardWeight:
-        SMP_INTERNAL_ASSERT(false, "the executor runs whole backwards only, got ",
-                            to_string(instruction.action));
+        instruction.stage->backward_weights(instruction.action.microbatch, step.consume);
+        break;
       case Action::Kind::kSendForward:
       case Action::Kind::kSendBackward:
         send(instruction);
@@ -218,7 +221,11 @@ void Executor::forward(const Instruction& instruction, const Step& step) {
 void Executor::backward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
   const int microbatch = instruction.action.microbatch;
-  stage.backward(microbatch, *instruction.received, step.consume);
+  if (instruction.action.kind == Action::Kind::kBackward) {
+    stage.backward(microbatch, *instruction.received, step.consume);
+  } else {
+    stage.backward_inputs(microbatch, *instruction.received);
+  }
   instruction.received->clear();
   for (const HandOver& next : instruction.hand_overs) {
     (*next.to)[next.edge] = stage.take_gradients(microbatch, next.edge);

@@ -269,50 +269,99 @@ std::vector<at::Tensor> Stage::take_values(int microbatch, int edge) {
   return std::move(taken.mapped());
 }
 
-void Stage::backward(int microbatch, const std::map<int, std::vector<at::Tensor>>& received,
-                     const GradientConsumer& consume) {
-  auto node = in_flight_.extract(microbatch);
-  InFlight& state = node.mapped();
-  std::vector<torch::autograd::Edge> starts;
-  std::vector<at::Tensor> gradients;
-  for (size_t i = 0; i < roots_.size(); ++i) {
-    starts.push_back(state.starts.at(roots_[i].value));
-    gradients.push_back(state.root_gradients[i]);
-  }
+at::Tensor Stage::InFlight::gradient(ValueId value) const {
+  const auto sink = sinks.find(value);
+  return sink == sinks.end() ? at::Tensor() : sink->second->gradient;
+}
+
+Stage::Starts Stage::begin_backward(InFlight& state,
+                                    const std::map<int, std::vector<at::Tensor>>& received) const {
+  Starts starts;
+  const auto start = [&](ValueId id, const at::Tensor& gradient) {
+    starts.edges.push_back(state.starts.at(id));
+    starts.gradients.push_back(gradient);
+  };
+  for (size_t i = 0; i < roots_.size(); ++i) start(roots_[i].value, state.root_gradients[i]);
   // Gradients from later stages come first into every sum, as their operators come last in the
   // program and so first in a backward pass.
   for (const auto& [index, tensors] : received) {
     const Edge& edge = edges_[index];
     size_t next = 0;
-    for (ValueId id : edge.gradients) {
-      starts.push_back(state.starts.at(id));
-      gradients.push_back(tensors[next++]);
-    }
+    for (ValueId id : edge.gradients) start(id, tensors[next++]);
     for (ValueId id : edge.replicas) {
       const at::Tensor& gradient = tensors[next++];
       if (state.starts.count(id) > 0) {
-        starts.push_back(state.starts.at(id));
-        gradients.push_back(gradient);
+        start(id, gradient);
       } else if (gradient.defined()) {
-        consume(id, microbatch, gradient);  // the owner does not read it itself
+        state.foreign.emplace_back(id, gradient);  // the owner does not read it itself
       }
     }
   }
-  graph::run_backward(starts, gradients);
-  const auto gradient_of = [&](ValueId id) {
+  // The history is freed as the backward goes through it.
+  state.starts.clear();
+  state.root_gradients.clear();
+  return starts;
+}
+
+void Stage::backward(int microbatch, const std::map<int, std::vector<at::Tensor>>& received,
+                     const GradientConsumer& consume) {
+  auto node = in_flight_.extract(microbatch);
+  InFlight& state = node.mapped();
+  {
+    const Starts starts = begin_backward(state, received);
+    graph::run_backward(starts.edges, starts.gradients);
+  }
+  consume_gradients(microbatch, state, consume);
+  keep_gradients(microbatch, state);
+}
+
+void Stage::backward_inputs(int microbatch,
+                            const std::map<int, std::vector<at::Tensor>>& received) {
+  InFlight& state = in_flight_.at(microbatch);
+  const Starts starts = begin_backward(state, received);
+  state.split =
+      std::make_unique<graph::SplitBackward>(starts.edges, starts.gradients, input_sinks(state));
+  keep_gradients(microbatch, state);
+}
+
+void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
+  auto node = in_flight_.extract(microbatch);
+  InFlight& state = node.mapped();
+  state.split->run_weights();
+  consume_gradients(microbatch, state, consume);
+}
+
+/// The ends of what came from earlier stages, and of parameters that they own.
+std::vector<std::shared_ptr<graph::GradientSink>> Stage::input_sinks(const InFlight& state) const {
+  std::vector<std::shared_ptr<graph::GradientSink>> sinks;
+  const auto add = [&](ValueId id) {
     const auto sink = state.sinks.find(id);
-    return sink == state.sinks.end() ? at::Tensor() : sink->second->gradient;
+    if (sink != state.sinks.end()) sinks.push_back(sink->second);
   };
+  for (const Edge& edge : edges_) {
+    if (edge.to != index_) continue;
+    std::for_each(edge.gradients.begin(), edge.gradients.end(), add);
+    std::for_each(edge.replicas.begin(), edge.replicas.end(), add);
+  }
+  return sinks;
+}
+
+void Stage::consume_gradients(int microbatch, const InFlight& state,
+                              const GradientConsumer& consume) const {
+  for (const auto& [id, gradient] : state.foreign) consume(id, microbatch, gradient);
   for (const Parameter& parameter : parameters_) {
-    const at::Tensor gradient = gradient_of(parameter.value);
+    const at::Tensor gradient = state.gradient(parameter.value);
     if (parameter.owned && gradient.defined()) consume(parameter.value, microbatch, gradient);
   }
+}
+
+void Stage::keep_gradients(int microbatch, const InFlight& state) {
   for (size_t index = 0; index < edges_.size(); ++index) {
     const Edge& edge = edges_[index];
     if (edge.to != index_ || (edge.gradients.empty() && edge.replicas.empty())) continue;
     auto& returning = gradients_[microbatch][static_cast<int>(index)];
-    for (ValueId id : edge.gradients) returning.push_back(gradient_of(id));
-    for (ValueId id : edge.replicas) returning.push_back(gradient_of(id));
+    for (ValueId id : edge.gradients) returning.push_back(state.gradient(id));
+    for (ValueId id : edge.replicas) returning.push_back(state.gradient(id));
   }
 }
 

@@ -7,12 +7,14 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "graph/autograd_entry.h"
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/replay.h"
+#include "graph/split_backward.h"
 #include "graph/tensor_table.h"
 #include "graph/tracer.h"
 #include "partitioner/plan.h"
@@ -72,7 +74,14 @@ class Stage {
   void backward(int microbatch, const std::map<int, std::vector<at::Tensor>>& received,
                 const GradientConsumer& consume);
 
-  /// The gradients to send back over incoming edge `edge` after `backward(microbatch)`; taken out.
+  /// The same in two parts (see `graph::SplitBackward`), with the same bits: first what other
+  /// stages wait for, after which `take_gradients` has it; later the gradients of owned parameters,
+  /// after which the microbatch is forgotten.
+  void backward_inputs(int microbatch, const std::map<int, std::vector<at::Tensor>>& received);
+  void backward_weights(int microbatch, const GradientConsumer& consume);
+
+  /// The gradients to send back over incoming edge `edge` after `backward(microbatch)` or
+  /// `backward_inputs(microbatch)`; taken out.
   std::vector<at::Tensor> take_gradients(int microbatch, int edge);
 
   /// The step's returned tensors that are complete on this stage, by position among the graph's
@@ -86,6 +95,17 @@ class Stage {
     std::map<graph::ValueId, std::shared_ptr<graph::GradientSink>> sinks;
     std::map<graph::ValueId, torch::autograd::Edge> starts;  // of values that get a gradient
     std::vector<at::Tensor> root_gradients;                  // per entry of `roots_`
+    // Between the parts of a backward: what is left of it, and gradients of owned parameters that
+    // only later stages read.
+    std::unique_ptr<graph::SplitBackward> split;
+    std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
+
+    at::Tensor gradient(graph::ValueId value) const;
+  };
+  /// Where the backward of a microbatch starts.
+  struct Starts {
+    std::vector<torch::autograd::Edge> edges;
+    std::vector<at::Tensor> gradients;
   };
   struct Input {
     graph::ValueId value;
@@ -115,6 +135,12 @@ class Stage {
   void enter_all(InFlight& state, graph::Environment& environment,
                  const std::vector<at::Tensor>& inputs,
                  const std::map<int, std::vector<at::Tensor>>& received) const;
+  Starts begin_backward(InFlight& state,
+                        const std::map<int, std::vector<at::Tensor>>& received) const;
+  std::vector<std::shared_ptr<graph::GradientSink>> input_sinks(const InFlight& state) const;
+  void keep_gradients(int microbatch, const InFlight& state);
+  void consume_gradients(int microbatch, const InFlight& state,
+                         const GradientConsumer& consume) const;
   void keep_results(int microbatch, InFlight& state, const graph::Environment& environment);
 
   const graph::Graph& graph_;

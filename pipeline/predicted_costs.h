@@ -1,0 +1,24 @@
+#pragma once
+
+#include <vector>
+
+#include "graph/graph.h"
+#include "partitioner/plan.h"
+#include "partitioner/predict.h"
+#include "pipeline/costs.h"
+#include "pipeline/stage.h"
+
+namespace smp::pipeline {
+
+/// What the stages of a plan are expected to cost, from the measured or estimated costs of their
+/// operators: us for one microbatch, and bytes kept. Each end of a transfer works as long as
+/// `partitioner::predict` says; the message is then there.
+///
+/// Of a backward, half of what operators that read parameters take is for their gradients: a matrix
+/// product has one product for each. A stage that sends no gradient back has nothing to do in the
+/// first half.
+StageCosts predicted_costs(const graph::Graph& graph, const partitioner::Plan& plan,
+                           const std::vector<Edge>& edges,
+                           const partitioner::Prediction& prediction);
+
+}  // namespace smp::pipeline
