@@ -5,11 +5,11 @@
 
 #include <algorithm>
 
-#include "pipeline/generators.h"
 #include "pipeline/message.h"
-#include "pipeline/verifier.h"
 #include "smp/core/error.h"
+#include "smp/core/log.h"
 #include "smp/model_core.h"
+#include "smp/pipeline_choice.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -21,7 +21,7 @@ constexpr comm::Tag kReplicaTag = 1 << 19;
 }  // namespace
 
 Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
-                 partitioner::Plan plan, int64_t microbatches)
+                 partitioner::Plan plan, int64_t microbatches, bool settled)
     : runtime_(std::move(runtime)),
       graph_(std::move(graph)),
       plan_(std::move(plan)),
@@ -29,10 +29,14 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
       pipeline_(runtime_->group(CommGroup::kPp)) {
   position_.resize(plan_.order.size());
   for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
-  auto edges = pipeline::edges_of(*graph_, plan_);
-  auto schedule = make_schedule(edges);
-  executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), *graph_, std::move(edges),
-                                                   pipeline_);
+  const Config& config = runtime_->config();
+  const int ranks = pipeline_->size();
+  auto step = plan_step(config, *graph_, plan_, ranks,
+                        step_model(config, ranks, static_cast<int>(microbatches_)), settled);
+  if (config.pipeline() == "file") check_same_schedule(step.schedule);
+  if (!step.report.empty() && runtime_->rank() == 0) log_info(step.report);
+  executor_ = std::make_unique<pipeline::Executor>(std::move(step.schedule), *graph_,
+                                                   std::move(step.edges), pipeline_);
   find_copies();
   for (const Copy& copy : copies_) {
     if (copy.to == pipeline_->rank()) {
@@ -66,26 +70,14 @@ void Program::find_copies() {
   }
 }
 
-pipeline::Schedule Program::make_schedule(const std::vector<pipeline::Edge>& edges) const {
-  const Config& config = runtime_->config();
-  const auto stage_edges = pipeline::stage_edges(edges);
-  auto options = pipeline::ScheduleOptions(plan_.stages(), static_cast<int>(microbatches_))
-                     .ranks(pipeline_->size())
-                     .rank_of_stage(plan_.rank_of_stage)
-                     .edges(stage_edges)
-                     .active_microbatches(static_cast<int>(config.active_microbatches()));
-  const bool interleaved = config.pipeline() == "interleaved";
-  const auto order = !graph_->trains() ? pipeline::forward_only(options)
-                     : interleaved     ? pipeline::interleaved(options)
-                                       : pipeline::simple(options);
-  auto schedule = pipeline::lower(order, stage_edges);
-  const bool bounded = graph_->trains() && interleaved;
-  // Sends are asynchronous: as many messages of a channel may be under way as microbatches.
-  pipeline::verify(schedule, stage_edges,
-                   pipeline::VerifyOptions()
-                       .active_microbatches(bounded ? options.active_microbatches() : 0)
-                       .credit(static_cast<int>(microbatches_)));
-  return schedule;
+/// Ranks that read different files would wait for each other for ever.
+void Program::check_same_schedule(const pipeline::Schedule& schedule) const {
+  const auto texts = comm::all_gather_bytes(*pipeline_, std::to_string(schedule.fingerprint()));
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    SMP_CHECK_WITH(ConfigError, texts[rank] == texts[0], "the schedule file \"",
+                   runtime_->config().schedule_file().value_or(""), "\" is another one for rank ",
+                   rank, " of the pipeline than for rank 0. Give all hosts the same file");
+  }
 }
 
 /// Makes the gradient buckets, anew when a checkpoint with other gradient shards was loaded.

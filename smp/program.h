@@ -20,9 +20,9 @@ namespace smp {
 /// buckets for one number of microbatches. Internal.
 class Program {
  public:
-  /// `graph` is in the plan's order.
+  /// `graph` is in the plan's order. `settled`: as for `plan_step`.
   Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
-          partitioner::Plan plan, int64_t microbatches);
+          partitioner::Plan plan, int64_t microbatches, bool settled);
 
   /// One step's inputs and constants.
   struct Inputs {
@@ -51,7 +51,7 @@ class Program {
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
-  pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges) const;
+  void check_same_schedule(const pipeline::Schedule& schedule) const;
   void make_buckets();
   std::vector<int> own_stages() const;
   void find_copies();

@@ -19,6 +19,7 @@
 #include "smp/first_difference.h"
 #include "smp/model_core.h"
 #include "smp/partition_scope.h"
+#include "smp/pipeline_choice.h"
 #include "smp/plan_file.h"
 #include "smp/storage.h"
 
@@ -88,13 +89,6 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
     if (value.content.defined()) environment[id] = value.content.clone();
   }
   return environment;
-}
-
-partitioner::StepModel step_model(const Config& config, int microbatches) {
-  return partitioner::StepModel(microbatches)
-      .interleaved(config.pipeline() == "interleaved")
-      .active_microbatches(static_cast<int>(config.active_microbatches()))
-      .optimizer_state(config.optimizer_state_factor());
 }
 
 }  // namespace
@@ -182,17 +176,15 @@ static partitioner::Owners pins_of(const Runtime& runtime) {
 }
 
 partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, int microbatches) {
-  const Config& config = runtime.config();
-  const auto options = partitioner::PartitionOptions(runtime.topology().pp_size())
-                           .step(step_model(config, microbatches))
-                           .memory_weight(config.memory_weight())
-                           .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)))
-                           .owner(runtime.owner)
-                           .pinned(pins_of(runtime))
-                           .auto_partition(config.auto_partition())
-                           .default_partition(static_cast<int>(config.default_partition()))
-                           .allow_empty_stages(runtime.partitioned);
-  if (runtime.partitioned) return partitioner::partition_in_best_order(graph, options);
+  auto options = partition_options(runtime.config(), runtime.topology().pp_size(), microbatches)
+                     .owner(runtime.owner)
+                     .pinned(pins_of(runtime))
+                     .allow_empty_stages(runtime.partitioned);
+  if (runtime.partitioned) {
+    options.placement(runtime.first_plan->rank_of_stage);
+    return partitioner::partition_in_best_order(graph, options);
+  }
+  options.placement(best_placement(runtime.config(), graph, options));
   return plan_by_file(runtime, graph, options);
 }
 
@@ -210,8 +202,8 @@ void apply_first_plan(Runtime& runtime, std::shared_ptr<const graph::Graph> plan
     }
   }
   make_own_parameters(runtime);
-  const std::string report =
-      partitioner::report(graph, plan, step_model(runtime.config(), microbatches));
+  const std::string report = partitioner::report(
+      graph, plan, step_model(runtime.config(), runtime.topology().pp_size(), microbatches));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
   for (const auto& model : runtime.models()) {
     model->set_partition_report(report);

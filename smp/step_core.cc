@@ -407,7 +407,7 @@ Program& StepCore::program_for(const Traced& traced,
       runtime_->written_buffers.insert(value.name);
     }
   }
-  program = std::make_unique<Program>(runtime_, planned, std::move(plan), microbatches());
+  program = std::make_unique<Program>(runtime_, planned, std::move(plan), microbatches(), !first);
   return *program;
 }
 

@@ -49,7 +49,7 @@ std::string stages_table(const Forecast& forecast) {
          fmt::format(
              "  * per microbatch, with the stage's ends of transfers; optimizer state of "
              "{:g} bytes for each byte trained\n\n",
-             forecast.step.optimizer_state());
+             forecast.model.optimizer_state());
 }
 
 std::string edges_table(const Graph& graph, const Forecast& forecast) {
@@ -101,8 +101,7 @@ std::string cuts_text(const Graph& graph, const partitioner::Plan& plan) {
 }
 
 std::string schedule_name(const Graph& graph, const Forecast& forecast) {
-  if (!graph.trains()) return "forward only";
-  return forecast.step.interleaved() ? "interleaved" : "simple";
+  return graph.trains() ? forecast.pipeline : "forward only";
 }
 
 std::string step_text(const Graph& graph, const Forecast& forecast) {
@@ -118,7 +117,7 @@ std::string step_text(const Graph& graph, const Forecast& forecast) {
              "Predicted step: {} ({}, {} microbatch{}), {:.1f}% of the partitions' time idle"
              "\n\n",
              format_time(forecast.step_us()), schedule_name(graph, forecast),
-             forecast.step.microbatches(), forecast.step.microbatches() == 1 ? "" : "es",
+             forecast.model.microbatches(), forecast.model.microbatches() == 1 ? "" : "es",
              100 * simulation.bubble()) +
          table.to_string();
 }
@@ -137,7 +136,7 @@ int64_t traffic(const Graph& graph, const Forecast& forecast) {
     const EdgeBytes of_edge(graph, edge);
     bytes += of_edge.forward + of_edge.backward;
   }
-  return bytes * forecast.step.microbatches();
+  return bytes * forecast.model.microbatches();
 }
 
 int64_t largest_memory(const Forecast& forecast) {
@@ -220,16 +219,16 @@ ordered_json shared_json(const Graph& graph, const partitioner::Plan& plan) {
 }  // namespace
 
 std::string to_text(const Graph& graph, const Forecast& forecast) {
-  return partitioner::report(graph, forecast.plan, forecast.step) + "\n" + stages_table(forecast) +
+  return partitioner::report(graph, forecast.plan, forecast.model) + "\n" + stages_table(forecast) +
          edges_table(graph, forecast) + cuts_text(graph, forecast.plan) +
          step_text(graph, forecast);
 }
 
 ordered_json to_json(const Graph& graph, const Forecast& forecast) {
   return {{"partitions", forecast.ranks()},
-          {"microbatches", forecast.step.microbatches()},
+          {"microbatches", forecast.model.microbatches()},
           {"schedule", schedule_name(graph, forecast)},
-          {"active_microbatches", forecast.step.active_microbatches()},
+          {"active_microbatches", forecast.model.active_microbatches()},
           {"operators", graph.operators.size()},
           {"step_us", forecast.step_us()},
           {"idle_share", forecast.simulation.bubble()},
@@ -243,20 +242,21 @@ ordered_json to_json(const Graph& graph, const Forecast& forecast) {
           {"cuts", cuts_json(graph, forecast.plan)}};
 }
 
-std::vector<Alternative> plan_alternatives(const Graph& graph,
-                                           const partitioner::PartitionOptions& options,
-                                           const std::vector<int>& partitions, bool keep_active) {
+std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& config,
+                                           const std::vector<int>& partitions) {
   std::vector<Alternative> result;
   for (const int count : partitions) {
-    auto step = options.step();
-    if (!keep_active) step.active_microbatches(count + 2);
+    auto options = partition_options(config, count, static_cast<int>(config.microbatches()));
+    if (config.pipeline() == "interleaved" && !config.is_set("active_microbatches")) {
+      options.step().active_microbatches(count + 2);
+    }
     Alternative alternative;
     alternative.partitions = count;
     try {
-      auto plan = partitioner::partition_in_best_order(
-          graph, partitioner::PartitionOptions(options).partitions(count).step(step));
+      options.placement(best_placement(config, graph, options));
+      auto plan = partitioner::partition_in_best_order(graph, options);
       const Graph ordered = partitioner::reordered(graph, plan.order);
-      alternative.forecast = forecast(ordered, std::move(plan), step);
+      alternative.forecast = forecast(config, ordered, std::move(plan), count, options.step());
     } catch (const PartitionError& error) {
       alternative.problem = error.what_without_backtrace();
     }
@@ -279,7 +279,7 @@ std::string to_text(const Graph& graph, const std::vector<Alternative>& alternat
       continue;
     }
     const Forecast& forecast = *alternative.forecast;
-    const double speedup = one * forecast.step.microbatches() / std::max(forecast.step_us(), 1e-9);
+    const double speedup = one * forecast.model.microbatches() / std::max(forecast.step_us(), 1e-9);
     table.row({count, format_time(forecast.step_us()), fmt::format("{:.2f}", speedup),
                fmt::format("{:.1f}%", 100 * forecast.simulation.bubble()),
                fmt::format("{:.2f}", balance(forecast)), format_bytes(largest_memory(forecast)),

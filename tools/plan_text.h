@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "graph/graph.h"
-#include "partitioner/partition.h"
+#include "smp/core/config.h"
 #include "tools/forecast.h"
 
 namespace smp::tools {
@@ -25,11 +25,9 @@ struct Alternative {
   std::string problem;
 };
 
-/// Plans for each number of partitions, otherwise as `options` say. `active_microbatches` of each
-/// is partitions + 2 (the configuration's default) unless `keep_active`.
-std::vector<Alternative> plan_alternatives(const graph::Graph& graph,
-                                           const partitioner::PartitionOptions& options,
-                                           const std::vector<int>& partitions, bool keep_active);
+/// Plans for each number of partitions, otherwise as `config` says.
+std::vector<Alternative> plan_alternatives(const graph::Graph& graph, const Config& config,
+                                           const std::vector<int>& partitions);
 
 /// A table with a line for each.
 std::string to_text(const graph::Graph& graph, const std::vector<Alternative>& alternatives);

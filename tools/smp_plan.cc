@@ -45,7 +45,8 @@ class Parameters {
   explicit Parameters(CLI::App& app) {
     add(app, "--stages,--partitions", "partitions", "Number of partitions");
     add(app, "--microbatches", "microbatches", "Microbatches of a step");
-    add(app, "--pipeline", "pipeline", "simple or interleaved");
+    add(app, "--pipeline", "pipeline", "simple, interleaved, 1f1b, zb_h1, ... (docs/schedules.md)");
+    add(app, "--virtual-stages", "virtual_stages", "Stages of each partition; 0: as needed");
     add(app, "--active", "active_microbatches", "Microbatches in flight at most (interleaved)");
     add(app, "--memory-weight", "memory_weight", "0 balances time only, 1 memory only");
     add(app, "--memory-limit", "memory_limit_mb", "MiB that a partition may use; 0: any");
@@ -119,16 +120,18 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
 std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
   SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "svg",
                  "smp_plan: --compare has no picture: expected --format text or json, got svg.");
-  const auto partition = smp::tools::partition_options(config);
   if (!options.compare.empty()) {
-    const auto alternatives = smp::tools::plan_alternatives(graph, partition, options.compare,
-                                                            config.is_set("active_microbatches"));
+    const auto alternatives = smp::tools::plan_alternatives(graph, config, options.compare);
     return options.format == "json" ? smp::tools::to_json(graph, alternatives).dump(2) + "\n"
                                     : smp::tools::to_text(graph, alternatives);
   }
+  const auto ranks = static_cast<int>(config.partitions());
+  auto partition = smp::partition_options(config, ranks, static_cast<int>(config.microbatches()));
+  partition.placement(smp::best_placement(config, graph, partition));
   auto plan = make_plan(options, graph, partition);
   const auto ordered = smp::partitioner::reordered(graph, plan.order);
-  const auto forecast = smp::tools::forecast(ordered, std::move(plan), partition.step());
+  const auto forecast =
+      smp::tools::forecast(config, ordered, std::move(plan), ranks, partition.step());
   if (!options.save_plan.empty()) {
     write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
   }

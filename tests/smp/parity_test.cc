@@ -276,6 +276,15 @@ std::vector<Layout> layouts() {
       }
     }
   }
+  for (const char* pipeline : {"1f1b", "eager_1f1b", "interleaved_1f1b", "breadth_first", "zb_h1",
+                               "zb_h2", "zbv", "dualpipe_v", "list", "auto"}) {
+    for (int stages : {2, 3}) {
+      for (int microbatches : {stages, 3 * stages}) {
+        result.push_back({stages, 1, microbatches, pipeline});
+      }
+    }
+    result.push_back({2, 2, 4, pipeline});
+  }
   return result;
 }
 

@@ -1,0 +1,206 @@
+#include "smp/pipeline_choice.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "partitioner/best_order.h"
+#include "partitioner/order.h"
+#include "pipeline/generators.h"
+#include "pipeline/predicted_costs.h"
+#include "pipeline/schedule_file.h"
+#include "pipeline/simulator.h"
+#include "pipeline/verifier.h"
+#include "smp/core/error.h"
+
+namespace smp {
+namespace {
+
+using pipeline::Placement;
+using pipeline::Schedule;
+using pipeline::ScheduleOptions;
+
+constexpr int kLoopedStages = 2;
+
+std::vector<int> looped(int ranks, int stages) {
+  return ScheduleOptions::looped(ranks, stages, 1).rank_of_stage();
+}
+
+std::vector<int> v_shaped(int ranks) { return ScheduleOptions::v_shaped(ranks, 1).rank_of_stage(); }
+
+class StepPlanner {
+ public:
+  StepPlanner(const Config& config, const graph::Graph& graph, const partitioner::Plan& plan,
+              int ranks, const partitioner::StepModel& model, bool settled)
+      : config_(config),
+        trains_(graph.trains()),
+        ranks_(ranks),
+        settled_(settled),
+        prediction_(partitioner::predict(graph, plan, model)),
+        edges_(pipeline::edges_of(graph, plan)),
+        stage_edges_(pipeline::stage_edges(edges_)),
+        costs_(pipeline::predicted_costs(graph, plan, edges_, prediction_)),
+        options_(ScheduleOptions(plan.stages(), model.microbatches())
+                     .ranks(ranks)
+                     .rank_of_stage(plan.rank_of_stage)
+                     .edges(stage_edges_)
+                     .active_microbatches(model.active_microbatches())
+                     .costs(costs_)
+                     .memory_limit(activation_limits(plan))) {}
+
+  PlannedStep run() {
+    std::string name = config_.pipeline(), report;
+    Schedule schedule = make(name, report);
+    // Sends are asynchronous: as many messages of a channel may be under way as microbatches.
+    const bool bounded = name == "interleaved";
+    pipeline::verify(schedule, stage_edges_,
+                     pipeline::VerifyOptions()
+                         .active_microbatches(bounded ? options_.active_microbatches() : 0)
+                         .credit(options_.microbatches()));
+    auto simulation = pipeline::simulate(schedule, stage_edges_, costs_);
+    return {std::move(prediction_), std::move(edges_),     std::move(costs_), std::move(name),
+            std::move(schedule),    std::move(simulation), std::move(report)};
+  }
+
+ private:
+  /// What a rank may keep for microbatches in flight, besides its parameters.
+  std::vector<double> activation_limits(const partitioner::Plan& plan) const {
+    if (config_.memory_limit_mb() <= 0) return {};
+    std::vector<double> limits(ranks_, config_.memory_limit_mb() * (1 << 20));
+    for (int s = 0; s < plan.stages(); ++s) {
+      const auto& stage = prediction_.stages[s];
+      limits[plan.rank_of_stage[s]] -= static_cast<double>(stage.memory() - stage.activations);
+    }
+    for (double& limit : limits) limit = std::max(limit, 0.0);
+    return limits;
+  }
+
+  /// `name` is the configured pipeline, and then the schedule's.
+  Schedule make(std::string& name, std::string& report) const {
+    if (!trains_) return generate(name = "forward_only");
+    if (name == "file") return load();
+    if (name == "auto") {
+      auto ranking = pipeline::rank_schedules(options_);
+      name = ranking.best().name;
+      report = c10::str("Schedules predicted (us):\n", pipeline::to_string(ranking));
+      return ranking.best().schedule;
+    }
+    const std::string misplaced = pipeline::schedule_kind(name).misplacement(options_);
+    if (!misplaced.empty() && settled_) {
+      report = c10::str("The schedule \"", name,
+                        "\" cannot run another graph of the program: ", misplaced,
+                        " It runs \"interleaved\" instead.");
+      name = "interleaved";
+    }
+    return generate(name);
+  }
+
+  Schedule generate(const std::string& name) const {
+    return pipeline::lower(pipeline::make_schedule(name, options_), stage_edges_);
+  }
+
+  Schedule load() const {
+    const std::string path = *config_.schedule_file();
+    Schedule schedule = pipeline::load_schedule(path);
+    const bool fits = schedule.rank_of_stage() == options_.rank_of_stage() &&
+                      schedule.ranks() == ranks_ && schedule.has_backward() &&
+                      schedule.microbatches() == options_.microbatches();
+    SMP_CHECK_WITH(ConfigError, fits, path, ": the schedule is for ", schedule.stages(),
+                   " stages on ranks ", c10::Join(",", schedule.rank_of_stage()), " and ",
+                   schedule.microbatches(), " microbatches, the step has ", options_.stages(),
+                   " stages on ranks ", c10::Join(",", options_.rank_of_stage()), " and ",
+                   options_.microbatches(),
+                   ". Set \"microbatches\" and \"virtual_stages\" as the file needs them, or write "
+                   "another file.");
+    return pipeline::is_compute_order(schedule) ? pipeline::lower(schedule, stage_edges_)
+                                                : std::move(schedule);
+  }
+
+  const Config& config_;
+  const bool trains_;
+  const int ranks_;
+  const bool settled_;
+  partitioner::Prediction prediction_;
+  std::vector<pipeline::Edge> edges_;
+  const std::vector<pipeline::StageEdge> stage_edges_;
+  pipeline::StageCosts costs_;
+  const ScheduleOptions options_;
+};
+
+/// The ways to place stages on ranks that come into question.
+std::vector<std::vector<int>> placements(const Config& config, int ranks) {
+  const auto stages = static_cast<int>(config.virtual_stages());
+  const std::string pipeline = config.pipeline();
+  if (ranks == 1) return {{}};
+  if (pipeline == "auto") {
+    if (stages == 1) return {{}};
+    if (stages > 2) return {{}, looped(ranks, stages)};
+    return {{}, looped(ranks, kLoopedStages), v_shaped(ranks)};
+  }
+  if (pipeline == "file") {
+    return {pipeline::load_schedule(*config.schedule_file()).rank_of_stage()};
+  }
+  const Placement needed = pipeline::schedule_kind(pipeline).placement;
+  if (needed == Placement::kVShaped) return {v_shaped(ranks)};
+  if (needed == Placement::kLooped) return {looped(ranks, stages > 0 ? stages : kLoopedStages)};
+  if (stages > 1) return {looped(ranks, stages)};
+  return {{}};
+}
+
+}  // namespace
+
+partitioner::StepModel step_model(const Config& config, int ranks, int microbatches) {
+  const std::string pipeline = config.pipeline();
+  // How many microbatches other schedules keep: docs/schedules.md.
+  const bool all = pipeline == "simple" || pipeline == "breadth_first" || pipeline == "file";
+  const bool twice = pipeline == "eager_1f1b" || pipeline == "zb_h2" ||
+                     pipeline == "interleaved_1f1b" || pipeline == "dualpipe_v";
+  const auto active = pipeline == "interleaved" ? static_cast<int>(config.active_microbatches())
+                                                : (twice ? 2 * ranks : ranks);
+  return partitioner::StepModel(microbatches)
+      .interleaved(!all)
+      .active_microbatches(active)
+      .optimizer_state(config.optimizer_state_factor());
+}
+
+partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches) {
+  return partitioner::PartitionOptions(ranks)
+      .step(step_model(config, ranks, microbatches))
+      .memory_weight(config.memory_weight())
+      .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)))
+      .auto_partition(config.auto_partition())
+      .default_partition(static_cast<int>(config.default_partition()));
+}
+
+std::vector<int> best_placement(const Config& config, const graph::Graph& graph,
+                                const partitioner::PartitionOptions& options) {
+  const int ranks = options.partitions();
+  const auto candidates = placements(config, ranks);
+  if (candidates.size() == 1 || config.load_partition()) return candidates.front();
+  std::vector<int> best;
+  double shortest = std::numeric_limits<double>::infinity();
+  for (const auto& placement : candidates) {
+    try {
+      const auto plan = partitioner::partition_in_best_order(
+          graph, partitioner::PartitionOptions(options).placement(placement));
+      const auto step = plan_step(config, partitioner::reordered(graph, plan.order), plan, ranks,
+                                  options.step(), /*settled=*/false);
+      if (step.simulation.makespan >= shortest) continue;
+      shortest = step.simulation.makespan;
+      best = placement;
+    } catch (const PartitionError&) {
+      if (placement == candidates.front()) throw;  // the others need more stages
+    }
+  }
+  return best;
+}
+
+PlannedStep plan_step(const Config& config, const graph::Graph& graph,
+                      const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
+                      bool settled) {
+  return StepPlanner(config, graph, plan, ranks, model, settled).run();
+}
+
+}  // namespace smp

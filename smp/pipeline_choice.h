@@ -1,0 +1,53 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "partitioner/partition.h"
+#include "partitioner/plan.h"
+#include "partitioner/predict.h"
+#include "pipeline/costs.h"
+#include "pipeline/ranking.h"
+#include "pipeline/schedule.h"
+#include "pipeline/stage.h"
+#include "smp/core/config.h"
+
+namespace smp {
+
+/// What the configuration says of pipelines, in the terms of the partitioner and of schedules.
+/// Internal; pure functions, so all ranks come to the same result.
+
+/// The step in which a plan is used.
+partitioner::StepModel step_model(const Config& config, int ranks, int microbatches);
+
+/// How to partition for that step, except where the stages are placed.
+partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches);
+
+/// The rank of each stage that the schedule needs, empty for one stage on each rank in order: of
+/// several ways that come into question ("auto") the one with the shortest predicted step. `graph`
+/// has costs. Throws what `partition` and `plan_step` throw.
+std::vector<int> best_placement(const Config& config, const graph::Graph& graph,
+                                const partitioner::PartitionOptions& options);
+
+/// A plan's step, as far as it is known before it runs. Times are in us.
+struct PlannedStep {
+  partitioner::Prediction prediction;
+  std::vector<pipeline::Edge> edges;
+  pipeline::StageCosts costs;   ///< of one microbatch
+  std::string pipeline;         ///< the name of the schedule
+  pipeline::Schedule schedule;  ///< with its transfers; verified
+  pipeline::Simulation simulation;
+  std::string report;  ///< how the schedule was chosen; empty unless by "auto"
+};
+
+/// Makes the schedule of a plan. `graph` is in the plan's order. `settled`: an earlier graph
+/// decided where stages are, so that another schedule may have to do, which `report` says then.
+///
+/// Throws `ConfigError` where the stages are not placed as the schedule needs them, or a schedule
+/// file does not fit the plan, and what reading and verifying it throws.
+PlannedStep plan_step(const Config& config, const graph::Graph& graph,
+                      const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
+                      bool settled);
+
+}  // namespace smp
