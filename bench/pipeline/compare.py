@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Compares training steps of smp with torch.distributed.pipelining and with one process.
+
+    bazel build //bench/pipeline:worker //tools:smprun_bin
+    bench/pipeline/compare.py --model small --torch-python PATH
+
+All contenders are started once and then take one step each in turn, in another order each round, so
+that what else the machine does hits all alike. PATH is a Python that has torch 2.11 (a virtual
+environment with `pip install torch==2.11.0 numpy`); without it there are no peers. The table has
+medians, and the median of the paired ratios to the best peer with a 95 % interval (bootstrap).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODELS = {
+    "bench": dict(layers=8, width=512, heads=8, sequence=128, batch=16, microbatches=8),
+    "small": dict(layers=8, width=128, heads=4, sequence=64, batch=32, microbatches=16),
+}
+TORCH = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv"]
+OURS = ["interleaved", "1f1b", "interleaved_1f1b", "breadth_first", "zb_h1", "zbv", "auto"]
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def arguments(values):
+    return [part for key, value in values.items() for part in ("--" + key, str(value))]
+
+
+def tree(pid):
+    """A process and those that it started."""
+    found = [pid]
+    for child in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        for other in child.read_text().split():
+            found += tree(int(other))
+    return found
+
+
+class Contender:
+    def __init__(self, name, commands):
+        self.name, self.times, self.cpu = name, [], []
+        self.processes = []
+        for command, environment in commands:
+            first = not self.processes
+            self.processes.append(subprocess.Popen(
+                command, stdin=subprocess.PIPE if first else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if first else subprocess.DEVNULL,
+                stderr=open(f"/tmp/bench_{os.getpid()}_{name.replace(' ', '_')}.err", "ab"),
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True))
+        self.expect("ready")
+
+    def line(self):
+        while True:
+            text = self.processes[0].stdout.readline()
+            if not text:
+                sys.exit(f"{self.name}: ended early, see {self.processes[0].args}")
+            text = text.strip()
+            if text == "ready" or text.replace(".", "", 1).replace("e-", "", 1).isdigit():
+                return text
+
+    def expect(self, text):
+        while self.line() != text:
+            pass
+
+    def cpu_seconds(self):
+        ticks = 0
+        for process in self.processes:
+            for pid in tree(process.pid):
+                fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / TICKS
+
+    def step(self):
+        before = self.cpu_seconds()
+        self.processes[0].stdin.write("step\n")
+        self.processes[0].stdin.flush()
+        self.times.append(float(self.line()))
+        self.cpu.append(self.cpu_seconds() - before)
+
+    def close(self):
+        self.processes[0].stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def single(worker, name, model, threads):
+    return Contender(name, [([worker, "--mode", "plain", "--threads", str(threads),
+                              *arguments(model)], {})])
+
+
+def ours(worker, schedule, model, ranks):
+    parameters = {"partitions": ranks, "microbatches": model["microbatches"], "pipeline": schedule,
+                  "optimize": "speed"}
+    return Contender(f"smp {schedule}", [
+        ([str(ROOT / "bazel-bin/tools/smprun_bin"), "--np", str(ranks), worker, *arguments(model)],
+         {"SM_HP_MP_PARAMETERS": json.dumps(parameters)})])
+
+
+def torch_peer(python, schedule, model, ranks, port):
+    peer = str(pathlib.Path(__file__).with_name("peer.py"))
+    return Contender(f"torch {schedule}", [
+        ([python, peer, "--schedule", schedule, "--threads", "1", *arguments(model)],
+         {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+          "MASTER_PORT": str(port)}) for rank in range(ranks)])
+
+
+def interval(ratios):
+    rng = random.Random(1)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return medians[50], medians[1949]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--torch-python", help="a Python that has torch 2.11")
+    parser.add_argument("--ours", nargs="*", default=OURS, help="schedules of smp")
+    parser.add_argument("--peers", nargs="*", default=TORCH, help="schedules of torch")
+    options = parser.parse_args()
+    model = {**MODELS[options.model], "steps": options.rounds}
+    whole = {**model, "microbatches": 1}
+    worker = str(ROOT / "bazel-bin/bench/pipeline/worker")
+    contenders = [single(worker, "one thread", model, 1), single(worker, "two threads", model, 2),
+                  single(worker, "whole batch, two threads", whole, 2)]
+    contenders += [ours(worker, name, model, options.ranks) for name in options.ours]
+    peers = []
+    if options.torch_python:
+        peers = [torch_peer(options.torch_python, name, model, options.ranks, 29600 + i)
+                 for i, name in enumerate(options.peers)]
+    contenders += peers
+    order = list(contenders)
+    for i in range(options.rounds):
+        random.Random(i).shuffle(order)
+        for contender in order:
+            contender.step()
+        print(f"\rround {i + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    for contender in contenders:
+        contender.close()
+    one = statistics.median(contenders[0].times)
+    best = min(peers, key=lambda peer: statistics.median(peer.times)) if peers else contenders[0]
+    print(f"{options.model}, {options.ranks} ranks, {options.rounds} rounds; efficiency: one thread / "
+          f"({options.ranks} x step); ratio: {best.name} / step, median of pairs, 95 %\n")
+    print("| contender | step, ms | CPU, s | efficiency | ratio |\n|---|---|---|---|---|")
+    for contender in contenders:
+        step = statistics.median(contender.times)
+        ratios = [b / t for b, t in zip(best.times, contender.times)]
+        low, high = interval(ratios)
+        print(f"| {contender.name} | {1e3 * step:.1f} | {statistics.median(contender.cpu):.2f} | "
+              f"{one / (options.ranks * step):.2f} | {statistics.median(ratios):.2f} "
+              f"({low:.2f} to {high:.2f}) |")
+
+
+if __name__ == "__main__":
+    main()
