@@ -138,7 +138,7 @@ class Verifier {
     for (size_t r = 0; r < roots; ++r) {
       const int stage = plan_.stage_of_root[r];
       for (ValueId value : {graph_.roots[r].value, graph_.roots[r].gradient}) {
-        if (value == kUndefined) continue;
+        if (value == kUndefined || made_again_.count({value, stage}) > 0) continue;
         const bool made = graph_.values[value].producer >= 0;
         if (made || is_owned(graph_.values[value])) needs_[value].insert(stage);
       }

@@ -204,6 +204,41 @@ TEST_F(Verified, ARankThatRunsTwoStages) {
   EXPECT_EQ(fixed.to_string(), plan.to_string());
 }
 
+/// Gradients travel to earlier stages: an owner's later stage will not do.
+TEST(CompletePlan, AFixedOwnerComesBeforeEveryReaderWithAGradient) {
+  GraphBuilder b;
+  const Ref w = b.parameter("w", ones(2, 2));
+  Ref x = b.op("aten::relu", {b.input(ones(2, 2))});  // 0: stage 0 on rank 1
+  x = b.op("aten::matmul", {x, w});                   // 1: stage 1 on rank 0
+  x = b.op("aten::matmul", {x, w});                   // 2: stage 2 on rank 1
+  b.backward(x);
+  Plan plan = complete_plan(b.graph(), {1, 0, 1}, {0, 1, 2}, {{"w", 1}});
+  EXPECT_EQ(plan.owner.at("w"), 0) << "not stage 2, which reads it after stage 1";
+  EXPECT_THAT(plan.replicas,
+              ElementsAre(Replica{w.id, 0, 1, 0, true}, Replica{w.id, 0, 2, 1, true}));
+  plan.reason_of_operator.assign(3, "by hand");
+  EXPECT_EQ(error_of([&] { verify_plan(b.graph(), plan); }), "no error");
+}
+
+/// A root's own gradient comes first into the sum, so its backward starts where the last of the
+/// others does.
+TEST(CompletePlan, ABackwardStartsAfterTheLastUseOfItsRoot) {
+  GraphBuilder b;
+  const Ref w = b.parameter("w", ones(2, 2));
+  const Ref in = b.input(ones(2, 2));
+  const Ref hidden = b.op("aten::matmul", {in, w});  // 0: stage 0
+  const Ref loss = b.op("aten::tanh", {hidden});     // 1: stage 1
+  b.op("aten::detach", {hidden});                    // 2: stage 2
+  b.backward(hidden, in);
+  b.backward(loss, in);
+  Plan plan = complete_plan(b.graph(), one_stage_per_rank(3), {0, 1, 2}, {});
+  EXPECT_THAT(plan.stage_of_root, ElementsAre(1, 1)) << "nothing comes back through the detach";
+  EXPECT_THAT(plan.transfers,
+              ElementsAre(Transfer{hidden.id, 0, 1, true}, Transfer{hidden.id, 1, 2, false}));
+  plan.reason_of_operator.assign(3, "by hand");
+  EXPECT_EQ(error_of([&] { verify_plan(b.graph(), plan); }), "no error");
+}
+
 // ---- Recomputation ---------------------------------------------------------------------------
 
 /// A mask made from an input, used on two stages beside a parameter.
@@ -252,6 +287,16 @@ TEST_F(Masked, IsSentWhereThatIsCheaper) {
   EXPECT_EQ(violation([](Plan&) {}), "no error");
   EXPECT_THAT(plan.recomputed, ElementsAre());
   EXPECT_EQ(transfers_of_mask(), 2);
+}
+
+/// A stage that makes a root's gradient again needs none sent.
+TEST_F(Masked, IsTheGradientOfARoot) {
+  build(/*mask_us=*/1);
+  b.graph().roots[0].gradient = mask.id;
+  plan = complete_plan(b.graph(), {0, 1, 2}, {0, 0, 0, 1, 2}, {});
+  plan.reason_of_operator.assign(5, "by hand");
+  EXPECT_EQ(transfers_of_mask(), 0);
+  EXPECT_EQ(violation([](Plan&) {}), "no error");
 }
 
 TEST_F(Masked, UnsoundRecomputationIsFound) {
