@@ -1,7 +1,10 @@
 #include "pipeline/walk.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "smp/core/error.h"
@@ -9,10 +12,11 @@
 namespace smp::pipeline {
 namespace {
 
-/// The messages of one directed edge and direction of the pass, which go in microbatch order: how
-/// many were sent, and how many of these received.
+/// The messages of one directed edge and direction of the pass, which go in microbatch order.
 struct Channel {
-  int sent = 0;
+  int sent() const { return static_cast<int>(sent_at.size()); }
+
+  std::vector<int> sent_at;  // by microbatch
   int received = 0;
 };
 
@@ -22,6 +26,7 @@ class Walker {
       : schedule_(schedule),
         credit_(credit),
         positions_(static_cast<size_t>(schedule.ranks()), 0),
+        clocks_(positions_.size(), 0),
         channel_of_(2 * stages() * stages(), kNone),
         is_awake_(positions_.size(), false) {
     SMP_CHECK(credit >= 1, "the credit of a channel must be at least 1 message, got ", credit, ".");
@@ -45,17 +50,22 @@ class Walker {
     }
   }
 
-  /// Breaks a deadlock: a rank of the circle that cannot send has the oldest message of the full
-  /// channel received now, and not where its receiver waits for it. False if nobody sends.
+  /// Breaks a deadlock: of the messages that wait in full channels of the circle, one is received
+  /// now, before its receiver does what it is blocked at. False if nobody in the circle sends.
   bool receive_early(const Visit& visit) {
+    std::optional<Action> best;
     for (const int rank : circle_from(stuck_rank())) {
       if (current(rank).is_send()) {
         const auto receive = awaited_by(rank);
-        perform(schedule_.rank_of(receive.stage), receive, visit);
-        return true;
+        if (!best || price_of(receive) < price_of(*best)) {
+          best = receive;
+        }
       }
     }
-    return false;
+    if (best) {
+      perform(schedule_.rank_of(best->stage), *best, visit);
+    }
+    return best.has_value();
   }
 
   /// The first rank that is not at its end, or -1.
@@ -119,9 +129,9 @@ class Walker {
 
   bool blocked(const Action& action) const {
     if (action.is_send()) {
-      return channel(action).sent - channel(action).received == credit_;
+      return channel(action).sent() - channel(action).received == credit_;
     }
-    return action.is_recv() && action.microbatch >= channel(action).sent;
+    return action.is_recv() && action.microbatch >= channel(action).sent();
   }
 
   void advance(int rank, const Visit& visit) {
@@ -136,11 +146,30 @@ class Walker {
 
   void perform(int rank, const Action& action, const Visit& visit) {
     visit(rank, position(rank), action);
-    if (action.is_transfer()) {
+    auto& clock = clocks_[static_cast<size_t>(rank)];
+    if (action.is_compute()) {
+      clock += action.kind == Action::Kind::kBackward ? 2 : 1;
+    } else if (action.is_transfer()) {
       auto& used = channel(action);
-      ++(action.is_send() ? used.sent : used.received);
+      if (action.is_send()) {
+        used.sent_at.push_back(clock);
+      } else {
+        clock = std::max(clock, used.sent_at[static_cast<size_t>(used.received++)]);
+      }
       wake(schedule_.rank_of(action.peer));
     }
+  }
+
+  /// How long a rank would wait for a message if it received it now, and how many actions it has to
+  /// do before it would otherwise.
+  std::pair<int, size_t> price_of(const Action& receive) const {
+    const int rank = schedule_.rank_of(receive.stage);
+    const int sent_at = channel(receive).sent_at[static_cast<size_t>(receive.microbatch)];
+    const auto& actions = schedule_.actions(rank);
+    const auto here = actions.begin() + static_cast<std::ptrdiff_t>(position(rank));
+    const auto place = std::find(here, actions.end(), receive);
+    return {std::max(0, sent_at - clocks_[static_cast<size_t>(rank)]),
+            static_cast<size_t>(place - here)};
   }
 
   /// A receive that `receive_early` did.
@@ -183,6 +212,7 @@ class Walker {
   const Schedule& schedule_;
   int credit_;
   std::vector<size_t> positions_;  // of each rank's next action
+  std::vector<int> clocks_;        // if F = I = W = 1, for `receive_early`
   std::vector<int> channel_of_;    // channel key -> index in channels_
   std::vector<Channel> channels_;
   std::vector<int> awake_;      // ranks that may be able to go on
