@@ -183,5 +183,182 @@ TEST(List, FindsTheBestOrderOfTinyPipelines) {
   }
 }
 
+// --- beside the closed forms ------------------------------------------------------------------
+
+std::vector<ScheduleOptions> pipelines() {
+  std::vector<ScheduleOptions> result;
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    for (const int microbatches : {1, 2, 5, 8}) {
+      result.push_back(ScheduleOptions::looped(ranks, 1, microbatches));
+      result.push_back(ScheduleOptions::looped(ranks, 2, microbatches));
+      result.push_back(ScheduleOptions::v_shaped(ranks, microbatches));
+    }
+  }
+  // A stage that is visited twice, and values that skip stages.
+  result.push_back(ScheduleOptions(3, 6).ranks(2).rank_of_stage({0, 1, 0}));
+  result.push_back(ScheduleOptions(4, 6).edges(all_pairs(4)));
+  return result;
+}
+
+/// The room of one rank for `microbatches`.
+std::vector<double> room_for(const ScheduleOptions& options, double microbatches) {
+  std::vector<double> limit(static_cast<size_t>(options.ranks()), 0);
+  for (int stage = 0; stage < options.stages(); ++stage) {
+    const auto index = static_cast<size_t>(stage);
+    limit[static_cast<size_t>(options.rank_of_stage()[index])] +=
+        microbatches * options.costs().kept[index];
+  }
+  return limit;
+}
+
+StageCosts costs_for(const ScheduleOptions& options, std::mt19937& random) {
+  auto costs = random_costs(options.stages(), random);
+  costs.latency.assign(options.edges().size(), 1);
+  costs.backward_latency.assign(options.edges().size(), 2);
+  return costs;
+}
+
+TEST(List, IsNeverWorseThanTheOthersWithinTheSameMemory) {
+  std::mt19937 random(5);
+  for (auto options : pipelines()) {
+    options.costs(costs_for(options, random));
+    for (const double microbatches : {1.0, 2.5, 100.0}) {
+      SCOPED_TRACE(c10::str(options.stages(), " stages on ", options.ranks(), " ranks, ",
+                            options.microbatches(), " microbatches, room for ", microbatches));
+      options.memory_limit(room_for(options, microbatches));
+      const auto ranking = rank_schedules(options);
+      const auto list = std::find_if(ranking.schedules.begin(), ranking.schedules.end(),
+                                     [](const auto& ranked) { return ranked.name == "list"; });
+      ASSERT_NE(list, ranking.schedules.end());
+      for (const auto& [name, schedule, simulation] : ranking.schedules) {
+        verify(schedule, options.edges(), VerifyOptions().credit(options.microbatches()));
+        EXPECT_LE(list->simulation.makespan, simulation.makespan) << name;
+        for (size_t rank = 0; rank < simulation.peak_memory.size(); ++rank) {
+          EXPECT_LE(simulation.peak_memory[rank], options.memory_limit()[rank]) << name;
+        }
+      }
+    }
+  }
+}
+
+TEST(List, ReachesTheLimitOfTheMachineWhereMemoryAllows) {
+  // No order can take less than the work of a rank and the way of the first values to the last one.
+  for (const auto& options : {ScheduleOptions(4, 8), ScheduleOptions::looped(4, 2, 8),
+                              ScheduleOptions::v_shaped(4, 4), ScheduleOptions::looped(2, 4, 3)}) {
+    const int work = 3 * options.microbatches() * options.stages() / options.ranks();
+    EXPECT_EQ(run(options).makespan, work + options.ranks() - 1);
+  }
+}
+
+TEST(List, SplitsOnlyWhereItHelps) {
+  // One rank never waits, so halves would be actions for nothing.
+  EXPECT_EQ(to_string(list_schedule(ScheduleOptions::looped(1, 2, 3))).find('W'),
+            std::string::npos);
+  // And it cannot where the time of the halves is not known.
+  auto options = ScheduleOptions(3, 4);
+  StageCosts costs;
+  costs.forward = {1, 1, 1};
+  costs.backward = {2, 2, 2};
+  options.costs(costs);
+  EXPECT_EQ(to_string(list_schedule(options)).find('W'), std::string::npos);
+  EXPECT_EQ(run(options).makespan, 3 * (4 + 3 - 1));
+}
+
+TEST(List, CountsWhatSplittingCosts) {
+  // A whole backward takes less than its halves: then splitting must save more than that.
+  auto options = ScheduleOptions(2, 8);
+  auto costs = StageCosts::uniform(2);
+  costs.backward = {1.5, 1.5};
+  options.costs(costs);
+  const auto schedule = lowered(list_schedule, options);
+  const auto simulation = simulate(schedule, options.edges(), costs);
+  EXPECT_LE(simulation.makespan,
+            simulate(lowered(one_forward_one_backward, options), options.edges(), costs).makespan);
+  // Only where a gradient is waited for, not in each microbatch.
+  EXPECT_LT(simulation.busy[0] + simulation.busy[1], 2 * 8 * (1 + 1.75));
+}
+
+TEST(List, IsTheSameEveryTime) {
+  std::mt19937 random(7);
+  auto options = ScheduleOptions(4, 8);
+  options.costs(costs_for(options, random));
+  EXPECT_EQ(list_schedule(options), list_schedule(options));
+}
+
+TEST(List, ErrorsNameTheLimit) {
+  auto options = ScheduleOptions::looped(2, 2, 4);
+  auto costs = StageCosts::uniform(4);
+  costs.kept = {1, 2, 3, 4};
+  options.costs(costs);
+  const auto error = [&](const std::vector<double>& limit) {
+    options.memory_limit(limit);
+    return error_of([&] { list_schedule(options); });
+  };
+  EXPECT_EQ(error({4, 6}), "");
+  expect_contains(error({4}),
+                  "schedule option memory_limit: expected one number for each of 2 ranks, got 1.");
+  expect_contains(error({4, 5}),
+                  "schedule option memory_limit: rank 1 may keep 5, but one microbatch needs 6 "
+                  "there. Use more microbatches or partitions, or raise the limit.");
+}
+
+// --- the ranking ------------------------------------------------------------------------------
+
+TEST(Ranking, PutsTheShortestStepFirstAndSaysWhatIsRefused) {
+  auto options = ScheduleOptions(4, 8);
+  auto costs = StageCosts::uniform(4);
+  costs.kept = {1, 1, 1, 1};
+  options.costs(costs).memory_limit({4, 4, 4, 4});
+  const auto ranking = rank_schedules(options);
+  EXPECT_EQ(ranking.best().name, "zb_h1");
+  EXPECT_EQ(to_string(ranking),
+            "schedule          makespan  idle      most kept\n"
+            "zb_h1             27        11.11 %   4\n"
+            "list              27        11.11 %   4\n"
+            "1f1b              33        27.27 %   4\n"
+            "idle by rank under zb_h1: 3 3 3 3\n"
+            "not simple: rank 0 would keep 8, more than its limit of 4.\n"
+            "not interleaved: rank 0 would keep 6, more than its limit of 4.\n"
+            "not eager_1f1b: rank 0 would keep 7, more than its limit of 4.\n"
+            "not interleaved_1f1b: rank 0 would keep 7, more than its limit of 4.\n"
+            "not breadth_first: rank 0 would keep 8, more than its limit of 4.\n"
+            "not zb_h2: rank 0 would keep 7, more than its limit of 4.\n"
+            "not zbv: \"zbv\" expects two stages on each rank, the second ones in reverse, as "
+            "0,1,1,0 with 2 ranks, got 0,1,2,3. Place the stages so, or use one of these: simple, "
+            "interleaved, 1f1b, eager_1f1b, interleaved_1f1b, breadth_first, zb_h1, zb_h2, list.\n"
+            "not dualpipe_v: \"dualpipe_v\" expects two stages on each rank, the second ones in "
+            "reverse, as 0,1,1,0 with 2 ranks, got 0,1,2,3. Place the stages so, or use one of "
+            "these: simple, interleaved, 1f1b, eager_1f1b, interleaved_1f1b, breadth_first, zb_h1, "
+            "zb_h2, list.\n");
+}
+
+TEST(Ranking, DependsOnTheTimeOfTransfers) {
+  // 1F1B waits for each round trip, more microbatches in flight do not.
+  auto options = ScheduleOptions(4, 16);
+  StageCosts costs;
+  costs.forward = {1, 1, 1, 1};
+  costs.backward = {2, 2, 2, 2};
+  costs.latency = {1, 1, 1};
+  options.costs(costs);
+  const auto ranking = rank_schedules(options);
+  const auto place = [&](const std::string& name) {
+    return std::find_if(ranking.schedules.begin(), ranking.schedules.end(),
+                        [&](const auto& ranked) { return ranked.name == name; }) -
+           ranking.schedules.begin();
+  };
+  EXPECT_LT(place("eager_1f1b"), place("1f1b"));
+  expect_contains(to_string(ranking),
+                  "not zb_h1: it splits backwards, and the time of their halves is not known.");
+}
+
+TEST(Ranking, IsRefusedWhereNothingFits) {
+  auto options = ScheduleOptions(2, 4);
+  auto costs = StageCosts::uniform(2);
+  costs.kept = {3, 3};
+  options.costs(costs).memory_limit({3, 2});
+  expect_contains(error_of([&] { rank_schedules(options); }),
+                  "rank 1 may keep 2, but one microbatch needs 3 there");
+}
+
 }  // namespace
 }  // namespace smp::pipeline

@@ -322,6 +322,72 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
 
 // --- options --------------------------------------------------------------------------------
 
+/// The actions of one stage that is alone, one after the other.
+Simulation run_alone(const std::string& actions, int microbatches, const StageCosts& costs) {
+  return simulate(from_lines({actions}, microbatches), {}, costs);
+}
+
+TEST(Simulate, AddsTheHalvesOfBackwards) {
+  const auto costs = StageCosts::uniform(1, 1, 2, 3);
+  EXPECT_EQ(run_alone("0F0 0B0 0REDUCE", 1, costs).makespan, 6);
+  EXPECT_EQ(run_alone("0F0 0I0 0W0 0REDUCE", 1, costs).makespan, 6);
+  auto whole = costs;
+  whole.backward = {4};
+  EXPECT_EQ(run_alone("0F0 0B0 0REDUCE", 1, whole).makespan, 5);
+  EXPECT_EQ(run_alone("0F0 0I0 0W0 0REDUCE", 1, whole).makespan, 6);
+  whole.backward_input.clear();
+  whole.backward_weight.clear();
+  expect_contains(error_of([&] { run_alone("0F0 0I0 0W0 0REDUCE", 1, whole); }),
+                  "the schedule splits backwards, but costs.backward_input and "
+                  "costs.backward_weight are empty. Give the times of both halves.");
+}
+
+TEST(Simulate, KeepsActivationsUntilTheLastHalfThatUsesThem) {
+  auto costs = StageCosts::uniform(1);
+  costs.kept = {5};
+  const std::string split = "0F0 0F1 0I0 0I1 0W0 0F2 0W1 0B2 0REDUCE";
+  // Nothing is released before W.
+  auto run = run_alone(split, 3, costs);
+  EXPECT_EQ(run.peak_memory, (std::vector<double>{10}));
+  EXPECT_EQ(run.peak_in_flight, (std::vector<int>{2}));
+  EXPECT_EQ(run.peak_before_input_gradients, (std::vector<int>{2}));
+  // Three are in flight, of which two keep a part only.
+  costs.kept_for_weights = {2};
+  run = run_alone("0F0 0F1 0I0 0I1 0F2 0W0 0W1 0B2 0REDUCE", 3, costs);
+  EXPECT_EQ(run.peak_memory, (std::vector<double>{10}));
+  EXPECT_EQ(run.peak_in_flight, (std::vector<int>{3}));
+  EXPECT_EQ(run.peak_before_input_gradients, (std::vector<int>{2}));
+  std::vector<double> memory;
+  for (const auto& timed : run.timeline[0]) {
+    memory.push_back(timed.memory);
+  }
+  EXPECT_EQ(memory, (std::vector<double>{5, 10, 7, 4, 9, 7, 5, 0, 0}));
+}
+
+TEST(Simulate, TakesTransfersInBothDirectionsAndSends) {
+  const ScheduleOptions options(2, 1);
+  auto costs = StageCosts::uniform(2);
+  const auto makespan = [&] {
+    return simulate(lowered(simple, options), options.edges(), costs).makespan;
+  };
+  EXPECT_EQ(makespan(), 6);
+  costs.latency = {0.5};
+  EXPECT_EQ(makespan(), 7);
+  costs.backward_latency = {2};
+  EXPECT_EQ(makespan(), 8.5);
+  costs.send = {0.25};
+  EXPECT_EQ(makespan(), 9);
+  const auto run = simulate(lowered(simple, options), options.edges(), costs);
+  EXPECT_EQ(run.busy, (std::vector<double>{3.25, 3.25}));
+  EXPECT_EQ(run.span, (std::vector<double>{9, 3}));
+}
+
+TEST(Draw, ShowsTheHalvesOfBackwards) {
+  EXPECT_EQ(picture(zero_bubble_h1, ScheduleOptions(2, 3)),
+            "rank 0 F0 F1 .  I0 W0 F2 I1 W1 I2 W2\n"
+            "rank 1 .  F0 I0 F1 I1 W0 F2 I2 W1 W2\n");
+}
+
 TEST(Options, ErrorsNameTheOption) {
   const auto option_error = [](const ScheduleOptions& options) {
     return error_of([&] { interleaved(options); });

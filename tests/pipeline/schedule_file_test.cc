@@ -1,0 +1,199 @@
+#include "pipeline/schedule_file.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "pipeline/generators.h"
+#include "pipeline/verifier.h"
+#include "tests/pipeline/schedule_helpers.h"
+
+namespace smp::pipeline {
+namespace {
+
+/// One pipeline that each kind can be made for.
+ScheduleOptions pipeline_for(const ScheduleKind& kind) {
+  switch (kind.placement) {
+    case Placement::kVShaped:
+      return ScheduleOptions::v_shaped(2, 4);
+    case Placement::kOnePerRank:
+      return {3, 4};
+    default:
+      return ScheduleOptions::looped(2, 2, 4);
+  }
+}
+
+std::string csv_error(const std::string& text) {
+  return error_of([&] { schedule_from_csv(text, "s.csv"); });
+}
+
+std::string json_error(const std::string& text) {
+  return error_of([&] { schedule_from_json(text, "s.json"); });
+}
+
+// --- CSV --------------------------------------------------------------------------------------
+
+TEST(Csv, HasARowOfComputesForEachRank) {
+  const auto schedule = lowered(zero_bubble_h1, ScheduleOptions(2, 2));
+  EXPECT_EQ(schedule_to_csv(schedule), "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n");
+}
+
+TEST(Csv, KeepsEveryComputeOrder) {
+  for (const auto& kind : schedule_kinds()) {
+    const auto options = pipeline_for(kind);
+    const auto order = kind.generate(options);
+    EXPECT_EQ(schedule_from_csv(schedule_to_csv(order), "s.csv"), order) << kind.name;
+    // Lowering is all that a schedule has beyond its CSV form.
+    const auto schedule = lower(order, options.edges());
+    EXPECT_EQ(lower(schedule_from_csv(schedule_to_csv(schedule), "s.csv"), options.edges()),
+              schedule)
+        << kind.name;
+  }
+}
+
+// What torch's _dump_csv writes: blank cells for idle time, and lines that end as in DOS.
+TEST(Csv, ReadsWhatTorchWrites) {
+  const auto order = schedule_from_csv(
+      "0F0,0F1,,,0B0,,0B1\r\n"
+      ",1F0,1I0,1W0,1F1,1B1,\r\n",
+      "torch.csv");
+  EXPECT_EQ(to_string(order),
+            "schedule ranks=2 microbatches=2 backward=yes rank_of_stage=0,1\n"
+            "rank 0: 0F0 0F1 0B0 0B1\n"
+            "rank 1: 1F0 1I0 1W0 1F1 1B1\n");
+  verify(lower(order, chain_edges(2)), chain_edges(2), VerifyOptions().credit(2));
+}
+
+TEST(Csv, RunsOverlappedActionsOneAfterTheOther) {
+  const auto order =
+      schedule_from_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1; 0B0)OVERLAP_F_B,1B1,0B1\n", "s.csv");
+  EXPECT_EQ(to_string(order),
+            "schedule ranks=1 microbatches=2 backward=yes rank_of_stage=0,0\n"
+            "rank 0: 0F0 1F0 0F1 1B0 1F1 0B0 1B1 0B1\n");
+}
+
+TEST(Csv, FindsOutWhatItDoesNotSay) {
+  const auto order = schedule_from_csv("0F0, 3F0\n\n1F0,2F0", "s.csv");
+  EXPECT_EQ(order.rank_of_stage(), (std::vector<int>{0, 1, 1, 0}));
+  EXPECT_EQ(order.microbatches(), 1);
+  EXPECT_FALSE(order.has_backward());
+}
+
+TEST(Csv, ErrorsSayWhere) {
+  expect_contains(csv_error("0F0,0F1\n1F0, 1X1\n"),
+                  "cannot read the action \"1X1\" at s.csv, line 2, column 6: position 1: expected "
+                  "F, B, I, W");
+  expect_contains(csv_error("0F0,0SEND_F0>1\n"),
+                  "cannot read the schedule: s.csv, line 1, column 5: expected computes only, as "
+                  "0F3, 1B0, 1I0 and 1W0, got 0SEND_F0>1. Leave transfers out");
+  expect_contains(
+      csv_error("0F0,1F0\n\n0F1\n"),
+      "cannot read the schedule: s.csv, line 3, column 1: expected all computes of "
+      "stage 0 on rank 0, got 0F1 on rank 1. Put all computes of a stage into one row.");
+  expect_contains(csv_error("0F0\n2F0\n"),
+                  "cannot read the schedule: s.csv: expected computes of all stages to 2, got none "
+                  "of stage 1.");
+  expect_contains(csv_error("\n"),
+                  "cannot read the schedule: s.csv: expected a row of computes for each rank, got "
+                  "none.");
+  expect_contains(csv_error("0F99999999\n"),
+                  "line 1, column 1: expected stages and microbatches below 1048576, got "
+                  "0F99999999.");
+}
+
+// --- JSON -------------------------------------------------------------------------------------
+
+TEST(Json, HasTheDocumentedForm) {
+  const auto schedule = lowered(simple, ScheduleOptions(2, 1));
+  EXPECT_EQ(schedule_to_json(schedule),
+            "{\n"
+            "  \"format\": \"smp schedule\",\n"
+            "  \"version\": 1,\n"
+            "  \"microbatches\": 1,\n"
+            "  \"backward\": true,\n"
+            "  \"rank_of_stage\": [0,1],\n"
+            "  \"actions\": [\n"
+            "    [\"0F0\",\"0SEND_F0>1\",\"0RECV_B0<1\",\"0B0\",\"0REDUCE\"],\n"
+            "    [\"1RECV_F0<0\",\"1F0\",\"1B0\",\"1SEND_B0>0\",\"1REDUCE\"]\n"
+            "  ]\n"
+            "}\n");
+}
+
+TEST(Json, KeepsEverySchedule) {
+  for (const auto& kind : schedule_kinds()) {
+    const auto options = pipeline_for(kind);
+    const auto order = kind.generate(options);
+    const auto schedule = lower(order, options.edges());
+    EXPECT_EQ(schedule_from_json(schedule_to_json(order), "s.json"), order) << kind.name;
+    EXPECT_EQ(schedule_from_json(schedule_to_json(schedule), "s.json"), schedule) << kind.name;
+  }
+}
+
+TEST(Json, ErrorsSayWhere) {
+  const auto good = schedule_to_json(lowered(simple, ScheduleOptions(2, 1)));
+  const auto error_with = [&](const std::string& text, const std::string& other) {
+    auto changed = good;
+    changed.replace(changed.find(text), text.size(), other);
+    return json_error(changed);
+  };
+  EXPECT_EQ(json_error(good), "");
+  expect_contains(error_with("smp schedule", "smp graph"),
+                  "s.json: \"format\": expected \"smp schedule\", got \"smp graph\".");
+  expect_contains(error_with("\"version\": 1", "\"version\": 2"),
+                  "s.json: \"version\": expected 1, got 2.");
+  expect_contains(error_with("\"microbatches\": 1", "\"microbatches\": 0"),
+                  "s.json: \"microbatches\": expected an integer from 1");
+  expect_contains(error_with("[0,1]", "[0,2]"),
+                  "s.json: \"rank_of_stage[1]\": expected an integer from 0 to 1, got 2.");
+  expect_contains(
+      error_with("[0,1]", "[0]"),
+      "s.json: \"rank_of_stage\": expected a rank for each stage, and at least 2 stages "
+      "for 2 ranks");
+  expect_contains(error_with("true", "\"yes\""), "s.json: \"backward\": expected true or false");
+  expect_contains(error_with("1SEND_B0>0", "1SEND_B0"),
+                  "cannot read the action \"1SEND_B0\" at s.json, actions[1][3]: position 8");
+  expect_contains(error_with("\"1B0\"", "7"),
+                  "s.json: \"actions[1][2]\": expected a string, got 7");
+  expect_contains(json_error("{\"format\": \"smp schedule\", \"version\": 1, \"actions\": []}"),
+                  "s.json: \"actions\": expected a list of actions for each rank");
+  expect_contains(json_error("{"), "s.json: malformed JSON at line 1");
+}
+
+// --- files ------------------------------------------------------------------------------------
+
+class Files : public ::testing::Test {
+ protected:
+  static std::string path(const std::string& name) { return ::testing::TempDir() + name; }
+};
+
+TEST_F(Files, AreWrittenAndReadInTheFormOfTheirName) {
+  const auto order = zero_bubble_v(ScheduleOptions::v_shaped(2, 4));
+  for (const std::string name : {"schedule.csv", "schedule.json", "schedule.txt"}) {
+    save_schedule(order, path(name));
+    EXPECT_EQ(load_schedule(path(name)), order) << name;
+    EXPECT_TRUE(is_compute_order(load_schedule(path(name))));
+  }
+  const auto edges = chain_edges(4);
+  save_schedule(lower(order, edges), path("lowered.json"));
+  EXPECT_EQ(load_schedule(path("lowered.json")), lower(order, edges));
+  EXPECT_FALSE(is_compute_order(load_schedule(path("lowered.json"))));
+}
+
+TEST_F(Files, ErrorsNameTheFile) {
+  const auto order = simple(ScheduleOptions(2, 1));
+  expect_contains(error_of([&] { save_schedule(order, path("schedule.yaml")); }),
+                  "the name of a schedule's file must say its form: expected it to end in .csv, "
+                  ".json or .txt, got \"" +
+                      path("schedule.yaml") + "\". Rename the file.");
+  expect_contains(error_of([&] { load_schedule(".csv"); }), "expected it to end in .csv");
+  expect_contains(error_of([&] { load_schedule(path("missing.csv")); }),
+                  path("missing.csv") + ": cannot read the schedule");
+  expect_contains(error_of([&] { save_schedule(order, path("no/such/folder.csv")); }),
+                  path("no/such/folder.csv") + ": cannot write the schedule: ");
+}
+
+}  // namespace
+}  // namespace smp::pipeline
