@@ -143,7 +143,7 @@ int Executor::edge_of(const Action& transfer) const {
   for (size_t i = 0; i < edges_.size(); ++i) {
     if (edges_[i].from == from && edges_[i].to == to) return static_cast<int>(i);
   }
-  detail::fail<Error>("action ", to_string(transfer), " of the schedule has no edge in the plan");
+  SMP_INTERNAL_ASSERT(false, to_string(transfer), " has no edge in the plan");
 }
 
 Executor::Received* Executor::received_by(int stage, int microbatch, bool is_backward) {

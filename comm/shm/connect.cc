@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <cerrno>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -187,10 +186,9 @@ class IncomingOpening {
     check_same(context_, spec_, offered_);
     if (mailbox_ && delivery_.wait().delivered) {
       memory_ = SharedMemory::map(mailbox_->take(), total(), offered_.memory);
-      SMP_CHECK_WITH(CommError, memory_ != nullptr, "shared memory of ", total(),
-                     " bytes that rank ", spec_.peer, " of group '", context_.group->name,
-                     "' has made cannot be mapped: ", std::strerror(errno),
-                     ". Run the job again; look at the limits of this container or user.");
+      if (!memory_) {
+        SharedMemory::fail(total(), "it was made but cannot be mapped");
+      }
     }
     if (!memory_) {
       context_.warn_of_messages(spec_);

@@ -60,18 +60,11 @@ std::byte* map_pages(int fd, size_t bytes) {
 
 std::string megabytes(uint64_t bytes) { return c10::str((bytes + (1 << 20) - 1) >> 20, " MiB"); }
 
-[[noreturn]] void fail_to_make(size_t bytes, const std::string& reason) {
-  detail::fail<CommError>(
-      "shared memory of ", megabytes(bytes), " for messages between ranks of this host: ", reason,
-      ". Use smaller or fewer microbatches, lower \"active_microbatches\", or run fewer ranks on "
-      "this host.");
-}
-
 // The kernel would rather end a process than refuse: ask first.
 void check_available(size_t bytes) {
   const auto available = available_memory();
   if (available && bytes > *available) {
-    fail_to_make(bytes, "only " + megabytes(*available) + " are available");
+    SharedMemory::fail(bytes, "only " + megabytes(*available) + " are available");
   }
 }
 
@@ -109,12 +102,19 @@ struct FdMessage {
 
 }  // namespace
 
+void SharedMemory::fail(size_t bytes, const std::string& reason) {
+  detail::fail<CommError>(
+      "shared memory of ", megabytes(bytes), " for messages between ranks of this host: ", reason,
+      ". Use smaller or fewer microbatches, lower \"active_microbatches\", or run fewer ranks on "
+      "this host.");
+}
+
 std::shared_ptr<SharedMemory> SharedMemory::create(size_t bytes) {
   check_available(bytes);
   const uint64_t id = random_id();
   const int fd = memfd_create(name_of(id).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) {
-    fail_to_make(bytes, c10::str("memfd_create failed: ", std::strerror(errno)));
+    fail(bytes, c10::str("memfd_create failed: ", std::strerror(errno)));
   }
   int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
   std::byte* data = nullptr;
@@ -124,7 +124,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(size_t bytes) {
   }
   if (error != 0) {
     close(fd);
-    fail_to_make(bytes, std::strerror(error));
+    fail(bytes, std::strerror(error));
   }
   fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   std::memcpy(data, &id, sizeof id);

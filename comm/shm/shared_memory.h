@@ -31,6 +31,9 @@ class SharedMemory {
   /// What this process has made and still holds, as the same object; otherwise null.
   static std::shared_ptr<SharedMemory> find(uint64_t id);
 
+  /// Throws the error that there is none, as `create` does.
+  [[noreturn]] static void fail(size_t bytes, const std::string& reason);
+
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
   ~SharedMemory();
