@@ -89,6 +89,22 @@ TEST(AllSchedules, NeedOneMessagePerChannelIfTheyReceiveInTime) {
   });
 }
 
+// What docs/schedules.md says of the messages that a channel must hold otherwise.
+TEST(AllSchedules, NeedSoManyMessagesPerChannelOtherwise) {
+  for_all([](const ScheduleKind& kind, const ScheduleOptions& options) {
+    if (kind.placement == Placement::kAny) {
+      return;
+    }
+    const int credit = required_credit(lowered(kind.generate, options), options.edges());
+    const int rounds = std::max(1, options.microbatches() / options.ranks());
+    if (kind.name == "breadth_first" && options.ranks() > 1 && options.stages() > options.ranks()) {
+      EXPECT_EQ(credit, rounds);
+    } else {
+      EXPECT_LE(credit, kind.placement == Placement::kLooped ? 2 : 1);
+    }
+  });
+}
+
 TEST(AllSchedules, AreRightWhereValuesSkipStages) {
   for_all([](const ScheduleKind& kind, ScheduleOptions options) {
     options.edges(all_pairs(options.stages()));
