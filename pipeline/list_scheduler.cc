@@ -216,23 +216,23 @@ class Dispatcher {
   }
 
   void choose(int rank) {
-    std::vector<Candidate> candidates;
+    candidates_.clear();
     for (const int stage : flow_.stages_of(rank)) {
       const auto& at = done(stage);
       const auto backward =
           split_ ? backward_input_of(stage, at.inputs) : backward_of(stage, at.inputs);
-      if (at.inputs < at.forwards) add_candidate(rank, backward, candidates);
+      if (at.inputs < at.forwards) add_candidate(rank, backward);
       if (at.forwards < flow_.microbatches() && may_begin(rank, stage)) {
-        add_candidate(rank, forward_of(stage, at.forwards), candidates);
+        add_candidate(rank, forward_of(stage, at.forwards));
       }
       if (at.weights < at.inputs) {
-        add_candidate(rank, backward_weight_of(stage, at.weights), candidates);
+        add_candidate(rank, backward_weight_of(stage, at.weights));
       }
     }
-    next_[static_cast<size_t>(rank)] = best_of(candidates);
+    next_[static_cast<size_t>(rank)] = best_candidate();
   }
 
-  void add_candidate(int rank, const Action& action, std::vector<Candidate>& candidates) const {
+  void add_candidate(int rank, const Action& action) {
     const bool forward = action.kind == Kind::kForward;
     double start = clocks_[static_cast<size_t>(rank)];
     for (const auto& source : flow_.sources(action)) {
@@ -241,19 +241,19 @@ class Dispatcher {
       const auto& ends = forward ? forward_ends_ : gradient_ends_;
       start = std::max(start, ends[flow_.index(source.stage, action.microbatch)] + source.delay);
     }
-    candidates.push_back({action, start});
+    candidates_.push_back({action, start});
   }
 
-  Candidate best_of(const std::vector<Candidate>& candidates) const {
+  Candidate best_candidate() const {
     double first_start = kInfinity;
     double first_end = kInfinity;
-    for (const auto& candidate : candidates) {
+    for (const auto& candidate : candidates_) {
       first_start = std::min(first_start, candidate.start);
       first_end = std::min(first_end, candidate.start + flow_.duration(candidate.action));
     }
     const double latest = first_start + rule_.look_ahead * (first_end - first_start);
     Candidate best;
-    for (const auto& candidate : candidates) {
+    for (const auto& candidate : candidates_) {
       const bool in_time =
           candidate.start == first_start || candidate.start < latest - kRounding * latest;
       if (in_time &&
@@ -333,6 +333,7 @@ class Dispatcher {
   std::vector<double> memory_;         // by rank
   std::vector<int> in_flight_limit_;   // by rank
   std::vector<Candidate> next_;        // by rank
+  std::vector<Candidate> candidates_;  // of the rank that chooses
   Order order_;
 };
 
@@ -422,6 +423,13 @@ class Search {
     }
   }
 
+  /// Builds an order by the rule and offers it.
+  void build(bool split, const Rule& rule) {
+    // Choosing an action takes several times as long as timing it.
+    spent_ += 3 * flow_.size();
+    offer(Dispatcher(flow_, options_, split, rule).run());
+  }
+
   /// Tabu search from the best order: exchanges the neighbours on a critical path that make the
   /// step shortest, even if it gets longer, but not those exchanged shortly before.
   void improve() {
@@ -441,17 +449,23 @@ class Search {
     }
   }
 
-  /// Makes whole backwards of halves that follow each other, stage by stage, where that costs
-  /// nothing: one action less, and what both halves would compute only once.
-  void merge_halves() {
-    for (int stage = 0; stage < flow_.stages(); ++stage) {
-      auto order = best_.order;
-      auto& actions = order[static_cast<size_t>(flow_.rank_of(stage))];
-      if (!merge_halves_of(stage, actions) || !fits(actions, flow_.rank_of(stage), options_)) {
-        continue;
-      }
-      const double makespan = time(order);
-      if (!clearly_less(best_.makespan, makespan)) best_ = {std::move(order), makespan};
+  /// Makes whole backwards of halves that follow each other where that costs nothing: one action
+  /// less, and what both halves would compute only once. For all stages at once if that goes, else
+  /// for one half of them and the other.
+  void merge_halves(int first_stage, int last_stage) {
+    auto order = best_.order;
+    bool changed = false;
+    for (int stage = first_stage; stage < last_stage; ++stage) {
+      changed |= merge_halves_of(stage, order[static_cast<size_t>(flow_.rank_of(stage))]);
+    }
+    if (!changed || spent_ >= 2 * budget_) return;
+    const double makespan = fits(order, options_) ? time(order) : kInfinity;
+    if (!clearly_less(best_.makespan, makespan)) {
+      best_ = {std::move(order), makespan};
+    } else if (last_stage - first_stage > 1) {
+      const int middle = (first_stage + last_stage) / 2;
+      merge_halves(first_stage, middle);
+      merge_halves(middle, last_stage);
     }
   }
 
@@ -575,10 +589,10 @@ Solution search_orders(const StageFlow& flow, const ScheduleOptions& options,
   offer_other_schedules(options, split_backwards, search);
   for (const auto& rule : rules(options)) {
     if (search.is_done()) break;
-    search.offer(Dispatcher(flow, options, split_backwards, rule).run());
+    search.build(split_backwards, rule);
   }
   search.improve();
-  if (split_backwards) search.merge_halves();
+  if (split_backwards) search.merge_halves(0, flow.stages());
   return search.best();
 }
 

@@ -50,14 +50,15 @@ class Walker {
     }
   }
 
-  /// Breaks a deadlock: of the messages that wait in full channels of the circle, one is received
-  /// now, before its receiver does what it is blocked at. False if nobody in the circle sends.
+  /// Breaks a deadlock: of the messages that wait in full channels of the circle, one that its
+  /// receiver waits for least is received now, before what that rank is blocked at. False if nobody
+  /// in the circle sends.
   bool receive_early(const Visit& visit) {
     std::optional<Action> best;
     for (const int rank : circle_from(stuck_rank())) {
       if (current(rank).is_send()) {
         const auto receive = awaited_by(rank);
-        if (!best || price_of(receive) < price_of(*best)) {
+        if (!best || wait_for(receive) < wait_for(*best)) {
           best = receive;
         }
       }
@@ -160,16 +161,10 @@ class Walker {
     }
   }
 
-  /// How long a rank would wait for a message if it received it now, and how many actions it has to
-  /// do before it would otherwise.
-  std::pair<int, size_t> price_of(const Action& receive) const {
-    const int rank = schedule_.rank_of(receive.stage);
+  /// How long a rank would wait for a message if it received it now.
+  int wait_for(const Action& receive) const {
     const int sent_at = channel(receive).sent_at[static_cast<size_t>(receive.microbatch)];
-    const auto& actions = schedule_.actions(rank);
-    const auto here = actions.begin() + static_cast<std::ptrdiff_t>(position(rank));
-    const auto place = std::find(here, actions.end(), receive);
-    return {std::max(0, sent_at - clocks_[static_cast<size_t>(rank)]),
-            static_cast<size_t>(place - here)};
+    return std::max(0, sent_at - clocks_[static_cast<size_t>(schedule_.rank_of(receive.stage))]);
   }
 
   /// A receive that `receive_early` did.
