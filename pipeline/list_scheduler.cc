@@ -119,9 +119,13 @@ class Dispatcher {
       const auto earliest =
           std::min_element(next_.begin(), next_.end(),
                            [](const auto& a, const auto& b) { return a.start < b.start; });
-      if (earliest->start == kInfinity) return std::move(order_);
+      if (earliest->start == kInfinity) break;
       perform(static_cast<int>(earliest - next_.begin()), *earliest);
     }
+    for (const auto& stage : done_) {
+      SMP_INTERNAL_ASSERT(stage.weights == flow_.microbatches(), "no rank can go on");
+    }
+    return std::move(order_);
   }
 
  private:
@@ -151,7 +155,7 @@ class Dispatcher {
     const double pace = *std::max_element(work.begin(), work.end());
     if (pace == 0 || flow_.stages_of(rank).empty()) return 1;
     const double rounds = round_trip(flow_.stages_of(rank).front()) / pace;
-    return static_cast<int>(std::min(std::ceil(rounds), 1e9));
+    return static_cast<int>(std::clamp(std::ceil(rounds), 1.0, 1e9));
   }
 
   /// From the start of a stage's forward to the end of its backward, of a lone microbatch.

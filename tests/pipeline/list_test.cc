@@ -278,6 +278,16 @@ TEST(List, CountsWhatSplittingCosts) {
   EXPECT_LT(simulation.busy[0] + simulation.busy[1], 2 * 8 * (1 + 1.75));
 }
 
+TEST(List, TakesStagesThatCostNothing) {
+  auto options = ScheduleOptions(3, 4);
+  for (const auto& forward : {std::vector<double>{1, 0, 0}, {0, 0, 1}, {0, 0, 0}}) {
+    auto costs = StageCosts::uniform(3, 0, 0, 0);
+    costs.forward = forward;
+    options.costs(costs);
+    EXPECT_EQ(run(options).makespan, 4 * (forward[0] + forward[2]));
+  }
+}
+
 TEST(List, IsTheSameEveryTime) {
   std::mt19937 random(7);
   auto options = ScheduleOptions(4, 8);
