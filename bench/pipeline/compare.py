@@ -18,6 +18,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = {
@@ -46,26 +47,27 @@ class Contender:
     def __init__(self, name, commands):
         self.name, self.times, self.cpu = name, [], []
         self.processes = []
+        self.log = tempfile.TemporaryFile("w+")
         for command, environment in commands:
             first = not self.processes
             self.processes.append(subprocess.Popen(
                 command, stdin=subprocess.PIPE if first else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if first else subprocess.DEVNULL,
-                stderr=open(f"/tmp/bench_{os.getpid()}_{name.replace(' ', '_')}.err", "ab"),
+                stderr=self.log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True))
-        self.expect("ready")
 
     def line(self):
         while True:
             text = self.processes[0].stdout.readline()
             if not text:
-                sys.exit(f"{self.name}: ended early, see {self.processes[0].args}")
+                self.log.seek(0)
+                raise RuntimeError(f"{self.name} ended early:\n{self.log.read()[-2000:]}")
             text = text.strip()
             if text == "ready" or text.replace(".", "", 1).replace("e-", "", 1).isdigit():
                 return text
 
-    def expect(self, text):
-        while self.line() != text:
+    def wait_until_ready(self):
+        while self.line() != "ready":
             pass
 
     def cpu_seconds(self):
@@ -129,16 +131,27 @@ def main():
     parser.add_argument("--peers", nargs="*", default=TORCH, help="schedules of torch")
     options = parser.parse_args()
     model = {**MODELS[options.model], "steps": options.rounds}
-    whole = {**model, "microbatches": 1}
     worker = str(ROOT / "bazel-bin/bench/pipeline/worker")
-    contenders = [single(worker, "one thread", model, 1), single(worker, "two threads", model, 2),
+    contenders = []
+    try:
+        compare(options, model, worker, contenders)
+    finally:
+        for contender in contenders:
+            contender.close()
+
+
+def compare(options, model, worker, contenders):
+    whole = {**model, "microbatches": 1}
+    contenders += [single(worker, "one thread", model, 1), single(worker, "two threads", model, 2),
                   single(worker, "whole batch, two threads", whole, 2)]
-    contenders += [ours(worker, name, model, options.ranks) for name in options.ours]
+    for name in options.ours:
+        contenders.append(ours(worker, name, model, options.ranks))
     peers = []
-    if options.torch_python:
-        peers = [torch_peer(options.torch_python, name, model, options.ranks, 29600 + i)
-                 for i, name in enumerate(options.peers)]
-    contenders += peers
+    for i, name in enumerate(options.peers if options.torch_python else []):
+        peers.append(torch_peer(options.torch_python, name, model, options.ranks, 29600 + i))
+        contenders.append(peers[-1])
+    for contender in contenders:
+        contender.wait_until_ready()
     order = list(contenders)
     for i in range(options.rounds):
         random.Random(i).shuffle(order)
@@ -146,8 +159,6 @@ def main():
             contender.step()
         print(f"\rround {i + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    for contender in contenders:
-        contender.close()
     one = statistics.median(contenders[0].times)
     best = min(peers, key=lambda peer: statistics.median(peer.times)) if peers else contenders[0]
     print(f"{options.model}, {options.ranks} ranks, {options.rounds} rounds; efficiency: one thread / "
