@@ -32,9 +32,11 @@ std::vector<int> v_shaped(int ranks) { return ScheduleOptions::v_shaped(ranks, 1
 
 class StepPlanner {
  public:
-  StepPlanner(const Config& config, const graph::Graph& graph, const partitioner::Plan& plan,
-              int ranks, const partitioner::StepModel& model, bool settled)
+  StepPlanner(const Config& config, const std::string& file, const graph::Graph& graph,
+              const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
+              bool settled)
       : config_(config),
+        file_(file),
         trains_(graph.trains()),
         ranks_(ranks),
         settled_(settled),
@@ -102,12 +104,11 @@ class StepPlanner {
   }
 
   Schedule load() const {
-    const std::string path = *config_.schedule_file();
-    Schedule schedule = pipeline::load_schedule(path);
+    Schedule schedule = pipeline::parse_schedule(file_);
     const bool fits = schedule.rank_of_stage() == options_.rank_of_stage() &&
                       schedule.ranks() == ranks_ && schedule.has_backward() &&
                       schedule.microbatches() == options_.microbatches();
-    SMP_CHECK_WITH(ConfigError, fits, path, ": the schedule is for ", schedule.stages(),
+    SMP_CHECK_WITH(ConfigError, fits, *config_.schedule_file(), ": the schedule is for ", schedule.stages(),
                    " stages on ranks ", c10::Join(",", schedule.rank_of_stage()), " and ",
                    schedule.microbatches(), " microbatches, the step has ", options_.stages(),
                    " stages on ranks ", c10::Join(",", options_.rank_of_stage()), " and ",
@@ -119,6 +120,7 @@ class StepPlanner {
   }
 
   const Config& config_;
+  const std::string& file_;
   const bool trains_;
   const int ranks_;
   const bool settled_;
@@ -130,7 +132,7 @@ class StepPlanner {
 };
 
 /// The ways to place stages on ranks that come into question.
-std::vector<std::vector<int>> placements(const Config& config, int ranks) {
+std::vector<std::vector<int>> placements(const Config& config, const std::string& file, int ranks) {
   const auto stages = static_cast<int>(config.virtual_stages());
   const std::string pipeline = config.pipeline();
   if (ranks == 1) return {{}};
@@ -140,7 +142,7 @@ std::vector<std::vector<int>> placements(const Config& config, int ranks) {
     return {{}, looped(ranks, kLoopedStages), v_shaped(ranks)};
   }
   if (pipeline == "file") {
-    return {pipeline::load_schedule(*config.schedule_file()).rank_of_stage()};
+    return {pipeline::parse_schedule(file).rank_of_stage()};
   }
   const Placement needed = pipeline::schedule_kind(pipeline).placement;
   if (needed == Placement::kVShaped) return {v_shaped(ranks)};
@@ -150,6 +152,11 @@ std::vector<std::vector<int>> placements(const Config& config, int ranks) {
 }
 
 }  // namespace
+
+std::string read_schedule(const Config& config) {
+  if (config.pipeline() != "file") return "";
+  return pipeline::to_string(pipeline::load_schedule(*config.schedule_file()));
+}
 
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches) {
   const std::string pipeline = config.pipeline();
@@ -174,10 +181,11 @@ partitioner::PartitionOptions partition_options(const Config& config, int ranks,
       .default_partition(static_cast<int>(config.default_partition()));
 }
 
-std::vector<int> best_placement(const Config& config, const graph::Graph& graph,
+std::vector<int> best_placement(const Config& config, const std::string& file,
+                                const graph::Graph& graph,
                                 const partitioner::PartitionOptions& options) {
   const int ranks = options.partitions();
-  const auto candidates = placements(config, ranks);
+  const auto candidates = placements(config, file, ranks);
   if (candidates.size() == 1 || config.load_partition()) return candidates.front();
   std::vector<int> best;
   double shortest = std::numeric_limits<double>::infinity();
@@ -185,8 +193,8 @@ std::vector<int> best_placement(const Config& config, const graph::Graph& graph,
     try {
       const auto plan = partitioner::partition_in_best_order(
           graph, partitioner::PartitionOptions(options).placement(placement));
-      const auto step = plan_step(config, partitioner::reordered(graph, plan.order), plan, ranks,
-                                  options.step(), /*settled=*/false);
+      const auto step = plan_step(config, file, partitioner::reordered(graph, plan.order), plan,
+                                  ranks, options.step(), /*settled=*/false);
       if (step.simulation.makespan >= shortest) continue;
       shortest = step.simulation.makespan;
       best = placement;
@@ -197,10 +205,10 @@ std::vector<int> best_placement(const Config& config, const graph::Graph& graph,
   return best;
 }
 
-PlannedStep plan_step(const Config& config, const graph::Graph& graph,
+PlannedStep plan_step(const Config& config, const std::string& file, const graph::Graph& graph,
                       const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
                       bool settled) {
-  return StepPlanner(config, graph, plan, ranks, model, settled).run();
+  return StepPlanner(config, file, graph, plan, ranks, model, settled).run();
 }
 
 }  // namespace smp

@@ -16,7 +16,10 @@
 namespace smp {
 
 /// What the configuration says of pipelines, in the terms of the partitioner and of schedules.
-/// Internal; pure functions, so all ranks come to the same result.
+/// Internal; but for `read_schedule` pure functions, so all ranks come to the same result.
+
+/// The schedule of `"pipeline": "file"` in its text form, else "". Throws what reading it throws.
+std::string read_schedule(const Config& config);
 
 /// The step in which a plan is used.
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches);
@@ -26,8 +29,9 @@ partitioner::PartitionOptions partition_options(const Config& config, int ranks,
 
 /// The rank of each stage that the schedule needs, empty for one stage on each rank in order: of
 /// several ways that come into question ("auto") the one with the shortest predicted step. `graph`
-/// has costs. Throws what `partition` and `plan_step` throw.
-std::vector<int> best_placement(const Config& config, const graph::Graph& graph,
+/// has costs; `file` is what `read_schedule` gave. Throws what `partition` and `plan_step` throw.
+std::vector<int> best_placement(const Config& config, const std::string& file,
+                                const graph::Graph& graph,
                                 const partitioner::PartitionOptions& options);
 
 /// A plan's step, as far as it is known before it runs. Times are in us.
@@ -46,7 +50,7 @@ struct PlannedStep {
 ///
 /// Throws `ConfigError` where the stages are not placed as the schedule needs them, or a schedule
 /// file does not fit the plan, and what reading and verifying it throws.
-PlannedStep plan_step(const Config& config, const graph::Graph& graph,
+PlannedStep plan_step(const Config& config, const std::string& file, const graph::Graph& graph,
                       const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
                       bool settled);
 

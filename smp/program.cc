@@ -31,9 +31,8 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
   for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
   const Config& config = runtime_->config();
   const int ranks = pipeline_->size();
-  auto step = plan_step(config, *graph_, plan_, ranks,
+  auto step = plan_step(config, runtime_->schedule, *graph_, plan_, ranks,
                         step_model(config, ranks, static_cast<int>(microbatches_)), settled);
-  if (config.pipeline() == "file") check_same_schedule(step.schedule);
   if (!step.report.empty() && runtime_->rank() == 0) log_info(step.report);
   executor_ = std::make_unique<pipeline::Executor>(std::move(step.schedule), *graph_,
                                                    std::move(step.edges), pipeline_);
@@ -67,16 +66,6 @@ void Program::find_copies() {
       return other.value == copy.value && other.to == copy.to;
     });
     if (copy.from != copy.to && !known) copies_.push_back(copy);
-  }
-}
-
-/// Ranks that read different files would wait for each other for ever.
-void Program::check_same_schedule(const pipeline::Schedule& schedule) const {
-  const auto texts = comm::all_gather_bytes(*pipeline_, std::to_string(schedule.fingerprint()));
-  for (size_t rank = 1; rank < texts.size(); ++rank) {
-    SMP_CHECK_WITH(ConfigError, texts[rank] == texts[0], "the schedule file \"",
-                   runtime_->config().schedule_file().value_or(""), "\" is another one for rank ",
-                   rank, " of the pipeline than for rank 0. Give all hosts the same file");
   }
 }
 

@@ -51,7 +51,6 @@ class Program {
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
-  void check_same_schedule(const pipeline::Schedule& schedule) const;
   void make_buckets();
   std::vector<int> own_stages() const;
   void find_copies();

@@ -82,6 +82,8 @@ class Runtime {
   /// The first plan, and the graph in its order.
   std::shared_ptr<const graph::Graph> first_graph;
   std::shared_ptr<const partitioner::Plan> first_plan;
+  /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
+  std::string schedule;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.

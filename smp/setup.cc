@@ -100,6 +100,9 @@ void prepare_models(Runtime& runtime) {
   check_same_models(runtime);
   broadcast_values(runtime);
   settle_seed(runtime);
+  // Read once, so that ranks of other hosts run the same.
+  const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
+  runtime.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
   if (has_delayed(runtime)) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);
@@ -184,7 +187,7 @@ partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, i
     options.placement(runtime.first_plan->rank_of_stage);
     return partitioner::partition_in_best_order(graph, options);
   }
-  options.placement(best_placement(runtime.config(), graph, options));
+  options.placement(best_placement(runtime.config(), runtime.schedule, graph, options));
   return plan_by_file(runtime, graph, options);
 }
 

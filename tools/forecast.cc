@@ -6,7 +6,8 @@ namespace smp::tools {
 
 Forecast forecast(const Config& config, const graph::Graph& graph, partitioner::Plan plan,
                   int ranks, const partitioner::StepModel& model) {
-  auto step = plan_step(config, graph, plan, ranks, model, /*settled=*/false);
+  auto step =
+      plan_step(config, read_schedule(config), graph, plan, ranks, model, /*settled=*/false);
   return {std::move(step), std::move(plan), model};
 }
 

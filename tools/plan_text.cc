@@ -253,7 +253,7 @@ std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& con
     Alternative alternative;
     alternative.partitions = count;
     try {
-      options.placement(best_placement(config, graph, options));
+      options.placement(best_placement(config, read_schedule(config), graph, options));
       auto plan = partitioner::partition_in_best_order(graph, options);
       const Graph ordered = partitioner::reordered(graph, plan.order);
       alternative.forecast = forecast(config, ordered, std::move(plan), count, options.step());

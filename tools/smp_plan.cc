@@ -127,7 +127,7 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
   }
   const auto ranks = static_cast<int>(config.partitions());
   auto partition = smp::partition_options(config, ranks, static_cast<int>(config.microbatches()));
-  partition.placement(smp::best_placement(config, graph, partition));
+  partition.placement(smp::best_placement(config, smp::read_schedule(config), graph, partition));
   auto plan = make_plan(options, graph, partition);
   const auto ordered = smp::partitioner::reordered(graph, plan.order);
   const auto forecast =

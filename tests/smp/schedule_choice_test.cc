@@ -1,0 +1,93 @@
+// Which schedule a step runs: by name, from a file, or the one predicted to be shortest. That all
+// give the numbers of one process is parity_test's.
+
+#include <ATen/Parallel.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+constexpr int kSteps = 2;
+
+/// Losses of a few steps on two ranks.
+Tensors train(const Config& config) {
+  Tensors losses;
+  torch::manual_seed(3);
+  const Mlp prototype(6);
+  const auto x = torch::randn({8, MlpImpl::kWidth}), y = torch::randn({8, 1});
+  run_as_threads(2, config, [&] {
+    Mlp net(6);
+    copy_values(*prototype, *net);
+    DistributedModel<Mlp> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = torch::mse_loss(model(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    for (int i = 0; i < kSteps; ++i) {
+      optimizer.zero_grad();
+      const auto outputs = train(x, y).outputs();
+      optimizer.step();
+      if (rank() == 0) losses.insert(losses.end(), outputs.begin(), outputs.end());
+    }
+  });
+  return losses;
+}
+
+Config four_microbatches(const std::string& pipeline) {
+  return stages(2).microbatches(4).pipeline(pipeline).skip_tracing(true);
+}
+
+std::string file_with(const std::string& name, const std::string& text) {
+  const auto path = std::filesystem::temp_directory_path() / name;
+  std::ofstream(path) << text;
+  return path.string();
+}
+
+class ScheduleChoice : public ::testing::Test {
+ protected:
+  void SetUp() override { at::set_num_threads(1); }
+};
+
+TEST_F(ScheduleChoice, RunsAScheduleFromAFile) {
+  const std::string path = file_with(
+      "smp_choice.csv",
+      "0F0,0F1,0F2,0F3,,0I0,0I1,0W0,0W1,0B2,0B3\n1F0,1F1,1I0,1I1,1W0,1F2,1W1,1B2,1F3,1B3\n");
+  expect_equal(train(four_microbatches("file").schedule_file(path)),
+               train(four_microbatches("simple")), "losses");
+}
+
+TEST_F(ScheduleChoice, AFileHasToFitTheStep) {
+  const std::string path = file_with("smp_unfit.csv", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+  expect_has(error_of<ConfigError>([&] { train(four_microbatches("file").schedule_file(path)); }),
+             {path + ": the schedule is for 2 stages on ranks 0,1 and 2 microbatches, the step has "
+                     "2 stages on ranks 0,1 and 4",
+              "Set \"microbatches\" and \"virtual_stages\" as the file needs them"});
+}
+
+TEST_F(ScheduleChoice, AFileThatCannotRunIsRefused) {
+  const std::string path = file_with("smp_stuck.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
+  expect_has(
+      error_of<ConfigError>([&] { train(four_microbatches("file").microbatches(2).schedule_file(path)); }),
+      {"1F0", "comes"});
+}
+
+TEST_F(ScheduleChoice, SeveralStagesOfARank) {
+  expect_equal(train(four_microbatches("breadth_first").virtual_stages(3)),
+               train(four_microbatches("simple")), "losses");
+  expect_equal(train(four_microbatches("interleaved").virtual_stages(2)),
+               train(four_microbatches("simple")), "losses");
+}
+
+TEST_F(ScheduleChoice, AMemoryLimitRestrictsTheChoice) {
+  expect_equal(train(four_microbatches("auto").memory_limit_mb(1)),
+               train(four_microbatches("simple")), "losses");
+}
+
+}  // namespace
+}  // namespace smp::testing
