@@ -22,8 +22,10 @@ class GradientSink final : public torch::autograd::Node {
   std::string name() const override { return "smp::GradientSink"; }
 };
 
-/// An alias of `data` that is no leaf and whose gradient goes to `sink` (which may be null for a
-/// tensor that needs none). In-place operators on it are legal, as they are in one process.
+/// An alias of `data` whose gradient goes to `sink` (which may be null for a tensor that needs
+/// none). A parameter's is a leaf, which autocast casts once for all its uses, and which the sink
+/// has to outlive. Others are none, so that in-place operators on them are legal, as they are in
+/// one process.
 at::Tensor enter(const at::Tensor& data, const std::shared_ptr<GradientSink>& sink);
 
 /// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the

@@ -175,10 +175,11 @@ class Profiler {
   void run_operator(size_t i, Environment& environment, const Check& check) {
     const Operator& op = graph_.operators[i];
     // A history of one operator: its inputs enter anew.
+    std::vector<std::shared_ptr<GradientSink>> sinks;
     for (ValueId id : tensor_arguments(op)) {
       const bool differentiable = environment[id].defined() && graph_.values[id].meta.requires_grad;
-      environment[id] =
-          enter(environment[id], differentiable ? std::make_shared<GradientSink>() : nullptr);
+      sinks.push_back(differentiable ? std::make_shared<GradientSink>() : nullptr);
+      environment[id] = enter(environment[id], sinks.back());
     }
     const SavedStorages before(op, environment);
     const auto start = Clock::now();

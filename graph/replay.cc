@@ -4,12 +4,16 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "graph/autocast.h"
 #include "graph/leaf.h"
 #include "smp/core/error.h"
 
@@ -46,6 +50,23 @@ bool is_plain(const ExecutionMode& mode) {
   return mode.grad && !mode.inference && !mode.autocast_cpu && !mode.autocast_cuda;
 }
 
+/// While it lives, libtorch's cache of autocast's casts, which belongs to the process, holds those
+/// of one run only.
+class CastCacheScope {
+ public:
+  CastCacheScope() : lock_(mutex()) { at::autocast::clear_cache(); }
+  ~CastCacheScope() { at::autocast::clear_cache(); }
+  CastCacheScope(const CastCacheScope&) = delete;
+  CastCacheScope& operator=(const CastCacheScope&) = delete;
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex of_process;  // ranks may be threads
+    return of_process;
+  }
+  const std::lock_guard<std::mutex> lock_;
+};
+
 /// What a leaf's results have to be like; nothing for other operators.
 std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Operator& op) {
   std::vector<std::optional<TensorMeta>> metas;
@@ -60,6 +81,7 @@ std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Op
 
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
+  const std::vector<int> autocast = autocast_scopes(graph);
   std::unordered_set<ValueId> made;
   std::unordered_set<ValueId> read;
   std::unordered_map<ValueId, size_t> last_use;
@@ -85,9 +107,11 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              op.list_lengths,
                              op.mode,
                              op.random_ordinal,
+                             autocast[index],
                              literal ? op.results[0] : kUndefined,
                              leaf_results(graph, op),
                              {}});
+    casts_ |= autocast[index] >= 0;
     if (literal) read.insert(op.results[0]);
   }
   const std::unordered_set<ValueId> kept(keep.begin(), keep.end());
@@ -99,6 +123,9 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
 }
 
 void Segment::run(Environment& environment, const RandomKey& key) {
+  std::optional<CastCacheScope> cache;
+  if (casts_) cache.emplace();
+  const auto forget = c10::make_scope_exit([this] { aliases_.clear(); });
   for (const Instruction& instruction : instructions_) {
     execute(instruction, environment, key);
     for (ValueId id : instruction.dead) environment[id] = at::Tensor();
@@ -106,6 +133,9 @@ void Segment::run(Environment& environment, const RandomKey& key) {
 }
 
 void Segment::run_one(size_t index, Environment& environment, const RandomKey& key) {
+  std::optional<CastCacheScope> cache;
+  if (instructions_[index].autocast_scope >= 0) cache.emplace();
+  const auto forget = c10::make_scope_exit([this] { aliases_.clear(); });
   execute(instructions_[index], environment, key);
 }
 
@@ -128,8 +158,24 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
   pop_results(instruction, environment);
 }
 
+/// Autocast casts a leaf once until its cache is cleared, as it is at the end of each scope. So in
+/// each another alias of a parameter is used, with the same end of its gradients.
+at::Tensor Segment::for_scope(int autocast_scope, const at::Tensor& tensor) {
+  if (autocast_scope < 0 || !tensor.requires_grad() || !tensor.is_leaf()) return tensor;
+  at::Tensor& alias = aliases_[{autocast_scope, tensor.unsafeGetTensorImpl()}];
+  if (!alias.defined()) {
+    aliases_[{-1, tensor.unsafeGetTensorImpl()}] = tensor;  // its address must not be used again
+    alias = tensor.variable_data().set_requires_grad(true);
+    torch::autograd::impl::set_grad_accumulator(alias,
+                                                torch::autograd::impl::grad_accumulator(tensor));
+  }
+  return alias;
+}
+
 void Segment::push_arguments(const Instruction& instruction, const Environment& environment) {
-  const auto tensor = [&](ValueId id) { return id == kUndefined ? at::Tensor() : environment[id]; };
+  const auto tensor = [&](ValueId id) {
+    return id == kUndefined ? at::Tensor() : for_scope(instruction.autocast_scope, environment[id]);
+  };
   for (const Argument& argument : instruction.arguments) {
     switch (argument.kind) {
       case Argument::Kind::kConstant:
@@ -148,7 +194,7 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
       case Argument::Kind::kOptionalTensorList: {
         c10::List<std::optional<at::Tensor>> list;
         for (ValueId id : argument.values) {
-          list.push_back(id == kUndefined ? std::nullopt : std::optional(environment[id]));
+          list.push_back(id == kUndefined ? std::nullopt : std::optional(tensor(id)));
         }
         stack_.emplace_back(std::move(list));
         break;

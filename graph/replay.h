@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 
+#include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "graph/graph.h"
@@ -47,18 +49,23 @@ class Segment {
     c10::SmallVector<int, 2> list_lengths;
     ExecutionMode mode;
     int random_ordinal;
-    ValueId literal;  // instead of running: the literal's value; else -1
+    int autocast_scope;  // -1: none
+    ValueId literal;     // instead of running: the literal's value; else -1
     std::vector<std::optional<TensorMeta>> leaf_results;  // of a leaf: what was recorded
     c10::SmallVector<ValueId, 4> dead;                    // released afterwards
   };
 
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
+  at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);
   void pop_results(const Instruction& instruction, Environment& environment);
 
   std::vector<Instruction> instructions_;
   std::vector<ValueId> reads_;
   torch::jit::Stack stack_;
+  bool casts_ = false;  // some operator runs under autocast
+  // While running: what stands for a parameter in an autocast scope.
+  std::map<std::pair<int, const at::TensorImpl*>, at::Tensor> aliases_;
 };
 
 /// A copy at a multiple of 64 bytes with the same sizes and strides; the tensor itself if it

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "graph/autocast.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -147,42 +148,75 @@ class Storages {
   std::vector<int> last_use_;
 };
 
-/// Per cut the first storage that makes it illegal, -1 if there is none.
-std::vector<int> first_violations(const Graph& graph, const Storages& storages) {
-  std::vector<int> result(std::max<size_t>(graph.operators.size(), 1) - 1, -1);
-  for (int set = 0; set < storages.size(); ++set) {
-    storages.for_each_illegal_range(set, [&](int first, int last) {
+/// What makes cuts illegal: storages that are written, and parameters that autocast casts once for
+/// several operators, whose gradients meet in the lower precision.
+class Rules {
+ public:
+  explicit Rules(const Graph& graph)
+      : graph_(graph), storages_(graph), casts_(graph::shared_casts(graph)) {}
+
+  /// Per cut the first rule that it breaks, -1 if there is none.
+  std::vector<int> first_broken() const {
+    std::vector<int> result(std::max<size_t>(graph_.operators.size(), 1) - 1, -1);
+    const auto note = [&](int rule, int first, int last) {
       for (int i = first; i <= last; ++i) {
-        if (result[i] < 0) result[i] = set;
+        if (result[i] < 0) result[i] = rule;
       }
-    });
+    };
+    for (int set = 0; set < storages_.size(); ++set) {
+      storages_.for_each_illegal_range(set, [&](int first, int last) { note(set, first, last); });
+    }
+    for (size_t c = 0; c < casts_.size(); ++c) {
+      note(storages_.size() + static_cast<int>(c), casts_[c].first, casts_[c].last - 1);
+    }
+    return result;
   }
-  return result;
-}
+
+  bool broken(int rule, int i) const {
+    if (rule < storages_.size()) return storages_.violated(rule, i);
+    const graph::SharedCast& cast = casts_[rule - storages_.size()];
+    return cast.first <= i && i < cast.last;
+  }
+
+  int size() const { return storages_.size() + static_cast<int>(casts_.size()); }
+
+  std::string reason(int rule, int i) const {
+    if (rule < storages_.size()) return storages_.reason(rule, i);
+    const graph::SharedCast& cast = casts_[rule - storages_.size()];
+    return fmt::format(
+        "{} is cast once for {} and {}, which run under one autocast scope, so they stay together",
+        describe_value(graph_, cast.parameter), describe_operator(graph_, cast.first),
+        describe_operator(graph_, cast.last));
+  }
+
+ private:
+  const Graph& graph_;
+  Storages storages_;
+  std::vector<graph::SharedCast> casts_;
+};
 
 }  // namespace
 
 std::vector<bool> legal_cuts(const Graph& graph) {
-  const std::vector<int> violations = first_violations(graph, Storages(graph));
   std::vector<bool> legal;
-  for (int set : violations) legal.push_back(set < 0);
+  for (int rule : Rules(graph).first_broken()) legal.push_back(rule < 0);
   return legal;
 }
 
 std::string why_illegal(const Graph& graph, int i) {
-  const Storages storages(graph);
-  for (int set = 0; set < storages.size(); ++set) {
-    if (storages.violated(set, i)) return storages.reason(set, i);
+  const Rules rules(graph);
+  for (int rule = 0; rule < rules.size(); ++rule) {
+    if (rules.broken(rule, i)) return rules.reason(rule, i);
   }
   return "";
 }
 
 std::vector<std::string> why_illegal(const Graph& graph) {
-  const Storages storages(graph);
-  const std::vector<int> violations = first_violations(graph, storages);
+  const Rules rules(graph);
+  const std::vector<int> broken = rules.first_broken();
   std::vector<std::string> result;
-  for (size_t i = 0; i < violations.size(); ++i) {
-    result.push_back(violations[i] < 0 ? "" : storages.reason(violations[i], static_cast<int>(i)));
+  for (size_t i = 0; i < broken.size(); ++i) {
+    result.push_back(broken[i] < 0 ? "" : rules.reason(broken[i], static_cast<int>(i)));
   }
   return result;
 }

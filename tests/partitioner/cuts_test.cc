@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <iostream>
@@ -118,6 +119,45 @@ TEST(LegalCuts, AnOutputIsUsedAfterTheLastWrite) {
   EXPECT_EQ(plan.stage_of_operator, std::vector<int>({0, 1, 1}));
   EXPECT_EQ(plan.stage_of_output, std::vector<int>({1}))
       << "y is complete where its row is written";
+}
+
+/// Its history is where it was written, so its backward starts there.
+TEST(LegalCuts, KeepsABackwardRootWithTheBufferThatItIs) {
+  GraphBuilder b;
+  const Ref state = b.buffer("state", at::zeros({2}));
+  const Ref w = b.parameter("w", at::ones({2}));
+  const Ref row = b.op("aten::select.int", {state, 0, 0});
+  b.op("aten::add_.Tensor", {row, b.op("aten::sum", {w, c10::IValue()}), 1});
+  const Ref ones = b.op("aten::relu", {b.input(at::ones({2}))});
+  b.backward(state, b.op("aten::mul.Scalar", {ones, 2}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({false, false, false, false}));
+  EXPECT_EQ(why_illegal(b.graph(), 3),
+            "buffer \"state\" is written by operator 2 (aten::add_.Tensor), so all its users, "
+            "operators 0 to 4, stay together");
+}
+
+/// The gradients of the cast weight are added before they are cast back.
+TEST(LegalCuts, KeepsTheUsersOfAWeightInOneAutocastScopeTogether) {
+  GraphBuilder b;
+  const Ref w = b.parameter("w", at::ones({2, 2}));
+  const Ref once = b.parameter("once", at::ones({2, 2}));
+  Ref x = b.input(at::ones({2, 2}));
+  for (const Ref weight : {w, once, w, w}) {
+    x = b.op("aten::matmul", {x, weight});
+    b.graph().operators.back().mode.autocast_cpu = true;
+  }
+  x = b.op("aten::tanh", {x});       // ends the scope
+  x = b.op("aten::matmul", {x, w});  // is none of it
+  b.backward(b.op("aten::sum", {x, c10::IValue()}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({false, false, false, true, true, true}));
+  EXPECT_EQ(why_illegal(b.graph(), 1),
+            "parameter \"w\" is cast once for operator 0 (aten::matmul) and operator 3 "
+            "(aten::matmul), which run under one autocast scope, so they stay together");
+  b.graph().operators[2].mode.autocast_cpu = false;  // two scopes, and one use in the first
+  EXPECT_EQ(why_illegal(b.graph(), 0), "");
+  b.graph().operators[2].mode.autocast_cpu = true;
+  b.graph().roots.clear();
+  EXPECT_EQ(why_illegal(b.graph(), 1), "") << "without gradients it does not matter";
 }
 
 TEST(LegalCuts, KeepsTheUsersOfAWrittenBufferTogetherButNotTheOthers) {

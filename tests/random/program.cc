@@ -96,23 +96,35 @@ std::string Program::to_string() const {
   return out.str();
 }
 
-Tensors execute(const Instruction& instruction, const Tensors& arguments) {
+namespace {
+
+/// Runs an instruction under its mode, but for autocast.
+Tensors execute_in_scope(const Instruction& instruction, const Tensors& arguments) {
   std::optional<at::NoGradGuard> no_grad;
   if (instruction.mode.no_grad) no_grad.emplace();
+  return instruction.operation->run(arguments, instruction.numbers);
+}
+
+}  // namespace
+
+Tensors execute(const Instruction& instruction, const Tensors& arguments) {
   std::optional<AutocastScope> autocast;
   if (instruction.mode.autocast) autocast.emplace();
-  return instruction.operation->run(arguments, instruction.numbers);
+  return execute_in_scope(instruction, arguments);
 }
 
 Results execute(const Program& program, const Tensors& leaves) {
   const std::vector<int> uses = last_uses(program);
+  std::optional<AutocastScope> autocast;  // one around instructions that follow each other
   Tensors registers = leaves;
   registers.resize(program.registers);
   for (size_t i = 0; i < program.instructions.size(); ++i) {
     const Instruction& instruction = program.instructions[i];
     Tensors arguments;
     for (int argument : instruction.arguments) arguments.push_back(registers[argument]);
-    const Tensors results = execute(instruction, arguments);
+    if (!instruction.mode.autocast) autocast.reset();
+    if (instruction.mode.autocast && !autocast) autocast.emplace();
+    const Tensors results = execute_in_scope(instruction, arguments);
     arguments.clear();
     SMP_CHECK(static_cast<int>(results.size()) == instruction.results, instruction.operation->name,
               ": expected ", instruction.results, " results, got ", results.size());

@@ -1,0 +1,136 @@
+// What random programs have found, as small programs.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/random/check.h"
+#include "tests/random/program.h"
+
+namespace smp::random_programs {
+namespace {
+
+using Kind = Leaf::Kind;
+
+/// Writes a program down, register by register.
+class Writer {
+ public:
+  int leaf(Kind kind, const std::string& name, Numbers sizes) {
+    program_.leaves.push_back({kind, name, std::move(sizes)});
+    return program_.registers++;
+  }
+
+  /// Calls an operation with one result.
+  int call(const char* name, std::vector<int> arguments, Numbers numbers = {}, Mode mode = {}) {
+    program_.instructions.push_back(
+        {&operation(name), std::move(arguments), std::move(numbers), mode, program_.registers, 1});
+    return program_.registers++;
+  }
+
+  void backward(int value, int gradient = -1) { program_.roots.push_back({value, gradient}); }
+
+  /// Fails unless every cut and schedule tried gives the bits of eager execution; some has stages.
+  void expect_equal() {
+    int most_stages = 0;
+    for (uint64_t seed = 0; seed < 24; ++seed) {
+      program_.seed = seed;  // also of the leaves, the schedule and the number of microbatches
+      const Verdict verdict = check(program_, Fault::kNone, seed);
+      ASSERT_EQ(verdict.skipped, "") << "seed " << seed;
+      ASSERT_EQ(verdict.rejection + verdict.failure, "") << "seed " << seed;
+      most_stages = std::max(most_stages, verdict.stages);
+    }
+    EXPECT_GT(most_stages, 1);
+  }
+
+ private:
+  Program program_;
+};
+
+constexpr Mode kAutocast = {/*no_grad=*/false, /*autocast=*/true};
+
+/// Its history is where it was written, although its gradient is complete later only.
+TEST(Found, BackwardFromABufferThatWasWrittenThroughAView) {
+  Writer p;
+  const int bias = p.leaf(Kind::kParameter, "bias", {6});
+  const int state = p.leaf(Kind::kBuffer, "state", {4, 6});
+  const int activated = p.call("tanh", {bias});
+  const int row = p.call("select", {state}, {0, 1});
+  p.call("add_", {row, activated}, {4});
+  p.backward(state, p.call("loss_gradient", {state}));
+  p.expect_equal();
+}
+
+/// The backward starts from a tensor that later operators use: their gradients come after its own.
+TEST(Found, BackwardFromATensorThatIsUsedLater) {
+  Writer p;
+  const int input = p.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = p.leaf(Kind::kParameter, "weight", {6, 6});
+  const int hidden = p.call("matmul", {input, weight});
+  int loss = -1;
+  for (const char* use : {"tanh", "sigmoid", "sin"}) {
+    const int term = p.call("loss_term", {p.call(use, {hidden})});
+    loss = loss < 0 ? term : p.call("loss_add", {loss, term});
+  }
+  p.backward(hidden, input);
+  p.backward(loss);
+  p.expect_equal();
+}
+
+/// Later microbatches write the buffer before the backward of earlier ones runs.
+TEST(Found, AWrittenBufferIsTheGradientOfARoot) {
+  Writer p;
+  const int input = p.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = p.leaf(Kind::kParameter, "weight", {6, 6});
+  const int state = p.leaf(Kind::kBuffer, "state", {4, 6});
+  const int activated = p.call("tanh", {p.call("matmul", {input, weight})});
+  p.call("mul_scalar_", {state}, {2});
+  p.call("add_", {state, input}, {4});
+  p.backward(activated, state);
+  p.expect_equal();
+}
+
+/// The stage of the root makes its gradient again instead of receiving it.
+TEST(Found, TheGradientOfARootIsMadeAgain) {
+  Writer p;
+  const int input = p.leaf(Kind::kInput, "0", {4, 6});
+  const int bias = p.leaf(Kind::kParameter, "bias", {6});
+  const int scaled = p.call("mul_scalar", {input}, {5});
+  p.call("zeros", {}, {2});
+  p.backward(p.call("mul", {scaled, bias}), scaled);
+  p.expect_equal();
+}
+
+/// Normalisation in evaluation saves the running statistics, which others update.
+TEST(Found, StatisticsReadInEvaluationAreWritten) {
+  Writer p;
+  const int input = p.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = p.leaf(Kind::kParameter, "weight", {6, 6});
+  const int mean = p.leaf(Kind::kBuffer, "mean", {6});
+  const int variance = p.leaf(Kind::kBuffer, "var", {6});
+  const int hidden = p.call("matmul", {input, weight});
+  const int frozen = p.call("batch_norm_eval", {hidden, mean, variance});
+  const int normal = p.call("batch_norm", {p.call("tanh", {frozen}), mean, variance});
+  p.backward(p.call("loss_term", {p.call("sin", {normal})}));
+  p.expect_equal();
+}
+
+/// Autocast casts a weight once in a scope, and adds up gradients in the lower precision.
+TEST(Found, AWeightUsedTwiceUnderAutocast) {
+  Writer p;
+  const int input = p.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = p.leaf(Kind::kParameter, "weight", {6, 6});
+  int x = p.call("tanh", {input});
+  for (int use = 0; use < 3; ++use) {
+    x = p.call("tanh", {p.call("matmul", {x, weight}, {}, kAutocast)}, {}, kAutocast);
+  }
+  x = p.call("matmul", {p.call("to_float", {x}), weight});
+  for (int use = 0; use < 2; ++use) x = p.call("matmul", {x, weight}, {}, kAutocast);
+  p.backward(p.call("loss_term", {p.call("sin", {x})}));
+  p.expect_equal();
+}
+
+}  // namespace
+}  // namespace smp::random_programs
