@@ -11,7 +11,7 @@
 
 #include "partitioner/format.h"
 #include "tools/plan_boxes.h"
-#include "tools/svg.h"
+#include "smp/core/svg.h"
 
 namespace smp::tools {
 namespace {
@@ -220,7 +220,7 @@ class Picture {
 
   void draw_title() {
     svg_.text(kMargin, kMargin + 16, title_, font(20, kInk, "font-weight=\"bold\""));
-    const auto& step = forecast_.step;
+    const auto& step = forecast_.model;
     svg_.text(kMargin, kMargin + 38,
               fmt::format("{} operators in {} stage{}, {} microbatch{}: a step of {} predicted, "
                           "{:.1f}% of the partitions' time idle",

@@ -1,4 +1,4 @@
-// smp_plan: plans a model from its saved graph, without running it.
+// smp_plan: plans a model from its saved graph, or draws a schedule, without running it.
 
 #include <CLI/CLI.hpp>
 #include <cerrno>
@@ -21,6 +21,7 @@
 #include "tools/forecast.h"
 #include "tools/plan_picture.h"
 #include "tools/plan_text.h"
+#include "tools/schedule_view.h"
 
 namespace {
 
@@ -30,6 +31,7 @@ constexpr int kErrorStatus = 2;
 
 struct Options {
   std::string graph;
+  std::string schedule;
   std::string config;
   std::string format = "text";
   std::string output;
@@ -118,6 +120,9 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
 }
 
 std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
+  SMP_CHECK_WITH(smp::ConfigError, options.format != "html",
+                 "smp_plan: expected --format text, json or svg for a plan, got html, which shows "
+                 "a --schedule.");
   SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "svg",
                  "smp_plan: --compare has no picture: expected --format text or json, got svg.");
   if (!options.compare.empty()) {
@@ -140,20 +145,30 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
   return smp::tools::to_text(ordered, forecast);
 }
 
+std::string shown(const Options& options, const Config& config) {
+  SMP_CHECK_WITH(smp::ConfigError, options.graph.empty() != options.schedule.empty(),
+                 "smp_plan: expected a graph to plan or a --schedule to draw, got ",
+                 options.graph.empty() ? "neither" : "both", ".");
+  return options.graph.empty() ? smp::tools::show_schedule(options.schedule, config, options.format)
+                               : planned(options, smp::graph::load_graph(options.graph), config);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   Options options;
   CLI::App app{
       "Plans a model from its saved graph, without running it: smp_plan GRAPH [OPTIONS]\n"
-      "See docs/planning.md.",
+      "Draws a schedule: smp_plan --schedule NAME [OPTIONS]\n"
+      "See docs/planning.md and docs/timeline.md.",
       "smp_plan"};
-  app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"")
-      ->required();
+  app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"");
+  app.add_option("--schedule", options.schedule,
+                 "A schedule to draw instead: a name as for --pipeline, or a file");
   app.add_option("--config", options.config, "JSON file with the parameters of the run to plan");
   const Parameters parameters(app);
-  app.add_option("--format", options.format, "text, json or svg")
-      ->check(CLI::IsMember({"text", "json", "svg"}))
+  app.add_option("--format", options.format, "text, json or svg; html for a schedule")
+      ->check(CLI::IsMember({"text", "json", "svg", "html"}))
       ->capture_default_str();
   app.add_option("--output", options.output, "File to write instead of the standard output");
   app.add_option("--title", options.title, "Heading of the picture; else the graph's file");
@@ -169,7 +184,7 @@ int main(int argc, char** argv) {
   if (options.title.empty()) options.title = std::filesystem::path(options.graph).stem().string();
   try {
     const Config config = parameters.over(options.config);
-    write(planned(options, smp::graph::load_graph(options.graph), config), options.output);
+    write(shown(options, config), options.output);
   } catch (const smp::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";
     return kErrorStatus;

@@ -84,6 +84,12 @@ class SmpPlan : public ::testing::Test {
   fs::path folder_;
 };
 
+TEST_F(SmpPlan, DrawsASchedule) {
+  const Outcome drawn = run("--schedule zb_h1 --stages 3 --microbatches 4");
+  EXPECT_EQ(drawn.exit_status, 0);
+  EXPECT_EQ(drawn.output.find("zb_h1, 3 ranks, 4 microbatches\n\nrank 0 F0"), 0u) << drawn.output;
+}
+
 TEST_F(SmpPlan, ARunSavesItsGraphWithCosts) {
   const graph::Graph one = graph::load_graph(save_graph(1));
   EXPECT_TRUE(one.trains());
@@ -216,6 +222,14 @@ TEST_F(SmpPlan, Errors) {
   EXPECT_EQ(many.output.find("[smp] cannot divide "), 0u) << many.output;
   EXPECT_EQ(run(file + " --compare 1,2 --format svg").output,
             "[smp] smp_plan: --compare has no picture: expected --format text or json, got svg.\n");
+  EXPECT_EQ(
+      run(file + " --format html").output,
+      "[smp] smp_plan: expected --format text, json or svg for a plan, got html, which shows a "
+      "--schedule.\n");
+  const std::string either =
+      "[smp] smp_plan: expected a graph to plan or a --schedule to draw, got ";
+  EXPECT_EQ(run("").output, either + "neither.\n");
+  EXPECT_EQ(run(file + " --schedule 1f1b").output, either + "both.\n");
   EXPECT_EQ(run(file + " --output no/such/file")
                 .output.find("[smp] no/such/file: cannot be "
                              "written: No such file"),

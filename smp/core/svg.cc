@@ -1,8 +1,8 @@
-#include "tools/svg.h"
+#include "smp/core/svg.h"
 
 #include <fmt/format.h>
 
-namespace smp::tools {
+namespace smp {
 namespace {
 
 /// The mean width of a letter of common sans serif fonts, in font sizes.
@@ -71,14 +71,16 @@ void Svg::begin_group(const std::string& tooltip) {
 
 void Svg::end_group() { body_ += "</g>\n"; }
 
-std::string Svg::finish(double width, double height, const std::string& title) const {
+std::string Svg::finish(double width, double height, const std::string& title,
+                        const std::string& background) const {
+  const std::string ground =
+      background.empty() ? "" : "<rect width=\"100%\" height=\"100%\" " + background + "/>\n";
   return fmt::format(
              "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" "
              "viewBox=\"0 0 {0:.0f} {1:.0f}\" font-family=\"Helvetica, Arial, sans-serif\">\n"
-             "<title>{2}</title>\n"
-             "<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n",
+             "<title>{2}</title>\n",
              width, height, escape_xml(title)) +
-         body_ + "</svg>\n";
+         ground + body_ + "</svg>\n";
 }
 
-}  // namespace smp::tools
+}  // namespace smp

@@ -2,7 +2,7 @@
 
 #include <string>
 
-namespace smp::tools {
+namespace smp {
 
 /// Text of an SVG picture, element by element. `attributes` are as in SVG: `fill="#fff"`.
 class Svg {
@@ -20,8 +20,9 @@ class Svg {
   /// As it stands in the file: a script can find it, a browser shows it.
   void raw(const std::string& element) { body_ += element; }
 
-  /// The whole picture.
-  std::string finish(double width, double height, const std::string& title) const;
+  /// The whole picture; `background` are the attributes of the ground, none if empty.
+  std::string finish(double width, double height, const std::string& title,
+                     const std::string& background = "fill=\"#ffffff\"") const;
 
  private:
   std::string body_;
@@ -37,4 +38,4 @@ std::string fit_text(const std::string& text, double width, double size);
 /// About how wide a text is.
 double text_width(const std::string& text, double size);
 
-}  // namespace smp::tools
+}  // namespace smp

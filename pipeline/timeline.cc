@@ -1,0 +1,477 @@
+#include "pipeline/timeline.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "partitioner/format.h"
+#include "partitioner/table.h"
+#include "smp/core/error.h"
+
+namespace smp::pipeline {
+namespace {
+
+using Kind = Action::Kind;
+
+constexpr double kNsPerUs = 1000;
+
+/// Reads what `pack` wrote.
+class Unpacker {
+ public:
+  explicit Unpacker(const std::vector<int64_t>& numbers) : numbers_(numbers) {}
+
+  int64_t next() {
+    check(position_ < numbers_.size());
+    return numbers_[position_++];
+  }
+
+  /// A number of things, each of at least one number of those that are left.
+  size_t count() {
+    const int64_t value = next();
+    check(value >= 0 && static_cast<size_t>(value) <= numbers_.size() - position_);
+    return static_cast<size_t>(value);
+  }
+
+  void finish() const { check(position_ == numbers_.size()); }
+
+ private:
+  void check(bool fits) const {
+    SMP_INTERNAL_ASSERT(fits, "the timeline of a rank does not fit its ", numbers_.size(),
+                        " numbers at number ", position_);
+  }
+
+  const std::vector<int64_t>& numbers_;
+  size_t position_ = 0;
+};
+
+using Recorded = std::vector<const RankTimeline*>;
+
+void check_recorded(const Schedule& schedule, const Recorded& recorded) {
+  SMP_INTERNAL_ASSERT(!recorded.empty(), "timeline: expected what every rank recorded, got nothing");
+  const auto ranks = static_cast<size_t>(schedule.ranks());
+  const auto& steps = recorded.front()->steps;
+  for (size_t i = 0; i < recorded.size(); ++i) {
+    const RankTimeline& one = *recorded[i];
+    const auto name = c10::str("timeline of rank ", one.rank, " of replica ", one.replica, ": ");
+    const int replica = static_cast<int>(i / ranks), rank = static_cast<int>(i % ranks);
+    SMP_INTERNAL_ASSERT(one.replica == replica && one.rank == rank, name, "expected that of rank ", rank,
+              " of replica ", replica, ", and each of the ", ranks, " ranks once");
+    const size_t actions = schedule.actions(rank).size();
+    SMP_INTERNAL_ASSERT(one.bytes.size() == actions, name, "expected the schedule's ", actions,
+              " actions, got ", one.bytes.size());
+    SMP_INTERNAL_ASSERT(one.steps.size() == steps.size(), name, "expected ", steps.size(), " steps, got ",
+              one.steps.size());
+    for (size_t s = 0; s < steps.size(); ++s) {
+      SMP_INTERNAL_ASSERT(one.steps[s].number == steps[s].number, name, "expected step ", steps[s].number,
+                ", got step ", one.steps[s].number);
+      SMP_INTERNAL_ASSERT(one.steps[s].records.size() == actions, name, "expected a record for each of ",
+                actions, " actions, got ", one.steps[s].records.size());
+    }
+  }
+  SMP_INTERNAL_ASSERT(recorded.size() % ranks == 0, "timeline: expected all ", ranks,
+            " ranks of each replica, got ", recorded.size(), " ranks");
+}
+
+/// The first and the last moment of step `index`, in ns.
+std::pair<int64_t, int64_t> extent_of(const Recorded& recorded, size_t index) {
+  int64_t first = std::numeric_limits<int64_t>::max(), last = std::numeric_limits<int64_t>::min();
+  for (const RankTimeline* one : recorded) {
+    for (const ActionRecord& record : one->steps[index].records) {
+      first = std::min(first, record.start);
+      last = std::max(last, record.end);
+    }
+  }
+  return first > last ? std::pair<int64_t, int64_t>(0, 0) : std::pair(first, last);
+}
+
+double us(int64_t ns) { return static_cast<double>(ns) / kNsPerUs; }
+
+Lane lane_of(const RankTimeline& recorded, size_t step, const std::vector<Action>& actions,
+             int64_t origin) {
+  Lane lane{recorded.replica, recorded.rank, {}, recorded.bytes};
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const ActionRecord& record = recorded.steps[step].records[i];
+    lane.actions.push_back({actions[i], us(record.start - origin), us(record.end - origin),
+                            static_cast<double>(record.kept)});
+  }
+  return lane;
+}
+
+bool has_memory(const StepTimeline& step) {
+  return std::any_of(step.lanes.begin(), step.lanes.end(),
+                     [](const Lane& lane) { return lane.peak_memory() > 0; });
+}
+
+std::string percent(double share) { return fmt::format("{:.1f}%", 100 * share); }
+
+/// The predicted lane of a rank; null without a prediction.
+const Lane* predicted_lane(const Timeline& timeline, int rank) {
+  if (!timeline.predicted) return nullptr;
+  for (const Lane& lane : timeline.predicted->lanes) {
+    if (lane.rank == rank) return &lane;
+  }
+  return nullptr;
+}
+
+/// The kinds that get a column, in this order, and its heading.
+struct Column {
+  const char* heading;
+  std::vector<Kind> kinds;
+};
+
+const std::vector<Column>& columns() {
+  static const std::vector<Column> all = {
+      {"forward", {Kind::kForward}},
+      {"backward", {Kind::kBackward}},
+      {"inputs", {Kind::kBackwardInput}},
+      {"weights", {Kind::kBackwardWeight}},
+      {"send", {Kind::kSendForward, Kind::kSendBackward}},
+      {"reduce", {Kind::kReduce}},
+      {"wait", {Kind::kRecvForward, Kind::kRecvBackward}},
+  };
+  return all;
+}
+
+double time_of(const Lane& lane, const Column& column) {
+  double sum = 0;
+  for (const Kind kind : column.kinds) sum += lane.time(kind);
+  return sum;
+}
+
+/// The columns with anything in them.
+std::vector<Column> used_columns(const StepTimeline& step) {
+  std::vector<Column> used;
+  for (const Column& column : columns()) {
+    if (std::any_of(step.lanes.begin(), step.lanes.end(),
+                    [&](const Lane& lane) { return time_of(lane, column) > 0; })) {
+      used.push_back(column);
+    }
+  }
+  return used;
+}
+
+}  // namespace
+
+// --- recording --------------------------------------------------------------------------------
+
+void RankTimeline::shift(int64_t ns) {
+  for (Step& step : steps) {
+    for (ActionRecord& record : step.records) {
+      record.start += ns;
+      record.end += ns;
+    }
+  }
+}
+
+bool operator==(const RankTimeline& a, const RankTimeline& b) { return pack(a) == pack(b); }
+
+TimelineRecorder::TimelineRecorder(int replica, int rank, int64_t actions, int64_t steps) {
+  SMP_INTERNAL_ASSERT(actions >= 0 && steps >= 0, "timeline: expected no negative number, got ", actions,
+            " actions and ", steps, " steps");
+  timeline_.replica = replica;
+  timeline_.rank = rank;
+  timeline_.bytes.resize(static_cast<size_t>(actions));
+  timeline_.steps.resize(static_cast<size_t>(steps));
+  for (RankTimeline::Step& step : timeline_.steps) {
+    step.records.resize(static_cast<size_t>(actions));
+  }
+}
+
+int64_t TimelineRecorder::now() {
+  using std::chrono::duration_cast;
+  using std::chrono::nanoseconds;
+  return duration_cast<nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void TimelineRecorder::set_kept(const std::vector<TimedAction>& simulated) {
+  SMP_INTERNAL_ASSERT(simulated.size() == timeline_.bytes.size(), "timeline: expected what is kept after ",
+            timeline_.bytes.size(), " actions, got ", simulated.size());
+  for (RankTimeline::Step& step : timeline_.steps) {
+    for (size_t i = 0; i < simulated.size(); ++i) {
+      step.records[i].kept = static_cast<int64_t>(simulated[i].memory);
+    }
+  }
+}
+
+void TimelineRecorder::begin_step(int64_t number) {
+  SMP_INTERNAL_ASSERT(has_room(), "timeline: there is room for ", timeline_.steps.size(),
+            " steps");
+  RankTimeline::Step& step = timeline_.steps[begun_++];
+  step.number = number;
+  current_ = step.records.data();
+}
+
+RankTimeline TimelineRecorder::finish() const {
+  RankTimeline result = timeline_;
+  result.steps.resize(begun_);
+  return result;
+}
+
+std::vector<int64_t> pack(const RankTimeline& timeline) {
+  std::vector<int64_t> numbers = {timeline.replica, timeline.rank,
+                                  static_cast<int64_t>(timeline.bytes.size())};
+  numbers.insert(numbers.end(), timeline.bytes.begin(), timeline.bytes.end());
+  numbers.push_back(static_cast<int64_t>(timeline.steps.size()));
+  for (const RankTimeline::Step& step : timeline.steps) {
+    numbers.push_back(step.number);
+    for (const ActionRecord& record : step.records) {
+      numbers.insert(numbers.end(), {record.start, record.end, record.kept});
+    }
+  }
+  return numbers;
+}
+
+RankTimeline unpack_timeline(const std::vector<int64_t>& numbers) {
+  Unpacker unpacker(numbers);
+  RankTimeline result;
+  result.replica = static_cast<int>(unpacker.next());
+  result.rank = static_cast<int>(unpacker.next());
+  result.bytes.resize(unpacker.count());
+  for (int64_t& bytes : result.bytes) bytes = unpacker.next();
+  result.steps.resize(unpacker.count());
+  for (RankTimeline::Step& step : result.steps) {
+    step.number = unpacker.next();
+    step.records.resize(result.bytes.size());
+    for (ActionRecord& record : step.records) {
+      record.start = unpacker.next();
+      record.end = unpacker.next();
+      record.kept = unpacker.next();
+    }
+  }
+  unpacker.finish();
+  return result;
+}
+
+// --- clocks -----------------------------------------------------------------------------------
+
+ClockOffset clock_offset(const std::vector<ClockSample>& samples) {
+  SMP_INTERNAL_ASSERT(!samples.empty(), "timeline: expected a round trip to compare clocks by, got none");
+  const auto delay = [](const ClockSample& sample) { return sample.received - sample.sent; };
+  const auto& best = *std::min_element(
+      samples.begin(), samples.end(),
+      [&](const ClockSample& a, const ClockSample& b) { return delay(a) < delay(b); });
+  SMP_INTERNAL_ASSERT(delay(best) >= 0, "timeline: expected an answer after its question, got one sent at ",
+            best.sent, " ns and received at ", best.received, " ns");
+  const int64_t half = delay(best) / 2;
+  return {best.remote - (best.sent + half), delay(best) - half};
+}
+
+// --- steps of all ranks -----------------------------------------------------------------------
+
+double Lane::busy() const {
+  double sum = 0;
+  for (const TimedAction& timed : actions) {
+    if (!timed.action.is_recv()) sum += timed.end - timed.start;
+  }
+  return sum;
+}
+
+double Lane::time(Kind kind) const {
+  double sum = 0;
+  for (const TimedAction& timed : actions) {
+    if (timed.action.kind == kind) sum += timed.end - timed.start;
+  }
+  return sum;
+}
+
+double Lane::peak_memory() const {
+  double peak = 0;
+  for (const TimedAction& timed : actions) peak = std::max(peak, timed.memory);
+  return peak;
+}
+
+double StepTimeline::idle(const Lane& lane) const {
+  return makespan > 0 ? 1 - lane.busy() / makespan : 0;
+}
+
+double StepTimeline::idle() const {
+  double sum = 0;
+  for (const Lane& lane : lanes) sum += idle(lane);
+  return lanes.empty() ? 0 : sum / static_cast<double>(lanes.size());
+}
+
+StepTimeline predicted_timeline(const Simulation& simulation) {
+  StepTimeline step{"predicted", 0, simulation.makespan, {}};
+  for (size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
+    step.lanes.push_back({0, static_cast<int>(rank), simulation.timeline[rank], {}});
+  }
+  return step;
+}
+
+Timeline make_timeline(std::string title, const Schedule& schedule,
+                       const std::vector<RankTimeline>& recorded, const Simulation* predicted) {
+  Recorded sorted;
+  for (const RankTimeline& one : recorded) sorted.push_back(&one);
+  std::stable_sort(sorted.begin(), sorted.end(), [](const RankTimeline* a, const RankTimeline* b) {
+    return std::pair(a->replica, a->rank) < std::pair(b->replica, b->rank);
+  });
+  check_recorded(schedule, sorted);
+  Timeline timeline;
+  timeline.title = std::move(title);
+  int64_t origin = 0;
+  for (size_t s = 0; s < sorted.front()->steps.size(); ++s) {
+    const auto [first, last] = extent_of(sorted, s);
+    if (s == 0) origin = first;
+    StepTimeline step{fmt::format("step {}", sorted.front()->steps[s].number),
+                      us(first - origin),
+                      us(last - first),
+                      {}};
+    for (const RankTimeline* one : sorted) {
+      step.lanes.push_back(lane_of(*one, s, schedule.actions(one->rank), first));
+    }
+    timeline.measured.push_back(std::move(step));
+  }
+  if (predicted != nullptr) timeline.predicted = predicted_timeline(*predicted);
+  return timeline;
+}
+
+std::vector<Transfer> transfers_of(const StepTimeline& step) {
+  using Key = std::tuple<int, Kind, int, int, int>;
+  const auto key = [](const Lane& lane, const Action& action) {
+    return Key(lane.replica, action.kind, action.stage, action.microbatch, action.peer);
+  };
+  std::map<Key, std::pair<size_t, size_t>> receives;
+  for (size_t l = 0; l < step.lanes.size(); ++l) {
+    const Lane& lane = step.lanes[l];
+    for (size_t i = 0; i < lane.actions.size(); ++i) {
+      const Action& action = lane.actions[i].action;
+      if (action.is_recv()) receives[key(lane, action)] = {l, i};
+    }
+  }
+  std::vector<Transfer> transfers;
+  for (size_t l = 0; l < step.lanes.size(); ++l) {
+    const Lane& lane = step.lanes[l];
+    for (size_t i = 0; i < lane.actions.size(); ++i) {
+      const Action& action = lane.actions[i].action;
+      if (!action.is_send()) continue;
+      const auto found = receives.find(key(lane, counterpart(action)));
+      if (found == receives.end()) continue;
+      transfers.push_back({l, i, found->second.first, found->second.second});
+    }
+  }
+  return transfers;
+}
+
+// --- text -------------------------------------------------------------------------------------
+
+std::string format_duration(double time, TimeUnit unit) {
+  if (unit == TimeUnit::kMicroseconds) return partitioner::format_time(time);
+  return fmt::format("{:.4g} slot{}", time, time == 1 ? "" : "s");
+}
+
+std::string headline(const StepTimeline& step, const Timeline& timeline) {
+  const auto figures = [&](const StepTimeline& of) {
+    return fmt::format("{}, {} idle", format_duration(of.makespan, timeline.unit),
+                       percent(of.idle()));
+  };
+  std::string line = fmt::format("{}: {}", step.name, figures(step));
+  const auto& predicted = timeline.predicted;
+  if (timeline.measured.empty() || !predicted) return line;
+  line += fmt::format("; predicted: {}", figures(*predicted));
+  if (predicted->makespan <= 0) return line;
+  return line +
+         fmt::format(" (measured {:+.1f}%)", 100 * (step.makespan / predicted->makespan - 1));
+}
+
+std::vector<std::vector<std::string>> table_of(const StepTimeline& step, const Timeline& timeline) {
+  const bool replicas = !step.lanes.empty() && step.lanes.back().replica > 0;
+  const bool compares = !timeline.measured.empty() && timeline.predicted;
+  const bool memory = has_memory(step);
+  const std::vector<Column> used = used_columns(step);
+  std::vector<std::string> headings;
+  if (replicas) headings.emplace_back("replica");
+  headings.insert(headings.end(), {"rank", "idle"});
+  if (compares) headings.emplace_back("predicted");
+  for (const Column& column : used) headings.emplace_back(column.heading);
+  headings.emplace_back("other");
+  if (memory) headings.emplace_back("kept at most");
+
+  std::vector<std::vector<std::string>> rows = {headings};
+  for (const Lane& lane : step.lanes) {
+    std::vector<std::string> row;
+    if (replicas) row.push_back(std::to_string(lane.replica));
+    row.push_back(std::to_string(lane.rank));
+    row.push_back(percent(step.idle(lane)));
+    if (compares) {
+      const Lane* predicted = predicted_lane(timeline, lane.rank);
+      row.push_back(predicted ? percent(timeline.predicted->idle(*predicted)) : "-");
+    }
+    double rest = step.makespan;
+    for (const Column& column : used) {
+      const double time = time_of(lane, column);
+      rest -= time;
+      row.push_back(percent(step.makespan > 0 ? time / step.makespan : 0));
+    }
+    row.push_back(percent(step.makespan > 0 ? std::max(0.0, rest) / step.makespan : 0));
+    if (memory) {
+      row.push_back(format_memory(lane.peak_memory(), timeline.unit));
+    }
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+std::string to_string(const Timeline& timeline) {
+  std::string text;
+  for (const StepTimeline& step : shown_steps(timeline)) {
+    const auto rows = table_of(step, timeline);
+    partitioner::Table table;
+    for (const std::string& heading : rows.front()) {
+      table.column(heading, partitioner::Table::Align::kRight);
+    }
+    for (size_t row = 1; row < rows.size(); ++row) table.row(rows[row]);
+    text += (text.empty() ? "" : "\n") + headline(step, timeline) + "\n\n" + table.to_string();
+  }
+  return text;
+}
+
+std::vector<StepTimeline> shown_steps(const Timeline& timeline) {
+  if (!timeline.measured.empty()) return timeline.measured;
+  if (timeline.predicted) return {*timeline.predicted};
+  return {};
+}
+
+std::string format_memory(double kept, TimeUnit unit) {
+  if (unit == TimeUnit::kSlots) return fmt::format("{:.4g}", kept);
+  return partitioner::format_bytes(std::llround(kept));
+}
+
+std::string describe(const Action& action) {
+  const auto mine = [&](const char* what) {
+    return fmt::format("{} of microbatch {} on stage {}", what, action.microbatch, action.stage);
+  };
+  const auto transfer = [&](const char* what, const char* preposition) {
+    return fmt::format("stage {} {} of microbatch {} {} stage {}", action.stage, what,
+                       action.microbatch, preposition, action.peer);
+  };
+  switch (action.kind) {
+    case Kind::kForward:
+      return mine("forward");
+    case Kind::kBackward:
+      return mine("backward");
+    case Kind::kBackwardInput:
+      return mine("input gradients");
+    case Kind::kBackwardWeight:
+      return mine("weight gradients");
+    case Kind::kSendForward:
+      return transfer("sends values", "to");
+    case Kind::kSendBackward:
+      return transfer("sends gradients", "to");
+    case Kind::kRecvForward:
+      return transfer("waits for values", "from");
+    case Kind::kRecvBackward:
+      return transfer("waits for gradients", "from");
+    case Kind::kReduce:
+      return fmt::format("reduction of the gradients of stage {}", action.stage);
+  }
+  return "";
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,208 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pipeline/schedule.h"
+#include "pipeline/simulator.h"
+
+namespace smp::pipeline {
+
+/// What happened when in a step, as recorded by the ranks that ran it; docs/timeline.md. Recording
+/// and its message form come first, then the steps of all ranks put together, ready to be shown:
+/// as a trace (pipeline/trace.h), a picture and a page (pipeline/timeline_page.h), or the text
+/// below.
+
+// --- recording ------------------------------------------------------------------------------
+
+/// When a rank was at an action, in ns on a clock that only goes forward, and the bytes of
+/// activations that the rank kept after it.
+struct ActionRecord {
+  int64_t start = 0;
+  int64_t end = 0;
+  int64_t kept = 0;
+};
+
+/// What one rank recorded. Its lists are as long as the rank's list of actions in the schedule.
+struct RankTimeline {
+  /// One step, an entry for each action.
+  struct Step {
+    int64_t number = 0;  ///< as the user counts
+    std::vector<ActionRecord> records;
+  };
+
+  int replica = 0;
+  int rank = 0;                ///< of the pipeline
+  std::vector<int64_t> bytes;  ///< by action: those of its message, 0 where there is none
+  std::vector<Step> steps;
+
+  /// Adds `ns` to every time, to move it to the clock of another rank (`clock_offset`).
+  void shift(int64_t ns);
+};
+
+bool operator==(const RankTimeline& a, const RankTimeline& b);
+
+/// Records the actions of one rank for some steps. All memory is taken and touched when it is made;
+/// in a step it costs a read of the clock and a store for each action. Belongs to one thread.
+class TimelineRecorder {
+ public:
+  /// For lists of `actions` actions and at most `steps` steps. Throws `smp::Error` for a negative
+  /// number.
+  TimelineRecorder(int replica, int rank, int64_t actions, int64_t steps);
+
+  /// The clock, in ns: steady, and the same for all processes of a host.
+  static int64_t now();
+
+  /// Before the steps: the length of the message of transfer `action`.
+  void set_bytes(size_t action, int64_t bytes) { timeline_.bytes.at(action) = bytes; }
+  /// Before the steps: what the rank keeps after each action, in bytes, where nothing measures it
+  /// in the step: `TimedAction::memory` of the schedule's simulation. Throws `smp::Error` for
+  /// another number of actions.
+  void set_kept(const std::vector<TimedAction>& simulated);
+
+  /// Whether another step fits.
+  bool has_room() const { return begun_ < timeline_.steps.size(); }
+  /// Begins the step that the user calls `number`. Throws `smp::Error` without room.
+  void begin_step(int64_t number);
+  /// The times of an action of this step. Successive actions can share a reading: one's end is the
+  /// next one's start.
+  void record(size_t action, int64_t start, int64_t end) {
+    ActionRecord& record = current_[action];
+    record.start = start;
+    record.end = end;
+  }
+  /// Measured after an action of this step, instead of what `set_kept` said.
+  void record_kept(size_t action, int64_t bytes) { current_[action].kept = bytes; }
+
+  /// The steps begun so far.
+  RankTimeline finish() const;
+
+ private:
+  RankTimeline timeline_;
+  ActionRecord* current_ = nullptr;  // of the step begun last
+  size_t begun_ = 0;
+};
+
+/// As whole numbers, for a message from rank to rank.
+std::vector<int64_t> pack(const RankTimeline& timeline);
+
+/// The inverse. Throws `smp::Error` where the numbers are not what `pack` made.
+RankTimeline unpack_timeline(const std::vector<int64_t>& numbers);
+
+// --- clocks ---------------------------------------------------------------------------------
+
+/// A question to another rank and its answer, in ns: when this rank sent and received, on its
+/// clock, and in between what the other's clock showed.
+struct ClockSample {
+  int64_t sent = 0;
+  int64_t remote = 0;
+  int64_t received = 0;
+};
+
+/// Where another rank's clock is. Add `offset` to this rank's times to get the other's.
+struct ClockOffset {
+  int64_t offset = 0;
+  /// The offset is off by this at most.
+  int64_t error = 0;
+
+  /// Whether both may be one clock, as on one host: then 0 is the better offset.
+  bool may_be_none() const { return -error <= offset && offset <= error; }
+};
+
+/// From the round trip with the least delay, in which the answer was read half way, give or take
+/// half of the trip (Cristian 1989). Throws `smp::Error` without samples, or when one was received
+/// before it was sent.
+ClockOffset clock_offset(const std::vector<ClockSample>& samples);
+
+// --- steps of all ranks ---------------------------------------------------------------------
+
+/// What a rank did in a step, from the start of the step.
+struct Lane {
+  int replica = 0;
+  int rank = 0;
+  std::vector<TimedAction> actions;
+  /// By action, the length of its message; empty where it is not known.
+  std::vector<int64_t> bytes;
+
+  /// Computes, sends and reduces: everything but waiting. Idle is the rest of the step.
+  double busy() const;
+  double time(Action::Kind kind) const;
+  double peak_memory() const;
+};
+
+/// A step, measured or predicted.
+struct StepTimeline {
+  std::string name;  ///< "step 12"
+  double begin = 0;  ///< its first action, from that of the first step of the timeline
+  double makespan = 0;
+  std::vector<Lane> lanes;
+
+  /// Idle part of a lane's time, between 0 and 1.
+  double idle(const Lane& lane) const;
+  /// The same for all lanes together.
+  double idle() const;
+};
+
+/// What times are in.
+enum class TimeUnit {
+  kMicroseconds,
+  kSlots,  ///< that of one forward
+};
+
+/// What a page shows: some steps as they ran, and how they were meant to run.
+struct Timeline {
+  std::string title;
+  TimeUnit unit = TimeUnit::kMicroseconds;
+  std::vector<StepTimeline> measured;
+  /// Of one replica.
+  std::optional<StepTimeline> predicted;
+};
+
+/// A simulation as a step.
+StepTimeline predicted_timeline(const Simulation& simulation);
+
+/// Puts together what the ranks of all replicas recorded, in any order, on a common clock;
+/// `predicted` (optional) in us. Throws `smp::Error` when a recording does not fit the schedule,
+/// ranks recorded different steps, or a rank is missing or there twice.
+Timeline make_timeline(std::string title, const Schedule& schedule,
+                       const std::vector<RankTimeline>& recorded, const Simulation* predicted);
+
+/// A send and the receive that waited for it, as lanes and positions in them.
+struct Transfer {
+  size_t from_lane = 0;
+  size_t send = 0;
+  size_t to_lane = 0;
+  size_t receive = 0;
+};
+
+/// All of a step's, in the order of lanes and sends.
+std::vector<Transfer> transfers_of(const StepTimeline& step);
+
+// --- text -----------------------------------------------------------------------------------
+
+/// "12.3 ms", or a number of slots.
+std::string format_duration(double time, TimeUnit unit);
+
+/// "12.3 MiB", or with slots a number of microbatches.
+std::string format_memory(double kept, TimeUnit unit);
+
+/// One line: makespan and idle time of a step, and if there are both what was predicted.
+std::string headline(const StepTimeline& step, const Timeline& timeline);
+
+/// A table: headings, then a row for each lane of `step` with its idle time as measured and as
+/// predicted, where the rest of the time went, and the most it kept. Shares are of the makespan.
+std::vector<std::vector<std::string>> table_of(const StepTimeline& step, const Timeline& timeline);
+
+/// Every step's headline and table; the prediction's alone if nothing was measured.
+std::string to_string(const Timeline& timeline);
+
+/// What every way of showing a timeline shows: the steps measured, else the predicted one.
+std::vector<StepTimeline> shown_steps(const Timeline& timeline);
+
+/// "forward of microbatch 3 on stage 0", "stage 1 sends gradients of microbatch 3 to stage 0".
+std::string describe(const Action& action);
+
+}  // namespace smp::pipeline

@@ -1,0 +1,122 @@
+#include "pipeline/timeline_page.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <vector>
+
+#include "pipeline/timeline_picture.h"
+#include "pipeline/trace.h"
+#include "smp/core/error.h"
+#include "smp/core/svg.h"
+
+namespace smp::pipeline {
+namespace {
+
+constexpr const char* kStyle = R"(
+:root{color-scheme:light dark}
+body{margin:0 auto;padding:12px;font:14px/1.45 Helvetica,Arial,sans-serif;
+color:#1f2933;background:#fff}
+nav{padding:8px 16px 0;text-align:right}
+select{font:inherit;padding:2px 6px}
+.scroll{overflow-x:auto}
+.scroll svg{display:block;margin:0 auto}
+table{border-collapse:collapse;margin:8px auto 24px;font-size:13px}
+th,td{padding:4px 14px;text-align:right;border-bottom:1px solid #dde2e7;
+font-variant-numeric:tabular-nums}
+th{color:#616e7c;font-weight:normal}
+[data-m]{transition:opacity .1s}
+.focus [data-m]{opacity:.15}
+.focus [data-m].on{opacity:1}
+@media (prefers-color-scheme:dark){
+body{color:#e6eaee;background:#10171f}th,td{border-color:#2c3844}th{color:#98a4b1}}
+)";
+
+constexpr const char* kScript = R"(
+const steps = [...document.querySelectorAll('section')];
+const choice = document.querySelector('select');
+function show() { steps.forEach((step, i) => { step.hidden = i !== choice.selectedIndex; }); }
+if (choice) { choice.addEventListener('change', show); show(); }
+document.querySelectorAll('svg').forEach(svg => {
+  svg.addEventListener('mouseover', event => {
+    const under = event.target.closest('[data-m]');
+    const m = under ? under.dataset.m : '-1';
+    svg.classList.toggle('focus', m !== '-1');
+    svg.querySelectorAll('[data-m]').forEach(one => {
+      one.classList.toggle('on', one.dataset.m === m);
+    });
+  });
+  svg.addEventListener('mouseleave', () => svg.classList.remove('focus'));
+});
+)";
+
+std::string cells(const std::vector<std::string>& row, const char* tag) {
+  std::string html = "<tr>";
+  for (const std::string& cell : row) {
+    html += fmt::format("<{0}>{1}</{0}>", tag, escape_xml(cell));
+  }
+  return html + "</tr>\n";
+}
+
+std::string html_table(const std::vector<std::vector<std::string>>& rows) {
+  std::string html = "<table>\n" + cells(rows.front(), "th");
+  for (size_t row = 1; row < rows.size(); ++row) html += cells(rows[row], "td");
+  return html + "</table>\n";
+}
+
+std::string chooser(const std::vector<StepTimeline>& steps) {
+  if (steps.size() < 2) return "";
+  std::string html = "<nav><select aria-label=\"step\">\n";
+  for (const StepTimeline& step : steps) {
+    html += fmt::format("<option>{}</option>\n", escape_xml(step.name));
+  }
+  return html + "</select></nav>\n";
+}
+
+void write(const std::string& text, const std::string& path) {
+  std::ofstream out(path, std::ios::binary);
+  out << text << std::flush;
+  SMP_CHECK_WITH(ConfigError, out.good(), path, ": the timeline cannot be written: ",
+                 std::strerror(errno), ". Give a path in a folder that can be written.");
+}
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() > end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+}  // namespace
+
+std::string to_html(const Timeline& timeline) {
+  const std::vector<StepTimeline> steps = shown_steps(timeline);
+  std::string html = fmt::format(
+      "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n"
+      "<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" "
+      "content=\"width=device-width\"/>\n<title>{}</title>\n<style>{}{}</style>\n</"
+      "head>\n<body>\n{}",
+      escape_xml(timeline.title), kStyle, picture_style(), chooser(steps));
+  for (size_t i = 0; i < steps.size(); ++i) {
+    html += "<section>\n<div class=\"scroll\">\n" + to_svg(timeline, i, /*with_style=*/false) +
+            "</div>\n" + html_table(table_of(steps[i], timeline)) + "</section>\n";
+  }
+  // A page is XML too if its script stays clear of markup.
+  return html + fmt::format("<script>//<![CDATA[{}//]]></script>\n</body>\n</html>\n", kScript);
+}
+
+TimelineFiles timeline_files(const std::string& path) {
+  std::string name = path;
+  for (const char* ending : {".html", ".json"}) {
+    if (ends_with(path, ending)) name = path.substr(0, path.size() - std::strlen(ending));
+  }
+  return {name + ".html", name + ".json"};
+}
+
+TimelineFiles write_timeline(const Timeline& timeline, const std::string& path) {
+  TimelineFiles files = timeline_files(path);
+  write(to_html(timeline), files.page);
+  write(to_trace(timeline), files.trace);
+  return files;
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,131 @@
+#include "pipeline/trace.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+namespace smp::pipeline {
+namespace {
+
+using nlohmann::json;
+using Kind = Action::Kind;
+
+/// An arrow ends in the receive, of which the last moment is no longer part.
+constexpr double kNanosecond = 1e-3;
+
+/// What the viewer colours by and can select.
+const char* category(const Action& action) {
+  if (action.is_send()) return "send";
+  if (action.is_recv()) return "wait";
+  if (action.kind == Kind::kReduce) return "reduce";
+  return action.kind == Kind::kForward ? "forward" : "backward";
+}
+
+class Trace {
+ public:
+  explicit Trace(const Timeline& timeline) {
+    int replicas = 0;
+    for (const StepTimeline& step : timeline.measured) {
+      for (const Lane& lane : step.lanes) {
+        replicas = std::max(replicas, lane.replica + 1);
+        name(lane.replica, lane.rank, "replica " + std::to_string(lane.replica));
+      }
+      add(step, 0);
+    }
+    if (!timeline.predicted) return;
+    for (const Lane& lane : timeline.predicted->lanes) name(replicas, lane.rank, "predicted");
+    add(*timeline.predicted, replicas);
+  }
+
+  std::string finish() const {
+    return "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n" + events_ + "\n]}\n";
+  }
+
+ private:
+  /// The processes of the step's replicas are numbered from `process`.
+  void add(const StepTimeline& step, int process) {
+    for (const Lane& lane : step.lanes) {
+      for (size_t i = 0; i < lane.actions.size(); ++i) add(step, lane, i, process);
+      add_memory(step, lane, process);
+    }
+    for (const Transfer& transfer : transfers_of(step)) add(step, transfer, process);
+  }
+
+  void name(int process, int rank, const std::string& process_name) {
+    if (!named_.insert({process, rank}).second) return;
+    const auto metadata = [&](const char* what, json arguments) {
+      add({{"ph", "M"}, {"pid", process}, {"tid", rank}, {"name", what}, {"args", arguments}});
+    };
+    metadata("process_name", {{"name", process_name}});
+    metadata("process_sort_index", {{"sort_index", process}});
+    metadata("thread_name", {{"name", "rank " + std::to_string(rank)}});
+    metadata("thread_sort_index", {{"sort_index", rank}});
+  }
+
+  void add(const StepTimeline& step, const Lane& lane, size_t index, int process) {
+    const TimedAction& timed = lane.actions[index];
+    json arguments = {{"step", step.name}, {"stage", timed.action.stage}};
+    if (timed.action.microbatch >= 0) arguments["microbatch"] = timed.action.microbatch;
+    if (timed.action.is_transfer()) {
+      arguments["peer"] = timed.action.peer;
+      if (!lane.bytes.empty()) arguments["bytes"] = lane.bytes[index];
+    }
+    add({{"ph", "X"},
+         {"pid", process + lane.replica},
+         {"tid", lane.rank},
+         {"name", to_string(timed.action)},
+         {"cat", category(timed.action)},
+         {"ts", step.begin + timed.start},
+         {"dur", timed.end - timed.start},
+         {"args", std::move(arguments)}});
+  }
+
+  void add_memory(const StepTimeline& step, const Lane& lane, int process) {
+    if (lane.peak_memory() <= 0) return;
+    double before = -1;
+    for (const TimedAction& timed : lane.actions) {
+      if (timed.memory == before) continue;
+      before = timed.memory;
+      add({{"ph", "C"},
+           {"pid", process + lane.replica},
+           {"name", "kept by rank " + std::to_string(lane.rank)},
+           {"ts", step.begin + timed.end},
+           {"args", {{"bytes", timed.memory}}}});
+    }
+  }
+
+  void add(const StepTimeline& step, const Transfer& transfer, int process) {
+    const Lane& from = step.lanes[transfer.from_lane];
+    const Lane& to = step.lanes[transfer.to_lane];
+    const TimedAction& send = from.actions[transfer.send];
+    const TimedAction& receive = to.actions[transfer.receive];
+    ++arrows_;
+    const auto end = [&](const char* phase, const Lane& lane, double time) {
+      return json{{"ph", phase},
+                  {"pid", process + lane.replica},
+                  {"tid", lane.rank},
+                  {"id", arrows_},
+                  {"name", send.action.is_backward() ? "gradients" : "values"},
+                  {"cat", "transfer"},
+                  {"ts", step.begin + time}};
+    };
+    add(end("s", from, send.start));
+    json last = end("f", to, std::max(receive.start, receive.end - kNanosecond));
+    last["bp"] = "e";  // to the receive, not to what comes after
+    add(last);
+  }
+
+  void add(const json& event) { events_ += (events_.empty() ? "" : ",\n") + event.dump(); }
+
+  std::string events_;
+  std::set<std::pair<int, int>> named_;  // processes and threads
+  int64_t arrows_ = 0;
+};
+
+}  // namespace
+
+std::string to_trace(const Timeline& timeline) { return Trace(timeline).finish(); }
+
+}  // namespace smp::pipeline
