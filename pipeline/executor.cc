@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "pipeline/timeline.h"
 #include "pipeline/walk.h"
 #include "smp/core/error.h"
 
@@ -146,6 +147,16 @@ int Executor::edge_of(const Action& transfer) const {
   SMP_INTERNAL_ASSERT(false, to_string(transfer), " has no edge in the plan");
 }
 
+std::vector<int64_t> Executor::message_bytes() const {
+  std::vector<int64_t> bytes;
+  for (const Action& action : schedule_.actions(pipeline_->rank())) {
+    bytes.push_back(action.is_transfer()
+                        ? channels_.at({edge_of(action), action.is_backward()}).layout.nbytes()
+                        : 0);
+  }
+  return bytes;
+}
+
 Executor::Received* Executor::received_by(int stage, int microbatch, bool is_backward) {
   const size_t pass = static_cast<size_t>(stage) * schedule_.microbatches() + microbatch;
   return &received_[2 * pass + is_backward];
@@ -156,35 +167,49 @@ void Executor::run(const Step& step) {
   for (auto& [key, channel] : channels_) {
     if (channel.receiver) channel.receiver->expect(channel.messages);
   }
-  for (const Instruction& instruction : program_) {
-    switch (instruction.action.kind) {
-      case Action::Kind::kForward:
-        forward(instruction, step);
-        break;
-      case Action::Kind::kBackward:
-        backward(instruction, step);
-        break;
-      case Action::Kind::kBackwardInput:
-        backward(instruction, step);
-        break;
-      case Action::Kind::kBackwardWeight:
-        instruction.stage->backward_weights(instruction.action.microbatch, step.consume);
-        break;
-      case Action::Kind::kSendForward:
-      case Action::Kind::kSendBackward:
-        send(instruction);
-        break;
-      case Action::Kind::kRecvForward:
-      case Action::Kind::kRecvBackward:
-        receive(instruction);
-        break;
-      case Action::Kind::kReduce:
-        step.reduce(instruction.action.stage);
-        break;
-    }
+  if (step.recorder == nullptr) {
+    for (const Instruction& instruction : program_) execute(instruction, step);
+  } else {
+    run_recorded(step);
   }
   for (auto& [key, channel] : channels_) {
     if (channel.sender) channel.sender->flush();
+  }
+}
+
+void Executor::run_recorded(const Step& step) {
+  int64_t start = TimelineRecorder::now();
+  for (size_t i = 0; i < program_.size(); ++i) {
+    execute(program_[i], step);
+    const int64_t end = TimelineRecorder::now();
+    step.recorder->record(i, start, end);
+    start = end;
+  }
+}
+
+void Executor::execute(const Instruction& instruction, const Step& step) {
+  switch (instruction.action.kind) {
+    case Action::Kind::kForward:
+      forward(instruction, step);
+      break;
+    case Action::Kind::kBackward:
+    case Action::Kind::kBackwardInput:
+      backward(instruction, step);
+      break;
+    case Action::Kind::kBackwardWeight:
+      instruction.stage->backward_weights(instruction.action.microbatch, step.consume);
+      break;
+    case Action::Kind::kSendForward:
+    case Action::Kind::kSendBackward:
+      send(instruction);
+      break;
+    case Action::Kind::kRecvForward:
+    case Action::Kind::kRecvBackward:
+      receive(instruction);
+      break;
+    case Action::Kind::kReduce:
+      step.reduce(instruction.action.stage);
+      break;
   }
 }
 

@@ -14,6 +14,8 @@
 
 namespace smp::pipeline {
 
+class TimelineRecorder;
+
 /// How many messages of the edge `from` -> `to` (of its backward: `to` -> `from`) the receiver has
 /// at one time: each from its receive to the receiving stage's last computation of the microbatch.
 int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
@@ -38,6 +40,8 @@ class Executor {
   /// Every stage of this rank, before the first run.
   void add_stage(std::unique_ptr<Stage> stage);
   Stage& stage(int index) { return *stages_.at(index); }
+  /// Of each action of this rank the bytes of its message, 0 where it has none.
+  std::vector<int64_t> message_bytes() const;
   bool has_stage(int index) const { return stages_.count(index) > 0; }
 
   /// What a step gives the executor.
@@ -52,6 +56,8 @@ class Executor {
     std::function<void(int stage)> reduce;
     /// Called before each microbatch's forward on a stage, to use its constants.
     std::function<void(Stage& stage, int microbatch)> before_forward;
+    /// Told when each action began and ended; null for none.
+    TimelineRecorder* recorder = nullptr;
     /// Takes a returned tensor: output position and microbatch.
     std::function<void(int position, int microbatch, const at::Tensor& output)> output;
   };
@@ -88,6 +94,8 @@ class Executor {
     std::vector<HandOver> hand_overs;
   };
 
+  void execute(const Instruction& instruction, const Step& step);
+  void run_recorded(const Step& step);
   void open_channels(const graph::Graph& graph);
   void resolve();
   Instruction resolve(const Action& action);

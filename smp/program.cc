@@ -36,6 +36,11 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
   if (!step.report.empty() && runtime_->rank() == 0) log_info(step.report);
   executor_ = std::make_unique<pipeline::Executor>(std::move(step.schedule), *graph_,
                                                    std::move(step.edges), pipeline_);
+  if (graph_->trains() && config.timeline() && !runtime_->records_timeline) {
+    runtime_->records_timeline = true;
+    timeline_ = std::make_unique<TimelineWriter>(
+        *runtime_, executor_->schedule(), std::move(step.simulation), executor_->message_bytes());
+  }
   find_copies();
   for (const Copy& copy : copies_) {
     if (copy.to == pipeline_->rank()) {
@@ -216,7 +221,9 @@ Program::Outputs Program::run(Inputs inputs) {
     outputs[position][microbatch] =
         output.defined() && inputs.detach_outputs ? output.detach() : output;
   };
+  if (timeline_) step.recorder = timeline_->begin_step();
   executor_->run(step);
+  if (timeline_) timeline_->end_step();
   for (auto& buckets : buckets_) buckets->finish();
   share_outputs(outputs);
   return outputs;

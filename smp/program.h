@@ -13,6 +13,7 @@
 #include "partitioner/plan.h"
 #include "pipeline/executor.h"
 #include "smp/runtime.h"
+#include "smp/timeline_writer.h"
 
 namespace smp {
 
@@ -67,7 +68,8 @@ class Program {
   int64_t microbatches_;
   comm::CommunicatorPtr pipeline_;
   std::unique_ptr<pipeline::Executor> executor_;
-  std::vector<Copy> copies_;  // the same on every rank
+  std::unique_ptr<TimelineWriter> timeline_;  // of one program only
+  std::vector<Copy> copies_;                  // the same on every rank
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;

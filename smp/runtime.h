@@ -84,6 +84,8 @@ class Runtime {
   std::shared_ptr<const partitioner::Plan> first_plan;
   /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
   std::string schedule;
+  /// A program of this rank records the timeline.
+  bool records_timeline = false;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.

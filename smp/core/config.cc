@@ -157,6 +157,13 @@ std::optional<std::string> Config::graph_file() const {
 
 Config& Config::partition_file(const std::string& path) { return set("partition_file", path); }
 
+Config& Config::timeline(const std::string& path) { return set("timeline", path); }
+
+std::optional<std::string> Config::timeline() const {
+  if (!is_set("timeline")) return std::nullopt;
+  return as<std::string>("timeline");
+}
+
 Config& Config::schedule_file(const std::string& path) { return set("schedule_file", path); }
 
 std::optional<std::string> Config::schedule_file() const {

@@ -135,6 +135,10 @@ class Config {
   Config& schedule_file(const std::string& path);
   std::optional<std::string> schedule_file() const;
 
+  /// The page to which some training steps are drawn (docs/timeline.md), if given.
+  Config& timeline(const std::string& path);
+  std::optional<std::string> timeline() const;
+
   /// All mistakes, one text each with source and JSON path; empty when there are none.
   std::vector<std::string> problems() const;
 

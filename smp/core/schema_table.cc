@@ -95,6 +95,10 @@ std::vector<Parameter> pipeline_rows() {
       text("schedule_file", {},
            "The schedule of `\"pipeline\": \"file\"`: CSV, JSON or the text that is printed (see "
            "docs/schedules.md)."),
+      text("timeline", {},
+           "An HTML page: world rank 0 writes there what each rank did when in three training "
+           "steps (the third to the fifth of the first step function that trains), and beside it, "
+           "with the ending .json, a trace for Perfetto (see docs/timeline.md)."),
       integer("active_microbatches", {},
               "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
           .default_text("partitions + 2")

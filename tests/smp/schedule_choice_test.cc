@@ -5,6 +5,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
 
 #include "tests/smp/oracle.h"
 
@@ -14,7 +17,7 @@ namespace {
 constexpr int kSteps = 2;
 
 /// Losses of a few steps on two ranks.
-Tensors train(const Config& config) {
+Tensors train(const Config& config, int steps = kSteps) {
   Tensors losses;
   torch::manual_seed(3);
   const Mlp prototype(6);
@@ -29,7 +32,7 @@ Tensors train(const Config& config) {
       model->backward(loss);
       return loss;
     });
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < steps; ++i) {
       optimizer.zero_grad();
       const auto outputs = train(x, y).outputs();
       optimizer.step();
@@ -72,9 +75,9 @@ TEST_F(ScheduleChoice, AFileHasToFitTheStep) {
 
 TEST_F(ScheduleChoice, AFileThatCannotRunIsRefused) {
   const std::string path = file_with("smp_stuck.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
-  expect_has(
-      error_of<ConfigError>([&] { train(four_microbatches("file").microbatches(2).schedule_file(path)); }),
-      {"1F0", "comes"});
+  expect_has(error_of<ConfigError>(
+                 [&] { train(four_microbatches("file").microbatches(2).schedule_file(path)); }),
+             {"1F0", "comes"});
 }
 
 TEST_F(ScheduleChoice, SeveralStagesOfARank) {
@@ -87,6 +90,24 @@ TEST_F(ScheduleChoice, SeveralStagesOfARank) {
 TEST_F(ScheduleChoice, AMemoryLimitRestrictsTheChoice) {
   expect_equal(train(four_microbatches("auto").memory_limit_mb(1)),
                train(four_microbatches("simple")), "losses");
+}
+
+TEST_F(ScheduleChoice, ATimelineShowsEveryComputeOfThreeSteps) {
+  const auto path = std::filesystem::temp_directory_path() / "smp_timeline.html";
+  std::filesystem::remove(path);
+  train(four_microbatches("zb_h1").timeline(path.string()), 6);
+  EXPECT_TRUE(std::filesystem::exists(path));
+  std::ifstream trace(std::filesystem::path(path).replace_extension(".json"));
+  std::map<std::string, int> computes;
+  for (const auto& event : nlohmann::json::parse(trace).at("traceEvents")) {
+    if (event.at("ph") == "X") ++computes[event.at("name").get<std::string>().substr(0, 2)];
+  }
+  for (const std::string stage : {"0", "1"}) {
+    const int whole = computes[stage + "B"];
+    EXPECT_EQ(computes[stage + "F"], 3 * 4);
+    EXPECT_EQ(whole + computes[stage + "I"], 3 * 4);
+    EXPECT_EQ(whole + computes[stage + "W"], 3 * 4);
+  }
 }
 
 }  // namespace
