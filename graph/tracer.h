@@ -197,7 +197,7 @@ class Tracer final : public OperatorInterceptor {
   std::vector<ValueId> outputs_;
   int random_count_ = 0;
   ValueId last_parameter_ = kUndefined;
-  Call spare_call_;  // keeps the memory of the last call for the next
+  Call spare_call_;                           // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
   bool custom_function_ = false;              // one was applied in this run, with gradients on
   std::vector<at::Tensor> inner_arguments_;   // what it may have given a history of its own

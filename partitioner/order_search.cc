@@ -30,9 +30,11 @@ std::vector<int> program_order(int operators) {
 
 /// An order, and where in the work each operator lies.
 class Arrangement {
-public:
+ public:
   Arrangement(const std::vector<double> &weight, std::vector<int> order)
-      : weight_(&weight), order_(std::move(order)), position_(order_.size()),
+      : weight_(&weight),
+        order_(std::move(order)),
+        position_(order_.size()),
         middle_(order_.size()) {
     place(0, static_cast<int>(order_.size()), 0);
   }
@@ -53,17 +55,14 @@ public:
       return position > from ? middle_[there] + half - weight / 2
                              : middle_[there] - half + weight / 2;
     }
-    if (from < position_[op] && position_[op] <= position)
-      return middle_[op] - weight;
-    if (position <= position_[op] && position_[op] < from)
-      return middle_[op] + weight;
+    if (from < position_[op] && position_[op] <= position) return middle_[op] - weight;
+    if (position <= position_[op] && position_[op] < from) return middle_[op] + weight;
     return middle_[op];
   }
 
   void move(int op, int position) {
     const int from = position_[op];
-    const int first = std::min(from, position),
-              end = std::max(from, position) + 1;
+    const int first = std::min(from, position), end = std::max(from, position) + 1;
     const double start = middle_[order_[first]] - (*weight_)[order_[first]] / 2;
     const auto begin = order_.begin();
     if (from < position) {
@@ -84,7 +83,7 @@ public:
     middle_[second] -= (*weight_)[first];
   }
 
-private:
+ private:
   void place(int first, int end, double work) {
     for (int p = first; p < end; ++p) {
       const double weight = (*weight_)[order_[p]];
@@ -96,30 +95,26 @@ private:
 
   const std::vector<double> *weight_;
   std::vector<int> order_;
-  std::vector<int> position_;  ///< per operator
-  std::vector<double> middle_; ///< per operator
+  std::vector<int> position_;   ///< per operator
+  std::vector<double> middle_;  ///< per operator
 };
 
 /// Of one tensor, given where in the work it is touched.
-double expected_cost(const OrderProblem &problem, double cost,
-                     std::vector<double> &touches) {
+double expected_cost(const OrderProblem &problem, double cost, std::vector<double> &touches) {
   std::sort(touches.begin(), touches.end());
   double crossings = 0;
   for (size_t i = 1; i < touches.size(); ++i) {
-    crossings +=
-        std::min(1.0, (problem.stages - 1) * (touches[i] - touches[i - 1]));
+    crossings += std::min(1.0, (problem.stages - 1) * (touches[i] - touches[i - 1]));
   }
   return cost * crossings;
 }
 
-double expected_cost(const OrderProblem &problem,
-                     const Arrangement &arrangement) {
+double expected_cost(const OrderProblem &problem, const Arrangement &arrangement) {
   double sum = 0;
   std::vector<double> touches;
   for (const OrderProblem::Tensor &tensor : problem.tensors) {
     touches.clear();
-    for (int op : tensor.touches)
-      touches.push_back(arrangement.middle(op));
+    for (int op : tensor.touches) touches.push_back(arrangement.middle(op));
     sum += expected_cost(problem, tensor.cost, touches);
   }
   return sum;
@@ -129,24 +124,20 @@ double expected_cost(const OrderProblem &problem,
 /// update a buffer, say) as one with the operator that follows them in the
 /// program: there is no other sign of where they should be.
 class Units {
-public:
+ public:
   explicit Units(const OrderProblem &problem) : problem_(problem) {
     std::vector<bool> alone(problem.operators(), true);
     for (const auto &before : problem.before) {
-      for (int op : before)
-        alone[op] = false;
+      for (int op : before) alone[op] = false;
     }
     for (const OrderProblem::Tensor &tensor : problem.tensors) {
-      if (tensor.cost <= 0)
-        continue;
-      for (int op : tensor.touches)
-        alone[op] = false;
+      if (tensor.cost <= 0) continue;
+      for (int op : tensor.touches) alone[op] = false;
     }
     std::vector<int> open;
     for (int op = 0; op < problem.operators(); ++op) {
       open.push_back(op);
-      if (alone[op] && op + 1 < problem.operators())
-        continue;
+      if (alone[op] && op + 1 < problem.operators()) continue;
       members_.push_back(std::move(open));
       open.clear();
     }
@@ -156,8 +147,7 @@ public:
   OrderProblem problem() const {
     std::vector<int> unit_of(problem_.operators());
     for (size_t u = 0; u < members_.size(); ++u) {
-      for (int op : members_[u])
-        unit_of[op] = static_cast<int>(u);
+      for (int op : members_[u]) unit_of[op] = static_cast<int>(u);
     }
     OrderProblem units;
     units.stages = problem_.stages;
@@ -166,15 +156,13 @@ public:
       std::vector<int> before;
       for (int op : members_[u]) {
         units.weight.back() += problem_.weight[op];
-        for (int other : problem_.before[op])
-          before.push_back(unit_of[other]);
+        for (int other : problem_.before[op]) before.push_back(unit_of[other]);
       }
       units.before.push_back(unique(std::move(before)));
     }
     for (const OrderProblem::Tensor &tensor : problem_.tensors) {
       std::vector<int> touches;
-      for (int op : tensor.touches)
-        touches.push_back(unit_of[op]);
+      for (int op : tensor.touches) touches.push_back(unit_of[op]);
       units.tensors.push_back({tensor.cost, unique(std::move(touches))});
     }
     return units;
@@ -182,12 +170,11 @@ public:
 
   std::vector<int> operators(const std::vector<int> &units) const {
     std::vector<int> result;
-    for (int u : units)
-      result.insert(result.end(), members_[u].begin(), members_[u].end());
+    for (int u : units) result.insert(result.end(), members_[u].begin(), members_[u].end());
     return result;
   }
 
-private:
+ private:
   static std::vector<int> unique(std::vector<int> numbers) {
     std::sort(numbers.begin(), numbers.end());
     numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
@@ -195,24 +182,20 @@ private:
   }
 
   const OrderProblem &problem_;
-  std::vector<std::vector<int>> members_; ///< per unit, ascending
+  std::vector<std::vector<int>> members_;  ///< per unit, ascending
 };
 
 class OrderSearch {
-public:
+ public:
   explicit OrderSearch(const OrderProblem &problem)
-      : problem_(problem), after_(problem.operators()),
-        tensors_of_(problem.operators()) {
+      : problem_(problem), after_(problem.operators()), tensors_of_(problem.operators()) {
     for (int op = 0; op < problem.operators(); ++op) {
-      for (int other : problem.before[op])
-        after_[other].push_back(op);
+      for (int other : problem.before[op]) after_[other].push_back(op);
     }
     for (size_t t = 0; t < problem.tensors.size(); ++t) {
       const auto &touches = problem.tensors[t].touches;
-      if (problem.tensors[t].cost <= 0 || touches.size() > kFewTouches)
-        continue;
-      for (int op : touches)
-        tensors_of_[op].push_back(static_cast<int>(t));
+      if (problem.tensors[t].cost <= 0 || touches.size() > kFewTouches) continue;
+      for (int op : touches) tensors_of_[op].push_back(static_cast<int>(t));
     }
   }
 
@@ -220,19 +203,17 @@ public:
     const std::vector<int> program = program_order(problem_.operators());
     double least = expected_transfers(problem_, program) * (1 - gain);
     std::vector<int> best;
-    for (const auto &start :
-         {depth_first(problem_.before), depth_first(by_length()), program}) {
+    for (const auto &start : {depth_first(problem_.before), depth_first(by_length()), program}) {
       const Arrangement found = improve(Arrangement(problem_.weight, start));
       const double cost = expected_cost(problem_, found);
-      if (cost >= least * (1 - kRounding))
-        continue;
+      if (cost >= least * (1 - kRounding)) continue;
       least = cost;
       best = found.order();
     }
     return best;
   }
 
-private:
+ private:
   /// What must be before each operator, the one with the most work on its
   /// longest way first: what else is needed is then made late.
   std::vector<std::vector<int>> by_length() const {
@@ -240,8 +221,7 @@ private:
     std::vector<std::vector<int>> sorted = problem_.before;
     for (int op = 0; op < problem_.operators(); ++op) {
       double longest = 0;
-      for (int other : problem_.before[op])
-        longest = std::max(longest, length[other]);
+      for (int other : problem_.before[op]) longest = std::max(longest, length[other]);
       length[op] += longest;
       std::stable_sort(sorted[op].begin(), sorted[op].end(),
                        [&](int a, int b) { return length[a] > length[b]; });
@@ -251,20 +231,16 @@ private:
 
   /// From each operator on which none depends, what must be before it, in the
   /// order of the list.
-  std::vector<int>
-  depth_first(const std::vector<std::vector<int>> &before) const {
+  std::vector<int> depth_first(const std::vector<std::vector<int>> &before) const {
     std::vector<int> order;
     std::vector<bool> seen(problem_.operators(), false);
-    std::vector<std::pair<int, size_t>>
-        open; // an operator, and the next one before it
+    std::vector<std::pair<int, size_t>> open;  // an operator, and the next one before it
     const auto enter = [&](int op) {
-      if (!seen[op])
-        open.emplace_back(op, 0);
+      if (!seen[op]) open.emplace_back(op, 0);
       seen[op] = true;
     };
     for (int last = 0; last < problem_.operators(); ++last) {
-      if (!after_[last].empty())
-        continue;
+      if (!after_[last].empty()) continue;
       enter(last);
       while (!open.empty()) {
         auto &[op, next] = open.back();
@@ -284,8 +260,7 @@ private:
     bool lower = true;
     const auto keep_lower = [&](const Arrangement &next) {
       const double cost = expected_cost(problem_, next);
-      if (cost >= least * (1 - kRounding))
-        return;
+      if (cost >= least * (1 - kRounding)) return;
       lower = true;
       least = cost;
       best = next;
@@ -296,8 +271,7 @@ private:
       move_late(next);
       move_early(next);
       keep_lower(next);
-      if (lower || problem_.operators() > kTryAllPlaces)
-        continue;
+      if (lower || problem_.operators() > kTryAllPlaces) continue;
       next = best;
       try_all_places(next, least * kRounding);
       keep_lower(next);
@@ -312,8 +286,7 @@ private:
     for (int other : problem_.before[op]) {
       earliest = std::max(earliest, arrangement.position(other) + 1);
     }
-    for (int other : after_[op])
-      latest = std::min(latest, arrangement.position(other) - 1);
+    for (int other : after_[op]) latest = std::min(latest, arrangement.position(other) - 1);
     return {earliest, latest};
   }
 
@@ -325,23 +298,19 @@ private:
       double change = 0, least = -rounding;
       const auto exchange = [&](int position) {
         change += swap_with_next(arrangement, position);
-        if (change >= least)
-          return;
+        if (change >= least) return;
         least = change;
         best = arrangement.position(op);
       };
-      while (arrangement.position(op) < latest)
-        exchange(arrangement.position(op));
-      while (arrangement.position(op) > earliest)
-        exchange(arrangement.position(op) - 1);
+      while (arrangement.position(op) < latest) exchange(arrangement.position(op));
+      while (arrangement.position(op) > earliest) exchange(arrangement.position(op) - 1);
       arrangement.move(op, best);
     }
   }
 
   /// Returns what the exchange adds to the sum.
   double swap_with_next(Arrangement &arrangement, int position) const {
-    const int first = arrangement.at(position),
-              second = arrangement.at(position + 1);
+    const int first = arrangement.at(position), second = arrangement.at(position + 1);
     std::vector<int> tensors;
     std::set_union(tensors_of_[first].begin(), tensors_of_[first].end(),
                    tensors_of_[second].begin(), tensors_of_[second].end(),
@@ -351,14 +320,12 @@ private:
     return expected_cost_of(arrangement, tensors) - before;
   }
 
-  double expected_cost_of(const Arrangement &arrangement,
-                          const std::vector<int> &tensors) const {
+  double expected_cost_of(const Arrangement &arrangement, const std::vector<int> &tensors) const {
     double sum = 0;
     std::vector<double> touches;
     for (int t : tensors) {
       touches.clear();
-      for (int other : problem_.tensors[t].touches)
-        touches.push_back(arrangement.middle(other));
+      for (int other : problem_.tensors[t].touches) touches.push_back(arrangement.middle(other));
       sum += expected_cost(problem_, problem_.tensors[t].cost, touches);
     }
     return sum;
@@ -370,11 +337,9 @@ private:
     for (int p = problem_.operators() - 2; p >= 0; --p) {
       const int op = arrangement.at(p);
       const int latest = places(arrangement, op).second;
-      if (latest == p)
-        continue;
+      if (latest == p) continue;
       const auto [here, there] = costs(arrangement, op, latest);
-      if (there <= here * (1 + kRounding))
-        arrangement.move(op, latest);
+      if (there <= here * (1 + kRounding)) arrangement.move(op, latest);
     }
   }
 
@@ -384,24 +349,20 @@ private:
     for (int p = 1; p < problem_.operators(); ++p) {
       const int op = arrangement.at(p);
       const int earliest = places(arrangement, op).first;
-      if (earliest == p)
-        continue;
+      if (earliest == p) continue;
       const auto [here, there] = costs(arrangement, op, earliest);
-      if (there < here * (1 - kRounding))
-        arrangement.move(op, earliest);
+      if (there < here * (1 - kRounding)) arrangement.move(op, earliest);
     }
   }
 
   /// What the tensors of an operator cost as it is, and if it were elsewhere.
-  std::pair<double, double> costs(const Arrangement &arrangement, int op,
-                                  int position) const {
+  std::pair<double, double> costs(const Arrangement &arrangement, int op, int position) const {
     double here = 0, there = 0;
     std::vector<double> touches;
     for (int t : tensors_of_[op]) {
       const OrderProblem::Tensor &tensor = problem_.tensors[t];
       touches.clear();
-      for (int other : tensor.touches)
-        touches.push_back(arrangement.middle(other));
+      for (int other : tensor.touches) touches.push_back(arrangement.middle(other));
       here += expected_cost(problem_, tensor.cost, touches);
       touches.clear();
       for (int other : tensor.touches) {
@@ -413,25 +374,21 @@ private:
   }
 
   const OrderProblem &problem_;
-  std::vector<std::vector<int>>
-      after_; ///< per operator, those that it must be before
-  std::vector<std::vector<int>>
-      tensors_of_; ///< per operator, of those with few touches
+  std::vector<std::vector<int>> after_;       ///< per operator, those that it must be before
+  std::vector<std::vector<int>> tensors_of_;  ///< per operator, of those with few touches
 };
 
-} // namespace
+}  // namespace
 
-double expected_transfers(const OrderProblem &problem,
-                          const std::vector<int> &order) {
+double expected_transfers(const OrderProblem &problem, const std::vector<int> &order) {
   return expected_cost(problem, Arrangement(problem.weight, order));
 }
 
 std::vector<int> cheaper_order(const OrderProblem &problem, double gain) {
-  if (problem.stages == 1 || problem.operators() < 3)
-    return {};
+  if (problem.stages == 1 || problem.operators() < 3) return {};
   const Units units(problem);
   const OrderProblem of_units = units.problem();
   return units.operators(OrderSearch(of_units).run(gain));
 }
 
-} // namespace smp::partitioner
+}  // namespace smp::partitioner

@@ -165,8 +165,8 @@ partitioner::StepModel step_model(const Config& config, int ranks, int microbatc
   const bool twice = pipeline == "eager_1f1b" || pipeline == "zb_h2" ||
                      pipeline == "interleaved_1f1b" || pipeline == "dualpipe_v";
   const bool configured = all || pipeline == "interleaved";
-  const auto active = configured ? static_cast<int>(config.active_microbatches())
-                                 : (twice ? 2 * ranks : ranks);
+  const auto active =
+      configured ? static_cast<int>(config.active_microbatches()) : (twice ? 2 * ranks : ranks);
   return partitioner::StepModel(microbatches)
       .interleaved(!all)
       .active_microbatches(active)

@@ -99,10 +99,10 @@ void TimelineWriter::write() {
   for (const std::string& bytes : all) {
     recorded.push_back(pipeline::unpack_timeline(to_numbers(bytes)));
   }
-  const auto whole = pipeline::make_timeline(
-      c10::str(runtime_.config().pipeline(), ", ", schedule_.stages(), " stages, ",
-               schedule_.microbatches(), " microbatches"),
-      schedule_, recorded, &predicted_);
+  const auto whole =
+      pipeline::make_timeline(c10::str(runtime_.config().pipeline(), ", ", schedule_.stages(),
+                                       " stages, ", schedule_.microbatches(), " microbatches"),
+                              schedule_, recorded, &predicted_);
   const auto files = pipeline::write_timeline(whole, *runtime_.config().timeline());
   log_info(c10::str("Timeline written to ", files.page, " and ", files.trace, "\n",
                     pipeline::to_string(whole)));

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "partitioner/format.h"
-#include "tools/plan_boxes.h"
 #include "smp/core/svg.h"
+#include "tools/plan_boxes.h"
 
 namespace smp::tools {
 namespace {
