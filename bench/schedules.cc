@@ -30,17 +30,6 @@ class Watch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-ScheduleOptions pipeline_for(const ScheduleKind& kind, int ranks, int per_rank, int microbatches) {
-  switch (kind.placement) {
-    case Placement::kOnePerRank:
-      return {ranks, microbatches};
-    case Placement::kVShaped:
-      return ScheduleOptions::v_shaped(ranks, microbatches);
-    default:
-      return ScheduleOptions::looped(ranks, per_rank, microbatches);
-  }
-}
-
 void measure(const ScheduleKind& kind, ScheduleOptions options) {
   auto costs = options.costs();
   costs.kept.assign(static_cast<size_t>(options.stages()), 1);
@@ -80,6 +69,8 @@ int main(int argc, char** argv) {
               "generate", "lower", "verify", "simulate", "total", "credit 1", "makespan", "idle %",
               "most kept");
   for (const auto& kind : schedule_kinds()) {
-    measure(kind, pipeline_for(kind, ranks, per_rank, microbatches));
+    const bool takes_several =
+        kind.placement == Placement::kAny || kind.placement == Placement::kLooped;
+    measure(kind, kind.place(ranks, takes_several ? per_rank : 0, microbatches));
   }
 }

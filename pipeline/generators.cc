@@ -119,6 +119,17 @@ void check_options_of(const char* name, const ScheduleOptions& options) {
   SMP_CHECK_WITH(ConfigError, problem.empty(), "schedule option rank_of_stage: ", problem);
 }
 
+ScheduleOptions ScheduleKind::place(int ranks, int per_rank, int microbatches) const {
+  constexpr int kSeveral = 2;
+  if (placement == Placement::kVShaped && (per_rank == 0 || per_rank == kSeveral)) {
+    return ScheduleOptions::v_shaped(ranks, microbatches);
+  }
+  if (per_rank == 0) {
+    per_rank = placement == Placement::kLooped ? kSeveral : 1;
+  }
+  return ScheduleOptions::looped(ranks, per_rank, microbatches);
+}
+
 std::string ScheduleKind::misplacement(const ScheduleOptions& options) const {
   const auto expected = expected_placement(placement, options);
   if (expected.empty()) {

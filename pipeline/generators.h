@@ -122,6 +122,11 @@ struct ScheduleKind {
   bool trains;  ///< has backwards
   bool splits;  ///< splits them, at least some
 
+  /// Options for `ranks` ranks with `per_rank` stages on each, placed as this schedule needs them;
+  /// 0: as few as it needs, which is two for those that visit a rank several times. A schedule that
+  /// does not need another placement gets the stages looped.
+  ScheduleOptions place(int ranks, int per_rank, int microbatches) const;
+
   /// Why the stages of `options` are not placed as this schedule needs them and what to use
   /// instead, as a sentence; empty if they are.
   std::string misplacement(const ScheduleOptions& options) const;

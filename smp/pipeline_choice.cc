@@ -18,17 +18,8 @@
 namespace smp {
 namespace {
 
-using pipeline::Placement;
 using pipeline::Schedule;
 using pipeline::ScheduleOptions;
-
-constexpr int kLoopedStages = 2;
-
-std::vector<int> looped(int ranks, int stages) {
-  return ScheduleOptions::looped(ranks, stages, 1).rank_of_stage();
-}
-
-std::vector<int> v_shaped(int ranks) { return ScheduleOptions::v_shaped(ranks, 1).rank_of_stage(); }
 
 class StepPlanner {
  public:
@@ -131,24 +122,22 @@ class StepPlanner {
   const ScheduleOptions options_;
 };
 
+/// Where a schedule needs `stages` stages of each rank (0: as it needs); empty for one of each.
+std::vector<int> placement_of(const std::string& name, int ranks, int stages) {
+  const auto placed = pipeline::schedule_kind(name).place(ranks, stages, 1).rank_of_stage();
+  return static_cast<int>(placed.size()) == ranks ? std::vector<int>() : placed;
+}
+
 /// The ways to place stages on ranks that come into question.
 std::vector<std::vector<int>> placements(const Config& config, const std::string& file, int ranks) {
   const auto stages = static_cast<int>(config.virtual_stages());
   const std::string pipeline = config.pipeline();
   if (ranks == 1) return {{}};
-  if (pipeline == "auto") {
-    if (stages == 1) return {{}};
-    if (stages > 2) return {{}, looped(ranks, stages)};
-    return {{}, looped(ranks, kLoopedStages), v_shaped(ranks)};
-  }
-  if (pipeline == "file") {
-    return {pipeline::parse_schedule(file).rank_of_stage()};
-  }
-  const Placement needed = pipeline::schedule_kind(pipeline).placement;
-  if (needed == Placement::kVShaped) return {v_shaped(ranks)};
-  if (needed == Placement::kLooped) return {looped(ranks, stages > 0 ? stages : kLoopedStages)};
-  if (stages > 1) return {looped(ranks, stages)};
-  return {{}};
+  if (pipeline == "file") return {pipeline::parse_schedule(file).rank_of_stage()};
+  if (pipeline != "auto") return {placement_of(pipeline, ranks, stages)};
+  if (stages == 1) return {{}};
+  if (stages > 2) return {{}, placement_of("breadth_first", ranks, stages)};
+  return {{}, placement_of("breadth_first", ranks, stages), placement_of("zbv", ranks, stages)};
 }
 
 }  // namespace

@@ -18,7 +18,6 @@ namespace smp::tools {
 namespace {
 
 using pipeline::Action;
-using pipeline::Placement;
 using pipeline::Schedule;
 using pipeline::ScheduleOptions;
 using pipeline::StageCosts;
@@ -30,15 +29,10 @@ bool is_file(const std::string& schedule) {
 }
 
 Schedule make(const std::string& name, const Config& config) {
-  constexpr int kUsualStages = 2;  // of a rank that has several
   const auto& kind = pipeline::schedule_kind(name);
-  const auto ranks = static_cast<int>(config.partitions());
-  const auto microbatches = static_cast<int>(config.microbatches());
-  auto each = static_cast<int>(config.virtual_stages());
-  const bool is_v = kind.placement == Placement::kVShaped && (each == 0 || each == kUsualStages);
-  if (each == 0) each = kind.placement == Placement::kLooped ? kUsualStages : 1;
-  auto options = is_v ? ScheduleOptions::v_shaped(ranks, microbatches)
-                      : ScheduleOptions::looped(ranks, each, microbatches);
+  auto options =
+      kind.place(static_cast<int>(config.partitions()), static_cast<int>(config.virtual_stages()),
+                 static_cast<int>(config.microbatches()));
   options.active_microbatches(static_cast<int>(config.active_microbatches()));
   return pipeline::lower(kind.generate(options), options.edges());
 }
