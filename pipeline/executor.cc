@@ -25,13 +25,9 @@ std::vector<graph::ValueId> values_of(const Edge& edge, bool is_backward) {
   return returning;
 }
 
-/// How many messages a channel takes beyond those held. Two let one arrive while the one before it
-/// is used; skips may need more, or sends would wait in a circle.
-int messages_ahead(const Schedule& schedule) {
-  int ahead = std::min(2, schedule.microbatches());
-  while (ahead < schedule.microbatches() && deadlocks(schedule, ahead)) ++ahead;
-  return ahead;
-}
+/// The fewest messages that a channel takes beyond those held: two let one arrive while the one
+/// before it is used. Skips may need more, or sends would wait in a circle.
+constexpr int kMessagesAhead = 2;
 
 }  // namespace
 
@@ -68,7 +64,7 @@ void Executor::add_stage(std::unique_ptr<Stage> stage) {
 
 void Executor::open_channels(const graph::Graph& graph) {
   const int me = pipeline_->rank();
-  const int ahead = messages_ahead(schedule_);
+  const int ahead = least_credit(schedule_, kMessagesAhead);
   std::vector<comm::ChannelSpec> outgoing, incoming;
   std::vector<Channel*> senders, receivers;
   for (size_t i = 0; i < edges_.size(); ++i) {

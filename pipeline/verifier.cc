@@ -358,13 +358,8 @@ void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
 
 int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges) {
   // A channel never holds more than one message for each microbatch, so this credit is no limit.
-  const int most = schedule.microbatches();
-  verify(schedule, edges, VerifyOptions().credit(most));
-  int credit = 1;
-  while (credit < most && deadlocks(schedule, credit)) {
-    ++credit;
-  }
-  return credit;
+  verify(schedule, edges, VerifyOptions().credit(schedule.microbatches()));
+  return least_credit(schedule, 1);
 }
 
 }  // namespace smp::pipeline

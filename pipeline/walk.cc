@@ -214,6 +214,12 @@ class Walker {
   std::vector<bool> is_awake_;  // by rank
 };
 
+bool deadlocks(const Schedule& schedule, int credit) {
+  Walker walker(schedule, credit);
+  walker.run([](int, size_t, const Action&) {});
+  return walker.stuck_rank() >= 0;
+}
+
 }  // namespace
 
 void walk(const Schedule& schedule, int credit, const Visit& visit) {
@@ -235,10 +241,13 @@ Schedule receive_in_time(const Schedule& schedule, int credit) {
   return result;
 }
 
-bool deadlocks(const Schedule& schedule, int credit) {
-  Walker walker(schedule, credit);
-  walker.run([](int, size_t, const Action&) {});
-  return walker.stuck_rank() >= 0;
+int least_credit(const Schedule& schedule, int at_least) {
+  const int most = schedule.microbatches();
+  int credit = std::min(at_least, most);
+  while (credit < most && deadlocks(schedule, credit)) {
+    ++credit;
+  }
+  return credit;
 }
 
 }  // namespace smp::pipeline

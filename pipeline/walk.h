@@ -23,7 +23,8 @@ void walk(const Schedule& schedule, int credit, const Visit& visit);
 /// it until it is used. Throws as `walk` does when no credit prevents the deadlock.
 Schedule receive_in_time(const Schedule& schedule, int credit);
 
-/// Whether `walk` gets to the end.
-bool deadlocks(const Schedule& schedule, int credit);
+/// The least credit from `at_least` on with which `walk` gets to the end, if any below the number
+/// of microbatches does; else that number, since a channel never holds more.
+int least_credit(const Schedule& schedule, int at_least);
 
 }  // namespace smp::pipeline
