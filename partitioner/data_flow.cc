@@ -11,6 +11,14 @@ using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;
 
+std::vector<bool> written_sets(const Graph& graph) {
+  std::vector<bool> written(graph.alias_sets, false);
+  for (const graph::Operator& op : graph.operators) {
+    for (int set : op.writes) written[set] = true;
+  }
+  return written;
+}
+
 std::vector<int> last_writers(const Graph& graph) {
   std::vector<int> of_set(graph.alias_sets, -1);
   for (size_t i = 0; i < graph.operators.size(); ++i) {

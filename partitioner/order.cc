@@ -82,10 +82,7 @@ class RuleFinder {
   /// Views see writes, and autograd remakes their history after one, so whatever touches a written
   /// storage keeps its place among what else does.
   void add_storages() {
-    std::vector<bool> written(graph_.alias_sets, false);
-    for (const Operator& op : graph_.operators) {
-      for (int set : op.writes) written[set] = true;
-    }
+    const std::vector<bool> written = written_sets(graph_);
     std::vector<ValueId> first_value(graph_.alias_sets, kUndefined);
     for (size_t v = graph_.values.size(); v-- > 0;) {
       const int set = graph_.values[v].alias_set;

@@ -15,18 +15,6 @@ using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;
 
-namespace {
-
-std::vector<bool> written_sets(const Graph& graph) {
-  std::vector<bool> written(graph.alias_sets, false);
-  for (const Operator& op : graph.operators) {
-    for (int set : op.writes) written[set] = true;
-  }
-  return written;
-}
-
-}  // namespace
-
 std::vector<bool> repeatable_operators(const Graph& graph) {
   const std::vector<bool> written = written_sets(graph);
   const auto untouched = [&](const Value& value) {
