@@ -42,7 +42,7 @@ struct PlannedStep {
   std::string pipeline;         ///< the name of the schedule
   pipeline::Schedule schedule;  ///< with its transfers; verified
   pipeline::Simulation simulation;
-  std::string report;  ///< how the schedule was chosen; empty unless by "auto"
+  std::string report;  ///< why it is this one, if another one was asked for or "auto"; else empty
 };
 
 /// Makes the schedule of a plan. `graph` is in the plan's order. `settled`: an earlier graph

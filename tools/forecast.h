@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "graph/graph.h"
 #include "partitioner/plan.h"
@@ -20,9 +21,10 @@ struct Forecast : PlannedStep {
   double step_us() const { return simulation.makespan; }
 };
 
-/// Makes the schedule of the plan and runs it in virtual time. `graph` is in the plan's order.
-Forecast forecast(const Config& config, const graph::Graph& graph, partitioner::Plan plan,
-                  int ranks, const partitioner::StepModel& model);
+/// Makes the schedule of the plan and runs it in virtual time. `file` is what `read_schedule` gave;
+/// `graph` is in the plan's order.
+Forecast forecast(const Config& config, const std::string& file, const graph::Graph& graph,
+                  partitioner::Plan plan, int ranks, const partitioner::StepModel& model);
 
 /// Bytes that go over an edge for each microbatch.
 struct EdgeBytes {

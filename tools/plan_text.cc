@@ -244,6 +244,7 @@ ordered_json to_json(const Graph& graph, const Forecast& forecast) {
 
 std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& config,
                                            const std::vector<int>& partitions) {
+  const std::string file = read_schedule(config);
   std::vector<Alternative> result;
   for (const int count : partitions) {
     auto options = partition_options(config, count, static_cast<int>(config.microbatches()));
@@ -253,10 +254,11 @@ std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& con
     Alternative alternative;
     alternative.partitions = count;
     try {
-      options.placement(best_placement(config, read_schedule(config), graph, options));
+      options.placement(best_placement(config, file, graph, options));
       auto plan = partitioner::partition_in_best_order(graph, options);
       const Graph ordered = partitioner::reordered(graph, plan.order);
-      alternative.forecast = forecast(config, ordered, std::move(plan), count, options.step());
+      alternative.forecast =
+          forecast(config, file, ordered, std::move(plan), count, options.step());
     } catch (const PartitionError& error) {
       alternative.problem = error.what_without_backtrace();
     }

@@ -132,11 +132,12 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
   }
   const auto ranks = static_cast<int>(config.partitions());
   auto partition = smp::partition_options(config, ranks, static_cast<int>(config.microbatches()));
-  partition.placement(smp::best_placement(config, smp::read_schedule(config), graph, partition));
+  const std::string file = smp::read_schedule(config);
+  partition.placement(smp::best_placement(config, file, graph, partition));
   auto plan = make_plan(options, graph, partition);
   const auto ordered = smp::partitioner::reordered(graph, plan.order);
   const auto forecast =
-      smp::tools::forecast(config, ordered, std::move(plan), ranks, partition.step());
+      smp::tools::forecast(config, file, ordered, std::move(plan), ranks, partition.step());
   if (!options.save_plan.empty()) {
     write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
   }

@@ -109,7 +109,7 @@ TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
         Config().partitions(3).microbatches(8).pipeline(pipeline).memory_weight(0.2);
     const auto options = partition_options(config, 3, 8);
     const Forecast expected =
-        forecast(config, graph, partitioner::partition(graph, options), 3, options.step());
+        forecast(config, "", graph, partitioner::partition(graph, options), 3, options.step());
     const json got =
         run_json(file + " --stages 3 --microbatches 8 --memory-weight 0.2 --pipeline " + pipeline);
     EXPECT_EQ(got["schedule"], pipeline);
