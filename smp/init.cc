@@ -12,6 +12,7 @@
 #include "comm/world.h"
 #include "smp/core/error.h"
 #include "smp/core/failure.h"
+#include "smp/core/heap.h"
 #include "smp/runtime.h"
 
 namespace smp {
@@ -60,6 +61,7 @@ void init(const Config& config) {
   const auto world = comm::make_world();
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
+    if (Runtime::get().config().keep_freed_memory()) keep_freed_memory();
   } catch (const std::exception& error) {
     record_failure(world->rank(), error.what());
     throw;

@@ -77,6 +77,8 @@ class Config {
   SMP_CONFIG_ARG(std::string, input_source);
   /// The guarantee on rounding: "exact".
   SMP_CONFIG_ARG(std::string, numerics);
+  /// Whether gradients of linear layers are summed inside the matrix product.
+  SMP_CONFIG_ARG(bool, gradient_accumulation_fusion);
   /// When step functions are guarded: "every_step", "first_step" or every N-th, "N".
   SMP_CONFIG_ARG(std::string, guard);
   /// Into how many shards microbatches are grouped in gradient sums; 0: the number of replicas.
@@ -112,6 +114,8 @@ class Config {
   SMP_CONFIG_ARG(std::string, ddp_dist_backend);
   /// The size of gradient buckets, in MiB.
   SMP_CONFIG_ARG(double, bucket_cap_mb);
+  /// Whether the C library keeps what a step frees.
+  SMP_CONFIG_ARG(bool, keep_freed_memory);
   /// How long a blocking wait may take, in seconds.
   SMP_CONFIG_ARG(double, timeout_seconds);
   /// The number of ranks that share a layer; 1 in this version.

@@ -117,6 +117,10 @@ std::vector<Parameter> pipeline_rows() {
            "`fast` allows cheaper orders of summation.")
           .values({"exact", "fast"})
           .without("fast"),
+      boolean("gradient_accumulation_fusion", false,
+              "Add the gradients of weights of linear layers to the gradient buffer inside the "
+              "matrix product, instead of making each and adding it: saves memory and a pass over "
+              "it, and rounds differently (see docs/architecture.md, Numerics)."),
       text("guard", "every_step",
            "In which steps a step function runs again, on tensors without data, to see whether it "
            "still does what was captured: in `every_step`, in the `first_step` only, or in every "
@@ -223,6 +227,10 @@ std::vector<Parameter> rank_rows() {
       number("bucket_cap_mb", 25.0,
              "The size in MiB of the buckets in which gradients are reduced over replicas.")
           .above(0),
+      boolean("keep_freed_memory", true,
+              "Let the C library of a rank keep what a step frees for the next one, instead of "
+              "giving it back to the system and asking for it again, page by page. No effect with "
+              "another allocator, or where the environment tunes it (`MALLOC_...`)."),
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0),

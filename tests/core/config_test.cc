@@ -473,8 +473,9 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   EXPECT_EQ(Config().to_json(),
             R"({"active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,"ddp":false,)"
             R"("default_partition":0,"delayed_parameter_initialization":true,)"
-            R"("deterministic_server":false,"gradient_shards":0,"guard":"every_step",)"
-            R"("input_source":"all","load_partition":false,"memory_limit_mb":0.0,)"
+            R"("deterministic_server":false,"gradient_accumulation_fusion":false,)"
+            R"("gradient_shards":0,"guard":"every_step","input_source":"all",)"
+            R"("keep_freed_memory":true,"load_partition":false,"memory_limit_mb":0.0,)"
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact","optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
             R"("placement_strategy":"cluster","seed":-1,"skip_tracing":false,)"

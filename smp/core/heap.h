@@ -1,0 +1,13 @@
+#pragma once
+
+namespace smp {
+
+/// Lets the C library keep freed memory of this process for later allocations.
+///
+/// Every step frees what the next one allocates again. By default glibc returns memory at the end
+/// of the heap to the system whenever it exceeds a small limit, and gets it back page by page with
+/// a fault for each: thousands a step (see mallopt(3), M_TRIM_THRESHOLD). Does nothing where the
+/// environment tunes the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or the C library is not glibc.
+void keep_freed_memory();
+
+}  // namespace smp
