@@ -67,8 +67,8 @@ void measure(int ranks, bool interleaved) {
     const graph::TensorTable table;
     for (int stage = 0; stage < kStages; ++stage) {
       if (plan.rank_of_stage[stage] != world->rank()) continue;
-      executor.add_stage(
-          std::make_unique<pipeline::Stage>(graph, plan, executor.edges(), stage, table));
+      executor.add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor.edges(), stage,
+                                                           kMicrobatches, table));
     }
     pipeline::Executor::Step step;
     step.inputs.assign(kMicrobatches, {at::zeros({16}), at::zeros({16})});

@@ -78,10 +78,15 @@ void GradientBuckets::assign_buckets() {
 
 void GradientBuckets::make_buffers() {
   buffers_.resize(local_shards_);
+  targets_.resize(local_shards_);
   used_.assign(local_shards_, std::vector<bool>(parameters_.size(), false));
-  for (auto& shard : buffers_) {
+  for (int shard = 0; shard < local_shards_; ++shard) {
+    auto& buffers = buffers_[shard];
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      shard.push_back(at::zeros({bucket_numel_[b]}, at::TensorOptions(bucket_dtype_[b])));
+      buffers.push_back(at::zeros({bucket_numel_[b]}, at::TensorOptions(bucket_dtype_[b])));
+    }
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      targets_[shard].push_back(slice(buffers[slots_[i].bucket], i));
     }
   }
 }
@@ -106,13 +111,21 @@ void GradientBuckets::add(size_t index, int microbatch, const at::Tensor& gradie
                  "sparse(false)");
   at::NoGradGuard no_grad;
   const int shard = shard_of(microbatch);
-  const at::Tensor target = slice(buffers_[shard][slots_[index].bucket], index);
+  const at::Tensor& target = targets_[shard][index];
   if (used_[shard][index]) {
     target.add_(gradient);
   } else {
     target.copy_(gradient);
     used_[shard][index] = true;
   }
+}
+
+at::Tensor GradientBuckets::buffer(size_t index, int microbatch) {
+  const int shard = shard_of(microbatch);
+  SMP_INTERNAL_ASSERT(targets_[shard][index].scalar_type() == parameters_[index].scalar_type(),
+                      "the gradient of \"", names_[index], "\" is summed in another dtype");
+  used_[shard][index] = true;  // what is unused is zero
+  return targets_[shard][index];
 }
 
 /// All shards of all replicas, added in order: what one process with as many shards computes.

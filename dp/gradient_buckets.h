@@ -40,6 +40,10 @@ class GradientBuckets {
   /// order. Throws for sparse gradients.
   void add(size_t index, int microbatch, const at::Tensor& gradient);
 
+  /// Where the caller adds the gradient of a microbatch itself, which counts as added then. For
+  /// parameters of float32 and float64, whose sums have their dtype.
+  at::Tensor buffer(size_t index, int microbatch);
+
   /// Starts to reduce all buckets; to be called when the last microbatch has been added.
   void reduce();
 
@@ -72,6 +76,7 @@ class GradientBuckets {
   std::vector<at::ScalarType> bucket_dtype_;
   std::vector<Slot> slots_;
   std::vector<std::vector<at::Tensor>> buffers_;  // by local shard and bucket
+  std::vector<std::vector<at::Tensor>> targets_;  // by local shard and parameter: its slice
   std::vector<std::vector<bool>> used_;           // by local shard and parameter
   at::Tensor any_used_;                           // per parameter, over all replicas
   std::vector<at::Tensor> sums_;                  // by bucket

@@ -96,7 +96,6 @@ void Executor::open_channels(const graph::Graph& graph) {
 
 /// Looks up what the actions need.
 void Executor::resolve() {
-  received_.resize(static_cast<size_t>(schedule_.stages()) * schedule_.microbatches() * 2);
   for (const Action& action : schedule_.actions(pipeline_->rank())) {
     program_.push_back(resolve(action));
     if (action.is_recv()) ++program_.back().channel->messages;
@@ -108,14 +107,16 @@ Executor::Instruction Executor::resolve(const Action& action) {
   result.action = action;
   result.stage = stages_.at(action.stage).get();
   if (action.is_transfer()) {
-    result.edge = edge_of(action);
-    result.channel = &channels_.at({result.edge, action.is_backward()});
-  }
-  if (action.is_compute() || action.is_recv()) {
-    result.received = received_by(action.stage, action.microbatch, action.is_backward());
+    const int edge = edge_of(action);
+    result.channel = &channels_.at({edge, action.is_backward()});
+    result.message = &message_of(*result.stage, action.microbatch, edge, action.is_backward());
   }
   if (action.is_compute()) result.hand_overs = hand_overs_of(action);
   return result;
+}
+
+Message& Executor::message_of(Stage& stage, int microbatch, int edge, bool is_backward) {
+  return is_backward ? stage.gradients(microbatch, edge) : stage.values(microbatch, edge);
 }
 
 /// Between stages of this rank there is no transfer: what one makes has arrived at the other.
@@ -129,7 +130,10 @@ std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
     const int target = is_backward ? edge.from : edge.to;
     const bool nothing = is_backward && edge.gradients.empty() && edge.replicas.empty();
     if (source != action.stage || !has_stage(target) || nothing) continue;
-    result.push_back({static_cast<int>(i), received_by(target, action.microbatch, is_backward)});
+    const auto message = [&](int stage) {
+      return &message_of(*stages_.at(stage), action.microbatch, static_cast<int>(i), is_backward);
+    };
+    result.push_back({message(source), message(target)});
   }
   return result;
 }
@@ -151,11 +155,6 @@ std::vector<int64_t> Executor::message_bytes() const {
                         : 0);
   }
   return bytes;
-}
-
-Executor::Received* Executor::received_by(int stage, int microbatch, bool is_backward) {
-  const size_t pass = static_cast<size_t>(stage) * schedule_.microbatches() + microbatch;
-  return &received_[2 * pass + is_backward];
 }
 
 void Executor::run(const Step& step) {
@@ -211,46 +210,33 @@ void Executor::execute(const Instruction& instruction, const Step& step) {
 
 void Executor::send(const Instruction& instruction) {
   const Channel& channel = *instruction.channel;
-  const int microbatch = instruction.action.microbatch;
   const at::Tensor& message = channel.sender->prepare();
-  channel.layout.pack(instruction.action.is_backward()
-                          ? instruction.stage->take_gradients(microbatch, instruction.edge)
-                          : instruction.stage->take_values(microbatch, instruction.edge),
-                      message);
+  channel.layout.pack(*instruction.message, message);
+  instruction.message->clear();
   channel.sender->send();
 }
 
 void Executor::receive(const Instruction& instruction) {
   const Channel& channel = *instruction.channel;
-  (*instruction.received)[instruction.edge] = channel.layout.unpack(channel.receiver->receive());
+  channel.layout.unpack(channel.receiver->receive(), *instruction.message);
 }
 
 void Executor::forward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
   const int microbatch = instruction.action.microbatch;
   if (step.before_forward) step.before_forward(stage, microbatch);
-  stage.forward(microbatch, step.inputs[microbatch], *instruction.received, step.keys[microbatch]);
-  instruction.received->clear();
-  for (auto& [position, output] : stage.take_outputs(microbatch)) {
-    step.output(position, microbatch, output);
-  }
-  for (const HandOver& next : instruction.hand_overs) {
-    (*next.to)[next.edge] = stage.take_values(microbatch, next.edge);
-  }
+  stage.forward(microbatch, step.inputs[microbatch], step.keys[microbatch], step.output);
+  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 void Executor::backward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
-  const int microbatch = instruction.action.microbatch;
   if (instruction.action.kind == Action::Kind::kBackward) {
-    stage.backward(microbatch, *instruction.received, step.consume);
+    stage.backward(instruction.action.microbatch, step.consume, step.buffer);
   } else {
-    stage.backward_inputs(microbatch, *instruction.received);
+    stage.backward_inputs(instruction.action.microbatch, step.buffer);
   }
-  instruction.received->clear();
-  for (const HandOver& next : instruction.hand_overs) {
-    (*next.to)[next.edge] = stage.take_gradients(microbatch, next.edge);
-  }
+  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 }  // namespace smp::pipeline

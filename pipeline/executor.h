@@ -52,14 +52,16 @@ class Executor {
     std::vector<graph::RandomKey> keys;
     /// Takes gradients of owned parameters.
     GradientConsumer consume;
+    /// Where they may be added up; null: nowhere.
+    GradientBuffer buffer;
     /// Called after the last backward of a stage.
     std::function<void(int stage)> reduce;
     /// Called before each microbatch's forward on a stage, to use its constants.
     std::function<void(Stage& stage, int microbatch)> before_forward;
     /// Told when each action began and ended; null for none.
     TimelineRecorder* recorder = nullptr;
-    /// Takes a returned tensor: output position and microbatch.
-    std::function<void(int position, int microbatch, const at::Tensor& output)> output;
+    /// Takes returned tensors.
+    OutputConsumer output;
   };
 
   /// Runs all actions. Throws what communication and operators throw; the executor is not usable
@@ -67,9 +69,6 @@ class Executor {
   void run(const Step& step);
 
  private:
-  /// What has arrived for a microbatch of a stage in one direction, by edge.
-  using Received = std::map<int, std::vector<at::Tensor>>;
-
   /// Messages of one kind over one edge, in one direction. Has one of the two ends.
   struct Channel {
     MessageLayout layout;
@@ -80,17 +79,16 @@ class Executor {
 
   /// What a computation leaves for another stage of this rank.
   struct HandOver {
-    int edge;
-    Received* to;
+    Message* from;
+    Message* to;
   };
 
   /// An action with what it needs.
   struct Instruction {
     Action action;
     Stage* stage = nullptr;
-    int edge = -1;                 // of a transfer
-    Channel* channel = nullptr;    // of a transfer
-    Received* received = nullptr;  // of a receive and of the computation that uses it
+    Channel* channel = nullptr;  // of a transfer
+    Message* message = nullptr;  // of a transfer
     std::vector<HandOver> hand_overs;
   };
 
@@ -101,7 +99,7 @@ class Executor {
   Instruction resolve(const Action& action);
   std::vector<HandOver> hand_overs_of(const Action& action);
   int edge_of(const Action& transfer) const;
-  Received* received_by(int stage, int microbatch, bool is_backward);
+  static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
   static void send(const Instruction& instruction);
   static void receive(const Instruction& instruction);
   static void forward(const Instruction& instruction, const Step& step);
@@ -112,7 +110,6 @@ class Executor {
   comm::CommunicatorPtr pipeline_;
   std::map<int, std::unique_ptr<Stage>> stages_;
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
-  std::vector<Received> received_;                    // by stage, microbatch and direction
   std::vector<Instruction> program_;
 };
 

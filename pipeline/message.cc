@@ -136,8 +136,13 @@ at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
 }
 
 std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message) const {
-  const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
   std::vector<at::Tensor> tensors;
+  unpack(message, tensors);
+  return tensors;
+}
+
+void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& tensors) const {
+  const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
   for (size_t i = 0; i < metas_.size(); ++i) {
     const int64_t* words = header + header_at_[i];
     if (words[0] == 0) {
@@ -148,7 +153,6 @@ std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message) const {
     const at::Tensor tensor = with_strides(message, i, strides);
     tensors.push_back(metas_[i].device.is_cpu() ? tensor : tensor.to(metas_[i].device));
   }
-  return tensors;
 }
 
 }  // namespace smp::pipeline

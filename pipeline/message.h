@@ -38,6 +38,9 @@ class MessageLayout {
   /// gaps share the message's memory and keep it alive.
   std::vector<at::Tensor> unpack(const at::Tensor& message) const;
 
+  /// Into `tensors`, which must be empty.
+  void unpack(const at::Tensor& message, std::vector<at::Tensor>& tensors) const;
+
  private:
   void copy_in(size_t index, const at::Tensor& tensor, const at::Tensor& message,
                int64_t* words) const;

@@ -51,8 +51,13 @@ std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges) {
 }
 
 Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
-             const std::vector<Edge>& edges, int index, const graph::TensorTable& table)
-    : graph_(graph), edges_(edges), index_(index) {
+             const std::vector<Edge>& edges, int index, int microbatches,
+             const graph::TensorTable& table)
+    : graph_(graph),
+      edges_(edges),
+      index_(index),
+      environment_(graph.values.size()),
+      in_flight_(microbatches) {
   for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
     if (plan.stage_of_operator[i] == index) operators_.push_back(static_cast<int>(i));
   }
@@ -73,6 +78,11 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
   find_kept();
   segment_ = std::make_unique<graph::Segment>(graph, operators_, kept_);
   find_reads(plan, table);
+  find_edges();
+  for (InFlight& state : in_flight_) {
+    state.values.resize(own_edges_.size());
+    state.gradients.resize(own_edges_.size());
+  }
 }
 
 void Stage::find_kept() {
@@ -154,7 +164,7 @@ void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& 
       case ValueKind::kParameter:
       case ValueKind::kBuffer:
         parameters_.push_back({id, table.at(value.name).tensor, plan.owner.at(value.name) == index_,
-                               graph_.trains() && value.meta.requires_grad,
+                               graph_.trains() && value.meta.requires_grad ? sinks_++ : kNoSink,
                                graph_.trains() && writes(id) && backward_may_need(id)});
         break;
       case ValueKind::kConstant:
@@ -167,6 +177,71 @@ void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& 
   }
 }
 
+/// The sink of a parameter, if it has one here.
+int Stage::sink_of(ValueId value) const {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.value == value) return parameter.sink;
+  }
+  return kNoSink;
+}
+
+void Stage::find_edges() {
+  for (size_t i = 0; i < edges_.size(); ++i) {
+    const Edge& edge = edges_[i];
+    if (edge.from != index_ && edge.to != index_) continue;
+    const size_t place = own_edges_.size();
+    own_edges_.push_back(static_cast<int>(i));
+    edge.to == index_ ? find_incoming(edge, place) : find_outgoing(edge, place);
+  }
+  entered_ = kept_;
+  for (const Input& input : inputs_) entered_.push_back(input.value);
+  for (const Content& content : contents_) entered_.push_back(content.value);
+  for (const Parameter& parameter : parameters_) entered_.push_back(parameter.value);
+}
+
+void Stage::find_incoming(const Edge& edge, size_t place) {
+  Incoming incoming;
+  incoming.place = place;
+  for (ValueId id : edge.values) {
+    const bool returns =
+        std::find(edge.gradients.begin(), edge.gradients.end(), id) != edge.gradients.end();
+    incoming.values.push_back({id, returns ? sinks_++ : kNoSink});
+    entered_.push_back(id);
+  }
+  const auto sink_of_value = [&](ValueId id) {
+    return std::find_if(incoming.values.begin(), incoming.values.end(),
+                        [&](const Entry& entry) { return entry.value == id; })
+        ->sink;
+  };
+  for (ValueId id : edge.gradients) incoming.returning.push_back(sink_of_value(id));
+  for (ValueId id : edge.replicas) incoming.returning.push_back(sink_of(id));
+  for (int sink : incoming.returning) {
+    if (sink != kNoSink) input_sinks_.push_back(sink);
+  }
+  incoming_.push_back(std::move(incoming));
+}
+
+void Stage::find_outgoing(const Edge& edge, size_t place) {
+  Outgoing outgoing{place, edge.values, edge.gradients, {}};
+  for (ValueId id : edge.replicas) outgoing.replicas.push_back({id, sink_of(id)});
+  outgoing_.push_back(std::move(outgoing));
+}
+
+size_t Stage::place_of(int edge) const {
+  const auto found = std::lower_bound(own_edges_.begin(), own_edges_.end(), edge);
+  SMP_INTERNAL_ASSERT(found != own_edges_.end() && *found == edge, "stage ", index_,
+                      " is at no end of edge ", edge);
+  return static_cast<size_t>(found - own_edges_.begin());
+}
+
+Message& Stage::values(int microbatch, int edge) {
+  return in_flight_.at(microbatch).values[place_of(edge)];
+}
+
+Message& Stage::gradients(int microbatch, int edge) {
+  return in_flight_.at(microbatch).gradients[place_of(edge)];
+}
+
 void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
                   const std::vector<graph::ContentOverride>& contents) {
   segment_->apply(constants);
@@ -177,203 +252,197 @@ void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
   }
 }
 
-void Stage::enter_all(InFlight& state, graph::Environment& environment,
-                      const std::vector<at::Tensor>& inputs,
-                      const std::map<int, std::vector<at::Tensor>>& received) const {
-  // Whatever requires a gradient in the program does so here, even if none comes back: operators
-  // choose their kernels by it (matmul folds its operands), so the bits depend on it.
-  const auto enter = [&](ValueId id, const at::Tensor& data, bool differentiated) {
-    std::shared_ptr<graph::GradientSink> sink;
-    if (differentiated || graph_.values[id].meta.requires_grad) {
-      sink = std::make_shared<graph::GradientSink>();
-    }
-    if (differentiated) state.sinks[id] = sink;
-    environment[id] = graph::enter(data, sink);
-  };
+/// Whatever requires a gradient in the program does so here, even if none comes back: operators
+/// choose their kernels by it (matmul folds its operands), so the bits depend on it.
+void Stage::enter(ValueId value, int sink, const at::Tensor& data, InFlight& state) {
+  std::shared_ptr<graph::GradientSink> end;
+  if (sink != kNoSink || graph_.values[value].meta.requires_grad) {
+    end = std::make_shared<graph::GradientSink>();
+  }
+  environment_[value] = graph::enter(data, end);
+  if (sink != kNoSink) state.sinks[sink] = std::move(end);
+}
+
+void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
+  state.sinks.resize(sinks_);
   for (const Input& input : inputs_) {
     const at::Tensor& tensor = inputs[input.position];
-    environment[input.value] = input.written ? tensor.clone() : tensor;
+    environment_[input.value] = input.written ? tensor.clone() : tensor;
   }
   for (const Content& content : contents_) {
-    environment[content.value] = content.written ? content.tensor.clone() : content.tensor;
+    environment_[content.value] = content.written ? content.tensor.clone() : content.tensor;
   }
   for (const Parameter& parameter : parameters_) {
     const at::Tensor& tensor = parameter.tensor;
-    enter(parameter.value, parameter.copied ? tensor.detach().clone() : tensor,
-          parameter.differentiated);
+    enter(parameter.value, parameter.sink, parameter.copied ? tensor.detach().clone() : tensor,
+          state);
   }
-  for (const auto& [index, tensors] : received) {
-    const Edge& edge = edges_[index];
-    for (size_t i = 0; i < edge.values.size(); ++i) {
-      const bool differentiated = std::find(edge.gradients.begin(), edge.gradients.end(),
-                                            edge.values[i]) != edge.gradients.end();
-      enter(edge.values[i], tensors[i], differentiated);
+  for (const Incoming& incoming : incoming_) {
+    Message& received = state.values[incoming.place];
+    for (size_t i = 0; i < received.size(); ++i) {
+      enter(incoming.values[i].value, incoming.values[i].sink, received[i], state);
     }
+    received.clear();
   }
 }
 
 void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
-                    const std::map<int, std::vector<at::Tensor>>& received,
-                    const graph::RandomKey& key) {
+                    const graph::RandomKey& key, const OutputConsumer& output) {
   // Operators set the modes they were recorded in.
   at::AutoGradMode grad(true);
-  graph::Environment environment(graph_.values.size());
-  InFlight state;
-  enter_all(state, environment, inputs, received);
+  InFlight& state = in_flight_[microbatch];
+  enter_all(state, inputs);
+  run_operators(key);
+  if (graph_.trains()) keep_starts(state);
+  keep_values(state);
+  give_outputs(microbatch, output);
+  for (ValueId id : entered_) environment_[id].reset();
+  if (!graph_.trains()) state.forget();
+}
+
+void Stage::run_operators(const graph::RandomKey& key) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const Parameter& parameter : parameters_) {
     if (!parameter.copied) continue;
-    copies.emplace_back(parameter.tensor.detach(), environment[parameter.value].variable_data());
+    copies.emplace_back(parameter.tensor.detach(), environment_[parameter.value].variable_data());
   }
-  segment_->run(environment, key);
+  segment_->run(environment_, key);
   for (const auto& [buffer, copy] : copies) buffer.copy_(copy);
-  keep_results(microbatch, state, environment);
-  if (graph_.trains()) in_flight_[microbatch] = std::move(state);
 }
 
-void Stage::keep_results(int microbatch, InFlight& state, const graph::Environment& environment) {
-  for (size_t index = 0; index < edges_.size(); ++index) {
-    const Edge& edge = edges_[index];
-    if (edge.from != index_) continue;
-    auto& values = values_[microbatch][static_cast<int>(index)];
-    for (ValueId id : edge.values) values.push_back(environment[id].detach());
-    for (ValueId id : edge.gradients) {
-      state.starts[id] = graph::start_of_backward(environment[id]);
-    }
-    for (ValueId id : edge.replicas) {
-      const auto sink = state.sinks.find(id);
-      if (sink != state.sinks.end()) state.starts[id] = {sink->second, 0};
-    }
-  }
+void Stage::keep_starts(InFlight& state) const {
   for (const auto& root : roots_) {
-    const at::Tensor& value = environment[root.value];
-    state.starts[root.value] = graph::start_of_backward(value);
-    state.root_gradients.push_back(root.gradient == kUndefined
-                                       ? at::ones_like(value.detach())
-                                       : environment[root.gradient].detach());
+    const at::Tensor& value = environment_[root.value];
+    state.starts.push_back(graph::start_of_backward(value));
+    state.start_gradients.push_back(root.gradient == kUndefined
+                                        ? at::ones_like(value.detach())
+                                        : environment_[root.gradient].detach());
   }
+  for (const Outgoing& outgoing : outgoing_) {
+    for (ValueId id : outgoing.gradients) {
+      state.starts.push_back(graph::start_of_backward(environment_[id]));
+    }
+    for (const Entry& replica : outgoing.replicas) {
+      if (replica.sink != kNoSink) state.starts.emplace_back(state.sinks[replica.sink], 0);
+    }
+  }
+}
+
+void Stage::keep_values(InFlight& state) const {
+  for (const Outgoing& outgoing : outgoing_) {
+    Message& values = state.values[outgoing.place];
+    for (ValueId id : outgoing.values) values.push_back(environment_[id].detach());
+  }
+}
+
+void Stage::give_outputs(int microbatch, const OutputConsumer& output) const {
   for (int position : returned_) {
     const ValueId id = graph_.outputs[position];
-    at::Tensor& output = outputs_[microbatch][position];
-    if (id == kUndefined) continue;
+    if (id == kUndefined) {
+      output(position, microbatch, at::Tensor());
+      continue;
+    }
     // The history of an evaluation ends with its stage.
-    output = graph_.trains() ? environment[id] : environment[id].detach();
+    const at::Tensor value = graph_.trains() ? environment_[id] : environment_[id].detach();
     // Later microbatches and updates go on writing buffers and parameters.
-    if (copied_.count(position) > 0) output = output.clone();
+    output(position, microbatch, copied_.count(position) > 0 ? value.clone() : value);
   }
 }
 
-std::vector<at::Tensor> Stage::take_values(int microbatch, int edge) {
-  auto taken = values_.at(microbatch).extract(edge);
-  if (values_.at(microbatch).empty()) values_.erase(microbatch);
-  return std::move(taken.mapped());
-}
-
-at::Tensor Stage::InFlight::gradient(ValueId value) const {
-  const auto sink = sinks.find(value);
-  return sink == sinks.end() ? at::Tensor() : sink->second->gradient;
-}
-
-Stage::Starts Stage::begin_backward(InFlight& state,
-                                    const std::map<int, std::vector<at::Tensor>>& received) const {
-  Starts starts;
-  const auto start = [&](ValueId id, const at::Tensor& gradient) {
-    starts.edges.push_back(state.starts.at(id));
-    starts.gradients.push_back(gradient);
-  };
-  for (size_t i = 0; i < roots_.size(); ++i) start(roots_[i].value, state.root_gradients[i]);
+/// Completes `start_gradients`.
+void Stage::begin_backward(InFlight& state) const {
   // Gradients from later stages come first into every sum, as their operators come last in the
   // program and so first in a backward pass.
-  for (const auto& [index, tensors] : received) {
-    const Edge& edge = edges_[index];
+  for (const Outgoing& outgoing : outgoing_) {
+    Message& received = state.gradients[outgoing.place];
     size_t next = 0;
-    for (ValueId id : edge.gradients) start(id, tensors[next++]);
-    for (ValueId id : edge.replicas) {
-      const at::Tensor& gradient = tensors[next++];
-      if (state.starts.count(id) > 0) {
-        start(id, gradient);
+    for (size_t i = 0; i < outgoing.gradients.size(); ++i) {
+      state.start_gradients.push_back(std::move(received[next++]));
+    }
+    for (const Entry& replica : outgoing.replicas) {
+      at::Tensor& gradient = received[next++];
+      if (replica.sink != kNoSink) {
+        state.start_gradients.push_back(std::move(gradient));
       } else if (gradient.defined()) {
-        state.foreign.emplace_back(id, gradient);  // the owner does not read it itself
+        state.foreign.emplace_back(replica.value, gradient);  // the owner does not read it itself
       }
     }
+    received.clear();
   }
-  // The history is freed as the backward goes through it.
-  state.starts.clear();
-  state.root_gradients.clear();
-  return starts;
 }
 
-void Stage::backward(int microbatch, const std::map<int, std::vector<at::Tensor>>& received,
-                     const GradientConsumer& consume) {
-  auto node = in_flight_.extract(microbatch);
-  InFlight& state = node.mapped();
-  {
-    const Starts starts = begin_backward(state, received);
-    graph::run_backward(starts.edges, starts.gradients);
+void Stage::fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const {
+  if (buffer == nullptr) return;
+  std::vector<graph::WeightBuffer> weights;
+  for (const Parameter& parameter : parameters_) {
+    const auto type = parameter.tensor.scalar_type();
+    const bool fits = type == at::kFloat || type == at::kDouble;
+    if (!parameter.owned || parameter.sink == kNoSink || !fits) continue;
+    weights.push_back({state.sinks[parameter.sink],
+                       [=, &buffer] { return buffer(parameter.value, microbatch); }});
   }
+  state.fusion = std::make_unique<graph::WeightFusion>(state.starts, weights, defer);
+}
+
+void Stage::backward(int microbatch, const GradientConsumer& consume,
+                     const GradientBuffer& buffer) {
+  InFlight& state = in_flight_[microbatch];
+  begin_backward(state);
+  fuse(microbatch, state, buffer, /*defer=*/false);
+  graph::run_backward(state.starts, state.start_gradients);
+  state.start_gradients.clear();  // whose memory may be a channel's
   consume_gradients(microbatch, state, consume);
-  keep_gradients(microbatch, state);
+  keep_gradients(state);
+  state.forget();
 }
 
-void Stage::backward_inputs(int microbatch,
-                            const std::map<int, std::vector<at::Tensor>>& received) {
-  InFlight& state = in_flight_.at(microbatch);
-  const Starts starts = begin_backward(state, received);
-  state.split =
-      std::make_unique<graph::SplitBackward>(starts.edges, starts.gradients, input_sinks(state));
-  keep_gradients(microbatch, state);
+void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
+  InFlight& state = in_flight_[microbatch];
+  begin_backward(state);
+  fuse(microbatch, state, buffer, /*defer=*/true);
+  std::vector<std::shared_ptr<graph::GradientSink>> inputs;
+  for (int sink : input_sinks_) inputs.push_back(state.sinks[sink]);
+  state.split = std::make_unique<graph::SplitBackward>(state.starts, state.start_gradients, inputs);
+  state.starts.clear();
+  state.start_gradients.clear();
+  keep_gradients(state);
 }
 
 void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
-  auto node = in_flight_.extract(microbatch);
-  InFlight& state = node.mapped();
+  InFlight& state = in_flight_[microbatch];
   state.split->run_weights();
+  if (state.fusion) state.fusion->run();
   consume_gradients(microbatch, state, consume);
-}
-
-/// The ends of what came from earlier stages, and of parameters that they own.
-std::vector<std::shared_ptr<graph::GradientSink>> Stage::input_sinks(const InFlight& state) const {
-  std::vector<std::shared_ptr<graph::GradientSink>> sinks;
-  const auto add = [&](ValueId id) {
-    const auto sink = state.sinks.find(id);
-    if (sink != state.sinks.end()) sinks.push_back(sink->second);
-  };
-  for (const Edge& edge : edges_) {
-    if (edge.to != index_) continue;
-    std::for_each(edge.gradients.begin(), edge.gradients.end(), add);
-    std::for_each(edge.replicas.begin(), edge.replicas.end(), add);
-  }
-  return sinks;
+  state.forget();
 }
 
 void Stage::consume_gradients(int microbatch, const InFlight& state,
                               const GradientConsumer& consume) const {
   for (const auto& [id, gradient] : state.foreign) consume(id, microbatch, gradient);
   for (const Parameter& parameter : parameters_) {
-    const at::Tensor gradient = state.gradient(parameter.value);
-    if (parameter.owned && gradient.defined()) consume(parameter.value, microbatch, gradient);
+    if (!parameter.owned || parameter.sink == kNoSink) continue;
+    const at::Tensor& gradient = state.sinks[parameter.sink]->gradient;
+    if (gradient.defined()) consume(parameter.value, microbatch, gradient);
   }
 }
 
-void Stage::keep_gradients(int microbatch, const InFlight& state) {
-  for (size_t index = 0; index < edges_.size(); ++index) {
-    const Edge& edge = edges_[index];
-    if (edge.to != index_ || (edge.gradients.empty() && edge.replicas.empty())) continue;
-    auto& returning = gradients_[microbatch][static_cast<int>(index)];
-    for (ValueId id : edge.gradients) returning.push_back(state.gradient(id));
-    for (ValueId id : edge.replicas) returning.push_back(state.gradient(id));
+void Stage::keep_gradients(InFlight& state) const {
+  for (const Incoming& incoming : incoming_) {
+    Message& returning = state.gradients[incoming.place];
+    for (int sink : incoming.returning) {
+      returning.push_back(sink == kNoSink ? at::Tensor() : state.sinks[sink]->gradient);
+    }
   }
 }
 
-std::vector<at::Tensor> Stage::take_gradients(int microbatch, int edge) {
-  auto taken = gradients_.at(microbatch).extract(edge);
-  if (gradients_.at(microbatch).empty()) gradients_.erase(microbatch);
-  return std::move(taken.mapped());
-}
-
-std::map<int, at::Tensor> Stage::take_outputs(int microbatch) {
-  auto taken = outputs_.extract(microbatch);
-  return taken.empty() ? std::map<int, at::Tensor>{} : std::move(taken.mapped());
+/// All but the messages.
+void Stage::InFlight::forget() {
+  sinks.clear();
+  starts.clear();
+  start_gradients.clear();
+  split.reset();
+  fusion.reset();
+  foreign.clear();
 }
 
 }  // namespace smp::pipeline

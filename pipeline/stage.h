@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -17,6 +16,7 @@
 #include "graph/split_backward.h"
 #include "graph/tensor_table.h"
 #include "graph/tracer.h"
+#include "graph/weight_fusion.h"
 #include "partitioner/plan.h"
 #include "pipeline/message.h"
 #include "pipeline/schedule.h"
@@ -38,74 +38,101 @@ std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& p
 /// The same edges as the schedule knows them.
 std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges);
 
+/// What goes over one edge in one direction for one microbatch: tensors in the order of `Edge`.
+using Message = std::vector<at::Tensor>;
+
 /// Takes the gradient of one microbatch for a parameter the stage owns.
 using GradientConsumer =
     std::function<void(graph::ValueId parameter, int microbatch, const at::Tensor& gradient)>;
 
+/// Where a gradient of an owned parameter of float32 or float64 may be added instead: a tensor of
+/// its sizes and dtype. Asked for only when something is added.
+using GradientBuffer = std::function<at::Tensor(graph::ValueId parameter, int microbatch)>;
+
+/// Takes a tensor that the step returns: its position among the graph's outputs, the microbatch.
+using OutputConsumer = std::function<void(int position, int microbatch, const at::Tensor& output)>;
+
 /// One stage of a pipeline: its part of the graph, ready to run microbatch by microbatch.
 ///
 /// A stage holds, for every microbatch between forward and backward, the autograd history of its
-/// operators, what it sent, and the entry points of what it received. It belongs to one thread.
+/// operators and the entry points of what it received. It belongs to one thread.
 class Stage {
  public:
-  /// `graph` and `edges` must outlive the stage.
+  /// For `microbatches` microbatches, 0 to microbatches - 1. `graph` and `edges` must outlive the
+  /// stage.
   Stage(const graph::Graph& graph, const partitioner::Plan& plan, const std::vector<Edge>& edges,
-        int index, const graph::TensorTable& table);
+        int index, int microbatches, const graph::TensorTable& table);
 
   int index() const { return index_; }
+
+  /// The place of what goes forward over edge `edge` (an index into `edges`, at one end of which
+  /// is this stage) for a microbatch. If it comes here it must be there before `forward`, which
+  /// empties the place; if it goes out, `forward` puts it there and whoever sends it empties the
+  /// place. Places stay where they are.
+  Message& values(int microbatch, int edge);
+
+  /// The same of what comes back: `Edge::gradients` and then `Edge::replicas`, with undefined
+  /// tensors where there is no gradient; for `backward` and `backward_inputs`.
+  Message& gradients(int microbatch, int edge);
 
   /// Uses other constants from the next microbatch on.
   void apply(const std::vector<graph::ConstantOverride>& constants,
              const std::vector<graph::ContentOverride>& contents);
 
   /// Runs the stage's operators on microbatch `microbatch`. `inputs` are the step's inputs for
-  /// it, by graph input; `received` holds per incoming edge (in the order of `edges`) the values
-  /// of that edge.
-  void forward(int microbatch, const std::vector<at::Tensor>& inputs,
-               const std::map<int, std::vector<at::Tensor>>& received, const graph::RandomKey& key);
+  /// it, by graph input. The step's returned tensors that are complete here go to `output`; they
+  /// keep their history until the microbatch's backward.
+  void forward(int microbatch, const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
+               const OutputConsumer& output);
 
-  /// The values to send over edge `edge` after `forward(microbatch)`; taken out, so that they are
-  /// freed when sent.
-  std::vector<at::Tensor> take_values(int microbatch, int edge);
-
-  /// Runs the backward of the microbatch and forgets it. `received` holds per outgoing edge the
-  /// gradients that came back, of `Edge::gradients` and then `Edge::replicas`. Gradients of owned
-  /// parameters go to `consume`.
-  void backward(int microbatch, const std::map<int, std::vector<at::Tensor>>& received,
-                const GradientConsumer& consume);
+  /// Runs the backward of the microbatch and forgets it. Gradients of owned parameters go to
+  /// `consume`, and those that matrix products make into `buffer`, unless that is null (see
+  /// `graph::WeightFusion`).
+  void backward(int microbatch, const GradientConsumer& consume, const GradientBuffer& buffer);
 
   /// The same in two parts (see `graph::SplitBackward`), with the same bits: first what other
-  /// stages wait for, after which `take_gradients` has it; later the gradients of owned parameters,
-  /// after which the microbatch is forgotten.
-  void backward_inputs(int microbatch, const std::map<int, std::vector<at::Tensor>>& received);
+  /// stages wait for; later the gradients of owned parameters, after which the microbatch is
+  /// forgotten.
+  void backward_inputs(int microbatch, const GradientBuffer& buffer);
   void backward_weights(int microbatch, const GradientConsumer& consume);
 
-  /// The gradients to send back over incoming edge `edge` after `backward(microbatch)` or
-  /// `backward_inputs(microbatch)`; taken out.
-  std::vector<at::Tensor> take_gradients(int microbatch, int edge);
-
-  /// The step's returned tensors that are complete on this stage, by position among the graph's
-  /// outputs, of a microbatch whose forward has run; taken out. They keep their history until the
-  /// microbatch's backward.
-  std::map<int, at::Tensor> take_outputs(int microbatch);
-
  private:
-  /// A microbatch between its forward and its backward.
-  struct InFlight {
-    std::map<graph::ValueId, std::shared_ptr<graph::GradientSink>> sinks;
-    std::map<graph::ValueId, torch::autograd::Edge> starts;  // of values that get a gradient
-    std::vector<at::Tensor> root_gradients;                  // per entry of `roots_`
-    // Between the parts of a backward: what is left of it, and gradients of owned parameters that
-    // only later stages read.
-    std::unique_ptr<graph::SplitBackward> split;
-    std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
+  static constexpr int kNoSink = -1;
 
-    at::Tensor gradient(graph::ValueId value) const;
+  /// A microbatch between its forward and its backward. Vectors keep their memory for the next.
+  struct InFlight {
+    std::vector<std::shared_ptr<graph::GradientSink>> sinks;  // by number
+    // Where the backward starts: at the roots, then at what went out, edge by edge. The gradients
+    // of the roots are known after the forward, the others follow when the backward begins.
+    std::vector<torch::autograd::Edge> starts;
+    std::vector<at::Tensor> start_gradients;
+    // Between the parts of a backward: what is left of it.
+    std::unique_ptr<graph::SplitBackward> split;
+    std::unique_ptr<graph::WeightFusion> fusion;
+    // Gradients of owned parameters that only later stages read.
+    std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
+    std::vector<Message> values;     // by place
+    std::vector<Message> gradients;  // by place
+
+    void forget();
   };
-  /// Where the backward of a microbatch starts.
-  struct Starts {
-    std::vector<torch::autograd::Edge> edges;
-    std::vector<at::Tensor> gradients;
+  /// A tensor that enters the stage, and the number of the sink of its gradient.
+  struct Entry {
+    graph::ValueId value;
+    int sink;
+  };
+  /// An edge from an earlier stage: what comes, and the sinks of what goes back.
+  struct Incoming {
+    size_t place;
+    std::vector<Entry> values;
+    std::vector<int> returning;
+  };
+  /// An edge to a later stage: its values, those whose gradient comes back, and parameters.
+  struct Outgoing {
+    size_t place;
+    std::vector<graph::ValueId> values;
+    std::vector<graph::ValueId> gradients;
+    std::vector<Entry> replicas;
   };
   struct Input {
     graph::ValueId value;
@@ -116,7 +143,7 @@ class Stage {
     graph::ValueId value;
     at::Tensor tensor;
     bool owned;
-    bool differentiated;
+    int sink;
     /// A buffer that a backward may need as a microbatch found it, while later ones go on writing
     /// it: each works on a copy and leaves what it made of it.
     bool copied;
@@ -132,16 +159,22 @@ class Stage {
   bool backward_may_need(graph::ValueId value) const;
   void find_kept();
   void find_reads(const partitioner::Plan& plan, const graph::TensorTable& table);
-  void enter_all(InFlight& state, graph::Environment& environment,
-                 const std::vector<at::Tensor>& inputs,
-                 const std::map<int, std::vector<at::Tensor>>& received) const;
-  Starts begin_backward(InFlight& state,
-                        const std::map<int, std::vector<at::Tensor>>& received) const;
-  std::vector<std::shared_ptr<graph::GradientSink>> input_sinks(const InFlight& state) const;
-  void keep_gradients(int microbatch, const InFlight& state);
+  void find_edges();
+  void find_incoming(const Edge& edge, size_t place);
+  void find_outgoing(const Edge& edge, size_t place);
+  int sink_of(graph::ValueId value) const;
+  size_t place_of(int edge) const;
+  void enter(graph::ValueId value, int sink, const at::Tensor& data, InFlight& state);
+  void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);
+  void run_operators(const graph::RandomKey& key);
+  void keep_starts(InFlight& state) const;
+  void keep_values(InFlight& state) const;
+  void give_outputs(int microbatch, const OutputConsumer& output) const;
+  void begin_backward(InFlight& state) const;
+  void fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const;
+  void keep_gradients(InFlight& state) const;
   void consume_gradients(int microbatch, const InFlight& state,
                          const GradientConsumer& consume) const;
-  void keep_results(int microbatch, InFlight& state, const graph::Environment& environment);
 
   const graph::Graph& graph_;
   const std::vector<Edge>& edges_;
@@ -153,12 +186,16 @@ class Stage {
   std::vector<graph::ValueId> kept_;        // what is read when the operators have run
   std::unique_ptr<graph::Segment> segment_;
   std::vector<Input> inputs_;
-  std::vector<Parameter> parameters_;                                // and buffers
-  std::vector<Content> contents_;                                    // constants and literals
-  std::map<int, InFlight> in_flight_;                                // by microbatch
-  std::map<int, std::map<int, std::vector<at::Tensor>>> values_;     // by microbatch and edge
-  std::map<int, std::map<int, std::vector<at::Tensor>>> gradients_;  // by microbatch and edge
-  std::map<int, std::map<int, at::Tensor>> outputs_;  // by microbatch and output position
+  std::vector<Parameter> parameters_;  // and buffers
+  std::vector<Content> contents_;      // constants and literals
+  std::vector<int> own_edges_;         // ascending; the place of an edge is its position here
+  std::vector<Incoming> incoming_;
+  std::vector<Outgoing> outgoing_;
+  std::vector<int> input_sinks_;         // of what came from earlier stages or belongs to them
+  int sinks_ = 0;                        // how many gradients a backward brings
+  std::vector<graph::ValueId> entered_;  // what may be in the environment after a forward
+  graph::Environment environment_;       // of the forward that runs
+  std::vector<InFlight> in_flight_;      // by microbatch
 };
 
 }  // namespace smp::pipeline

@@ -49,7 +49,8 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
   }
   for (int stage : own_stages()) {
     executor_->add_stage(std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(),
-                                                           stage, runtime_->table()));
+                                                           stage, static_cast<int>(microbatches_),
+                                                           runtime_->table()));
   }
 }
 
@@ -76,6 +77,9 @@ void Program::find_copies() {
 
 /// Makes the gradient buckets, anew when a checkpoint with other gradient shards was loaded.
 void Program::make_buckets() {
+  const int shards = runtime_->gradient_shards();
+  if (shards == shards_) return;
+  shards_ = shards;
   const Config& config = runtime_->config();
   const auto replicas = runtime_->group(CommGroup::kDp);
   std::map<std::string, graph::ValueId> id_of;
@@ -85,11 +89,8 @@ void Program::make_buckets() {
       id_of[value.name] = static_cast<graph::ValueId>(id);
     }
   }
-  const int shards = runtime_->gradient_shards();
-  if (shards == shards_) return;
-  shards_ = shards;
   buckets_.clear();
-  bucket_of_.clear();
+  bucket_of_.assign(graph_->values.size(), {});
   for (const auto& model : runtime_->models()) {
     std::vector<at::Tensor> parameters;
     std::vector<std::string> names;
@@ -206,9 +207,15 @@ Program::Outputs Program::run(Inputs inputs) {
     apply_constants(stage, inputs, static_cast<size_t>(microbatch));
   };
   step.consume = [&](graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
-    const auto [model, index] = bucket_of_.at(parameter);
+    const auto [model, index] = bucket_of_[parameter];
     buckets_[model]->add(index, microbatch, gradient);
   };
+  if (runtime_->config().gradient_accumulation_fusion()) {
+    step.buffer = [&](graph::ValueId parameter, int microbatch) {
+      const auto [model, index] = bucket_of_[parameter];
+      return buckets_[model]->buffer(index, microbatch);
+    };
+  }
   size_t reduced = 0;
   const size_t stages = own_stages().size();
   step.reduce = [&](int) {

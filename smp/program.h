@@ -73,9 +73,9 @@ class Program {
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;
-  int shards_ = 0;                                                 // what the buckets were made for
-  std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;      // by model
-  std::map<graph::ValueId, std::pair<size_t, size_t>> bucket_of_;  // model, index in it
+  int shards_ = 0;                                             // what the buckets were made for
+  std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;  // by model
+  std::vector<std::pair<size_t, size_t>> bucket_of_;  // by owned parameter: model, index in it
 };
 
 }  // namespace smp

@@ -133,7 +133,7 @@ class Rank {
     for (int stage = 0; stage < plan.stages(); ++stage) {
       if (executor_->schedule().rank_of(stage) != rank_) continue;
       executor_->add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor_->edges(), stage,
-                                                             state_.table()));
+                                                             trial_.microbatches, state_.table()));
     }
   }
 

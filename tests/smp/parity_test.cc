@@ -17,11 +17,13 @@ struct Layout {
   int replicas;
   int microbatches;  // of one replica
   std::string pipeline;
+  bool fusion = false;  // gradient_accumulation_fusion
 };
 
 std::ostream& operator<<(std::ostream& out, const Layout& layout) {
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
-             << layout.microbatches << " microbatches, " << layout.pipeline;
+             << layout.microbatches << " microbatches, " << layout.pipeline
+             << (layout.fusion ? ", fused" : "");
 }
 
 /// What a run leaves behind, to be compared bit for bit.
@@ -68,6 +70,25 @@ void expect_same(const Trace& got, const Trace& expected) {
         << "evaluation after step " << step;
   }
   expect_same(got.weights, expected.weights, "value");
+}
+
+/// Up to rounding, in float64. Somewhere it must have rounded differently, or nothing was fused.
+void expect_close(const Trace& got, const Trace& expected) {
+  const auto close = [](const torch::Tensor& a, const torch::Tensor& b) {
+    return torch::allclose(a, b, /*rtol=*/1e-9, /*atol=*/1e-12);
+  };
+  bool differs = false;
+  for (int step = 0; step < kSteps; ++step) {
+    for (size_t m = 0; m < expected.losses[step].size(); ++m) {
+      EXPECT_TRUE(close(got.losses[step][m], expected.losses[step][m])) << step << " " << m;
+    }
+    ASSERT_EQ(got.gradients[step].size(), expected.gradients[step].size());
+    for (const auto& [name, gradient] : expected.gradients[step]) {
+      EXPECT_TRUE(close(got.gradients[step].at(name), gradient)) << name << " in step " << step;
+      differs |= !torch::equal(got.gradients[step].at(name), gradient);
+    }
+  }
+  EXPECT_TRUE(differs);
 }
 
 /// Plain libtorch on one process: microbatches one after the other, gradients summed as
@@ -166,6 +187,7 @@ Trace run_distributed(const std::function<Net()>& make, const Options& options,
                           .partitions(layout.stages)
                           .microbatches(layout.microbatches)
                           .pipeline(layout.pipeline)
+                          .gradient_accumulation_fusion(layout.fusion)
                           .ddp(layout.replicas > 1)
                           .placement_strategy(layout.microbatches == 3 ? "spread" : "cluster")
                           .seed(kSeed)
@@ -288,6 +310,27 @@ std::vector<Layout> layouts() {
   return result;
 }
 
+/// Gradients added up inside matrix products.
+using FusedParity = Parity;
+
+TEST_P(FusedParity, TiedGpt) {
+  const std::function<TinyGpt()> make = [] {
+    TinyGpt net(true);
+    net->to(torch::kDouble);
+    return net;
+  };
+  const torch::optim::SGDOptions options(0.1);
+  const Layout& layout = GetParam();
+  const auto batches = make_batches<TinyGpt>(2 * layout.replicas * layout.microbatches);
+  expect_close(run_distributed<TinyGpt, torch::optim::SGD>(make, options, layout, batches),
+               run_plain<TinyGpt, torch::optim::SGD>(make, options, layout, batches));
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, FusedParity,
+                         ::testing::Values(Layout{1, 1, 3, "simple", true},
+                                           Layout{2, 1, 4, "interleaved", true},
+                                           Layout{2, 2, 4, "zb_h1", true},
+                                           Layout{3, 1, 6, "zbv", true}));
 INSTANTIATE_TEST_SUITE_P(Layouts, Parity, ::testing::ValuesIn(layouts()));
 
 }  // namespace

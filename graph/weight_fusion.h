@@ -1,0 +1,48 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "graph/autograd_entry.h"
+
+namespace smp::graph {
+
+/// Where the gradient of a weight is summed.
+struct WeightBuffer {
+  std::shared_ptr<GradientSink> weight;
+  /// Gives a tensor of its sizes and dtype; called when something is about to be added.
+  std::function<at::Tensor()> buffer;
+};
+
+/// Gradients of weights that are added to their buffers by the matrix product that computes them,
+/// without a tensor for each and a pass to add it ("gradient accumulation fusion" of Megatron-LM).
+/// That rounds once where computing and then adding rounds twice.
+///
+/// It changes the autograd graph of one microbatch: the ways to the weights behind `addmm`, `mm`
+/// (with the weight or its transpose) and `embedding` are cut, and where the backward pass comes by
+/// them it adds to the buffer. What reaches a weight in other ways still goes to its sink.
+class WeightFusion {
+ public:
+  /// Takes in what is behind `starts`. With `defer`, the backward pass keeps what the products
+  /// need, and `run` computes them: for a backward in two parts.
+  WeightFusion(const std::vector<torch::autograd::Edge>& starts,
+               const std::vector<WeightBuffer>& weights, bool defer);
+
+  /// Computes what was deferred.
+  void run();
+
+  /// How many products write to buffers.
+  size_t products() const { return products_; }
+
+ private:
+  using Products = std::vector<std::function<void()>>;
+
+  std::shared_ptr<Products> deferred_;  // shared with the hooks; null if nothing is deferred
+  size_t products_ = 0;
+};
+
+}  // namespace smp::graph
