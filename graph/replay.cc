@@ -20,6 +20,9 @@
 namespace smp::graph {
 namespace {
 
+/// Kernels round differently on operands that do not start at a multiple of this.
+constexpr uintptr_t kAlignment = 64;
+
 /// Sets the recorded modes and restores the thread's own at the end.
 class ModeScope {
  public:
@@ -50,6 +53,18 @@ bool is_plain(const ExecutionMode& mode) {
   return mode.grad && !mode.inference && !mode.autocast_cpu && !mode.autocast_cuda;
 }
 
+/// What a leaf's results have to be like; nothing for other operators.
+std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Operator& op) {
+  std::vector<std::optional<TensorMeta>> metas;
+  if (!is_leaf(op.handle)) return metas;
+  for (ValueId id : op.results) {
+    metas.push_back(id == kUndefined ? std::nullopt : std::optional(graph.values[id].meta));
+  }
+  return metas;
+}
+
+}  // namespace
+
 /// While it lives, libtorch's cache of autocast's casts, which belongs to the process, holds those
 /// of one run only.
 class CastCacheScope {
@@ -66,18 +81,6 @@ class CastCacheScope {
   }
   const std::lock_guard<std::mutex> lock_;
 };
-
-/// What a leaf's results have to be like; nothing for other operators.
-std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Operator& op) {
-  std::vector<std::optional<TensorMeta>> metas;
-  if (!is_leaf(op.handle)) return metas;
-  for (ValueId id : op.results) {
-    metas.push_back(id == kUndefined ? std::nullopt : std::optional(graph.values[id].meta));
-  }
-  return metas;
-}
-
-}  // namespace
 
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
@@ -122,14 +125,22 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   std::sort(reads_.begin(), reads_.end());
 }
 
-void Segment::run(Environment& environment, const RandomKey& key) {
-  std::optional<CastCacheScope> cache;
-  if (casts_) cache.emplace();
-  const auto forget = c10::make_scope_exit([this] { aliases_.clear(); });
-  for (const Instruction& instruction : instructions_) {
-    execute(instruction, environment, key);
+Segment::Run::Run(Segment& segment) : segment_(segment) {
+  if (segment.casts_) casts_ = std::make_unique<CastCacheScope>();
+}
+
+Segment::Run::~Run() { segment_.aliases_.clear(); }
+
+void Segment::Run::part(size_t first, size_t last, Environment& environment, const RandomKey& key) {
+  for (size_t i = first; i < last; ++i) {
+    const Instruction& instruction = segment_.instructions_[i];
+    segment_.execute(instruction, environment, key);
     for (ValueId id : instruction.dead) environment[id] = at::Tensor();
   }
+}
+
+void Segment::run(Environment& environment, const RandomKey& key) {
+  Run(*this).part(0, size(), environment, key);
 }
 
 void Segment::run_one(size_t index, Environment& environment, const RandomKey& key) {
@@ -236,7 +247,6 @@ void Segment::apply(const std::vector<ConstantOverride>& changes) {
 }
 
 at::Tensor aligned(const at::Tensor& tensor) {
-  constexpr uintptr_t kAlignment = 64;
   if (tensor.numel() == 0 || !tensor.is_cpu()) return tensor;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   if (address % kAlignment == 0) return tensor;
@@ -249,6 +259,19 @@ at::Tensor aligned(const at::Tensor& tensor) {
   at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), tensor.options());
   copy.copy_(compact);
   return copy.as_strided(tensor.sizes(), tensor.strides());
+}
+
+at::Tensor copy_as_laid_out(const at::Tensor& tensor) {
+  at::NoGradGuard no_grad;
+  const at::Tensor source = tensor.detach();
+  if (source.numel() == 0) return source.clone();
+  int64_t span = 1;
+  for (int64_t d = 0; d < source.dim(); ++d) span += (source.size(d) - 1) * source.stride(d);
+  const auto address = reinterpret_cast<uintptr_t>(source.const_data_ptr());
+  const auto shift = static_cast<int64_t>(address % kAlignment / source.itemsize());
+  const at::Tensor memory = at::empty_strided({shift + span}, {1}, source.options());
+  memory.narrow(0, shift, span).copy_(source.as_strided({span}, {1}));
+  return memory.as_strided(source.sizes(), source.strides(), shift);
 }
 
 }  // namespace smp::graph

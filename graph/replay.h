@@ -18,6 +18,8 @@ namespace smp::graph {
 /// The tensors of one microbatch by ValueId; undefined where not (yet, or no longer) alive.
 using Environment = std::vector<at::Tensor>;
 
+class CastCacheScope;
+
 /// Some operators of a graph, in program order, ready to run again and again.
 ///
 /// A segment belongs to one thread at a time.
@@ -28,6 +30,24 @@ class Segment {
   Segment(const Graph& graph, const std::vector<int>& operators, const std::vector<ValueId>& keep);
 
   size_t size() const { return instructions_.size(); }
+
+  /// A run of some of the operators, which may be in parts: while it lives, what autocast casts is
+  /// cast once. One at a time.
+  class Run {
+   public:
+    explicit Run(Segment& segment);
+    ~Run();
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+
+    /// Runs the operators at positions `first` to `last` - 1. The environment holds what they read
+    /// from outside.
+    void part(size_t first, size_t last, Environment& environment, const RandomKey& key);
+
+   private:
+    Segment& segment_;
+    std::unique_ptr<CastCacheScope> casts_;
+  };
 
   /// Runs all operators. The environment holds what they read from outside.
   void run(Environment& environment, const RandomKey& key);
@@ -71,5 +91,9 @@ class Segment {
 /// A copy at a multiple of 64 bytes with the same sizes and strides; the tensor itself if it
 /// starts at one already. Kernels round differently on operands that do not.
 at::Tensor aligned(const at::Tensor& tensor);
+
+/// A copy without history that kernels cannot tell from the tensor: the same sizes and strides, and
+/// the first element as far from a multiple of 64 bytes. What strides leave out is copied too.
+at::Tensor copy_as_laid_out(const at::Tensor& tensor);
 
 }  // namespace smp::graph

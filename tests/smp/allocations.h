@@ -15,6 +15,7 @@ class Allocations {
   Allocations()
       : count_(std::make_shared<Count>()), guard_(c10::DebugInfoKind::PROFILER_STATE, count_) {}
 
+  int64_t now() const { return count_->now; }
   int64_t peak() const { return count_->peak; }
 
  private:

@@ -1,0 +1,191 @@
+#include "graph/checkpointed_segment.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <utility>
+
+#include "graph/leaf.h"
+#include "graph/saved_tensors.h"
+#include "graph/visit.h"
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+bool writes(const Operator& op, int alias_set) {
+  return std::find(op.writes.begin(), op.writes.end(), alias_set) != op.writes.end();
+}
+
+/// Whether a value lies on memory that outlives the run: of anything but a result.
+bool outlives_run(const Graph& graph, ValueId id) {
+  const int alias_set = graph.values[id].alias_set;
+  return std::any_of(graph.values.begin(), graph.values.end(), [&](const Value& other) {
+    return other.alias_set == alias_set && other.kind != ValueKind::kResult;
+  });
+}
+
+/// How to keep what a region that begins with operator `first` reads. What outlives a run is
+/// written by other microbatches' runs, too.
+KeptInput::Kind kind_of_input(const Graph& graph, ValueId id, int first) {
+  const int alias_set = graph.values[id].alias_set;
+  const bool outlives = outlives_run(graph, id);
+  const bool written =
+      std::any_of(graph.operators.begin() + (outlives ? 0 : first), graph.operators.end(),
+                  [&](const Operator& op) { return writes(op, alias_set); });
+  if (written) return KeptInput::Kind::kCopy;
+  return outlives ? KeptInput::Kind::kOther : KeptInput::Kind::kAlias;
+}
+
+/// What operators read that none of them makes, ascending. A literal is there before its operator.
+std::set<ValueId> inputs_of(const Graph& graph, const std::vector<int>& region) {
+  std::set<ValueId> inputs, made;
+  for (int index : region) {
+    const Operator& op = graph.operators[index];
+    for_each_argument(op, [&](ValueId id) {
+      if (made.count(id) == 0) inputs.insert(id);
+    });
+    if (graph.makes_literal(op)) {
+      inputs.insert(op.results[0]);
+    } else {
+      for_each_result(op, [&](ValueId id) { made.insert(id); });
+    }
+  }
+  return inputs;
+}
+
+}  // namespace
+
+void KeptInputs::prefetch() const {
+  for (auto it = inputs_.rbegin(); it != inputs_.rend(); ++it) {
+    if (const auto kept = it->lock()) kept->prefetch();
+  }
+}
+
+std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
+                                           const std::vector<int>& region_of_operator) {
+  std::vector<std::vector<int>> regions;
+  if (region_of_operator.empty()) return regions;
+  int before = -1;
+  for (int index : operators) {
+    const int region = region_of_operator[index];
+    if (region >= 0 && region != before) regions.emplace_back();
+    if (region >= 0) regions.back().push_back(index);
+    before = region;
+  }
+  return regions;
+}
+
+std::string why_not_repeatable(const Graph& graph, const std::vector<int>& region) {
+  const std::set<ValueId> inputs = inputs_of(graph, region);
+  for (int index : region) {
+    const Operator& op = graph.operators[index];
+    const auto operator_text = c10::str("operator ", index, " (", op.name(), ")");
+    if (op.writes.empty()) continue;
+    if (is_leaf(op.handle)) {
+      return c10::str(operator_text,
+                      " is a leaf module that updates buffers, and would update "
+                      "them a second time");
+    }
+    for (int alias_set : op.writes) {
+      const auto read = std::count_if(inputs.begin(), inputs.end(), [&](ValueId id) {
+        return graph.values[id].alias_set == alias_set;
+      });
+      if (read > 1) {
+        return c10::str(operator_text, " writes in place a tensor of which ", read,
+                        " views come from outside, and copies of them would not share memory");
+      }
+    }
+  }
+  return "";
+}
+
+CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
+                                         const std::vector<ValueId>& keep,
+                                         const std::vector<int>& region_of_operator)
+    : graph_(graph), program_(std::make_shared<SegmentProgram>(graph, operators, keep)) {
+  if (!graph.trains()) return;
+  for (const auto& region : find_regions(operators, region_of_operator)) {
+    add_region(operators, region);
+  }
+  find_kept_by_others(operators);
+}
+
+void CheckpointedSegment::add_region(const std::vector<int>& operators,
+                                     const std::vector<int>& region) {
+  const std::string why_not = why_not_repeatable(graph_, region);
+  SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
+                 region.front(), " to ", region.back(), ", in module \"",
+                 graph_.operators[region.front()].scope, "\", cannot run again in the backward "
+                 "pass: ", why_not, ". Leave the module out");
+  const auto first = std::find(operators.begin(), operators.end(), region.front());
+  Region result;
+  result.first = static_cast<size_t>(first - operators.begin());
+  result.last = result.first + region.size();
+  result.calls_leaf = std::any_of(region.begin(), region.end(), [&](int index) {
+    return is_leaf(graph_.operators[index].handle);
+  });
+  for (ValueId id : inputs_of(graph_, region)) {
+    result.inputs.push_back({id, kind_of_input(graph_, id, region.front())});
+  }
+  regions_.push_back(std::move(result));
+}
+
+void CheckpointedSegment::find_kept_by_others(const std::vector<int>& operators) {
+  for (size_t later = 1; later < regions_.size(); ++later) {
+    for (const Input& input : regions_[later].inputs) {
+      if (input.kind != KeptInput::Kind::kAlias) continue;
+      for (size_t r = 0; r < later; ++r) {
+        const int producer = graph_.values[input.value].producer;
+        const auto begin = operators.begin();
+        const bool made = std::find(begin + regions_[r].first, begin + regions_[r].last,
+                                    producer) != begin + regions_[r].last;
+        if (made) regions_[r].kept_by_others.push_back(input.value);
+      }
+    }
+  }
+}
+
+KeptInputs CheckpointedSegment::run(Environment& environment, const RandomKey& key,
+                                    TensorStore* store) {
+  KeptInputs stored;
+  KeptById known;
+  Segment::Run run(program_->segment);
+  size_t next = 0;
+  for (const Region& region : regions_) {
+    run.part(next, region.first, environment, key);
+    run_region(region, run, environment, key, store, known, stored);
+    next = region.last;
+  }
+  run.part(next, size(), environment, key);
+  return stored;
+}
+
+void CheckpointedSegment::run_region(const Region& region, Segment::Run& run,
+                                     Environment& environment, const RandomKey& key,
+                                     TensorStore* store, KeptById& known, KeptInputs& stored) {
+  const auto keeper = std::make_shared<RegionRun>(program_, region.first, region.last,
+                                                  /*early_end=*/!region.calls_leaf, key);
+  for (const Input& input : region.inputs) {
+    const bool unchanged = input.kind != KeptInput::Kind::kCopy;
+    const at::Tensor& tensor = environment[input.value];
+    if (!tensor.defined()) continue;
+    // Regions that read the same tensor keep it together.
+    std::shared_ptr<KeptInput> kept = unchanged ? known[input.value].lock() : nullptr;
+    if (kept == nullptr) kept = std::make_shared<KeptInput>(tensor, input.kind);
+    if (unchanged) known[input.value] = kept;
+    keeper->add_input(input.value, tensor, std::move(kept), unchanged);
+  }
+  {
+    const SavedTensorScope scope(keeper);
+    run.part(region.first, region.last, environment, key);
+  }
+  std::vector<at::Tensor> kept_by_others;
+  for (ValueId id : region.kept_by_others) {
+    // What goes to a store leaves no memory behind.
+    if (store == nullptr && environment[id].defined()) kept_by_others.push_back(environment[id]);
+  }
+  for (const auto& kept : keeper->finish(kept_by_others, store)) stored.add(kept);
+}
+
+}  // namespace smp::graph

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/random.h"
+#include "graph/region_run.h"
+#include "graph/replay.h"
+#include "graph/tensor_store.h"
+#include "graph/tracer.h"
+
+namespace smp::graph {
+
+/// What the regions of one run have put into a store until its backward. The history holds it.
+class KeptInputs {
+ public:
+  void add(const std::shared_ptr<KeptInput>& input) { inputs_.push_back(input); }
+  /// Begins to bring it back, the last regions' first, without waiting.
+  void prefetch() const;
+
+ private:
+  std::vector<std::weak_ptr<KeptInput>> inputs_;
+};
+
+/// The regions of some operators: the longest runs of neighbours with the same number, other than
+/// -1, in `region_of_operator` (per operator of the graph; empty: none). Each as operator indices.
+std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
+                                           const std::vector<int>& region_of_operator);
+
+/// Why operators that follow each other cannot run a second time with the same results and no other
+/// effect, as a sentence without a full stop; empty if they can.
+std::string why_not_repeatable(const Graph& graph, const std::vector<int>& region);
+
+/// A `Segment` some of whose operators, the *regions*, run a second time in the backward pass
+/// instead of keeping until then what autograd saves.
+///
+/// The history is the one that a `Segment` records, to the last function; only the tensors that
+/// functions of a region save are left out. What is kept instead is what the region reads from
+/// outside, as it was then. When the first saved tensor of a region is needed, its operators run
+/// again up to the one that saves the last tensor needed: under the same modes, constants and
+/// random streams and on operands that lie alike, so that all bits are the same. What they save is
+/// then handed to the history, and freed as the backward goes through it. Saved tensors that lie on
+/// what the region reads, or on what another region keeps, are kept as they are; where there are
+/// no others nothing runs twice.
+///
+/// Writes of the second run stay its own: of what is written from the region's first operator on a
+/// copy is kept, so batch statistics are updated once.
+///
+/// A segment belongs to one thread at a time.
+class CheckpointedSegment {
+ public:
+  /// As `Segment`; `region_of_operator` as for `find_regions`. Throws `UsageError` for a region
+  /// that is not repeatable. Without regions, and for a graph that does not train, it is a plain
+  /// `Segment`.
+  CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
+                      const std::vector<ValueId>& keep,
+                      const std::vector<int>& region_of_operator = {});
+
+  size_t size() const { return program_->segment.size(); }
+  /// How many regions there are.
+  size_t regions() const { return regions_.size(); }
+
+  /// Runs all operators. The environment holds what they read from outside. What regions keep goes
+  /// to `store`, unless it is null; but for what others keep anyway, such as parameters.
+  KeptInputs run(Environment& environment, const RandomKey& key, TensorStore* store = nullptr);
+
+  /// Uses other constants from now on; backwards of earlier runs go on with theirs.
+  void apply(const std::vector<ConstantOverride>& changes) { program_->apply(graph_, changes); }
+
+  /// As `Segment::reads`.
+  const std::vector<ValueId>& reads() const { return program_->segment.reads(); }
+
+ private:
+  struct Input {
+    ValueId value;
+    KeptInput::Kind kind;
+  };
+  struct Region {
+    size_t first;  // positions in the segment
+    size_t last;   // one past
+    bool calls_leaf;
+    std::vector<Input> inputs;
+    std::vector<ValueId> kept_by_others;  // results that later regions read and do not copy
+  };
+  using KeptById = std::map<ValueId, std::weak_ptr<KeptInput>>;
+
+  void add_region(const std::vector<int>& operators, const std::vector<int>& region);
+  void find_kept_by_others(const std::vector<int>& operators);
+  void run_region(const Region& region, Segment::Run& run, Environment& environment,
+                  const RandomKey& key, TensorStore* store, KeptById& known, KeptInputs& stored);
+
+  const Graph& graph_;
+  std::vector<Region> regions_;
+  std::shared_ptr<SegmentProgram> program_;  // histories may outlive the segment
+};
+
+}  // namespace smp::graph

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+
+namespace smp::graph {
+
+/// Decides what becomes of the tensors that autograd's functions save for their backward. May be
+/// called by the threads that run backwards, one at a time.
+class SavedTensorKeeper {
+ public:
+  virtual ~SavedTensorKeeper() = default;
+
+  /// A function saves `tensor`. The returned number is what the other two are called with.
+  virtual size_t pack(const at::Tensor& tensor) = 0;
+  /// The tensor is needed: one with the same content, sizes and strides, and without history. May
+  /// be called several times while the function lives.
+  virtual at::Tensor unpack(size_t number) = 0;
+  /// The function has let go of the tensor.
+  virtual void release(size_t number) noexcept = 0;
+};
+
+/// While it lives, a keeper is given every tensor that this thread's operators save, but for
+/// numbers that libtorch wraps in a tensor. Of nested scopes the innermost counts; null: autograd
+/// keeps its tensors itself.
+///
+/// libtorch offers C++ no hooks for saved tensors, other than Python; but its engine asks a virtual
+/// function of itself for them. The first scope of a process puts an engine in place of the default
+/// one that differs in this function only.
+class SavedTensorScope {
+ public:
+  explicit SavedTensorScope(std::shared_ptr<SavedTensorKeeper> keeper);
+  ~SavedTensorScope();
+  SavedTensorScope(const SavedTensorScope&) = delete;
+  SavedTensorScope& operator=(const SavedTensorScope&) = delete;
+
+ private:
+  std::shared_ptr<SavedTensorKeeper> outer_;
+};
+
+}  // namespace smp::graph
