@@ -100,6 +100,14 @@ std::string why_not_repeatable(const Graph& graph, const std::vector<int>& regio
   return "";
 }
 
+void check_repeatable(const Graph& graph, const std::vector<int>& region) {
+  const std::string why_not = why_not_repeatable(graph, region);
+  SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
+                 region.front(), " to ", region.back(), ", in module \"",
+                 graph.operators[region.front()].scope, "\", cannot run again in the backward "
+                 "pass: ", why_not, ". Leave the module out");
+}
+
 CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
                                          const std::vector<ValueId>& keep,
                                          const std::vector<int>& region_of_operator)
@@ -113,11 +121,7 @@ CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<i
 
 void CheckpointedSegment::add_region(const std::vector<int>& operators,
                                      const std::vector<int>& region) {
-  const std::string why_not = why_not_repeatable(graph_, region);
-  SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
-                 region.front(), " to ", region.back(), ", in module \"",
-                 graph_.operators[region.front()].scope, "\", cannot run again in the backward "
-                 "pass: ", why_not, ". Leave the module out");
+  check_repeatable(graph_, region);
   const auto first = std::find(operators.begin(), operators.end(), region.front());
   Region result;
   result.first = static_cast<size_t>(first - operators.begin());

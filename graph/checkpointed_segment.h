@@ -34,6 +34,8 @@ std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
 /// Why operators that follow each other cannot run a second time with the same results and no other
 /// effect, as a sentence without a full stop; empty if they can.
 std::string why_not_repeatable(const Graph& graph, const std::vector<int>& region);
+/// Throws `UsageError` unless they can.
+void check_repeatable(const Graph& graph, const std::vector<int>& region);
 
 /// A `Segment` some of whose operators, the *regions*, run a second time in the backward pass
 /// instead of keeping until then what autograd saves.

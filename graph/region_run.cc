@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "graph/layout.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -16,16 +17,6 @@ at::Tensor view_of(const at::Tensor& memory, c10::IntArrayRef sizes, c10::IntArr
                    int64_t offset) {
   const at::NoGradGuard no_grad;
   return at::as_strided(memory, sizes, strides, offset);
-}
-
-/// Elements from the first to the last one.
-int64_t span_of(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  int64_t span = 1;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] == 0) return 0;
-    span += (sizes[d] - 1) * strides[d];
-  }
-  return span;
 }
 
 /// The tensor without history. A leaf has none, and stays what it is: autocast casts it once.
@@ -168,17 +159,17 @@ std::vector<std::shared_ptr<KeptInput>> RegionRun::finish(
 }
 
 void RegionRun::move_to(TensorStore& store, std::vector<std::shared_ptr<KeptInput>>& stored) {
-  for (const Input& input : inputs_) {
-    if (input.kept->store(store)) stored.push_back(input.kept);
-  }
+  const auto move = [&](const std::shared_ptr<KeptInput>& kept) {
+    if (!kept->store(store)) return false;
+    if (std::find(stored.begin(), stored.end(), kept) == stored.end()) stored.push_back(kept);
+    return true;
+  };
+  for (const Input& input : inputs_) move(input.kept);
   for (Saved& saved : saved_) {
-    // What lies elsewhere on the memory would keep all of it.
-    if (saved.input == nullptr || !saved.input->holds(saved.sizes, saved.strides, saved.offset)) {
-      continue;
-    }
-    if (!saved.input->store(store)) continue;
-    stored.push_back(saved.input);
-    saved.value = at::Tensor();
+    // What lies elsewhere on the input's memory is kept there.
+    const bool inside =
+        saved.input != nullptr && saved.input->holds(saved.sizes, saved.strides, saved.offset);
+    if (inside && move(saved.input)) saved.value = at::Tensor();
   }
 }
 

@@ -20,9 +20,6 @@
 namespace smp::graph {
 namespace {
 
-/// Kernels round differently on operands that do not start at a multiple of this.
-constexpr uintptr_t kAlignment = 64;
-
 /// Sets the recorded modes and restores the thread's own at the end.
 class ModeScope {
  public:
@@ -129,7 +126,10 @@ Segment::Run::Run(Segment& segment) : segment_(segment) {
   if (segment.casts_) casts_ = std::make_unique<CastCacheScope>();
 }
 
-Segment::Run::~Run() { segment_.aliases_.clear(); }
+Segment::Run::~Run() {
+  segment_.aliases_.clear();
+  segment_.stack_.clear();  // an operator that threw has left its arguments there
+}
 
 void Segment::Run::part(size_t first, size_t last, Environment& environment, const RandomKey& key) {
   for (size_t i = first; i < last; ++i) {
@@ -247,6 +247,7 @@ void Segment::apply(const std::vector<ConstantOverride>& changes) {
 }
 
 at::Tensor aligned(const at::Tensor& tensor) {
+  constexpr uintptr_t kAlignment = 64;
   if (tensor.numel() == 0 || !tensor.is_cpu()) return tensor;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   if (address % kAlignment == 0) return tensor;
@@ -259,19 +260,6 @@ at::Tensor aligned(const at::Tensor& tensor) {
   at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), tensor.options());
   copy.copy_(compact);
   return copy.as_strided(tensor.sizes(), tensor.strides());
-}
-
-at::Tensor copy_as_laid_out(const at::Tensor& tensor) {
-  at::NoGradGuard no_grad;
-  const at::Tensor source = tensor.detach();
-  if (source.numel() == 0) return source.clone();
-  int64_t span = 1;
-  for (int64_t d = 0; d < source.dim(); ++d) span += (source.size(d) - 1) * source.stride(d);
-  const auto address = reinterpret_cast<uintptr_t>(source.const_data_ptr());
-  const auto shift = static_cast<int64_t>(address % kAlignment / source.itemsize());
-  const at::Tensor memory = at::empty_strided({shift + span}, {1}, source.options());
-  memory.narrow(0, shift, span).copy_(source.as_strided({span}, {1}));
-  return memory.as_strided(source.sizes(), source.strides(), shift);
 }
 
 }  // namespace smp::graph

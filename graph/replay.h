@@ -92,8 +92,4 @@ class Segment {
 /// starts at one already. Kernels round differently on operands that do not.
 at::Tensor aligned(const at::Tensor& tensor);
 
-/// A copy without history that kernels cannot tell from the tensor: the same sizes and strides, and
-/// the first element as far from a multiple of 64 bytes. What strides leave out is copied too.
-at::Tensor copy_as_laid_out(const at::Tensor& tensor);
-
 }  // namespace smp::graph

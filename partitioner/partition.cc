@@ -149,6 +149,9 @@ class Partitioner {
  private:
   int stages() const { return static_cast<int>(stages_.rank_of_stage.size()); }
 
+  /// Bytes that every rank needs besides what its stages keep.
+  int64_t recomputed() const { return graph_.trains() ? options_.step().largest_region() : 0; }
+
   Plan finish(const std::vector<int>& stage_of_operator) const {
     Owners fixed = options_.owner();
     fixed.insert(options_.pinned().begin(), options_.pinned().end());
@@ -197,7 +200,9 @@ class Partitioner {
     problem.allow_empty = options_.allow_empty_stages();
     problem.microbatches = options_.step().microbatches();
     problem.gap = kSearchGap;
-    problem.memory_limit = options_.memory_limit();
+    if (options_.memory_limit() > 0) {
+      problem.memory_limit = std::max(options_.memory_limit() - recomputed(), int64_t{1});
+    }
     for (int s = 0; s < stages(); ++s) {
       problem.in_flight.push_back(
           microbatches_in_flight(options_.step(), graph_.trains(), s, stages()));
@@ -387,7 +392,8 @@ class Partitioner {
     SMP_INTERNAL_ASSERT(least.has_value(), "no split although all bounds can be kept");
     problem.memory_limit = *least;
     fail_memory(finish(stages_of(pieces, *split(problem))),
-                fmt::format("the least limit that would do is {} bytes, with which", *least));
+                fmt::format("the least limit that would do is {} bytes, with which",
+                            *least + recomputed()));
   }
 
   [[noreturn]] void explain_too_few(int possible) const {

@@ -108,7 +108,8 @@ Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) 
   add_transfers(graph, plan, result.stages);
   const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
   result.rank_us.assign(ranks, 0);
-  result.rank_memory.assign(ranks, 0);
+  result.recomputed = graph.trains() ? step.largest_region() : 0;
+  result.rank_memory.assign(ranks, result.recomputed);
   for (int s = 0; s < plan.stages(); ++s) {
     result.rank_us[plan.rank_of_stage[s]] += result.stages[s].time_us();
     result.rank_memory[plan.rank_of_stage[s]] += result.stages[s].memory();
@@ -130,12 +131,16 @@ std::string describe_memory(const Plan& plan, const Prediction& prediction, int 
     sum.activations += stage.activations;
     sum.in_flight = std::max(sum.in_flight, stage.in_flight);
   }
-  return fmt::format(
+  std::string text = fmt::format(
       "{}: weights {}, gradients {}, optimizer state {}, activations of {} "
       "microbatch{} {}",
-      format_bytes(sum.memory()), format_bytes(sum.weights), format_bytes(sum.gradients),
-      format_bytes(sum.optimizer), sum.in_flight, sum.in_flight == 1 ? "" : "es",
-      format_bytes(sum.activations));
+      format_bytes(sum.memory() + prediction.recomputed), format_bytes(sum.weights),
+      format_bytes(sum.gradients), format_bytes(sum.optimizer), sum.in_flight,
+      sum.in_flight == 1 ? "" : "es", format_bytes(sum.activations));
+  if (prediction.recomputed > 0) {
+    text += ", a region that runs again " + format_bytes(prediction.recomputed);
+  }
+  return text;
 }
 
 }  // namespace smp::partitioner

@@ -24,6 +24,8 @@ struct StepModel {
   /// Bytes of optimizer state for each byte of a trained parameter: 2 for Adam, 1 for momentum, 0
   /// for plain SGD.
   TORCH_ARG(double, optimizer_state) = 2.0;
+  /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
+  TORCH_ARG(int64_t, largest_region) = 0;
 };
 
 /// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,
@@ -71,6 +73,7 @@ struct Prediction {
   std::vector<StagePrediction> stages;
   std::vector<double> rank_us;       ///< per rank: time of one microbatch
   std::vector<int64_t> rank_memory;  ///< per rank: bytes
+  int64_t recomputed = 0;            ///< of these, once per rank: a region that runs again
   /// sum t_r + (M - 1) max t_r over the ranks: exact for `simple` with equal ratios of backward
   /// to forward, and close for `interleaved`.
   double step_us = 0;
@@ -79,7 +82,8 @@ struct Prediction {
 Prediction predict(const graph::Graph& graph, const Plan& plan, const StepModel& step);
 
 /// What a rank's memory is for: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
-/// MiB, activations of 3 microbatches 2.3 MiB".
+/// MiB, activations of 3 microbatches 2.3 MiB", and, if there is one, ", a region that runs again
+/// 1.0 MiB".
 std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank);
 
 }  // namespace smp::partitioner

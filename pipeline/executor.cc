@@ -100,6 +100,21 @@ void Executor::resolve() {
     program_.push_back(resolve(action));
     if (action.is_recv()) ++program_.back().channel->messages;
   }
+  if (loading_horizon_ > 0) find_prefetches();
+}
+
+void Executor::find_prefetches() {
+  std::vector<Instruction*> computations;
+  for (Instruction& instruction : program_) {
+    if (instruction.action.is_compute()) computations.push_back(&instruction);
+  }
+  for (size_t i = 0; i < computations.size(); ++i) {
+    const Instruction& ahead = *computations[i];
+    // What the second half of a backward needs is there since the first.
+    if (!ahead.action.is_backward() || ahead.action.kind == Action::Kind::kBackwardWeight) continue;
+    const size_t before = i - std::min(i, static_cast<size_t>(loading_horizon_));
+    computations[before]->prefetches.emplace_back(ahead.stage, ahead.action.microbatch);
+  }
 }
 
 Executor::Instruction Executor::resolve(const Action& action) {
@@ -183,6 +198,7 @@ void Executor::run_recorded(const Step& step) {
 }
 
 void Executor::execute(const Instruction& instruction, const Step& step) {
+  for (const auto& [stage, microbatch] : instruction.prefetches) stage->prefetch(microbatch);
   switch (instruction.action.kind) {
     case Action::Kind::kForward:
       forward(instruction, step);

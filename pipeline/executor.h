@@ -42,6 +42,9 @@ class Executor {
   Stage& stage(int index) { return *stages_.at(index); }
   /// Of each action of this rank the bytes of its message, 0 where it has none.
   std::vector<int64_t> message_bytes() const;
+  /// Before each computation tells the stage whose backward is `horizon` computations of this rank
+  /// ahead to bring back what it has put into a store (`Stage::prefetch`). Before the first run.
+  void set_loading_horizon(int horizon) { loading_horizon_ = horizon; }
   bool has_stage(int index) const { return stages_.count(index) > 0; }
 
   /// What a step gives the executor.
@@ -90,6 +93,7 @@ class Executor {
     Channel* channel = nullptr;  // of a transfer
     Message* message = nullptr;  // of a transfer
     std::vector<HandOver> hand_overs;
+    std::vector<std::pair<Stage*, int>> prefetches;  // microbatches
   };
 
   void execute(const Instruction& instruction, const Step& step);
@@ -97,6 +101,7 @@ class Executor {
   void open_channels(const graph::Graph& graph);
   void resolve();
   Instruction resolve(const Action& action);
+  void find_prefetches();
   std::vector<HandOver> hand_overs_of(const Action& action);
   int edge_of(const Action& transfer) const;
   static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
@@ -111,6 +116,7 @@ class Executor {
   std::map<int, std::unique_ptr<Stage>> stages_;
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
   std::vector<Instruction> program_;
+  int loading_horizon_ = 0;  // 0: nothing is in a store
 };
 
 }  // namespace smp::pipeline

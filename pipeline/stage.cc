@@ -76,12 +76,28 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
     if (output != kUndefined && on_shared_memory(output)) copied_.insert(position);
   }
   find_kept();
-  segment_ = std::make_unique<graph::Segment>(graph, operators_, kept_);
+  segment_ = std::make_unique<graph::CheckpointedSegment>(graph, operators_, kept_);
   find_reads(plan, table);
   find_edges();
   for (InFlight& state : in_flight_) {
     state.values.resize(own_edges_.size());
     state.gradients.resize(own_edges_.size());
+  }
+}
+
+void Stage::set_regions(const std::vector<int>& region_of_operator,
+                        std::shared_ptr<graph::TensorStore> store) {
+  store_ = std::move(store);
+  segment_ =
+      std::make_unique<graph::CheckpointedSegment>(graph_, operators_, kept_, region_of_operator);
+}
+
+void Stage::prefetch(int microbatch) {
+  InFlight& state = in_flight_[microbatch];
+  if (state.has_run) {
+    state.stored.prefetch();
+  } else {
+    state.needed_soon = true;
   }
 }
 
@@ -292,7 +308,7 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   at::AutoGradMode grad(true);
   InFlight& state = in_flight_[microbatch];
   enter_all(state, inputs);
-  run_operators(key);
+  run_operators(state, key);
   if (graph_.trains()) keep_starts(state);
   keep_values(state);
   give_outputs(microbatch, output);
@@ -300,13 +316,16 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   if (!graph_.trains()) state.forget();
 }
 
-void Stage::run_operators(const graph::RandomKey& key) {
+void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const Parameter& parameter : parameters_) {
     if (!parameter.copied) continue;
     copies.emplace_back(parameter.tensor.detach(), environment_[parameter.value].variable_data());
   }
-  segment_->run(environment_, key);
+  const bool stores = store_ != nullptr && !state.needed_soon;
+  state.needed_soon = false;
+  state.has_run = true;
+  state.stored = segment_->run(environment_, key, stores ? store_.get() : nullptr);
   for (const auto& [buffer, copy] : copies) buffer.copy_(copy);
 }
 
@@ -437,6 +456,8 @@ void Stage::keep_gradients(InFlight& state) const {
 
 /// All but the messages.
 void Stage::InFlight::forget() {
+  has_run = false;
+  stored = {};
   sinks.clear();
   starts.clear();
   start_gradients.clear();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "graph/autograd_entry.h"
+#include "graph/checkpointed_segment.h"
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/replay.h"
@@ -65,6 +66,16 @@ class Stage {
 
   int index() const { return index_; }
 
+  /// Runs some of the operators again in the backward pass (see `graph::CheckpointedSegment`).
+  /// `region_of_operator`: per operator of the graph the number of its region, or -1. What they
+  /// keep goes to `store`, unless it is null. Before the first forward.
+  void set_regions(const std::vector<int>& region_of_operator,
+                   std::shared_ptr<graph::TensorStore> store);
+
+  /// Begins to bring back what the microbatch has in the store. Before its forward: nothing of it
+  /// goes there.
+  void prefetch(int microbatch);
+
   /// The place of what goes forward over edge `edge` (an index into `edges`, at one end of which
   /// is this stage) for a microbatch. If it comes here it must be there before `forward`, which
   /// empties the place; if it goes out, `forward` puts it there and whoever sends it empties the
@@ -111,6 +122,9 @@ class Stage {
     std::unique_ptr<graph::WeightFusion> fusion;
     // Gradients of owned parameters that only later stages read.
     std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
+    graph::KeptInputs stored;        // what lies in the store
+    bool has_run = false;            // forward
+    bool needed_soon = false;        // before the forward: nothing goes to the store
     std::vector<Message> values;     // by place
     std::vector<Message> gradients;  // by place
 
@@ -166,7 +180,7 @@ class Stage {
   size_t place_of(int edge) const;
   void enter(graph::ValueId value, int sink, const at::Tensor& data, InFlight& state);
   void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);
-  void run_operators(const graph::RandomKey& key);
+  void run_operators(InFlight& state, const graph::RandomKey& key);
   void keep_starts(InFlight& state) const;
   void keep_values(InFlight& state) const;
   void give_outputs(int microbatch, const OutputConsumer& output) const;
@@ -184,7 +198,8 @@ class Stage {
   std::vector<int> returned_;               // positions of the graph's outputs complete here
   std::set<int> copied_;                    // those of them that others go on writing
   std::vector<graph::ValueId> kept_;        // what is read when the operators have run
-  std::unique_ptr<graph::Segment> segment_;
+  std::unique_ptr<graph::CheckpointedSegment> segment_;
+  std::shared_ptr<graph::TensorStore> store_;
   std::vector<Input> inputs_;
   std::vector<Parameter> parameters_;  // and buffers
   std::vector<Content> contents_;      // constants and literals

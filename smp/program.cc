@@ -20,11 +20,11 @@ constexpr comm::Tag kReplicaTag = 1 << 19;
 
 }  // namespace
 
-Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
-                 partitioner::Plan plan, int64_t microbatches, bool settled)
+Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
+                 bool settled)
     : runtime_(std::move(runtime)),
-      graph_(std::move(graph)),
-      plan_(std::move(plan)),
+      graph_(std::move(planned.graph)),
+      plan_(std::move(planned.plan)),
       microbatches_(microbatches),
       pipeline_(runtime_->group(CommGroup::kPp)) {
   position_.resize(plan_.order.size());
@@ -32,7 +32,9 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
   const Config& config = runtime_->config();
   const int ranks = pipeline_->size();
   auto step = plan_step(config, runtime_->schedule, *graph_, plan_, ranks,
-                        step_model(config, ranks, static_cast<int>(microbatches_)), settled);
+                        step_model(config, ranks, static_cast<int>(microbatches_))
+                            .largest_region(planned.largest_region),
+                        settled);
   if (!step.report.empty() && runtime_->rank() == 0) log_info(step.report);
   executor_ = std::make_unique<pipeline::Executor>(std::move(step.schedule), *graph_,
                                                    std::move(step.edges), pipeline_);
@@ -47,10 +49,22 @@ Program::Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::
       allocate_data(runtime_->table().at(graph_->values[copy.value].name).tensor);
     }
   }
-  for (int stage : own_stages()) {
-    executor_->add_stage(std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(),
-                                                           stage, static_cast<int>(microbatches_),
-                                                           runtime_->table()));
+  add_stages(planned.regions);
+}
+
+void Program::add_stages(const partitioner::Regions& regions) {
+  const Config& config = runtime_->config();
+  std::shared_ptr<graph::TensorStore> store;
+  if (config.offload_activations() && !regions.empty()) {
+    store = runtime_->activation_store();
+    executor_->set_loading_horizon(static_cast<int>(config.activation_loading_horizon()));
+  }
+  for (int index : own_stages()) {
+    auto stage =
+        std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(), index,
+                                          static_cast<int>(microbatches_), runtime_->table());
+    if (!regions.empty()) stage->set_regions(regions, store);
+    executor_->add_stage(std::move(stage));
   }
 }
 

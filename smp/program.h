@@ -12,6 +12,7 @@
 #include "graph/graph.h"
 #include "partitioner/plan.h"
 #include "pipeline/executor.h"
+#include "smp/planning.h"
 #include "smp/runtime.h"
 #include "smp/timeline_writer.h"
 
@@ -21,9 +22,9 @@ namespace smp {
 /// buckets for one number of microbatches. Internal.
 class Program {
  public:
-  /// `graph` is in the plan's order. `settled`: as for `plan_step`.
-  Program(std::shared_ptr<Runtime> runtime, std::shared_ptr<const graph::Graph> graph,
-          partitioner::Plan plan, int64_t microbatches, bool settled);
+  /// `settled`: as for `plan_step`.
+  Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
+          bool settled);
 
   /// One step's inputs and constants.
   struct Inputs {
@@ -52,6 +53,7 @@ class Program {
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
+  void add_stages(const partitioner::Regions& regions);
   void make_buckets();
   std::vector<int> own_stages() const;
   void find_copies();

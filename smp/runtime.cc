@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/c10d/process_group.h"
+#include "graph/offload_store.h"
 #include "smp/core/error.h"
 #include "smp/core/failure.h"
 #include "smp/model_core.h"
@@ -112,6 +113,14 @@ std::vector<std::shared_ptr<ModelCore>> Runtime::models() const {
     if (auto alive = model.lock()) result.push_back(std::move(alive));
   }
   return result;
+}
+
+std::shared_ptr<graph::TensorStore> Runtime::activation_store() {
+  if (activation_store_ == nullptr) {
+    activation_store_ =
+        std::make_shared<graph::OffloadStore>(config_.offload_directory().value_or(""));
+  }
+  return activation_store_;
 }
 
 int Runtime::gradient_shards() const {

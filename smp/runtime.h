@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "graph/tensor_store.h"
 #include "graph/tensor_table.h"
 #include "partitioner/plan.h"
 #include "smp/core/config.h"
@@ -70,6 +71,9 @@ class Runtime {
   int saved_gradient_shards = 0;
   /// How often each step function was called, by ordinal.
   std::map<int, uint64_t> step_calls;
+  /// Where activations are offloaded to; made at the first call.
+  std::shared_ptr<graph::TensorStore> activation_store();
+
   /// True once the models are divided among the ranks.
   bool partitioned = false;
   /// The rank of the pipeline that owns each parameter and buffer, by name; complete once
@@ -115,6 +119,7 @@ class Runtime {
   std::vector<std::weak_ptr<ModelCore>> models_;
   graph::TensorTable table_;
   int step_ordinals_ = 0;
+  std::shared_ptr<graph::TensorStore> activation_store_;
 };
 
 }  // namespace smp

@@ -10,9 +10,10 @@
 #include "graph/recording.h"
 #include "graph/serialize.h"
 #include "graph/visit.h"
-#include "partitioner/best_order.h"
+#include "partitioner/checkpointing.h"
 #include "partitioner/cost.h"
 #include "partitioner/report.h"
+#include "smp/activation_checkpointing.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
@@ -20,7 +21,6 @@
 #include "smp/model_core.h"
 #include "smp/partition_scope.h"
 #include "smp/pipeline_choice.h"
-#include "smp/plan_file.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -28,7 +28,7 @@ namespace {
 
 using graph::ValueKind;
 
-/// Names, shapes and types of everything registered, one line each.
+/// Names, shapes and types of everything registered, and what runs again, one line each.
 std::string describe_models(const Runtime& runtime) {
   std::ostringstream out;
   for (const auto& entry : runtime.table().entries()) {
@@ -36,6 +36,11 @@ std::string describe_models(const Runtime& runtime) {
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
     if (graph::is_deferred(entry.tensor)) out << " (delayed)";
+    out << "\n";
+  }
+  for (const auto& modules : checkpointed_modules(runtime)) {
+    out << "checkpointed, in groups of " << modules.group << ":";
+    for (const auto& module : modules.modules) out << " " << module;
     out << "\n";
   }
   return out.str();
@@ -168,35 +173,11 @@ static void settle_owners(Runtime& runtime, const graph::Graph& graph,
   }
 }
 
-/// What the user pinned, by name.
-static partitioner::Owners pins_of(const Runtime& runtime) {
-  partitioner::Owners pinned;
-  for (const auto& entry : runtime.table().entries()) {
-    const int partition = pinned_partition(entry.tensor);
-    if (partition >= 0) pinned.emplace(entry.name, partition);
-  }
-  return pinned;
-}
-
-partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, int microbatches) {
-  auto options = partition_options(runtime.config(), runtime.topology().pp_size(), microbatches)
-                     .owner(runtime.owner)
-                     .pinned(pins_of(runtime))
-                     .allow_empty_stages(runtime.partitioned);
-  if (runtime.partitioned) {
-    options.placement(runtime.first_plan->rank_of_stage);
-    return partitioner::partition_in_best_order(graph, options);
-  }
-  options.placement(best_placement(runtime.config(), runtime.schedule, graph, options));
-  return plan_by_file(runtime, graph, options);
-}
-
-void apply_first_plan(Runtime& runtime, std::shared_ptr<const graph::Graph> planned,
-                      const partitioner::Plan& plan, int microbatches) {
-  const graph::Graph& graph = *planned;
-  settle_owners(runtime, graph, plan);
-  runtime.first_graph = std::move(planned);
-  runtime.first_plan = std::make_shared<partitioner::Plan>(plan);
+void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches) {
+  const graph::Graph& graph = *planned.graph;
+  settle_owners(runtime, graph, planned.plan);
+  runtime.first_graph = planned.graph;
+  runtime.first_plan = std::make_shared<partitioner::Plan>(planned.plan);
   runtime.partitioned = true;
   const int rank = runtime.rank_in(CommGroup::kPp);
   for (const auto& entry : runtime.table().entries()) {
@@ -205,8 +186,10 @@ void apply_first_plan(Runtime& runtime, std::shared_ptr<const graph::Graph> plan
     }
   }
   make_own_parameters(runtime);
-  const std::string report = partitioner::report(
-      graph, plan, step_model(runtime.config(), runtime.topology().pp_size(), microbatches));
+  const std::string report =
+      partitioner::report(graph, planned.plan,
+                          step_model(runtime.config(), runtime.topology().pp_size(), microbatches)
+                              .largest_region(planned.largest_region));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
   for (const auto& model : runtime.models()) {
     model->set_partition_report(report);

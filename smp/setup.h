@@ -6,7 +6,7 @@
 
 #include "graph/graph.h"
 #include "graph/random.h"
-#include "partitioner/plan.h"
+#include "smp/planning.h"
 #include "smp/runtime.h"
 
 namespace smp {
@@ -28,16 +28,10 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
 /// world rank 0. Throws `ConfigError` if it cannot be written.
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph);
 
-/// The plan of a captured graph under the configuration and the owners settled so far, for steps of
-/// `microbatches`; it may run the operators in another order. The first one of a program is
-/// collective over the world.
-partitioner::Plan make_plan(const Runtime& runtime, const graph::Graph& graph, int microbatches);
-
 /// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
 /// own, makes delayed parameters that this one owns, keeps the report, and runs the post-partition
-/// hooks. `planned` is the graph in the plan's order.
-void apply_first_plan(Runtime& runtime, std::shared_ptr<const graph::Graph> planned,
-                      const partitioner::Plan& plan, int microbatches);
+/// hooks.
+void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches);
 
 /// Copies of all buffers, put back when it goes: captures are invisible.
 class BufferRestorer {

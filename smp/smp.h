@@ -2,6 +2,7 @@
 
 /// The whole public interface. See docs/api.md.
 
+#include "smp/activation_checkpointing.h"
 #include "smp/core/config.h"
 #include "smp/core/error.h"
 #include "smp/distributed_model.h"

@@ -396,10 +396,9 @@ Program& StepCore::program_for(const Traced& traced,
     partitioner::estimate_costs(graph, runtime_->measured.get());
   }
   if (first) save_first_graph(*runtime_, graph);
-  auto plan = make_plan(*runtime_, graph, static_cast<int>(microbatches()));
   // The guard compares with the graph as captured; the steps run it in the plan's order.
-  const auto planned = partitioner::in_order(traced.found, plan.order);
-  if (first) apply_first_plan(*runtime_, planned, plan, static_cast<int>(microbatches()));
+  auto planned = make_plan(*runtime_, traced.found, static_cast<int>(microbatches()));
+  if (first) apply_first_plan(*runtime_, planned, static_cast<int>(microbatches()));
   std::unordered_set<int> written;
   for (const auto& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
   for (const auto& value : graph.values) {
@@ -407,7 +406,7 @@ Program& StepCore::program_for(const Traced& traced,
       runtime_->written_buffers.insert(value.name);
     }
   }
-  program = std::make_unique<Program>(runtime_, planned, std::move(plan), microbatches(), !first);
+  program = std::make_unique<Program>(runtime_, std::move(planned), microbatches(), !first);
   return *program;
 }
 

@@ -126,6 +126,9 @@ SMP_CONFIG_ARG(int64_t, default_partition)
 SMP_CONFIG_ARG(std::string, optimize)
 SMP_CONFIG_ARG(double, memory_weight)
 SMP_CONFIG_ARG(double, memory_limit_mb)
+SMP_CONFIG_ARG(std::string, activation_checkpointing)
+SMP_CONFIG_ARG(bool, offload_activations)
+SMP_CONFIG_ARG(int64_t, activation_loading_horizon)
 SMP_CONFIG_ARG(double, optimizer_state_factor)
 SMP_CONFIG_ARG(bool, load_partition)
 SMP_CONFIG_ARG(bool, trace_execution_times)
@@ -158,6 +161,15 @@ std::optional<std::string> Config::graph_file() const {
 }
 
 Config& Config::partition_file(const std::string& path) { return set("partition_file", path); }
+
+Config& Config::offload_directory(const std::string& path) {
+  return set("offload_directory", path);
+}
+
+std::optional<std::string> Config::offload_directory() const {
+  if (!is_set("offload_directory")) return std::nullopt;
+  return as<std::string>("offload_directory");
+}
 
 Config& Config::timeline(const std::string& path) { return set("timeline", path); }
 

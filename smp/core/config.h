@@ -95,6 +95,12 @@ class Config {
   SMP_CONFIG_ARG(double, memory_weight);
   /// MiB that a rank may use, for the automatic partition; 0: any.
   SMP_CONFIG_ARG(double, memory_limit_mb);
+  /// What runs again in the backward pass: "modules", those that the program says, or "auto".
+  SMP_CONFIG_ARG(std::string, activation_checkpointing);
+  /// Whether what checkpointed modules keep is moved to the host's memory or to a disk.
+  SMP_CONFIG_ARG(bool, offload_activations);
+  /// How many computations ahead of a backward it is fetched back.
+  SMP_CONFIG_ARG(int64_t, activation_loading_horizon);
   /// Bytes of optimizer state for each byte of a parameter, for `memory_limit_mb`.
   SMP_CONFIG_ARG(double, optimizer_state_factor);
   /// Whether the partition is loaded from `partition_file`.
@@ -138,6 +144,10 @@ class Config {
   /// The schedule of `"pipeline": "file"`, if given.
   Config& schedule_file(const std::string& path);
   std::optional<std::string> schedule_file() const;
+
+  /// The directory for activations that are moved to a disk, if given.
+  Config& offload_directory(const std::string& path);
+  std::optional<std::string> offload_directory() const;
 
   /// The page to which some training steps are drawn (docs/timeline.md), if given.
   Config& timeline(const std::string& path);

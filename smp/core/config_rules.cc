@@ -84,6 +84,11 @@ void Config::check_partition_rules(std::vector<std::string>& problems) const {
                           "needs \"partition_file\", the file to load. Give its "
                           "path."));
   }
+  if (if_valid<std::string>("activation_checkpointing") == "auto" &&
+      if_valid<double>("memory_limit_mb") == 0.0) {
+    problems.push_back(at("activation_checkpointing",
+                          "'auto' needs \"memory_limit_mb\", the limit to keep. Set it."));
+  }
   check_schedule_rules(problems);
   if (partitions && default_partition && *default_partition >= *partitions) {
     problems.push_back(at("default_partition",

@@ -239,13 +239,26 @@ std::vector<Parameter> rank_rows() {
 
 std::vector<Parameter> memory_rows() {
   return {
+      text("activation_checkpointing", "modules",
+           "What runs again in the backward pass instead of being kept for it (see "
+           "docs/activation_memory.md): the `modules` for which the program calls "
+           "`smp::set_activation_checkpointing`, or these and what `auto` adds, so that no rank is "
+           "predicted to need more than `memory_limit_mb`.")
+          .values({"modules", "auto"}),
       boolean("offload_activations", false,
-              "Move the activations of checkpointed layers to the CPU.")
-          .default_only(),
+              "Move what checkpointed modules keep for the backward pass out of the way: from a "
+              "device to the host's memory, and from there to a file in `offload_directory`. No "
+              "effect without activation checkpointing."),
       integer("activation_loading_horizon", int64_t{4},
-              "How many pipeline tasks ahead offloaded activations are fetched back.")
-          .at_least(1)
-          .default_only(),
+              "How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its "
+              "offloaded activations are fetched back. What is needed within as many is not "
+              "offloaded.")
+          .at_least(1),
+      text("offload_directory", {},
+           "A directory on a local disk for offloaded activations. The files there have no names, "
+           "so nothing stays behind.")
+          .default_text("the directory for temporary files")
+          .error("'{key}' must be a str."),
       boolean("shard_optimizer_state", false,
               "Divide the optimizer's state over the replicas instead of repeating it.")
           .default_only(),

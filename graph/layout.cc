@@ -1,0 +1,50 @@
+#include "graph/layout.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+
+#include <cstdint>
+
+namespace smp::graph {
+
+int64_t span_of(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  int64_t span = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    span += (sizes[d] - 1) * strides[d];
+  }
+  return span;
+}
+
+Layout::Layout(const at::Tensor& tensor)
+    : sizes(tensor.sizes()),
+      strides(tensor.strides()),
+      options(tensor.options()),
+      span(span_of(tensor.sizes(), tensor.strides())) {
+  constexpr uintptr_t kAlignment = 64;
+  if (span == 0) return;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  shift = static_cast<int64_t>(address % kAlignment / tensor.itemsize());
+}
+
+at::Tensor Layout::allocate() const {
+  const at::NoGradGuard no_grad;
+  return at::as_strided(at::empty({shift + span}, options), sizes, strides, shift);
+}
+
+at::Tensor Layout::flat(const at::Tensor& tensor) const {
+  const at::NoGradGuard no_grad;
+  return at::as_strided(tensor.detach(), {span}, {1});
+}
+
+int64_t Layout::nbytes() const { return span * static_cast<int64_t>(options.dtype().itemsize()); }
+
+at::Tensor copy_as_laid_out(const at::Tensor& tensor) {
+  const Layout layout(tensor);
+  at::Tensor copy = layout.allocate();
+  layout.flat(copy).copy_(layout.flat(tensor));
+  return copy;
+}
+
+}  // namespace smp::graph

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+
+namespace smp::graph {
+
+/// Elements from the first to the last one of a tensor, with those that strides leave out; 0 for a
+/// tensor without elements.
+int64_t span_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
+
+/// How a tensor lies in memory, as far as kernels can tell: its sizes and strides, and how far its
+/// first element is from a multiple of 64 bytes.
+struct Layout {
+  explicit Layout(const at::Tensor& tensor);
+
+  /// New memory without content, and on it a tensor that lies like the one before.
+  at::Tensor allocate() const;
+  /// All elements in the span of such a tensor, as they follow each other.
+  at::Tensor flat(const at::Tensor& tensor) const;
+  /// Bytes of the span.
+  int64_t nbytes() const;
+
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  at::TensorOptions options;
+  int64_t span = 0;
+  int64_t shift = 0;  ///< elements after a multiple of 64 bytes
+};
+
+/// A copy without history that kernels cannot tell from the tensor.
+at::Tensor copy_as_laid_out(const at::Tensor& tensor);
+
+}  // namespace smp::graph

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/nn/module.h>
+
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace smp {
+
+class Runtime;
+
+namespace partitioner {
+struct CheckpointedModules;
+}  // namespace partitioner
+
+/// Options of `set_activation_checkpointing`.
+struct CheckpointOptions {
+  /// For a `Sequential` or `ModuleList`, which of its children run again together: "each" child by
+  /// itself, "contiguous": all neighbours on one stage, or "group_N": N neighbours on one stage,
+  /// "group_2" for example. Other modules know "each" only, and run again as a whole.
+  TORCH_ARG(std::string, strategy) = "each";
+  /// Accepted both ways: random operators draw from keyed streams, so they always draw the same
+  /// numbers again, at no cost.
+  TORCH_ARG(bool, preserve_rng_state) = true;
+};
+
+namespace detail {
+void checkpoint_module(const torch::nn::Module& module, const CheckpointOptions& options);
+}  // namespace detail
+
+/// Runs `module` (a holder, a module or a pointer to one) again in the backward pass instead of
+/// keeping until then what its operators save: only what it reads is kept. Losses, gradients and
+/// weights are the same, bit for bit, with dropout too. Part of a model, to be called before the
+/// first step, before or after the model is wrapped.
+///
+/// A module that is divided among several stages runs again on each of them, with its part. Of
+/// modules inside each other the outermost counts. Which operators belong to a module, what this
+/// costs and saves: docs/activation_memory.md.
+///
+/// As documented for SMP's `smp.set_activation_checkpointing`; without `pack_args_as_tuple`, since
+/// the modules are not called anew: their operators are. Throws `UsageError` after the first step,
+/// for an unknown strategy, and for one that the module does not know; the first step throws one if
+/// the module is not inside a `DistributedModel` or cannot run again.
+template <class M>
+void set_activation_checkpointing(const M& module, const CheckpointOptions& options = {}) {
+  if constexpr (std::is_base_of_v<torch::nn::Module, M>) {
+    detail::checkpoint_module(module, options);
+  } else {
+    detail::checkpoint_module(*module, options);
+  }
+}
+
+/// For the runtime: what was set on this thread, by the modules' names in the models. Throws
+/// `UsageError` for a module that is in none of them.
+std::vector<partitioner::CheckpointedModules> checkpointed_modules(const Runtime& runtime);
+
+}  // namespace smp
