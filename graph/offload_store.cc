@@ -107,6 +107,7 @@ class OffloadStore::Queue {
     if (error_ != nullptr) std::rethrow_exception(error_);
     if (item->is_of_host() && file_ == nullptr) file_ = std::make_unique<ScratchFile>(directory_);
     waiting_ += bytes;
+    ++puts_;
     leaving_.push_back(item);
     work_.notify_all();
   }
@@ -136,6 +137,10 @@ class OffloadStore::Queue {
     free(item);
   }
 
+  int64_t puts() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return puts_;
+  }
   int64_t bytes_out() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return bytes_out_;
@@ -240,7 +245,7 @@ class OffloadStore::Queue {
   int64_t waiting_ = 0;  // bytes
   std::unique_ptr<ScratchFile> file_;
   std::exception_ptr error_;
-  int64_t bytes_out_ = 0, bytes_back_ = 0;
+  int64_t puts_ = 0, bytes_out_ = 0, bytes_back_ = 0;
 };
 
 OffloadStore::Item::~Item() { queue_->forget(*this); }
@@ -264,6 +269,7 @@ std::shared_ptr<StoredTensor> OffloadStore::put(const at::Tensor& tensor) {
 }
 
 void OffloadStore::wait() { queue_->wait(); }
+int64_t OffloadStore::puts() const { return queue_->puts(); }
 int64_t OffloadStore::bytes_out() const { return queue_->bytes_out(); }
 int64_t OffloadStore::bytes_back() const { return queue_->bytes_back(); }
 

@@ -30,7 +30,8 @@ class OffloadStore final : public TensorStore {
   /// Waits until everything that was put has left, but for what is needed again.
   void wait();
 
-  /// Bytes copied away and back so far.
+  /// How many tensors were put so far, and the bytes copied away and back.
+  int64_t puts() const;
   int64_t bytes_out() const;
   int64_t bytes_back() const;
 
