@@ -31,12 +31,12 @@ KeptInput::KeptInput(const at::Tensor& tensor, Kind kind)
     : kind_(kind),
       requires_grad_(tensor.requires_grad()),
       is_leaf_(tensor.is_leaf()),
-      offset_(tensor.storage_offset()),
-      span_(span_of(tensor.sizes(), tensor.strides())),
+      offset_(tensor.has_storage() ? tensor.storage_offset() : 0),
+      span_(tensor.has_storage() ? span_of(tensor.sizes(), tensor.strides()) : 0),
       tensor_(without_history(tensor, kind)) {}
 
 bool KeptInput::store(TensorStore& store) {
-  if (kind_ == Kind::kOther || (requires_grad_ && is_leaf_)) return false;
+  if (kind_ == Kind::kOther || (requires_grad_ && is_leaf_) || span_ == 0) return false;
   if (stored_ == nullptr) {
     stored_ = store.put(tensor_);
     tensor_ = at::Tensor();
@@ -95,13 +95,18 @@ void SegmentProgram::use(const Overrides* overrides) {
 }
 
 RegionRun::Saved::Saved(const at::Tensor& tensor)
-    : sizes(tensor.sizes()),
-      strides(tensor.strides()),
-      offset(tensor.storage_offset()),
-      dtype(tensor.scalar_type()),
-      storage(tensor.storage().getWeakStorageImpl()),
+    : dtype(tensor.scalar_type()),
       counter(torch::autograd::impl::version_counter(tensor)),
-      version(counter.current_version()) {}
+      version(counter.current_version()) {
+  if (!tensor.has_storage()) {
+    value = tensor.tensor_data();  // of another kind than a dense one
+    return;
+  }
+  sizes = tensor.sizes();
+  strides = tensor.strides();
+  offset = tensor.storage_offset();
+  storage = tensor.storage().getWeakStorageImpl();
+}
 
 void RegionRun::Saved::keep_on(const at::Tensor& tensor) {
   const auto memory = storage.lock();
@@ -114,22 +119,17 @@ void RegionRun::Saved::keep_on(const at::Tensor& tensor) {
 void RegionRun::add_input(ValueId value, const at::Tensor& tensor, std::shared_ptr<KeptInput> kept,
                           bool unchanged) {
   // Held while the region runs, so that its address belongs to no other memory.
-  if (unchanged) unchanged_.push_back({tensor.tensor_data(), kept});
+  if (unchanged && tensor.has_storage()) unchanged_.push_back({tensor.tensor_data(), kept});
   inputs_.push_back({value, std::move(kept)});
 }
 
 size_t RegionRun::pack(const at::Tensor& tensor) {
-  SMP_CHECK_WITH(UsageError, tensor.has_storage(), "an operator in a region of activation "
-                 "checkpointing saves a tensor that is not dense for its backward. Leave the "
-                 "module that calls it out");
   Saved saved(tensor);
   for (const Memory& memory : unchanged_) {
-    if (memory.tensor.storage().is_alias_of(tensor.storage()) &&
-        memory.tensor.scalar_type() == saved.dtype) {
-      saved.value = tensor.tensor_data();
-      saved.input = memory.kept;
-      break;
-    }
+    if (saved.value.defined() || !memory.tensor.is_alias_of(tensor)) continue;
+    if (memory.tensor.scalar_type() != saved.dtype) continue;
+    saved.value = tensor.tensor_data();
+    saved.input = memory.kept;
   }
   saved_.push_back(std::move(saved));
   return saved_.size() - 1;
@@ -233,10 +233,10 @@ void RegionRun::take(size_t number, const at::Tensor& tensor) {
   SMP_INTERNAL_ASSERT(number < saved_.size(), "the second run of a region saved more than ",
                       saved_.size(), " tensors");
   Saved& saved = saved_[number];
+  if (!saved.is_missing()) return;
   SMP_INTERNAL_ASSERT(tensor.sizes() == saved.sizes && tensor.scalar_type() == saved.dtype,
                       "the second run of a region saved ", tensor.scalar_type(), tensor.sizes(),
                       " where the first saved ", saved.dtype, c10::IntArrayRef(saved.sizes));
-  if (!saved.is_missing()) return;
   saved.value = tensor.tensor_data();
   saved.version = torch::autograd::impl::version_counter(tensor).current_version();
   if (--missing_ == 0 && early_end_) throw SecondRun::Complete();

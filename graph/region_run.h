@@ -118,9 +118,9 @@ class RegionRun final : public SavedTensorKeeper {
     void keep_on(const at::Tensor& tensor);
 
     c10::SmallVector<int64_t, 5> sizes, strides;
-    int64_t offset;
+    int64_t offset = 0;
     at::ScalarType dtype;
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::VariableVersion counter;
     uint32_t version;
     at::Tensor value;

@@ -171,6 +171,10 @@ TEST(Config, WrongValues) {
       {R"({"load_partition": true})",
        R"("load_partition": needs "partition_file", the file to load. Give its path.)"},
       {R"({"memory_limit_mb": -1})", R"("memory_limit_mb": expected a number >= 0, got -1.)"},
+      {R"({"activation_checkpointing": "auto"})",
+       R"("activation_checkpointing": 'auto' needs "memory_limit_mb", the limit to keep. Set it.)"},
+      {R"({"activation_loading_horizon": 0})",
+       R"("activation_loading_horizon": expected an integer >= 1, got 0.)"},
       {R"({"pipeline": "file"})",
        R"("pipeline": 'file' needs "schedule_file", the schedule to load. Give its path.)"},
       {R"({"schedule_file": "mine.csv"})",
@@ -239,8 +243,7 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
 // Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
 TEST(Config, NoMissingFeatureIsIgnored) {
   for (const char* setting :
-       {"\"offload_activations\": true", "\"activation_loading_horizon\": 5",
-        "\"shard_optimizer_state\": true", "\"fp16_params\": true", "\"bf16\": true",
+       {"\"shard_optimizer_state\": true", "\"fp16_params\": true", "\"bf16\": true",
         "\"prescaled_batch\": true", "\"sdp_reduce_bucket_size\": 1",
         "\"sdp_param_persistence_threshold\": 1", "\"sdp_max_live_parameters\": 1",
         "\"sdp_hierarchical_allgather\": false"}) {
@@ -471,12 +474,14 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   again.validate();
   EXPECT_EQ(again.to_json(), config.to_json());
   EXPECT_EQ(Config().to_json(),
-            R"({"active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,"ddp":false,)"
+            R"({"activation_checkpointing":"modules","activation_loading_horizon":4,)"
+            R"("active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,"ddp":false,)"
             R"("default_partition":0,"delayed_parameter_initialization":true,)"
             R"("deterministic_server":false,"gradient_accumulation_fusion":false,)"
             R"("gradient_shards":0,"guard":"every_step","input_source":"all",)"
             R"("keep_freed_memory":true,"load_partition":false,"memory_limit_mb":0.0,)"
-            R"("memory_weight":0.8,"microbatches":1,"numerics":"exact","optimize":"memory",)"
+            R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
+            R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
             R"("placement_strategy":"cluster","seed":-1,"skip_tracing":false,)"
             R"("timeout_seconds":300.0,"trace_execution_times":true,)"

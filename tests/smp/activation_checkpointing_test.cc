@@ -74,7 +74,7 @@ class OperatorCount {
 };
 
 /// What some training steps leave behind.
-struct Run {
+struct Trained {
   std::vector<Tensors> losses;   // by step, by global microbatch
   std::vector<Named> gradients;  // by step
   Named state;
@@ -102,12 +102,12 @@ Named gradients_of(const torch::OrderedDict<std::string, torch::Tensor>& paramet
 }
 
 template <class Net>
-Run run_plain(const Maker<Net>& make, const Layout& layout, const Tensors& batch) {
+Trained run_plain(const Maker<Net>& make, const Layout& layout, const Tensors& batch) {
   torch::manual_seed(5);
   Net net = make();
   const Tensors parameters = unique_parameters(*net);
   torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.1));
-  Run run;
+  Trained run;
   const int count = layout.replicas * layout.microbatches;
   for (int i = 0; i < kSteps; ++i) {
     optimizer.zero_grad();
@@ -124,8 +124,8 @@ Run run_plain(const Maker<Net>& make, const Layout& layout, const Tensors& batch
 }
 
 template <class Net>
-Run run_checkpointed(const Maker<Net>& make, const Layout& layout, const Tensors& batch,
-                     const Mark<Net>& mark, Config config = {}) {
+Trained run_checkpointed(const Maker<Net>& make, const Layout& layout, const Tensors& batch,
+                         const Mark<Net>& mark, Config config = {}) {
   config.partitions(layout.stages)
       .microbatches(layout.microbatches)
       .pipeline(layout.pipeline)
@@ -136,7 +136,7 @@ Run run_checkpointed(const Maker<Net>& make, const Layout& layout, const Tensors
   torch::manual_seed(5);
   std::vector<Net> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make());
-  Run run;
+  Trained run;
   run.losses.assign(kSteps, Tensors(layout.replicas * layout.microbatches));
   run.gradients.resize(kSteps);
   std::mutex mutex;
@@ -172,7 +172,7 @@ Run run_checkpointed(const Maker<Net>& make, const Layout& layout, const Tensors
   return run;
 }
 
-void expect_same(const Run& got, const Run& expected) {
+void expect_same(const Trained& got, const Trained& expected) {
   for (int i = 0; i < kSteps; ++i) {
     const auto in_step = " of step " + std::to_string(i);
     expect_equal(got.losses[i], expected.losses[i], "loss" + in_step);
@@ -213,7 +213,7 @@ TEST_P(Checkpointing, BlocksHaveTheBitsOfPlainLibtorch) {
   // Times are not measured, so that operators run as often in all runs.
   Config config = (offload ? offloading() : Config()).trace_execution_times(false);
   const OperatorCount gelu("aten::gelu");
-  const Run plain = run_plain(make, layout, batch);
+  const Trained plain = run_plain(make, layout, batch);
   const int in_plain = gelu.value();
   expect_same(run_checkpointed<BlockNet>(make, layout, batch, {}, config), plain);
   const int without = gelu.value() - in_plain;
@@ -231,8 +231,8 @@ TEST_P(Checkpointing, GptHasTheBitsOfPlainLibtorch) {
   const Maker<TinyGpt> make = [] { return TinyGpt(/*tied=*/true); };
   torch::manual_seed(23);
   const Tensors batch = TinyGptImpl::batch(2 * layout.replicas * layout.microbatches);
-  const Run plain = run_plain(make, layout, batch);
-  const Run run = run_checkpointed<TinyGpt>(
+  const Trained plain = run_plain(make, layout, batch);
+  const Trained run = run_checkpointed<TinyGpt>(
       make, layout, batch,
       [](TinyGpt& net) {
         for (size_t i = 0; i < net->up.size(); ++i) {
@@ -270,10 +270,10 @@ TEST(ActivationCheckpointing, BatchStatisticsAndWritesInPlaceHaveTheBitsOfPlainL
     for (int stages : {1, 2, 3}) {
       const Layout layout{stages, 1, 4, pipeline};
       const Maker<TinyConvNet> make = [] { return TinyConvNet(); };
-      const Run plain = run_plain(make, layout, batch);
+      const Trained plain = run_plain(make, layout, batch);
       for (const bool offload : {false, true}) {
         SCOPED_TRACE(c10::str(pipeline, ", ", stages, " stages", offload ? ", offloaded" : ""));
-        const Run run = run_checkpointed<TinyConvNet>(
+        const Trained run = run_checkpointed<TinyConvNet>(
             make, layout, batch,
             [](TinyConvNet& net) {
               set_activation_checkpointing(net->conv1);
@@ -352,15 +352,15 @@ TEST(ActivationCheckpointing, AutoChoosesAsManyModulesAsTheLimitNeeds) {
   const Maker<BlockNet> make = [] { return BlockNet(kBlocks, kWide); };
   const Layout layout{2, 1, kMany, "simple"};
   const Tensors batch = block_batch(64 * kMany, kWide);
-  const Run plain = run_plain(make, layout, batch);
+  const Trained plain = run_plain(make, layout, batch);
   const std::string without = error_of<PartitionError>(
       [&] { run_checkpointed<BlockNet>(make, layout, batch, {}, limited(2)); });
   expect_has(without, {"keeps the memory limit of 2"});
   int counts[2];
   for (const double mib : {1000.0, 2.0}) {
     const OperatorCount gelu("aten::gelu");
-    const Run run = run_checkpointed<BlockNet>(make, layout, batch, {},
-                                               limited(mib).activation_checkpointing("auto"));
+    const Trained run = run_checkpointed<BlockNet>(make, layout, batch, {},
+                                                   limited(mib).activation_checkpointing("auto"));
     expect_same(run, plain);
     counts[mib == 2.0] = gelu.value();
   }
@@ -373,6 +373,23 @@ TEST(ActivationCheckpointing, AutoChoosesAsManyModulesAsTheLimitNeeds) {
   });
   expect_has(too_small, {"keeps the memory limit of 256 KiB", "a region that runs again",
                          "Raise \"memory_limit_mb\""});
+}
+
+TEST(ActivationCheckpointing, AutoCannotChangeAPartitionThatWasLoaded) {
+  torch::set_num_threads(1);
+  const auto path = ::testing::TempDir() + "/activation_checkpointing_partition.json";
+  const Maker<BlockNet> make = [] { return BlockNet(kBlocks, kWide); };
+  const Layout layout{2, 1, kMany, "simple"};
+  const Tensors batch = block_batch(64 * kMany, kWide);
+  run_checkpointed<BlockNet>(make, layout, batch, {}, Config().partition_file(path));
+  const auto error = error_of<PartitionError>([&] {
+    run_checkpointed<BlockNet>(
+        make, layout, batch, {},
+        limited(0.25).activation_checkpointing("auto").partition_file(path).set("load_partition",
+                                                                                true));
+  });
+  expect_has(error, {"\"auto\": no choice of modules keeps the memory limit of 256 KiB",
+                     "with all of them partition"});
 }
 
 // ---- Offloading ----
