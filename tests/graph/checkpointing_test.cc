@@ -591,15 +591,17 @@ TEST(CheckpointedSegment, RefusesRegionsThatCannotRunAgain) {
 TEST(CheckpointedSegment, RefusesSavedTensorsThatWereWrittenAsOneProcessDoes) {
   torch::manual_seed(1);
   torch::nn::Linear net(4, 4);
-  Checkpointed step(*net, {torch::randn({3, 4})}, [&](const Tensors& inputs) -> Tensors {
-    auto y = net(inputs[0]).exp();
-    auto loss = y.sum();
-    y.add_(1.0);  // exp has saved it
+  const auto function = [&](const Tensors& inputs) -> Tensors {
+    const auto y = net(inputs[0]).exp();
+    const auto loss = y.add_(1.0).square().sum();  // exp has saved what add_ writes
     backward(loss);
     return {loss};
-  });
+  };
+  const Tensors inputs = {torch::randn({3, 4})};
+  EXPECT_THROW(function(inputs), c10::Error);
+  Checkpointed step(*net, inputs, function);
   step.set_regions([](int) { return 0; });
-  auto run = step.forward({torch::randn({3, 4})}, {});
+  auto run = step.forward(inputs, {});
   try {
     Checkpointed::backward(run);
     ADD_FAILURE() << "no error";
