@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "pipeline/timeline.h"
+#include "pipeline/verifier.h"
 #include "pipeline/walk.h"
 #include "smp/core/error.h"
 
@@ -24,10 +25,6 @@ std::vector<graph::ValueId> values_of(const Edge& edge, bool is_backward) {
   returning.insert(returning.end(), edge.replicas.begin(), edge.replicas.end());
   return returning;
 }
-
-/// The fewest messages that a channel takes beyond those held: two let one arrive while the one
-/// before it is used. Skips may need more, or sends would wait in a circle.
-constexpr int kMessagesAhead = 2;
 
 }  // namespace
 
@@ -52,9 +49,11 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward) 
 }
 
 Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
-                   comm::CommunicatorPtr pipeline)
+                   comm::CommunicatorPtr pipeline, int ahead)
     : schedule_(std::move(schedule)), edges_(std::move(edges)), pipeline_(std::move(pipeline)) {
-  open_channels(graph);
+  const int credit = least_credit(schedule_, ahead);
+  verify(schedule_, stage_edges(edges_), VerifyOptions().credit(credit));
+  open_channels(graph, credit);
 }
 
 void Executor::add_stage(std::unique_ptr<Stage> stage) {
@@ -62,9 +61,8 @@ void Executor::add_stage(std::unique_ptr<Stage> stage) {
   stages_[index] = std::move(stage);
 }
 
-void Executor::open_channels(const graph::Graph& graph) {
+void Executor::open_channels(const graph::Graph& graph, int credit) {
   const int me = pipeline_->rank();
-  const int ahead = least_credit(schedule_, kMessagesAhead);
   std::vector<comm::ChannelSpec> outgoing, incoming;
   std::vector<Channel*> senders, receivers;
   for (size_t i = 0; i < edges_.size(); ++i) {
@@ -84,7 +82,7 @@ void Executor::open_channels(const graph::Graph& graph) {
       (sends ? senders : receivers).push_back(&channel);
       (sends ? outgoing : incoming)
           .push_back({sends ? target : source, 2 * index + is_backward, channel.layout.nbytes(),
-                      held, ahead});
+                      held, credit});
     }
   }
   comm::Channels opened = pipeline_->open_channels(outgoing, incoming);
@@ -177,22 +175,23 @@ void Executor::run(const Step& step) {
   for (auto& [key, channel] : channels_) {
     if (channel.receiver) channel.receiver->expect(channel.messages);
   }
-  if (step.recorder == nullptr) {
+  if (step.recorder == nullptr && !step.on_action) {
     for (const Instruction& instruction : program_) execute(instruction, step);
   } else {
-    run_recorded(step);
+    run_watched(step);
   }
   for (auto& [key, channel] : channels_) {
     if (channel.sender) channel.sender->flush();
   }
 }
 
-void Executor::run_recorded(const Step& step) {
+void Executor::run_watched(const Step& step) {
   int64_t start = TimelineRecorder::now();
   for (size_t i = 0; i < program_.size(); ++i) {
+    if (step.on_action) step.on_action(program_[i].action);
     execute(program_[i], step);
     const int64_t end = TimelineRecorder::now();
-    step.recorder->record(i, start, end);
+    if (step.recorder != nullptr) step.recorder->record(i, start, end);
     start = end;
   }
 }

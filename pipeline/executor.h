@@ -28,10 +28,12 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
 /// An executor belongs to one thread.
 class Executor {
  public:
-  /// Opens the channels: collective over `pipeline`, whose ranks are those of the schedule. Throws
-  /// a `CommError` when there is not the memory for them.
+  /// Opens the channels: collective over `pipeline`, whose ranks are those of the schedule. They
+  /// take `ahead` messages beyond those held, or more where sends would wait in a circle. Throws
+  /// a `CommError` when there is not the memory for them, and what `verify` throws if the schedule
+  /// cannot run to its end on them.
   Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
-           comm::CommunicatorPtr pipeline);
+           comm::CommunicatorPtr pipeline, int ahead);
 
   /// The edges, which the stages refer to.
   const std::vector<Edge>& edges() const { return edges_; }
@@ -63,6 +65,8 @@ class Executor {
     std::function<void(Stage& stage, int microbatch)> before_forward;
     /// Told when each action began and ended; null for none.
     TimelineRecorder* recorder = nullptr;
+    /// Called when an action has begun, if set; for tests.
+    std::function<void(const Action&)> on_action;
     /// Takes returned tensors.
     OutputConsumer output;
   };
@@ -97,8 +101,8 @@ class Executor {
   };
 
   void execute(const Instruction& instruction, const Step& step);
-  void run_recorded(const Step& step);
-  void open_channels(const graph::Graph& graph);
+  void run_watched(const Step& step);
+  void open_channels(const graph::Graph& graph, int credit);
   void resolve();
   Instruction resolve(const Action& action);
   void find_prefetches();

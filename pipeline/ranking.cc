@@ -41,10 +41,13 @@ std::string padded(std::string text, size_t width) {
 
 }  // namespace
 
-ScheduleRanking rank_schedules(const ScheduleOptions& options) {
+ScheduleRanking rank_schedules(const ScheduleOptions& options, ListSearch search) {
   ScheduleRanking ranking;
   for (const auto& kind : schedule_kinds()) {
-    if (!kind.trains) {
+    // The list is the last.
+    const bool needed =
+        kind.name != "list" || search == ListSearch::kAlways || ranking.schedules.empty();
+    if (!kind.trains || !needed) {
       continue;
     }
     auto reason = kind.misplacement(options);

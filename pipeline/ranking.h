@@ -30,13 +30,20 @@ struct ScheduleRanking {
   const RankedSchedule& best() const { return schedules.front(); }
 };
 
+/// When to make a `list`, which takes longer than all others together.
+enum class ListSearch {
+  kAlways,
+  kIfNothingElseFits,
+};
+
 /// Makes every schedule that has a backward for `options`, and simulates it with their costs. Those
 /// that need the stages elsewhere, whose costs are not known, or that keep more than the memory
 /// limit are refused. Throws `smp::ConfigError` when options are out of range or the memory limit
 /// of a rank does not hold even one microbatch.
 ///
 /// A pure function: the same on every rank that is given the same numbers.
-ScheduleRanking rank_schedules(const ScheduleOptions& options);
+ScheduleRanking rank_schedules(const ScheduleOptions& options,
+                               ListSearch search = ListSearch::kAlways);
 
 /// A report: a line for each schedule with its makespan, the idle part of it and the most that a
 /// rank keeps; then the idle time of each rank under the best, and what was refused.

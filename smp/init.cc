@@ -82,14 +82,8 @@ bool is_tracing() { return Runtime::exists() && Runtime::get().tracing; }
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
-    Runtime::set_for_thread(std::make_shared<Runtime>(config, world, hosts));
-    try {
-      program();
-    } catch (...) {
-      Runtime::set_for_thread(nullptr);
-      throw;
-    }
-    Runtime::set_for_thread(nullptr);
+    const ThreadRuntime runtime(std::make_shared<Runtime>(config, world, hosts));
+    program();
   });
 }
 

@@ -10,14 +10,15 @@
 #include "partitioner/order.h"
 #include "pipeline/generators.h"
 #include "pipeline/predicted_costs.h"
+#include "pipeline/ranking.h"
 #include "pipeline/schedule_file.h"
-#include "pipeline/simulator.h"
 #include "pipeline/verifier.h"
 #include "smp/core/error.h"
 
 namespace smp {
 namespace {
 
+using pipeline::RankedSchedule;
 using pipeline::Schedule;
 using pipeline::ScheduleOptions;
 
@@ -33,28 +34,31 @@ class StepPlanner {
         settled_(settled),
         prediction_(partitioner::predict(graph, plan, model)),
         edges_(pipeline::edges_of(graph, plan)),
-        stage_edges_(pipeline::stage_edges(edges_)),
-        costs_(pipeline::predicted_costs(graph, plan, edges_, prediction_)),
         options_(ScheduleOptions(plan.stages(), model.microbatches())
                      .ranks(ranks)
                      .rank_of_stage(plan.rank_of_stage)
-                     .edges(stage_edges_)
+                     .edges(pipeline::stage_edges(edges_))
                      .active_microbatches(model.active_microbatches())
-                     .costs(costs_)
+                     .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_))
                      .memory_limit(activation_limits(plan))) {}
 
   PlannedStep run() {
-    std::string name = config_.pipeline(), report;
-    Schedule schedule = make(name, report);
-    // Sends are asynchronous: as many messages of a channel may be under way as microbatches.
-    const bool bounded = name == "interleaved";
-    pipeline::verify(schedule, stage_edges_,
-                     pipeline::VerifyOptions()
-                         .active_microbatches(bounded ? options_.active_microbatches() : 0)
-                         .credit(options_.microbatches()));
-    auto simulation = pipeline::simulate(schedule, stage_edges_, costs_);
-    return {std::move(prediction_), std::move(edges_),     std::move(costs_), std::move(name),
+    std::string report;
+    auto [name, schedule, simulation] = choose(report);
+    return {std::move(prediction_), std::move(edges_),     options_,         std::move(name),
             std::move(schedule),    std::move(simulation), std::move(report)};
+  }
+
+  /// How long the step takes with the best schedule, of several that come into question with the
+  /// best of those that are made quickly.
+  double shortest() const {
+    if (is_chosen()) {
+      return pipeline::rank_schedules(options_, pipeline::ListSearch::kIfNothingElseFits)
+          .best()
+          .simulation.makespan;
+    }
+    std::string report;
+    return choose(report).simulation.makespan;
   }
 
  private:
@@ -70,16 +74,32 @@ class StepPlanner {
     return limits;
   }
 
+  /// Whether the schedule is the best of several.
+  bool is_chosen() const { return trains_ && config_.pipeline() == "auto"; }
+
+  RankedSchedule choose(std::string& report) const {
+    if (is_chosen()) {
+      const auto ranking = pipeline::rank_schedules(options_);
+      report = c10::str("Schedules predicted (us):\n", pipeline::to_string(ranking));
+      return ranking.best();
+    }
+    std::string name = config_.pipeline();
+    Schedule schedule = make(name, report);
+    // Also verifies it.
+    auto simulation = pipeline::simulate(schedule, options_.edges(), options_.costs());
+    if (name == "interleaved") {
+      pipeline::verify(schedule, options_.edges(),
+                       pipeline::VerifyOptions()
+                           .active_microbatches(options_.active_microbatches())
+                           .credit(options_.microbatches()));
+    }
+    return {std::move(name), std::move(schedule), std::move(simulation)};
+  }
+
   /// `name` is the configured pipeline, and then the schedule's.
   Schedule make(std::string& name, std::string& report) const {
     if (!trains_) return generate(name = "forward_only");
     if (name == "file") return load();
-    if (name == "auto") {
-      auto ranking = pipeline::rank_schedules(options_);
-      name = ranking.best().name;
-      report = c10::str("Schedules predicted (us):\n", pipeline::to_string(ranking));
-      return ranking.best().schedule;
-    }
     const std::string misplaced = pipeline::schedule_kind(name).misplacement(options_);
     if (!misplaced.empty() && settled_) {
       report = c10::str("The schedule \"", name,
@@ -91,7 +111,7 @@ class StepPlanner {
   }
 
   Schedule generate(const std::string& name) const {
-    return pipeline::lower(pipeline::make_schedule(name, options_), stage_edges_);
+    return pipeline::lower(pipeline::make_schedule(name, options_), options_.edges());
   }
 
   Schedule load() const {
@@ -106,7 +126,7 @@ class StepPlanner {
                    options_.microbatches(),
                    ". Set \"microbatches\" and \"virtual_stages\" as the file needs them, or write "
                    "another file.");
-    return pipeline::is_compute_order(schedule) ? pipeline::lower(schedule, stage_edges_)
+    return pipeline::is_compute_order(schedule) ? pipeline::lower(schedule, options_.edges())
                                                 : std::move(schedule);
   }
 
@@ -117,8 +137,6 @@ class StepPlanner {
   const bool settled_;
   partitioner::Prediction prediction_;
   std::vector<pipeline::Edge> edges_;
-  const std::vector<pipeline::StageEdge> stage_edges_;
-  pipeline::StageCosts costs_;
   const ScheduleOptions options_;
 };
 
@@ -183,10 +201,12 @@ std::vector<int> best_placement(const Config& config, const std::string& file,
     try {
       const auto plan = partitioner::partition_in_best_order(
           graph, partitioner::PartitionOptions(options).placement(placement));
-      const auto step = plan_step(config, file, partitioner::reordered(graph, plan.order), plan,
-                                  ranks, options.step(), /*settled=*/false);
-      if (step.simulation.makespan >= shortest) continue;
-      shortest = step.simulation.makespan;
+      const auto ordered = partitioner::reordered(graph, plan.order);
+      const double makespan = StepPlanner(config, file, ordered, plan, ranks, options.step(),
+                                          /*settled=*/false)
+                                  .shortest();
+      if (makespan >= shortest) continue;
+      shortest = makespan;
       best = placement;
     } catch (const PartitionError&) {
       if (placement == candidates.front()) throw;  // the others need more stages

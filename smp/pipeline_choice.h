@@ -7,9 +7,9 @@
 #include "partitioner/partition.h"
 #include "partitioner/plan.h"
 #include "partitioner/predict.h"
-#include "pipeline/costs.h"
-#include "pipeline/ranking.h"
+#include "pipeline/generators.h"
 #include "pipeline/schedule.h"
+#include "pipeline/simulator.h"
 #include "pipeline/stage.h"
 #include "smp/core/config.h"
 
@@ -38,9 +38,9 @@ std::vector<int> best_placement(const Config& config, const std::string& file,
 struct PlannedStep {
   partitioner::Prediction prediction;
   std::vector<pipeline::Edge> edges;
-  pipeline::StageCosts costs;   ///< of one microbatch
-  std::string pipeline;         ///< the name of the schedule
-  pipeline::Schedule schedule;  ///< with its transfers; verified
+  pipeline::ScheduleOptions options;  ///< what schedules are made for, with costs and limits
+  std::string pipeline;               ///< the name of the schedule
+  pipeline::Schedule schedule;        ///< with its transfers; verified
   pipeline::Simulation simulation;
   std::string report;  ///< why it is this one, if another one was asked for or "auto"; else empty
 };

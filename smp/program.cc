@@ -7,7 +7,6 @@
 
 #include "pipeline/message.h"
 #include "smp/core/error.h"
-#include "smp/core/log.h"
 #include "smp/model_core.h"
 #include "smp/pipeline_choice.h"
 #include "smp/storage.h"
@@ -35,37 +34,14 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
                         step_model(config, ranks, static_cast<int>(microbatches_))
                             .largest_region(planned.largest_region),
                         settled);
-  if (!step.report.empty() && runtime_->rank() == 0) log_info(step.report);
-  executor_ = std::make_unique<pipeline::Executor>(std::move(step.schedule), *graph_,
-                                                   std::move(step.edges), pipeline_);
-  if (graph_->trains() && config.timeline() && !runtime_->records_timeline) {
-    runtime_->records_timeline = true;
-    timeline_ = std::make_unique<TimelineWriter>(
-        *runtime_, executor_->schedule(), std::move(step.simulation), executor_->message_bytes());
-  }
   find_copies();
   for (const Copy& copy : copies_) {
     if (copy.to == pipeline_->rank()) {
       allocate_data(runtime_->table().at(graph_->values[copy.value].name).tensor);
     }
   }
-  add_stages(planned.regions);
-}
-
-void Program::add_stages(const partitioner::Regions& regions) {
-  const Config& config = runtime_->config();
-  std::shared_ptr<graph::TensorStore> store;
-  if (config.offload_activations() && !regions.empty()) {
-    store = runtime_->activation_store();
-    executor_->set_loading_horizon(static_cast<int>(config.activation_loading_horizon()));
-  }
-  for (int index : own_stages()) {
-    auto stage =
-        std::make_unique<pipeline::Stage>(*graph_, plan_, executor_->edges(), index,
-                                          static_cast<int>(microbatches_), runtime_->table());
-    if (!regions.empty()) stage->set_regions(regions, store);
-    executor_->add_stage(std::move(stage));
-  }
+  runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
+                                             std::move(step));
 }
 
 /// The stages that this rank runs, ascending.
@@ -242,9 +218,7 @@ Program::Outputs Program::run(Inputs inputs) {
     outputs[position][microbatch] =
         output.defined() && inputs.detach_outputs ? output.detach() : output;
   };
-  if (timeline_) step.recorder = timeline_->begin_step();
-  executor_->run(step);
-  if (timeline_) timeline_->end_step();
+  runner_->run(std::move(step));
   for (auto& buckets : buckets_) buckets->finish();
   share_outputs(outputs);
   return outputs;

@@ -11,15 +11,14 @@
 #include "dp/gradient_buckets.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
-#include "pipeline/executor.h"
 #include "smp/planning.h"
 #include "smp/runtime.h"
-#include "smp/timeline_writer.h"
+#include "smp/schedule_runner.h"
 
 namespace smp {
 
-/// A graph made ready to run on this rank: its plan, schedule, stages, channels and gradient
-/// buckets for one number of microbatches. Internal.
+/// A graph made ready to run on this rank: its plan, what runs its schedule, and gradient buckets
+/// for one number of microbatches. Internal.
 class Program {
  public:
   /// `settled`: as for `plan_step`.
@@ -42,7 +41,7 @@ class Program {
   std::vector<std::vector<at::Tensor>> run(Inputs inputs);
 
   const partitioner::Plan& plan() const { return plan_; }
-  const pipeline::Schedule& schedule() const { return executor_->schedule(); }
+  const pipeline::Schedule& schedule() const { return runner_->schedule(); }
 
  private:
   /// A parameter or buffer that a rank reads without owning it.
@@ -53,7 +52,6 @@ class Program {
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
-  void add_stages(const partitioner::Regions& regions);
   void make_buckets();
   std::vector<int> own_stages() const;
   void find_copies();
@@ -69,9 +67,8 @@ class Program {
   std::vector<int> position_;  // per captured operator; empty: in the captured order
   int64_t microbatches_;
   comm::CommunicatorPtr pipeline_;
-  std::unique_ptr<pipeline::Executor> executor_;
-  std::unique_ptr<TimelineWriter> timeline_;  // of one program only
-  std::vector<Copy> copies_;                  // the same on every rank
+  std::unique_ptr<ScheduleRunner> runner_;
+  std::vector<Copy> copies_;  // the same on every rank
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;

@@ -3,16 +3,19 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "graph/tensor_store.h"
 #include "graph/tensor_table.h"
 #include "partitioner/plan.h"
+#include "pipeline/action.h"
 #include "smp/core/config.h"
 #include "smp/core/topology.h"
 
@@ -90,6 +93,13 @@ class Runtime {
   std::string schedule;
   /// A program of this rank records the timeline.
   bool records_timeline = false;
+  /// In how many steps of training schedules can still be tried (`ScheduleRunner`).
+  int trial_steps = 64;
+  /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
+  /// arrive while the one before it is used.
+  int messages_ahead = 2;
+  /// Called when an action of a step has begun, if set; for tests.
+  std::function<void(const pipeline::Action&)> on_action;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.
@@ -120,6 +130,17 @@ class Runtime {
   graph::TensorTable table_;
   int step_ordinals_ = 0;
   std::shared_ptr<graph::TensorStore> activation_store_;
+};
+
+/// Sets the runtime of this thread until the end of the block.
+class ThreadRuntime {
+ public:
+  explicit ThreadRuntime(std::shared_ptr<Runtime> runtime) {
+    Runtime::set_for_thread(std::move(runtime));
+  }
+  ~ThreadRuntime() { Runtime::set_for_thread(nullptr); }
+  ThreadRuntime(const ThreadRuntime&) = delete;
+  ThreadRuntime& operator=(const ThreadRuntime&) = delete;
 };
 
 }  // namespace smp

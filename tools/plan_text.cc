@@ -39,7 +39,8 @@ std::string stages_table(const Forecast& forecast) {
   for (int s = 0; s < forecast.plan.stages(); ++s) {
     const auto& stage = forecast.prediction.stages[s];
     table.row({fmt::format("{}", s), fmt::format("{}", forecast.plan.rank_of_stage[s]),
-               format_time(forecast.costs.forward[s]), format_time(forecast.costs.backward[s]),
+               format_time(forecast.options.costs().forward[s]),
+               format_time(forecast.options.costs().backward[s]),
                fmt::format("{}", stage.in_flight), format_bytes(stage.weights),
                format_bytes(stage.gradients), format_bytes(stage.optimizer),
                format_bytes(stage.replicas), format_bytes(stage.activations),
@@ -156,8 +157,8 @@ ordered_json stages_json(const Graph& graph, const Forecast& forecast) {
                       {"modules", modules[s]},
                       {"first_operator", begin - stages.begin()},
                       {"operators", end - begin},
-                      {"forward_us", forecast.costs.forward[s]},
-                      {"backward_us", forecast.costs.backward[s]},
+                      {"forward_us", forecast.options.costs().forward[s]},
+                      {"backward_us", forecast.options.costs().backward[s]},
                       {"transfer_us", stage.transfer_us},
                       {"in_flight", stage.in_flight},
                       {"memory",

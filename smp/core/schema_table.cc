@@ -79,10 +79,11 @@ std::vector<Parameter> pipeline_rows() {
           "`interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, "
           "`zb_h1` and `zb_h2` keep fewer microbatches or fill idle time with split backwards; "
           "`interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several "
-          "stages (`virtual_stages`); `list` builds one from the measured costs; `auto` predicts "
-          "the step with each and takes the shortest; `file` loads it from `schedule_file`. All "
-          "give the same numbers, bit for bit. A step function without `backward` gets a "
-          "forward-only schedule by itself.")
+          "stages (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts "
+          "the step with each and takes the shortest, measures in the first steps, and takes "
+          "another one if that is better by what was measured; `file` loads it from "
+          "`schedule_file`. All give the same numbers, bit for bit. A step function without "
+          "`backward` gets a forward-only schedule by itself.")
           .values({"simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
                    "breadth_first", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "list", "auto", "file"}),
       integer("virtual_stages", int64_t{0},

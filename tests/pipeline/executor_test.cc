@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+
+#include "comm/threads/thread_communicator.h"
 #include "pipeline/generators.h"
+#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {
@@ -35,6 +39,18 @@ TEST(MessagesHeld, IsTheNumberOfMicrobatchesInFlight) {
   auto few = options;
   few.active_microbatches(2);
   EXPECT_LE(messages_held(lower(interleaved(few), edges), 0, 1, false), 2);
+}
+
+TEST(Executor, RefusesAScheduleThatDoesNotGetToItsEnd) {
+  const Schedule schedule = parse_schedule(
+      "schedule ranks=1 microbatches=1 backward=yes rank_of_stage=0\nrank 0: 0F0 0REDUCE\n");
+  std::string text;
+  try {
+    Executor(schedule, graph::Graph(), {}, comm::make_thread_world(1).front(), /*ahead=*/1);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  EXPECT_NE(text.find("schedule: rank 0 never does 0B0"), std::string::npos) << text;
 }
 
 }  // namespace

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <vector>
+
+#include "pipeline/costs.h"
+#include "pipeline/schedule.h"
+#include "pipeline/timeline.h"
+
+namespace smp::pipeline {
+
+/// The same order of computes with its backwards the other way round: each whole one in two halves,
+/// one right after the other, and each split one whole where its first half was. Steps of both show
+/// what either kind of backward costs on every stage. No rank keeps more than under `schedule`.
+/// `schedule` is verified; the transfers are made anew.
+Schedule exchange_backwards(const Schedule& schedule, const std::vector<StageEdge>& edges);
+
+/// What stages and transfers took in recorded steps, in us: medians over steps and microbatches,
+/// and of several replicas the slowest. Of what was not recorded, `planned` has the time, and the
+/// memory of all.
+///
+/// A stage's time is that of its actions, and of receives: the least of those that began when their
+/// message was sent. A message's `latency` is from the end of its send to the end of a receive that
+/// waited for it, without what the receive itself takes; nothing if none waited. `recorded` has
+/// steps of any schedules of the same stages and `edges`.
+StageCosts measured_costs(const std::vector<Timeline>& recorded,
+                          const std::vector<StageEdge>& edges, const StageCosts& planned);
+
+/// The middle one of some numbers, the upper of two; there is at least one.
+double median(std::vector<double> numbers);
+
+}  // namespace smp::pipeline

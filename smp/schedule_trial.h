@@ -1,0 +1,63 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "pipeline/costs.h"
+#include "pipeline/generators.h"
+#include "pipeline/ranking.h"
+#include "pipeline/timeline.h"
+
+namespace smp {
+
+/// How `"pipeline": "auto"` finds its schedule in the first steps of training: which one runs next,
+/// and what follows from what was recorded. A pure state machine: every rank has one, tells it the
+/// same, and so comes to the same schedule. Internal.
+///
+/// 1. The schedule that is the best by the predicted costs runs.
+/// 2. The same with its backwards the other way round (`pipeline::exchange_backwards`) runs. All
+///    schedules are then ranked by the measured costs. The best takes over if it is predicted to be
+///    faster by `kGain`.
+/// 3. That one runs. If its steps take longer by `kGain` than those of the first schedule, that one
+///    returns.
+class ScheduleTrial {
+ public:
+  /// Steps of each part that warm caches and memory, and then those that are recorded.
+  static constexpr int kWarmSteps = 1;
+  static constexpr int kRecordedSteps = 3;
+  /// By which part of a step another schedule must be better: less is within what steps of one
+  /// schedule differ by.
+  static constexpr double kGain = 0.02;
+
+  /// `options`: the pipeline with its costs as predicted, in us; `predicted`: the best schedule.
+  ScheduleTrial(pipeline::ScheduleOptions options, pipeline::RankedSchedule predicted);
+
+  /// The schedule of the next step, and how it is expected to run.
+  const pipeline::RankedSchedule& current() const { return current_; }
+  /// Whether `current` stays. Nothing more is to be recorded.
+  bool is_over() const { return part_ == Part::kOver; }
+
+  /// Takes the recorded steps of `current`, and goes on to the next part.
+  void learn(pipeline::Timeline recorded);
+
+  /// When it is over, for people: the schedules by measured costs, which one stays and why, and of
+  /// the one that ran last the predicted and the measured idle time of each rank.
+  std::string report() const;
+
+ private:
+  enum class Part { kPredicted, kExchanged, kChosen, kOver };
+
+  void exchange();
+  void choose();
+  void settle();
+
+  pipeline::ScheduleOptions options_;
+  const pipeline::RankedSchedule first_;
+  pipeline::RankedSchedule current_;
+  Part part_ = Part::kPredicted;
+  std::vector<pipeline::Timeline> recorded_;  // by part
+  pipeline::ScheduleRanking ranking_;         // by measured costs
+  std::string verdict_;
+};
+
+}  // namespace smp
