@@ -361,6 +361,25 @@ TEST(Ranking, DependsOnTheTimeOfTransfers) {
                   "not zb_h1: it splits backwards, and the time of their halves is not known.");
 }
 
+TEST(Ranking, MakesAListOnlyIfNothingElseFitsWhereAskedTo) {
+  auto options = ScheduleOptions(2, 4);
+  auto costs = StageCosts::uniform(2);
+  costs.kept = {1, 1};
+  options.costs(costs);
+  const auto names = [&] {
+    std::vector<std::string> result;
+    for (const auto& ranked : rank_schedules(options, ListSearch::kIfNothingElseFits).schedules) {
+      result.push_back(ranked.name);
+    }
+    return result;
+  };
+  const auto all = names();
+  EXPECT_EQ(all.front(), "zb_h1");
+  EXPECT_EQ(std::count(all.begin(), all.end(), "list"), 0);
+  options.memory_limit({1, 1});
+  EXPECT_EQ(names(), std::vector<std::string>{"list"});
+}
+
 TEST(Ranking, IsRefusedWhereNothingFits) {
   auto options = ScheduleOptions(2, 4);
   auto costs = StageCosts::uniform(2);
