@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
@@ -9,7 +10,7 @@
 namespace smp::comm {
 
 /// One directed stream of messages of one length between two ranks. Both ends give the same
-/// `bytes`, `held` and `ahead`.
+/// numbers.
 struct ChannelSpec {
   int peer;       ///< The rank at the other end.
   int tag;        ///< Of the group's messages; used by nothing else while the channel is open.
@@ -20,6 +21,11 @@ struct ChannelSpec {
   /// The messages that the sender can always send beyond those held, at least 1. It waits when as
   /// many have not been received.
   int ahead = 2;
+  /// Where this end's tensors lie that are copied into and out of the messages.
+  at::Device device = at::kCPU;
+  /// So many first bytes of a message are for the host. Where a group moves memory from device to
+  /// device, the rest does not pass through the host (`device_part`).
+  int64_t host_bytes = 0;
 };
 
 /// The end that sends. Belongs to one thread at a time.
@@ -31,6 +37,11 @@ class Sender {
   /// bytes, with undefined content. Called again before send() it gives the same memory. Waits
   /// until there is room on the channel; throws as `Work::wait` does.
   virtual const at::Tensor& prepare() = 0;
+
+  /// Where the bytes of the message behind `host_bytes` go, when they travel from device to device:
+  /// uint8 on the device, of the memory that prepare() gave the rest of. What is written there must
+  /// be on the current stream. Undefined when all of the message is in host memory.
+  virtual at::Tensor device_part() { return {}; }
 
   /// Sends what was written since prepare(). Waits for nobody. The memory is the channel's again.
   virtual void send() = 0;
@@ -52,6 +63,10 @@ class Receiver {
   /// back to the channel when the last tensor on it is gone, in any order and on any thread, also
   /// after the channel. Throws as `Work::wait` does.
   virtual at::Tensor receive() = 0;
+
+  /// The rest of the message that receive() returned, as in `Sender::device_part`. The current
+  /// stream of receive() comes after its arrival.
+  virtual at::Tensor device_part() { return {}; }
 };
 
 /// Ends of channels, in the order of the specs.

@@ -16,7 +16,10 @@ struct Pending {
   at::Tensor message;
 };
 
-at::Tensor make_message(int64_t bytes) { return at::empty({bytes}, at::TensorOptions(at::kByte)); }
+at::Tensor make_message(const ChannelSpec& spec) {
+  const auto options = at::TensorOptions(at::kByte).pinned_memory(spec.device.is_cuda());
+  return at::empty({spec.bytes}, options);
+}
 
 class MessageSender final : public Sender {
  public:
@@ -30,7 +33,7 @@ class MessageSender final : public Sender {
       sent_.pop_front();
     }
     if (!next_.defined()) {
-      next_ = make_message(spec_.bytes);
+      next_ = make_message(spec_);
     }
     return next_;
   }
@@ -75,7 +78,7 @@ class MessageReceiver final : public Receiver {
  private:
   void post() {
     for (; expected_ > 0 && static_cast<int>(posted_.size()) < spec_.ahead; --expected_) {
-      at::Tensor message = make_message(spec_.bytes);
+      at::Tensor message = make_message(spec_);
       WorkPtr work = group_->irecv(message, spec_.peer, spec_.tag);
       posted_.push_back({std::move(work), std::move(message)});
     }

@@ -114,10 +114,6 @@ Kernel find_kernel(c10::ScalarType dtype, ReduceOp op) {
   return nullptr;
 }
 
-}  // namespace
-
-bool can_reduce(c10::ScalarType dtype, ReduceOp op) { return find_kernel(dtype, op) != nullptr; }
-
 const char* to_string(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
@@ -128,6 +124,16 @@ const char* to_string(ReduceOp op) {
       return "max";
   }
   return "unknown";
+}
+
+}  // namespace
+
+bool can_reduce(c10::ScalarType dtype, ReduceOp op) { return find_kernel(dtype, op) != nullptr; }
+
+void check_can_reduce(const std::string& group, c10::ScalarType dtype, ReduceOp op) {
+  SMP_CHECK_WITH(UsageError, can_reduce(dtype, op), "all_reduce on group '", group,
+                 "': ", to_string(op), " is not defined for ", dtype,
+                 ". Convert the tensor to a floating point or integer type first.");
 }
 
 void reduce_in_order(void* output, const std::vector<const void*>& parts, size_t elements,

@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -13,8 +14,8 @@ namespace smp::comm {
 /// integer types with every operation, and bool with kMin (and) and kMax (or).
 bool can_reduce(c10::ScalarType dtype, ReduceOp op);
 
-/// "sum", "min", "max".
-const char* to_string(ReduceOp op);
+/// Throws the `UsageError` of group `group` where it cannot.
+void check_can_reduce(const std::string& group, c10::ScalarType dtype, ReduceOp op);
 
 /// Writes ((parts[0] op parts[1]) op parts[2]) ... to `output`, element by element. `output` may be
 /// one of the parts. float16 and bfloat16 are accumulated in float32 and rounded once; integers

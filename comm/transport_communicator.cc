@@ -74,9 +74,7 @@ WorkPtr TransportCommunicator::irecv(const at::Tensor& tensor, int source, Tag t
 
 WorkPtr TransportCommunicator::iall_reduce(const at::Tensor& tensor, ReduceOp op) {
   check_tensor("all_reduce", "tensor", tensor);
-  SMP_CHECK_WITH(UsageError, can_reduce(tensor.scalar_type(), op), "all_reduce on group '", name(),
-                 "': ", to_string(op), " is not defined for ", tensor.scalar_type(),
-                 ". Convert the tensor to a floating point or integer type first.");
+  check_can_reduce(name(), tensor.scalar_type(), op);
   return start({"all_reduce", tensor.nbytes(), -1, next_collective_tag()},
                all_reduce_rounds(rank(), size(), tensor, op), {tensor});
 }

@@ -83,7 +83,9 @@ void GradientBuckets::make_buffers() {
   for (int shard = 0; shard < local_shards_; ++shard) {
     auto& buffers = buffers_[shard];
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      buffers.push_back(at::zeros({bucket_numel_[b]}, at::TensorOptions(bucket_dtype_[b])));
+      const at::Device device = parameters_[buckets_[b].front()].device();
+      buffers.push_back(
+          at::zeros({bucket_numel_[b]}, at::TensorOptions(bucket_dtype_[b]).device(device)));
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
       targets_[shard].push_back(slice(buffers[slots_[i].bucket], i));

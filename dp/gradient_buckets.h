@@ -28,7 +28,8 @@ struct BucketOptions {
 /// float32 (float64 for float64), reduced over the data-parallel group bucket by bucket, divided
 /// once, and only then added to `.grad`. See docs/architecture.md, "Numerics".
 ///
-/// Belongs to one thread. All ranks of the group must have the same parameters in the same order.
+/// Belongs to one thread. All ranks of the group must have the same parameters in the same order;
+/// those of a rank are on one device, where the sums are too, and `group` takes its tensors.
 class GradientBuckets {
  public:
   /// `names` are for errors. Throws `ConfigError` when `gradient_shards` does not fit the number

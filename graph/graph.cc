@@ -65,6 +65,11 @@ uint64_t hash(const std::string& text, uint64_t seed = 0) {
   return XXH64(text.data(), text.size(), seed);
 }
 
+/// "cuda": ranks compare texts, and each has a device of its own.
+std::string kind_of(at::Device device) {
+  return c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+}
+
 std::string value_text(ValueId id) { return id == kUndefined ? "_" : c10::str("%", id); }
 
 std::string values_text(const c10::SmallVector<ValueId, 1>& values) {
@@ -120,7 +125,7 @@ int64_t TensorMeta::nbytes() const { return numel() * static_cast<int64_t>(eleme
 std::string TensorMeta::to_string() const {
   std::string text = c10::str(short_name(dtype), "[", join(sizes, ", "), "]");
   if (!is_contiguous(*this)) text += "{" + join(strides, ", ") + "}";
-  if (!device.is_cpu()) text += "@" + device.str();
+  if (!device.is_cpu()) text += "@" + kind_of(device);
   return text;
 }
 
@@ -268,7 +273,7 @@ std::string constant_to_string(const c10::IValue& value) {
   }
   if (value.isBool()) return value.toBool() ? "true" : "false";
   if (value.isString()) return "\"" + value.toStringRef() + "\"";
-  if (value.isDevice()) return value.toDevice().str();
+  if (value.isDevice()) return kind_of(value.toDevice());
   // Ranks compare these texts, so it has no address.
   if (value.isCapsule()) return leaf_call(value)->module + "(" + leaf_call(value)->numbers + ")";
   std::ostringstream out;

@@ -12,6 +12,7 @@
 
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
+#include "graph/devices.h"
 #include "graph/visit.h"
 #include "smp/core/error.h"
 
@@ -29,6 +30,14 @@ double round_to_two_digits(double value) {
   if (value <= 0) return 0;
   const double unit = std::pow(10.0, std::floor(std::log10(value)) - 1);
   return std::round(value / unit) * unit;
+}
+
+/// The device other than the CPU that the graph computes on, if there is one.
+at::Device device_of(const Graph& graph) {
+  for (const Value& value : graph.values) {
+    if (!value.meta.device.is_cpu()) return value.meta.device;
+  }
+  return at::kCPU;
 }
 
 std::vector<ValueId> tensor_arguments(const Operator& op) {
@@ -122,6 +131,7 @@ class Profiler {
       : graph_(graph),
         key_(key),
         memory_(memory),
+        device_(device_of(graph)),
         segment_(graph, all(graph.operators.size()), all(graph.values.size())),
         last_use_(graph.values.size(), 0),
         times_(graph.operators.size()) {
@@ -184,6 +194,7 @@ class Profiler {
     const SavedStorages before(op, environment);
     const auto start = Clock::now();
     segment_.run_one(i, environment, key_);
+    synchronize(device_);
     times_[i].forward_us = std::min(times_[i].forward_us, microseconds_since(start));
     check(i, environment);
     std::vector<torch::autograd::Edge> starts;
@@ -199,6 +210,7 @@ class Profiler {
     if (memory_) before.find(graph_, op, environment, saved_);
     const auto back = Clock::now();
     run_backward(starts, gradients);
+    synchronize(device_);
     const double backward_us = graph_.trains() ? microseconds_since(back) : 0;
     times_[i].backward_us = std::min(times_[i].backward_us, backward_us);
   }
@@ -210,6 +222,7 @@ class Profiler {
   const Graph& graph_;
   const RandomKey& key_;
   const bool memory_;
+  const at::Device device_;
   Segment segment_;
   std::vector<size_t> last_use_;
   std::vector<Times> times_;

@@ -4,7 +4,9 @@
 #include <ATen/Context.h>
 
 #include <mutex>
+#include <optional>
 
+#include "graph/devices.h"
 #include "graph/intercept.h"
 
 namespace smp::graph {
@@ -61,13 +63,12 @@ void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64
   std::lock_guard<std::mutex> lock(generator_mutex());
   RestoredGenerator cpu(at::detail::getDefaultCPUGenerator());
   cpu.seed(seed);
-  if (at::hasCUDA()) {
-    RestoredGenerator cuda(at::globalContext().defaultGenerator(at::kCUDA));
-    cuda.seed(seed);
-    op.callBoxed(stack);
-  } else {
-    op.callBoxed(stack);
+  std::optional<RestoredGenerator> other;
+  if (const auto device = accelerator_of(op, stack)) {
+    other.emplace(at::globalContext().defaultGenerator(*device));
+    other->seed(seed);
   }
+  op.callBoxed(stack);
 }
 
 at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack) {

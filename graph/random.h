@@ -26,9 +26,9 @@ uint64_t stream_seed(const RandomKey& key, uint64_t ordinal);
 /// True if the operator draws random numbers.
 bool is_random(const c10::OperatorHandle& op);
 
-/// Calls the operator with the default generators of its device seeded with `seed`, and puts
-/// their state back afterwards. Ranks that are threads share the default generators, so seeding,
-/// drawing and restoring are one critical section of the process.
+/// Calls the operator with the default generators of the CPU and of its arguments' device seeded
+/// with `seed`, and puts their state back afterwards. Ranks that are threads share the default
+/// generators, so seeding, drawing and restoring are one critical section of the process.
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed);
 
 /// Calls the operator, which draws from the CPU's default generator, and returns the state that

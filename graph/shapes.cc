@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/TensorOptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -82,18 +83,19 @@ bool layout_depends_on_device(const std::string& name) {
 }
 
 /// True where autocast may choose the types: it does not know the meta device.
-bool casts_automatically(const c10::OperatorHandle& op) {
-  if (!at::autocast::is_autocast_enabled(at::kCPU)) return false;
-  return op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU) ||
+bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
+  if (!at::autocast::is_autocast_enabled(type)) return false;
+  return op.hasKernelForDispatchKey(
+             at::autocast::get_autocast_dispatch_key_from_device_type(type)) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-at::Tensor zeros_like_shape(const at::Tensor& meta) {
+at::Tensor zeros_like_shape(const at::Tensor& meta, at::Device device) {
   if (!meta.defined() || !meta.is_meta()) return meta;
   at::Tensor zeros;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    zeros = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(at::kCPU));
+    zeros = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
     zeros.zero_();
   }
   zeros = zeros.variable_data();
@@ -101,20 +103,20 @@ at::Tensor zeros_like_shape(const at::Tensor& meta) {
   return zeros;
 }
 
-c10::IValue to_zeros(const c10::IValue& value) {
-  if (is_meta(value)) return zeros_like_shape(value.toTensor());
-  if (value.isDevice() && value.toDevice().is_meta()) return c10::Device(at::kCPU);
+c10::IValue to_zeros(const c10::IValue& value, at::Device device) {
+  if (is_meta(value)) return zeros_like_shape(value.toTensor(), device);
+  if (value.isDevice() && value.toDevice().is_meta()) return device;
   if (value.isGenerator()) return value.toGenerator().clone();
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
     for (const at::Tensor& tensor : value.toTensorVector())
-      list.push_back(zeros_like_shape(tensor));
+      list.push_back(zeros_like_shape(tensor, device));
     return list;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> list;
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      list.push_back(tensor ? std::optional(zeros_like_shape(*tensor)) : std::nullopt);
+      list.push_back(tensor ? std::optional(zeros_like_shape(*tensor, device)) : std::nullopt);
     }
     return list;
   }
@@ -154,8 +156,8 @@ at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zer
 
 /// No generator advances.
 void call_on_zeros(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                   torch::jit::Stack& stack) {
-  for (const c10::IValue& value : arguments) stack.push_back(to_zeros(value));
+                   torch::jit::Stack& stack, at::Device device) {
+  for (const c10::IValue& value : arguments) stack.push_back(to_zeros(value, device));
   const std::vector<at::Tensor> shapes = tensors_of(arguments);
   const std::vector<at::Tensor> zeros = tensors_of(stack);
   if (is_random(op)) {
@@ -187,8 +189,7 @@ at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name
       c10::StorageImpl::use_byte_size_t(), 0,
       c10::DataPtr(nullptr, nullptr, &keep_nothing, meta.device), nullptr, false);
   make_dataless(*storage, step_name);
-  const c10::DispatchKey key =
-      meta.device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  const c10::DispatchKey key = c10::computeDispatchKey(meta.dtype, std::nullopt, meta.device);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(key),
       c10::scalarTypeToTypeMeta(meta.dtype));
@@ -234,11 +235,11 @@ at::Tensor make_shape_tensor(const TensorMeta& meta) {
   return tensor;
 }
 
-void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack, at::Device device) {
   const torch::jit::Stack arguments = stack;
-  if (layout_depends_on_device(op.schema().name()) || casts_automatically(op)) {
+  if (layout_depends_on_device(op.schema().name()) || casts_automatically(op, device.type())) {
     stack.clear();
-    call_on_zeros(op, arguments, stack);
+    call_on_zeros(op, arguments, stack, device);
     return;
   }
   try {
@@ -247,7 +248,7 @@ void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   } catch (const c10::Error&) {
     stack.clear();
   }
-  call_on_zeros(op, arguments, stack);
+  call_on_zeros(op, arguments, stack, device);
 }
 
 }  // namespace smp::graph

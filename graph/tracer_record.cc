@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "graph/content.h"
+#include "graph/devices.h"
 #include "graph/leaf.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
@@ -29,6 +30,29 @@ std::string common_prefix(const std::string& a, const std::string& b) {
 /// to fill it (`torch::tensor(vector)`, an accessor).
 bool host_may_write(const Operator& op) {
   return op.random_ordinal < 0 && !has_tensor_argument(op.handle.schema());
+}
+
+/// The device a result would have had, when it was only made on the meta device.
+at::Device result_device(const std::vector<Argument>& arguments, const Graph& graph,
+                         const c10::FunctionSchema& schema) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() == "device" && arguments[i].constant.isDevice()) {
+      return with_index(arguments[i].constant.toDevice());
+    }
+  }
+  for (const Argument& argument : arguments) {
+    for (ValueId id : argument.values) {
+      if (id != kUndefined && !graph.values[id].meta.sizes.empty()) {
+        return graph.values[id].meta.device;
+      }
+    }
+  }
+  for (const Argument& argument : arguments) {
+    for (ValueId id : argument.values) {
+      if (id != kUndefined) return graph.values[id].meta.device;
+    }
+  }
+  return at::kCPU;
 }
 
 }  // namespace
@@ -104,6 +128,7 @@ void Tracer::forget_dead() {
 }
 
 void Tracer::run_operator(const Call& call, const Operator& op, torch::jit::Stack& stack) {
+  const auto& schema = call.op->schema();
   if (host_may_write(op)) {
     call.op->callBoxed(stack);
     return;
@@ -112,7 +137,7 @@ void Tracer::run_operator(const Call& call, const Operator& op, torch::jit::Stac
   if (is_leaf(*call.op)) {
     run_leaf(call, op, stack);
   } else if (!options_.execute) {
-    call_on_shapes(*call.op, stack);
+    call_on_shapes(*call.op, stack, result_device(op.arguments, *graph_, schema));
   } else if (op.random_ordinal >= 0) {
     call_seeded(*call.op, stack, stream_seed(options_.random, op.random_ordinal));
   } else {
@@ -197,29 +222,6 @@ std::vector<at::Tensor> Tracer::run_leaf_on_data(const LeafCall& leaf, const Ope
     if (result.defined()) result = result.variable_data();
   }
   return results;
-}
-
-/// The device a result would have had, when it was only made on the meta device.
-static at::Device result_device(const std::vector<Argument>& arguments, const Graph& graph,
-                                const c10::FunctionSchema& schema) {
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (schema.arguments()[i].name() == "device" && arguments[i].constant.isDevice()) {
-      return arguments[i].constant.toDevice();
-    }
-  }
-  for (const Argument& argument : arguments) {
-    for (ValueId id : argument.values) {
-      if (id != kUndefined && !graph.values[id].meta.sizes.empty()) {
-        return graph.values[id].meta.device;
-      }
-    }
-  }
-  for (const Argument& argument : arguments) {
-    for (ValueId id : argument.values) {
-      if (id != kUndefined) return graph.values[id].meta.device;
-    }
-  }
-  return at::kCPU;
 }
 
 void Tracer::record_results(const Call& call, Operator& op, torch::jit::Stack& stack) {

@@ -79,10 +79,12 @@ void Executor::open_channels(const graph::Graph& graph, int credit) {
                                           Channel{std::move(layout), nullptr, nullptr})
                              .first->second;
       const bool sends = source == me;
+      const at::Device device = channel.layout.device();
       (sends ? senders : receivers).push_back(&channel);
+      // Tensors of a device are copied out of a message, which is free when that is done.
       (sends ? outgoing : incoming)
           .push_back({sends ? target : source, 2 * index + is_backward, channel.layout.nbytes(),
-                      held, credit});
+                      device.is_cpu() ? held : 1, credit, device, channel.layout.header_bytes()});
     }
   }
   comm::Channels opened = pipeline_->open_channels(outgoing, incoming);
@@ -226,14 +228,15 @@ void Executor::execute(const Instruction& instruction, const Step& step) {
 void Executor::send(const Instruction& instruction) {
   const Channel& channel = *instruction.channel;
   const at::Tensor& message = channel.sender->prepare();
-  channel.layout.pack(*instruction.message, message);
+  channel.layout.pack(*instruction.message, message, channel.sender->device_part());
   instruction.message->clear();
   channel.sender->send();
 }
 
 void Executor::receive(const Instruction& instruction) {
   const Channel& channel = *instruction.channel;
-  channel.layout.unpack(channel.receiver->receive(), *instruction.message);
+  const at::Tensor message = channel.receiver->receive();
+  channel.layout.unpack(message, *instruction.message, channel.receiver->device_part());
 }
 
 void Executor::forward(const Instruction& instruction, const Step& step) {

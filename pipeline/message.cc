@@ -4,10 +4,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/TensorOptions.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "pipeline/copy_stream.h"
 #include "smp/core/error.h"
 
 namespace smp::pipeline {
@@ -53,8 +55,9 @@ MessageLayout::MessageLayout(const std::vector<graph::TensorMeta>& metas) : meta
     header_at_.push_back(words);
     words += 1 + static_cast<int64_t>(meta.sizes.size());
   }
-  nbytes_ = round_up(words * static_cast<int64_t>(sizeof(int64_t)));
+  header_bytes_ = nbytes_ = round_up(words * static_cast<int64_t>(sizeof(int64_t)));
   for (const auto& meta : metas_) {
+    if (device_.is_cpu()) device_ = meta.device;
     data_at_.push_back(nbytes_);
     nbytes_ += round_up(meta.nbytes());
   }
@@ -62,49 +65,81 @@ MessageLayout::MessageLayout(const std::vector<graph::TensorMeta>& metas) : meta
 
 at::Tensor MessageLayout::make_buffer() const { return at::empty({nbytes_}, at::kByte); }
 
+MessageLayout::Elements MessageLayout::elements_of(const at::Tensor& message,
+                                                   const at::Tensor& device_part) const {
+  if (device_part.defined()) return {device_part, header_bytes_};
+  return {message, 0};
+}
+
+/// Whether tensors and elements are on two sides of the bus.
+bool MessageLayout::crosses(const Elements& elements) const {
+  return !device_.is_cpu() && elements.memory.is_cpu();
+}
+
+CopyStream& MessageLayout::copy_stream() const {
+  if (!copy_stream_) copy_stream_ = std::make_shared<CopyStream>(device_);
+  return *copy_stream_;
+}
+
 /// Made by hand: the dispatcher would cost more than many a message.
-at::Tensor MessageLayout::view_of(const at::Tensor& message, size_t index, at::IntArrayRef sizes,
+at::Tensor MessageLayout::view_of(const Elements& elements, size_t index, at::IntArrayRef sizes,
                                   at::IntArrayRef strides) const {
   const auto dtype = metas_[index].dtype;
+  const at::Tensor& memory = elements.memory;
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(message.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::Storage(memory.storage()),
+      c10::DispatchKeySet(c10::computeDispatchKey(dtype, std::nullopt, memory.device())),
       c10::scalarTypeToTypeMeta(dtype));
-  const int64_t offset = message.storage_offset() + data_at_[index];
+  const int64_t offset = memory.storage_offset() + data_at_[index] - elements.begin;
   view.unsafeGetTensorImpl()->set_sizes_and_strides(
       sizes, strides, offset / static_cast<int64_t>(elementSize(dtype)));
   return view;
 }
 
+/// A dense view of the message, or a copy of it on the tensor's device. Only a copy to a device may
+/// end later.
+at::Tensor MessageLayout::on_device(size_t index, const at::Tensor& view) const {
+  const at::Device device = metas_[index].device;
+  if (view.device() == device) return view;
+  const at::Tensor copy =
+      at::empty_strided(view.sizes(), view.strides(), view.options().device(device));
+  return copy.copy_(view, /*non_blocking=*/!device.is_cpu());
+}
+
 /// A tensor of the message with the sender's strides: on the message's memory, or, where they leave
-/// gaps or overlap, a copy.
-at::Tensor MessageLayout::with_strides(const at::Tensor& message, size_t index,
+/// gaps or overlap or it is on another device, a copy.
+at::Tensor MessageLayout::with_strides(const Elements& elements, size_t index,
                                        at::IntArrayRef strides) const {
   const at::IntArrayRef sizes = metas_[index].sizes;
-  const at::Tensor view = view_of(message, index, sizes, strides);
-  if (view.is_non_overlapping_and_dense()) return view;
+  const at::Tensor view = view_of(elements, index, sizes, strides);
+  if (view.is_non_overlapping_and_dense()) return on_device(index, view);
   const at::Tensor compact = without_expansion(view);
-  if (compact.is_non_overlapping_and_dense()) return view;
-  const at::Tensor packed = view_of(message, index, compact.sizes(), dense_strides(compact));
+  if (compact.is_non_overlapping_and_dense()) {
+    const at::Tensor moved = on_device(index, compact);
+    return moved.is_same(compact) ? view : moved.as_strided(sizes, strides);
+  }
+  const at::Tensor packed =
+      on_device(index, view_of(elements, index, compact.sizes(), dense_strides(compact)));
   const at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), packed.options());
   return copy.copy_(packed).as_strided(sizes, strides);
 }
 
 /// Writes the elements and, into the header, the strides of one tensor.
-void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const at::Tensor& message,
+void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const Elements& elements,
                             int64_t* words) const {
-  if (tensor.is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor.is_conj() &&
-      !tensor.is_neg()) {
+  if (tensor.is_cpu() && elements.memory.is_cpu() && tensor.is_non_overlapping_and_dense() &&
+      !tensor.is_conj() && !tensor.is_neg()) {
     std::copy_n(tensor.strides().begin(), tensor.dim(), words);
     if (tensor.numel() > 0) {
-      std::memcpy(message.mutable_data_ptr<uint8_t>() + data_at_[index], tensor.const_data_ptr(),
-                  tensor.nbytes());
+      std::memcpy(elements.memory.mutable_data_ptr<uint8_t>() + data_at_[index],
+                  tensor.const_data_ptr(), tensor.nbytes());
     }
     return;
   }
   at::NoGradGuard no_grad;
   const at::Tensor compact = without_expansion(tensor.detach());
   const std::vector<int64_t> dense = dense_strides(compact);
-  view_of(message, index, compact.sizes(), dense).copy_(compact);
+  view_of(elements, index, compact.sizes(), dense).copy_(compact, /*non_blocking=*/true);
   const bool gaps = keeps_gaps(compact);
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     const bool expanded = tensor.stride(d) == 0 && tensor.size(d) > 1;
@@ -112,20 +147,29 @@ void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const at::Te
   }
 }
 
-void MessageLayout::pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message) const {
+void MessageLayout::pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message,
+                         const at::Tensor& device_part) const {
   SMP_INTERNAL_ASSERT(tensors.size() == metas_.size(), tensors.size(), " tensors for a message of ",
                       metas_.size());
-  auto* header = reinterpret_cast<int64_t*>(message.mutable_data_ptr<uint8_t>());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    int64_t* words = header + header_at_[i];
-    words[0] = tensor.defined();
-    if (!tensor.defined()) continue;
-    SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(metas_[i].sizes) &&
-                            tensor.scalar_type() == metas_[i].dtype,
-                        "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
-                        " where the graph has ", metas_[i].to_string());
-    copy_in(i, tensor, message, words + 1);
+  const Elements elements = elements_of(message, device_part);
+  const auto copy_all = [&] {
+    auto* header = reinterpret_cast<int64_t*>(message.mutable_data_ptr<uint8_t>());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = tensors[i];
+      int64_t* words = header + header_at_[i];
+      words[0] = tensor.defined();
+      if (!tensor.defined()) continue;
+      SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(metas_[i].sizes) &&
+                              tensor.scalar_type() == metas_[i].dtype,
+                          "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
+                          " where the graph has ", metas_[i].to_string());
+      copy_in(i, tensor, elements, words + 1);
+    }
+  };
+  if (crosses(elements)) {
+    copy_stream().to_host(copy_all);
+  } else {
+    copy_all();
   }
 }
 
@@ -135,23 +179,32 @@ at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
   return message;
 }
 
-std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message) const {
+std::vector<at::Tensor> MessageLayout::unpack(const at::Tensor& message,
+                                              const at::Tensor& device_part) const {
   std::vector<at::Tensor> tensors;
-  unpack(message, tensors);
+  unpack(message, tensors, device_part);
   return tensors;
 }
 
-void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& tensors) const {
-  const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
-  for (size_t i = 0; i < metas_.size(); ++i) {
-    const int64_t* words = header + header_at_[i];
-    if (words[0] == 0) {
-      tensors.emplace_back();
-      continue;
+void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& tensors,
+                           const at::Tensor& device_part) const {
+  const Elements elements = elements_of(message, device_part);
+  const auto make_all = [&] {
+    const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
+    for (size_t i = 0; i < metas_.size(); ++i) {
+      const int64_t* words = header + header_at_[i];
+      if (words[0] == 0) {
+        tensors.emplace_back();
+        continue;
+      }
+      const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
+      tensors.push_back(with_strides(elements, i, strides));
     }
-    const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
-    const at::Tensor tensor = with_strides(message, i, strides);
-    tensors.push_back(metas_[i].device.is_cpu() ? tensor : tensor.to(metas_[i].device));
+  };
+  if (crosses(elements)) {
+    copy_stream().to_device(message, tensors, make_all);
+  } else {
+    make_all();
   }
 }
 

@@ -3,11 +3,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "graph/graph.h"
 
 namespace smp::pipeline {
+
+class CopyStream;
 
 /// The tensors of one transfer as one message: a header that tells for each tensor whether it is
 /// defined and its strides, then the elements of each in the order of memory, every tensor at a
@@ -22,36 +25,59 @@ class MessageLayout {
 
   /// Bytes of the message, a multiple of 64.
   int64_t nbytes() const { return nbytes_; }
+  /// Those of the header, which the host reads and writes; a multiple of 64.
+  int64_t header_bytes() const { return header_bytes_; }
+  /// The device of the tensors, if some are not on the CPU: that of the first of these.
+  at::Device device() const { return device_; }
 
   /// An empty message to receive into or to pack; one-dimensional, uint8, on the CPU.
   at::Tensor make_buffer() const;
 
   /// Copies `tensors` (sizes and dtypes as in the layout; undefined ones are allowed) into
-  /// `message`, which is as `make_buffer` makes it. Expanded dimensions are sent once.
-  void pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message) const;
+  /// `message`, which is as `make_buffer` makes it. Expanded dimensions are sent once. If
+  /// `device_part` is given, the elements go there, on the current stream, and `message` has the
+  /// header only. Else they are in `message` when this returns, also those from a device.
+  void pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message,
+            const at::Tensor& device_part = {}) const;
 
   /// Into a new message.
   at::Tensor pack(const std::vector<at::Tensor>& tensors) const;
 
   /// The tensors of a received message, on the devices of the layout, with the strides that they
-  /// had; a view that shows less than an eighth of its memory becomes dense. CPU tensors without
-  /// gaps share the message's memory and keep it alive.
-  std::vector<at::Tensor> unpack(const at::Tensor& message) const;
+  /// had; a view that shows less than an eighth of its memory becomes dense. Tensors without gaps
+  /// that are on the device of their elements share the message's memory and keep it alive. Those
+  /// on another device than the message may be used on the current stream.
+  std::vector<at::Tensor> unpack(const at::Tensor& message,
+                                 const at::Tensor& device_part = {}) const;
 
   /// Into `tensors`, which must be empty.
-  void unpack(const at::Tensor& message, std::vector<at::Tensor>& tensors) const;
+  void unpack(const at::Tensor& message, std::vector<at::Tensor>& tensors,
+              const at::Tensor& device_part = {}) const;
 
  private:
-  void copy_in(size_t index, const at::Tensor& tensor, const at::Tensor& message,
+  /// Where the elements of a message are: `data_at_` counts from `begin` bytes before the memory.
+  struct Elements {
+    const at::Tensor& memory;
+    int64_t begin;
+  };
+
+  Elements elements_of(const at::Tensor& message, const at::Tensor& device_part) const;
+  bool crosses(const Elements& elements) const;
+  CopyStream& copy_stream() const;
+  void copy_in(size_t index, const at::Tensor& tensor, const Elements& elements,
                int64_t* words) const;
-  at::Tensor view_of(const at::Tensor& message, size_t index, at::IntArrayRef sizes,
+  at::Tensor view_of(const Elements& elements, size_t index, at::IntArrayRef sizes,
                      at::IntArrayRef strides) const;
-  at::Tensor with_strides(const at::Tensor& message, size_t index, at::IntArrayRef strides) const;
+  at::Tensor on_device(size_t index, const at::Tensor& view) const;
+  at::Tensor with_strides(const Elements& elements, size_t index, at::IntArrayRef strides) const;
 
   std::vector<graph::TensorMeta> metas_;
   std::vector<int64_t> header_at_;  // per tensor: index of its first int64 in the header
   std::vector<int64_t> data_at_;    // per tensor: byte offset of its elements
+  int64_t header_bytes_ = 0;
   int64_t nbytes_ = 0;
+  at::Device device_ = at::kCPU;
+  mutable std::shared_ptr<CopyStream> copy_stream_;  // made when the first tensor needs it
 };
 
 }  // namespace smp::pipeline

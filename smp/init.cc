@@ -1,7 +1,6 @@
 #include "smp/init.h"
 
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <ATen/DeviceAccelerator.h>
 
 #include <cstdlib>
 #include <exception>
@@ -88,11 +87,8 @@ void run_as_threads(int ranks, const Config& config, const std::function<void()>
 }
 
 void set_device(int index) {
-  const auto type = c10::DeviceType::CUDA;
-  if (c10::impl::hasDeviceGuardImpl(type) &&
-      c10::impl::getDeviceGuardImpl(type)->deviceCount() > 0) {
-    c10::impl::getDeviceGuardImpl(type)->setDevice(c10::Device(type, index));
-  }
+  const auto type = at::getAccelerator();
+  if (type && at::accelerator::deviceCount() > 0) at::accelerator::setDeviceIndex(index);
 }
 
 int rank() { return Runtime::get().rank(); }

@@ -36,8 +36,8 @@ bool is_tracing();
 /// Set torch::set_num_threads(1) before, or the ranks compete for cores.
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program);
 
-/// The device that new groups and `set_device`-aware code use: on machines without GPUs there is
-/// nothing to choose and this returns; with GPUs it makes `index` the current one.
+/// Makes GPU `index` the current one of this thread; on a machine without GPUs there is nothing to
+/// choose and this returns. Models and inputs are moved by the program: docs/cuda.md.
 void set_device(int index);
 
 /// This rank's number in the world, on its host, and in its groups, with the sizes of those. The

@@ -122,10 +122,10 @@ void Program::refresh_replicas() {
     const at::Tensor& tensor = runtime_->table().at(value.name).tensor;
     const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
     if (copied.from == pipeline_->rank()) {
-      copies.push_back(tensor.detach().cpu().contiguous());
+      copies.push_back(tensor.detach().contiguous());
       sends.push_back(pipeline_->isend(copies.back(), copied.to, tag));
     } else if (copied.to == pipeline_->rank()) {
-      const at::Tensor copy = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+      const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
       pipeline_->recv(copy, copied.from, tag);
       tensor.detach().copy_(copy);
     }

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/c10d/process_group.h"
+#include "comm/device/device_communicator.h"
 #include "graph/offload_store.h"
 #include "smp/core/error.h"
 #include "smp/core/failure.h"
@@ -84,6 +85,12 @@ void Runtime::set_for_process(std::shared_ptr<Runtime> runtime) {
 
 void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
   thread_runtime() = std::move(runtime);
+}
+
+void Runtime::use_device(at::Device device) {
+  for (CommGroup group : {CommGroup::kPp, CommGroup::kDp}) {
+    groups_[group] = comm::make_device_communicator(groups_[group], device);
+  }
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
@@ -52,6 +53,9 @@ class Runtime {
   comm::CommunicatorPtr world() const { return world_; }
   /// The communicator of this rank's group; made at `init`.
   comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
+  /// From now on the groups whose ranks exchange tensors of the models take those of `device`, too.
+  /// Collective over `world`; all ranks' devices are of one kind.
+  void use_device(at::Device device);
   /// The c10d process group of this rank's group. Collective over the group at the first call.
   c10::intrusive_ptr<c10d::ProcessGroup> process_group(CommGroup group);
 

@@ -56,6 +56,22 @@ void check_same_models(const Runtime& runtime) {
   }
 }
 
+/// The device of this rank's models.
+void settle_device(Runtime& runtime) {
+  const auto& entries = runtime.table().entries();
+  if (entries.empty()) return;
+  const at::Device device = entries.front().tensor.device();
+  for (const auto& entry : entries) {
+    SMP_CHECK_WITH(UsageError, entry.tensor.device() == device, "\"", entries.front().name,
+                   "\" is on device ", device, " and \"", entry.name, "\" on ",
+                   entry.tensor.device(),
+                   ". All parameters and buffers of a rank's models are on one device: move each "
+                   "module before it is wrapped, net->to(torch::Device(torch::kCUDA, "
+                   "smp::local_rank()))");
+  }
+  runtime.use_device(device);
+}
+
 void broadcast_values(const Runtime& runtime) {
   at::NoGradGuard no_grad;
   for (const auto& entry : runtime.table().entries()) {
@@ -103,6 +119,7 @@ void prepare_models(Runtime& runtime) {
                  "a step function ran, but no module was wrapped. Write smp::DistributedModel "
                  "model(net) before the first step and call model(x) in it");
   check_same_models(runtime);
+  settle_device(runtime);
   broadcast_values(runtime);
   settle_seed(runtime);
   // Read once, so that ranks of other hosts run the same.

@@ -25,6 +25,12 @@ constexpr std::chrono::microseconds kSpin{30};
 // A sleeping end looks this often whether its peer is still there.
 constexpr std::chrono::milliseconds kLookAround{100};
 
+void pin_for(const ChannelSpec& spec, SharedMemory& memory) {
+  if (!spec.device.is_cpu()) {
+    memory.pin();
+  }
+}
+
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -217,11 +223,13 @@ std::optional<uint32_t> PeerWait::look_for_peer(SlotQueue& queue) const {
 
 std::unique_ptr<Sender> make_shared_sender(std::shared_ptr<SharedMemory> memory,
                                            const ChannelSpec& spec, PeerWait wait) {
+  pin_for(spec, *memory);
   return std::make_unique<SharedSender>(std::move(memory), spec, std::move(wait));
 }
 
 std::unique_ptr<Receiver> make_shared_receiver(std::shared_ptr<SharedMemory> memory,
                                                const ChannelSpec& spec, PeerWait wait) {
+  pin_for(spec, *memory);
   return std::make_unique<SharedReceiver>(std::move(memory), spec, std::move(wait));
 }
 

@@ -19,6 +19,7 @@
 #include <random>
 #include <utility>
 
+#include "comm/cuda/pinned_memory.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -161,8 +162,15 @@ SharedMemory::~SharedMemory() {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().made.erase(id_);
   }
+  if (pinned_) {
+    unpin_memory(data_);
+  }
   munmap(data_, size_);
   close_fd();
+}
+
+void SharedMemory::pin() {
+  std::call_once(pin_once_, [this] { pinned_ = pin_memory(data_, size_); });
 }
 
 void SharedMemory::close_fd() {

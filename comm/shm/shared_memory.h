@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -46,6 +47,9 @@ class SharedMemory {
   /// When all have mapped it, nobody needs the descriptor any more.
   void close_fd();
 
+  /// Lets GPUs copy to and from it by themselves, in a CUDA build. From any thread.
+  void pin();
+
  private:
   SharedMemory(int fd, std::byte* data, size_t size, uint64_t id);
 
@@ -53,6 +57,8 @@ class SharedMemory {
   std::byte* data_;
   size_t size_;
   uint64_t id_;
+  std::once_flag pin_once_;
+  bool pinned_ = false;
 };
 
 /// The bytes that processes of this host may still take, by the kernel's estimate and the memory

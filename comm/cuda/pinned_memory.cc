@@ -1,0 +1,21 @@
+#include "comm/cuda/pinned_memory.h"
+
+#include <cuda_runtime_api.h>
+
+namespace smp::comm {
+
+bool pin_memory(void* memory, size_t bytes) {
+  const bool pinned = cudaHostRegister(memory, bytes, cudaHostRegisterPortable) == cudaSuccess;
+  if (!pinned) {
+    cudaGetLastError();  // or the next kernel would report it
+  }
+  return pinned;
+}
+
+void unpin_memory(void* memory) {
+  if (cudaHostUnregister(memory) != cudaSuccess) {
+    cudaGetLastError();
+  }
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,98 @@
+#include "comm/device/device_communicator.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <set>
+#include <utility>
+
+#include "comm/device/staged_communicator.h"
+#include "comm/nccl/nccl_communicator.h"
+#include "comm/reduce.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+
+namespace {
+
+// Of a group of one, which moves nothing.
+class CompleteWork final : public Work {
+ public:
+  bool test() override { return true; }
+  void wait() override {}
+};
+
+}  // namespace
+
+DeviceCommunicator::DeviceCommunicator(CommunicatorPtr host, at::Device device)
+    : host_(std::move(host)), device_(device) {}
+
+WorkPtr DeviceCommunicator::isend(const at::Tensor& tensor, int destination, Tag tag) {
+  return is_on_device("isend", tensor) ? send_from_device(tensor, destination, tag)
+                                       : host_->isend(tensor, destination, tag);
+}
+
+WorkPtr DeviceCommunicator::irecv(const at::Tensor& tensor, int source, Tag tag) {
+  return is_on_device("irecv", tensor) ? receive_on_device(tensor, source, tag)
+                                       : host_->irecv(tensor, source, tag);
+}
+
+WorkPtr DeviceCommunicator::iall_reduce(const at::Tensor& tensor, ReduceOp op) {
+  if (!is_on_device("all_reduce", tensor)) {
+    return host_->iall_reduce(tensor, op);
+  }
+  check_can_reduce(name(), tensor.scalar_type(), op);
+  return size() == 1 ? std::make_shared<CompleteWork>() : all_reduce_on_device(tensor, op);
+}
+
+WorkPtr DeviceCommunicator::ibroadcast(const at::Tensor& tensor, int root) {
+  if (!is_on_device("broadcast", tensor)) {
+    return host_->ibroadcast(tensor, root);
+  }
+  return size() == 1 ? std::make_shared<CompleteWork>() : broadcast_on_device(tensor, root);
+}
+
+WorkPtr DeviceCommunicator::iall_gather(const at::Tensor& output, const at::Tensor& input) {
+  if (!is_on_device("all_gather", output)) {
+    return host_->iall_gather(output, input);
+  }
+  if (size() > 1) {
+    return all_gather_on_device(output, input);
+  }
+  const at::NoGradGuard no_grad;
+  output.view({-1}).copy_(input.view({-1}));
+  return std::make_shared<CompleteWork>();
+}
+
+Channels DeviceCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
+                                           const std::vector<ChannelSpec>& incoming) {
+  return host_->open_channels(outgoing, incoming);
+}
+
+CommunicatorPtr DeviceCommunicator::split(const std::vector<int>& members,
+                                          const std::string& name) {
+  return make_device_communicator(host_->split(members, name), device_);
+}
+
+// An undefined tensor is the other communicator's to refuse.
+bool DeviceCommunicator::is_on_device(const char* verb, const at::Tensor& tensor) const {
+  if (!tensor.defined() || tensor.is_cpu()) {
+    return false;
+  }
+  SMP_CHECK_WITH(UsageError, tensor.device() == device_, verb, " on group '", name(),
+                 "': this rank communicates tensors of ", device_, " and of the CPU, got one on ",
+                 tensor.device(), ". Move it to the model's device first.");
+  return true;
+}
+
+CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device) {
+  if (device.is_cpu()) {
+    return host;
+  }
+  const std::vector<std::string> gpus = all_gather_bytes(*host, nccl_gpu(device));
+  const std::set<std::string> different(gpus.begin(), gpus.end());
+  const bool usable = different.count("") == 0 && different.size() == gpus.size();
+  return usable && gpus.size() > 1 ? make_nccl_communicator(host, device)
+                                   : make_staged_communicator(host, device);
+}
+
+}  // namespace smp::comm

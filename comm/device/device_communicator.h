@@ -1,0 +1,67 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp::comm {
+
+/// A communicator for tensors of the CPU and of one other device: this rank's part of the model
+/// lies there. Those of the CPU go over a communicator of their own, whose rank, name, time-out and
+/// abort are this one's too. How the device's move is up to the classes that derive from it.
+///
+/// On the device, an operation starts when the current stream has come to it, and when `wait()` has
+/// returned, the current stream goes on after it: the host does not wait for the device where
+/// nothing but the device needs the result.
+class DeviceCommunicator : public Communicator {
+ public:
+  /// `device` has an index and is not the CPU.
+  DeviceCommunicator(CommunicatorPtr host, at::Device device);
+
+  int rank() const override { return host_->rank(); }
+  int size() const override { return host_->size(); }
+  const std::string& name() const override { return host_->name(); }
+
+  WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
+  WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
+  WorkPtr iall_reduce(const at::Tensor& tensor, ReduceOp op) override;
+  WorkPtr ibroadcast(const at::Tensor& tensor, int root) override;
+  WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) override;
+  Channels open_channels(const std::vector<ChannelSpec>& outgoing,
+                         const std::vector<ChannelSpec>& incoming) override;
+  void barrier() override { host_->barrier(); }
+  /// The new one is for the same device.
+  CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
+  void abort(const std::string& reason) noexcept override { host_->abort(reason); }
+  void set_timeout(std::chrono::milliseconds timeout) override { host_->set_timeout(timeout); }
+  std::chrono::milliseconds timeout() const override { return host_->timeout(); }
+
+ protected:
+  const CommunicatorPtr& host() const { return host_; }
+  at::Device device() const { return device_; }
+
+  // The operations on tensors of the device; collectives of two ranks or more.
+  virtual WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) = 0;
+  virtual WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) = 0;
+  virtual WorkPtr all_reduce_on_device(const at::Tensor& tensor, ReduceOp op) = 0;
+  virtual WorkPtr broadcast_on_device(const at::Tensor& tensor, int root) = 0;
+  virtual WorkPtr all_gather_on_device(const at::Tensor& output, const at::Tensor& input) = 0;
+
+ private:
+  bool is_on_device(const char* verb, const at::Tensor& tensor) const;
+
+  const CommunicatorPtr host_;
+  const at::Device device_;
+};
+
+/// The communicator of a group whose ranks' models lie on `device`, each rank's own and all of one
+/// kind: `host` itself for the CPU. Between GPUs it goes over NCCL, if this is a CUDA build and no
+/// two ranks of the group share a GPU; otherwise, and for other devices, through host memory.
+/// Collective over `host`.
+CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
+
+}  // namespace smp::comm

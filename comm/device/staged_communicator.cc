@@ -1,0 +1,84 @@
+#include "comm/device/staged_communicator.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+#include "comm/device/device_communicator.h"
+
+namespace smp::comm {
+namespace {
+
+// An operation on `staged`, in host memory, whose result belongs into `result`, if that is defined.
+class StagedWork final : public Work {
+ public:
+  StagedWork(WorkPtr work, at::Tensor staged, at::Tensor result)
+      : work_(std::move(work)), staged_(std::move(staged)), result_(std::move(result)) {}
+
+  bool test() override { return work_->test(); }
+
+  void wait() override {
+    work_->wait();
+    if (const at::Tensor result = std::exchange(result_, at::Tensor()); result.defined()) {
+      const at::NoGradGuard no_grad;
+      result.copy_(staged_);
+    }
+  }
+
+ private:
+  const WorkPtr work_;
+  const at::Tensor staged_;
+  at::Tensor result_;
+};
+
+// Waits until the device has made it.
+at::Tensor copy_of(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
+
+at::Tensor room_for(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()));
+}
+
+class StagedCommunicator final : public DeviceCommunicator {
+ public:
+  using DeviceCommunicator::DeviceCommunicator;
+
+ protected:
+  WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) override {
+    const at::Tensor staged = copy_of(tensor);
+    return work(host()->isend(staged, destination, tag), staged, at::Tensor());
+  }
+
+  WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) override {
+    const at::Tensor staged = room_for(tensor);
+    return work(host()->irecv(staged, source, tag), staged, tensor);
+  }
+
+  WorkPtr all_reduce_on_device(const at::Tensor& tensor, ReduceOp op) override {
+    const at::Tensor staged = copy_of(tensor);
+    return work(host()->iall_reduce(staged, op), staged, tensor);
+  }
+
+  WorkPtr broadcast_on_device(const at::Tensor& tensor, int root) override {
+    const at::Tensor staged = rank() == root ? copy_of(tensor) : room_for(tensor);
+    return work(host()->ibroadcast(staged, root), staged, rank() == root ? at::Tensor() : tensor);
+  }
+
+  WorkPtr all_gather_on_device(const at::Tensor& output, const at::Tensor& input) override {
+    const at::Tensor staged = room_for(output);
+    return work(host()->iall_gather(staged, copy_of(input)), staged, output);
+  }
+
+ private:
+  static WorkPtr work(WorkPtr work, const at::Tensor& staged, const at::Tensor& result) {
+    return std::make_shared<StagedWork>(std::move(work), staged, result);
+  }
+};
+
+}  // namespace
+
+CommunicatorPtr make_staged_communicator(CommunicatorPtr host, at::Device device) {
+  return std::make_shared<StagedCommunicator>(std::move(host), device);
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,14 @@
+// What a build without --config=cuda has in place of nccl_communicator.cc.
+
+#include "comm/nccl/nccl_communicator.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+
+std::string nccl_gpu(at::Device /*device*/) { return ""; }
+
+CommunicatorPtr make_nccl_communicator(const CommunicatorPtr& /*host*/, at::Device device) {
+  SMP_INTERNAL_ASSERT(false, "NCCL for ", device, " in a build without it");
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,39 @@
+#include "graph/devices.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "graph/stack_tensors.h"
+
+namespace smp::graph {
+namespace {
+
+bool is_accelerator(at::Device device) { return !device.is_cpu() && !device.is_meta(); }
+
+}  // namespace
+
+at::Device with_index(at::Device device) {
+  if (!is_accelerator(device) || device.has_index()) return device;
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+std::optional<at::Device> accelerator_of(const c10::OperatorHandle& op,
+                                         const torch::jit::Stack& stack) {
+  const size_t count = op.schema().arguments().size();
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (stack[i].isDevice() && is_accelerator(stack[i].toDevice())) {
+      return with_index(stack[i].toDevice());
+    }
+  }
+  for (const at::Tensor& tensor : tensors_in(stack, count)) {
+    if (tensor.defined() && is_accelerator(tensor.device())) return tensor.device();
+  }
+  return std::nullopt;
+}
+
+void synchronize(at::Device device) {
+  if (!is_accelerator(device)) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  guard.synchronizeStream(guard.getStream(device));
+}
+
+}  // namespace smp::graph

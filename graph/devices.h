@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/Device.h>
+
+#include <optional>
+
+namespace smp::graph {
+
+/// The device with its index: for "cuda" the current one of this thread.
+at::Device with_index(at::Device device);
+
+/// The device other than the CPU that an operator about to be called works on: that of the first
+/// tensor argument there, or the one that its `device` argument names. Nothing when all is on the
+/// CPU or has shapes only.
+std::optional<at::Device> accelerator_of(const c10::OperatorHandle& op,
+                                         const torch::jit::Stack& stack);
+
+/// Waits until the device has done all that this thread's current stream of it was given. Returns
+/// at once for the CPU.
+void synchronize(at::Device device);
+
+}  // namespace smp::graph

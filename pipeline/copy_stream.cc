@@ -1,0 +1,64 @@
+#include "pipeline/copy_stream.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+namespace smp::pipeline {
+namespace {
+
+c10::impl::VirtualGuardImpl guard_of(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+}  // namespace
+
+CopyStream::CopyStream(at::Device device)
+    : stream_(guard_of(device).getStreamFromGlobalPool(device)) {}
+
+CopyStream::~CopyStream() {
+  for (const Read& read : reads_) read.done.synchronize();
+}
+
+c10::Stream CopyStream::current() const {
+  return guard_of(stream_.device()).getStream(stream_.device());
+}
+
+void CopyStream::to_host(const std::function<void()>& copy) {
+  c10::Event made(stream_.device_type()), copied(stream_.device_type());
+  made.record(current());
+  made.block(stream_);
+  {
+    const c10::StreamGuard guard(stream_);
+    copy();
+  }
+  copied.record(stream_);
+  copied.synchronize();
+}
+
+void CopyStream::to_device(const at::Tensor& message, std::vector<at::Tensor>& tensors,
+                           const std::function<void()>& copy) {
+  forget_read();
+  const c10::Stream compute = current();
+  {
+    // Their memory is this stream's, so nothing that computes can still be using it.
+    const c10::StreamGuard guard(stream_);
+    copy();
+  }
+  c10::Event copied(stream_.device_type());
+  copied.record(stream_);
+  copied.block(compute);
+  for (const at::Tensor& tensor : tensors) {
+    // It is free for another message when the computations that use it are done.
+    if (!tensor.defined() || tensor.device() != stream_.device()) continue;
+    guard_of(stream_.device()).recordDataPtrOnStream(tensor.storage().data_ptr(), compute);
+  }
+  reads_.push_back({std::move(copied), message});
+}
+
+void CopyStream::forget_read() {
+  while (!reads_.empty() && reads_.front().done.query()) reads_.pop_front();
+}
+
+}  // namespace smp::pipeline

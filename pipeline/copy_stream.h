@@ -1,0 +1,54 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <functional>
+#include <vector>
+
+namespace smp::pipeline {
+
+/// The stream on which the tensors of one channel are copied between a device and messages in host
+/// memory, beside the current stream, which computes. Who waits for whom (docs/cuda.md):
+///
+/// - A copy to the host waits for what the current stream was given before it; the host waits for
+///   the copy, since it hands the message over.
+/// - A copy to the device waits for nothing: the message is there. What the current stream is given
+///   after it waits for it. The host does not; the message is kept until the copy is done.
+///
+/// Knows devices by libtorch's own interface only. Belongs to one thread.
+class CopyStream {
+ public:
+  /// Takes a stream from the device's pool.
+  explicit CopyStream(at::Device device);
+  /// Waits for copies under way.
+  ~CopyStream();
+  CopyStream(const CopyStream&) = delete;
+  CopyStream& operator=(const CopyStream&) = delete;
+
+  /// Calls `copy`, which copies tensors that the current stream has made to the host, without
+  /// waiting. Returns when the copies are complete.
+  void to_host(const std::function<void()>& copy);
+
+  /// Calls `copy`, which copies from `message`, in host memory, into new tensors that it puts into
+  /// `tensors`.
+  void to_device(const at::Tensor& message, std::vector<at::Tensor>& tensors,
+                 const std::function<void()>& copy);
+
+ private:
+  /// A message that is being copied to the device.
+  struct Read {
+    c10::Event done;
+    at::Tensor message;
+  };
+
+  c10::Stream current() const;
+  void forget_read();
+
+  c10::Stream stream_;
+  std::deque<Read> reads_;  // oldest first
+};
+
+}  // namespace smp::pipeline

@@ -1,0 +1,96 @@
+// What only a GPU shows: the parts below the numbers of parity_test. See docs/cuda.md.
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include "comm/device/device_communicator.h"
+#include "comm/threads/run_ranks.h"
+#include "graph/random.h"
+#include "pipeline/message.h"
+
+namespace smp::testing {
+namespace {
+
+const at::Device kGpu(at::kCUDA, 0);
+
+int gpus() { return c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount(); }
+
+class Cuda : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_GT(gpus(), 0) << "this test needs a GPU; see docs/cuda.md"; }
+};
+
+TEST_F(Cuda, RandomOperatorsAreKeyedAndLeaveTheGeneratorAsItWas) {
+  const at::Tensor x = at::full({1000}, 0.5, kGpu);
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::bernoulli", "");
+  const auto draw = [&](uint64_t seed) {
+    torch::jit::Stack stack = {x, c10::IValue()};
+    graph::call_seeded(op, stack, seed);
+    return stack[0].toTensor();
+  };
+  at::manual_seed(5);
+  const at::Tensor expected = at::rand({10}, kGpu);
+  at::manual_seed(5);
+  const at::Tensor first = draw(1), second = draw(2), again = draw(1);
+  EXPECT_TRUE(at::equal(first, again));
+  EXPECT_FALSE(at::equal(first, second));
+  EXPECT_TRUE(at::equal(at::rand({10}, kGpu), expected));
+}
+
+TEST_F(Cuda, MessagesGoThroughHostMemoryWhileTheDeviceIsBusy) {
+  const at::Tensor large = at::rand({2048, 2048}, kGpu);
+  const at::Tensor expected = large.mm(large).cpu();
+  const pipeline::MessageLayout layout({graph::TensorMeta::of(large)});
+  for (int i = 0; i < 20; ++i) {
+    // Packed while the product is being computed; the memory it arrives in is used again at once.
+    const at::Tensor message = layout.pack({large.mm(large)});
+    const at::Tensor arrived = layout.unpack(message)[0];
+    EXPECT_TRUE(at::equal((arrived + 0).cpu(), expected));
+  }
+}
+
+// As the transports do it: ((rank 0 + rank 1) + rank 2) ...
+at::Tensor part_of(int rank, at::ScalarType type) {
+  return ((at::arange(1001).to(at::kDouble) + 1) * (rank + 1) / 7).to(type);
+}
+
+/// Ranks share GPUs where there are too few; with one for each they use NCCL.
+void expect_collectives(int ranks) {
+  comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
+    const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(world->rank() % gpus()));
+    const auto group = comm::make_device_communicator(world, device);
+    for (const at::ScalarType type : {at::kFloat, at::kHalf, at::kLong, at::kShort}) {
+      const at::Tensor host = part_of(world->rank(), type), sum = host.to(device);
+      world->all_reduce(host);
+      group->all_reduce(sum);
+      EXPECT_TRUE(at::equal(sum.cpu(), host)) << "other bits than on the host: " << type;
+      const at::Tensor all = at::empty({ranks, 1001}, sum.options());
+      group->all_gather(all, part_of(world->rank(), type).to(device));
+      for (int rank = 0; rank < ranks; ++rank) {
+        EXPECT_TRUE(at::equal(all[rank].cpu(), part_of(rank, type)));
+      }
+      const at::Tensor given = part_of(world->rank(), type).to(device);
+      group->broadcast(given, ranks - 1);
+      EXPECT_TRUE(at::equal(given.cpu(), part_of(ranks - 1, type)));
+    }
+    const at::Tensor got = at::empty({1001}, device);
+    const int next = (world->rank() + 1) % ranks, previous = (world->rank() + ranks - 1) % ranks;
+    if (ranks > 1) {
+      const bool first = world->rank() % 2 == 0;  // NCCL lets a sender wait for its receiver
+      comm::WorkPtr sent;
+      const at::Tensor mine = part_of(world->rank(), at::kFloat).to(device);
+      if (first) sent = group->isend(mine, next, 3);
+      group->recv(got, previous, 3);
+      if (!first) sent = group->isend(mine, next, 3);
+      sent->wait();
+      EXPECT_TRUE(at::equal(got.cpu(), part_of(previous, at::kFloat)));
+    }
+  });
+}
+
+TEST_F(Cuda, CollectivesOfOneRank) { expect_collectives(1); }
+TEST_F(Cuda, CollectivesOfRanksThatMayShareAGpu) { expect_collectives(2); }
+
+}  // namespace
+}  // namespace smp::testing

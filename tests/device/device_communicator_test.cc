@@ -1,0 +1,104 @@
+#include "comm/device/device_communicator.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "comm/threads/run_ranks.h"
+#include "smp/core/error.h"
+#include "tests/device/fake_device.h"
+
+namespace smp::testing {
+namespace {
+
+using comm::CommunicatorPtr;
+
+/// Runs `check` on ranks of which each has a device of its own number, modulo two.
+void on_devices(int ranks, const std::function<void(comm::Communicator&, at::Device)>& check) {
+  comm::run_ranks(ranks, [&](const CommunicatorPtr& world) {
+    const at::Device device = fake_device(world->rank() % 2);
+    const auto group = comm::make_device_communicator(world, device);
+    check(*group, device);
+  });
+}
+
+at::Tensor numbers(int rank) { return at::arange(5.0) + 10.0 * rank; }
+
+TEST(DeviceCommunicator, IsThatOfTheHostForTheCpu) {
+  comm::run_ranks(2, [](const CommunicatorPtr& world) {
+    EXPECT_EQ(comm::make_device_communicator(world, at::kCPU), world);
+  });
+}
+
+TEST(DeviceCommunicator, MovesTensorsOfTheDevice) {
+  on_devices(3, [](comm::Communicator& group, at::Device device) {
+    const int next = (group.rank() + 1) % 3, previous = (group.rank() + 2) % 3;
+    const at::Tensor got = at::zeros({5}, device);
+    const auto sent = group.isend(numbers(group.rank()).to(device), next, 7);
+    group.recv(got, previous, 7);
+    sent->wait();
+    EXPECT_EQ(got.device(), device);
+    EXPECT_TRUE(at::equal(got.cpu(), numbers(previous)));
+  });
+}
+
+TEST(DeviceCommunicator, ReducesGathersAndBroadcastsOnTheDevice) {
+  on_devices(3, [](comm::Communicator& group, at::Device device) {
+    const at::Tensor sum = numbers(group.rank()).to(device);
+    group.all_reduce(sum);
+    EXPECT_TRUE(at::equal(sum.cpu(), numbers(0) + numbers(1) + numbers(2)));
+
+    const at::Tensor all = at::zeros({3, 5}, device);
+    group.all_gather(all, numbers(group.rank()).to(device));
+    EXPECT_TRUE(at::equal(all.cpu(), at::stack({numbers(0), numbers(1), numbers(2)})));
+
+    const at::Tensor given = numbers(group.rank()).to(device);
+    group.broadcast(given, 1);
+    EXPECT_TRUE(at::equal(given.cpu(), numbers(1)));
+  });
+}
+
+TEST(DeviceCommunicator, TakesTensorsOfTheCpuToo) {
+  on_devices(2, [](comm::Communicator& group, at::Device) {
+    const at::Tensor sum = numbers(group.rank());
+    group.all_reduce(sum);
+    EXPECT_TRUE(at::equal(sum, numbers(0) + numbers(1)));
+  });
+}
+
+TEST(DeviceCommunicator, SplitsIntoGroupsForTheSameDevice) {
+  on_devices(4, [](comm::Communicator& group, at::Device device) {
+    const int first = group.rank() / 2 * 2;
+    const auto pair = group.split({first, first + 1}, "pair");
+    const at::Tensor sum = numbers(group.rank()).to(device);
+    pair->all_reduce(sum);
+    EXPECT_TRUE(at::equal(sum.cpu(), numbers(first) + numbers(first + 1)));
+  });
+}
+
+TEST(DeviceCommunicator, MovesNothingInAGroupOfOne) {
+  on_devices(1, [](comm::Communicator& group, at::Device device) {
+    const at::Tensor sum = numbers(1).to(device), all = at::zeros({1, 5}, device);
+    group.all_reduce(sum);
+    group.broadcast(sum, 0);
+    group.all_gather(all, sum);
+    EXPECT_TRUE(at::equal(sum.cpu(), numbers(1)));
+    EXPECT_TRUE(at::equal(all.cpu(), numbers(1).view({1, 5})));
+  });
+}
+
+TEST(DeviceCommunicator, RefusesTensorsOfAnotherDevice) {
+  on_devices(2, [](comm::Communicator& group, at::Device) {
+    const at::Tensor other = at::zeros({5}, fake_device(1 - group.rank()));
+    try {
+      group.all_reduce(other);
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find("this rank communicates tensors of fake:"), std::string::npos) << text;
+      EXPECT_NE(text.find("Move it to the model's device first"), std::string::npos) << text;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace smp::testing

@@ -1,0 +1,95 @@
+// The library on a device other than the CPU, apart from the numbers (parity_suite.cc).
+
+#include <ATen/Context.h>
+#include <gtest/gtest.h>
+#include <torch/library.h>
+
+#include "graph/devices.h"
+#include "graph/random.h"
+#include "smp/smp.h"
+#include "tests/device/fake_device.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+uint64_t seed_of(at::Device device) {
+  return at::globalContext().defaultGenerator(device).current_seed();
+}
+
+/// Returns the seeds that the generators of the CPU and of the tensor's device have while it runs.
+torch::Tensor seeds(const torch::Tensor& x) {
+  return torch::tensor(
+      {static_cast<int64_t>(seed_of(at::kCPU)), static_cast<int64_t>(seed_of(x.device()))});
+}
+
+TORCH_LIBRARY(smp_device_test, m) {
+  m.def("seeds(Tensor x) -> Tensor");
+  m.impl("seeds", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &seeds));
+}
+
+TEST(Device, RandomOperatorsDrawFromTheKeyedGeneratorOfTheirDevice) {
+  torch::manual_seed(3);
+  const auto before = seed_of(fake_device(1));
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("smp_device_test::seeds", "");
+  torch::jit::Stack stack = {torch::zeros({2}, fake_device(1))};
+  graph::call_seeded(op, stack, 77);
+  EXPECT_TRUE(torch::equal(stack[0].toTensor(), torch::tensor({int64_t{77}, int64_t{77}})));
+  EXPECT_EQ(seed_of(fake_device(1)), before) << "put back";
+  EXPECT_EQ(seed_of(at::kCPU), 3u);
+}
+
+TEST(Device, SetDeviceMakesItTheCurrentOne) {
+  set_device(1);
+  EXPECT_EQ(graph::with_index(fake_device().type()), fake_device(1));
+  set_device(0);
+  EXPECT_EQ(graph::with_index(fake_device().type()), fake_device(0));
+}
+
+TEST(Device, GraphsOfRanksWithDevicesOfTheirOwnAreTheSame) {
+  const auto text = [](at::Device device) {
+    return graph::TensorMeta::of(torch::zeros({2, 3}, device)).to_string();
+  };
+  EXPECT_EQ(text(fake_device(0)), "f32[2, 3]@fake");
+  EXPECT_EQ(text(fake_device(0)), text(fake_device(1)));
+}
+
+TEST(Device, RefusesAModelOnTwoDevices) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [] {
+    Mlp net;
+    net->to(fake_device());
+    net->head->to(torch::kCPU);
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    train(torch::randn({4, MlpImpl::kWidth}).to(fake_device()),
+          torch::randn({4, 1}).to(fake_device()));
+  });
+  expect_has(text, {"\"in.weight\" is on device fake:0 and \"head.weight\" on cpu",
+                    "All parameters and buffers of a rank's models are on one device",
+                    "net->to(torch::Device(torch::kCUDA, smp::local_rank()))"});
+}
+
+TEST(Device, RefusesRanksOnDevicesOfTwoKinds) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [] {
+    Mlp net;
+    if (rank() == 1) net->to(fake_device());
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
+  });
+  expect_has(text, {"the model differs between ranks", "@fake"});
+}
+
+TEST(Device, RefusesInputsOfAnotherDevice) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [] {
+    Mlp net;
+    net->to(fake_device());
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
+  });
+  expect_has(text, {"input tensor 0 is on device cpu, the model is on fake:0"});
+}
+
+}  // namespace
+}  // namespace smp::testing

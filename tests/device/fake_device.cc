@@ -1,0 +1,325 @@
+#include "tests/device/fake_device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/StringUtil.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+
+namespace smp::testing {
+namespace {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr int kDevices = 2;
+constexpr int kFreed = 0xDD;
+
+using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+
+StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+/// Work that was given to a stream and is not done.
+struct Queue {
+  std::deque<std::function<void()>> tasks;
+  uint64_t given = 0;
+  uint64_t done = 0;
+};
+
+/// The point in a stream where an event was recorded.
+struct FakeEvent {
+  int number = 0;
+  StreamKey stream;
+  uint64_t position = 0;
+};
+
+struct Block {
+  size_t bytes;
+  std::set<StreamKey> users;
+};
+
+/// All state of the device, under one lock.
+class Machine {
+ public:
+  static Machine& get() {
+    static auto* machine = new Machine;  // tensors may outlive the program's end
+    return *machine;
+  }
+
+  std::recursive_mutex mutex;
+  std::map<StreamKey, Queue> queues;
+  std::map<void*, Block> blocks;
+  std::vector<std::string> log;
+  c10::StreamId streams = 0;
+  int events = 0;
+
+  void give(StreamKey stream, std::function<void()> task) {
+    Queue& queue = queues[stream];
+    queue.tasks.push_back(std::move(task));
+    ++queue.given;
+  }
+
+  void run_until(StreamKey stream, uint64_t position) {
+    Queue& queue = queues[stream];
+    while (queue.done < position) {
+      const auto task = std::move(queue.tasks.front());
+      queue.tasks.pop_front();
+      ++queue.done;
+      task();
+    }
+  }
+
+  void run_all(StreamKey stream) { run_until(stream, queues[stream].given); }
+
+  void note(const std::string& line) { log.push_back(line); }
+
+  static std::string name(StreamKey stream) { return stream.second == 0 ? "compute" : "copy"; }
+};
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+thread_local c10::DeviceIndex current_index = 0;
+thread_local std::array<c10::StreamId, kDevices> current_streams = {};
+
+StreamKey current_key(c10::DeviceIndex index) { return {index, current_streams[index]}; }
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return c10::Device(kType, std::exchange(current_index, device.index()));
+  }
+  c10::Device getDevice() const override { return c10::Device(kType, current_index); }
+  void setDevice(c10::Device device) const override { current_index = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    current_index = device.index();
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, current_streams[device.index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, 0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    const Lock lock(Machine::get().mutex);
+    return c10::Stream(c10::Stream::UNSAFE, device, ++Machine::get().streams);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto before = std::exchange(current_streams[stream.device_index()], stream.id());
+    return c10::Stream(c10::Stream::UNSAFE, stream.device(), before);
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+              c10::EventFlag) const override {
+    Machine& machine = Machine::get();
+    const Lock lock(machine.mutex);
+    if (*event == nullptr) *event = new FakeEvent{machine.events++, {}, 0};
+    auto& recorded = *static_cast<FakeEvent*>(*event);
+    recorded.stream = key_of(stream);
+    recorded.position = machine.queues[recorded.stream].given;
+    machine.note(c10::str(Machine::name(recorded.stream), " records event ", recorded.number));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    Machine& machine = Machine::get();
+    const Lock lock(machine.mutex);
+    const FakeEvent waited = *static_cast<FakeEvent*>(event);
+    machine.note(c10::str(Machine::name(key_of(stream)), " waits for event ", waited.number));
+    machine.give(key_of(stream),
+                 [waited] { Machine::get().run_until(waited.stream, waited.position); });
+  }
+  bool queryEvent(void* event) const override {
+    const Lock lock(Machine::get().mutex);
+    const auto& asked = *static_cast<FakeEvent*>(event);
+    return Machine::get().queues[asked.stream].done >= asked.position;
+  }
+  void synchronizeEvent(void* event) const override {
+    Machine& machine = Machine::get();
+    const Lock lock(machine.mutex);
+    const auto& waited = *static_cast<FakeEvent*>(event);
+    machine.note(c10::str("host waits for event ", waited.number));
+    machine.run_until(waited.stream, waited.position);
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<FakeEvent*>(event);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    const Lock lock(Machine::get().mutex);
+    return Machine::get().queues[key_of(stream)].tasks.empty();
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    const Lock lock(Machine::get().mutex);
+    Machine::get().run_all(key_of(stream));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    Machine& machine = Machine::get();
+    const Lock lock(machine.mutex);
+    const auto block = machine.blocks.find(data.get());
+    if (block == machine.blocks.end()) return;  // an empty tensor
+    block->second.users.insert(key_of(stream));
+    machine.note(c10::str(Machine::name(key_of(stream)), " uses memory of another stream"));
+  }
+};
+
+void free_block(void* memory) {
+  Machine& machine = Machine::get();
+  const Lock lock(machine.mutex);
+  const auto block = machine.blocks.find(memory);
+  for (const StreamKey& user : block->second.users) machine.run_all(user);
+  std::memset(memory, kFreed, block->second.bytes);
+  machine.blocks.erase(block);
+  std::free(memory);
+}
+
+class FakeAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device device(kType, current_index);
+    if (bytes == 0) return c10::DataPtr(nullptr, device);
+    constexpr size_t kAlignment = 64;
+    void* memory =
+        std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+    const Lock lock(Machine::get().mutex);
+    Machine::get().blocks[memory] = {bytes, {current_key(current_index)}};
+    return c10::DataPtr(memory, memory, &free_block, device);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+
+FakeAllocator& allocator() {
+  static FakeAllocator allocator;
+  return allocator;
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  Hooks() {
+    for (int i = 0; i < kDevices; ++i) {
+      generators.push_back(at::make_generator<at::CPUGeneratorImpl>());
+    }
+  }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return generators.at(index < 0 ? current_index : index);
+  }
+  std::vector<at::Generator> generators;
+};
+
+const c10::DispatchKeySet kKey(c10::DispatchKey::PrivateUse1);
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(size, &allocator(), kKey, dtype.value_or(at::kFloat), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(size, stride, &allocator(), kKey,
+                                           dtype.value_or(at::kFloat));
+}
+
+/// The tensor's memory as the CPU's; not kept alive, as a copying device does not.
+at::Tensor as_cpu(const at::Tensor& tensor) {
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions(tensor.scalar_type()));
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (to.numel() == 0) return to;
+  const at::Device device = from.is_cpu() ? to.device() : from.device();
+  const StreamKey stream = current_key(device.index());
+  const at::Tensor source = as_cpu(from), target = as_cpu(to);
+  Machine& machine = Machine::get();
+  const Lock lock(machine.mutex);
+  if (non_blocking) {
+    machine.note(c10::str(Machine::name(stream), to.is_cpu()     ? " copies to the host"
+                                                 : from.is_cpu() ? " copies to the device"
+                                                                 : " copies on the device"));
+    machine.give(stream, [source, target]() mutable {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      target.copy_(source);
+    });
+    return to;
+  }
+  machine.run_all(stream);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  target.copy_(source);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (from.sizes() != to.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+/// Runs at once, after what its stream was given.
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  {
+    const Lock lock(Machine::get().mutex);
+    for (c10::DeviceIndex i = 0; i < kDevices; ++i) Machine::get().run_all(current_key(i));
+  }
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+}
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+const bool registered = [] {
+  c10::register_privateuse1_backend("fake");
+  c10::SetAllocator(kType, &allocator());
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  return true;
+}();
+
+}  // namespace
+
+at::Device fake_device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
+
+std::vector<std::string> take_fake_log() {
+  const Lock lock(Machine::get().mutex);
+  Machine::get().events = 0;
+  return std::exchange(Machine::get().log, {});
+}
+
+}  // namespace smp::testing

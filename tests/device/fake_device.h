@@ -1,0 +1,24 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+#include <vector>
+
+/// A device "fake" (c10::DeviceType::PrivateUse1) with two indices, for tests of what the library
+/// does on a device other than the CPU. Linking it registers it.
+///
+/// Operators run on the CPU's kernels, at once. Copies that need not be waited for are done as late
+/// as its streams and events allow: when the host waits, or when an operator is called on a stream
+/// that has waited for them. So where a wait is missing, wrong numbers are read. Memory that is
+/// freed is overwritten when the stream that it was allocated on, and those it was recorded on,
+/// have done what they were given; a copy that still needed it reads or leaves wrong numbers too.
+namespace smp::testing {
+
+at::Device fake_device(int index = 0);
+
+/// What was asked of streams and events since the last call, in order, one a line: "copy waits for
+/// event 0". The default stream is called "compute", others "copy".
+std::vector<std::string> take_fake_log();
+
+}  // namespace smp::testing

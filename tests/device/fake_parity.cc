@@ -1,0 +1,9 @@
+#include "tests/device/fake_device.h"
+#include "tests/device/parity_suite.h"
+
+namespace smp::testing {
+
+/// Both devices, so that ranks differ in theirs.
+at::Device test_device(int rank) { return fake_device(rank % 2); }
+
+}  // namespace smp::testing
