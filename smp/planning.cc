@@ -1,6 +1,7 @@
 #include "smp/planning.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -41,9 +42,19 @@ class Planner {
         ranks_(runtime.topology().pp_size()),
         microbatches_(microbatches) {}
 
+  /// The predicted time of a step.
+  double step_us() const {
+    const auto regions = partitioner::find_module_regions(*captured_, modules_of_user());
+    const graph::Graph graph = partitioner::with_regions(*captured_, regions);
+    const auto options = options_for(graph, regions, limit());
+    const Plan plan = partitioner::partition_in_best_order(graph, options);
+    return plan_step(config_, runtime_.schedule, partitioner::reordered(graph, plan.order), plan,
+                     ranks_, options.step(), runtime_.partitioned)
+        .simulation.makespan;
+  }
+
   PlannedGraph run() const {
-    std::vector<CheckpointedModules> modules;
-    if (captured_->trains()) modules = checkpointed_modules(runtime_);
+    const std::vector<CheckpointedModules> modules = modules_of_user();
     const bool chooses = captured_->trains() && config_.activation_checkpointing() == "auto";
     if (!chooses) {
       Plan plan = plan_with(modules, limit());
@@ -67,18 +78,29 @@ class Planner {
   Plan plan_with(const std::vector<CheckpointedModules>& modules, int64_t limit) const {
     const auto regions = partitioner::find_module_regions(*captured_, modules);
     const graph::Graph graph = partitioner::with_regions(*captured_, regions);
+    const auto options = options_for(graph, regions, limit);
+    return runtime_.partitioned ? partitioner::partition_in_best_order(graph, options)
+                                : plan_by_file(runtime_, graph, options);
+  }
+
+  /// How to partition the graph, whose regions run again.
+  partitioner::PartitionOptions options_for(const graph::Graph& graph,
+                                            const partitioner::Regions& regions,
+                                            int64_t limit) const {
     auto options = partition_options(config_, ranks_, microbatches_)
                        .memory_limit(limit)
                        .owner(runtime_.owner)
                        .pinned(pins_of(runtime_))
                        .allow_empty_stages(runtime_.partitioned);
     options.step().largest_region(partitioner::largest_region_bytes(*captured_, regions));
-    if (runtime_.partitioned) {
-      options.placement(runtime_.first_plan->rank_of_stage);
-      return partitioner::partition_in_best_order(graph, options);
-    }
-    options.placement(best_placement(config_, runtime_.schedule, graph, options));
-    return plan_by_file(runtime_, graph, options);
+    return options.placement(runtime_.partitioned
+                                 ? runtime_.first_plan->rank_of_stage
+                                 : best_placement(config_, runtime_.schedule, graph, options));
+  }
+
+  std::vector<CheckpointedModules> modules_of_user() const {
+    return captured_->trains() ? checkpointed_modules(runtime_)
+                               : std::vector<CheckpointedModules>();
   }
 
   std::vector<CheckpointedModules> with_all_candidates(
@@ -170,6 +192,16 @@ class Planner {
 PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
                        int microbatches) {
   return Planner(runtime, graph, microbatches).run();
+}
+
+double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int microbatches) {
+  // The caller owns it.
+  const std::shared_ptr<const graph::Graph> captured(std::shared_ptr<void>(), &graph);
+  try {
+    return Planner(runtime, captured, microbatches).step_us();
+  } catch (const PartitionError&) {
+    return std::numeric_limits<double>::infinity();
+  }
 }
 
 }  // namespace smp

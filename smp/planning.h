@@ -31,4 +31,9 @@ struct PlannedGraph {
 PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
                        int microbatches);
 
+/// The predicted time, in us, of a step that runs the graph (which has costs) on `microbatches`,
+/// with the plan and schedule that it would get; infinite where there is no such plan. The same on
+/// every rank.
+double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int microbatches);
+
 }  // namespace smp

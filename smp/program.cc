@@ -20,11 +20,12 @@ constexpr comm::Tag kReplicaTag = 1 << 19;
 }  // namespace
 
 Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
-                 bool settled)
+                 bool settled, int64_t coalesced)
     : runtime_(std::move(runtime)),
       graph_(std::move(planned.graph)),
       plan_(std::move(planned.plan)),
       microbatches_(microbatches),
+      coalesced_(coalesced),
       pipeline_(runtime_->group(CommGroup::kPp)) {
   position_.resize(plan_.order.size());
   for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
@@ -100,7 +101,7 @@ void Program::make_buckets() {
     bucket.microbatches = static_cast<int>(microbatches_);
     bucket.gradient_shards = shards;
     bucket.divisor = options.average_grads_across_microbatches()
-                         ? static_cast<double>(microbatches_ * replicas->size())
+                         ? static_cast<double>(microbatches_ * coalesced_ * replicas->size())
                          : static_cast<double>(shards);
     buckets_.push_back(std::make_unique<dp::GradientBuckets>(std::move(parameters),
                                                              std::move(names), replicas, bucket));

@@ -21,9 +21,10 @@ namespace smp {
 /// for one number of microbatches. Internal.
 class Program {
  public:
-  /// `settled`: as for `plan_step`.
+  /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of the
+  /// graph's stands for, which gradients are divided by.
   Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
-          bool settled);
+          bool settled, int64_t coalesced = 1);
 
   /// One step's inputs and constants.
   struct Inputs {
@@ -66,6 +67,7 @@ class Program {
   partitioner::Plan plan_;
   std::vector<int> position_;  // per captured operator; empty: in the captured order
   int64_t microbatches_;
+  int64_t coalesced_;
   comm::CommunicatorPtr pipeline_;
   std::unique_ptr<ScheduleRunner> runner_;
   std::vector<Copy> copies_;  // the same on every rank

@@ -90,6 +90,8 @@ class Runtime {
   std::map<std::string, std::string> owner_reason;
   /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
+  /// How many microbatches of the first graph run as one; 0 as long as that is not decided.
+  int coalescing = 0;
   /// The first plan, and the graph in its order.
   std::shared_ptr<const graph::Graph> first_graph;
   std::shared_ptr<const partitioner::Plan> first_plan;

@@ -13,6 +13,7 @@
 #include "graph/replay.h"
 #include "partitioner/cost.h"
 #include "partitioner/order.h"
+#include "smp/coalescing.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
@@ -46,6 +47,10 @@ uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
 int64_t period_of(const std::string& guard) {
   if (guard == "every_step") return 1;
   return guard == "first_step" ? 0 : std::stoll(guard);
+}
+
+bool measures_times(const Config& config) {
+  return !config.skip_tracing() && config.trace_execution_times();
 }
 
 std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) {
@@ -167,23 +172,36 @@ StepResults StepCore::run(const StepCall& call) {
 StepResults StepCore::run_checked(const StepCall& call) {
   if (!runtime_->partitioned) prepare_models(*runtime_);
   check_inputs(call);
-  const auto inputs = split(call);
-  Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
+  auto inputs = split(call, microbatches());
+  const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
   agree(traced, call);
-  Program& program = program_for(traced, inputs);
-  Program::Inputs step;
-  step.tensors = inputs;
-  step.constants = std::move(traced.constants);
-  step.contents = std::move(traced.contents);
-  step.step_ordinal = ordinal_;
+  const Prepared& prepared = prepare(traced, call, inputs);
+  Program::Inputs step = inputs_of(prepared, call, traced, std::move(inputs));
   step.step_call = runtime_->step_calls[ordinal_]++;
-  step.detach_outputs = options_.detach_outputs();
-  StepResults results = program.run(std::move(step));
+  StepResults results = prepared.program->run(std::move(step));
+  if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
   if (traced.found->trains()) {
     ++runtime_->training_steps;
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;
+}
+
+/// The inputs and constants of a step, for the microbatches that run.
+Program::Inputs StepCore::inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
+                                    std::vector<std::vector<at::Tensor>> inputs) const {
+  Program::Inputs step;
+  step.tensors = std::move(inputs);
+  step.constants = std::move(traced.constants);
+  step.contents = std::move(traced.contents);
+  step.step_ordinal = ordinal_;
+  step.detach_outputs = options_.detach_outputs();
+  if (prepared.coalesced) {
+    step.tensors = split(call, microbatches() / prepared.coalesced->factor);
+    for (auto& list : step.constants) list = prepared.coalesced->constants(list);
+    for (auto& list : step.contents) list = prepared.coalesced->contents(list);
+  }
+  return step;
 }
 
 /// Depends on the configuration, the number of the call and the inputs' shapes only, so that all
@@ -222,8 +240,7 @@ void StepCore::check_inputs(const StepCall& call) const {
   }
 }
 
-std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call) const {
-  const int64_t count = microbatches();
+std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call, int64_t count) const {
   std::vector<std::vector<at::Tensor>> result(count);
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const at::Tensor tensor = call.tensors[i];
@@ -381,33 +398,55 @@ void StepCore::agree(const Traced& traced, const StepCall& call) {
                            "smp::dp_rank() and smp::dp_size(), not by smp::rank()");
 }
 
-Program& StepCore::program_for(const Traced& traced,
-                               const std::vector<std::vector<at::Tensor>>& inputs) {
-  auto& program = programs_[{traced.found.get(), microbatches()}];
-  if (program != nullptr) return *program;
-  graph::Graph& graph = *traced.found;
+/// Captures the function on the samples of several microbatches, if they may run as one.
+std::shared_ptr<const graph::Coalesced> StepCore::coalesce(const Traced& traced,
+                                                           const StepCall& call, bool measured) {
+  const FlagScope in_step(runtime_->in_step);
+  CoalescingRequest request{
+      name_, *traced.found, microbatches(), measured, call.per_microbatch, {}, {}, {}};
+  request.key = {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_],
+                 0};
+  request.inputs = [&](int64_t count) { return split(call, count)[0]; };
+  request.capture = [&](const std::vector<at::Tensor>& inputs) {
+    // A number that no microbatch has: what the function returns is not the user's.
+    return trace_one(call, static_cast<int>(microbatches()), inputs, false);
+  };
+  return choose_coalescing(*runtime_, request);
+}
+
+StepCore::Prepared& StepCore::prepare(const Traced& traced, const StepCall& call,
+                                      const std::vector<std::vector<at::Tensor>>& inputs) {
+  Prepared& prepared = programs_[{traced.found.get(), microbatches()}];
+  if (prepared.program != nullptr) return prepared;
   const bool first = !runtime_->partitioned;
-  if (first && !has_delayed(*runtime_)) {
+  const bool measured = first && !has_delayed(*runtime_);
+  if (measured) {
     const graph::RandomKey key{runtime_->seed, static_cast<uint64_t>(ordinal_),
                                runtime_->step_calls[ordinal_], 0};
-    measure_costs_once(*runtime_, graph, inputs[0], key, traced.checksums, name_);
+    measure_costs_once(*runtime_, *traced.found, inputs[0], key, traced.checksums, name_);
     runtime_->measured = traced.found;
   } else {
-    partitioner::estimate_costs(graph, runtime_->measured.get());
+    partitioner::estimate_costs(*traced.found, runtime_->measured.get());
   }
-  if (first) save_first_graph(*runtime_, graph);
+  prepared.coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
+  std::shared_ptr<const graph::Graph> runs = traced.found;
+  if (prepared.coalesced) runs = {prepared.coalesced, &prepared.coalesced->graph};
+  const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
+  const auto count = static_cast<int>(microbatches() / factor);
+  if (first) save_first_graph(*runtime_, *runs);
   // The guard compares with the graph as captured; the steps run it in the plan's order.
-  auto planned = make_plan(*runtime_, traced.found, static_cast<int>(microbatches()));
-  if (first) apply_first_plan(*runtime_, planned, static_cast<int>(microbatches()));
+  auto planned = make_plan(*runtime_, runs, count);
+  if (first) apply_first_plan(*runtime_, planned, count);
   std::unordered_set<int> written;
-  for (const auto& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
-  for (const auto& value : graph.values) {
+  for (const auto& op : runs->operators) written.insert(op.writes.begin(), op.writes.end());
+  for (const auto& value : runs->values) {
     if (value.kind == graph::ValueKind::kBuffer && written.count(value.alias_set) > 0) {
       runtime_->written_buffers.insert(value.name);
     }
   }
-  program = std::make_unique<Program>(runtime_, std::move(planned), microbatches(), !first);
-  return *program;
+  prepared.program =
+      std::make_unique<Program>(runtime_, std::move(planned), count, !first, factor);
+  return prepared;
 }
 
 }  // namespace smp

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "graph/coalesce.h"
 #include "graph/tracer.h"
 #include "smp/program.h"
 #include "smp/runtime.h"
@@ -77,10 +78,16 @@ class StepCore {
     std::vector<uint64_t> checksums;
   };
 
+  /// What runs a graph, perhaps several microbatches as one.
+  struct Prepared {
+    std::shared_ptr<const graph::Coalesced> coalesced;  // null: as captured
+    std::unique_ptr<Program> program;
+  };
+
   StepResults run_checked(const StepCall& call);
   bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
   Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
-  std::vector<std::vector<at::Tensor>> split(const StepCall& call) const;
+  std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
   void check_inputs(const StepCall& call) const;
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   graph::TraceResult trace_one(const StepCall& call, int microbatch,
@@ -89,7 +96,12 @@ class StepCore {
   const std::array<uint64_t, 2>& fingerprints(const graph::Graph& graph);
   std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
   void forget_oldest();
-  Program& program_for(const Traced& traced, const std::vector<std::vector<at::Tensor>>& inputs);
+  Prepared& prepare(const Traced& traced, const StepCall& call,
+                    const std::vector<std::vector<at::Tensor>>& inputs);
+  std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
+                                                   bool measured);
+  Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
+                            std::vector<std::vector<at::Tensor>> inputs) const;
 
   std::shared_ptr<Runtime> runtime_;
   StepOptions options_;
@@ -100,7 +112,7 @@ class StepCore {
   std::optional<Traced> last_;
   std::vector<graph::TensorMeta> last_inputs_;
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
-  std::map<std::pair<const graph::Graph*, int64_t>, std::unique_ptr<Program>> programs_;
+  std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
   std::map<const graph::Graph*, std::array<uint64_t, 2>> fingerprints_;  // graph, constants
 };
 

@@ -27,6 +27,7 @@ MODELS = {
 }
 TORCH = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv"]
 OURS = ["interleaved", "1f1b", "interleaved_1f1b", "breadth_first", "zb_h1", "zbv", "auto"]
+FAST = ["1f1b", "zbv", "auto"]
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -99,10 +100,10 @@ def single(worker, name, model, threads):
                               *arguments(model)], {})])
 
 
-def ours(worker, schedule, model, ranks):
+def ours(worker, schedule, model, ranks, numerics):
     parameters = {"partitions": ranks, "microbatches": model["microbatches"], "pipeline": schedule,
-                  "optimize": "speed"}
-    return Contender(f"smp {schedule}", [
+                  "optimize": "speed", "numerics": numerics}
+    return Contender(f"smp {schedule}" + (", fast" if numerics == "fast" else ""), [
         ([str(ROOT / "bazel-bin/tools/smprun_bin"), "--np", str(ranks), worker, *arguments(model)],
          {"SM_HP_MP_PARAMETERS": json.dumps(parameters)})])
 
@@ -128,6 +129,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--torch-python", help="a Python that has torch 2.11")
     parser.add_argument("--ours", nargs="*", default=OURS, help="schedules of smp")
+    parser.add_argument("--fast", nargs="*", default=FAST,
+                        help="schedules of smp with \"numerics\": \"fast\"")
     parser.add_argument("--peers", nargs="*", default=TORCH, help="schedules of torch")
     options = parser.parse_args()
     model = {**MODELS[options.model], "steps": options.rounds}
@@ -145,7 +148,9 @@ def compare(options, model, worker, contenders):
     contenders += [single(worker, "one thread", model, 1), single(worker, "two threads", model, 2),
                   single(worker, "whole batch, two threads", whole, 2)]
     for name in options.ours:
-        contenders.append(ours(worker, name, model, options.ranks))
+        contenders.append(ours(worker, name, model, options.ranks, "exact"))
+    for name in options.fast:
+        contenders.append(ours(worker, name, model, options.ranks, "fast"))
     peers = []
     for i, name in enumerate(options.peers if options.torch_python else []):
         peers.append(torch_peer(options.torch_python, name, model, options.ranks, 29600 + i))

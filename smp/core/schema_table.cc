@@ -115,9 +115,10 @@ std::vector<Parameter> pipeline_rows() {
           .without("first"),
       text("numerics", "exact",
            "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
-           "`fast` allows cheaper orders of summation.")
-          .values({"exact", "fast"})
-          .without("fast"),
+           "`fast` allows other rounding, and other random numbers for a sample, never other "
+           "mathematics: where the samples of a batch are independent, several microbatches may run "
+           "as one (see docs/schedules.md).")
+          .values({"exact", "fast"}),
       boolean("gradient_accumulation_fusion", false,
               "Add the gradients of weights of linear layers to the gradient buffer inside the "
               "matrix product, instead of making each and adding it: saves memory and a pass over "

@@ -218,8 +218,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
   const BadValue kCases[] = {
       {R"({"fp16": true})",
        R"("fp16": true is not available in this version. Use false (the default).)"},
-      {R"({"numerics": "fast"})",
-       R"("numerics": "fast" is not available in this version. Use "exact" (the default).)"},
       {R"({"input_source": "first"})",
        R"("input_source": "first" is not available in this version. Use "all" (the default).)"},
       {R"({"ddp": true, "ddp_dist_backend": "nccl"})",

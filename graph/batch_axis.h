@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "graph/batch_rules.h"
+#include "graph/graph.h"
+
+namespace smp::graph {
+
+/// How an operator may be run for several microbatches at once.
+enum class BatchRole : uint8_t {
+  kShared,  ///< once: it depends on nothing that differs between microbatches
+  kWhole,   ///< once, on all samples: it treats them independently of each other
+  kPart,    ///< for each microbatch on its own: nothing is known, or it works across samples
+};
+
+/// What the operators of a graph do to the batch.
+struct BatchAxes {
+  /// Why microbatches cannot be run together at all, as a sentence without its full stop; empty:
+  /// they can.
+  std::string refusal;
+  std::vector<BatchRole> role;  ///< by operator
+  /// By value: the axis along which microbatches follow each other, `kNoAxis` for those that are
+  /// the same for all or exist for each on its own.
+  std::vector<int> axis;
+};
+
+/// Why the graph must not run for several microbatches at once, whatever its operators do to the
+/// batch: it calls a leaf module, or writes a tensor that outlives the microbatch (a buffer such as
+/// batch norm's averages). A sentence without its full stop; empty if there is no such reason.
+std::string why_not_together(const Graph& graph);
+
+/// Finds out what each operator does to the batch, from two captures of one function: `one` of a
+/// microbatch, `many` of the samples of `factor` microbatches at once.
+///
+/// An input is batched where the two differ, all else follows from it in the order of the program,
+/// by the rules of `treats_samples_apart`. What is not known to be independent is taken to be
+/// `kPart`, and so is all that follows from it. Operators on a storage that is written in place
+/// have one role.
+///
+/// `refusal` says so if the captures differ in their operators, if nothing is `kWhole`, if a
+/// backward does not depend on the batch, or what `why_not_together` says.
+BatchAxes find_batch_axes(const Graph& one, const Graph& many, int factor);
+
+}  // namespace smp::graph

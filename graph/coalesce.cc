@@ -1,0 +1,254 @@
+#include "graph/coalesce.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "graph/visit.h"
+#include "smp/core/error.h"
+
+namespace smp::graph {
+namespace {
+
+class Coalescer {
+ public:
+  Coalescer(const Graph& one, const Graph& many, const BatchAxes& axes, int factor)
+      : one_(one), many_(many), axes_(axes), values_(one.values.size()) {
+    result_.factor = factor;
+    result_.operators.resize(one.operators.size());
+    for (const Operator& op : one.operators) {
+      for (int set : op.writes) written_.push_back(set);
+    }
+  }
+
+  Coalesced run() {
+    add_givens();
+    for (size_t i = 0; i < one_.operators.size(); ++i) {
+      if (axes_.role[i] == BatchRole::kPart) {
+        for (int part = 0; part < result_.factor; ++part) add_part(i, part);
+      } else {
+        add_whole(i);
+      }
+    }
+    add_ends();
+    result_.values = std::move(values_);
+    return std::move(result_);
+  }
+
+ private:
+  Graph& graph() { return result_.graph; }
+
+  /// Inputs, parameters, buffers and constants.
+  void add_givens() {
+    std::map<int, int> set_of;
+    for (size_t v = 0; v < one_.values.size(); ++v) {
+      const Value& value = one_.values[v];
+      if (value.producer >= 0) continue;
+      const bool is_batched = axes_.axis[v] != kNoAxis;
+      const auto [set, is_new] = set_of.try_emplace(value.alias_set, graph().alias_sets);
+      if (is_new) ++graph().alias_sets;
+      values_[v] = {
+          add_value(value, is_batched ? many_.values[v].meta : value.meta, -1, set->second)};
+    }
+    for (ValueId input : one_.inputs) {
+      graph().inputs.push_back(input == kUndefined ? kUndefined : values_[input][0]);
+    }
+  }
+
+  ValueId add_value(Value value, const TensorMeta& meta, int producer, int alias_set) {
+    value.meta = meta;
+    value.producer = producer;
+    value.alias_set = alias_set;
+    graph().values.push_back(std::move(value));
+    return static_cast<ValueId>(graph().values.size() - 1);
+  }
+
+  /// An operator that runs once, with the sizes of all samples and the numbers of one microbatch.
+  void add_whole(size_t index) {
+    const bool is_whole = axes_.role[index] == BatchRole::kWhole;
+    Operator op = one_.operators[index];
+    for (size_t a = 0; a < op.arguments.size(); ++a) {
+      if (is_whole && !is_patchable(op.handle.schema(), a)) {
+        op.arguments[a].constant = many_.operators[index].arguments[a].constant;
+      }
+      for (ValueId& value : op.arguments[a].values) {
+        if (value != kUndefined) value = values_[value].at(0);
+      }
+    }
+    if (is_whole) op.result_is_argument = many_.operators[index].result_is_argument;
+    add(std::move(op), index, is_whole ? many_ : one_);
+  }
+
+  void add_part(size_t index, int part) {
+    const Operator& original = one_.operators[index];
+    Operator op = original;
+    for (Argument& argument : op.arguments) {
+      for (ValueId& value : argument.values) {
+        if (value != kUndefined) value = part_of(value, part, &original);
+      }
+    }
+    add(std::move(op), index, one_);
+  }
+
+  /// Adds an operator whose arguments are in the new graph, and results of `source`'s kind.
+  void add(Operator op, size_t index, const Graph& source) {
+    const Operator& original = source.operators[index];
+    const auto position = static_cast<int>(graph().operators.size());
+    const std::map<int, int> sets = argument_sets(op, original, source);
+    const auto set_of = [&](int set) {
+      const auto found = sets.find(set);
+      return found == sets.end() ? graph().alias_sets++ : found->second;
+    };
+    op.first_result = static_cast<ValueId>(graph().values.size());
+    std::map<int, int> new_sets;
+    for (size_t r = 0; r < op.results.size(); ++r) {
+      const ValueId result = original.results[r];
+      if (result == kUndefined) continue;
+      const Value& value = source.values[result];
+      const auto set = new_sets.find(value.alias_set);
+      const int alias_set = set == new_sets.end() ? set_of(value.alias_set) : set->second;
+      new_sets[value.alias_set] = alias_set;
+      op.results[r] = add_value(value_like(result), value.meta, position, alias_set);
+      values_[result].push_back(op.results[r]);
+    }
+    for (int& set : op.writes) set = sets.at(set);
+    if (op.random_ordinal >= 0) op.random_ordinal = random_count_++;
+    result_.operators[index].push_back(position);
+    graph().operators.push_back(std::move(op));
+  }
+
+  /// Kind and content: those of one microbatch.
+  Value value_like(ValueId value) const { return one_.values[value]; }
+
+  /// The alias sets of an operator's arguments: as in `source` -> as in the new graph.
+  std::map<int, int> argument_sets(const Operator& op, const Operator& original,
+                                   const Graph& source) const {
+    std::map<int, int> sets;
+    for (size_t a = 0; a < op.arguments.size(); ++a) {
+      for (size_t v = 0; v < op.arguments[a].values.size(); ++v) {
+        const ValueId value = original.arguments[a].values[v];
+        if (value == kUndefined) continue;
+        sets[source.values[value].alias_set] =
+            result_.graph.values[op.arguments[a].values[v]].alias_set;
+      }
+    }
+    return sets;
+  }
+
+  /// What stands for a value of one microbatch; `reader` is the operator that needs it, null at the
+  /// end of the graph.
+  ValueId part_of(ValueId value, int part, const Operator* reader) {
+    const auto& known = values_[value];
+    if (axes_.axis[value] == kNoAxis) return known.size() == 1 ? known[0] : known.at(part);
+    auto& parts = split_[value];
+    // What is written is cut where it is read, so that autograd sees the last state.
+    if (parts.empty() || (part == 0 && is_written(value))) parts = split(value, reader);
+    return parts[part];
+  }
+
+  bool is_written(ValueId value) const {
+    return std::find(written_.begin(), written_.end(), one_.values[value].alias_set) !=
+           written_.end();
+  }
+
+  std::vector<ValueId> split(ValueId value, const Operator* reader) {
+    static const auto handle =
+        c10::Dispatcher::singleton().findSchemaOrThrow("aten::split", "Tensor");
+    const int axis = axes_.axis[value];
+    const int64_t size = one_.values[value].meta.sizes[axis];
+    const ValueId whole = values_[value].at(0);
+    Operator op(handle);
+    op.arguments.resize(3);
+    op.arguments[0].kind = Argument::Kind::kTensor;
+    op.arguments[0].values = {whole};
+    op.arguments[1].constant = size;
+    op.arguments[2].constant = static_cast<int64_t>(axis);
+    op.mode = mode_of_split(value, reader);
+    if (reader != nullptr) op.scope = reader->scope;
+    op.first_result = static_cast<ValueId>(graph().values.size());
+    TensorMeta meta = graph().values[whole].meta;
+    meta.sizes[axis] = size;
+    const auto position = static_cast<int>(graph().operators.size());
+    for (int part = 0; part < result_.factor; ++part) {
+      op.results.push_back(add_value(Value(), meta, position, graph().values[whole].alias_set));
+      op.result_is_argument.push_back(-1);
+    }
+    op.list_lengths = {result_.factor};
+    const std::vector<ValueId> parts(op.results.begin(), op.results.end());
+    graph().operators.push_back(std::move(op));
+    return parts;
+  }
+
+  /// That of the reader, since it belongs to it, but with a history even if this reader needs none.
+  ExecutionMode mode_of_split(ValueId value, const Operator* reader) const {
+    const int producer = one_.values[value].producer;
+    ExecutionMode made;
+    if (producer >= 0) made = one_.operators[producer].mode;
+    ExecutionMode mode = reader == nullptr ? made : reader->mode;
+    mode.inference = made.inference;
+    mode.grad = !made.inference;
+    return mode;
+  }
+
+  void add_ends() {
+    for (ValueId output : one_.outputs) {
+      for (int part = 0; part < result_.factor; ++part) {
+        graph().outputs.push_back(output == kUndefined ? kUndefined
+                                                       : part_of(output, part, nullptr));
+      }
+    }
+    for (const BackwardRoot& root : one_.roots) {
+      for (int part = 0; part < result_.factor; ++part) {
+        BackwardRoot own;
+        own.value = part_of(root.value, part, nullptr);
+        if (root.gradient != kUndefined) own.gradient = part_of(root.gradient, part, nullptr);
+        graph().roots.push_back(own);
+      }
+    }
+  }
+
+  const Graph& one_;
+  const Graph& many_;
+  const BatchAxes& axes_;
+  Coalesced result_;
+  std::vector<int> written_;                       // alias sets of `one`
+  std::vector<std::vector<ValueId>> values_;       // by value of `one`
+  std::map<ValueId, std::vector<ValueId>> split_;  // of `one`: its microbatches
+  int random_count_ = 0;
+};
+
+}  // namespace
+
+std::vector<ConstantOverride> Coalesced::constants(
+    const std::vector<ConstantOverride>& changes) const {
+  std::vector<ConstantOverride> result;
+  for (const ConstantOverride& change : changes) {
+    for (int op : operators[change.operator_index]) {
+      result.push_back({op, change.argument, change.value});
+    }
+  }
+  return result;
+}
+
+std::vector<ContentOverride> Coalesced::contents(
+    const std::vector<ContentOverride>& changes) const {
+  std::vector<ContentOverride> result;
+  for (const ContentOverride& change : changes) {
+    for (ValueId value : values[change.value]) result.push_back({value, change.content});
+  }
+  return result;
+}
+
+size_t Coalesced::run_once() const {
+  return static_cast<size_t>(std::count_if(operators.begin(), operators.end(),
+                                           [](const auto& own) { return own.size() == 1; }));
+}
+
+Coalesced coalesce(const Graph& one, const Graph& many, const BatchAxes& axes, int factor) {
+  SMP_INTERNAL_ASSERT(axes.refusal.empty(), "a graph that cannot be coalesced: ", axes.refusal);
+  return Coalescer(one, many, axes, factor).run();
+}
+
+}  // namespace smp::graph
