@@ -7,7 +7,8 @@
 All contenders are started once and then take one step each in turn, in another order each round, so
 that what else the machine does hits all alike. PATH is a Python that has torch 2.11 (a virtual
 environment with `pip install torch==2.11.0 numpy`); without it there are no peers. The table has
-medians, and the median of the paired ratios to the best peer with a 95 % interval (bootstrap).
+medians, by how much the memory of the rank that grew most grew after it was set up, and the median of the
+paired ratios to the best peer with a 95 % interval (bootstrap).
 """
 
 import argparse
@@ -27,12 +28,23 @@ MODELS = {
 }
 TORCH = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv"]
 OURS = ["interleaved", "1f1b", "interleaved_1f1b", "breadth_first", "zb_h1", "zbv", "auto"]
-FAST = ["1f1b", "zbv", "auto"]
+FAST = ["1f1b", "zbv", "auto",
+        "interleaved fast", "auto fast"]
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def arguments(values):
     return [part for key, value in values.items() for part in ("--" + key, str(value))]
+
+
+def resident(pid):
+    """MiB of memory of each process of a program that computes, that is which has loaded libtorch."""
+    result = []
+    for process in tree(pid):
+        if "libtorch_cpu" in pathlib.Path(f"/proc/{process}/maps").read_text():
+            status = pathlib.Path(f"/proc/{process}/status").read_text()
+            result.append(int(status.split("VmRSS:")[1].split()[0]) / 1024)
+    return result
 
 
 def tree(pid):
@@ -64,12 +76,27 @@ class Contender:
                 self.log.seek(0)
                 raise RuntimeError(f"{self.name} ended early:\n{self.log.read()[-2000:]}")
             text = text.strip()
-            if text == "ready" or text.replace(".", "", 1).replace("e-", "", 1).isdigit():
+            if text in ("set up", "ready") or text.replace(".", "", 1).replace("e-", "", 1).isdigit():
                 return text
 
     def wait_until_ready(self):
+        while self.line() != "set up":
+            pass
+        self.before = self.resident()
+        self.say("go")
         while self.line() != "ready":
             pass
+
+    def resident(self):
+        return [size for process in self.processes for size in resident(process.pid)]
+
+    def growth(self):
+        """MiB by which the rank that has grown most has grown since it was set up."""
+        return max(now - before for before, now in zip(self.before, self.resident()))
+
+    def say(self, text):
+        self.processes[0].stdin.write(text + "\n")
+        self.processes[0].stdin.flush()
 
     def cpu_seconds(self):
         ticks = 0
@@ -81,8 +108,7 @@ class Contender:
 
     def step(self):
         before = self.cpu_seconds()
-        self.processes[0].stdin.write("step\n")
-        self.processes[0].stdin.flush()
+        self.say("step")
         self.times.append(float(self.line()))
         self.cpu.append(self.cpu_seconds() - before)
 
@@ -102,9 +128,13 @@ def single(worker, name, model, threads):
 
 def ours(worker, schedule, model, ranks, numerics):
     parameters = {"partitions": ranks, "microbatches": model["microbatches"], "pipeline": schedule,
-                  "optimize": "speed", "numerics": numerics}
+                  "optimize": "speed", "numerics": numerics,
+                  "gradient_accumulation_fusion": numerics == "fast"}
+    # "auto" tries schedules in its first steps.
+    warm = {"warm": 14} if schedule == "auto" else {}
     return Contender(f"smp {schedule}" + (", fast" if numerics == "fast" else ""), [
-        ([str(ROOT / "bazel-bin/tools/smprun_bin"), "--np", str(ranks), worker, *arguments(model)],
+        ([str(ROOT / "bazel-bin/tools/smprun_bin"), "--np", str(ranks), worker,
+          *arguments({**model, **warm})],
          {"SM_HP_MP_PARAMETERS": json.dumps(parameters)})])
 
 
@@ -168,12 +198,14 @@ def compare(options, model, worker, contenders):
     best = min(peers, key=lambda peer: statistics.median(peer.times)) if peers else contenders[0]
     print(f"{options.model}, {options.ranks} ranks, {options.rounds} rounds; efficiency: one thread / "
           f"({options.ranks} x step); ratio: {best.name} / step, median of pairs, 95 %\n")
-    print("| contender | step, ms | CPU, s | efficiency | ratio |\n|---|---|---|---|---|")
+    print("| contender | step, ms | CPU, s | growth, MiB | efficiency | ratio |\n"
+          "|---|---|---|---|---|---|")
     for contender in contenders:
         step = statistics.median(contender.times)
         ratios = [b / t for b, t in zip(best.times, contender.times)]
         low, high = interval(ratios)
         print(f"| {contender.name} | {1e3 * step:.1f} | {statistics.median(contender.cpu):.2f} | "
+              f"{contender.growth():.0f} | "
               f"{one / (options.ranks * step):.2f} | {statistics.median(ratios):.2f} "
               f"({low:.2f} to {high:.2f}) |")
 

@@ -134,6 +134,10 @@ def main():
             schedule.step(*inputs)
         optimizer.step()
 
+    if rank == 0:
+        print("set up", flush=True)
+        sys.stdin.readline()
+    dist.barrier()
     for _ in range(3):
         step()
     if rank == 0:

@@ -17,7 +17,7 @@ namespace {
 struct Options {
   std::string mode = "smp";
   int64_t layers = 8, width = 512, heads = 8, sequence = 128;
-  int64_t batch = 16, microbatches = 8, steps = 30;
+  int64_t batch = 16, microbatches = 8, warm = 3, steps = 30;
   int threads = 1;
 };
 
@@ -27,13 +27,16 @@ double seconds(const std::function<void()>& body) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Waits for a line before each step.
-void serve(int64_t steps, bool speaks, const std::function<void()>& barrier,
+/// Waits for a line before the first and before each further step.
+void serve(const Options& options, bool speaks, const std::function<void()>& barrier,
            const std::function<void()>& step) {
-  for (int i = 0; i < 3; ++i) step();  // captures, plans, opens channels
+  std::string line;
+  if (speaks) std::cout << "set up" << std::endl;
+  if (speaks) std::getline(std::cin, line);
+  barrier();
+  for (int64_t i = 0; i < options.warm; ++i) step();
   if (speaks) std::cout << "ready" << std::endl;
-  for (int64_t i = 0; i < steps; ++i) {
-    std::string line;
+  for (int64_t i = 0; i < options.steps; ++i) {
     if (speaks && !std::getline(std::cin, line)) break;
     barrier();
     const double time = seconds(step);
@@ -59,7 +62,7 @@ class Trainer {
     torch::optim::SGD optimizer(net_->parameters(), kRate);
     const int64_t size = options_.batch / options_.microbatches;
     serve(
-        options_.steps, true, [] {},
+        options_, true, [] {},
         [&] {
           optimizer.zero_grad();
           for (int64_t m = 0; m < options_.microbatches; ++m) {
@@ -80,7 +83,7 @@ class Trainer {
       return loss;
     });
     serve(
-        options_.steps, smp::rank() == 0, [] { smp::barrier(); },
+        options_, smp::rank() == 0, [] { smp::barrier(); },
         [&] {
           optimizer.zero_grad();
           train(x_, y_);
@@ -107,6 +110,7 @@ int main(int argc, char** argv) {
   app.add_option("--sequence", options.sequence);
   app.add_option("--batch", options.batch);
   app.add_option("--microbatches", options.microbatches);
+  app.add_option("--warm", options.warm, "Steps that are not timed");
   app.add_option("--steps", options.steps, "Lines to wait for");
   app.add_option("--threads", options.threads, "Intra-op threads of a rank");
   CLI11_PARSE(app, argc, argv);

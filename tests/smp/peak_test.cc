@@ -1,0 +1,95 @@
+// What a rank allocates at most in a step is what was predicted for its schedule.
+
+#include <ATen/Parallel.h>
+
+#include <mutex>
+
+#include "smp/pipeline_choice.h"
+#include "smp/runtime.h"
+#include "tests/smp/allocations.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+constexpr int kRanks = 2, kMicrobatches = 8;
+constexpr int64_t kBatch = 8, kLength = 32, kWidth = 64;
+
+/// Layers whose activations are much larger than their parameters.
+struct LayersImpl : torch::nn::Module {
+  LayersImpl() {
+    for (int i = 0; i < 8; ++i) {
+      layers.push_back(register_module(
+          "layer" + std::to_string(i),
+          torch::nn::Sequential(torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})),
+                                torch::nn::Linear(kWidth, 4 * kWidth), torch::nn::GELU(),
+                                torch::nn::Dropout(0.1), torch::nn::Linear(4 * kWidth, kWidth))));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& layer : layers) x = x + layer->forward(x);
+    return x;
+  }
+  std::vector<torch::nn::Sequential> layers;
+};
+TORCH_MODULE(Layers);
+
+/// By rank, in bytes.
+struct Peaks {
+  std::vector<double> measured = std::vector<double>(kRanks);
+  std::vector<double> predicted;
+};
+
+/// What is predicted of the program that runs: as `Program` does it.
+std::vector<double> predicted_peaks(const Runtime& runtime) {
+  const auto& config = runtime.config();
+  const auto step = plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan,
+                              kRanks, step_model(config, kRanks, kMicrobatches), false);
+  return step.simulation.peak_memory;
+}
+
+Peaks peaks_of(const Config& config) {
+  torch::manual_seed(5);
+  const auto x = torch::randn({kMicrobatches * kBatch, kLength, kWidth});
+  std::vector<Layers> nets;
+  for (int i = 0; i < kRanks; ++i) nets.emplace_back();
+  Peaks peaks;
+  std::mutex mutex;
+  run_as_threads(kRanks, config, [&] {
+    DistributedModel<Layers> model(nets[rank()]);
+    auto train = step([&](torch::Tensor input) {
+      auto loss = model(input).square().mean();
+      model->backward(loss);
+      return loss;
+    });
+    train(x);  // captures
+    train(x);
+    // Gradients stay in place from here on: a step allocates what it keeps for backwards.
+    const Allocations allocations;
+    train(x);
+    const std::lock_guard<std::mutex> lock(mutex);
+    peaks.measured[rank()] = static_cast<double>(allocations.peak());
+    if (rank() == 0) peaks.predicted = predicted_peaks(Runtime::get());
+  });
+  return peaks;
+}
+
+class Peak : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(Peak, IsPredictedWithinATenth) {
+  at::set_num_threads(1);
+  const auto peaks = peaks_of(
+      Config().partitions(kRanks).microbatches(kMicrobatches).pipeline(GetParam()).seed(3));
+  for (int rank = 0; rank < kRanks; ++rank) {
+    EXPECT_NEAR(peaks.measured[rank] / peaks.predicted[rank], 1, 0.1)
+        << "rank " << rank << ": " << peaks.measured[rank] << " bytes measured, "
+        << peaks.predicted[rank] << " predicted";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, Peak,
+                         ::testing::Values("simple", "interleaved", "1f1b", "eager_1f1b",
+                                           "interleaved_1f1b", "breadth_first", "zb_h1", "zbv"));
+
+}  // namespace
+}  // namespace smp::testing
