@@ -63,7 +63,7 @@ void measure(int ranks, bool interleaved) {
       interleaved ? pipeline::interleaved(options) : pipeline::simple(options), edges);
   std::vector<double> times;
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
-    pipeline::Executor executor(schedule, graph, {edge()}, world);
+    pipeline::Executor executor(schedule, graph, {edge()}, world, /*ahead=*/2);
     const graph::TensorTable table;
     for (int stage = 0; stage < kStages; ++stage) {
       if (plan.rank_of_stage[stage] != world->rank()) continue;
