@@ -62,10 +62,12 @@ class StepPlanner {
   }
 
  private:
-  /// What a rank may keep for microbatches in flight, besides its parameters.
+  /// What a rank may keep for microbatches in flight, besides its parameters and a region that runs
+  /// again.
   std::vector<double> activation_limits(const partitioner::Plan& plan) const {
     if (config_.memory_limit_mb() <= 0) return {};
-    std::vector<double> limits(ranks_, config_.memory_limit_mb() * (1 << 20));
+    std::vector<double> limits(ranks_, config_.memory_limit_mb() * (1 << 20) -
+                                           static_cast<double>(prediction_.recomputed));
     for (int s = 0; s < plan.stages(); ++s) {
       const auto& stage = prediction_.stages[s];
       limits[plan.rank_of_stage[s]] -= static_cast<double>(stage.memory() - stage.activations);

@@ -249,7 +249,7 @@ std::vector<Parameter> memory_rows() {
           .values({"modules", "auto"}),
       boolean("offload_activations", false,
               "Move what checkpointed modules keep for the backward pass out of the way: from a "
-              "device to the host's memory, and from there to a file in `offload_directory`. No "
+              "device to the host's memory, and from the host to a file in `offload_directory`. No "
               "effect without activation checkpointing."),
       integer("activation_loading_horizon", int64_t{4},
               "How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its "
