@@ -27,7 +27,7 @@ std::ostream& operator<<(std::ostream& out, const Layout& layout) {
 constexpr int kSteps = 3;
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
-struct Outcome {
+struct Trained {
   std::vector<Tensors> losses;  // by step, by global microbatch
   Named weights;
 };
@@ -48,13 +48,13 @@ std::vector<Tensors> make_batches(const Layout& layout) {
   return batches;
 }
 
-Outcome run_plain(const Layout& layout) {
+Trained run_plain(const Layout& layout) {
   const at::Device device = test_device(0);
   TextNet net = make_net();
   net->to(device);
   torch::optim::SGD optimizer(unique_parameters(*net), kSgd);
   const int count = layout.replicas * layout.microbatches;
-  Outcome run;
+  Trained run;
   int i = 0;
   for (const Tensors& batch : make_batches(layout)) {
     optimizer.zero_grad();
@@ -71,12 +71,12 @@ Outcome run_plain(const Layout& layout) {
   return run;
 }
 
-Outcome run_distributed(const Layout& layout) {
+Trained run_distributed(const Layout& layout) {
   const auto batches = make_batches(layout);
   const int ranks = layout.stages * layout.replicas;
   std::vector<TextNet> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
-  Outcome run;
+  Trained run;
   run.losses.assign(kSteps, Tensors(layout.replicas * layout.microbatches));
   std::mutex mutex;
   const Config config = Config()
@@ -121,8 +121,8 @@ class DeviceParity : public ::testing::TestWithParam<Layout> {};
 TEST_P(DeviceParity, EqualsPlainLibtorch) {
   torch::set_num_threads(1);
   const Layout& layout = GetParam();
-  const Outcome plain = run_plain(layout);
-  const Outcome distributed = run_distributed(layout);
+  const Trained plain = run_plain(layout);
+  const Trained distributed = run_distributed(layout);
   for (int i = 0; i < kSteps; ++i) {
     Tensors expected;
     for (const auto& loss : plain.losses[i]) expected.push_back(loss.cpu());
