@@ -17,6 +17,7 @@
 #include "partitioner/report.h"
 #include "smp/activation_checkpointing.h"
 #include "smp/core/error.h"
+#include "smp/core/heap.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
 #include "smp/first_difference.h"
@@ -204,6 +205,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
       release_data(entry.tensor);
     }
   }
+  return_freed_memory();  // what belongs to other ranks now, and what the capture took
   make_own_parameters(runtime);
   const std::string report =
       partitioner::report(graph, planned.plan,

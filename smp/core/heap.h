@@ -10,4 +10,7 @@ namespace smp {
 /// environment tunes the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or the C library is not glibc.
 void keep_freed_memory();
 
+/// Gives what is free now back to the system, once. Does nothing if the C library is not glibc.
+void return_freed_memory();
+
 }  // namespace smp

@@ -38,6 +38,8 @@ TEST(Heap, KeepsWhatAStepFrees) {
   keep_freed_memory();
   faults_of_a_step();
   EXPECT_LT(faults_of_a_step(), kPages / 20);
+  return_freed_memory();
+  EXPECT_GT(faults_of_a_step(), kPages / 2);
 }
 
 }  // namespace

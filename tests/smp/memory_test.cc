@@ -98,7 +98,7 @@ TEST(Memory, AModelOfThreeTimesTheLimitTrains) {
   at::set_num_threads(1);
   // Freed blocks go back to the system, so that the limit is about what is in use.
   mallopt(M_MMAP_THRESHOLD, 64 << 10);
-  init(stages(kRanks));
+  init(stages(kRanks).keep_freed_memory(false));
   torch::manual_seed(1);
   const torch::Tensor x = torch::randn({4, kWide});
   const Reference reference = run_plain(x);
