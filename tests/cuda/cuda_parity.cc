@@ -11,4 +11,6 @@ at::Device test_device(int rank) {
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(rank % count)};
 }
 
+void move(torch::nn::Module& module, at::Device device) { module.to(device); }
+
 }  // namespace smp::testing

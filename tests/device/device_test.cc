@@ -57,14 +57,13 @@ TEST(Device, GraphsOfRanksWithDevicesOfTheirOwnAreTheSame) {
 TEST(Device, RefusesAModelOnTwoDevices) {
   const auto text = error_of_run<UsageError>(1, stages(1), [] {
     Mlp net;
-    net->to(fake_device());
-    net->head->to(torch::kCPU);
+    move_to_fake({net->in->weight, net->in->bias}, fake_device());
     DistributedModel<Mlp> model(net);
     auto train = make_training(model);
     train(torch::randn({4, MlpImpl::kWidth}).to(fake_device()),
           torch::randn({4, 1}).to(fake_device()));
   });
-  expect_has(text, {"\"in.weight\" is on device fake:0 and \"head.weight\" on cpu",
+  expect_has(text, {"\"in.weight\" is on device fake:0 and \"hidden0.weight\" on cpu",
                     "All parameters and buffers of a rank's models are on one device",
                     "net->to(torch::Device(torch::kCUDA, smp::local_rank()))"});
 }
@@ -72,7 +71,7 @@ TEST(Device, RefusesAModelOnTwoDevices) {
 TEST(Device, RefusesRanksOnDevicesOfTwoKinds) {
   const auto text = error_of_run<UsageError>(2, stages(2), [] {
     Mlp net;
-    if (rank() == 1) net->to(fake_device());
+    if (rank() == 1) move_to_fake(net->parameters(), fake_device());
     DistributedModel<Mlp> model(net);
     auto train = make_training(model);
     train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
@@ -83,7 +82,7 @@ TEST(Device, RefusesRanksOnDevicesOfTwoKinds) {
 TEST(Device, RefusesInputsOfAnotherDevice) {
   const auto text = error_of_run<UsageError>(1, stages(1), [] {
     Mlp net;
-    net->to(fake_device());
+    move_to_fake(net->parameters(), fake_device());
     DistributedModel<Mlp> model(net);
     auto train = make_training(model);
     train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));

@@ -316,6 +316,12 @@ const bool registered = [] {
 
 at::Device fake_device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 
+void move_to_fake(const std::vector<at::Tensor>& tensors, at::Device device) {
+  for (const at::Tensor& tensor : tensors) {
+    tensor.unsafeGetTensorImpl()->shallow_copy_from(tensor.detach().to(device).getIntrusivePtr());
+  }
+}
+
 std::vector<std::string> take_fake_log() {
   const Lock lock(Machine::get().mutex);
   Machine::get().events = 0;

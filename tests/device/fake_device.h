@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <string>
@@ -16,6 +17,10 @@
 namespace smp::testing {
 
 at::Device fake_device(int index = 0);
+
+/// Moves the tensors there themselves, as `Module::to` does for devices that libtorch knows by
+/// name.
+void move_to_fake(const std::vector<at::Tensor>& tensors, at::Device device);
 
 /// What was asked of streams and events since the last call, in order, one a line: "copy waits for
 /// event 0". The default stream is called "compute", others "copy".

@@ -51,7 +51,7 @@ std::vector<Tensors> make_batches(const Layout& layout) {
 Trained run_plain(const Layout& layout) {
   const at::Device device = test_device(0);
   TextNet net = make_net();
-  net->to(device);
+  move(*net, device);
   torch::optim::SGD optimizer(unique_parameters(*net), kSgd);
   const int count = layout.replicas * layout.microbatches;
   Trained run;
@@ -89,7 +89,7 @@ Trained run_distributed(const Layout& layout) {
   run_as_threads(ranks, config, [&] {
     const at::Device device = test_device(rank());
     TextNet net = nets[rank()];
-    net->to(device);
+    move(*net, device);
     DistributedModel<TextNet> model(net);
     DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
     auto train = step([&](torch::Tensor x, torch::Tensor y) {

@@ -16,8 +16,8 @@ TEST(DeviceProcesses, EqualPlainLibtorch) {
   torch::manual_seed(5);
   TextNet plain, net;
   copy_values(*plain, *net);
-  plain->to(device);
-  net->to(device);
+  move(*plain, device);
+  move(*net, device);
   DistributedModel<TextNet> model(net);
   const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
   torch::optim::SGD plain_optimizer(unique_parameters(*plain), options);
