@@ -258,7 +258,7 @@ class ChannelToAProcess : public testing::Test {
     return text;
   }
 
-  static constexpr ChannelSpec kSpec{1, 5, 1000, 1, 1};
+  inline static const ChannelSpec kSpec{1, 5, 1000, 1, 1};
   const std::shared_ptr<QuietTransport> transport_ = std::make_shared<QuietTransport>();
   const std::shared_ptr<Group> group_ = std::make_shared<Group>();
   const std::shared_ptr<SharedMemory> memory_;
