@@ -7,8 +7,8 @@
 All contenders are started once and then take one step each in turn, in another order each round, so
 that what else the machine does hits all alike. PATH is a Python that has torch 2.11 (a virtual
 environment with `pip install torch==2.11.0 numpy`); without it there are no peers. The table has
-medians, by how much the memory of the rank that grew most grew after it was set up, and the median of the
-paired ratios to the best peer with a 95 % interval (bootstrap).
+medians, by how much the memory of the rank that grew most grew since it was set up, and the median
+of the paired ratios to the best peer with a 95 % interval (bootstrap).
 """
 
 import argparse
@@ -163,7 +163,8 @@ def main():
                         help="schedules of smp with \"numerics\": \"fast\"")
     parser.add_argument("--peers", nargs="*", default=TORCH, help="schedules of torch")
     options = parser.parse_args()
-    model = {**MODELS[options.model], "steps": options.rounds}
+    # One more, so that all still wait when their memory is read.
+    model = {**MODELS[options.model], "steps": options.rounds + 1}
     worker = str(ROOT / "bazel-bin/bench/pipeline/worker")
     contenders = []
     try:
