@@ -11,7 +11,8 @@
 #include <string>
 
 #include "graph/serialize.h"
-#include "partitioner/partition.h"
+#include "partitioner/best_order.h"
+#include "partitioner/order.h"
 #include "smp/smp.h"
 #include "tests/smp/models.h"
 #include "tools/forecast.h"
@@ -108,8 +109,9 @@ TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
     const auto config =
         Config().partitions(3).microbatches(8).pipeline(pipeline).memory_weight(0.2);
     const auto options = partition_options(config, 3, 8);
-    const Forecast expected =
-        forecast(config, "", graph, partitioner::partition(graph, options), 3, options.step());
+    const auto plan = partitioner::partition_in_best_order(graph, options);
+    const Forecast expected = forecast(config, "", partitioner::reordered(graph, plan.order), plan,
+                                       3, options.step());
     const json got =
         run_json(file + " --stages 3 --microbatches 8 --memory-weight 0.2 --pipeline " + pipeline);
     EXPECT_EQ(got["schedule"], pipeline);
