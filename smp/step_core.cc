@@ -1,24 +1,28 @@
 #include "smp/step_core.h"
 
-#include <ATen/ops/empty.h>
-#include <xxhash.h>
-
 #include <algorithm>
-#include <array>
-#include <sstream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
-#include "graph/content.h"
+#include "graph/coalesce.h"
 #include "graph/kept.h"
+#include "graph/random.h"
 #include "graph/replay.h"
+#include "graph/tracer.h"
 #include "partitioner/cost.h"
-#include "partitioner/order.h"
+#include "smp/agreement.h"
 #include "smp/coalescing.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
-#include "smp/first_difference.h"
 #include "smp/model_core.h"
+#include "smp/program.h"
+#include "smp/runtime.h"
 #include "smp/setup.h"
 
 namespace smp {
@@ -37,12 +41,6 @@ class FlagScope {
   bool& flag_;
 };
 
-uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
-  uint64_t hash = 0;
-  for (const at::Tensor& tensor : tensors) hash = graph::hash_content(tensor, hash);
-  return hash;
-}
-
 /// The configuration's `guard` as a number: every how many steps; 0 for the first step only.
 int64_t period_of(const std::string& guard) {
   if (guard == "every_step") return 1;
@@ -59,92 +57,66 @@ std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) 
   return metas;
 }
 
-/// A graph as lines that errors can quote; each operator with its number and module.
-std::string describe_graph(const graph::Graph& graph) {
-  std::istringstream lines(graph.to_string());
-  std::ostringstream out;
-  size_t next = 0;
-  for (std::string line; std::getline(lines, line);) {
-    if (next < graph.operators.size() && line == graph.line(next)) {
-      const auto& op = graph.operators[next];
-      out << "operator " << next++ << " (" << op.name();
-      if (!op.scope.empty()) out << ", in module \"" << op.scope << "\"";
-      out << "): ";
-    }
-    out << line << "\n";
-  }
-  return out.str();
-}
-
-/// The first elements of a tensor and a hash of all.
-std::string preview(const at::Tensor& tensor) {
-  constexpr int64_t kShown = 4;
-  const at::Tensor flat = tensor.detach().cpu().reshape({-1}).to(at::kDouble);
-  std::ostringstream out;
-  out << "[";
-  for (int64_t i = 0; i < std::min(kShown, flat.numel()); ++i) {
-    out << (i == 0 ? "" : ", ") << flat[i].item<double>();
-  }
-  out << (flat.numel() > kShown ? ", ...]" : "]") << " (hash " << graph::hash_content(tensor)
-      << ")";
-  return out.str();
-}
-
-/// The overrides of a run, one a line: equal where `describe_constants` is, and quick to make.
-std::string describe_overrides(const std::vector<std::vector<graph::ConstantOverride>>& constants,
-                               const std::vector<std::vector<graph::ContentOverride>>& contents) {
-  std::ostringstream out;
-  for (size_t m = 0; m < constants.size(); ++m) {
-    for (const auto& change : constants[m]) {
-      out << change.operator_index << " " << change.argument << " "
-          << graph::constant_to_string(change.value) << "\n";
-    }
-    for (const auto& change : contents[m]) {
-      out << change.value << " " << hash_inputs({change.content}) << "\n";
-    }
-  }
-  return out.str();
-}
-
-/// All constants in effect in a microbatch, one a line, for error texts.
-std::string describe_constants(const graph::Graph& graph,
-                               const std::vector<graph::ConstantOverride>& constants,
-                               const std::vector<graph::ContentOverride>& contents) {
-  std::map<std::pair<int, int>, c10::IValue> changed;
-  for (const auto& change : constants) {
-    changed[{change.operator_index, change.argument}] = change.value;
-  }
-  std::map<graph::ValueId, at::Tensor> changed_contents;
-  for (const auto& change : contents) changed_contents[change.value] = change.content;
-  std::ostringstream out;
-  for (size_t i = 0; i < graph.operators.size(); ++i) {
-    const auto& op = graph.operators[i];
-    const auto& schema = op.handle.schema();
-    for (size_t a = 0; a < op.arguments.size(); ++a) {
-      if (op.arguments[a].kind != graph::Argument::Kind::kConstant) continue;
-      if (!graph::is_patchable(schema, a)) continue;
-      const auto found = changed.find({static_cast<int>(i), static_cast<int>(a)});
-      out << "argument \"" << schema.arguments()[a].name() << "\" of operator " << i << " ("
-          << op.name() << ") is "
-          << graph::constant_to_string(found == changed.end() ? op.arguments[a].constant
-                                                              : found->second)
-          << "\n";
-    }
-  }
-  for (size_t id = 0; id < graph.values.size(); ++id) {
-    const auto& value = graph.values[id];
-    if (!value.content.defined()) continue;
-    const auto found = changed_contents.find(static_cast<graph::ValueId>(id));
-    const at::Tensor& content = found == changed_contents.end() ? value.content : found->second;
-    out << graph::to_string(value.kind) << " tensor %" << id << " of " << value.meta.to_string()
-        << " holds " << preview(content) << "\n";
-  }
-  return out.str();
-}
-
 }  // namespace
 
-StepCore::StepCore(StepOptions options)
+class StepCore::Impl {
+ public:
+  explicit Impl(StepOptions options);
+
+  StepResults run(const StepCall& call);
+  int64_t microbatches() const;
+  const std::string& name() const { return name_; }
+  bool guards_every_step() const { return guard_period_ == 1; }
+
+ private:
+  /// What the guard found, to be compared between the ranks of a pipeline.
+  struct Traced {
+    std::shared_ptr<graph::Graph> found;
+    std::vector<std::vector<graph::ConstantOverride>> constants;  // by microbatch, or one
+    std::vector<std::vector<graph::ContentOverride>> contents;
+    bool is_new = false;
+    std::vector<uint64_t> checksums;
+  };
+
+  /// What runs a graph, perhaps several microbatches as one.
+  struct Prepared {
+    std::shared_ptr<const graph::Coalesced> coalesced;  // null: as captured
+    std::unique_ptr<Program> program;
+  };
+
+  StepResults run_checked(const StepCall& call);
+  bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
+  Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
+  std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
+  void check_inputs(const StepCall& call) const;
+  Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
+  graph::TraceResult trace_one(const StepCall& call, int microbatch,
+                               const std::vector<at::Tensor>& inputs, bool execute);
+  void agree(const Traced& traced, const StepCall& call);
+  graph::RandomKey random_key() const;
+  std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
+  void forget_oldest();
+  Prepared& prepare(const Traced& traced, const StepCall& call,
+                    const std::vector<std::vector<at::Tensor>>& inputs);
+  std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
+                                                   bool measured);
+  Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
+                            std::vector<std::vector<at::Tensor>> inputs) const;
+
+  std::shared_ptr<Runtime> runtime_;
+  StepOptions options_;
+  int ordinal_;
+  std::string name_;
+  int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
+  // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
+  std::optional<Traced> last_;
+  std::vector<graph::TensorMeta> last_inputs_;
+  std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
+  std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
+  std::map<const graph::Graph*, StepFingerprints> fingerprints_;
+};
+
+StepCore::Impl::Impl(StepOptions options)
     : runtime_(Runtime::get_shared()),
       options_(std::move(options)),
       ordinal_(runtime_->next_step_ordinal()),
@@ -154,11 +126,11 @@ StepCore::StepCore(StepOptions options)
                  "\": microbatches must be positive, got ", options_.microbatches());
 }
 
-int64_t StepCore::microbatches() const {
+int64_t StepCore::Impl::microbatches() const {
   return options_.microbatches() > 0 ? options_.microbatches() : runtime_->config().microbatches();
 }
 
-StepResults StepCore::run(const StepCall& call) {
+StepResults StepCore::Impl::run(const StepCall& call) {
   SMP_CHECK_WITH(UsageError, !runtime_->in_step, "step function \"", name_,
                  "\" was called inside another step function; call them one after the other");
   try {
@@ -169,7 +141,7 @@ StepResults StepCore::run(const StepCall& call) {
   }
 }
 
-StepResults StepCore::run_checked(const StepCall& call) {
+StepResults StepCore::Impl::run_checked(const StepCall& call) {
   if (!runtime_->partitioned) prepare_models(*runtime_);
   check_inputs(call);
   auto inputs = split(call, microbatches());
@@ -188,8 +160,9 @@ StepResults StepCore::run_checked(const StepCall& call) {
 }
 
 /// The inputs and constants of a step, for the microbatches that run.
-Program::Inputs StepCore::inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
-                                    std::vector<std::vector<at::Tensor>> inputs) const {
+Program::Inputs StepCore::Impl::inputs_of(const Prepared& prepared, const StepCall& call,
+                                          Traced traced,
+                                          std::vector<std::vector<at::Tensor>> inputs) const {
   Program::Inputs step;
   step.tensors = std::move(inputs);
   step.constants = std::move(traced.constants);
@@ -206,7 +179,8 @@ Program::Inputs StepCore::inputs_of(const Prepared& prepared, const StepCall& ca
 
 /// Depends on the configuration, the number of the call and the inputs' shapes only, so that all
 /// ranks decide the same.
-bool StepCore::guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const {
+bool StepCore::Impl::guard_is_due(const StepCall& call,
+                                  const std::vector<at::Tensor>& inputs) const {
   if (!last_ || !call.has_last_result || call.per_microbatch) return true;
   const auto number = static_cast<int64_t>(runtime_->step_calls[ordinal_]);
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
@@ -214,8 +188,8 @@ bool StepCore::guard_is_due(const StepCall& call, const std::vector<at::Tensor>&
 }
 
 /// Runs the user's function.
-StepCore::Traced StepCore::guard(const StepCall& call,
-                                 const std::vector<std::vector<at::Tensor>>& inputs) {
+StepCore::Impl::Traced StepCore::Impl::guard(const StepCall& call,
+                                             const std::vector<std::vector<at::Tensor>>& inputs) {
   const FlagScope in_step(runtime_->in_step);
   Traced traced = trace(call, inputs);
   if (!guards_every_step()) {
@@ -225,7 +199,7 @@ StepCore::Traced StepCore::guard(const StepCall& call,
   return traced;
 }
 
-void StepCore::check_inputs(const StepCall& call) const {
+void StepCore::Impl::check_inputs(const StepCall& call) const {
   at::Device device = at::kCPU;
   for (const auto& entry : runtime_->table().entries()) {
     device = entry.tensor.device();
@@ -240,7 +214,8 @@ void StepCore::check_inputs(const StepCall& call) const {
   }
 }
 
-std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call, int64_t count) const {
+std::vector<std::vector<at::Tensor>> StepCore::Impl::split(const StepCall& call,
+                                                           int64_t count) const {
   std::vector<std::vector<at::Tensor>> result(count);
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const at::Tensor tensor = call.tensors[i];
@@ -269,14 +244,13 @@ std::vector<std::vector<at::Tensor>> StepCore::split(const StepCall& call, int64
   return result;
 }
 
-graph::TraceResult StepCore::trace_one(const StepCall& call, int microbatch,
-                                       const std::vector<at::Tensor>& inputs, bool execute) {
+graph::TraceResult StepCore::Impl::trace_one(const StepCall& call, int microbatch,
+                                             const std::vector<at::Tensor>& inputs, bool execute) {
   graph::TraceOptions options;
   options.step_name = name_;
   options.table = &runtime_->table();
   options.execute = execute;
-  options.random = {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_],
-                    0};
+  options.random = random_key();
   // The newest first: it is the likeliest.
   for (auto it = graphs_.rbegin(); !execute && it != graphs_.rend(); ++it) {
     options.candidates.push_back(it->get());
@@ -288,8 +262,8 @@ graph::TraceResult StepCore::trace_one(const StepCall& call, int microbatch,
   });
 }
 
-StepCore::Traced StepCore::trace(const StepCall& call,
-                                 const std::vector<std::vector<at::Tensor>>& inputs) {
+StepCore::Impl::Traced StepCore::Impl::trace(const StepCall& call,
+                                             const std::vector<std::vector<at::Tensor>>& inputs) {
   Traced traced;
   graph::TraceResult first;
   if (!runtime_->partitioned && !has_delayed(*runtime_)) {
@@ -329,7 +303,7 @@ StepCore::Traced StepCore::trace(const StepCall& call,
 }
 
 /// Makes a graph the one used last.
-std::shared_ptr<graph::Graph> StepCore::use(const graph::Graph* graph) {
+std::shared_ptr<graph::Graph> StepCore::Impl::use(const graph::Graph* graph) {
   const auto found = std::find_if(graphs_.begin(), graphs_.end(),
                                   [&](const auto& known) { return known.get() == graph; });
   std::rotate(found, found + 1, graphs_.end());
@@ -338,7 +312,7 @@ std::shared_ptr<graph::Graph> StepCore::use(const graph::Graph* graph) {
 
 /// A function that takes a new way at every step must not fill the memory. All ranks forget the
 /// same graphs, since they see the same steps.
-void StepCore::forget_oldest() {
+void StepCore::Impl::forget_oldest() {
   if (graphs_.size() <= kGraphs) return;
   const graph::Graph* oldest = graphs_.front().get();
   fingerprints_.erase(oldest);
@@ -348,64 +322,27 @@ void StepCore::forget_oldest() {
   graphs_.erase(graphs_.begin());
 }
 
-/// Hashing a graph prints it, which is too slow for every step.
-const std::array<uint64_t, 2>& StepCore::fingerprints(const graph::Graph& graph) {
-  const auto [it, is_new] = fingerprints_.try_emplace(&graph);
-  if (is_new) it->second = {graph.fingerprint(), graph.constants_fingerprint()};
-  return it->second;
+/// Throws on all ranks of the pipeline unless they are about to run the same.
+void StepCore::Impl::agree(const Traced& traced, const StepCall& call) {
+  const auto fingerprints = fingerprints_.try_emplace(traced.found.get(), *traced.found).first;
+  check_agreement(*runtime_->group(CommGroup::kPp),
+                  {name_, *traced.found, fingerprints->second, traced.constants, traced.contents,
+                   call.tensors});
 }
 
-/// Throws on all ranks of the pipeline unless they run the same graph with the same constants on
-/// the same inputs.
-void StepCore::agree(const Traced& traced, const StepCall& call) {
-  const auto pipeline = runtime_->group(CommGroup::kPp);
-  if (pipeline->size() == 1) return;
-  const std::string overrides = describe_overrides(traced.constants, traced.contents);
-  const auto& recorded = fingerprints(*traced.found);
-  const std::array<uint64_t, 4> mine = {recorded[0], recorded[1],
-                                        XXH64(overrides.data(), overrides.size(), 0),
-                                        hash_inputs(call.tensors)};
-  const auto all = comm::all_gather_bytes(
-      *pipeline, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
-  size_t other = 0;
-  while (other < all.size() && all[other] == all[0]) ++other;
-  if (other == all.size()) return;
-  std::array<uint64_t, 4> first, second;
-  std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
-  std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
-  std::string text;
-  if (first[0] != second[0]) {
-    text = describe_graph(*traced.found);
-  } else {
-    for (size_t m = 0; m < traced.constants.size(); ++m) {
-      text += describe_constants(*traced.found, traced.constants[m], traced.contents[m]);
-    }
-  }
-  const auto texts = comm::all_gather_bytes(*pipeline, text);
-  const auto [a, b] = first_difference(texts[0], texts[other]);
-  const auto ranks = c10::str("pp rank 0 and pp rank ", other, " of one pipeline");
-  SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", name_,
-                 "\" calls other operators on ", ranks, ". The first difference: pp rank 0 has \"",
-                 a, "\", pp rank ", other, " has \"", b,
-                 "\". All ranks of a pipeline must take the same way through the function: what it "
-                 "branches on must not depend on the rank");
-  SMP_CHECK_WITH(UsageError, first[1] == second[1] && first[2] == second[2], "step function \"",
-                 name_, "\" has other constants on ", ranks, ". First difference: \"", a,
-                 "\" against \"", b,
-                 "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
-  detail::fail<UsageError>("step function \"", name_, "\" was given different batches on ", ranks,
-                           ". All ranks of a pipeline must pass the same inputs; shard data by "
-                           "smp::dp_rank() and smp::dp_size(), not by smp::rank()");
+/// Of the random streams of the first microbatch in the next call.
+graph::RandomKey StepCore::Impl::random_key() const {
+  return {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_], 0};
 }
 
 /// Captures the function on the samples of several microbatches, if they may run as one.
-std::shared_ptr<const graph::Coalesced> StepCore::coalesce(const Traced& traced,
-                                                           const StepCall& call, bool measured) {
+std::shared_ptr<const graph::Coalesced> StepCore::Impl::coalesce(const Traced& traced,
+                                                                 const StepCall& call,
+                                                                 bool measured) {
   const FlagScope in_step(runtime_->in_step);
   CoalescingRequest request{
       name_, *traced.found, microbatches(), measured, call.per_microbatch, {}, {}, {}};
-  request.key = {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_],
-                 0};
+  request.key = random_key();
   request.inputs = [&](int64_t count) { return split(call, count)[0]; };
   request.capture = [&](const std::vector<at::Tensor>& inputs) {
     // A number that no microbatch has: what the function returns is not the user's.
@@ -414,16 +351,15 @@ std::shared_ptr<const graph::Coalesced> StepCore::coalesce(const Traced& traced,
   return choose_coalescing(*runtime_, request);
 }
 
-StepCore::Prepared& StepCore::prepare(const Traced& traced, const StepCall& call,
-                                      const std::vector<std::vector<at::Tensor>>& inputs) {
+StepCore::Impl::Prepared& StepCore::Impl::prepare(
+    const Traced& traced, const StepCall& call,
+    const std::vector<std::vector<at::Tensor>>& inputs) {
   Prepared& prepared = programs_[{traced.found.get(), microbatches()}];
   if (prepared.program != nullptr) return prepared;
   const bool first = !runtime_->partitioned;
   const bool measured = first && !has_delayed(*runtime_);
   if (measured) {
-    const graph::RandomKey key{runtime_->seed, static_cast<uint64_t>(ordinal_),
-                               runtime_->step_calls[ordinal_], 0};
-    measure_costs_once(*runtime_, *traced.found, inputs[0], key, traced.checksums, name_);
+    measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(), traced.checksums, name_);
     runtime_->measured = traced.found;
   } else {
     partitioner::estimate_costs(*traced.found, runtime_->measured.get());
@@ -444,9 +380,16 @@ StepCore::Prepared& StepCore::prepare(const Traced& traced, const StepCall& call
       runtime_->written_buffers.insert(value.name);
     }
   }
-  prepared.program =
-      std::make_unique<Program>(runtime_, std::move(planned), count, !first, factor);
+  prepared.program = std::make_unique<Program>(runtime_, std::move(planned), count, !first, factor);
   return prepared;
 }
+
+StepCore::StepCore(StepOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
+StepCore::~StepCore() = default;
+
+StepResults StepCore::run(const StepCall& call) { return impl_->run(call); }
+int64_t StepCore::microbatches() const { return impl_->microbatches(); }
+const std::string& StepCore::name() const { return impl_->name(); }
+bool StepCore::guards_every_step() const { return impl_->guards_every_step(); }
 
 }  // namespace smp

@@ -3,19 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
-#include <array>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
-
-#include "graph/coalesce.h"
-#include "graph/tracer.h"
-#include "smp/program.h"
-#include "smp/runtime.h"
 
 namespace smp {
 
@@ -56,64 +49,23 @@ struct StepCall {
 using StepResults = std::vector<std::vector<at::Tensor>>;
 
 /// Runs a step function: guards it, captures and partitions where needed, executes its pipeline.
+/// Its parts are declared in the source, so that user code compiles without the engine's headers.
 class StepCore {
  public:
   explicit StepCore(StepOptions options);
+  ~StepCore();
 
   /// Collective over the ranks (each replica its own pipeline).
   StepResults run(const StepCall& call);
 
   int64_t microbatches() const;
-  const std::string& name() const { return name_; }
+  const std::string& name() const;
   /// False if the configuration's `guard` lets some calls pass without running the function.
-  bool guards_every_step() const { return guard_period_ == 1; }
+  bool guards_every_step() const;
 
  private:
-  /// What the guard found, to be compared between the ranks of a pipeline.
-  struct Traced {
-    std::shared_ptr<graph::Graph> found;
-    std::vector<std::vector<graph::ConstantOverride>> constants;  // by microbatch, or one
-    std::vector<std::vector<graph::ContentOverride>> contents;
-    bool is_new = false;
-    std::vector<uint64_t> checksums;
-  };
-
-  /// What runs a graph, perhaps several microbatches as one.
-  struct Prepared {
-    std::shared_ptr<const graph::Coalesced> coalesced;  // null: as captured
-    std::unique_ptr<Program> program;
-  };
-
-  StepResults run_checked(const StepCall& call);
-  bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
-  Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
-  std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
-  void check_inputs(const StepCall& call) const;
-  Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
-  graph::TraceResult trace_one(const StepCall& call, int microbatch,
-                               const std::vector<at::Tensor>& inputs, bool execute);
-  void agree(const Traced& traced, const StepCall& call);
-  const std::array<uint64_t, 2>& fingerprints(const graph::Graph& graph);
-  std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
-  void forget_oldest();
-  Prepared& prepare(const Traced& traced, const StepCall& call,
-                    const std::vector<std::vector<at::Tensor>>& inputs);
-  std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
-                                                   bool measured);
-  Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
-                            std::vector<std::vector<at::Tensor>> inputs) const;
-
-  std::shared_ptr<Runtime> runtime_;
-  StepOptions options_;
-  int ordinal_;
-  std::string name_;
-  int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
-  // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
-  std::optional<Traced> last_;
-  std::vector<graph::TensorMeta> last_inputs_;
-  std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
-  std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
-  std::map<const graph::Graph*, std::array<uint64_t, 2>> fingerprints_;  // graph, constants
+  class Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace smp

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "graph/graph.h"
+#include "graph/tracer.h"
+
+namespace smp {
+
+/// Of a graph as it was captured. Hashing a graph prints it, which is too slow for every step.
+struct StepFingerprints {
+  explicit StepFingerprints(const graph::Graph& graph);
+
+  uint64_t graph;
+  uint64_t constants;
+};
+
+/// What a rank is about to run. Internal.
+struct StepTrace {
+  const std::string& name;  ///< of the step function
+  const graph::Graph& graph;
+  const StepFingerprints& fingerprints;
+  const std::vector<std::vector<graph::ConstantOverride>>& constants;  ///< by microbatch, or one
+  const std::vector<std::vector<graph::ContentOverride>>& contents;
+  const std::vector<at::Tensor>& inputs;  ///< of the whole batch
+};
+
+/// Throws a `UsageError` on all ranks of the pipeline unless they run the same graph with the same
+/// constants on the same inputs; it shows the first difference. Collective over `pipeline`.
+void check_agreement(comm::Communicator& pipeline, const StepTrace& step);
+
+}  // namespace smp
