@@ -1,13 +1,13 @@
 #include "smp/coalescing.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <utility>
 
 #include "graph/batch_axis.h"
 #include "graph/kept.h"
 #include "partitioner/cost.h"
+#include "partitioner/format.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/planning.h"
@@ -18,12 +18,6 @@ namespace {
 
 /// A prediction is not worth more: what is coalesced must be faster by this fraction.
 constexpr double kWorthwhile = 0.02;
-
-std::string milliseconds(double us) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g ms", us / 1e3);
-  return text;
-}
 
 class Chooser {
  public:
@@ -100,7 +94,7 @@ class Chooser {
     const int64_t left = request_.microbatches / factor;
     const double us = predicted_step_us(runtime_, graph, static_cast<int>(left));
     predictions_ +=
-        c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ", milliseconds(us));
+        c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ", partitioner::format_time(us));
     return us;
   }
 

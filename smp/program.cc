@@ -46,14 +46,6 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
 }
 
 /// The stages that this rank runs, ascending.
-std::vector<int> Program::own_stages() const {
-  std::vector<int> stages;
-  for (int stage = 0; stage < plan_.stages(); ++stage) {
-    if (plan_.rank_of_stage[stage] == pipeline_->rank()) stages.push_back(stage);
-  }
-  return stages;
-}
-
 /// Stages of one rank share one copy, and the owner's stages the owner's tensor.
 void Program::find_copies() {
   for (const auto& replica : plan_.replicas) {
@@ -207,8 +199,9 @@ Program::Outputs Program::run(Inputs inputs) {
       return buckets_[model]->buffer(index, microbatch);
     };
   }
-  size_t reduced = 0;
-  const size_t stages = own_stages().size();
+  std::ptrdiff_t reduced = 0;
+  const auto stages = std::count(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(),
+                                 pipeline_->rank());
   step.reduce = [&](int) {
     // A parameter may be read by several stages of the rank.
     if (++reduced < stages) return;

@@ -54,7 +54,6 @@ class Program {
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
   void make_buckets();
-  std::vector<int> own_stages() const;
   void find_copies();
   void refresh_replicas();
   void share_outputs(Outputs& outputs) const;

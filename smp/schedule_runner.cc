@@ -14,11 +14,6 @@ namespace {
 constexpr int kSkippedSteps = 2;
 constexpr int kTimelineSteps = 3;
 
-template <size_t N>
-std::string to_bytes(const std::array<uint64_t, N>& numbers) {
-  return {reinterpret_cast<const char*>(numbers.data()), sizeof(numbers)};
-}
-
 }  // namespace
 
 ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
@@ -38,7 +33,7 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
     runtime.records_timeline = writes_timeline_ = true;
   }
   if (is_auto() && runtime.trial_steps > 0) {
-    identity_ = {graph.fingerprint(), static_cast<uint64_t>(step.options.microbatches())};
+    identity_ = c10::str(graph.fingerprint(), " ", step.options.microbatches());
     trial_ = std::make_unique<ScheduleTrial>(std::move(step.options), planned);
     record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
   } else if (writes_timeline_) {
@@ -111,8 +106,8 @@ pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
 
 /// Whether all replicas run this program and have done so equally often. Collective over them.
 bool ScheduleRunner::replicas_are_together() {
-  const std::array<uint64_t, 3> mine = {identity_[0], identity_[1], trial_turns_};
-  const auto all = comm::all_gather_bytes(*runtime_.group(CommGroup::kDp), to_bytes(mine));
+  const auto all = comm::all_gather_bytes(*runtime_.group(CommGroup::kDp),
+                                          c10::str(identity_, " ", trial_turns_));
   for (const std::string& other : all) {
     if (other != all.front()) return false;
   }

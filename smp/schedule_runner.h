@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -54,7 +53,7 @@ class ScheduleRunner {
   const partitioner::Plan& plan_;
   const partitioner::Regions regions_;
   const std::vector<pipeline::Edge> edges_;
-  std::array<uint64_t, 2> identity_ = {};  // of the program, the same in all replicas
+  std::string identity_;  // of the program, the same in all replicas; empty without a trial
   std::string name_;                       // of the schedule
   pipeline::Simulation predicted_;
   std::unique_ptr<pipeline::Executor> executor_;

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <limits>
 #include <sstream>
 
 #include "graph/profile.h"
@@ -13,7 +12,6 @@
 #include "graph/visit.h"
 #include "partitioner/checkpointing.h"
 #include "partitioner/cost.h"
-#include "partitioner/order.h"
 #include "partitioner/report.h"
 #include "smp/activation_checkpointing.h"
 #include "smp/core/error.h"
