@@ -46,6 +46,15 @@ class Division {
 
   /// Functions that lead to inputs and, by a formula of their own, to weights.
   const std::vector<Node*>& divided() const { return divided_; }
+  /// Functions that lead to inputs and do all of their work in the first part.
+  std::vector<Node*> finished() const {
+    std::vector<Node*> result;
+    for (Node* node : order_) {
+      const bool goes_on = std::find(divided_.begin(), divided_.end(), node) != divided_.end();
+      if (leads_to_input(node) && !goes_on) result.push_back(node);
+    }
+    return result;
+  }
   /// From functions that cannot be divided, to weights; each target once.
   const std::vector<Edge>& early() const { return early_edges_; }
   /// False if the sum of a gradient would be divided between the parts.
@@ -139,8 +148,7 @@ SplitBackward::SplitBackward(const std::vector<Edge>& starts,
     for (uint32_t i = 0; i < node->num_inputs(); ++i) wanted.emplace_back(node->getptr(), i);
   }
   wanted.insert(wanted.end(), division.early().begin(), division.early().end());
-  // The graph is kept for the second part: what that does not start from is freed with the edges
-  // that lead there.
+  // The engine keeps the graph for the second part; what that does not need is released below.
   auto found = torch::autograd::Engine::get_default_engine().execute(
       first, first_gradients, /*keep_graph=*/true, /*create_graph=*/false,
       /*accumulate_grad=*/false, wanted);
@@ -150,6 +158,9 @@ SplitBackward::SplitBackward(const std::vector<Edge>& starts,
     starts_.push_back(wanted[i]);
     gradients_.push_back(std::move(found[i]));
   }
+  // Cutting the edges alone would free nothing: a tensor that a divided function has saved refers
+  // to the function that made it.
+  for (Node* node : division.finished()) node->release_variables();
   for (Node* node : division.divided()) {
     for (Edge& edge : node->next_edges()) {
       if (division.leads_to_input(edge.function.get())) edge = Edge();
