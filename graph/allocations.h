@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <memory>
 
-namespace smp::testing {
+namespace smp::graph {
 
 /// While it lives, counts the bytes that this thread has allocated for tensors on the CPU and not
 /// freed, and the most that it was. Memory from before is not counted.
@@ -34,4 +34,4 @@ class Allocations {
   c10::DebugInfoGuard guard_;
 };
 
-}  // namespace smp::testing
+}  // namespace smp::graph

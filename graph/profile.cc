@@ -7,9 +7,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <unordered_set>
 
+#include "graph/allocations.h"
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
 #include "graph/devices.h"
@@ -134,7 +136,9 @@ class Profiler {
         device_(device_of(graph)),
         segment_(graph, all(graph.operators.size()), all(graph.values.size())),
         last_use_(graph.values.size(), 0),
-        times_(graph.operators.size()) {
+        times_(graph.operators.size()),
+        allocations_(memory ? std::make_unique<Allocations>() : nullptr),
+        hidden_bytes_(graph.operators.size()) {
     for (size_t i = 0; i < graph.operators.size(); ++i) {
       for (ValueId id : tensor_arguments(graph.operators[i])) last_use_[id] = i;
     }
@@ -166,6 +170,7 @@ class Profiler {
         op.cost.output_bytes += value.meta.nbytes();
         if (is_saved(value)) op.cost.saved_bytes += value.meta.nbytes();
       }
+      if (memory_ && graph.trains()) op.cost.saved_bytes += std::max<int64_t>(hidden_bytes_[i], 0);
     }
   }
 
@@ -174,6 +179,23 @@ class Profiler {
     double forward_us = std::numeric_limits<double>::infinity();
     double backward_us = std::numeric_limits<double>::infinity();
   };
+
+  /// Bytes of the results that do not lie on arguments.
+  int64_t bytes_of_results(const Operator& op, const Environment& environment) const {
+    std::unordered_set<const void*> counted;
+    for (ValueId id : tensor_arguments(op)) {
+      if (environment[id].defined() && environment[id].has_storage())
+        counted.insert(environment[id].storage().data());
+    }
+    int64_t bytes = 0;
+    for (ValueId id : op.results) {
+      if (id == kUndefined || !environment[id].defined()) continue;
+      if (!environment[id].has_storage()) continue;
+      const auto& storage = environment[id].storage();
+      if (counted.insert(storage.data()).second) bytes += static_cast<int64_t>(storage.nbytes());
+    }
+    return bytes;
+  }
 
   static std::vector<int> all(size_t count) {
     std::vector<int> result(count);
@@ -192,10 +214,12 @@ class Profiler {
       environment[id] = enter(environment[id], sinks.back());
     }
     const SavedStorages before(op, environment);
+    const int64_t allocated = allocated_now();
     const auto start = Clock::now();
     segment_.run_one(i, environment, key_);
     synchronize(device_);
     times_[i].forward_us = std::min(times_[i].forward_us, microseconds_since(start));
+    hidden_bytes_[i] = allocated_now() - allocated - bytes_of_results(op, environment);
     check(i, environment);
     std::vector<torch::autograd::Edge> starts;
     std::vector<at::Tensor> gradients;
@@ -215,6 +239,8 @@ class Profiler {
     times_[i].backward_us = std::min(times_[i].backward_us, backward_us);
   }
 
+  int64_t allocated_now() const { return allocations_ ? allocations_->now() : 0; }
+
   bool is_saved(const Value& value) const {
     return memory_ ? saved_.count(value.alias_set) > 0 : value.meta.requires_grad;
   }
@@ -226,6 +252,9 @@ class Profiler {
   Segment segment_;
   std::vector<size_t> last_use_;
   std::vector<Times> times_;
+  const std::unique_ptr<Allocations> allocations_;  // libtorch counts, and warns, while it exists
+  std::vector<int64_t>
+      hidden_bytes_;               ///< by operator: kept by its history, and no value of the graph
   std::unordered_set<int> saved_;  ///< alias sets of which something is kept for backward
 };
 

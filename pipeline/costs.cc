@@ -62,6 +62,8 @@ StageCosts StageCosts::filled(size_t stages, size_t edges) const {
   check("kept", result.kept, stages);
   fill(result.kept_for_weights, result.kept);
   check("kept_for_weights", result.kept_for_weights, stages);
+  fill(result.gradients_for_weights, std::vector<double>(stages, 0));
+  check("gradients_for_weights", result.gradients_for_weights, stages);
   return result;
 }
 

@@ -41,6 +41,9 @@ double peak_memory(const std::vector<Action>& actions, const StageCosts& costs) 
     const auto stage = static_cast<size_t>(action.stage);
     const double for_weights = costs.kept_for_weights[stage];
     if (action.kind == Kind::kForward) memory += costs.kept[stage];
+    if (action.kind == Kind::kBackwardInput) {
+      peak = std::max(peak, memory + costs.gradients_for_weights[stage]);
+    }
     if (action.makes_input_gradients()) memory += for_weights - costs.kept[stage];
     if (action.makes_weight_gradients()) memory -= for_weights;
     peak = std::max(peak, memory);
@@ -199,10 +202,12 @@ class Dispatcher {
     }
   }
 
+  /// The most that a microbatch takes from its forward to the end of its first backward half.
   double kept(int stage) const {
     const auto& costs = flow_.costs();
-    return std::max(costs.kept[static_cast<size_t>(stage)],
-                    costs.kept_for_weights[static_cast<size_t>(stage)]);
+    const auto index = static_cast<size_t>(stage);
+    const double gradients = split_ ? costs.gradients_for_weights[index] : 0;
+    return std::max(costs.kept[index] + gradients, costs.kept_for_weights[index]);
   }
 
   double change_of_memory(const Action& action) const {

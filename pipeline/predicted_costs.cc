@@ -2,12 +2,42 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
+#include <utility>
+
+#include "graph/visit.h"
 
 namespace smp::pipeline {
 namespace {
 
 using graph::Graph;
 using partitioner::Plan;
+
+/// The operator that makes the storage of a value, where that is one.
+int maker_of(const Graph& graph, const graph::Value& value) {
+  int maker = value.producer;
+  for (const graph::Value& other : graph.values) {
+    if (other.alias_set == value.alias_set) maker = std::min(maker, other.producer);
+  }
+  return maker;
+}
+
+/// Whether an operator of the stage that makes a value's storage makes something else from it. If
+/// not, the stage lets go of it when it is sent, and where it arrives it counts again.
+bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value& value) {
+  const int stage = plan.stage_of_operator[maker_of(graph, value)];
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const graph::Operator& op = graph.operators[i];
+    if (plan.stage_of_operator[i] != stage) continue;
+    const auto is_other = [&](graph::ValueId id) {
+      return id != graph::kUndefined && graph.values[id].alias_set != value.alias_set;
+    };
+    bool reads = false;
+    graph::for_each_argument(op, [&](graph::ValueId id) { reads |= !is_other(id); });
+    if (reads && std::any_of(op.results.begin(), op.results.end(), is_other)) return true;
+  }
+  return false;
+}
 
 class CostPredictor {
  public:
@@ -28,6 +58,8 @@ class CostPredictor {
       const auto& stage = prediction.stages[s];
       costs_.kept[s] = static_cast<double>(stage.activations) / std::max(stage.in_flight, 1);
     }
+    let_go_of_sent();
+    keep_for_weights();
     for (int s = 0; s < plan_.stages(); ++s) {
       costs_.backward.push_back(costs_.backward_input[s] + costs_.backward_weight[s]);
     }
@@ -53,12 +85,65 @@ class CostPredictor {
   /// Where no earlier stage waits for gradients.
   void move_to_weights() {
     for (int s = 0; s < plan_.stages(); ++s) {
-      const bool waits = std::any_of(edges_.begin(), edges_.end(), [&](const Edge& edge) {
-        return edge.to == s && !(edge.gradients.empty() && edge.replicas.empty());
-      });
-      if (waits) continue;
+      if (sends_gradients(s)) continue;
       costs_.backward_weight[s] += costs_.backward_input[s];
       costs_.backward_input[s] = 0;
+    }
+  }
+
+  /// What the prediction counts where it is made, although it is kept by the stage only to which it
+  /// goes.
+  void let_go_of_sent() {
+    if (!graph_.trains()) return;  // nothing is kept
+    std::set<int> counted;  // alias sets
+    for (const auto& hop : plan_.transfers) {
+      const graph::Value& value = graph_.values[hop.value];
+      const int maker = maker_of(graph_, value);
+      if (maker < 0 || plan_.stage_of_operator[maker] != hop.from) continue;
+      if (plan_.rank_of_stage[hop.from] == plan_.rank_of_stage[hop.to]) continue;
+      if (!counted.insert(value.alias_set).second) continue;
+      if (is_used_where_made(graph_, plan_, value)) continue;
+      const int64_t saved = graph_.operators[maker].cost.saved_bytes;
+      costs_.kept[hop.from] -= static_cast<double>(std::min<int64_t>(saved, value.meta.nbytes()));
+    }
+  }
+
+  /// Whether some earlier stage waits for gradients.
+  bool sends_gradients(int stage) const {
+    return std::any_of(edges_.begin(), edges_.end(), [&](const Edge& edge) {
+      return edge.to == stage && !(edge.gradients.empty() && edge.replicas.empty());
+    });
+  }
+
+  /// Between the halves of its backward a microbatch keeps what the gradients of parameters are
+  /// made of: what the operators that read them were given, and the gradients of their results. A
+  /// stage that sends no gradients does all in the second half.
+  void keep_for_weights() {
+    costs_.kept_for_weights.assign(plan_.stages(), 0);
+    costs_.gradients_for_weights.assign(plan_.stages(), 0);
+    std::set<std::pair<int, int>> counted;  // stage, alias set
+    for (size_t i = 0; i < graph_.operators.size(); ++i) {
+      const graph::Operator& op = graph_.operators[i];
+      if (!op.reads_parameter) continue;
+      const int stage = plan_.stage_of_operator[i];
+      double& kept = costs_.kept_for_weights[stage];
+      graph::for_each_argument(op, [&](graph::ValueId id) {
+        const graph::Value& value = graph_.values[id];
+        if (value.kind == graph::ValueKind::kParameter) return;
+        if (!counted.insert({stage, value.alias_set}).second) return;
+        kept += static_cast<double>(value.meta.nbytes());
+      });
+      for (const graph::ValueId id : op.results) {
+        if (id == graph::kUndefined || !graph_.values[id].meta.requires_grad) continue;
+        const auto bytes = static_cast<double>(graph_.values[id].meta.nbytes());
+        costs_.gradients_for_weights[stage] += bytes;
+        kept += bytes;
+      }
+    }
+    for (int s = 0; s < plan_.stages(); ++s) {
+      if (sends_gradients(s)) continue;
+      costs_.kept_for_weights[s] = costs_.kept[s];
+      costs_.gradients_for_weights[s] = 0;
     }
   }
 

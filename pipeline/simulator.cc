@@ -98,7 +98,7 @@ class Simulator {
     }
   }
 
-  /// Counts what stays on the rank after a compute.
+  /// Counts what stays on the rank after a compute, and what it takes at most until then.
   void keep(size_t rank, const Action& action) {
     const auto stage = static_cast<size_t>(action.stage);
     const double for_weights = costs_.kept_for_weights[stage];
@@ -106,6 +106,9 @@ class Simulator {
       memory_[rank] += costs_.kept[stage];
       raise(result_.peak_in_flight[stage], ++in_flight_[stage]);
       raise(result_.peak_before_input_gradients[stage], ++before_input_gradients_[stage]);
+    }
+    if (action.kind == Action::Kind::kBackwardInput) {
+      raise(result_.peak_memory[rank], memory_[rank] + costs_.gradients_for_weights[stage]);
     }
     if (action.makes_input_gradients()) {
       memory_[rank] += for_weights - costs_.kept[stage];

@@ -12,19 +12,18 @@
 #include <thread>
 #include <vector>
 
+#include "graph/allocations.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/intercept.h"
 #include "graph/layout.h"
 #include "graph/saved_tensors.h"
 #include "graph/split_backward.h"
 #include "tests/graph/harness.h"
-#include "tests/smp/allocations.h"
 #include "tests/smp/models.h"
 
 namespace smp::graph::testing {
 namespace {
 
-using smp::testing::Allocations;
 using smp::testing::TinyConvNet;
 using smp::testing::TinyGpt;
 
@@ -379,7 +378,7 @@ TEST(CheckpointedSegment, KeepsTheInputsOfRegionsOnly) {
   const Tensors inputs = {torch::randn({kRows, BlocksImpl::kWidth})};
   const auto measure = [&](const std::function<int(int)>& region, int64_t& kept) {
     blocks.step.set_regions(region);
-    const Allocations allocations;
+    const graph::Allocations allocations;
     auto run = blocks.step.forward(inputs, {});
     kept = allocations.now();
     auto gradients = Checkpointed::backward(run);

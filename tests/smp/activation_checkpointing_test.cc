@@ -9,9 +9,9 @@
 #include <mutex>
 #include <string>
 
+#include "graph/allocations.h"
 #include "graph/offload_store.h"
 #include "smp/runtime.h"
-#include "tests/smp/allocations.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 
@@ -320,7 +320,7 @@ int64_t peak_of(const Mark<BlockNet>& mark, Config config = {}) {
       return loss;
     });
     train(batch[0], batch[1]);
-    const Allocations allocations;
+    const graph::Allocations allocations;
     train(batch[0], batch[1]);
     peak = allocations.peak();
   });

@@ -9,8 +9,8 @@
 #include <sstream>
 #include <string>
 
+#include "graph/allocations.h"
 #include "graph/content.h"
-#include "tests/smp/allocations.h"
 #include "tests/smp/oracle.h"
 
 namespace smp::testing {
@@ -111,7 +111,7 @@ TEST(Memory, AModelOfThreeTimesTheLimitTrains) {
   EXPECT_LE(made * kLayerBytes, kLimitBytes);
   malloc_trim(0);
 
-  const Allocations allocations;
+  const graph::Allocations allocations;
   torch::manual_seed(kSeed);
   Tall net{nullptr};
   {

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <string>
 
-#include "tests/smp/allocations.h"
+#include "graph/allocations.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 
@@ -273,7 +273,7 @@ TEST_P(ModelCreationTest, PeakIsTheOwnParametersAndTheLargestOne) {
   const std::function<Wide()> make = [] { return Wide(); };
   int64_t whole = 0, largest = 0;
   {
-    const Allocations allocations;
+    const graph::Allocations allocations;
     const Wide plain = make_plain(make);
     for (const auto& parameter : plain->parameters()) {
       whole += static_cast<int64_t>(parameter.nbytes());
@@ -288,7 +288,7 @@ TEST_P(ModelCreationTest, PeakIsTheOwnParametersAndTheLargestOne) {
   ASSERT_LT(small, largest);
   const auto x = torch::randn({4, WideImpl::kRows}), y = torch::randn({4, 1});
   run_as_threads(GetParam(), stages(GetParam()), [&] {
-    const Allocations allocations;
+    const graph::Allocations allocations;
     DistributedModel<Wide> model(make_delayed(make));
     EXPECT_LE(allocations.peak(), largest + small) << "at construction";
     bool made = false;
