@@ -28,8 +28,7 @@ MODELS = {
 }
 TORCH = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv"]
 OURS = ["interleaved", "1f1b", "interleaved_1f1b", "breadth_first", "zb_h1", "zbv", "auto"]
-FAST = ["1f1b", "zbv", "auto",
-        "interleaved fast", "auto fast"]
+FAST = ["interleaved", "1f1b", "zbv", "auto"]
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
