@@ -279,12 +279,23 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
+/// Does what the current streams were given.
+void catch_up() {
+  const Lock lock(Machine::get().mutex);
+  for (c10::DeviceIndex i = 0; i < kDevices; ++i) Machine::get().run_all(current_key(i));
+}
+
+/// A kernel of its own: that of the CPU would be run by `on_cpu`, which resizes what it returns.
+const at::Tensor& resize(const at::Tensor& tensor, at::IntArrayRef size,
+                         std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(tensor.device());
+  catch_up();
+  return at::native::resize_(tensor, size, format);
+}
+
 /// Runs at once, after what its stream was given.
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  {
-    const Lock lock(Machine::get().mutex);
-    for (c10::DeviceIndex i = 0; i < kDevices; ++i) Machine::get().run_all(current_key(i));
-  }
+  catch_up();
   at::native::cpu_fallback(op, stack);
 }
 
@@ -293,6 +304,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("resize_", &resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
