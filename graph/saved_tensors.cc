@@ -42,15 +42,27 @@ class KeepingEngine final : public Engine {
   KeepingEngine() = default;
   ~KeepingEngine() override { stop(); }
 
+  /// Starts a thread for each device other than the CPU. An engine does so at its first backward,
+  /// but only the first engine of a process: that one has to be done with it before.
+  void start() {
+    get_base_engine().initialize_device_threads_pool();
+    start_device_threads();
+  }
+
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
     const auto& keeper = keeper_of_thread();
     return keeper == nullptr ? nullptr : std::make_unique<Hooks>(keeper);
   }
 };
 
-Engine& keeping_engine() {
+KeepingEngine& keeping_engine() {
   static KeepingEngine engine;
   return engine;
+}
+
+void install_keeping_engine() {
+  keeping_engine().start();
+  torch::autograd::set_default_engine_stub([]() -> Engine& { return keeping_engine(); });
 }
 
 }  // namespace
@@ -58,7 +70,7 @@ Engine& keeping_engine() {
 SavedTensorScope::SavedTensorScope(std::shared_ptr<SavedTensorKeeper> keeper)
     : outer_(std::exchange(keeper_of_thread(), std::move(keeper))) {
   static std::once_flag installed;
-  std::call_once(installed, [] { torch::autograd::set_default_engine_stub(&keeping_engine); });
+  std::call_once(installed, &install_keeping_engine);
 }
 
 SavedTensorScope::~SavedTensorScope() { keeper_of_thread() = std::move(outer_); }
