@@ -36,6 +36,14 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
   return at::empty_like(shape, at::MemoryFormat::Preserve).strides().vec();
 }
 
+/// The elements as they lie, with these strides, which leave no gaps: what a device copies to the
+/// host without help. A copy that gathers or negates is in part the host's work, which it does at
+/// once, before the device has come to its part.
+at::Tensor as_copied(const at::Tensor& tensor, at::IntArrayRef strides) {
+  if (tensor.strides() == strides && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+  return at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
+}
+
 /// Whether the receiver is to have the same gaps between elements: kernels take another way there.
 /// A small part of a large tensor becomes dense instead, which would cost too much memory.
 bool keeps_gaps(const at::Tensor& tensor) {
@@ -139,7 +147,8 @@ void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const Elemen
   at::NoGradGuard no_grad;
   const at::Tensor compact = without_expansion(tensor.detach());
   const std::vector<int64_t> dense = dense_strides(compact);
-  view_of(elements, index, compact.sizes(), dense).copy_(compact, /*non_blocking=*/true);
+  const at::Tensor view = view_of(elements, index, compact.sizes(), dense);
+  view.copy_(crosses(elements) ? as_copied(compact, dense) : compact, /*non_blocking=*/true);
   const bool gaps = keeps_gaps(compact);
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     const bool expanded = tensor.stride(d) == 0 && tensor.size(d) > 1;

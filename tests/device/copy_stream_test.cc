@@ -106,14 +106,15 @@ std::vector<at::Tensor> to_fake(std::vector<at::Tensor> tensors) {
   return tensors;
 }
 
-/// Dense, transposed, of other types, empty and with gaps.
+/// Dense, transposed, of other types, empty, with gaps, and with both.
 std::vector<at::Tensor> various() {
   return {at::arange(15.0).view({3, 5}),
           at::arange(15.0).view({3, 5}).t(),
           at::arange(7),
           at::ones({2, 2}, at::kBool),
           at::zeros({0, 4}),
-          at::arange(12.0).view({3, 4}).slice(1, 0, 2)};
+          at::arange(12.0).view({3, 4}).slice(1, 0, 2),
+          at::arange(24.0).view({4, 6}).slice(1, 0, 4).t()};
 }
 
 void expect_arrived(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& sent) {
@@ -132,6 +133,13 @@ TEST(DeviceMessage, GoesThroughHostMemory) {
   const at::Tensor message = layout.pack(sent);
   EXPECT_TRUE(message.is_cpu());
   expect_arrived(layout.unpack(message), sent);
+}
+
+TEST(DeviceMessage, ChangesSignsOnTheDevice) {
+  const at::Tensor lazy = at::_neg_view(to_fake({at::arange(4.0)})[0]);
+  const MessageLayout layout(metas_of({lazy}));
+  const auto got = layout.unpack(layout.pack({lazy}));
+  EXPECT_TRUE(at::equal(got[0].cpu(), -at::arange(4.0)));
 }
 
 TEST(DeviceMessage, SendsExpandedDimensionsOnce) {

@@ -11,6 +11,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -105,10 +106,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
+    check(device);
     return c10::Device(kType, std::exchange(current_index, device.index()));
   }
   c10::Device getDevice() const override { return c10::Device(kType, current_index); }
-  void setDevice(c10::Device device) const override { current_index = device.index(); }
+  void setDevice(c10::Device device) const override {
+    check(device);
+    current_index = device.index();
+  }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     current_index = device.index();
   }
@@ -176,6 +181,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (block == machine.blocks.end()) return;  // an empty tensor
     block->second.users.insert(key_of(stream));
     machine.note(c10::str(Machine::name(key_of(stream)), " uses memory of another stream"));
+  }
+
+ private:
+  static void check(c10::Device device) {
+    TORCH_CHECK(0 <= device.index() && device.index() < kDevices, "there is no device ", device);
   }
 };
 
@@ -247,8 +257,18 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 
 /// The tensor's memory as the CPU's; not kept alive, as a copying device does not.
 at::Tensor as_cpu(const at::Tensor& tensor) {
-  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
-                       at::TensorOptions(tensor.scalar_type()));
+  const at::Tensor result =
+      at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                    at::TensorOptions(tensor.scalar_type()));
+  result._set_conj(tensor.is_conj());
+  result._set_neg(tensor.is_neg());
+  return result;
+}
+
+/// Whether a device can copy this by itself: bytes that follow each other.
+bool is_plain_copy(const at::Tensor& from, const at::Tensor& to) {
+  return from.strides() == to.strides() && from.is_non_overlapping_and_dense() &&
+         from.scalar_type() == to.scalar_type() && !from.is_conj() && !from.is_neg();
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -259,6 +279,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   Machine& machine = Machine::get();
   const Lock lock(machine.mutex);
   if (non_blocking) {
+    TORCH_CHECK(from.device() == to.device() || is_plain_copy(from, to),
+                "a copy that is not waited for needs the host to arrange elements: from strides ",
+                from.strides(), " to ", to.strides());
     machine.note(c10::str(Machine::name(stream), to.is_cpu()     ? " copies to the host"
                                                  : from.is_cpu() ? " copies to the device"
                                                                  : " copies on the device"));
@@ -305,9 +328,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
+}
+
+/// The copy changes signs.
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

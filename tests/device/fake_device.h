@@ -11,7 +11,9 @@
 ///
 /// Operators run on the CPU's kernels, at once. Copies that need not be waited for are done as late
 /// as its streams and events allow: when the host waits, or when an operator is called on a stream
-/// that has waited for them. So where a wait is missing, wrong numbers are read. Memory that is
+/// that has waited for them. So where a wait is missing, wrong numbers are read. Such a copy to or
+/// from the host moves bytes as they lie and is refused where elements would have to be arranged:
+/// CUDA then has the host do its part at once, before the device has done its own. Memory that is
 /// freed is overwritten when the stream that it was allocated on, and those it was recorded on,
 /// have done what they were given; a copy that still needed it reads or leaves wrong numbers too.
 namespace smp::testing {
