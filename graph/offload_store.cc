@@ -1,6 +1,7 @@
 #include "graph/offload_store.h"
 
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <filesystem>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "graph/layout.h"
@@ -19,12 +21,17 @@
 namespace smp::graph {
 namespace {
 
+c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+c10::Stream current_stream(c10::Device device) { return guard_of(device).getStream(device); }
+
 /// What the device has been asked to do so far on the calling thread's stream.
 std::optional<c10::Event> work_so_far(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
-  const c10::impl::VirtualGuardImpl guard(device.type());
   c10::Event event(device.type());
-  event.record(guard.getStream(device));
+  event.record(current_stream(device));
   return event;
 }
 
@@ -55,13 +62,15 @@ class OffloadStore::Item final : public StoredTensor, public std::enable_shared_
  private:
   friend class OffloadStore::Queue;
 
-  bool is_of_host() const { return layout_.options.device().is_cpu(); }
+  c10::Device device() const { return layout_.options.device(); }
+  bool is_of_host() const { return device().is_cpu(); }
 
   const Layout layout_;
   const std::shared_ptr<Queue> queue_;
   State state_ = State::kWaiting;
-  bool needed_ = false;  // while it is leaving
-  at::Tensor tensor_;    // undefined when away
+  bool needed_ = false;                // while it is leaving
+  at::Tensor tensor_;                  // undefined when away
+  std::optional<c10::Stream> stream_;  // on which a device's is copied, beside those that compute
   std::optional<c10::Event> made_;
   at::Tensor host_copy_;  // of a device's
   int64_t offset_ = -1;   // in the file
@@ -106,6 +115,7 @@ class OffloadStore::Queue {
     });
     if (error_ != nullptr) std::rethrow_exception(error_);
     if (item->is_of_host() && file_ == nullptr) file_ = std::make_unique<ScratchFile>(directory_);
+    if (!item->is_of_host()) item->stream_ = stream_of(item->device());
     waiting_ += bytes;
     ++puts_;
     leaving_.push_back(item);
@@ -128,6 +138,10 @@ class OffloadStore::Queue {
     if (stopped_ && item.state_ == Item::State::kReturning) fetch(item, lock);
     done_.wait(lock, [&] { return item.state_ != Item::State::kReturning; });
     if (item.state_ == Item::State::kFailed) std::rethrow_exception(item.error_);
+    if (!item.is_of_host()) {  // its memory may be the copying stream's
+      guard_of(item.device())
+          .recordDataPtrOnStream(item.tensor_.storage().data_ptr(), current_stream(item.device()));
+    }
     return item.tensor_;
   }
 
@@ -151,6 +165,13 @@ class OffloadStore::Queue {
   }
 
  private:
+  c10::Stream stream_of(c10::Device device) {
+    const auto known = streams_.find(device);
+    if (known != streams_.end()) return known->second;
+    const c10::Stream stream = guard_of(device).getStreamFromGlobalPool(device);
+    return streams_.emplace(device, stream).first->second;
+  }
+
   /// `first`: before what else is to be fetched.
   void begin_return(Item& item, bool first) {
     if (item.state_ == Item::State::kWaiting) {
@@ -198,8 +219,8 @@ class OffloadStore::Queue {
       file_->write(item.offset_, flat.const_data_ptr(), item.layout_.nbytes());
       return {};
     }
-    const c10::impl::VirtualGuardImpl guard(flat.device().type());
-    item.made_->block(guard.getStream(flat.device()));
+    const c10::StreamGuard guard(*item.stream_);
+    item.made_->block(*item.stream_);
     return flat.to(at::kCPU);
   }
 
@@ -208,6 +229,7 @@ class OffloadStore::Queue {
     std::exception_ptr error;
     at::Tensor tensor;
     try {
+      const c10::OptionalStreamGuard guard(item.stream_);
       tensor = item.layout_.allocate();
       const at::Tensor flat = item.layout_.flat(tensor);
       if (item.is_of_host()) {
@@ -244,6 +266,7 @@ class OffloadStore::Queue {
   std::deque<std::weak_ptr<Item>> leaving_, returning_;
   int64_t waiting_ = 0;  // bytes
   std::unique_ptr<ScratchFile> file_;
+  std::unordered_map<c10::Device, c10::Stream> streams_;
   std::exception_ptr error_;
   int64_t puts_ = 0, bytes_out_ = 0, bytes_back_ = 0;
 };

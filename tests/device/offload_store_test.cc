@@ -1,0 +1,52 @@
+// Tensors of a device that leave it for the host's memory while it computes.
+
+#include "graph/offload_store.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tests/device/fake_device.h"
+
+namespace smp::testing {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+TEST(DeviceOffloadStore, CopiesBesideTheComputationsThatItWaitsFor) {
+  const at::Tensor tensor = at::arange(4.0).to(fake_device());
+  graph::OffloadStore store;
+  take_fake_log();
+  const auto stored = store.put(tensor);
+  store.wait();
+  EXPECT_EQ(take_fake_log(), (Lines{"compute records event 0", "copy waits for event 0"}));
+  const at::Tensor back = stored->get();
+  EXPECT_EQ(take_fake_log(), (Lines{"compute uses memory of another stream"}));
+  EXPECT_FALSE(back.is_alias_of(tensor)) << "never left";
+  EXPECT_TRUE(at::equal(back.cpu(), at::arange(4.0)));
+}
+
+TEST(DeviceOffloadStore, TakesAwayWhatTheDeviceHasYetToMake) {
+  const at::Tensor made = at::zeros({4}, fake_device());
+  const at::Tensor host = at::arange(4.0);
+  made.copy_(host, /*non_blocking=*/true);  // done when somebody waits
+  graph::OffloadStore store;
+  const auto stored = store.put(made);
+  store.wait();
+  EXPECT_TRUE(at::equal(stored->get().cpu(), host));
+}
+
+TEST(DeviceOffloadStore, MemoryOfTheDeviceIsFreeWhenATensorHasLeft) {
+  graph::OffloadStore store;
+  at::Tensor tensor = at::ones({100}, fake_device(1));
+  const auto weak = tensor.storage().getWeakStorageImpl();
+  const auto stored = store.put(tensor.t());
+  tensor = at::Tensor();
+  store.wait();
+  EXPECT_TRUE(weak.expired());
+  const at::Tensor back = stored->get();
+  EXPECT_EQ(back.device(), fake_device(1));
+  EXPECT_TRUE(at::equal(back.cpu(), at::ones({100})));
+}
+
+}  // namespace
+}  // namespace smp::testing
