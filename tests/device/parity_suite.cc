@@ -1,8 +1,11 @@
 #include "tests/device/parity_suite.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <filesystem>
 #include <mutex>
 
 #include "smp/smp.h"
@@ -12,19 +15,33 @@
 namespace smp::testing {
 namespace {
 
+/// What else a run does.
+enum class Extra {
+  kNone,
+  kOffload,    ///< runs its blocks again in the backward pass and offloads what they keep for it
+  kResume,     ///< is saved after a step and goes on as another one
+  kOwnStream,  ///< computes on a stream that is not the default
+  kOneDevice,  ///< has all ranks on one device, which autograd has one thread for
+};
+
 struct Layout {
   int stages;
   int replicas;
   int microbatches;  // of one replica
   std::string pipeline;
+  Extra extra = Extra::kNone;
 };
 
 std::ostream& operator<<(std::ostream& out, const Layout& layout) {
+  constexpr const char* kExtras[] = {"", ", offloading", ", resumed", ", own stream",
+                                     ", one device"};
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
-             << layout.microbatches << " microbatches, " << layout.pipeline;
+             << layout.microbatches << " microbatches, " << layout.pipeline
+             << kExtras[static_cast<int>(layout.extra)];
 }
 
 constexpr int kSteps = 3;
+constexpr int kSavedAfter = 1;
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
 struct Trained {
@@ -71,33 +88,51 @@ Trained run_plain(const Layout& layout) {
   return run;
 }
 
-Trained run_distributed(const Layout& layout) {
+/// Makes another stream the thread's current one where the layout says so.
+c10::OptionalStreamGuard choose_stream(const Layout& layout, at::Device device) {
+  if (layout.extra != Extra::kOwnStream) return c10::OptionalStreamGuard();
+  return c10::OptionalStreamGuard(
+      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+}
+
+Config config_of(const Layout& layout) {
+  return Config()
+      .partitions(layout.stages)
+      .microbatches(layout.microbatches)
+      .pipeline(layout.pipeline)
+      .ddp(layout.replicas > 1)
+      .offload_activations(layout.extra == Extra::kOffload)
+      .activation_loading_horizon(1)
+      .seed(kSeed)
+      .timeout_seconds(60);
+}
+
+/// Trains steps [first, last) into `run`, from the checkpoint in `folder` on unless first is 0, and
+/// leaves one there unless the last step is done.
+void train_steps(const Layout& layout, int first, int last, const std::string& folder,
+                 Trained& run) {
   const auto batches = make_batches(layout);
   const int ranks = layout.stages * layout.replicas;
   std::vector<TextNet> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
-  Trained run;
-  run.losses.assign(kSteps, Tensors(layout.replicas * layout.microbatches));
   std::mutex mutex;
-  const Config config = Config()
-                            .partitions(layout.stages)
-                            .microbatches(layout.microbatches)
-                            .pipeline(layout.pipeline)
-                            .ddp(layout.replicas > 1)
-                            .seed(kSeed)
-                            .timeout_seconds(60);
-  run_as_threads(ranks, config, [&] {
-    const at::Device device = test_device(rank());
+  run_as_threads(ranks, config_of(layout), [&] {
+    const at::Device device = test_device(layout.extra == Extra::kOneDevice ? 0 : rank());
+    const auto stream = choose_stream(layout, device);
     TextNet net = nets[rank()];
     move(*net, device);
     DistributedModel<TextNet> model(net);
     DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    if (layout.extra == Extra::kOffload) {
+      for (const TextBlock& block : net->blocks) set_activation_checkpointing(block);
+    }
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = net->loss(x, y);
       model->backward(loss);
       return loss;
     });
-    for (int i = 0; i < kSteps; ++i) {
+    if (first > 0) load(folder, model, optimizer);
+    for (int i = first; i < last; ++i) {
       optimizer.zero_grad();
       const auto losses = train(part(batches[i][0], dp_size(), dp_rank()).to(device),
                                 part(batches[i][1], dp_size(), dp_rank()).to(device));
@@ -108,11 +143,23 @@ Trained run_distributed(const Layout& layout) {
         run.losses[i][dp_rank() * layout.microbatches + m] = losses.outputs()[m].cpu();
       }
     }
+    if (last < kSteps) save(folder, model, optimizer);
     for (const auto& parameter : model->local_parameters()) EXPECT_EQ(parameter.device(), device);
     const auto state = to_map(model->state_dict());
     const std::lock_guard<std::mutex> lock(mutex);
     if (dp_rank() == 0) run.weights = state;
   });
+}
+
+Trained run_distributed(const Layout& layout) {
+  Trained run;
+  run.losses.assign(kSteps, Tensors(layout.replicas * layout.microbatches));
+  const std::string folder = ::testing::TempDir() + "smp_device_parity";
+  const int saved_after = layout.extra == Extra::kResume ? kSavedAfter : 0;
+  std::filesystem::remove_all(folder);
+  if (saved_after > 0) train_steps(layout, 0, saved_after, folder, run);
+  train_steps(layout, saved_after, kSteps, folder, run);
+  std::filesystem::remove_all(folder);
   return run;
 }
 
@@ -134,13 +181,19 @@ TEST_P(DeviceParity, EqualsPlainLibtorch) {
   expect_equal(distributed.weights, expected, "values");
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, DeviceParity,
-                         ::testing::Values(Layout{1, 1, 1, "interleaved"},
-                                           Layout{1, 1, 3, "interleaved"},
-                                           Layout{2, 1, 4, "simple"}, Layout{2, 1, 4, "1f1b"},
-                                           Layout{2, 1, 4, "zb_h1"}, Layout{3, 1, 6, "zbv"},
-                                           Layout{1, 2, 2, "interleaved"},
-                                           Layout{2, 2, 3, "interleaved"}));
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, DeviceParity,
+    ::testing::Values(Layout{1, 1, 1, "interleaved"}, Layout{1, 1, 3, "interleaved"},
+                      Layout{2, 1, 4, "simple"}, Layout{2, 1, 4, "1f1b"}, Layout{2, 1, 4, "zb_h1"},
+                      Layout{3, 1, 6, "zbv"}, Layout{1, 2, 2, "interleaved"},
+                      Layout{2, 2, 3, "interleaved"}, Layout{2, 1, 4, "simple", Extra::kOffload},
+                      Layout{2, 2, 3, "1f1b", Extra::kOffload},
+                      Layout{1, 1, 3, "interleaved", Extra::kResume},
+                      Layout{2, 2, 3, "interleaved", Extra::kResume},
+                      Layout{2, 2, 3, "interleaved", Extra::kOwnStream},
+                      Layout{3, 1, 6, "zbv", Extra::kOwnStream},
+                      Layout{2, 2, 3, "interleaved", Extra::kOneDevice},
+                      Layout{3, 1, 6, "zbv", Extra::kOneDevice}));
 
 }  // namespace
 }  // namespace smp::testing
