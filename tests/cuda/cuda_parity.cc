@@ -7,7 +7,6 @@ namespace smp::testing {
 /// One GPU for each rank where there are enough; otherwise several ranks share one.
 at::Device test_device(int rank) {
   const int count = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).deviceCount();
-  TORCH_CHECK(count > 0, "this test needs a GPU; see docs/cuda.md");
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(rank % count)};
 }
 

@@ -16,12 +16,7 @@ const at::Device kGpu(at::kCUDA, 0);
 
 int gpus() { return c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount(); }
 
-class Cuda : public ::testing::Test {
- protected:
-  void SetUp() override { ASSERT_GT(gpus(), 0) << "this test needs a GPU; see docs/cuda.md"; }
-};
-
-TEST_F(Cuda, RandomOperatorsAreKeyedAndLeaveTheGeneratorAsItWas) {
+TEST(Cuda, RandomOperatorsAreKeyedAndLeaveTheGeneratorAsItWas) {
   const at::Tensor x = at::full({1000}, 0.5, kGpu);
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::bernoulli", "");
   const auto draw = [&](uint64_t seed) {
@@ -38,7 +33,7 @@ TEST_F(Cuda, RandomOperatorsAreKeyedAndLeaveTheGeneratorAsItWas) {
   EXPECT_TRUE(at::equal(at::rand({10}, kGpu), expected));
 }
 
-TEST_F(Cuda, MessagesGoThroughHostMemoryWhileTheDeviceIsBusy) {
+TEST(Cuda, MessagesGoThroughHostMemoryWhileTheDeviceIsBusy) {
   const at::Tensor large = at::rand({2048, 2048}, kGpu);
   const at::Tensor expected = large.mm(large).cpu();
   const pipeline::MessageLayout layout({graph::TensorMeta::of(large)});
@@ -89,8 +84,8 @@ void expect_collectives(int ranks) {
   });
 }
 
-TEST_F(Cuda, CollectivesOfOneRank) { expect_collectives(1); }
-TEST_F(Cuda, CollectivesOfRanksThatMayShareAGpu) { expect_collectives(2); }
+TEST(Cuda, CollectivesOfOneRank) { expect_collectives(1); }
+TEST(Cuda, CollectivesOfRanksThatMayShareAGpu) { expect_collectives(2); }
 
 }  // namespace
 }  // namespace smp::testing
