@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "smp/core/error.h"
@@ -18,26 +19,43 @@ constexpr size_t kBlock = 1024;
 template <class T>
 constexpr bool kIsReducedFloat = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
 
-// What the elements of T are accumulated in. Integers wrap, so they are added as unsigned numbers
-// (overflow of signed ones is undefined); their order is that of T, see Min and Max.
+template <class T>
+constexpr bool kIsFloat = std::is_floating_point_v<T> || kIsReducedFloat<T>;
+
 template <class T>
 using Accumulator = std::conditional_t<kIsReducedFloat<T>, float, T>;
+
+// Integers wrap, so they are calculated with as unsigned numbers (overflow of signed ones, and of
+// products of promoted short ones, is undefined).
+template <class T>
+using Wrapping = std::conditional_t<sizeof(T) <= 4, uint32_t, uint64_t>;
+
+template <class T>
+bool is_nan(T value) {
+  return value != value;
+}
 
 struct Sum {
   template <class T>
   static T apply(T a, T b) {
     if constexpr (std::is_integral_v<T>) {
-      return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+      return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
     } else {
       return a + b;
     }
   }
 };
 
-template <class T>
-bool is_nan(T value) {
-  return value != value;
-}
+struct Product {
+  template <class T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<Wrapping<T>>(a) * static_cast<Wrapping<T>>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
 
 struct Min {
   template <class T>
@@ -53,50 +71,211 @@ struct Max {
   }
 };
 
-template <class Op, class T>
-void reduce_typed(void* output, const std::vector<const void*>& parts, size_t elements) {
-  using A = Accumulator<T>;
-  A block[kBlock];
-  for (size_t begin = 0; begin < elements; begin += kBlock) {
-    const size_t count = std::min(kBlock, elements - begin);
-    const T* first = static_cast<const T*>(parts[0]) + begin;
-    std::copy(first, first + count, block);
-    for (size_t part = 1; part < parts.size(); ++part) {
-      const T* values = static_cast<const T*>(parts[part]) + begin;
-      for (size_t i = 0; i < count; ++i) {
-        block[i] = Op::apply(block[i], static_cast<A>(values[i]));
-      }
-    }
-    std::copy(block, block + count, static_cast<T*>(output) + begin);
+struct BitAnd {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct BitOr {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct BitXor {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+struct Average : Sum {};
+
+// What is to be done with all elements. `accumulators` null: the parts are all there is, and go to
+// `outputs`; otherwise they are combined into the accumulators.
+struct Request {
+  const std::vector<void*>* outputs;
+  const std::vector<const void*>* parts;
+  void* accumulators;
+  bool continues;
+  size_t elements;
+  int divisor;
+};
+
+#define SMP_ALWAYS_INLINE inline __attribute__((always_inline))
+
+// out[i] = a[i] op b[i]. `out` may be one of the operands, but is never shifted against one, which
+// ivdep tells the compiler.
+template <class Op, class A, class Out, class Left, class Right>
+SMP_ALWAYS_INLINE void combine(Out* out, const Left* left, const Right* right, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    out[i] = static_cast<Out>(Op::apply(static_cast<A>(left[i]), static_cast<A>(right[i])));
   }
 }
 
-using Kernel = void (*)(void*, const std::vector<const void*>&, size_t);
+// As combine, for the last of all parts.
+template <class Op, class A, class Out, class Left, class Right>
+SMP_ALWAYS_INLINE void combine_last(Out* out, const Left* left, const Right* right, size_t count,
+                                    int divisor) {
+  if constexpr (std::is_same_v<Op, Average>) {
+    const A by = static_cast<A>(divisor);
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) {
+      out[i] = static_cast<Out>(Op::apply(static_cast<A>(left[i]), static_cast<A>(right[i])) / by);
+    }
+  } else {
+    combine<Op, A>(out, left, right, count);
+  }
+}
+
+template <class Op, class A, class Out, class In>
+SMP_ALWAYS_INLINE void convert(Out* out, const In* in, size_t count, int divisor) {
+  const A by = static_cast<A>(divisor);
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    if constexpr (std::is_same_v<Op, Average>) {
+      out[i] = static_cast<Out>(static_cast<A>(in[i]) / by);
+    } else {
+      out[i] = static_cast<Out>(static_cast<A>(in[i]));
+    }
+  }
+}
+
+template <class Op, class T>
+SMP_ALWAYS_INLINE void reduce_block(T* out, const std::vector<const void*>& parts, size_t begin,
+                                    size_t count, int divisor) {
+  using A = Accumulator<T>;
+  const auto part = [&](size_t i) { return static_cast<const T*>(parts[i]) + begin; };
+  const size_t last = parts.size() - 1;
+  if (last == 0) {
+    convert<Op, A>(out, part(0), count, divisor);
+  } else if (last == 1) {
+    combine_last<Op, A>(out, part(0), part(1), count, divisor);
+  } else {
+    A block[kBlock];
+    combine<Op, A>(block, part(0), part(1), count);
+    for (size_t i = 2; i < last; ++i) {
+      combine<Op, A>(block, block, part(i), count);
+    }
+    combine_last<Op, A>(out, block, part(last), count, divisor);
+  }
+}
+
+template <class Op, class T>
+SMP_ALWAYS_INLINE void reduce_all(const Request& request) {
+  for (size_t begin = 0; begin < request.elements; begin += kBlock) {
+    const size_t count = std::min(kBlock, request.elements - begin);
+    T* const first = static_cast<T*>(request.outputs->front()) + begin;
+    reduce_block<Op, T>(first, *request.parts, begin, count, request.divisor);
+    for (size_t i = 1; i < request.outputs->size(); ++i) {
+      std::memcpy(static_cast<T*>((*request.outputs)[i]) + begin, first, count * sizeof(T));
+    }
+  }
+}
+
+template <class Op, class T>
+SMP_ALWAYS_INLINE void accumulate_all(const Request& request) {
+  using A = Accumulator<T>;
+  for (size_t begin = 0; begin < request.elements; begin += kBlock) {
+    const size_t count = std::min(kBlock, request.elements - begin);
+    A* const block = static_cast<A*>(request.accumulators) + begin;
+    for (size_t i = 0; i < request.parts->size(); ++i) {
+      const T* const part = static_cast<const T*>((*request.parts)[i]) + begin;
+      if (i == 0 && !request.continues) {
+        convert<Sum, A>(block, part, count, 1);
+      } else {
+        combine<Op, A>(block, block, part, count);
+      }
+    }
+  }
+}
+
+template <class Op, class T>
+SMP_ALWAYS_INLINE void run(const Request& request) {
+  if (request.accumulators == nullptr) {
+    reduce_all<Op, T>(request);
+  } else {
+    accumulate_all<Op, T>(request);
+  }
+}
+
+using Kernel = void (*)(const Request&);
+
+template <class Op, class T>
+void run_plain(const Request& request) {
+  run<Op, T>(request);
+}
+
+// The same with longer vectors, which changes no bits: no operation is fused with another.
+#if defined(__x86_64__)
+template <class Op, class T>
+__attribute__((target("avx2"))) void run_avx2(const Request& request) {
+  run<Op, T>(request);
+}
+
+const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
+#endif
+
+template <class Op, class T>
+Kernel kernel() {
+#if defined(__x86_64__)
+  if (has_avx2) {
+    return run_avx2<Op, T>;
+  }
+#endif
+  return run_plain<Op, T>;
+}
+
+template <class Op, class T>
+constexpr bool is_defined() {
+  constexpr bool bitwise =
+      std::is_same_v<Op, BitAnd> || std::is_same_v<Op, BitOr> || std::is_same_v<Op, BitXor>;
+  if constexpr (std::is_same_v<T, bool>) {
+    return bitwise || std::is_same_v<Op, Min> || std::is_same_v<Op, Max>;
+  } else if constexpr (kIsFloat<T>) {
+    return !bitwise;
+  } else {
+    return !std::is_same_v<Op, Average>;
+  }
+}
 
 // Null where the operation does not exist for the type.
+template <class Op, class T>
+Kernel kernel_if_defined() {
+  if constexpr (is_defined<Op, T>()) {
+    return kernel<Op, std::conditional_t<std::is_same_v<T, bool>, uint8_t, T>>();
+  } else {
+    return nullptr;
+  }
+}
+
 template <class Op>
 Kernel kernel_for(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Float:
-      return reduce_typed<Op, float>;
+      return kernel_if_defined<Op, float>();
     case c10::ScalarType::Double:
-      return reduce_typed<Op, double>;
+      return kernel_if_defined<Op, double>();
     case c10::ScalarType::Half:
-      return reduce_typed<Op, c10::Half>;
+      return kernel_if_defined<Op, c10::Half>();
     case c10::ScalarType::BFloat16:
-      return reduce_typed<Op, c10::BFloat16>;
+      return kernel_if_defined<Op, c10::BFloat16>();
     case c10::ScalarType::Long:
-      return reduce_typed<Op, int64_t>;
+      return kernel_if_defined<Op, int64_t>();
     case c10::ScalarType::Int:
-      return reduce_typed<Op, int32_t>;
+      return kernel_if_defined<Op, int32_t>();
     case c10::ScalarType::Short:
-      return reduce_typed<Op, int16_t>;
+      return kernel_if_defined<Op, int16_t>();
     case c10::ScalarType::Char:
-      return reduce_typed<Op, int8_t>;
+      return kernel_if_defined<Op, int8_t>();
     case c10::ScalarType::Byte:
-      return reduce_typed<Op, uint8_t>;
+      return kernel_if_defined<Op, uint8_t>();
     case c10::ScalarType::Bool:
-      return std::is_same_v<Op, Sum> ? nullptr : reduce_typed<Op, uint8_t>;
+      return kernel_if_defined<Op, bool>();
     default:
       return nullptr;
   }
@@ -106,41 +285,80 @@ Kernel find_kernel(c10::ScalarType dtype, ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
       return kernel_for<Sum>(dtype);
+    case ReduceOp::kAverage:
+      return kernel_for<Average>(dtype);
     case ReduceOp::kMin:
       return kernel_for<Min>(dtype);
     case ReduceOp::kMax:
       return kernel_for<Max>(dtype);
+    case ReduceOp::kProduct:
+      return kernel_for<Product>(dtype);
+    case ReduceOp::kBitAnd:
+      return kernel_for<BitAnd>(dtype);
+    case ReduceOp::kBitOr:
+      return kernel_for<BitOr>(dtype);
+    case ReduceOp::kBitXor:
+      return kernel_for<BitXor>(dtype);
   }
   return nullptr;
 }
 
-const char* to_string(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
+bool is_reduced_float(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
+}
+
+template <class T>
+void round_to(void* output, const void* accumulators, size_t elements, ReduceOp op, int divisor) {
+  auto* const out = static_cast<T*>(output);
+  const auto* const in = static_cast<const float*>(accumulators);
+  if (op == ReduceOp::kAverage) {
+    convert<Average, float>(out, in, elements, divisor);
+  } else {
+    convert<Sum, float>(out, in, elements, 1);
   }
-  return "unknown";
+}
+
+Kernel defined_kernel(c10::ScalarType dtype, ReduceOp op) {
+  const Kernel kernel = find_kernel(dtype, op);
+  SMP_INTERNAL_ASSERT(kernel != nullptr, "reduce of ", dtype);
+  return kernel;
 }
 
 }  // namespace
 
 bool can_reduce(c10::ScalarType dtype, ReduceOp op) { return find_kernel(dtype, op) != nullptr; }
 
-void check_can_reduce(const std::string& group, c10::ScalarType dtype, ReduceOp op) {
-  SMP_CHECK_WITH(UsageError, can_reduce(dtype, op), "all_reduce on group '", group,
+void check_can_reduce(const std::string& group, const char* verb, c10::ScalarType dtype,
+                      ReduceOp op) {
+  SMP_CHECK_WITH(UsageError, can_reduce(dtype, op), verb, " on group '", group,
                  "': ", to_string(op), " is not defined for ", dtype,
-                 ". Convert the tensor to a floating point or integer type first.");
+                 op == ReduceOp::kAverage ? ". Sum and divide, or c" : ". C",
+                 "onvert the tensor to a type that it is defined for first.");
 }
 
-void reduce_in_order(void* output, const std::vector<const void*>& parts, size_t elements,
-                     c10::ScalarType dtype, ReduceOp op) {
-  const Kernel kernel = find_kernel(dtype, op);
-  SMP_INTERNAL_ASSERT(kernel != nullptr && !parts.empty(), "reduce of ", dtype);
-  kernel(output, parts, elements);
+void reduce_in_order(const std::vector<void*>& outputs, const std::vector<const void*>& parts,
+                     size_t elements, c10::ScalarType dtype, ReduceOp op, int divisor) {
+  defined_kernel(dtype, op)({&outputs, &parts, nullptr, false, elements, divisor});
+}
+
+size_t accumulator_bytes(c10::ScalarType dtype) {
+  return is_reduced_float(dtype) ? sizeof(float) : c10::elementSize(dtype);
+}
+
+void accumulate_in_order(void* accumulators, bool continues, const std::vector<const void*>& parts,
+                         size_t elements, c10::ScalarType dtype, ReduceOp op) {
+  defined_kernel(dtype, op)({nullptr, &parts, accumulators, continues, elements, 1});
+}
+
+void finish_reduction(void* output, const void* accumulators, size_t elements,
+                      c10::ScalarType dtype, ReduceOp op, int divisor) {
+  if (dtype == c10::ScalarType::Half) {
+    round_to<c10::Half>(output, accumulators, elements, op, divisor);
+  } else if (dtype == c10::ScalarType::BFloat16) {
+    round_to<c10::BFloat16>(output, accumulators, elements, op, divisor);
+  } else {  // accumulated in its own type: one part, which an average divides
+    reduce_in_order({output}, {accumulators}, elements, dtype, op, divisor);
+  }
 }
 
 }  // namespace smp::comm

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/reduce.h"
+#include "smp/core/error.h"
 
 namespace smp::comm {
 namespace {
@@ -28,24 +29,38 @@ struct Slice {
   size_t end;
   size_t bytes() const { return end - begin; }
 };
+using Slices = std::vector<Slice>;  // by rank
 
-Slice slice_of(int rank, int size, size_t bytes) {
+Slices even_slices(int size, size_t bytes) {
   const size_t even = (bytes + size - 1) / size;
   const size_t chunk = (even + kAlignment - 1) / kAlignment * kAlignment;
-  return {std::min(bytes, rank * chunk), std::min(bytes, (rank + 1) * chunk)};
+  Slices slices;
+  for (int rank = 0; rank < size; ++rank) {
+    slices.push_back({std::min(bytes, rank * chunk), std::min(bytes, (rank + 1) * chunk)});
+  }
+  return slices;
 }
 
-// Round 1 of all_reduce: my values of each slice go to its owner; all ranks' values of mine come
-// into a scratch buffer and are reduced into the tensor.
-Round reduce_own_slice(int rank, int size, std::byte* data, size_t bytes, c10::ScalarType dtype,
-                       ReduceOp op) {
-  const Slice own = slice_of(rank, size, bytes);
+Slices parts_of(int size, size_t part_bytes) {
+  Slices slices;
+  for (int rank = 0; rank < size; ++rank) {
+    slices.push_back({rank * part_bytes, (rank + 1) * part_bytes});
+  }
+  return slices;
+}
+
+// My values of each slice go to its owner; all ranks' values of mine come into a scratch buffer and
+// are reduced into `result`.
+Round reduce_own_slice(const Collective& call, int rank, const Slices& slices, std::byte* result) {
+  const auto* data = static_cast<const std::byte*>(call.input.const_data_ptr());
+  const int size = static_cast<int>(slices.size());
+  const Slice own = slices[rank];
   std::shared_ptr<std::byte[]> scratch(new std::byte[own.bytes() * (size - 1)]);
   Round round;
   std::vector<const void*> parts(size);
   std::byte* next = scratch.get();
   for (int peer = 0; peer < size; ++peer) {
-    const Slice theirs = slice_of(peer, size, bytes);
+    const Slice theirs = slices[peer];
     if (peer == rank) {
       parts[peer] = data + own.begin;
       continue;
@@ -59,20 +74,22 @@ Round reduce_own_slice(int rank, int size, std::byte* data, size_t bytes, c10::S
       round.messages.push_back(send_to(peer, data + theirs.begin, theirs.bytes()));
     }
   }
-  round.finish = [scratch, parts, data, own, dtype, op] {
-    if (own.bytes() > 0) {
-      reduce_in_order(data + own.begin, parts, own.bytes() / c10::elementSize(dtype), dtype, op);
+  const size_t elements = own.bytes() / call.input.element_size();
+  round.finish = [scratch, parts, result, elements, dtype = call.input.scalar_type(),
+                  op = call.op] {
+    if (elements > 0) {
+      reduce_in_order({result}, parts, elements, dtype, op, static_cast<int>(parts.size()));
     }
   };
   return round;
 }
 
-// Round 2 of all_reduce: the owner of each slice gives it to everyone.
-Round share_slices(int rank, int size, std::byte* data, size_t bytes) {
-  const Slice own = slice_of(rank, size, bytes);
+// The owner of each slice gives it to everyone.
+Round share_slices(int rank, const Slices& slices, std::byte* data) {
+  const Slice own = slices[rank];
   Round round;
-  for (int peer = 0; peer < size; ++peer) {
-    const Slice theirs = slice_of(peer, size, bytes);
+  for (int peer = 0; peer < static_cast<int>(slices.size()); ++peer) {
+    const Slice theirs = slices[peer];
     if (peer == rank) {
       continue;
     }
@@ -86,30 +103,52 @@ Round share_slices(int rank, int size, std::byte* data, size_t bytes) {
   return round;
 }
 
-}  // namespace
-
-std::string length_mismatch(const Message& receive, size_t got) {
-  return c10::str("expected a message of ", receive.bytes, " bytes from rank ", receive.peer,
-                  ", got one of ", got,
-                  " bytes. Both sides must pass tensors of the same number of bytes.");
-}
-
-std::vector<Round> all_reduce_rounds(int rank, int size, const at::Tensor& tensor, ReduceOp op) {
-  if (size == 1 || tensor.nbytes() == 0) {
-    return {};
-  }
-  auto* data = static_cast<std::byte*>(tensor.mutable_data_ptr());
+std::vector<Round> all_reduce_rounds(const Collective& call, int rank, int size) {
+  auto* data = static_cast<std::byte*>(call.output.mutable_data_ptr());
+  const Slices slices = even_slices(size, call.output.nbytes());
   std::vector<Round> rounds;
-  rounds.push_back(reduce_own_slice(rank, size, data, tensor.nbytes(), tensor.scalar_type(), op));
-  rounds.push_back(share_slices(rank, size, data, tensor.nbytes()));
+  rounds.push_back(reduce_own_slice(call, rank, slices, data + slices[rank].begin));
+  rounds.push_back(share_slices(rank, slices, data));
   return rounds;
 }
 
-std::vector<Round> broadcast_rounds(int rank, int size, const at::Tensor& tensor, int root) {
-  void* data = tensor.mutable_data_ptr();
-  const size_t bytes = tensor.nbytes();
-  const int relative = (rank - root + size) % size;  // the root is 0 in the tree
-  const auto absolute = [&](int r) { return (r + root) % size; };
+// Only the root's tensor may change, so the others reduce into memory of their own.
+std::vector<Round> reduce_rounds(const Collective& call, int rank, int size) {
+  auto* data = static_cast<std::byte*>(call.output.mutable_data_ptr());
+  const Slices slices = even_slices(size, call.output.nbytes());
+  if (rank == call.root) {
+    std::vector<Round> rounds;
+    rounds.push_back(reduce_own_slice(call, rank, slices, data + slices[rank].begin));
+    Round collect;
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer != rank && slices[peer].bytes() > 0) {
+        collect.messages.push_back(
+            receive_from(peer, data + slices[peer].begin, slices[peer].bytes()));
+      }
+    }
+    rounds.push_back(std::move(collect));
+    return rounds;
+  }
+  const Slice own = slices[rank];
+  std::shared_ptr<std::byte[]> result(new std::byte[own.bytes()]);
+  std::vector<Round> rounds;
+  rounds.push_back(reduce_own_slice(call, rank, slices, result.get()));
+  if (own.bytes() > 0) {
+    rounds.push_back({{send_to(call.root, result.get(), own.bytes())}, [result] {}});
+  }
+  return rounds;
+}
+
+std::vector<Round> reduce_scatter_rounds(const Collective& call, int rank, int size) {
+  auto* result = static_cast<std::byte*>(call.output.mutable_data_ptr());
+  return {reduce_own_slice(call, rank, parts_of(size, call.output.nbytes()), result)};
+}
+
+std::vector<Round> broadcast_rounds(const Collective& call, int rank, int size) {
+  void* data = call.output.mutable_data_ptr();
+  const size_t bytes = call.output.nbytes();
+  const int relative = (rank - call.root + size) % size;  // the root is 0 in the tree
+  const auto absolute = [&](int r) { return (r + call.root) % size; };
   std::vector<Round> rounds;
   int step = 1;
   while (step < size && (relative & step) == 0) {
@@ -128,18 +167,75 @@ std::vector<Round> broadcast_rounds(int rank, int size, const at::Tensor& tensor
   return rounds;
 }
 
-std::vector<Round> all_gather_rounds(int rank, int size, const at::Tensor& output,
-                                     const at::Tensor& input) {
-  auto* out = static_cast<std::byte*>(output.mutable_data_ptr());
-  const size_t bytes = input.nbytes();
-  if (bytes > 0 && out + rank * bytes != input.const_data_ptr()) {
-    std::memcpy(out + rank * bytes, input.const_data_ptr(), bytes);
+Slices slices_of(const std::vector<int64_t>& splits, size_t element_bytes) {
+  Slices slices;
+  size_t begin = 0;
+  for (const int64_t split : splits) {
+    const size_t end = begin + static_cast<size_t>(split) * element_bytes;
+    slices.push_back({begin, end});
+    begin = end;
+  }
+  return slices;
+}
+
+// Where the part for, or from, each rank lies; no slices where this rank sends, or gets, nothing.
+struct Exchange {
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  Slices sends;
+  Slices receives;
+};
+
+Exchange exchange_of(const Collective& call, int rank, int size) {
+  Exchange exchange;
+  if (call.reads(rank)) {
+    exchange.input = static_cast<const std::byte*>(call.input.const_data_ptr());
+  }
+  if (call.writes(rank)) {
+    exchange.output = static_cast<std::byte*>(call.output.mutable_data_ptr());
+  }
+  switch (call.kind) {
+    case Collective::Kind::kAllToAll:
+      exchange.sends = slices_of(call.input_splits, call.input.element_size());
+      exchange.receives = slices_of(call.output_splits, call.output.element_size());
+      break;
+    case Collective::Kind::kAllGather:
+      exchange.sends = Slices(size, {0, call.input.nbytes()});
+      exchange.receives = parts_of(size, call.input.nbytes());
+      break;
+    case Collective::Kind::kGather:
+      exchange.sends = Slices(size);
+      exchange.sends[call.root] = {0, call.input.nbytes()};
+      exchange.receives = rank == call.root ? parts_of(size, call.input.nbytes()) : Slices(size);
+      break;
+    case Collective::Kind::kScatter:
+      exchange.sends = rank == call.root ? parts_of(size, call.output.nbytes()) : Slices(size);
+      exchange.receives = Slices(size);
+      exchange.receives[call.root] = {0, call.output.nbytes()};
+      break;
+    default:
+      SMP_INTERNAL_ASSERT(false, call.name());
+  }
+  return exchange;
+}
+
+// Parts without a byte are not sent; both ends know which.
+std::vector<Round> exchange_rounds(const Collective& call, int rank, int size) {
+  const Exchange exchange = exchange_of(call, rank, size);
+  const Slice from = exchange.sends[rank];
+  std::byte* const to = exchange.output + exchange.receives[rank].begin;
+  if (from.bytes() > 0 && to != exchange.input + from.begin) {
+    std::memcpy(to, exchange.input + from.begin, from.bytes());
   }
   Round round;
   for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) {
-      round.messages.push_back(receive_from(peer, out + peer * bytes, bytes));
-      round.messages.push_back(send_to(peer, input.const_data_ptr(), bytes));
+    const Slice sent = exchange.sends[peer], received = exchange.receives[peer];
+    if (peer != rank && received.bytes() > 0) {
+      round.messages.push_back(
+          receive_from(peer, exchange.output + received.begin, received.bytes()));
+    }
+    if (peer != rank && sent.bytes() > 0) {
+      round.messages.push_back(send_to(peer, exchange.input + sent.begin, sent.bytes()));
     }
   }
   return {std::move(round)};
@@ -153,6 +249,31 @@ std::vector<Round> barrier_rounds(int rank, int size) {
     rounds.push_back({{send_to(to, nullptr, 0), receive_from(from, nullptr, 0)}, nullptr});
   }
   return rounds;
+}
+
+}  // namespace
+
+std::string length_mismatch(const Message& receive, size_t got) {
+  return c10::str("expected a message of ", receive.bytes, " bytes from rank ", receive.peer,
+                  ", got one of ", got,
+                  " bytes. Both sides must pass tensors of the same number of bytes.");
+}
+
+std::vector<Round> rounds_of(const Collective& call, int rank, int size) {
+  switch (call.kind) {
+    case Collective::Kind::kAllReduce:
+      return size == 1 ? std::vector<Round>() : all_reduce_rounds(call, rank, size);
+    case Collective::Kind::kReduce:
+      return size == 1 ? std::vector<Round>() : reduce_rounds(call, rank, size);
+    case Collective::Kind::kReduceScatter:
+      return reduce_scatter_rounds(call, rank, size);
+    case Collective::Kind::kBroadcast:
+      return broadcast_rounds(call, rank, size);
+    case Collective::Kind::kBarrier:
+      return barrier_rounds(rank, size);
+    default:
+      return exchange_rounds(call, rank, size);
+  }
 }
 
 }  // namespace smp::comm

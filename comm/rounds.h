@@ -28,22 +28,16 @@ struct Round {
   std::function<void()> finish;
 };
 
-// Every operation is a list of rounds, the same algorithm over every transport. The lists below
-// refer to the tensors' memory; who runs them keeps the tensors alive.
-
-/// Every rank owns a slice of the tensor, gets all ranks' values of it, reduces them in ascending
-/// rank order, and then gives the result to all. Each rank sends and receives about twice the
-/// tensor, whatever the number of ranks.
-std::vector<Round> all_reduce_rounds(int rank, int size, const at::Tensor& tensor, ReduceOp op);
-
-/// A binomial tree: ceil(log2(size)) steps from the root to the last rank.
-std::vector<Round> broadcast_rounds(int rank, int size, const at::Tensor& tensor, int root);
-
-/// Every rank sends its input to every other one.
-std::vector<Round> all_gather_rounds(int rank, int size, const at::Tensor& output,
-                                     const at::Tensor& input);
-
-/// Dissemination: in round k, rank r tells r + 2^k and hears from r - 2^k.
-std::vector<Round> barrier_rounds(int rank, int size);
+/// A collective as a list of rounds, the same algorithm over every transport. The rounds refer to
+/// the memory of the tensors of `call`, which is checked (see check_collective); who runs them
+/// keeps the tensors alive. What a rank has for itself is copied here, at once.
+///
+/// - all_reduce, reduce and reduce_scatter: every rank owns a slice, gets all ranks' values of it
+///   and reduces them in ascending rank order; then it gives the result to whom it belongs. For an
+///   all_reduce each rank sends and receives about twice the tensor, whatever the number of ranks.
+/// - broadcast: a binomial tree of ceil(log2(size)) steps from the root to the last rank.
+/// - all_gather, all_to_all, gather, scatter: every rank sends its part to whom it belongs.
+/// - barrier: dissemination; in round k, rank r tells r + 2^k and hears from r - 2^k.
+std::vector<Round> rounds_of(const Collective& call, int rank, int size);
 
 }  // namespace smp::comm

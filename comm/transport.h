@@ -68,8 +68,9 @@ class Transport {
   /// `first_member` (a rank of the parent) names the group among those of one split.
   virtual int make_context(const Group& parent, int first_member) = 0;
 
-  /// Whether this rank and that one can map the same memory: ranks of one host. Symmetric.
-  virtual bool shares_memory(int world_rank) const = 0;
+  /// Whether two ranks of the world, of which the first is this one, can map the same memory: ranks
+  /// of one host.
+  virtual bool shares_memory(int this_rank, int other) const = 0;
 
   /// Whether each rank of this host has a core for itself, so that one that waits takes it from
   /// nobody if it looks again for a moment instead of sleeping at once.

@@ -1,11 +1,12 @@
 #include "comm/transport_communicator.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <utility>
 
-#include "comm/reduce.h"
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"
 #include "smp/core/error.h"
@@ -55,8 +56,8 @@ TransportCommunicator::TransportCommunicator(std::shared_ptr<Transport> transpor
     : transport_(std::move(transport)), group_(std::move(group)) {}
 
 WorkPtr TransportCommunicator::isend(const at::Tensor& tensor, int destination, Tag tag) {
-  check_tensor("isend", "tensor", tensor);
-  check_rank("isend", "destination", destination);
+  check_tensor(name(), "isend", "tensor", tensor);
+  check_rank(name(), "isend", "destination", destination, size());
   check_tag("isend", tag);
   const Message message{Message::Direction::kSend, destination,
                         const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};
@@ -64,39 +65,25 @@ WorkPtr TransportCommunicator::isend(const at::Tensor& tensor, int destination, 
 }
 
 WorkPtr TransportCommunicator::irecv(const at::Tensor& tensor, int source, Tag tag) {
-  check_tensor("irecv", "tensor", tensor);
-  check_rank("irecv", "source", source);
+  check_tensor(name(), "irecv", "tensor", tensor);
+  check_rank(name(), "irecv", "source", source, size());
   check_tag("irecv", tag);
   const Message message{Message::Direction::kReceive, source, tensor.mutable_data_ptr(),
                         tensor.nbytes()};
   return start({"irecv", tensor.nbytes(), source, tag}, {{{message}, nullptr}}, {tensor});
 }
 
-WorkPtr TransportCommunicator::iall_reduce(const at::Tensor& tensor, ReduceOp op) {
-  check_tensor("all_reduce", "tensor", tensor);
-  check_can_reduce(name(), tensor.scalar_type(), op);
-  return start({"all_reduce", tensor.nbytes(), -1, next_collective_tag()},
-               all_reduce_rounds(rank(), size(), tensor, op), {tensor});
+WorkPtr TransportCommunicator::start(const Collective& call) {
+  Collective checked = call;
+  check_collective(checked, name(), rank(), size());
+  const at::Tensor& uniform = checked.uniform_tensor();
+  return start(
+      {checked.name(), uniform.defined() ? uniform.nbytes() : 0, -1, next_collective_tag()},
+      rounds_of(checked, rank(), size()), {checked.output, checked.input});
 }
 
-WorkPtr TransportCommunicator::ibroadcast(const at::Tensor& tensor, int root) {
-  check_tensor("broadcast", "tensor", tensor);
-  check_rank("broadcast", "root", root);
-  return start({"broadcast", tensor.nbytes(), -1, next_collective_tag()},
-               broadcast_rounds(rank(), size(), tensor, root), {tensor});
-}
-
-WorkPtr TransportCommunicator::iall_gather(const at::Tensor& output, const at::Tensor& input) {
-  check_tensor("all_gather", "output", output);
-  check_tensor("all_gather", "input", input);
-  SMP_CHECK_WITH(UsageError,
-                 output.scalar_type() == input.scalar_type() &&
-                     output.numel() == input.numel() * size(),
-                 "all_gather on group '", name(), "': expected an output of ", size(), " x ",
-                 input.numel(), " elements of ", input.scalar_type(), ", got ", output.numel(),
-                 " of ", output.scalar_type(), ". Allocate size() times the input.");
-  return start({"all_gather", input.nbytes(), -1, next_collective_tag()},
-               all_gather_rounds(rank(), size(), output, input), {output, input});
+at::Tensor TransportCommunicator::shared_tensor(int64_t numel, at::ScalarType dtype) {
+  return at::zeros({numel}, at::TensorOptions(dtype));
 }
 
 Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
@@ -108,10 +95,6 @@ Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& ou
     check_channel("source", spec);
   }
   return comm::open_channels(transport_, group_, shared_from_this(), outgoing, incoming);
-}
-
-void TransportCommunicator::barrier() {
-  start({"barrier", 0, -1, next_collective_tag()}, barrier_rounds(rank(), size()), {})->wait();
 }
 
 CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
@@ -166,31 +149,13 @@ std::chrono::milliseconds TransportCommunicator::timeout() const {
   return std::chrono::milliseconds(group_->timeout_ms.load());
 }
 
-void TransportCommunicator::check_tensor(const char* verb, const char* argument,
-                                         const at::Tensor& tensor) const {
-  SMP_CHECK_WITH(UsageError, tensor.defined(), verb, " on group '", name(), "': ", argument,
-                 " is undefined.");
-  SMP_CHECK_WITH(UsageError, tensor.device().is_cpu() && tensor.layout() == c10::kStrided, verb,
-                 " on group '", name(), "': expected ", argument,
-                 " to be a dense tensor on the CPU, got ", tensor.layout(), " on ", tensor.device(),
-                 ". Copy it to the CPU first.");
-  SMP_CHECK_WITH(UsageError, tensor.is_contiguous(), verb, " on group '", name(), "': expected ",
-                 argument, " to be contiguous, got sizes ", tensor.sizes(), " with strides ",
-                 tensor.strides(), ". Pass contiguous() of it.");
-}
-
-void TransportCommunicator::check_rank(const char* verb, const char* argument, int rank) const {
-  SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size(), verb, " on group '", name(),
-                 "': expected ", argument, " in 0 to ", size() - 1, ", got ", rank, ".");
-}
-
 void TransportCommunicator::check_tag(const char* verb, Tag tag) const {
   SMP_CHECK_WITH(UsageError, tag >= 0 && tag <= kMaxTag, verb, " on group '", name(),
                  "': expected a tag in 0 to ", kMaxTag, ", got ", tag, ".");
 }
 
 void TransportCommunicator::check_channel(const char* argument, const ChannelSpec& spec) const {
-  check_rank("open_channels", argument, spec.peer);
+  check_rank(name(), "open_channels", argument, spec.peer, size());
   check_tag("open_channels", spec.tag);
   SMP_CHECK_WITH(UsageError, spec.bytes >= 0 && spec.held >= 0 && spec.ahead >= 1,
                  "open_channels on group '", name(), "': expected messages of 0 bytes or more, 0 or "

@@ -23,20 +23,16 @@ class TransportCommunicator final : public Communicator {
 
   WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
   WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
-  WorkPtr iall_reduce(const at::Tensor& tensor, ReduceOp op) override;
-  WorkPtr ibroadcast(const at::Tensor& tensor, int root) override;
-  WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) override;
+  WorkPtr start(const Collective& call) override;
+  at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override;
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override;
-  void barrier() override;
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
   void set_timeout(std::chrono::milliseconds timeout) override;
   std::chrono::milliseconds timeout() const override;
 
  private:
-  void check_tensor(const char* verb, const char* argument, const at::Tensor& tensor) const;
-  void check_rank(const char* verb, const char* argument, int rank) const;
   void check_tag(const char* verb, Tag tag) const;
   void check_channel(const char* argument, const ChannelSpec& spec) const;
   void check_members(const std::vector<int>& members);

@@ -1,5 +1,6 @@
 #include "comm/c10d/process_group.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -18,9 +19,6 @@ namespace {
 
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
-
-// For messages of gather, scatter and all-to-all; those of the user have smaller tags.
-constexpr Tag kInternalTag = kMaxTag;
 
 // Some communications that make one c10d operation, and what is to be done after them.
 class GroupWork final : public c10d::Work {
@@ -158,11 +156,9 @@ class SmpBackend final : public c10d::Backend {
   Done allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     std::vector<WorkPtr> works;
     for (const at::Tensor& tensor : tensors) {
-      works.push_back(start_reduction(tensor, options.reduceOp));
+      works.push_back(group_->iall_reduce(tensor, reduce_op(options.reduceOp)));
     }
-    return collective(
-        OpType::ALLREDUCE, std::move(works),
-        [this, tensors, op = options.reduceOp] { average(tensors, op); }, tensors);
+    return collective(OpType::ALLREDUCE, std::move(works), nullptr, tensors);
   }
 
   Done allreduce_coalesced(Tensors& tensors,
@@ -188,7 +184,7 @@ class SmpBackend final : public c10d::Backend {
                  const c10d::AllgatherOptions& /*options*/) override {
     const at::Tensor& input = single("allgather", "input", inputs);
     const Tensors parts = one_each("allgather", "output", outputs);
-    const at::Tensor flat = at::empty({getSize() * input.numel()}, input.options());
+    const at::Tensor flat = room_for_all(input);
     return collective(
         OpType::ALLGATHER, {group_->iall_gather(flat, input)},
         [flat, parts] { unpack(flat, parts); }, parts);
@@ -196,135 +192,115 @@ class SmpBackend final : public c10d::Backend {
 
   Done _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                             const c10d::ReduceScatterOptions& options) override {
-    SMP_CHECK_WITH(UsageError, input.numel() == output.numel() * getSize(),
-                   "c10d _reduce_scatter_base on group '", group_->name(), "': expected ",
-                   getSize(), " x ", output.numel(), " input elements, got ", input.numel(), ".");
-    return reduce_scatter_flat(OpType::_REDUCE_SCATTER_BASE, output, input.flatten().clone(),
-                               options.reduceOp);
+    return collective(OpType::_REDUCE_SCATTER_BASE,
+                      {group_->ireduce_scatter(output, input, reduce_op(options.reduceOp))},
+                      nullptr, {output});
   }
 
   Done reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                       const c10d::ReduceScatterOptions& options) override {
     const at::Tensor& output = single("reduce_scatter", "output", outputs);
-    const Tensors parts = one_each("reduce_scatter", "input", inputs);
-    return reduce_scatter_flat(OpType::REDUCE_SCATTER, output, pack(parts), options.reduceOp);
+    const at::Tensor flat = pack(one_each("reduce_scatter", "input", inputs));
+    return collective(OpType::REDUCE_SCATTER,
+                      {group_->ireduce_scatter(output, flat, reduce_op(options.reduceOp))}, nullptr,
+                      {output});
   }
 
-  // The root's tensor gets the result; the others' keep their values.
   Done reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
-    const at::Tensor sum = getRank() == options.rootRank ? tensor : tensor.clone();
-    return collective(OpType::REDUCE, {start_reduction(sum, options.reduceOp)},
-                      [this, sum, op = options.reduceOp] { average({sum}, op); }, {tensor});
+    const int root = static_cast<int>(options.rootRank);
+    return collective(OpType::REDUCE, {group_->ireduce(tensor, root, reduce_op(options.reduceOp))},
+                      nullptr, {tensor});
   }
 
   Done gather(std::vector<Tensors>& outputs, Tensors& inputs,
               const c10d::GatherOptions& options) override {
     const int root = static_cast<int>(options.rootRank);
     const at::Tensor& input = single("gather", "input", inputs);
-    Tensors sends(getSize());
-    sends[root] = input;
-    const Tensors receives =
-        getRank() == root ? one_each("gather", "output", outputs) : Tensors(getSize());
-    return exchange(OpType::GATHER, sends, receives, getRank() == root ? receives : Tensors{});
+    if (getRank() != root) {
+      return collective(OpType::GATHER, {group_->igather(at::Tensor(), input, root)}, nullptr, {});
+    }
+    const Tensors parts = one_each("gather", "output", outputs);
+    const at::Tensor flat = room_for_all(input);
+    return collective(
+        OpType::GATHER, {group_->igather(flat, input, root)},
+        [flat, parts] { unpack(flat, parts); }, parts);
   }
 
   Done scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                const c10d::ScatterOptions& options) override {
     const int root = static_cast<int>(options.rootRank);
-    Tensors receives(getSize());
-    receives[root] = single("scatter", "output", outputs);
-    const Tensors sends =
-        getRank() == root ? one_each("scatter", "input", inputs) : Tensors(getSize());
-    return exchange(OpType::SCATTER, sends, receives, outputs);
+    const at::Tensor& output = single("scatter", "output", outputs);
+    const at::Tensor flat =
+        getRank() == root ? pack(one_each("scatter", "input", inputs)) : at::Tensor();
+    return collective(OpType::SCATTER, {group_->iscatter(output, flat, root)}, nullptr, outputs);
   }
 
   Done alltoall(Tensors& outputs, Tensors& inputs,
                 const c10d::AllToAllOptions& /*options*/) override {
     check_one_each("alltoall", "output", outputs);
     check_one_each("alltoall", "input", inputs);
-    return exchange(OpType::ALLTOALL, inputs, outputs, outputs);
+    const at::Tensor from = pack(inputs);
+    const std::vector<int64_t> receives = elements_of(outputs);
+    const int64_t room = std::accumulate(receives.begin(), receives.end(), int64_t{0});
+    const at::Tensor to = at::empty({room}, outputs.front().options());
+    return collective(
+        OpType::ALLTOALL, {group_->iall_to_all(to, receives, from, elements_of(inputs))},
+        [to, outputs] { unpack(to, outputs); }, outputs);
   }
 
   Done alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                      std::vector<int64_t>& input_splits,
                      const c10d::AllToAllOptions& /*options*/) override {
-    return exchange(OpType::ALLTOALL_BASE, split_rows("input", input, input_splits),
-                    split_rows("output", output, output_splits), {output});
+    const auto receives = elements_of_rows("output", output, output_splits);
+    const auto sends = elements_of_rows("input", input, input_splits);
+    return collective(OpType::ALLTOALL_BASE, {group_->iall_to_all(output, receives, input, sends)},
+                      nullptr, {output});
   }
 
   Done send(Tensors& tensors, int destination, int tag) override {
     const at::Tensor& tensor = single("send", "tensor", tensors);
-    check_user_tag("send", tag);
     return point_to_point(OpType::SEND, group_->isend(tensor, destination, tag), tensors);
   }
 
   Done recv(Tensors& tensors, int source, int tag) override {
     const at::Tensor& tensor = single("recv", "tensor", tensors);
-    check_user_tag("recv", tag);
     return point_to_point(OpType::RECV, group_->irecv(tensor, source, tag), tensors);
   }
 
-  // All ranks have come when an all-reduce is complete.
   Done barrier(const c10d::BarrierOptions& /*options*/) override {
-    const at::Tensor token = at::zeros({1}, at::kByte);
-    return collective(OpType::BARRIER, {group_->iall_reduce(token, ReduceOp::kMax)}, nullptr, {});
+    return collective(OpType::BARRIER, {group_->start(Collective())}, nullptr, {});
   }
 
  private:
-  WorkPtr start_reduction(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  ReduceOp reduce_op(const c10d::ReduceOp& op) const {
     switch (op.op_) {
-      case c10d::ReduceOp::AVG:
-        SMP_CHECK_WITH(UsageError, tensor.is_floating_point(), "c10d reduction on group '",
-                       group_->name(), "': AVG needs a floating point tensor, got ",
-                       tensor.scalar_type(), ". Use SUM and divide.");
-        [[fallthrough]];
       case c10d::ReduceOp::SUM:
-        return group_->iall_reduce(tensor, ReduceOp::kSum);
+        return ReduceOp::kSum;
+      case c10d::ReduceOp::AVG:
+        return ReduceOp::kAverage;
       case c10d::ReduceOp::MIN:
-        return group_->iall_reduce(tensor, ReduceOp::kMin);
+        return ReduceOp::kMin;
       case c10d::ReduceOp::MAX:
-        return group_->iall_reduce(tensor, ReduceOp::kMax);
+        return ReduceOp::kMax;
+      case c10d::ReduceOp::PRODUCT:
+        return ReduceOp::kProduct;
+      case c10d::ReduceOp::BAND:
+        return ReduceOp::kBitAnd;
+      case c10d::ReduceOp::BOR:
+        return ReduceOp::kBitOr;
+      case c10d::ReduceOp::BXOR:
+        return ReduceOp::kBitXor;
       default:
         detail::fail<UsageError>("c10d reduction on group '", group_->name(),
-                                 "': expected SUM, AVG, MIN or MAX, got c10d::ReduceOp number ",
+                                 "': expected SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR, got "
+                                 "c10d::ReduceOp number ",
                                  static_cast<int>(op.op_), ".");
     }
   }
 
-  void average(const Tensors& sums, const c10d::ReduceOp& op) const {
-    if (op.op_ == c10d::ReduceOp::AVG) {
-      for (at::Tensor sum : sums) {
-        sum.div_(getSize());
-      }
-    }
-  }
-
-  Done reduce_scatter_flat(OpType type, const at::Tensor& output, const at::Tensor& flat,
-                           const c10d::ReduceOp& op) {
-    const auto keep_own = [this, output, flat, op] {
-      at::Tensor own = flat.narrow(0, getRank() * output.numel(), output.numel());
-      average({own}, op);
-      at::Tensor(output).copy_(own.view(output.sizes()));
-    };
-    return collective(type, {start_reduction(flat, op)}, keep_own, {output});
-  }
-
-  // Sends and receives one tensor to and from each rank; undefined ones are left out.
-  Done exchange(OpType type, const Tensors& sends, const Tensors& receives,
-                const Tensors& results) {
-    std::vector<WorkPtr> works;
-    for (int peer = 0; peer < getSize(); ++peer) {
-      if (receives[peer].defined()) {
-        works.push_back(group_->irecv(receives[peer], peer, kInternalTag));
-      }
-    }
-    for (int peer = 0; peer < getSize(); ++peer) {
-      if (sends[peer].defined()) {
-        works.push_back(group_->isend(sends[peer], peer, kInternalTag));
-      }
-    }
-    return collective(type, std::move(works), nullptr, results);
+  at::Tensor room_for_all(const at::Tensor& part) const {
+    return at::empty({getSize() * part.numel()}, part.options());
   }
 
   Done collective(OpType type, std::vector<WorkPtr> works, std::function<void()> after,
@@ -359,24 +335,30 @@ class SmpBackend final : public c10d::Backend {
     return lists.front();
   }
 
-  void check_user_tag(const char* call, int tag) const {
-    SMP_CHECK_WITH(UsageError, tag >= 0 && tag < kInternalTag, "c10d ", call, " on group '",
-                   group_->name(), "': expected a tag in 0 to ", kInternalTag - 1, ", got ", tag,
-                   ".");
+  static std::vector<int64_t> elements_of(const Tensors& tensors) {
+    std::vector<int64_t> elements;
+    for (const at::Tensor& tensor : tensors) {
+      elements.push_back(tensor.numel());
+    }
+    return elements;
   }
 
-  // The rows of `tensor` for each rank: as many as `splits` says, or evenly when it is empty.
-  Tensors split_rows(const char* what, const at::Tensor& tensor,
-                     const std::vector<int64_t>& splits) const {
-    const std::vector<int64_t> rows =
-        splits.empty() ? std::vector<int64_t>(getSize(), tensor.size(0) / getSize()) : splits;
+  // For each rank, the elements of as many rows as `splits` says, or evenly when it is empty.
+  std::vector<int64_t> elements_of_rows(const char* what, const at::Tensor& tensor,
+                                        const std::vector<int64_t>& splits) const {
+    const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+    std::vector<int64_t> elements =
+        splits.empty() ? std::vector<int64_t>(getSize(), rows / getSize()) : splits;
     SMP_CHECK_WITH(UsageError,
-                   rows.size() == static_cast<size_t>(getSize()) &&
-                       std::accumulate(rows.begin(), rows.end(), int64_t{0}) == tensor.size(0),
-                   "c10d alltoall_base on group '", group_->name(), "': the ", tensor.size(0),
-                   " rows of the ", what, " do not divide into [", c10::Join(", ", rows),
+                   elements.size() == static_cast<size_t>(getSize()) &&
+                       std::accumulate(elements.begin(), elements.end(), int64_t{0}) == rows,
+                   "c10d alltoall_base on group '", group_->name(), "': the ", rows,
+                   " rows of the ", what, " do not divide into [", c10::Join(", ", elements),
                    "], one number for each of the ", getSize(), " ranks.");
-    return tensor.split_with_sizes(rows);
+    for (int64_t& number : elements) {
+      number *= tensor.numel() / std::max<int64_t>(rows, 1);
+    }
+    return elements;
   }
 
   static at::Tensor pack(const Tensors& parts) {

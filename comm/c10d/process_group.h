@@ -14,9 +14,9 @@ namespace smp::comm {
 /// communicator; its backend is called "smp". Collective over `group`, which is not disturbed: the
 /// process group talks in a split of its own.
 ///
-/// Has all-reduce (SUM, AVG of floating point, MIN, MAX; also coalesced), broadcast, all-gather,
-/// reduce-scatter, reduce, gather, scatter, all-to-all, send, recv and barrier on contiguous CPU
-/// tensors; anything else throws with its name. Sums are in rank order. Works of collectives
+/// Has all-reduce (also coalesced), broadcast, all-gather, reduce-scatter, reduce, gather, scatter,
+/// all-to-all, send, recv and barrier on contiguous CPU tensors, with all reductions but
+/// PREMUL_SUM; anything else throws with its name. Sums are in rank order. Works of collectives
 /// complete in the background and have futures; those of send and recv have none. The
 /// communicator's time-out applies to every wait (setTimeout changes it), whatever time-out the
 /// call's options name.

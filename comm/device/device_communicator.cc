@@ -36,31 +36,29 @@ WorkPtr DeviceCommunicator::irecv(const at::Tensor& tensor, int source, Tag tag)
                                        : host_->irecv(tensor, source, tag);
 }
 
-WorkPtr DeviceCommunicator::iall_reduce(const at::Tensor& tensor, ReduceOp op) {
-  if (!is_on_device("all_reduce", tensor)) {
-    return host_->iall_reduce(tensor, op);
+WorkPtr DeviceCommunicator::start(const Collective& call) {
+  if (!is_on_device(call)) {
+    return host_->start(call);
   }
-  check_can_reduce(name(), tensor.scalar_type(), op);
-  return size() == 1 ? std::make_shared<CompleteWork>() : all_reduce_on_device(tensor, op);
-}
-
-WorkPtr DeviceCommunicator::ibroadcast(const at::Tensor& tensor, int root) {
-  if (!is_on_device("broadcast", tensor)) {
-    return host_->ibroadcast(tensor, root);
-  }
-  return size() == 1 ? std::make_shared<CompleteWork>() : broadcast_on_device(tensor, root);
-}
-
-WorkPtr DeviceCommunicator::iall_gather(const at::Tensor& output, const at::Tensor& input) {
-  if (!is_on_device("all_gather", output)) {
-    return host_->iall_gather(output, input);
+  if (call.reduces()) {
+    check_can_reduce(name(), call.name(), call.input.scalar_type(), call.op);
   }
   if (size() > 1) {
-    return all_gather_on_device(output, input);
+    return start_on_device(call);
   }
-  const at::NoGradGuard no_grad;
-  output.view({-1}).copy_(input.view({-1}));
+  if (!call.output.is_same(call.input)) {
+    const at::NoGradGuard no_grad;
+    call.output.view({-1}).copy_(call.input.view({-1}));
+  }
   return std::make_shared<CompleteWork>();
+}
+
+void DeviceCommunicator::run(const Collective& call) {
+  if (is_on_device(call)) {
+    start(call)->wait();
+  } else {
+    host_->run(call);
+  }
 }
 
 Channels DeviceCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
@@ -82,6 +80,10 @@ bool DeviceCommunicator::is_on_device(const char* verb, const at::Tensor& tensor
                  "': this rank communicates tensors of ", device_, " and of the CPU, got one on ",
                  tensor.device(), ". Move it to the model's device first.");
   return true;
+}
+
+bool DeviceCommunicator::is_on_device(const Collective& call) const {
+  return is_on_device(call.name(), call.writes(rank()) ? call.output : call.input);
 }
 
 CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device) {

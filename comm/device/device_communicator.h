@@ -28,12 +28,14 @@ class DeviceCommunicator : public Communicator {
 
   WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
   WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
-  WorkPtr iall_reduce(const at::Tensor& tensor, ReduceOp op) override;
-  WorkPtr ibroadcast(const at::Tensor& tensor, int root) override;
-  WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) override;
+  WorkPtr start(const Collective& call) override;
+  void run(const Collective& call) override;
+  /// Always of the host.
+  at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
+    return host_->shared_tensor(numel, dtype);
+  }
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override;
-  void barrier() override { host_->barrier(); }
   /// The new one is for the same device.
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
   void abort(const std::string& reason) noexcept override { host_->abort(reason); }
@@ -47,12 +49,11 @@ class DeviceCommunicator : public Communicator {
   // The operations on tensors of the device; collectives of two ranks or more.
   virtual WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) = 0;
   virtual WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) = 0;
-  virtual WorkPtr all_reduce_on_device(const at::Tensor& tensor, ReduceOp op) = 0;
-  virtual WorkPtr broadcast_on_device(const at::Tensor& tensor, int root) = 0;
-  virtual WorkPtr all_gather_on_device(const at::Tensor& output, const at::Tensor& input) = 0;
+  virtual WorkPtr start_on_device(const Collective& call) = 0;
 
  private:
   bool is_on_device(const char* verb, const at::Tensor& tensor) const;
+  bool is_on_device(const Collective& call) const;
 
   const CommunicatorPtr host_;
   const at::Device device_;

@@ -54,19 +54,18 @@ class StagedCommunicator final : public DeviceCommunicator {
     return work(host()->irecv(staged, source, tag), staged, tensor);
   }
 
-  WorkPtr all_reduce_on_device(const at::Tensor& tensor, ReduceOp op) override {
-    const at::Tensor staged = copy_of(tensor);
-    return work(host()->iall_reduce(staged, op), staged, tensor);
-  }
-
-  WorkPtr broadcast_on_device(const at::Tensor& tensor, int root) override {
-    const at::Tensor staged = rank() == root ? copy_of(tensor) : room_for(tensor);
-    return work(host()->ibroadcast(staged, root), staged, rank() == root ? at::Tensor() : tensor);
-  }
-
-  WorkPtr all_gather_on_device(const at::Tensor& output, const at::Tensor& input) override {
-    const at::Tensor staged = room_for(output);
-    return work(host()->iall_gather(staged, copy_of(input)), staged, output);
+  WorkPtr start_on_device(const Collective& call) override {
+    const bool in_place = call.input.is_same(call.output), reads = call.reads(rank());
+    Collective staged = call;
+    staged.input = reads ? copy_of(call.input) : at::Tensor();
+    staged.output = in_place && reads       ? staged.input
+                    : call.output.defined() ? room_for(call.output)
+                                            : at::Tensor();
+    if (in_place) {
+      staged.input = staged.output;
+    }
+    return work(host()->start(staged), staged.output,
+                call.writes(rank()) ? call.output : at::Tensor());
   }
 
  private:

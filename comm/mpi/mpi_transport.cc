@@ -185,9 +185,9 @@ int MpiTransport::make_context(const Group& parent, int first_member) {
   return static_cast<int>(contexts_.size()) - 1;
 }
 
-bool MpiTransport::shares_memory(int world_rank) const {
+bool MpiTransport::shares_memory(int /*this_rank*/, int other) const {
   const std::vector<int>& ranks = local_ranks_.world_ranks;
-  return std::find(ranks.begin(), ranks.end(), world_rank) != ranks.end();
+  return std::find(ranks.begin(), ranks.end(), other) != ranks.end();
 }
 
 MPI_Comm MpiTransport::context(int number) {

@@ -1,9 +1,15 @@
 #include "comm/nccl/nccl_communicator.h"
 
+#include <ATen/ops/add.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_or.h>
+#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -92,23 +98,37 @@ void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds
 // NCCL moves all types as bytes; it has no 16-bit integers and no complex numbers.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
+at::Tensor combine(const at::Tensor& left, const at::Tensor& right, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAverage:
+      return at::add(left, right);
+    case ReduceOp::kMin:
+      return at::minimum(left, right);
+    case ReduceOp::kMax:
+      return at::maximum(left, right);
+    case ReduceOp::kProduct:
+      return at::mul(left, right);
+    case ReduceOp::kBitAnd:
+      return at::bitwise_and(left, right);
+    case ReduceOp::kBitOr:
+      return at::bitwise_or(left, right);
+    case ReduceOp::kBitXor:
+      return at::bitwise_xor(left, right);
+  }
+  SMP_INTERNAL_ASSERT(false, "reduction number ", static_cast<int>(op));
+}
+
 // ((parts[0] op parts[1]) op parts[2]) ..., as reduce_in_order does it on the host.
 at::Tensor reduce_parts(const at::Tensor& parts, ReduceOp op) {
   const at::ScalarType dtype = parts.scalar_type();
-  const bool widen = op == ReduceOp::kSum && (dtype == at::kHalf || dtype == at::kBFloat16);
-  at::Tensor result = widen ? parts[0].to(at::kFloat) : parts[0].clone();
+  const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+  at::Tensor result = parts[0].to(wide);
   for (int64_t rank = 1; rank < parts.size(0); ++rank) {
-    switch (op) {
-      case ReduceOp::kSum:
-        result.add_(parts[rank]);
-        break;
-      case ReduceOp::kMin:
-        result = at::minimum(result, parts[rank]);
-        break;
-      case ReduceOp::kMax:
-        result = at::maximum(result, parts[rank]);
-        break;
-    }
+    result = combine(result, parts[rank].to(wide), op);
+  }
+  if (op == ReduceOp::kAverage) {
+    result = at::div(result, parts.size(0));
   }
   return result.to(dtype);
 }
@@ -267,36 +287,8 @@ class NcclCommunicator final : public DeviceCommunicator {
     return std::make_shared<MessageWork>(group_->recv(bytes, source, /*tag=*/0), tensor);
   }
 
-  // Each rank reduces a slice, in rank order, and gives it to all: the algorithm of rounds.h.
-  WorkPtr all_reduce_on_device(const at::Tensor& tensor, ReduceOp op) override {
-    return on_side_stream({tensor}, [&] {
-      const int64_t slice = (tensor.numel() + size() - 1) / size();
-      const at::Tensor rest = at::zeros({slice * size() - tensor.numel()}, tensor.options());
-      const at::Tensor values = at::cat({tensor.view({-1}), rest});
-      const at::Tensor parts = at::empty({size(), slice}, tensor.options());
-      at::Tensor input = as_bytes(values), output = as_bytes(parts);
-      std::vector<int64_t> even;  // the same for all
-      group_->alltoall_base(output, input, even, even)->wait();
-      at::Tensor own = as_bytes(reduce_parts(parts, op));
-      group_->_allgather_base(input, own)->wait();
-      tensor.view({-1}).copy_(values.narrow(0, 0, tensor.numel()));
-    });
-  }
-
-  WorkPtr broadcast_on_device(const at::Tensor& tensor, int root) override {
-    return on_side_stream({tensor}, [&] {
-      c10d::BroadcastOptions options;
-      options.rootRank = root;
-      Tensors bytes = {as_bytes(tensor)};
-      group_->broadcast(bytes, options)->wait();
-    });
-  }
-
-  WorkPtr all_gather_on_device(const at::Tensor& output, const at::Tensor& input) override {
-    return on_side_stream({output, input}, [&] {
-      at::Tensor all = as_bytes(output), own = as_bytes(input);
-      group_->_allgather_base(all, own)->wait();
-    });
+  WorkPtr start_on_device(const Collective& call) override {
+    return on_side_stream({call.output, call.input}, [&] { move(call); });
   }
 
  private:
@@ -306,12 +298,99 @@ class NcclCommunicator final : public DeviceCommunicator {
     c10::Event ready(device().type()), done(device().type());
     ready.record(current_stream(device()));
     ready.block(side_);
-    if (tensors[0].numel() > 0) {
+    {
       const c10::StreamGuard guard(side_);
       collective();
     }
     done.record(side_);
     return std::make_shared<StreamWork>(device(), std::move(done), std::move(tensors));
+  }
+
+  void move(const Collective& call) {
+    if (call.uniform_tensor().numel() == 0 && call.kind != Collective::Kind::kAllToAll) {
+      return;
+    }
+    switch (call.kind) {
+      case Collective::Kind::kAllReduce:
+        call.output.view({-1}).copy_(reduced(call.input, call.op));
+        break;
+      case Collective::Kind::kReduce: {
+        const at::Tensor result = reduced(call.input, call.op);
+        if (rank() == call.root) {
+          call.output.view({-1}).copy_(result);
+        }
+        break;
+      }
+      case Collective::Kind::kReduceScatter:
+        call.output.view({-1}).copy_(reduced_part(call.input.view({size(), -1}), call.op));
+        break;
+      case Collective::Kind::kBroadcast: {
+        c10d::BroadcastOptions options;
+        options.rootRank = call.root;
+        Tensors bytes = {as_bytes(call.output)};
+        group_->broadcast(bytes, options)->wait();
+        break;
+      }
+      case Collective::Kind::kAllGather: {
+        at::Tensor all = as_bytes(call.output), own = as_bytes(call.input);
+        group_->_allgather_base(all, own)->wait();
+        break;
+      }
+      case Collective::Kind::kAllToAll:
+        exchange(call.output, call.output_splits, call.input, call.input_splits);
+        break;
+      case Collective::Kind::kGather:
+        exchange(rank() == call.root ? call.output : at::empty({0}, call.input.options()),
+                 only_at(rank() == call.root, call.input.numel()), call.input,
+                 only_for(call.root, call.input.numel()));
+        break;
+      case Collective::Kind::kScatter:
+        exchange(call.output, only_for(call.root, call.output.numel()),
+                 rank() == call.root ? call.input : at::empty({0}, call.output.options()),
+                 only_at(rank() == call.root, call.output.numel()));
+        break;
+      case Collective::Kind::kBarrier:
+        SMP_INTERNAL_ASSERT(false, "a barrier has no tensor");
+    }
+  }
+
+  // Each rank reduces a slice, in rank order, and gives it to all: the algorithm of rounds.h.
+  at::Tensor reduced(const at::Tensor& tensor, ReduceOp op) {
+    const int64_t slice = (tensor.numel() + size() - 1) / size();
+    const at::Tensor rest = at::zeros({slice * size() - tensor.numel()}, tensor.options());
+    const at::Tensor values = at::cat({tensor.view({-1}), rest});
+    at::Tensor all = as_bytes(values);
+    at::Tensor own = as_bytes(reduced_part(values.view({size(), slice}), op));
+    group_->_allgather_base(all, own)->wait();
+    return values.narrow(0, 0, tensor.numel());
+  }
+
+  // This rank's row of the sum of all ranks' `values`.
+  at::Tensor reduced_part(const at::Tensor& values, ReduceOp op) {
+    const at::Tensor parts = at::empty(values.sizes(), values.options());
+    exchange(parts, {}, values, {});
+    return reduce_parts(parts, op);
+  }
+
+  void exchange(const at::Tensor& output, std::vector<int64_t> output_splits,
+                const at::Tensor& input, std::vector<int64_t> input_splits) {
+    for (std::vector<int64_t>* splits : {&output_splits, &input_splits}) {
+      for (int64_t& split : *splits) {
+        split *= input.element_size();
+      }
+    }
+    at::Tensor from = as_bytes(input), to = as_bytes(output);
+    group_->alltoall_base(to, from, output_splits, input_splits)->wait();
+  }
+
+  std::vector<int64_t> only_for(int peer, int64_t elements) const {
+    std::vector<int64_t> splits(size(), 0);
+    splits[peer] = elements;
+    return splits;
+  }
+
+  std::vector<int64_t> only_at(bool here, int64_t elements) const {
+    return std::vector<int64_t>(size(), here ? elements : 0);
   }
 
   NcclGroup connect(const ChannelSpec& spec, bool sends);

@@ -72,7 +72,7 @@ struct Context {
   CommunicatorPtr communicator;
 
   bool shares_memory(const ChannelSpec& spec) const {
-    return transport->shares_memory(group->world_ranks[spec.peer]);
+    return transport->shares_memory(group->world_rank, group->world_ranks[spec.peer]);
   }
   PeerWait wait(const char* verb, const ChannelSpec& spec, const ProcessId& peer) const {
     return PeerWait(transport, group, verb, spec, ProcessWatch(peer));

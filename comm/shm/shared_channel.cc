@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/shm/futex.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -19,22 +20,10 @@ using Clock = Transport::Clock;
 
 constexpr size_t kAlignment = 64;
 
-// About what it costs both sides when one sleeps and must be woken.
-constexpr std::chrono::microseconds kSpin{30};
-
-// A sleeping end looks this often whether its peer is still there.
-constexpr std::chrono::milliseconds kLookAround{100};
-
 void pin_for(const ChannelSpec& spec, SharedMemory& memory) {
   if (!spec.device.is_cpu()) {
     memory.pin();
   }
-}
-
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#endif
 }
 
 std::optional<uint32_t> spin(SlotQueue& queue) {

@@ -1,16 +1,10 @@
 #include "comm/shm/slot_queue.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <ctime>
+
+#include "comm/shm/futex.h"
 
 namespace smp::comm {
-
-// Atomics that need a lock would keep it in one of the processes.
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
 
 struct SlotQueue::Shared {
   alignas(64) std::atomic<uint32_t> pushed;  // the futex
@@ -19,12 +13,6 @@ struct SlotQueue::Shared {
 
 namespace {
 
-// Not FUTEX_PRIVATE_FLAG: the other end may be another process. A wake that is spurious, early or
-// interrupted is one more look at the queue.
-void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
-}
-
 // A power of two, so that numbers of entries that wrap around stay in step with it.
 uint32_t entries_for(uint32_t capacity) {
   uint32_t entries = 1;
@@ -32,11 +20,6 @@ uint32_t entries_for(uint32_t capacity) {
     entries *= 2;
   }
   return entries;
-}
-
-timespec to_timespec(std::chrono::nanoseconds time) {
-  constexpr int64_t kSecond = 1'000'000'000;
-  return {static_cast<time_t>(time.count() / kSecond), static_cast<long>(time.count() % kSecond)};
 }
 
 }  // namespace
@@ -58,7 +41,7 @@ void SlotQueue::push(uint32_t slot) {
   entry(pushed) = slot;
   shared_->pushed.store(pushed + 1, std::memory_order_seq_cst);
   if (shared_->sleepers.load(std::memory_order_seq_cst) > 0) {
-    futex(&shared_->pushed, FUTEX_WAKE, 1, nullptr);
+    futex_wake(shared_->pushed);
   }
 }
 
@@ -78,8 +61,7 @@ std::optional<uint32_t> SlotQueue::try_pop() {
 void SlotQueue::sleep(std::chrono::nanoseconds at_most) {
   shared_->sleepers.store(1, std::memory_order_seq_cst);
   if (shared_->pushed.load(std::memory_order_seq_cst) == popped_) {
-    const timespec timeout = to_timespec(at_most);
-    futex(&shared_->pushed, FUTEX_WAIT, popped_, &timeout);
+    futex_wait(shared_->pushed, popped_, at_most);
   }
   shared_->sleepers.store(0, std::memory_order_relaxed);
 }

@@ -52,8 +52,9 @@ void run_rank(const CommunicatorPtr& world, const std::function<void(Communicato
 
 }  // namespace
 
-void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn) {
-  const auto shared = std::make_shared<ThreadWorld>(size);
+void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn,
+               const std::vector<int>& hosts) {
+  const auto shared = std::make_shared<ThreadWorld>(size, hosts);
   const auto ranks = make_thread_world(size, shared);
   Failures failures(size);
   std::vector<std::thread> threads;

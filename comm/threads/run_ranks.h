@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -10,6 +11,10 @@ namespace smp::comm {
 /// have ended. When one throws, the world is aborted so that the others end too, and the exception
 /// that came first, the cause and not a consequence, is thrown again here. Errors of rank r's
 /// thread begin with "[smp rank r]".
-void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn);
+///
+/// `hosts` makes the ranks pretend to be on different hosts, which share no memory: it has a number
+/// for each rank; empty means one host for all.
+void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn,
+               const std::vector<int>& hosts = {});
 
 }  // namespace smp::comm

@@ -7,7 +7,7 @@
 
 namespace smp::comm {
 
-ThreadWorld::ThreadWorld(int ranks) {
+ThreadWorld::ThreadWorld(int ranks, std::vector<int> hosts) : hosts_(std::move(hosts)) {
   const cpu_set_t cores = cores_of_this_process();
   has_core_for_each_rank_ = ranks <= CPU_COUNT(&cores);
 }

@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "comm/transport.h"
 
@@ -19,15 +20,18 @@ namespace smp::comm {
 /// one mutex and one condition variable. Every rank uses it as its transport.
 class ThreadWorld final : public Transport {
  public:
-  /// A world of so many ranks.
-  explicit ThreadWorld(int ranks);
+  /// A world of so many ranks. Ranks may pretend to be on different hosts: `hosts` has a number for
+  /// each; empty means one host for all.
+  explicit ThreadWorld(int ranks, std::vector<int> hosts = {});
 
   void start(Transfer transfer) override;
   void poll() override {}
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override;
   int make_context(const Group& parent, int first_member) override;
-  bool shares_memory(int /*world_rank*/) const override { return true; }
+  bool shares_memory(int this_rank, int other) const override {
+    return hosts_.empty() || hosts_[this_rank] == hosts_[other];
+  }
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
   void abort(int world_rank, const std::string& reason) noexcept override;
 
@@ -51,6 +55,7 @@ class ThreadWorld final : public Transport {
   void erase_if_empty(const Address& address);
   void deliver(const Transfer& receive, const void* data, size_t bytes);
 
+  const std::vector<int> hosts_;  // by rank
   bool has_core_for_each_rank_;
   std::atomic<int> aborting_rank_{-1};
   std::mutex mutex_;  // guards everything below

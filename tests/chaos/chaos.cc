@@ -119,17 +119,13 @@ class DelayedCommunicator final : public comm::Communicator {
     delays_->sleep();
     return delayed(communicator_->irecv(tensor, source, tag));
   }
-  WorkPtr iall_reduce(const at::Tensor& tensor, comm::ReduceOp op) override {
+  WorkPtr start(const comm::Collective& call) override {
     delays_->sleep();
-    return delayed(communicator_->iall_reduce(tensor, op));
+    return delayed(communicator_->start(call));
   }
-  WorkPtr ibroadcast(const at::Tensor& tensor, int root) override {
+  at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
     delays_->sleep();
-    return delayed(communicator_->ibroadcast(tensor, root));
-  }
-  WorkPtr iall_gather(const at::Tensor& output, const at::Tensor& input) override {
-    delays_->sleep();
-    return delayed(communicator_->iall_gather(output, input));
+    return communicator_->shared_tensor(numel, dtype);
   }
 
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
@@ -148,10 +144,6 @@ class DelayedCommunicator final : public comm::Communicator {
     return result;
   }
 
-  void barrier() override {
-    delays_->sleep();
-    communicator_->barrier();
-  }
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override {
     return std::make_shared<DelayedCommunicator>(communicator_->split(members, name), delays_,
                                                  channels_);

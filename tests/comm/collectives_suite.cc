@@ -1,8 +1,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <numeric>
 #include <thread>
 
+#include "comm/reduce.h"
 #include "smp/core/error.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
@@ -17,30 +20,152 @@ class Collectives : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, testing::ValuesIn(group_sizes()),
                          testing::PrintToStringParamName());
 
-const std::vector<at::ScalarType> kNumbers = {at::kFloat,    at::kDouble, at::kHalf,
-                                              at::kBFloat16, at::kLong,   at::kInt,
-                                              at::kShort,    at::kChar,   at::kByte};
-const std::vector<ReduceOp> kOps = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax};
+const std::vector<at::ScalarType> kTypes = {at::kFloat, at::kDouble, at::kHalf,  at::kBFloat16,
+                                            at::kLong,  at::kInt,    at::kShort, at::kChar,
+                                            at::kByte,  at::kBool};
+const std::vector<ReduceOp> kOps = {ReduceOp::kSum,   ReduceOp::kAverage, ReduceOp::kMin,
+                                    ReduceOp::kMax,   ReduceOp::kProduct, ReduceOp::kBitAnd,
+                                    ReduceOp::kBitOr, ReduceOp::kBitXor};
+
+// Calls `check` for every reduction that exists.
+void for_each_reduction(const std::function<void(at::ScalarType, ReduceOp)>& check) {
+  for (const at::ScalarType dtype : kTypes) {
+    for (const ReduceOp op : kOps) {
+      if (is_defined(dtype, op)) {
+        SCOPED_TRACE(c10::str(to_string(op), " of ", dtype));
+        check(dtype, op);
+      }
+    }
+  }
+}
 
 void expect_all_reduce(Communicator& group, int64_t elements, at::ScalarType dtype, ReduceOp op) {
   const auto parts = values_of_all(group.size(), elements, dtype);
   const at::Tensor tensor = parts[group.rank()].clone();
   group.all_reduce(tensor, op);
   EXPECT_TRUE(same_bits(tensor, reduce_by_hand(parts, op)))
-      << elements << " x " << dtype << " op " << static_cast<int>(op) << " rank " << group.rank();
+      << elements << " elements, rank " << group.rank();
 }
 
 TEST_P(Collectives, AllReduceHasTheBitsOfTheSumInRankOrder) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
-    for (const at::ScalarType dtype : kNumbers) {
-      for (const ReduceOp op : kOps) {
-        for (const int64_t elements : {0, 1, 7, 1000}) {
-          expect_all_reduce(*group, elements, dtype, op);
-        }
+    for_each_reduction([&](at::ScalarType dtype, ReduceOp op) {
+      for (const int64_t elements : {0, 1, 7, 1000, 5001}) {
+        expect_all_reduce(*group, elements, dtype, op);
+      }
+    });
+  });
+}
+
+TEST_P(Collectives, ReduceGivesTheResultToTheRootOnly) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for_each_reduction([&](at::ScalarType dtype, ReduceOp op) {
+      for (const int64_t elements : {0, 1, 7, 5001}) {
+        const auto parts = values_of_all(group->size(), elements, dtype);
+        const int root = static_cast<int>(elements) % group->size();
+        const at::Tensor tensor = parts[group->rank()].clone();
+        group->reduce(tensor, root, op);
+        EXPECT_TRUE(same_bits(
+            tensor, group->rank() == root ? reduce_by_hand(parts, op) : parts[group->rank()]))
+            << elements << " elements, rank " << group->rank();
+      }
+    });
+  });
+}
+
+TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for_each_reduction([&](at::ScalarType dtype, ReduceOp op) {
+      for (const int64_t elements : {0, 1, 7, 5001}) {
+        const auto parts = values_of_all(group->size(), elements * group->size(), dtype);
+        const at::Tensor input = parts[group->rank()].clone();
+        const at::Tensor output = at::empty({elements}, dtype);
+        group->reduce_scatter(output, input, op);
+        const at::Tensor expected =
+            reduce_by_hand(parts, op).narrow(0, group->rank() * elements, elements);
+        EXPECT_TRUE(same_bits(output, expected)) << elements << " elements";
+        EXPECT_TRUE(same_bits(input, parts[group->rank()])) << elements << " elements";
+      }
+    });
+  });
+}
+
+TEST_P(Collectives, ReduceScatterInPlace) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    for (const int64_t elements : {10, 100'000}) {
+      const auto parts = values_of_all(group->size(), elements * group->size(), at::kFloat);
+      const at::Tensor input = parts[group->rank()].clone();
+      const at::Tensor own = input.narrow(0, group->rank() * elements, elements);
+      group->reduce_scatter(own, input);
+      const at::Tensor expected = parts[group->rank()].clone();
+      expected.narrow(0, group->rank() * elements, elements)
+          .copy_(
+              reduce_by_hand(parts, ReduceOp::kSum).narrow(0, group->rank() * elements, elements));
+      EXPECT_TRUE(same_bits(input, expected));
+    }
+  });
+}
+
+TEST_P(Collectives, AllToAllWithEqualParts) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    for (const int64_t elements : {0, 1, 7, 1000, 200'000}) {
+      const auto inputs = values_of_all(size, elements * size, at::kFloat);
+      const at::Tensor output = at::empty({elements * size});
+      group->all_to_all(output, {}, inputs[rank], {});
+      for (int peer = 0; peer < size; ++peer) {
+        EXPECT_TRUE(same_bits(output.narrow(0, peer * elements, elements),
+                              inputs[peer].narrow(0, rank * elements, elements)));
       }
     }
-    for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
-      expect_all_reduce(*group, 1000, at::kBool, op);
+  });
+}
+
+// Rank r sends (r + 2 p) % 5 times `unit` elements to rank p, so some send nothing.
+TEST_P(Collectives, AllToAllWithPartsOfAnySize) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    for (const int64_t unit : {1, 33, 30'000}) {
+      const auto splits_of = [&](int sender) {
+        std::vector<int64_t> splits;
+        for (int peer = 0; peer < size; ++peer) splits.push_back((sender + 2 * peer) % 5 * unit);
+        return splits;
+      };
+      const auto offset = [](const std::vector<int64_t>& splits, int peer) {
+        return std::accumulate(splits.begin(), splits.begin() + peer, int64_t{0});
+      };
+      std::vector<int64_t> receives;
+      for (int peer = 0; peer < size; ++peer) receives.push_back(splits_of(peer)[rank]);
+      const at::Tensor output = at::empty({offset(receives, size)}, at::kInt);
+      const at::Tensor input = values_of(rank, offset(splits_of(rank), size), at::kInt);
+      group->all_to_all(output, receives, input, splits_of(rank));
+      for (int peer = 0; peer < size; ++peer) {
+        const auto theirs = splits_of(peer);
+        const at::Tensor sent = values_of(peer, offset(theirs, size), at::kInt);
+        EXPECT_TRUE(same_bits(output.narrow(0, offset(receives, peer), receives[peer]),
+                              sent.narrow(0, offset(theirs, rank), theirs[rank])))
+            << unit << " from " << peer;
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, GatherAndScatterWithEveryRoot) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    for (int root = 0; root < size; ++root) {
+      for (const int64_t elements : {0, 1, 7, 1000, 200'000}) {
+        const auto parts = values_of_all(size, elements, at::kHalf);
+        const at::Tensor all =
+            rank == root ? at::empty({size * elements}, at::kHalf) : at::Tensor();
+        group->gather(all, parts[rank], root);
+        if (rank == root) {
+          EXPECT_TRUE(same_bits(all, at::cat(parts)));
+        }
+        const at::Tensor own = at::empty({elements}, at::kHalf);
+        group->scatter(own, all, root);
+        EXPECT_TRUE(same_bits(own, parts[rank]));
+      }
     }
   });
 }
@@ -306,6 +431,18 @@ TEST_P(Collectives, RefuseBadArguments) {
                 HasSubstr("expected root in 0 to "));
     EXPECT_THAT(error_text<UsageError>([&] { group->all_gather(at::ones({99}), at::ones({2})); }),
                 HasSubstr("Allocate size() times the input"));
+    EXPECT_THAT(
+        error_text<UsageError>([&] { group->reduce_scatter(at::ones({2}), at::ones({99})); }),
+        HasSubstr("reduce_scatter on group 'world': expected an input of "));
+    EXPECT_THAT(error_text<UsageError>(
+                    [&] { group->all_to_all(at::ones({2}), {}, at::ones({2}, at::kInt), {}); }),
+                HasSubstr("expected output and input of the same type, got Float and Int"));
+    EXPECT_THAT(
+        error_text<UsageError>([&] { group->all_to_all(at::ones({2}), {7}, at::ones({2}), {}); }),
+        HasSubstr("the 2 elements of the output do not divide into [7], one number for"));
+    EXPECT_THAT(
+        error_text<UsageError>([&] { group->all_reduce(at::ones({2}), ReduceOp::kBitAnd); }),
+        HasSubstr("bitwise and is not defined for Float. Convert the tensor"));
     EXPECT_THAT(error_text<UsageError>([&] { group->set_timeout(std::chrono::seconds(0)); }),
                 HasSubstr("expected a positive time, got 0 ms"));
   });

@@ -44,6 +44,7 @@ TEST_P(ProcessGroup, AllReduce) {
     expect(c10d::ReduceOp::AVG, sum / group->getSize());
     expect(c10d::ReduceOp::MIN, reduce_by_hand(parts, ReduceOp::kMin));
     expect(c10d::ReduceOp::MAX, reduce_by_hand(parts, ReduceOp::kMax));
+    expect(c10d::ReduceOp::PRODUCT, reduce_by_hand(parts, ReduceOp::kProduct));
   });
 }
 
@@ -147,6 +148,17 @@ TEST_P(ProcessGroup, GatherScatterAndAllToAll) {
     std::vector<int64_t> even;
     group->alltoall_base(output, input, even, even)->wait();
     EXPECT_TRUE(same_bits(output, at::arange(size) * 100 + rank));
+
+    // The same with lists, of 1, 2 ... elements for ranks 0, 1 ...
+    std::vector<at::Tensor> sends, receives;
+    for (int i = 0; i < size; ++i) {
+      sends.push_back(at::full({i + 1}, 100 * rank + i));
+      receives.push_back(at::zeros({rank + 1}, at::kLong));
+    }
+    group->alltoall(receives, sends)->wait();
+    for (int i = 0; i < size; ++i) {
+      EXPECT_TRUE(same_bits(receives[i], at::full({rank + 1}, 100 * i + rank)));
+    }
   });
 }
 
@@ -166,10 +178,11 @@ TEST_P(ProcessGroup, SendAndReceive) {
 TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
   on_every_process_group(GetParam(), [](const Group& group) {
     std::vector<at::Tensor> tensors = {at::ones({2})};
-    c10d::AllreduceOptions product;
-    product.reduceOp = c10d::ReduceOp::PRODUCT;
-    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(tensors, product); }),
-                HasSubstr("expected SUM, AVG, MIN or MAX, got c10d::ReduceOp number 2"));
+    c10d::AllreduceOptions scaled;
+    scaled.reduceOp = c10d::makeNCCLPreMulSum(2.0);
+    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(tensors, scaled); }),
+                HasSubstr("expected SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR, got "
+                          "c10d::ReduceOp number 8"));
     EXPECT_THAT(error_text<c10::Error>([&] { group->recvAnysource(tensors, 0); }),
                 HasSubstr("Backend smp does not support recvAnysource"));
     std::vector<std::vector<at::Tensor>> few = {{}};
@@ -182,12 +195,12 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
     EXPECT_THAT(error_text<c10::Error>([&] { group->allgather(none, tensors); }),
                 HasSubstr("': expected one list of output tensors, got 0."));
     EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(integers, average); }),
-                HasSubstr("AVG needs a floating point tensor, got Int. Use SUM and divide."));
+                HasSubstr("average is not defined for Int. Sum and divide, or convert"));
     at::Tensor output = at::zeros({2});
     at::Tensor input = at::zeros({2 * group->getSize() + 1});
     EXPECT_THAT(error_text<c10::Error>([&] { group->_reduce_scatter_base(output, input); }),
-                HasSubstr("c10d _reduce_scatter_base on group 'world:c10d': expected " +
-                          std::to_string(group->getSize()) + " x 2 input elements, got "));
+                HasSubstr("reduce_scatter on group 'world:c10d': expected an input of " +
+                          std::to_string(group->getSize()) + " x 2 elements of Float, got "));
     at::Tensor rows = at::zeros({group->getSize()});
     std::vector<int64_t> even;
     std::vector<int64_t> uneven(group->getSize(), 5);

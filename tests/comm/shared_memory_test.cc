@@ -222,7 +222,7 @@ class QuietTransport final : public Transport {
   }
   void notify() override {}
   int make_context(const Group&, int) override { return 0; }
-  bool shares_memory(int) const override { return true; }
+  bool shares_memory(int, int) const override { return true; }
   bool has_core_for_each_rank() const override { return false; }
   void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
 };

@@ -16,18 +16,48 @@ inline at::Tensor values_of(int rank, int64_t elements, at::ScalarType dtype) {
   return dtype == at::kBool ? values > 0 : values.to(dtype);
 }
 
+inline at::Tensor combine_by_hand(const at::Tensor& left, const at::Tensor& right, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAverage:
+      return at::add(left, right);
+    case ReduceOp::kMin:
+      return at::minimum(left, right);
+    case ReduceOp::kMax:
+      return at::maximum(left, right);
+    case ReduceOp::kProduct:
+      return at::mul(left, right);
+    case ReduceOp::kBitAnd:
+      return at::bitwise_and(left, right);
+    case ReduceOp::kBitOr:
+      return at::bitwise_or(left, right);
+    case ReduceOp::kBitXor:
+      return at::bitwise_xor(left, right);
+  }
+  return at::Tensor();
+}
+
 /// The reduction written down with libtorch's operators, in rank order.
 inline at::Tensor reduce_by_hand(const std::vector<at::Tensor>& parts, ReduceOp op) {
   const at::ScalarType dtype = parts[0].scalar_type();
   const bool reduced = dtype == at::kHalf || dtype == at::kBFloat16;
   at::Tensor result = reduced ? parts[0].to(at::kFloat) : parts[0].clone();
   for (size_t i = 1; i < parts.size(); ++i) {
-    const at::Tensor part = parts[i].to(result.scalar_type());
-    result = op == ReduceOp::kSum   ? at::add(result, part)
-             : op == ReduceOp::kMin ? at::minimum(result, part)
-                                    : at::maximum(result, part);
+    result = combine_by_hand(result, parts[i].to(result.scalar_type()), op);
+  }
+  if (op == ReduceOp::kAverage) {
+    result = at::div(result, static_cast<int64_t>(parts.size()));
   }
   return result.to(dtype);
+}
+
+/// Whether the operation exists for the type.
+inline bool is_defined(at::ScalarType dtype, ReduceOp op) {
+  const bool bitwise = op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
+  if (dtype == at::kBool) {
+    return bitwise || op == ReduceOp::kMin || op == ReduceOp::kMax;
+  }
+  return at::isFloatingType(dtype) ? !bitwise : op != ReduceOp::kAverage;
 }
 
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {

@@ -1,0 +1,201 @@
+#include "comm/collective.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "comm/reduce.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using Kind = Collective::Kind;
+
+// A call and who makes it: what the checks need for their texts.
+struct Caller {
+  const Collective& call;
+  const std::string& group;
+  int rank;
+  int size;
+
+  const char* verb() const { return call.name(); }
+};
+
+void check_same_dtype(const Caller& caller) {
+  const Collective& call = caller.call;
+  SMP_CHECK_WITH(UsageError, call.output.scalar_type() == call.input.scalar_type(), caller.verb(),
+                 " on group '", caller.group, "': expected output and input of the same type, got ",
+                 call.output.scalar_type(), " and ", call.input.scalar_type(), ".");
+}
+
+// That `whole` has size() times the elements of `part`.
+void check_parts(const Caller& caller, const char* whole_name, const at::Tensor& whole,
+                 const char* part_name, const at::Tensor& part) {
+  SMP_CHECK_WITH(
+      UsageError,
+      whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * caller.size,
+      caller.verb(), " on group '", caller.group, "': expected an ", whole_name, " of ",
+      caller.size, " x ", part.numel(), " elements of ", part.scalar_type(), ", got ",
+      whole.numel(), " of ", whole.scalar_type(), ". Allocate size() times the ", part_name, ".");
+}
+
+void fill_splits(const Caller& caller, const char* argument, const at::Tensor& tensor,
+                 std::vector<int64_t>& splits) {
+  if (splits.empty()) {
+    splits.assign(static_cast<size_t>(caller.size), tensor.numel() / caller.size);
+  }
+  const bool fit = splits.size() == static_cast<size_t>(caller.size) &&
+                   *std::min_element(splits.begin(), splits.end()) >= 0 &&
+                   std::accumulate(splits.begin(), splits.end(), int64_t{0}) == tensor.numel();
+  SMP_CHECK_WITH(UsageError, fit, caller.verb(), " on group '", caller.group, "': the ",
+                 tensor.numel(), " elements of the ", argument, " do not divide into [",
+                 c10::Join(", ", splits), "], one number for each of the ", caller.size,
+                 " ranks.");
+}
+
+}  // namespace
+
+const char* to_string(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAverage:
+      return "average";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+    case ReduceOp::kBitAnd:
+      return "bitwise and";
+    case ReduceOp::kBitOr:
+      return "bitwise or";
+    case ReduceOp::kBitXor:
+      return "bitwise xor";
+  }
+  return "unknown";
+}
+
+const char* Collective::name() const {
+  switch (kind) {
+    case Kind::kAllReduce:
+      return "all_reduce";
+    case Kind::kReduce:
+      return "reduce";
+    case Kind::kBroadcast:
+      return "broadcast";
+    case Kind::kAllGather:
+      return "all_gather";
+    case Kind::kReduceScatter:
+      return "reduce_scatter";
+    case Kind::kAllToAll:
+      return "all_to_all";
+    case Kind::kGather:
+      return "gather";
+    case Kind::kScatter:
+      return "scatter";
+    case Kind::kBarrier:
+      return "barrier";
+  }
+  return "unknown";
+}
+
+bool Collective::reads(int rank) const {
+  switch (kind) {
+    case Kind::kBroadcast:
+    case Kind::kScatter:
+      return rank == root;
+    case Kind::kBarrier:
+      return false;
+    default:
+      return true;
+  }
+}
+
+bool Collective::writes(int rank) const {
+  switch (kind) {
+    case Kind::kReduce:
+    case Kind::kGather:
+      return rank == root;
+    case Kind::kBroadcast:
+      return rank != root;
+    case Kind::kBarrier:
+      return false;
+    default:
+      return true;
+  }
+}
+
+void check_tensor(const std::string& group, const char* verb, const char* argument,
+                  const at::Tensor& tensor) {
+  SMP_CHECK_WITH(UsageError, tensor.defined(), verb, " on group '", group, "': ", argument,
+                 " is undefined.");
+  SMP_CHECK_WITH(UsageError, tensor.device().is_cpu() && tensor.layout() == c10::kStrided, verb,
+                 " on group '", group, "': expected ", argument,
+                 " to be a dense tensor on the CPU, got ", tensor.layout(), " on ", tensor.device(),
+                 ". Copy it to the CPU first.");
+  SMP_CHECK_WITH(UsageError, tensor.is_contiguous(), verb, " on group '", group, "': expected ",
+                 argument, " to be contiguous, got sizes ", tensor.sizes(), " with strides ",
+                 tensor.strides(), ". Pass contiguous() of it.");
+}
+
+void check_rank(const std::string& group, const char* verb, const char* argument, int rank,
+                int size) {
+  SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, verb, " on group '", group, "': expected ",
+                 argument, " in 0 to ", size - 1, ", got ", rank, ".");
+}
+
+void check_collective(Collective& call, const std::string& group, int rank, int size) {
+  if (call.kind == Kind::kBarrier) {
+    return;
+  }
+  const Caller caller{call, group, rank, size};
+  const bool in_place = call.input.is_same(call.output);
+  if (in_place || call.writes(rank)) {
+    check_tensor(group, call.name(), in_place ? "tensor" : "output", call.output);
+  }
+  if (!in_place && call.reads(rank)) {
+    check_tensor(group, call.name(), "input", call.input);
+  }
+  switch (call.kind) {
+    case Kind::kReduce:
+    case Kind::kBroadcast:
+    case Kind::kGather:
+    case Kind::kScatter:
+      check_rank(group, call.name(), "root", call.root, size);
+      break;
+    default:
+      break;
+  }
+  if (call.reduces()) {
+    check_can_reduce(group, call.name(), call.input.scalar_type(), call.op);
+  }
+  switch (call.kind) {
+    case Kind::kAllGather:
+      check_parts(caller, "output", call.output, "input", call.input);
+      break;
+    case Kind::kGather:
+      if (rank == call.root) {
+        check_parts(caller, "output", call.output, "input", call.input);
+      }
+      break;
+    case Kind::kScatter:
+      if (rank == call.root) {
+        check_parts(caller, "input", call.input, "output", call.output);
+      }
+      break;
+    case Kind::kReduceScatter:
+      check_parts(caller, "input", call.input, "output", call.output);
+      break;
+    case Kind::kAllToAll:
+      check_same_dtype(caller);
+      fill_splits(caller, "output", call.output, call.output_splits);
+      fill_splits(caller, "input", call.input, call.input_splits);
+      break;
+    default:
+      break;
+  }
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace smp::comm {
+
+/// How elements of several ranks are combined. Every reduction combines in ascending rank order
+/// within the group, element by element, so the result has the same bits on every rank, in every
+/// run and however the ranks lie on hosts: ((rank 0 + rank 1) + rank 2) + ...
+///
+/// float16 and bfloat16 are combined in float32 and rounded once; integers wrap.
+enum class ReduceOp {
+  kSum,
+  kAverage,  ///< The sum, divided once by the number of ranks. Floating point only.
+  kMin,
+  kMax,  ///< Minimum and maximum keep NaN, as `at::minimum` does.
+  kProduct,
+  kBitAnd,  ///< Bitwise: integers and bool.
+  kBitOr,
+  kBitXor,
+};
+
+/// "sum", "average", ...
+const char* to_string(ReduceOp op);
+
+/// One call of a collective, as data: what a communicator is asked to do. The methods of
+/// Communicator make these, and say what each kind means.
+struct Collective {
+  enum class Kind : uint8_t {
+    kAllReduce,
+    kReduce,
+    kBroadcast,
+    kAllGather,
+    kReduceScatter,
+    kAllToAll,
+    kGather,
+    kScatter,
+    kBarrier,
+  };
+
+  Kind kind = Kind::kBarrier;
+  at::Tensor output;  ///< The same tensor as `input` where the operation works in place.
+  at::Tensor input;
+  ReduceOp op = ReduceOp::kSum;
+  int root = -1;                       ///< -1 where there is none.
+  std::vector<int64_t> output_splits;  ///< Elements by rank; empty for equal parts.
+  std::vector<int64_t> input_splits;
+
+  /// "all_reduce", "reduce", ...
+  const char* name() const;
+
+  bool reduces() const {
+    return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
+  }
+
+  /// Whether this rank's `input` is read, and its `output` written. The other tensors may be
+  /// undefined, but for those of operations in place.
+  bool reads(int rank) const;
+  bool writes(int rank) const;
+
+  /// The tensor by which the ranks compare their calls: the one that is the same on all of them.
+  const at::Tensor& uniform_tensor() const {
+    return kind == Kind::kReduceScatter || kind == Kind::kScatter ? output : input;
+  }
+};
+
+/// Throws a `UsageError` unless `tensor` is a defined, dense, contiguous one on the CPU. `verb`
+/// names the operation, `argument` the tensor.
+void check_tensor(const std::string& group, const char* verb, const char* argument,
+                  const at::Tensor& tensor);
+
+/// Throws a `UsageError` unless 0 <= rank < size.
+void check_rank(const std::string& group, const char* verb, const char* argument, int rank,
+                int size);
+
+/// Throws the `UsageError` of what is wrong with a call by rank `rank` of group `group`; fills in
+/// splits that are empty.
+void check_collective(Collective& call, const std::string& group, int rank, int size);
+
+}  // namespace smp::comm
