@@ -20,14 +20,21 @@ using Clock = Transport::Clock;
 
 constexpr size_t kAlignment = 64;
 
+/// A message of this many bytes is announced before it is written, for being woken takes as long as
+/// writing several hundred KiB. Shorter ones are there as soon.
+constexpr int64_t kWorthAnnouncing = 32 << 10;
+
+/// How long to look for a message that is announced.
+constexpr std::chrono::milliseconds kSpinForAnnounced{1};
+
 void pin_for(const ChannelSpec& spec, SharedMemory& memory) {
   if (!spec.device.is_cpu()) {
     memory.pin();
   }
 }
 
-std::optional<uint32_t> spin(SlotQueue& queue) {
-  const Clock::time_point end = Clock::now() + kSpin;
+std::optional<uint32_t> spin(SlotQueue& queue, Clock::duration at_most) {
+  const Clock::time_point end = Clock::now() + at_most;
   do {
     for (int i = 0; i < 32; ++i) {
       if (const auto slot = queue.try_pop()) {
@@ -42,7 +49,7 @@ std::optional<uint32_t> spin(SlotQueue& queue) {
 class SharedSender final : public Sender {
  public:
   SharedSender(std::shared_ptr<SharedMemory> memory, const ChannelSpec& spec, PeerWait wait)
-      : memory_(std::move(memory)), wait_(std::move(wait)), layout_(spec) {
+      : memory_(std::move(memory)), bytes_(spec.bytes), wait_(std::move(wait)), layout_(spec) {
     for (uint32_t slot = 0; slot < layout_.slots(); ++slot) {
       messages_.push_back(at::from_blob(
           memory_->data() + layout_.slot(slot), {spec.bytes}, [memory = memory_](void*) {},
@@ -54,6 +61,9 @@ class SharedSender final : public Sender {
   const at::Tensor& prepare() override {
     if (!next_) {
       next_ = take_slot();
+      if (bytes_ >= kWorthAnnouncing) {
+        sent_queue_.announce();
+      }
     }
     return messages_[*next_];
   }
@@ -81,6 +91,7 @@ class SharedSender final : public Sender {
   }
 
   const std::shared_ptr<SharedMemory> memory_;
+  const int64_t bytes_;
   const PeerWait wait_;
   const SharedLayout layout_;
   SlotQueue sent_queue_{memory_->data() + layout_.sent_queue(), layout_.slots()};
@@ -172,15 +183,21 @@ PeerWait::PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const G
 uint32_t PeerWait::pop(SlotQueue& queue) const {
   check_abort();
   auto slot = queue.try_pop();
-  if (!slot && transport_->has_core_for_each_rank()) {
-    slot = spin(queue);
+  const bool spins = transport_->has_core_for_each_rank();
+  if (!slot && spins) {
+    slot = spin(queue, kSpin);
   }
   const Clock::time_point deadline = Clock::now() + timeout();
   while (!slot) {
     const Clock::duration left = deadline - Clock::now();
     SMP_CHECK_WITH(TimeoutError, left.count() > 0, timeout_text());
-    queue.sleep(std::min<Clock::duration>(left, kLookAround));
-    slot = queue.try_pop();
+    if (spins && queue.is_announced()) {
+      slot = spin(queue, kSpinForAnnounced);
+    }
+    if (!slot) {
+      queue.sleep(std::min<Clock::duration>(left, kLookAround));
+      slot = queue.try_pop();
+    }
     if (!slot) {
       check_abort();
       slot = look_for_peer(queue);

@@ -9,6 +9,7 @@ namespace smp::comm {
 struct SlotQueue::Shared {
   alignas(64) std::atomic<uint32_t> pushed;  // the futex
   std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> announced;  // pushes, those done included
 };
 
 namespace {
@@ -34,6 +35,18 @@ SlotQueue::SlotQueue(void* memory, uint32_t capacity)
 
 uint32_t& SlotQueue::entry(uint32_t number) {
   return reinterpret_cast<uint32_t*>(shared_ + 1)[number % entries_];
+}
+
+void SlotQueue::announce() {
+  shared_->announced.store(shared_->pushed.load(std::memory_order_relaxed) + 1,
+                           std::memory_order_seq_cst);
+  if (shared_->sleepers.load(std::memory_order_seq_cst) > 0) {
+    futex_wake(shared_->pushed);
+  }
+}
+
+bool SlotQueue::is_announced() const {
+  return shared_->announced.load(std::memory_order_acquire) == popped_ + 1;
 }
 
 void SlotQueue::push(uint32_t slot) {

@@ -19,7 +19,7 @@ namespace smp::comm {
 /// The popper sleeps on a futex on that number, having raised `sleepers` before it looked a last
 /// time; the pusher looks at `sleepers` after its push. Both orders are sequentially consistent, so
 /// one of the two sees the other, and a wake is never lost. A push that finds nobody asleep makes
-/// no system call.
+/// no system call. An announcement is a hint: nothing but speed depends on it.
 class SlotQueue {
  public:
   /// The bytes of memory that a queue takes, a multiple of 64. The owner of the slots sees to it
@@ -30,8 +30,15 @@ class SlotQueue {
   /// is new. Each end has its own view.
   SlotQueue(void* memory, uint32_t capacity);
 
+  /// Says that a push will follow as soon as its slot is written, and wakes the popper, so that it
+  /// is awake by then. By the thread that pushes.
+  void announce();
+
   /// By one thread at a time.
   void push(uint32_t slot);
+
+  /// Whether a push was announced that has not come yet. By the thread that pops.
+  bool is_announced() const;
 
   /// By one thread at a time.
   std::optional<uint32_t> try_pop();
