@@ -77,7 +77,7 @@ const char* to_string(ReduceOp op) {
   return "unknown";
 }
 
-const char* Collective::name() const {
+const char* Collective::name(Kind kind) {
   switch (kind) {
     case Kind::kAllReduce:
       return "all_reduce";
@@ -97,6 +97,8 @@ const char* Collective::name() const {
       return "scatter";
     case Kind::kBarrier:
       return "barrier";
+    case Kind::kSharedTensor:
+      return "shared_tensor";
   }
   return "unknown";
 }
@@ -125,6 +127,57 @@ bool Collective::writes(int rank) const {
     default:
       return true;
   }
+}
+
+bool Signature::operator==(const Signature& other) const {
+  return kind == other.kind && op == other.op && dtype == other.dtype && root == other.root &&
+         numel == other.numel;
+}
+
+std::string Signature::text() const {
+  Collective call;
+  call.kind = kind;
+  std::string text = call.name();
+  if (kind == Kind::kBarrier) {
+    return text;
+  }
+  if (call.reduces()) {
+    text += c10::str(" (", to_string(static_cast<ReduceOp>(op)), ")");
+  }
+  text += " of ";
+  if (kind != Kind::kAllToAll) {
+    text += c10::str(numel, " x ");
+  }
+  text += c10::toString(static_cast<c10::ScalarType>(dtype));
+  return root < 0 ? text : c10::str(text, " with root ", root);
+}
+
+Signature signature_of(const Collective& call) {
+  Signature signature;
+  signature.kind = call.kind;
+  if (call.kind == Kind::kBarrier) {
+    return signature;
+  }
+  const at::Tensor& uniform = call.uniform_tensor();
+  signature.op = static_cast<uint8_t>(call.op);
+  signature.dtype = static_cast<int8_t>(uniform.scalar_type());
+  signature.root = call.root;
+  signature.numel = call.kind == Kind::kAllToAll ? 0 : uniform.numel();
+  return signature;
+}
+
+std::string mismatch_text(const std::vector<int>& ranks, const std::vector<Signature>& calls) {
+  if (std::all_of(calls.begin(), calls.end(),
+                  [&](const Signature& call) { return call == calls.front(); })) {
+    return "";
+  }
+  std::string text;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    text += c10::str(i == 0 ? "" : ", ", "rank ", ranks[i], " called ", calls[i].text());
+  }
+  return text +
+         ". All ranks must call the same collectives of a group in the same order, with the same "
+         "op, type, number of elements and root.";
 }
 
 void check_tensor(const std::string& group, const char* verb, const char* argument,

@@ -40,6 +40,7 @@ struct Collective {
     kGather,
     kScatter,
     kBarrier,
+    kSharedTensor,  ///< Only compared; see Communicator::shared_tensor.
   };
 
   Kind kind = Kind::kBarrier;
@@ -51,7 +52,8 @@ struct Collective {
   std::vector<int64_t> input_splits;
 
   /// "all_reduce", "reduce", ...
-  const char* name() const;
+  const char* name() const { return name(kind); }
+  static const char* name(Kind kind);
 
   bool reduces() const {
     return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
@@ -67,6 +69,25 @@ struct Collective {
     return kind == Kind::kReduceScatter || kind == Kind::kScatter ? output : input;
   }
 };
+
+/// What must be the same in the calls of all ranks.
+struct Signature {
+  Collective::Kind kind = Collective::Kind::kBarrier;
+  uint8_t op = 0;
+  int8_t dtype = 0;
+  int32_t root = -1;
+  int64_t numel = 0;  ///< Of the tensor that has the same size on all ranks; 0 for all_to_all.
+
+  bool operator==(const Signature& other) const;
+
+  /// "all_reduce (sum) of 8 x Float", "broadcast of 8 x Float with root 1".
+  std::string text() const;
+};
+Signature signature_of(const Collective& call);
+
+/// "rank 0 called barrier, rank 1 called all_reduce (sum) of 8 x Float. All ranks must ..."; empty
+/// when all calls are the same. `calls` are those of `ranks`.
+std::string mismatch_text(const std::vector<int>& ranks, const std::vector<Signature>& calls);
 
 /// Throws a `UsageError` unless `tensor` is a defined, dense, contiguous one on the CPU. `verb`
 /// names the operation, `argument` the tensor.

@@ -111,9 +111,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// A tensor of `numel` zeros, one for each rank, in memory that the ranks of one host map: where
   /// all ranks give such tensors to a collective, they read and write each other's instead of
   /// copying them first. Its data start at a multiple of 64 bytes. An ordinary tensor where ranks
-  /// cannot share memory. Freed when the last tensor on it is gone, which may be after the
-  /// communicator. Collective and blocking: every rank gives the same numbers. Throws a `CommError`
-  /// when there is not the memory.
+  /// cannot share memory, or there is too little of it. Freed when the last tensor on it is gone,
+  /// which may be after the communicator. Collective and blocking: every rank gives the same
+  /// numbers (a `CommError` otherwise).
   virtual at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) = 0;
 
   /// Opens channels (see channel.h) to and from other ranks: through memory that both ends map
@@ -138,6 +138,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// split inherits it.
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
+
+  /// Whether every collective of this group first compares the calls of all ranks, and throws a
+  /// `CommError` on all of them that says which rank called what when they differ. Between ranks of
+  /// one host this is always done; elsewhere it costs a message to and from each rank. Off at first
+  /// unless the environment variable SMP_COMM_CHECK is 1; a split inherits it. All ranks must set
+  /// the same, between the same collectives.
+  virtual void check_collectives(bool on) = 0;
 
   void send(const at::Tensor& tensor, int destination, Tag tag) {
     isend(tensor, destination, tag)->wait();

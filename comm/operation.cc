@@ -9,6 +9,8 @@
 namespace smp::comm {
 namespace {
 
+constexpr std::chrono::milliseconds kLookForDeadline{100};
+
 class OperationWork final : public Work {
  public:
   OperationWork(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation)
@@ -22,14 +24,7 @@ class OperationWork final : public Work {
   }
 
   void wait() override {
-    const std::chrono::milliseconds timeout(operation_->group().timeout_ms.load());
-    const bool in_time =
-        transport_->wait_until(Transport::Clock::now() + timeout, [this] { return ended(); });
-    const bool failed = operation_->done() && !operation_->error().empty();
-    SMP_CHECK_WITH(CommError, !failed, operation_->error());
-    SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
-                   operation_->describe(), "]");
-    SMP_CHECK_WITH(TimeoutError, in_time, operation_->describe_timeout(timeout));
+    wait_for(*transport_, *operation_, Deadline(operation_->group().timeout()));
   }
 
  private:
@@ -157,6 +152,22 @@ std::string Operation::open_peers() const {
     text += (peer == peers.front() ? " " : ", ") + std::to_string(peer);
   }
   return text;
+}
+
+void wait_for(Transport& transport, const Operation& operation, const Deadline& deadline) {
+  const auto ended = [&] { return operation.done() || transport.aborted(); };
+  bool in_time = true;
+  while (in_time && !ended()) {  // the deadline may be brought forward meanwhile
+    const Transport::Clock::time_point now = Transport::Clock::now();
+    transport.wait_until(std::min(deadline.get(), now + kLookForDeadline), ended);
+    in_time = Transport::Clock::now() < deadline.get();
+  }
+  const bool failed = operation.done() && !operation.error().empty();
+  SMP_CHECK_WITH(CommError, !failed, operation.error());
+  SMP_CHECK_WITH(CommError, !transport.aborted(), transport.abort_text(), " [noticed by ",
+                 operation.describe(), "]");
+  SMP_CHECK_WITH(TimeoutError, operation.done(),
+                 operation.describe_timeout(operation.group().timeout()));
 }
 
 WorkPtr make_work(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/deadline.h"
 #include "comm/rounds.h"
 #include "comm/transport.h"
 #include "comm/work.h"
@@ -76,6 +77,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::string error_;  // written before done_
   std::atomic<bool> done_{false};
 };
+
+/// Waits, making progress, until the operation is complete; throws as `Work::wait` does.
+void wait_for(Transport& transport, const Operation& operation, const Deadline& deadline);
 
 /// The handle that the user gets.
 WorkPtr make_work(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation);

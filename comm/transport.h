@@ -26,6 +26,9 @@ struct Group {
   std::vector<int> world_ranks;  ///< Of all members, by rank in the group.
   int context;                   ///< The transport's number for the group; messages stay inside it.
   std::atomic<int64_t> timeout_ms{300'000};
+  std::atomic<bool> check_collectives{false};  ///< See Communicator::check_collectives.
+
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms.load()); }
 };
 
 /// One message of an operation under way. Holds the operation, and so its memory, alive.

@@ -14,9 +14,6 @@
 namespace smp::comm {
 namespace {
 
-// The tags above the users' belong to collectives, one for each until they come round again.
-constexpr int kCollectiveTags = 1 << 20;
-
 // Longer ones would overflow the clock.
 constexpr std::chrono::milliseconds kMaxTimeout = std::chrono::hours(24 * 365);
 
@@ -53,7 +50,10 @@ std::string problem_of(const std::vector<int>& members, int rank, int size) {
 
 TransportCommunicator::TransportCommunicator(std::shared_ptr<Transport> transport,
                                              std::shared_ptr<Group> group)
-    : transport_(std::move(transport)), group_(std::move(group)) {}
+    : transport_(std::move(transport)),
+      group_(std::move(group)),
+      engine_(std::make_shared<CollectiveEngine>(transport_, group_)),
+      queue_(std::make_shared<CollectiveQueue>(group_)) {}
 
 WorkPtr TransportCommunicator::isend(const at::Tensor& tensor, int destination, Tag tag) {
   check_tensor(name(), "isend", "tensor", tensor);
@@ -74,16 +74,39 @@ WorkPtr TransportCommunicator::irecv(const at::Tensor& tensor, int source, Tag t
 }
 
 WorkPtr TransportCommunicator::start(const Collective& call) {
-  Collective checked = call;
-  check_collective(checked, name(), rank(), size());
-  const at::Tensor& uniform = checked.uniform_tensor();
-  return start(
-      {checked.name(), uniform.defined() ? uniform.nbytes() : 0, -1, next_collective_tag()},
-      rounds_of(checked, rank(), size()), {checked.output, checked.input});
+  const Collective valid = checked(call);
+  if (size() == 1) {
+    return start({valid.name(), 0, -1, 0}, rounds_of(valid, 0, 1), {valid.output, valid.input});
+  }
+  return queue_->push(
+      [engine = engine_, valid](const Deadline& deadline) { engine->run(valid, deadline); });
+}
+
+void TransportCommunicator::run(const Collective& call) {
+  if (size() == 1) {
+    start(call)->wait();
+    return;
+  }
+  const Collective valid = checked(call);
+  queue_->run([&](const Deadline& deadline) { engine_->run(valid, deadline); });
 }
 
 at::Tensor TransportCommunicator::shared_tensor(int64_t numel, at::ScalarType dtype) {
-  return at::zeros({numel}, at::TensorOptions(dtype));
+  SMP_CHECK_WITH(UsageError, numel >= 0, "shared_tensor on group '", name(),
+                 "': expected 0 elements or more, got ", numel, ".");
+  if (size() == 1) {
+    return at::zeros({numel}, at::TensorOptions(dtype));
+  }
+  at::Tensor tensor;
+  queue_->run(
+      [&](const Deadline& deadline) { tensor = engine_->shared_tensor(numel, dtype, deadline); });
+  return tensor;
+}
+
+Collective TransportCommunicator::checked(const Collective& call) const {
+  Collective valid = call;
+  check_collective(valid, name(), rank(), size());
+  return valid;
 }
 
 Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
@@ -111,6 +134,7 @@ CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
   }
   group->context = transport_->make_context(*group_, members.front());
   group->timeout_ms = group_->timeout_ms.load();
+  group->check_collectives = group_->check_collectives.load();
   return std::make_shared<TransportCommunicator>(transport_, std::move(group));
 }
 
@@ -145,10 +169,6 @@ void TransportCommunicator::set_timeout(std::chrono::milliseconds timeout) {
   group_->timeout_ms = std::min(timeout, kMaxTimeout).count();
 }
 
-std::chrono::milliseconds TransportCommunicator::timeout() const {
-  return std::chrono::milliseconds(group_->timeout_ms.load());
-}
-
 void TransportCommunicator::check_tag(const char* verb, Tag tag) const {
   SMP_CHECK_WITH(UsageError, tag >= 0 && tag <= kMaxTag, verb, " on group '", name(),
                  "': expected a tag in 0 to ", kMaxTag, ", got ", tag, ".");
@@ -168,10 +188,6 @@ WorkPtr TransportCommunicator::start(OperationInfo info, std::vector<Round> roun
   auto operation = std::make_shared<Operation>(group_, info, std::move(rounds), std::move(tensors));
   operation->start(*transport_);
   return make_work(transport_, std::move(operation));
-}
-
-Tag TransportCommunicator::next_collective_tag() {
-  return kMaxTag + 1 + collectives_.fetch_add(1) % kCollectiveTags;
 }
 
 }  // namespace smp::comm

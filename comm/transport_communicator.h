@@ -1,10 +1,11 @@
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/collective_engine.h"
+#include "comm/collective_queue.h"
 #include "comm/communicator.h"
 #include "comm/operation.h"
 #include "comm/transport.h"
@@ -12,7 +13,7 @@
 namespace smp::comm {
 
 /// The one implementation of Communicator: checks arguments, makes operations and starts them on
-/// the transport of its back end.
+/// the transport of its back end; queues collectives for the engine.
 class TransportCommunicator final : public Communicator {
  public:
   TransportCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<Group> group);
@@ -24,24 +25,27 @@ class TransportCommunicator final : public Communicator {
   WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
   WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
   WorkPtr start(const Collective& call) override;
+  void run(const Collective& call) override;
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override;
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override;
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
   void set_timeout(std::chrono::milliseconds timeout) override;
-  std::chrono::milliseconds timeout() const override;
+  std::chrono::milliseconds timeout() const override { return group_->timeout(); }
+  void check_collectives(bool on) override { group_->check_collectives = on; }
 
  private:
   void check_tag(const char* verb, Tag tag) const;
   void check_channel(const char* argument, const ChannelSpec& spec) const;
   void check_members(const std::vector<int>& members);
   WorkPtr start(OperationInfo info, std::vector<Round> rounds, std::vector<at::Tensor> tensors);
-  Tag next_collective_tag();
+  Collective checked(const Collective& call) const;
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<Group> group_;
-  std::atomic<int> collectives_{0};
+  const std::shared_ptr<CollectiveEngine> engine_;
+  const std::shared_ptr<CollectiveQueue> queue_;
 };
 
 }  // namespace smp::comm

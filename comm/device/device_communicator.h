@@ -41,6 +41,7 @@ class DeviceCommunicator : public Communicator {
   void abort(const std::string& reason) noexcept override { host_->abort(reason); }
   void set_timeout(std::chrono::milliseconds timeout) override { host_->set_timeout(timeout); }
   std::chrono::milliseconds timeout() const override { return host_->timeout(); }
+  void check_collectives(bool on) override { host_->check_collectives(on); }
 
  protected:
   const CommunicatorPtr& host() const { return host_; }

@@ -350,7 +350,8 @@ class NcclCommunicator final : public DeviceCommunicator {
                  only_at(rank() == call.root, call.output.numel()));
         break;
       case Collective::Kind::kBarrier:
-        SMP_INTERNAL_ASSERT(false, "a barrier has no tensor");
+      case Collective::Kind::kSharedTensor:
+        SMP_INTERNAL_ASSERT(false, call.name(), " has no tensor on the device");
     }
   }
 

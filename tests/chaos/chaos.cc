@@ -153,6 +153,7 @@ class DelayedCommunicator final : public comm::Communicator {
     communicator_->set_timeout(timeout);
   }
   std::chrono::milliseconds timeout() const override { return communicator_->timeout(); }
+  void check_collectives(bool on) override { communicator_->check_collectives(on); }
 
  private:
   WorkPtr delayed(WorkPtr work) const {

@@ -396,21 +396,171 @@ TEST_P(Collectives, SplitRefusesWrongLists) {
   });
 }
 
-TEST_P(Collectives, DifferentSizesAreAnErrorThatNamesThem) {
+// Every rank throws, says the same, and can go on.
+TEST_P(Collectives, CallsThatDoNotMatchAreAnErrorThatSaysWhoCalledWhat) {
   if (GetParam() == 1) {
     return;  // nobody to differ from
   }
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
-    const at::Tensor tensor = at::ones({group->rank() == 0 ? 4 : 8}, at::kByte);
-    if (group->rank() == 0) {
-      EXPECT_THAT(error_text<CommError>([&] { group->all_reduce(tensor); }),
-                  AllOf(HasSubstr("all_reduce of 4 bytes on group 'world'"),
-                        HasSubstr("expected a message of 4 bytes from rank "),
-                        HasSubstr("got one of 8 bytes")));
-    } else {
-      group->set_timeout(std::chrono::milliseconds(50));
-      EXPECT_NE(error_text<CommError>([&] { group->all_reduce(tensor); }), "");
+    const bool first = group->rank() == 0;
+    EXPECT_THAT(
+        error_text<CommError>([&] { group->all_reduce(at::ones({first ? 4 : 8}, at::kByte)); }),
+        AllOf(HasSubstr("all_reduce of "), HasSubstr(" bytes on group 'world' (here rank "),
+              HasSubstr("does not match the other ranks' calls: rank 0 called all_reduce (sum) of "
+                        "4 x Byte, rank 1 called all_reduce (sum) of 8 x Byte"),
+              HasSubstr("All ranks must call the same collectives of a group in the same order")));
+    EXPECT_THAT(
+        error_text<CommError>([&] {
+          if (first) {
+            group->barrier();
+          } else {
+            group->broadcast(at::ones({3}), 1);
+          }
+        }),
+        HasSubstr("rank 0 called barrier, rank 1 called broadcast of 3 x Float with root 1"));
+    EXPECT_THAT(error_text<CommError>([&] {
+                  group->all_reduce(at::ones({3}), first ? ReduceOp::kMin : ReduceOp::kMax);
+                }),
+                HasSubstr("rank 0 called all_reduce (min) of 3 x Float, rank 1 called all_reduce "
+                          "(max) of 3 x Float"));
+    EXPECT_THAT(error_text<CommError>([&] {
+                  std::vector<int64_t> sends(group->size(), 1), receives(group->size(), 1);
+                  sends[1] += first ? 1 : 0;
+                  const int64_t sum = group->size();
+                  group->all_to_all(at::ones({sum}), receives, at::ones({sum + (first ? 1 : 0)}),
+                                    sends);
+                }),
+                HasSubstr("rank 0 sends 2 elements to rank 1, which expects 1. The input split of "
+                          "the one must be"));
+    EXPECT_THAT(error_text<CommError>([&] { group->shared_tensor(first ? 5 : 6, at::kFloat); }),
+                HasSubstr("rank 0 called shared_tensor of 5 x Float, rank 1 called shared_tensor"));
+    expect_all_reduce(*group, 1000, at::kFloat, ReduceOp::kSum);
+  });
+}
+
+// At the same offset in all, in the middle of one; large and small.
+TEST_P(Collectives, SharedTensorsWorkLikeOthers) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    for (const int64_t elements : {1, 700, 300'001}) {
+      SCOPED_TRACE(elements);
+      const at::Tensor shared = group->shared_tensor(2 * elements, at::kFloat);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(shared.const_data_ptr()) % 64, 0U);
+      EXPECT_TRUE(same_bits(shared, at::zeros({2 * elements})));
+      group->barrier();  // nobody writes before all have looked
+
+      const auto parts = values_of_all(size, elements, at::kFloat);
+      const at::Tensor tensor = shared.narrow(0, elements / 2, elements);
+      const auto fill = [&] { tensor.copy_(parts[rank]); };
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
+        fill();
+        group->all_reduce(tensor, op);
+        EXPECT_TRUE(same_bits(tensor, reduce_by_hand(parts, op)));
+      }
+      fill();
+      group->reduce(tensor, size - 1);
+      EXPECT_TRUE(same_bits(
+          tensor, rank == size - 1 ? reduce_by_hand(parts, ReduceOp::kSum) : parts[rank]));
+      fill();
+      group->broadcast(tensor, size - 1);
+      EXPECT_TRUE(same_bits(tensor, parts[size - 1]));
+      fill();
+      const at::Tensor all = at::empty({size * elements});
+      group->all_gather(all, tensor);
+      EXPECT_TRUE(same_bits(all, at::cat(parts)));
+      EXPECT_TRUE(same_bits(shared.narrow(0, 0, elements / 2), at::zeros({elements / 2})));
     }
+  });
+}
+
+TEST_P(Collectives, ReduceScatterAndAllToAllOfSharedTensors) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    for (const int64_t elements : {3, 150'001}) {
+      const auto parts = values_of_all(size, elements * size, at::kFloat);
+      const at::Tensor shared = group->shared_tensor(elements * size, at::kFloat);
+      shared.copy_(parts[rank]);
+      const at::Tensor own = shared.narrow(0, rank * elements, elements);
+      const at::Tensor output = at::empty({elements * size});
+      group->all_to_all(output, {}, shared, {});
+      for (int peer = 0; peer < size; ++peer) {
+        EXPECT_TRUE(same_bits(output.narrow(0, peer * elements, elements),
+                              parts[peer].narrow(0, rank * elements, elements)));
+      }
+      group->reduce_scatter(own, shared);
+      EXPECT_TRUE(same_bits(
+          own, reduce_by_hand(parts, ReduceOp::kSum).narrow(0, rank * elements, elements)));
+      group->all_gather(shared, own);
+      EXPECT_TRUE(same_bits(shared, reduce_by_hand(parts, ReduceOp::kSum)));
+    }
+  });
+}
+
+TEST_P(Collectives, ASharedTensorOutlivesItsGroupAndWorksInOthers) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    std::vector<int> all(group->size());
+    std::iota(all.begin(), all.end(), 0);
+    CommunicatorPtr other = group->split(all, "other");
+    const at::Tensor shared = other->shared_tensor(100'000, at::kInt);
+    other.reset();
+    shared.fill_(group->rank() + 1);
+    group->all_reduce(shared);
+    const int sum = group->size() * (group->size() + 1) / 2;
+    EXPECT_TRUE(same_bits(shared, at::full({100'000}, sum, at::kInt)));
+  });
+}
+
+// Blocking ones between outstanding ones, of all ways through the host.
+TEST_P(Collectives, RunInTheOrderIssued) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    const at::Tensor shared = group->shared_tensor(100'000, at::kLong);
+    const at::Tensor ordinary = at::ones({100'000}, at::kLong);
+    const at::Tensor small = at::ones({10}, at::kLong);
+    shared.fill_(1);
+    int64_t expected = 1;
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 12; ++i) {
+      for (const at::Tensor& tensor : {shared, ordinary, small}) {
+        works.push_back(group->iall_reduce(tensor, ReduceOp::kSum));
+      }
+      expected *= size;
+      if (i % 4 == 3) {
+        group->broadcast(small, i % size);
+      }
+    }
+    for (const WorkPtr& work : works) {
+      work->wait();
+    }
+    for (const at::Tensor& tensor : {shared, ordinary, small}) {
+      EXPECT_TRUE(same_bits(tensor, at::full_like(tensor, expected))) << "rank " << rank;
+    }
+  });
+}
+
+TEST_P(Collectives, ATimeOutNamesTheRanksThatHaveNotCome) {
+  if (GetParam() == 1) {
+    return;
+  }
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    std::vector<int> all(group->size());
+    std::iota(all.begin(), all.end(), 0);
+    const CommunicatorPtr part = group->split(all, "part");
+    part->barrier();
+    const bool late = group->rank() == group->size() - 1;
+    if (!late) {
+      part->set_timeout(std::chrono::milliseconds(100));
+      const auto expected =
+          AllOf(HasSubstr("all_reduce of 8 bytes on group 'part' (here rank "),
+                HasSubstr(c10::str("was not complete after 0.1 s; it waits for rank ",
+                                   group->size() - 1, ".")),
+                HasSubstr("Check that these ranks call the same collectives"));
+      const WorkPtr work = part->iall_reduce(at::ones({2}), ReduceOp::kSum);
+      EXPECT_FALSE(work->test());
+      EXPECT_THAT(error_text<TimeoutError>([&] { work->wait(); }), expected);
+      EXPECT_THAT(error_text<TimeoutError>([&] { part->all_reduce(at::ones({2})); }), expected);
+    }
+    group->barrier();
   });
 }
 
@@ -443,6 +593,8 @@ TEST_P(Collectives, RefuseBadArguments) {
     EXPECT_THAT(
         error_text<UsageError>([&] { group->all_reduce(at::ones({2}), ReduceOp::kBitAnd); }),
         HasSubstr("bitwise and is not defined for Float. Convert the tensor"));
+    EXPECT_THAT(error_text<UsageError>([&] { group->shared_tensor(-1, at::kFloat); }),
+                HasSubstr("shared_tensor on group 'world': expected 0 elements or more, got -1"));
     EXPECT_THAT(error_text<UsageError>([&] { group->set_timeout(std::chrono::seconds(0)); }),
                 HasSubstr("expected a positive time, got 0 ms"));
   });

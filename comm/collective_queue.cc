@@ -1,0 +1,123 @@
+#include "comm/collective_queue.h"
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+// What set_error_context() was given on this thread, which error_prefix() puts into brackets.
+std::string error_context() {
+  const std::string prefix = error_prefix();
+  return prefix.substr(1, prefix.size() - 3);
+}
+
+}  // namespace
+
+class CollectiveQueue::QueuedWork final : public Work {
+ public:
+  QueuedWork(std::shared_ptr<CollectiveQueue> queue, EntryPtr entry)
+      : queue_(std::move(queue)), entry_(std::move(entry)) {}
+
+  bool test() override { return entry_->done.load(std::memory_order_acquire); }
+  void wait() override { queue_->wait(entry_); }
+
+ private:
+  const std::shared_ptr<CollectiveQueue> queue_;
+  const EntryPtr entry_;
+};
+
+CollectiveQueue::~CollectiveQueue() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    const auto left =
+        std::uncaught_exceptions() > 0 ? std::chrono::milliseconds(0) : group_->timeout();
+    for (const EntryPtr& entry : entries_) {
+      entry->deadline.set(left);
+    }
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+WorkPtr CollectiveQueue::push(Task task) {
+  auto entry = std::make_shared<Entry>();
+  entry->task = std::move(task);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    entries_.push_back(entry);
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this, context = error_context()] { loop(context); });
+    }
+  }
+  changed_.notify_all();
+  return std::make_shared<QueuedWork>(shared_from_this(), std::move(entry));
+}
+
+bool CollectiveQueue::try_occupy() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (occupied_ || !entries_.empty()) {
+    return false;
+  }
+  occupied_ = true;
+  return true;
+}
+
+void CollectiveQueue::release() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  occupied_ = false;
+  if (!entries_.empty()) {
+    changed_.notify_all();
+  }
+}
+
+// Those issued before hold this one up, so the deadline is theirs too.
+void CollectiveQueue::wait(const EntryPtr& entry) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!entry->done) {
+    for (auto one = entries_.begin(); one != entries_.end(); ++one) {
+      (*one)->deadline.set(group_->timeout());
+      if (*one == entry) {
+        break;
+      }
+    }
+  }
+  changed_.wait(lock, [&] { return entry->done.load(std::memory_order_acquire); });
+  if (entry->error) {
+    std::rethrow_exception(entry->error);
+  }
+}
+
+void CollectiveQueue::loop(const std::string& error_context) {
+  set_error_context(error_context);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return !occupied_ && (stop_ || !entries_.empty()); });
+    if (entries_.empty()) {
+      return;
+    }
+    const EntryPtr entry = entries_.front();
+    occupied_ = true;
+    lock.unlock();
+    execute(*entry);
+    lock.lock();
+    occupied_ = false;
+    entries_.pop_front();
+    entry->done.store(true, std::memory_order_release);
+    changed_.notify_all();
+  }
+}
+
+// The task, and with it the tensors, is gone before the work is complete.
+void CollectiveQueue::execute(Entry& entry) {
+  try {
+    entry.task(entry.deadline);
+  } catch (...) {
+    entry.error = std::current_exception();
+  }
+  entry.task = nullptr;
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "comm/deadline.h"
+#include "comm/transport.h"
+#include "comm/work.h"
+
+namespace smp::comm {
+
+/// Runs the collectives of one communicator one after the other, in the order in which they were
+/// issued. One that is waited for at once runs on the caller's thread, if nothing is outstanding;
+/// the others run on a thread of the queue, which starts with the first of them, and go on while
+/// their rank computes.
+class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
+ public:
+  using Task = std::function<void(const Deadline&)>;
+
+  explicit CollectiveQueue(std::shared_ptr<const Group> group) : group_(std::move(group)) {}
+
+  /// Returns when everything issued has run, since peers need it; at once, giving it up, while an
+  /// exception is thrown.
+  ~CollectiveQueue();
+
+  /// Runs the task now, or queues it and waits. Throws what it throws.
+  template <class F>
+  void run(F&& task) {
+    if (!try_occupy()) {
+      push(std::forward<F>(task))->wait();
+      return;
+    }
+    const Release release{*this};
+    task(Deadline(group_->timeout()));
+  }
+
+  /// Queues the task; the work throws what it throws.
+  WorkPtr push(Task task);
+
+ private:
+  struct Entry {
+    Task task;
+    Deadline deadline;
+    std::exception_ptr error;  // written before done
+    std::atomic<bool> done{false};
+  };
+  using EntryPtr = std::shared_ptr<Entry>;
+
+  struct Release {
+    CollectiveQueue& queue;
+    ~Release() { queue.release(); }
+  };
+
+  class QueuedWork;
+
+  bool try_occupy();
+  void release();
+  void wait(const EntryPtr& entry);
+  void loop(const std::string& error_context);
+  static void execute(Entry& entry);
+
+  const std::shared_ptr<const Group> group_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<EntryPtr> entries_;  // the first one may be running
+  bool occupied_ = false;         // a task runs
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace smp::comm

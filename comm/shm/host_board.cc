@@ -1,0 +1,259 @@
+#include "comm/shm/host_board.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/shm/futex.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kLine = 64;
+constexpr Clock::duration kNow{0};
+
+// So often a rank looks again before it gives its core away: for some microseconds.
+constexpr int kLooks = 200;
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Where things are in the part of one rank: two cards, the steps, and for each card the splits and
+// the small data; then the buffers.
+struct PartLayout {
+  explicit PartLayout(int group_size)
+      : splits_bytes(round_up(2 * group_size * sizeof(int64_t), kLine)) {}
+
+  size_t card(uint32_t number) const { return number % 2 * kLine; }
+  size_t steps() const { return 2 * kLine; }
+  size_t splits(uint32_t number) const { return 4 * kLine + number % 2 * splits_bytes; }
+  size_t small(uint32_t number) const {
+    return 4 * kLine + 2 * splits_bytes + number % 2 * HostBoard::kSmallBytes;
+  }
+  size_t buffers() const { return small(0) + 2 * HostBoard::kSmallBytes; }
+  size_t total(bool with_buffers) const {
+    const size_t room = with_buffers ? HostBoard::kBuffers * HostBoard::kBufferBytes : 0;
+    return round_up(buffers() + room, 4096);
+  }
+
+  size_t splits_bytes;
+};
+
+bool reached(uint32_t current, uint32_t value) {
+  return static_cast<int32_t>(current - value) >= 0;  // numbers wrap around
+}
+
+}  // namespace
+
+struct HostBoard::Steps {
+  alignas(kLine) std::atomic<uint32_t> staged;
+  std::atomic<uint32_t> reduced;
+  std::atomic<uint32_t> done;
+  alignas(kLine) std::atomic<uint32_t> sleepers;  // ranks that sleep on a word of this one
+};
+
+size_t HostBoard::bytes(int ranks, int group_size, bool with_buffers) {
+  return SharedMemory::kReserved + ranks * PartLayout(group_size).total(with_buffers);
+}
+
+HostBoard::HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+                     const HostLayout& layout, std::shared_ptr<SharedMemory> memory)
+    : transport_(std::move(transport)),
+      group_(std::move(group)),
+      group_ranks_(layout.local()),
+      rank_(layout.local_rank),
+      memory_(std::move(memory)),
+      part_bytes_((memory_->size() - SharedMemory::kReserved) / group_ranks_.size()),
+      may_spin_(transport_->has_core_for_each_rank()) {
+  for (const int rank : group_ranks_) {
+    processes_.emplace_back(layout.processes[rank]);
+  }
+}
+
+void HostBoard::begin(const OperationInfo& info, const Deadline& deadline) {
+  info_ = info;
+  deadline_ = &deadline;
+  SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
+                 describe(info_), "]");
+}
+
+HostBoard::Steps& HostBoard::steps(int rank) const {
+  return *reinterpret_cast<Steps*>(part(rank) + PartLayout(group_->size).steps());
+}
+
+Card& HostBoard::card_of(int rank, uint32_t number) const {
+  return *reinterpret_cast<Card*>(part(rank) + PartLayout(group_->size).card(number));
+}
+
+Card& HostBoard::next_card() { return card_of(rank_, ++entered_); }
+
+void HostBoard::show_card() {
+  announce(entered_ % 2 == 0 ? WordKind::kEvenCard : WordKind::kOddCard, entered_);
+}
+
+void HostBoard::await_cards() {
+  const WordKind kind = entered_ % 2 == 0 ? WordKind::kEvenCard : WordKind::kOddCard;
+  for (int rank = 0; rank < ranks(); ++rank) {
+    await_word(kind, entered_, rank);
+  }
+}
+
+void HostBoard::check_same_calls(const OperationInfo& info) const {
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (!(card(rank).call == card(rank_).call)) {
+      fail_mismatch(info);
+    }
+  }
+}
+
+void HostBoard::fail_mismatch(const OperationInfo& info) const {
+  std::vector<Signature> calls;
+  for (int rank = 0; rank < ranks(); ++rank) {
+    calls.push_back(card(rank).call);
+  }
+  detail::fail<CommError>(describe(info), " does not match the other ranks' calls: ",
+                          mismatch_text(group_ranks_, calls));
+}
+
+const Card& HostBoard::card(int rank) const { return card_of(rank, entered_); }
+
+std::byte* HostBoard::small(int rank) const {
+  return part(rank) + PartLayout(group_->size).small(entered_);
+}
+
+int64_t* HostBoard::splits(int rank) const {
+  return reinterpret_cast<int64_t*>(part(rank) + PartLayout(group_->size).splits(entered_));
+}
+
+std::byte* HostBoard::buffer(int rank, uint32_t step) const {
+  return part(rank) + PartLayout(group_->size).buffers() + step % kBuffers * kBufferBytes;
+}
+
+HostBoard::WordKind HostBoard::word_kind(Progress progress) {
+  switch (progress) {
+    case Progress::kStaged:
+      return WordKind::kStaged;
+    case Progress::kReduced:
+      return WordKind::kReduced;
+    case Progress::kDone:
+      break;
+  }
+  return WordKind::kDone;
+}
+
+HostBoard::Word& HostBoard::word(WordKind kind, int rank) const {
+  switch (kind) {
+    case WordKind::kEvenCard:
+      return card_of(rank, 0).number;
+    case WordKind::kOddCard:
+      return card_of(rank, 1).number;
+    case WordKind::kStaged:
+      return steps(rank).staged;
+    case WordKind::kReduced:
+      return steps(rank).reduced;
+    case WordKind::kDone:
+      break;
+  }
+  return steps(rank).done;
+}
+
+void HostBoard::signal(Progress progress, uint32_t step) { announce(word_kind(progress), step); }
+
+void HostBoard::await(Progress progress, uint32_t step, int rank) const {
+  await_word(word_kind(progress), step, rank);
+}
+
+void HostBoard::await_all(Progress progress, uint32_t step) const {
+  for (int rank = 0; rank < ranks(); ++rank) {
+    await_word(word_kind(progress), step, rank);
+  }
+}
+
+uint32_t HostBoard::take_steps(uint32_t count) {
+  const uint32_t first = next_step_;
+  next_step_ += count;
+  return first;
+}
+
+// Both orders, here and in sleep_until, are sequentially consistent, so that either the sleeper is
+// seen or the word is; no wake is lost.
+void HostBoard::announce(WordKind kind, uint32_t value) {
+  Word& own = word(kind, rank_);
+  own.store(value, std::memory_order_seq_cst);
+  if (steps(rank_).sleepers.load(std::memory_order_seq_cst) > 0) {
+    futex_wake(own);
+  }
+}
+
+void HostBoard::await_word(WordKind kind, uint32_t value, int rank) const {
+  Word& theirs = word(kind, rank);
+  const auto ready = [&] { return reached(theirs.load(std::memory_order_acquire), value); };
+  if (rank == rank_ || ready()) {
+    return;
+  }
+  for (int i = 0; may_spin_ && i < kLooks; ++i) {
+    if (ready()) {
+      return;
+    }
+    relax();
+  }
+  // The other may have been put on this rank's core, or there are more ranks than cores.
+  const Clock::time_point end = Clock::now() + kSpin;
+  do {
+    sched_yield();
+    if (ready()) {
+      return;
+    }
+  } while (Clock::now() < end);
+  sleep_until(kind, value, rank);
+}
+
+void HostBoard::sleep_until(WordKind kind, uint32_t value, int rank) const {
+  Word& theirs = word(kind, rank);
+  Word& sleepers = steps(rank).sleepers;
+  while (true) {
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t current = theirs.load(std::memory_order_seq_cst);
+    if (!reached(current, value)) {
+      const Clock::duration left = deadline_->get() - Clock::now();
+      futex_wait(theirs, current, std::clamp<Clock::duration>(left, kNow, kLookAround));
+    }
+    sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (reached(theirs.load(std::memory_order_acquire), value)) {
+      return;
+    }
+    SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
+                   describe(info_), "]");
+    check_alive(kind, value);
+    if (Clock::now() >= deadline_->get()) {
+      detail::fail<TimeoutError>(
+          describe_timeout(*group_, info_, group_->timeout(), missing(kind, value)));
+    }
+  }
+}
+
+// A rank that has ended may have announced it just before.
+void HostBoard::check_alive(WordKind kind, uint32_t value) const {
+  for (int peer = 0; peer < ranks(); ++peer) {
+    const bool lost = processes_[peer].ended() &&
+                      !reached(word(kind, peer).load(std::memory_order_acquire), value);
+    SMP_CHECK_WITH(CommError, !lost, describe(info_), " failed: the process of rank ",
+                   group_ranks_[peer], " has ended. Look at that rank's own output.");
+  }
+}
+
+// "rank 1" or "ranks 1, 3": those that have not come so far.
+std::string HostBoard::missing(WordKind kind, uint32_t value) const {
+  std::vector<int> late;
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (rank != rank_ && !reached(word(kind, rank).load(std::memory_order_acquire), value)) {
+      late.push_back(group_ranks_[rank]);
+    }
+  }
+  return c10::str(late.size() == 1 ? "rank " : "ranks ", c10::Join(", ", late));
+}
+
+}  // namespace smp::comm

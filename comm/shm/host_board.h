@@ -1,0 +1,141 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collective.h"
+#include "comm/deadline.h"
+#include "comm/operation.h"
+#include "comm/shm/places.h"
+#include "comm/shm/share.h"
+#include "comm/shm/shared_memory.h"
+#include "comm/transport.h"
+
+namespace smp::comm {
+
+/// How data get from rank to rank.
+enum class Way {
+  kSmall,    ///< Everybody's lie beside the cards.
+  kDirect,   ///< Every rank sees all tensors.
+  kBuffers,  ///< In pieces.
+};
+
+/// What a rank shows when it enters a collective: what it calls, and where its tensors are.
+struct alignas(64) Card {
+  std::atomic<uint32_t> number{0};  ///< Of the collective, from 1; written last.
+  Signature call;
+  uint64_t source_bytes = 0;  ///< That this rank gives: of its input.
+  Place place;                ///< Of its input, or of its output where it gives nothing.
+};
+static_assert(sizeof(Card) == 64);
+
+/// The memory by which the ranks of one host work together on a collective, and the waits on it.
+///
+/// Every rank has a part that only it writes: a card for every second collective, steps of its
+/// progress, room for small data, and buffers through which larger data pass. Every word that
+/// others wait for only grows, and is written after what it announces (release) and read before it
+/// (acquire), so nothing is ever locked.
+///
+/// A card of collective s is overwritten at s + 2. A rank gets there only when all have entered
+/// s + 1, so nobody reads the card of s any more; the same holds for the small data beside it.
+class HostBoard {
+ public:
+  /// How far a rank is; numbers of steps since the board was made.
+  enum class Progress {
+    kStaged,   ///< What this rank gives in the step is in its buffer.
+    kReduced,  ///< Its part of the result is.
+    kDone,     ///< It reads nothing more of anybody's buffers of the step.
+  };
+
+  /// Bytes that each rank can give in one go.
+  static constexpr size_t kSmallBytes = 16 << 10;
+  /// Bytes of one buffer, and how many each rank has: what is on its way while another is filled.
+  static constexpr size_t kBufferBytes = 128 << 10;
+  static constexpr uint32_t kBuffers = 4;
+
+  /// The bytes for so many ranks of one host, of a group of `group_size`. Without buffers where all
+  /// ranks are threads of one process, which need none.
+  static size_t bytes(int ranks, int group_size, bool with_buffers);
+
+  /// A view of the board by one rank. `memory` is zero when the board is new.
+  HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+            const HostLayout& layout, std::shared_ptr<SharedMemory> memory);
+
+  int ranks() const { return static_cast<int>(group_ranks_.size()); }
+  int rank() const { return rank_; }
+
+  /// "all_reduce of 8 bytes on group 'world' (here rank 0 of 2), ...".
+  std::string describe(const OperationInfo& info) const { return comm::describe(*group_, info); }
+
+  /// Says which call the waits are for, from now on. Throws when a rank has aborted.
+  void begin(const OperationInfo& info, const Deadline& deadline);
+
+  /// The card of the next collective, for this rank to fill in, then to show.
+  Card& next_card();
+  void show_card();
+
+  /// Waits until all ranks have shown theirs.
+  void await_cards();
+
+  /// Throws a `CommError` that says which rank called what, unless all have shown the same call.
+  /// All ranks see the same cards, so that all throw or none.
+  void check_same_calls(const OperationInfo& info) const;
+
+  // Of the collective entered last:
+  const Card& card(int rank) const;
+  std::byte* small(int rank) const;
+  int64_t* splits(int rank) const;  ///< Room for 2 * group_size numbers.
+
+  std::byte* buffer(int rank, uint32_t step) const;
+
+  /// Says that this rank has come so far in `step`.
+  void signal(Progress progress, uint32_t step);
+  /// Waits until rank, or all ranks, have.
+  void await(Progress progress, uint32_t step, int rank) const;
+  void await_all(Progress progress, uint32_t step) const;
+
+  /// The number of the first step that no collective has used; `count` of them are taken.
+  uint32_t take_steps(uint32_t count);
+
+ private:
+  struct Steps;
+  using Word = std::atomic<uint32_t>;
+
+  // The words that a rank writes and others wait for: its two cards' numbers, and its progress.
+  enum class WordKind { kEvenCard, kOddCard, kStaged, kReduced, kDone };
+  static WordKind word_kind(Progress progress);
+
+  std::byte* part(int rank) const {
+    return memory_->data() + SharedMemory::kReserved + rank * part_bytes_;
+  }
+  Steps& steps(int rank) const;
+  Card& card_of(int rank, uint32_t number) const;
+  Word& word(WordKind kind, int rank) const;
+  void announce(WordKind kind, uint32_t value);
+  void await_word(WordKind kind, uint32_t value, int rank) const;
+  void sleep_until(WordKind kind, uint32_t value, int rank) const;
+  void check_alive(WordKind kind, uint32_t value) const;
+  [[noreturn]] void fail_mismatch(const OperationInfo& info) const;
+  std::string missing(WordKind kind, uint32_t value) const;
+
+  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<const Group> group_;
+  const std::vector<int> group_ranks_;  // by rank of the host
+  const int rank_;
+  const std::shared_ptr<SharedMemory> memory_;
+  const size_t part_bytes_;
+  const bool may_spin_;
+  std::vector<ProcessWatch> processes_;
+
+  OperationInfo info_{};
+  const Deadline* deadline_ = nullptr;
+  uint32_t entered_ = 0;
+  uint32_t next_step_ = 1;
+};
+
+}  // namespace smp::comm

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <memory>
+
+#include "comm/collective.h"
+#include "comm/shm/host_board.h"
+
+namespace smp::comm {
+
+/// Collectives of a group whose ranks are all on one host, through memory that they share.
+///
+/// - Up to some KiB: every rank writes its data beside its card; when all have come, each rank
+///   reduces, or takes, what it needs. Nobody waits again.
+/// - Where all ranks see each other's tensors (threads of one process, or tensors of
+///   Communicator::shared_tensor): every rank reduces its slice of all tensors in rank order and
+///   writes the result to all of them; or copies what it needs straight from the others'.
+/// - Otherwise through buffers, piece by piece, so that the ranks copy, reduce and take at the same
+///   time. A rank's own slice is never copied.
+class HostCollectives {
+ public:
+  /// `in_one_process`: the ranks are threads, so `board` has no buffers.
+  HostCollectives(std::unique_ptr<HostBoard> board, bool in_one_process)
+      : board_(std::move(board)), in_one_process_(in_one_process) {}
+
+  /// Runs a call that was checked (check_collective). Throws a `CommError` on every rank, which
+  /// says who called what, when the ranks' calls do not match.
+  void run(const Collective& call, const OperationInfo& info, const Deadline& deadline);
+
+ private:
+  void show(const Collective& call);
+  void check_calls(const Collective& call, const OperationInfo& info) const;
+  bool all_small() const;
+  bool all_visible() const;
+  Place place(const at::Tensor& tensor) const;
+
+  const std::unique_ptr<HostBoard> board_;
+  const bool in_one_process_;
+};
+
+}  // namespace smp::comm

@@ -1,0 +1,136 @@
+#include "comm/shm/share.h"
+
+#include <algorithm>
+
+#include "smp/core/error.h"
+#include "smp/core/log.h"
+
+namespace smp::comm {
+namespace {
+
+// What a rank tells the others of itself.
+struct Introduction {
+  int32_t first_of_host;
+  ProcessId process;
+};
+
+// The memory that the first rank of a host has made: 0 when it has none to offer.
+struct Offer {
+  uint64_t memory;
+  int32_t fd;
+};
+
+// Whether a rank has mapped what was offered; if not, it waits for the descriptor.
+struct Answer {
+  bool mapped;
+};
+
+std::shared_ptr<SharedMemory> try_create(size_t bytes) {
+  try {
+    return SharedMemory::create(bytes);
+  } catch (const CommError& error) {
+    log_warning(error.what());
+    return nullptr;
+  }
+}
+
+std::shared_ptr<SharedMemory> try_map(const ProcessId& owner, const Offer& offer, size_t bytes) {
+  if (auto memory = SharedMemory::find(offer.memory)) {
+    return memory;
+  }
+  const int fd = open_fd_of(owner, offer.fd, offer.memory);
+  return fd < 0 ? nullptr : SharedMemory::map(fd, bytes, offer.memory);
+}
+
+// Each rank that waits has a mailbox of its own.
+uint64_t mailbox_of(uint64_t memory, int rank) {
+  return memory ^ (static_cast<uint64_t>(rank) + 1) * 0x9e3779b97f4a7c15U;
+}
+
+}  // namespace
+
+bool HostLayout::is_contiguous() const {
+  return std::all_of(hosts.begin(), hosts.end(), [](const std::vector<int>& ranks) {
+    return ranks.back() - ranks.front() + 1 == static_cast<int>(ranks.size());
+  });
+}
+
+bool HostLayout::is_one_process() const {
+  const ProcessId self = this_process();
+  return std::all_of(local().begin(), local().end(), [&](int rank) {
+    return processes[rank].pid == self.pid && processes[rank].pid_namespace == self.pid_namespace;
+  });
+}
+
+HostLayout find_hosts(const Transport& transport, const Group& group,
+                      const MessageCollectives& messages) {
+  int first = 0;
+  while (first != group.rank &&
+         !transport.shares_memory(group.world_rank, group.world_ranks[first])) {
+    ++first;
+  }
+  const auto ranks = gather_values(messages, group.size, Introduction{first, this_process()});
+  HostLayout layout;
+  std::vector<int> host_of_first(group.size, -1);
+  for (int rank = 0; rank < group.size; ++rank) {
+    int& host = host_of_first[ranks[rank].first_of_host];
+    if (host < 0) {
+      host = static_cast<int>(layout.hosts.size());
+      layout.hosts.emplace_back();
+    }
+    if (rank == group.rank) {
+      layout.host = host;
+      layout.local_rank = static_cast<int>(layout.hosts[host].size());
+    }
+    layout.hosts[host].push_back(rank);
+    layout.processes.push_back(ranks[rank].process);
+  }
+  return layout;
+}
+
+std::shared_ptr<SharedMemory> share_memory(const Group& group, const HostLayout& layout,
+                                           size_t bytes, const MessageCollectives& messages) {
+  const int leader = layout.local().front();
+  const bool leads = leader == group.rank;
+  std::shared_ptr<SharedMemory> memory = leads ? try_create(bytes) : nullptr;
+  const auto offers = gather_values(messages, group.size,
+                                    memory ? Offer{memory->id(), memory->fd()} : Offer{0, -1});
+  const Offer& offer = offers[leader];
+  if (!leads && offer.memory != 0) {
+    memory = try_map(layout.processes[leader], offer, bytes);
+  }
+  std::unique_ptr<FdMailbox> mailbox;
+  if (!memory && offer.memory != 0) {
+    mailbox = std::make_unique<FdMailbox>(mailbox_of(offer.memory, group.rank));
+  }
+  const auto have_it = [](const std::vector<Answer>& answers) {
+    return std::all_of(answers.begin(), answers.end(), [](const Answer& a) { return a.mapped; });
+  };
+  auto answers = gather_values(messages, group.size, Answer{memory != nullptr});
+  if (!have_it(answers)) {
+    for (const int rank : layout.local()) {
+      if (leads && memory && !answers[rank].mapped) {
+        post_fd(mailbox_of(memory->id(), rank), memory->fd());
+      }
+    }
+    gather_values(messages, group.size, Answer{});  // all descriptors are sent
+    if (mailbox) {
+      memory = SharedMemory::map(mailbox->take(), bytes, offer.memory);
+    }
+    answers = gather_values(messages, group.size, Answer{memory != nullptr});
+  }
+  if (leads && memory) {
+    memory->close_fd();
+  }
+  if (!have_it(answers)) {
+    if (group.rank == 0) {
+      log_warning(c10::str("ranks of group '", group.name,
+                           "' on one host cannot map each other's memory; their collectives send "
+                           "messages instead, which is slower."));
+    }
+    return nullptr;
+  }
+  return memory;
+}
+
+}  // namespace smp::comm

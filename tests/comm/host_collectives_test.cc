@@ -1,0 +1,156 @@
+// What a rank sees of another process that dies or stalls in the middle of collectives. The other
+// process is forked here.
+
+#include "comm/shm/host_collectives.h"
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "smp/core/error.h"
+#include "tests/comm/test_tensors.h"
+
+namespace smp::comm {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+// What the board needs of a transport: whether some rank has aborted.
+class QuietTransport final : public Transport {
+ public:
+  void start(Transfer) override {}
+  void poll() override {}
+  bool wait_until(Clock::time_point, const std::function<bool()>& ready) override {
+    return ready();
+  }
+  void notify() override {}
+  int make_context(const Group&, int) override { return 0; }
+  bool shares_memory(int, int) const override { return true; }
+  bool has_core_for_each_rank() const override { return true; }
+  void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
+};
+
+class TwoProcesses : public testing::Test {
+ public:
+  TwoProcesses() : memory_(SharedMemory::create(HostBoard::bytes(2, 2, true))) {
+    at::set_num_threads(1);
+  }
+
+  ~TwoProcesses() override {
+    if (child_ > 0) {
+      kill(child_, SIGKILL);
+      waitpid(child_, nullptr, 0);
+    }
+  }
+
+  // Rank 1 does `body` in another process, rank 0 is this one.
+  void start(const std::function<void(TwoProcesses&)>& body) {
+    const ProcessId self = this_process();
+    child_ = fork();
+    if (child_ == 0) {
+      open(1, {self, this_process()});
+      body(*this);
+      _exit(0);
+    }
+    open(0, {self, {child_, self.pid_namespace}});
+  }
+
+  void all_reduce(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
+    const Collective call{Collective::Kind::kAllReduce, tensor, tensor, ReduceOp::kSum, -1, {}, {}};
+    group_->timeout_ms = timeout.count();
+    collectives_->run(call, {call.name(), tensor.nbytes(), -1, kMaxTag + ++number_},
+                      Deadline(timeout));
+  }
+
+ protected:
+  const std::shared_ptr<QuietTransport> transport_ = std::make_shared<QuietTransport>();
+
+ private:
+  void open(int rank, std::vector<ProcessId> processes) {
+    group_->name = "world";
+    group_->rank = rank;
+    group_->size = 2;
+    const HostLayout layout{{{0, 1}}, 0, rank, std::move(processes)};
+    collectives_ = std::make_unique<HostCollectives>(
+        std::make_unique<HostBoard>(transport_, group_, layout, memory_), false);
+  }
+
+  const std::shared_ptr<Group> group_ = std::make_shared<Group>();
+  const std::shared_ptr<SharedMemory> memory_;
+  std::unique_ptr<HostCollectives> collectives_;
+  pid_t child_ = 0;
+  int number_ = 0;
+};
+
+constexpr std::chrono::milliseconds kLong{30'000};
+
+TEST_F(TwoProcesses, AKilledPeerEndsTheWaitAfterWhatItHasDone) {
+  start([](TwoProcesses& peer) {
+    peer.all_reduce(at::full({100'000}, 2.0F), kLong);
+    raise(SIGKILL);
+  });
+  const at::Tensor tensor = at::ones({100'000});
+  all_reduce(tensor, kLong);
+  EXPECT_TRUE(same_bits(tensor, at::full({100'000}, 3.0F)));
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_THAT(error_text<CommError>([&] { all_reduce(tensor, kLong); }),
+              AllOf(HasSubstr("all_reduce of 400000 bytes on group 'world' (here rank 0 of 2), "
+                              "collective number 2 failed: the process of rank 1 has ended"),
+                    HasSubstr("Look at that rank's own output.")));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+}
+
+TEST_F(TwoProcesses, AStalledPeerIsNamedWhenTheTimeIsOver) {
+  start([](TwoProcesses& peer) {
+    peer.all_reduce(at::ones({3}), kLong);
+    while (true) pause();
+  });
+  all_reduce(at::ones({3}), kLong);
+  EXPECT_THAT(
+      error_text<TimeoutError>([&] { all_reduce(at::ones({3}), std::chrono::milliseconds(200)); }),
+      HasSubstr("all_reduce of 12 bytes on group 'world' (here rank 0 of 2), collective "
+                "number 2 was not complete after 0.2 s; it waits for rank 1."));
+}
+
+TEST_F(TwoProcesses, AnAbortEndsTheWait) {
+  start([](TwoProcesses&) {
+    while (true) pause();
+  });
+  std::thread aborter([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    transport_->abort(1, "rank 1 failed: disk full");
+  });
+  EXPECT_THAT(error_text<CommError>([&] { all_reduce(at::ones({3}), kLong); }),
+              HasSubstr("rank 1 failed: disk full [noticed by all_reduce of 12 bytes"));
+  aborter.join();
+}
+
+// More steps than buffers, and each process at its own pace.
+TEST_F(TwoProcesses, ManyOfAllSizesKeepTheirBits) {
+  const auto sum_of = [](int64_t elements) {
+    return reduce_by_hand(values_of_all(2, elements, at::kFloat), ReduceOp::kSum);
+  };
+  start([](TwoProcesses& peer) {
+    for (int64_t i = 0; i < 200; ++i) {
+      peer.all_reduce(values_of(1, i * i * 31, at::kFloat), kLong);
+    }
+  });
+  for (int64_t i = 0; i < 200; ++i) {
+    const at::Tensor tensor = values_of(0, i * i * 31, at::kFloat);
+    all_reduce(tensor, kLong);
+    ASSERT_TRUE(same_bits(tensor, sum_of(i * i * 31))) << i;
+  }
+}
+
+}  // namespace
+}  // namespace smp::comm

@@ -1,0 +1,208 @@
+// Groups whose ranks pretend to be on several hosts: the bits are those of one host, and no more
+// goes from host to host than must.
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "comm/threads/run_ranks.h"
+#include "comm/threads/thread_world.h"
+#include "comm/transport_communicator.h"
+#include "smp/core/error.h"
+#include "tests/comm/test_tensors.h"
+
+namespace smp::comm {
+namespace {
+
+using testing::HasSubstr;
+
+class OneIntraOpThread : public testing::Environment {
+ public:
+  void SetUp() override { at::set_num_threads(1); }
+};
+const auto* const kOneIntraOpThread = testing::AddGlobalTestEnvironment(new OneIntraOpThread);
+
+using Hosts = std::vector<int>;
+
+void on_hosts(const Hosts& hosts, const std::function<void(const CommunicatorPtr&)>& body) {
+  run_ranks(
+      static_cast<int>(hosts.size()),
+      [&](const CommunicatorPtr& world) {
+        world->set_timeout(std::chrono::seconds(30));
+        body(world);
+      },
+      hosts);
+}
+
+class Layouts : public testing::TestWithParam<Hosts> {};
+INSTANTIATE_TEST_SUITE_P(Hosts, Layouts,
+                         testing::Values(Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}, Hosts{0, 0, 0, 1},
+                                         Hosts{0, 0, 1, 1, 2}, Hosts{0, 1, 2}, Hosts{0, 1, 0, 1},
+                                         Hosts{0, 0, 1, 0}));
+
+// Sizes below and above what goes along the chain, and more than all its buffers hold.
+TEST_P(Layouts, AllReduceHasTheBitsOfTheSumInRankOrder) {
+  on_hosts(GetParam(), [](const CommunicatorPtr& world) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kLong}) {
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMax}) {
+        if (!is_defined(dtype, op)) {
+          continue;
+        }
+        for (const int64_t elements : {7, 65'537, 1'000'003}) {
+          const auto parts = values_of_all(world->size(), elements, dtype);
+          const at::Tensor tensor = parts[world->rank()].clone();
+          world->all_reduce(tensor, op);
+          EXPECT_TRUE(same_bits(tensor, reduce_by_hand(parts, op)))
+              << to_string(op) << " of " << elements << " x " << dtype;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Layouts, TheOtherCollectivesWorkToo) {
+  on_hosts(GetParam(), [](const CommunicatorPtr& world) {
+    const int size = world->size(), rank = world->rank();
+    for (const int64_t elements : {5, 100'000}) {
+      const auto parts = values_of_all(size, elements * size, at::kFloat);
+      const at::Tensor sum = reduce_by_hand(parts, ReduceOp::kSum);
+      const at::Tensor own = at::empty({elements});
+      world->reduce_scatter(own, parts[rank]);
+      EXPECT_TRUE(same_bits(own, sum.narrow(0, rank * elements, elements)));
+      const at::Tensor all = at::empty({elements * size});
+      world->all_gather(all, own);
+      EXPECT_TRUE(same_bits(all, sum));
+      const at::Tensor tensor = parts[rank].clone();
+      world->reduce(tensor, size - 1);
+      EXPECT_TRUE(same_bits(tensor, rank == size - 1 ? sum : parts[rank]));
+      world->broadcast(tensor, size - 1);
+      EXPECT_TRUE(same_bits(tensor, sum));
+      world->barrier();
+    }
+  });
+}
+
+TEST_P(Layouts, SharedTensorsAndOutstandingOnes) {
+  on_hosts(GetParam(), [](const CommunicatorPtr& world) {
+    const at::Tensor shared = world->shared_tensor(50'000, at::kFloat);
+    const at::Tensor ordinary = at::ones({50'000});
+    shared.fill_(1);
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 3; ++i) {
+      works.push_back(world->iall_reduce(shared, ReduceOp::kSum));
+      works.push_back(world->iall_reduce(ordinary, ReduceOp::kSum));
+    }
+    for (const WorkPtr& work : works) {
+      work->wait();
+    }
+    const auto expected = static_cast<float>(world->size() * world->size() * world->size());
+    EXPECT_TRUE(same_bits(shared, at::full({50'000}, expected)));
+    EXPECT_TRUE(same_bits(ordinary, at::full({50'000}, expected)));
+  });
+}
+
+// Between hosts it costs messages, and is done when asked for.
+TEST_P(Layouts, CallsAreComparedOnRequest) {
+  on_hosts(GetParam(), [](const CommunicatorPtr& world) {
+    world->check_collectives(true);
+    const bool last = world->rank() == world->size() - 1;
+    EXPECT_THAT(error_text<CommError>([&] {
+                  if (last) {
+                    world->barrier();
+                  } else {
+                    world->all_reduce(at::ones({100'000}));
+                  }
+                }),
+                HasSubstr(c10::str("does not match the other ranks' calls: rank 0 called "
+                                   "all_reduce (sum) of 100000 x Float")));
+    const at::Tensor tensor = at::ones({100'000});
+    world->all_reduce(tensor);
+    EXPECT_TRUE(same_bits(tensor, at::full({100'000}, static_cast<float>(world->size()))));
+  });
+}
+
+// Counts what its rank sends to other hosts.
+class CountingTransport final : public Transport {
+ public:
+  CountingTransport(std::shared_ptr<ThreadWorld> world, Hosts hosts)
+      : world_(std::move(world)), hosts_(std::move(hosts)) {}
+
+  void start(Transfer transfer) override {
+    const Group& group = transfer.group();
+    if (transfer.message.direction == Message::Direction::kSend &&
+        hosts_[group.rank] != hosts_[transfer.message.peer]) {
+      sent_ += static_cast<int64_t>(transfer.message.bytes);
+    }
+    world_->start(std::move(transfer));
+  }
+  void poll() override { world_->poll(); }
+  bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override {
+    return world_->wait_until(deadline, ready);
+  }
+  void notify() override { world_->notify(); }
+  int make_context(const Group& parent, int first_member) override {
+    return world_->make_context(parent, first_member);
+  }
+  bool shares_memory(int this_rank, int other) const override {
+    return world_->shares_memory(this_rank, other);
+  }
+  bool has_core_for_each_rank() const override { return world_->has_core_for_each_rank(); }
+  void abort(int rank, const std::string& reason) noexcept override { world_->abort(rank, reason); }
+
+  int64_t take_sent() { return sent_.exchange(0); }
+
+ private:
+  const std::shared_ptr<ThreadWorld> world_;
+  const Hosts hosts_;
+  std::atomic<int64_t> sent_{0};
+};
+
+// The bytes that each host sends to others for one all-reduce of `bytes`.
+std::vector<int64_t> traffic(const Hosts& hosts, int64_t bytes) {
+  const int size = static_cast<int>(hosts.size());
+  const auto world = std::make_shared<ThreadWorld>(size, hosts);
+  std::vector<std::atomic<int64_t>> sent(hosts.back() + 1);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto group = std::make_shared<Group>();
+      group->name = "world";
+      group->rank = group->world_rank = rank;
+      group->size = size;
+      group->world_ranks.resize(size);
+      std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
+      group->context = 0;
+      const auto transport = std::make_shared<CountingTransport>(world, hosts);
+      const auto communicator = std::make_shared<TransportCommunicator>(transport, group);
+      communicator->barrier();  // sets up
+      transport->take_sent();
+      communicator->all_reduce(at::ones({bytes / 4}));
+      sent[hosts[rank]] += transport->take_sent();
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  return {sent.begin(), sent.end()};
+}
+
+TEST(Traffic, OfTwoHostsIsThatOfARing) {
+  const int64_t bytes = 8 << 20;
+  EXPECT_THAT(traffic({0, 0, 1, 1}, bytes), testing::Each(testing::Le(bytes)));
+  EXPECT_THAT(traffic({0, 0, 0, 1}, bytes), testing::Each(testing::Le(bytes)));
+}
+
+TEST(Traffic, OfThreeHostsIsTwiceTheTensorAtMost) {
+  const int64_t bytes = 8 << 20;
+  EXPECT_THAT(traffic({0, 0, 1, 1, 2, 2}, bytes), testing::ElementsAre(bytes, 2 * bytes, bytes));
+}
+
+}  // namespace
+}  // namespace smp::comm
