@@ -29,6 +29,7 @@ enum class Way {
 struct alignas(64) Card {
   std::atomic<uint32_t> number{0};  ///< Of the collective, from 1; written last.
   Signature call;
+  bool is_beside = false;     ///< Whether the data that this rank gives are beside the card.
   uint64_t source_bytes = 0;  ///< That this rank gives: of its input.
   Place place;                ///< Of its input, or of its output where it gives nothing.
 };
@@ -55,7 +56,7 @@ class HostBoard {
   /// Bytes that each rank can give in one go.
   static constexpr size_t kSmallBytes = 16 << 10;
   /// Bytes of one buffer, and how many each rank has: what is on its way while another is filled.
-  static constexpr size_t kBufferBytes = 128 << 10;
+  static constexpr size_t kBufferBytes = 64 << 10;
   static constexpr uint32_t kBuffers = 4;
 
   /// The bytes for so many ranks of one host, of a group of `group_size`. Without buffers where all

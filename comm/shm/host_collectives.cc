@@ -15,6 +15,9 @@ namespace {
 
 using Kind = Collective::Kind;
 
+// From here on it is faster to read others' tensors, where they can be seen, than copies of them.
+constexpr size_t kDirectBytes = 4 << 10;
+
 }  // namespace
 
 void HostCollectives::run(const Collective& call, const OperationInfo& info,
@@ -37,12 +40,13 @@ void HostCollectives::run(const Collective& call, const OperationInfo& info,
 void HostCollectives::show(const Collective& call) {
   Card& card = board_->next_card();
   card.call = signature_of(call);
-  card.source_bytes = 0;
   if (call.kind != Kind::kBarrier) {
     const bool reads = call.reads(board_->rank());
-    card.source_bytes = reads ? call.input.nbytes() : 0;
     card.place = place(reads ? call.input : call.output);
-    if (reads && card.source_bytes > 0 && card.source_bytes <= HostBoard::kSmallBytes) {
+    card.source_bytes = reads ? call.input.nbytes() : 0;
+    const size_t at_most = card.place.space == 0 ? HostBoard::kSmallBytes : kDirectBytes;
+    card.is_beside = card.source_bytes <= at_most;
+    if (card.is_beside && card.source_bytes > 0) {
       std::memcpy(board_->small(board_->rank()), call.input.const_data_ptr(), card.source_bytes);
     }
   }
@@ -74,7 +78,7 @@ void HostCollectives::check_calls(const Collective& call, const OperationInfo& i
 
 bool HostCollectives::all_small() const {
   for (int rank = 0; rank < board_->ranks(); ++rank) {
-    if (board_->card(rank).source_bytes > HostBoard::kSmallBytes) {
+    if (!board_->card(rank).is_beside) {
       return false;
     }
   }

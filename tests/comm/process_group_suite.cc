@@ -206,7 +206,8 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
     std::vector<int64_t> uneven(group->getSize(), 5);
     EXPECT_THAT(
         error_text<c10::Error>([&] { group->alltoall_base(rows, input, even, uneven); }),
-        AllOf(HasSubstr("rows of the input do not divide into [5"),
+        AllOf(HasSubstr("c10d alltoall_base on group 'world:c10d': the "),
+              HasSubstr("rows of the input do not divide into [5"),
               HasSubstr("], one number for each of the " + std::to_string(group->getSize()))));
   });
 }

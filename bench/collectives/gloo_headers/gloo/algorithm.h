@@ -1,0 +1,3 @@
+// libtorch ships gloo's code but not its headers. These are what the declaration of
+// c10d::ProcessGroupGloo needs, and nothing that could be used.
+#pragma once
