@@ -47,6 +47,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
       std::chrono::milliseconds(static_cast<int64_t>(config_.timeout_seconds() * 1000));
   world_->set_timeout(timeout);
   check_same_configuration();
+  world_->check_collectives(config_.check_collectives());  // those split from it, too
   groups_[CommGroup::kWorld] = world_;
   for (CommGroup group :
        {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kMp, CommGroup::kDp}) {

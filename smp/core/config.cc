@@ -141,6 +141,7 @@ SMP_CONFIG_ARG(std::string, ddp_dist_backend)
 SMP_CONFIG_ARG(double, bucket_cap_mb)
 SMP_CONFIG_ARG(bool, keep_freed_memory)
 SMP_CONFIG_ARG(double, timeout_seconds)
+SMP_CONFIG_ARG(bool, check_collectives)
 SMP_CONFIG_ARG(int64_t, tensor_parallel_degree)
 SMP_CONFIG_ARG(int64_t, sharded_data_parallel_degree)
 

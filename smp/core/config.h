@@ -124,6 +124,8 @@ class Config {
   SMP_CONFIG_ARG(bool, keep_freed_memory);
   /// How long a blocking wait may take, in seconds.
   SMP_CONFIG_ARG(double, timeout_seconds);
+  /// Whether ranks compare their calls before every collective, between hosts too.
+  SMP_CONFIG_ARG(bool, check_collectives);
   /// The number of ranks that share a layer; 1 in this version.
   SMP_CONFIG_ARG(int64_t, tensor_parallel_degree);
   /// The number of replicas that share parameters; 1 in this version.

@@ -236,6 +236,11 @@ std::vector<Parameter> rank_rows() {
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0),
+      boolean("check_collectives", false,
+              "Compare the calls of all ranks before every collective, so that ranks that call "
+              "different ones get an error that says which rank called what, instead of a wait "
+              "that never ends (see docs/collectives.md). Ranks of one host always do; between "
+              "hosts it costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
   };
 }
 

@@ -473,7 +473,8 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   EXPECT_EQ(again.to_json(), config.to_json());
   EXPECT_EQ(Config().to_json(),
             R"({"activation_checkpointing":"modules","activation_loading_horizon":4,)"
-            R"("active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,"ddp":false,)"
+            R"("active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,)"
+            R"("check_collectives":false,"ddp":false,)"
             R"("default_partition":0,"delayed_parameter_initialization":true,)"
             R"("deterministic_server":false,"gradient_accumulation_fusion":false,)"
             R"("gradient_shards":0,"guard":"every_step","input_source":"all",)"
