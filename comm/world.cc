@@ -7,7 +7,9 @@
 #include <cstring>
 
 #include "comm/mpi/mpi_communicator.h"
+#include "comm/store/store_communicator.h"
 #include "comm/threads/thread_communicator.h"
+#include "smp/core/env.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -27,18 +29,49 @@ std::string host_name() {
 
 }  // namespace
 
-CommunicatorPtr make_world() { return under_mpirun() ? make_mpi_world() : world_of_one(); }
+Launcher launcher() {
+  if (under_mpirun()) {
+    return Launcher::kMpirun;
+  }
+  // Before srun, which may have started torchrun.
+  if (under_torchrun()) {
+    return Launcher::kTorchrun;
+  }
+  return env("PMIX_RANK") || env("PMI_RANK") ? Launcher::kSrun : Launcher::kNone;
+}
 
-void finalize_world() { finalize_mpi(); }
+CommunicatorPtr make_world() {
+  switch (launcher()) {
+    case Launcher::kMpirun:
+    case Launcher::kSrun:
+      return make_mpi_world();
+    case Launcher::kTorchrun:
+      return make_torchrun_world();
+    case Launcher::kNone:
+      break;
+  }
+  return world_of_one();
+}
 
-bool world_aborted() { return mpi_aborted(); }
+void finalize_world() {
+  finalize_mpi();
+  finalize_torchrun_world();
+}
+
+bool world_aborted() { return mpi_aborted() || torchrun_world_aborted(); }
 
 WorldHosts world_hosts() {
   make_world();
-  if (!under_mpirun()) {
-    return {0, 1, {host_name()}};
+  switch (launcher()) {
+    case Launcher::kMpirun:
+    case Launcher::kSrun:
+      return {mpi_local_rank(), mpi_local_size(), mpi_hosts()};
+    case Launcher::kTorchrun:
+      return {torchrun_local_rank(), torchrun_local_size(), torchrun_hosts()};
+    case Launcher::kNone:
+      break;
   }
-  return {mpi_local_rank(), mpi_local_size(), mpi_hosts()};
+  return {0, 1, {host_name()}};
 }
 
 }  // namespace smp::comm

@@ -7,14 +7,20 @@
 
 namespace smp::comm {
 
-/// The world of this job: all processes under mpirun (see make_mpi_world), otherwise this process
-/// alone, without MPI. Collective at the first call; later calls return the same world.
+/// Who started this process, by its environment: mpirun; else torchrun, or whoever sets its
+/// variables; else srun with PMIx or PMI-2; else nobody who starts several.
+enum class Launcher { kMpirun, kTorchrun, kSrun, kNone };
+Launcher launcher();
+
+/// The world of this job: all processes that mpirun or srun has started (see make_mpi_world), those
+/// of torchrun (see make_torchrun_world), or this process alone. Collective at the first call;
+/// later calls return the same world.
 CommunicatorPtr make_world();
 
-/// Ends what make_world started; collective under mpirun, see finalize_mpi.
+/// Ends what make_world started; collective, see finalize_mpi and finalize_torchrun_world.
 void finalize_world();
 
-/// True when some rank of an MPI job has called abort(); the process must then end with a non-zero
+/// True when some rank of the job has called abort(); the process must then end with a non-zero
 /// status. Always false for a world of one.
 bool world_aborted();
 

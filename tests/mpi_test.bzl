@@ -1,9 +1,9 @@
-"""Tests that run under mpirun."""
+"""Tests whose ranks are processes."""
 
 def smp_mpi_test(name, ranks, srcs, deps = [], seconds = 60, tags = [], **kwargs):
     """A GoogleTest program that runs on every rank of an MPI job.
 
-    Its main() is //tests:mpi_main: the world is made before the first test, all ranks run all
+    Its main() is //tests:rank_main: the world is made before the first test, all ranks run all
     tests, and a failure on any rank fails the test.
 
     Args:
@@ -20,9 +20,24 @@ def smp_mpi_test(name, ranks, srcs, deps = [], seconds = 60, tags = [], **kwargs
         name = program,
         testonly = True,
         srcs = srcs,
-        deps = deps + ["//tests:mpi_main"],
+        deps = deps + ["//tests:rank_main"],
         **kwargs
     )
+    _launched_test(name, "//tests:mpi_test.sh", program, ranks, seconds, tags)
+
+def smp_torchrun_test(name, program, ranks, seconds = 60, tags = []):
+    """The program of an smp_mpi_test, on processes that have the variables that torchrun sets.
+
+    Args:
+      name: name of the test or, with a list of ranks, of the suite.
+      program: the name of an smp_mpi_test with "_program" added to it.
+      ranks: as above.
+      seconds: as above.
+      tags: as above.
+    """
+    _launched_test(name, "//tests:torchrun_test.sh", program, ranks, seconds, tags)
+
+def _launched_test(name, launcher, program, ranks, seconds, tags):
     counts = ranks if type(ranks) == "list" else [ranks]
     tests = []
     for count in counts:
@@ -30,7 +45,7 @@ def smp_mpi_test(name, ranks, srcs, deps = [], seconds = 60, tags = [], **kwargs
         native.sh_test(
             name = test,
             size = "small" if seconds <= 60 else "medium",
-            srcs = ["//tests:mpi_test.sh"],
+            srcs = [launcher],
             args = [str(count), str(seconds), "$(location :%s)" % program],
             data = [":" + program],
             tags = tags + ["cpu:%d" % count],

@@ -1,4 +1,4 @@
-// What the ranks of an MPI job see when rank 1 fails; run and checked by mpi_failure_test.sh.
+// What the ranks of a job see when rank 1 fails; run and checked by process_failure_test.sh.
 // usage: abort_program wait|compute|channel|finalize|kill
 
 #include <ATen/ops/zeros.h>
@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/mpi/mpi_communicator.h"
+#include "comm/world.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -26,7 +26,7 @@ void fail(const CommunicatorPtr& world, const std::string& mode) {
     std::raise(SIGKILL);
   }
   world->abort("disk full");
-  std::this_thread::sleep_for(milliseconds(1500));  // mpirun ends the others when this one ends
+  std::this_thread::sleep_for(milliseconds(1500));  // a launcher ends the others when this one ends
 }
 
 // Channels from rank 1 to the others.
@@ -38,7 +38,7 @@ Channels open_channels(const CommunicatorPtr& world) {
 
 void communicate(const CommunicatorPtr& world, const std::string& mode, const Channels& channels) {
   if (mode == "finalize") {
-    finalize_mpi();
+    finalize_world();
     return;
   }
   if (mode == "compute") {
@@ -51,7 +51,7 @@ void communicate(const CommunicatorPtr& world, const std::string& mode, const Ch
 }
 
 int run(const std::string& mode) {
-  const CommunicatorPtr world = make_mpi_world();
+  const CommunicatorPtr world = make_world();
   const Channels channels = open_channels(world);
   if (world->rank() == 1) {
     fail(world, mode);
@@ -65,11 +65,11 @@ int run(const std::string& mode) {
     seen = e.what();
   }
   const bool quick = Clock::now() - start < milliseconds(2000);
-  std::printf("rank %d saw [%s] aborted %d quick %d\n", world->rank(), seen.c_str(), mpi_aborted(),
-              quick);
+  std::printf("rank %d saw [%s] aborted %d quick %d\n", world->rank(), seen.c_str(),
+              world_aborted(), quick);
   std::fflush(stdout);
-  finalize_mpi();  // must not hang
-  return mpi_aborted() ? 1 : 0;
+  finalize_world();  // must not hang
+  return world_aborted() ? 1 : 0;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Tests that fail on purpose on one rank; run and checked by mpi_failure_test.sh.
+// Tests that fail on purpose on one rank; run and checked by process_failure_test.sh.
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "comm/mpi/mpi_communicator.h"
+#include "comm/world.h"
 
 namespace smp::comm {
 namespace {
@@ -19,14 +19,14 @@ void wait_until_the_others_are_in_the_test(const CommunicatorPtr& world) {
 }
 
 TEST(Failing, LeavesEarly) {
-  const CommunicatorPtr world = make_mpi_world();
+  const CommunicatorPtr world = make_world();
   wait_until_the_others_are_in_the_test(world);
   ASSERT_NE(world->rank(), 1) << "on purpose";
   world->barrier();
 }
 
 TEST(Failing, Throws) {
-  const CommunicatorPtr world = make_mpi_world();
+  const CommunicatorPtr world = make_world();
   wait_until_the_others_are_in_the_test(world);
   if (world->rank() == 1) {
     throw std::runtime_error("thrown on purpose");
@@ -35,7 +35,7 @@ TEST(Failing, Throws) {
 }
 
 TEST(Failing, GoesOn) {
-  const CommunicatorPtr world = make_mpi_world();
+  const CommunicatorPtr world = make_world();
   EXPECT_NE(world->rank(), 1) << "on purpose";
   world->barrier();
 }

@@ -1,4 +1,4 @@
-// Runs alone and under mpirun: the world is what the launcher says.
+// Runs alone, under mpirun and with torchrun's variables: the world is what the launcher says.
 
 #include "comm/world.h"
 
@@ -6,14 +6,14 @@
 
 #include <cstdlib>
 
-#include "comm/mpi/mpi_communicator.h"
-
 namespace smp::comm {
 namespace {
 
 int expected_size() {
-  const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
-  return size ? std::atoi(size) : 1;
+  for (const char* variable : {"OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"}) {
+    if (const char* size = std::getenv(variable)) return std::atoi(size);
+  }
+  return 1;
 }
 
 TEST(World, HasTheRanksOfTheLauncher) {
@@ -21,10 +21,20 @@ TEST(World, HasTheRanksOfTheLauncher) {
   EXPECT_EQ(world->size(), expected_size());
   EXPECT_EQ(world->name(), "world");
   EXPECT_EQ(make_world(), world);
-  EXPECT_EQ(under_mpirun(), expected_size() > 1);
   EXPECT_EQ(all_gather_bytes(*world, std::to_string(world->rank())).back(),
             std::to_string(expected_size() - 1));
   EXPECT_FALSE(world_aborted());
+}
+
+TEST(World, KnowsItsLauncher) {
+  if (std::getenv("OMPI_COMM_WORLD_SIZE")) {
+    EXPECT_EQ(launcher(), Launcher::kMpirun);
+    return;
+  }
+  EXPECT_EQ(launcher(), std::getenv("RANK") ? Launcher::kTorchrun : Launcher::kNone);
+  setenv("PMIX_RANK", "0", 1);  // srun may have started torchrun
+  EXPECT_EQ(launcher(), std::getenv("RANK") ? Launcher::kTorchrun : Launcher::kSrun);
+  unsetenv("PMIX_RANK");
 }
 
 // All ranks of a test are on one host.

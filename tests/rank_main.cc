@@ -1,4 +1,5 @@
-// main() of the tests that run under mpirun: every rank runs every test.
+// main() of the tests that run under mpirun or with torchrun's variables: every rank runs every
+// test.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -8,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/mpi/mpi_communicator.h"
+#include "comm/world.h"
 #include "smp/core/error.h"
 
 namespace {
@@ -98,7 +99,7 @@ class CombineResults : public testing::Environment {
 
 int run_tests(int* argc, char** argv) {
   at::set_num_threads(1);
-  const CommunicatorPtr world = smp::comm::make_mpi_world();
+  const CommunicatorPtr world = smp::comm::make_world();
   smp::set_error_context("smp rank " + std::to_string(world->rank()));
 
   testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
@@ -112,12 +113,12 @@ int run_tests(int* argc, char** argv) {
   testing::AddGlobalTestEnvironment(new CombineResults(world));
   const int result = RUN_ALL_TESTS();
 
-  smp::comm::finalize_mpi();
-  if (!smp::comm::mpi_aborted()) {
+  smp::comm::finalize_world();
+  if (!smp::comm::world_aborted()) {
     return result;
   }
   if (world->rank() != 0) {
-    // mpirun ends all ranks when the first one fails; rank 0 shall write its report first.
+    // A launcher ends all ranks when the first one fails; rank 0 shall write its report first.
     std::this_thread::sleep_for(std::chrono::seconds(1));
   }
   return 1;

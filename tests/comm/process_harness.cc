@@ -2,15 +2,15 @@
 
 #include <numeric>
 
-#include "comm/mpi/mpi_communicator.h"
+#include "comm/world.h"
 #include "tests/comm/harness.h"
 
 namespace smp::comm {
 
-std::vector<int> group_sizes() { return {make_mpi_world()->size()}; }
+std::vector<int> group_sizes() { return {make_world()->size()}; }
 
 void on_every_rank(int size, const std::function<void(const CommunicatorPtr&)>& body) {
-  const CommunicatorPtr world = make_mpi_world();
+  const CommunicatorPtr world = make_world();
   ASSERT_EQ(size, world->size());
   std::vector<int> all(size);
   std::iota(all.begin(), all.end(), 0);

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# usage: mpi_failure_test.sh MPI_TEST ABORT_PROGRAM FAILING_PROGRAM
+# usage: process_failure_test.sh LAUNCHER ABORT_PROGRAM FAILING_PROGRAM TEXT_OF_A_KILLED_RANK
 # A failure on one rank must end the whole job, with its reason on every rank, within seconds.
 set -u
 # The programs fail on purpose; what they report is not the result of this test.
 unset XML_OUTPUT_FILE
-mpi_test=$1 abort_program=$2 failing_program=$3
+launcher=$1 abort_program=$2 failing_program=$3 killed=$4
 failures=0
 
 # check NAME EXPECTED-LINE... : runs "${command[@]}" on three ranks
 check() {
   local name=$1 start=$SECONDS output status
   shift
-  output=$("$mpi_test" 3 20 "${command[@]}" 2>&1)
+  output=$("$launcher" 3 20 "${command[@]}" 2>&1)
   status=$?
   if [[ $status == 0 ]]; then
     echo "$name: expected the job to fail, got status 0"
@@ -43,7 +43,7 @@ command=("$abort_program" finalize)
 check "abort while the others finalize" \
   'rank 0 saw \[nothing\] aborted 1 quick 1' 'rank 2 saw \[nothing\] aborted 1 quick 1'
 command=("$abort_program" kill)
-check "a killed rank" 'signal 9'
+check "a killed rank" "$killed"
 
 command=("$failing_program" --gtest_filter=Failing.LeavesEarly)
 check "a fatal failure" 'rank 1 failed: test Failing.LeavesEarly failed:' \

@@ -1,0 +1,267 @@
+#include "comm/store/socket.h"
+
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A peer whose host has vanished is noticed after a minute of silence.
+constexpr int kSecondsOfSilence = 30;
+constexpr int kSecondsBetweenProbes = 10;
+constexpr int kProbes = 3;
+
+struct FreeAddresses {
+  void operator()(addrinfo* all) const { freeaddrinfo(all); }
+};
+using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+
+// Null when the name is not known; `error` says why.
+Addresses resolve(const std::string& host, uint16_t port, int type, std::string& error) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = type;
+  addrinfo* found = nullptr;
+  const int code = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  error = code == 0 ? "" : gai_strerror(code);
+  return Addresses(code == 0 ? found : nullptr);
+}
+
+std::string text_of(const sockaddr* address) {
+  const socklen_t length =
+      address->sa_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+  char text[NI_MAXHOST] = "";
+  getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  return text;
+}
+
+// Waits until the socket is ready for `events`; false when the deadline has passed.
+bool ready(int fd, short events, TimePoint deadline) {
+  for (;;) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    pollfd poll_fd{fd, events, 0};
+    const int count =
+        poll(&poll_fd, 1, static_cast<int>(std::clamp<int64_t>(left.count(), 0, 60'000)));
+    if (count > 0) {
+      return true;
+    }
+    if (Clock::now() >= deadline) {
+      return false;
+    }
+  }
+}
+
+void set_option(int fd, int level, int option, int value) {
+  setsockopt(fd, level, option, &value, sizeof value);  // where it is missing, we do without
+}
+
+void prepare_connection(int fd) {
+  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, kSecondsOfSilence);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, kSecondsBetweenProbes);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+}
+
+// The connection's error, 0 when it is made.
+int finish_connect(int fd, TimePoint deadline) {
+  if (!ready(fd, POLLOUT, deadline)) {
+    return ETIMEDOUT;
+  }
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
+template <class Move>
+bool move_all(int fd, short events, size_t bytes, TimePoint deadline, const Move& move) {
+  for (size_t moved = 0; moved < bytes;) {
+    const ssize_t count = move(moved);
+    if (count > 0) {
+      moved += count;
+    } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+      return false;
+    } else if (!ready(fd, events, deadline)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool is_loopback(const sockaddr* address) {
+  if (address->sa_family == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
+    return (ntohl(v4->sin_addr.s_addr) >> 24) == 127;
+  }
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+// One that others can use as it stands: a link-local one of IPv6 means nothing without its link.
+bool is_usable(const sockaddr* address) {
+  if (address == nullptr) {
+    return false;
+  }
+  if (address->sa_family == AF_INET6) {
+    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(address);
+    return !IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr);
+  }
+  return address->sa_family == AF_INET;
+}
+
+// The address of the interface of this name, or of the first that is not the loopback.
+std::string address_of_interface(const std::string& name) {
+  ifaddrs* first = nullptr;
+  if (getifaddrs(&first) != 0) {
+    return "";
+  }
+  std::string found;
+  for (const ifaddrs* one = first; one != nullptr && found.empty(); one = one->ifa_next) {
+    const bool wanted = name.empty() ? (one->ifa_flags & IFF_UP) && !(one->ifa_flags & IFF_LOOPBACK)
+                                     : name == one->ifa_name;
+    if (wanted && is_usable(one->ifa_addr)) {
+      found = text_of(one->ifa_addr);
+    }
+  }
+  freeifaddrs(first);
+  return found;
+}
+
+// Where packets to `host` start; empty when there is no route or it is the loopback.
+std::string address_towards(const std::string& host) {
+  std::string error;
+  const Addresses addresses = resolve(host, 1, SOCK_DGRAM, error);
+  if (!addresses) {
+    return "";
+  }
+  const Descriptor socket(::socket(addresses->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_storage own{};
+  socklen_t length = sizeof own;
+  auto* address = reinterpret_cast<sockaddr*>(&own);
+  // Nothing is sent: the kernel only looks up the route.
+  if (connect(socket.fd(), addresses->ai_addr, addresses->ai_addrlen) != 0 ||
+      getsockname(socket.fd(), address, &length) != 0 || is_loopback(address)) {
+    return "";
+  }
+  return text_of(address);
+}
+
+}  // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) {
+    close(fd_);
+  }
+}
+
+Descriptor listen_on_free_port() {
+  // A socket of IPv6 takes IPv4 as well; there are hosts without the former.
+  sockaddr_in6 any6{};
+  any6.sin6_family = AF_INET6;
+  sockaddr_in any4{};
+  any4.sin_family = AF_INET;
+  Descriptor socket(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const auto* address = reinterpret_cast<const sockaddr*>(&any6);
+  socklen_t length = sizeof any6;
+  if (socket) {
+    set_option(socket.fd(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
+  } else {
+    socket = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    address = reinterpret_cast<const sockaddr*>(&any4);
+    length = sizeof any4;
+  }
+  SMP_INTERNAL_ASSERT(
+      bind(socket.fd(), address, length) == 0 && listen(socket.fd(), SOMAXCONN) == 0,
+      "listen: ", std::strerror(errno));
+  return socket;
+}
+
+uint16_t port_of(const Descriptor& listener) {
+  sockaddr_storage own{};
+  socklen_t length = sizeof own;
+  SMP_INTERNAL_ASSERT(
+      getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&own), &length) == 0,
+      std::strerror(errno));
+  return ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&own)->sin6_port
+                                         : reinterpret_cast<sockaddr_in*>(&own)->sin_port);
+}
+
+Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline) {
+  std::string reason;
+  const Addresses addresses = resolve(host, port, SOCK_STREAM, reason);
+  for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {
+    Descriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    int error = connect(socket.fd(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
+    if (error == EINPROGRESS) {
+      error = finish_connect(socket.fd(), deadline);
+    }
+    if (error == 0) {
+      prepare_connection(socket.fd());
+      return socket;
+    }
+    reason = std::strerror(error);
+  }
+  detail::fail<CommError>("no connection to ", host, " port ", port, ": ", reason,
+                          ". Check that its process lives and that no firewall is between; "
+                          "SMP_SOCKET_IFNAME chooses the network interface.");
+}
+
+std::optional<Descriptor> accept_from(const Descriptor& listener, TimePoint deadline) {
+  while (ready(listener.fd(), POLLIN, deadline)) {
+    Descriptor socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (socket) {
+      prepare_connection(socket.fd());
+      return socket;
+    }
+  }
+  return std::nullopt;
+}
+
+bool write_all(const Descriptor& socket, const void* data, size_t bytes, TimePoint deadline) {
+  return move_all(socket.fd(), POLLOUT, bytes, deadline, [&](size_t done) {
+    return send(socket.fd(), static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);
+  });
+}
+
+bool read_all(const Descriptor& socket, void* data, size_t bytes, TimePoint deadline) {
+  return move_all(socket.fd(), POLLIN, bytes, deadline, [&](size_t done) {
+    return recv(socket.fd(), static_cast<char*>(data) + done, bytes - done, 0);
+  });
+}
+
+std::string address_of_this_host(const std::string& interface, const std::string& towards) {
+  if (!interface.empty()) {
+    const std::string address = address_of_interface(interface);
+    SMP_CHECK_WITH(CommError, !address.empty(), "SMP_SOCKET_IFNAME: the network interface ",
+                   interface, " has no address. Choose one that `ip address` shows.");
+    return address;
+  }
+  std::string address = towards.empty() ? "" : address_towards(towards);
+  if (address.empty()) {
+    address = address_of_interface("");
+  }
+  return address.empty() ? "127.0.0.1" : address;
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace smp::comm {
+
+/// A file descriptor that is closed with this object.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_;
+};
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+/// A TCP socket that listens on a free port of every address of this host.
+Descriptor listen_on_free_port();
+
+/// The port that a socket listens on.
+uint16_t port_of(const Descriptor& listener);
+
+/// A TCP connection to `host` (a name or an address). Throws `CommError` that gives the reason.
+Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline);
+
+/// The next connection that comes in; nothing when none has come by the deadline.
+std::optional<Descriptor> accept_from(const Descriptor& listener, TimePoint deadline);
+
+/// Both block until all bytes have moved, and return false when the peer is gone or the deadline
+/// has passed.
+bool write_all(const Descriptor& socket, const void* data, size_t bytes, TimePoint deadline);
+bool read_all(const Descriptor& socket, void* data, size_t bytes, TimePoint deadline);
+
+/// The address under which other hosts reach this one: of the network interface named
+/// `interface` (empty for none), else where the route to `towards` (a host; empty if none is known)
+/// begins, else of the first interface that is not the loopback. Throws `CommError` when the named
+/// interface has no address.
+std::string address_of_this_host(const std::string& interface, const std::string& towards);
+
+}  // namespace smp::comm

@@ -1,0 +1,476 @@
+#include "comm/store/socket_transport.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long a rank that ends waits until its last words are on their way.
+constexpr milliseconds kAbortFlush{100};
+constexpr milliseconds kFarewellFlush{1000};
+
+// Reads of one connection before the next one has its turn.
+constexpr int kReadsPerTurn = 16;
+
+std::byte* new_bytes(size_t bytes) { return new std::byte[bytes]; }
+
+std::string departed(int world_rank) {
+  return c10::str("rank ", world_rank,
+                  " of the world has ended its part of the job. Check that "
+                  "all ranks make the same calls.");
+}
+
+}  // namespace
+
+SocketTransport::SocketTransport(int world_rank, Meeting meeting,
+                                 c10::intrusive_ptr<c10d::Store> store)
+    : world_rank_(world_rank),
+      store_(std::move(store)),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      departed_(meeting.ranks.size()) {
+  SMP_INTERNAL_ASSERT(epoll_ && stop_, "epoll: ", std::strerror(errno));
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  int local_size = 0;
+  for (const RankRecord& record : meeting.ranks) {
+    shares_memory_.push_back(record.host == meeting.ranks[world_rank].host);
+    if (shares_memory_.back()) {
+      CPU_OR(&cores, &cores, &record.cores);
+      ++local_size;
+    }
+  }
+  has_core_for_each_rank_ = local_size <= CPU_COUNT(&cores);
+
+  watch(stop_, nullptr);
+  for (size_t rank = 0; rank < meeting.connections.size(); ++rank) {
+    connections_.push_back(nullptr);
+    if (static_cast<int>(rank) == world_rank) {
+      continue;
+    }
+    connections_.back() = std::make_unique<Connection>();
+    Connection& connection = *connections_.back();
+    connection.rank = static_cast<int>(rank);
+    connection.socket = std::move(meeting.connections[rank]);
+    watch(connection.socket, &connection);
+  }
+  thread_ = std::thread([this] { loop(); });
+}
+
+SocketTransport::~SocketTransport() { close(); }
+
+void SocketTransport::watch(const Descriptor& descriptor, Connection* connection) {
+  epoll_event event{EPOLLIN, {connection}};
+  SMP_INTERNAL_ASSERT(epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, descriptor.fd(), &event) == 0,
+                      "epoll: ", std::strerror(errno));
+}
+
+void SocketTransport::close() {
+  if (!thread_.joinable()) {
+    return;
+  }
+  if (!aborted()) {
+    tell_all(Header::kFarewell, "", kFarewellFlush);
+  }
+  const uint64_t one = 1;
+  SMP_INTERNAL_ASSERT(::write(stop_.fd(), &one, sizeof one) == sizeof one, std::strerror(errno));
+  thread_.join();
+  for (const auto& connection : connections_) {
+    if (connection) {
+      connection->socket = Descriptor();
+    }
+  }
+}
+
+void SocketTransport::start(Transfer transfer) {
+  if (aborted()) {
+    return;  // every wait throws; peers may no longer answer
+  }
+  if (transfer.message.direction == Message::Direction::kSend) {
+    send(std::move(transfer));
+  } else {
+    receive(std::move(transfer));
+  }
+}
+
+void SocketTransport::send(Transfer transfer) {
+  const Message& message = transfer.message;
+  const Group& group = transfer.group();
+  const int peer = group.world_ranks[message.peer];
+  if (peer == world_rank_) {
+    send_to_self(transfer);
+    return;
+  }
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (departed_[peer]) {
+      lock.unlock();
+      transfer.done(*this, departed(peer));
+      return;
+    }
+  }
+  Outgoing outgoing;
+  outgoing.header = {Header::kMessage, group.context, transfer.tag, group.rank, message.bytes};
+  outgoing.data = static_cast<const std::byte*>(message.data);
+  outgoing.transfer = std::move(transfer);
+  enqueue(*connections_[peer], std::move(outgoing));
+}
+
+// Straight into a posted receive, otherwise by way of a copy.
+void SocketTransport::send_to_self(const Transfer& transfer) {
+  const Message& message = transfer.message;
+  const Address address{transfer.group().context, transfer.group().rank, transfer.tag};
+  Transfer receive{};
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Mailbox& mailbox = mailboxes_[address];
+    if (mailbox.posted.empty()) {
+      auto mail = std::make_shared<Mail>();
+      *mail = {std::unique_ptr<std::byte[]>(new_bytes(message.bytes)), message.bytes, true};
+      std::memcpy(mail->data.get(), message.data, message.bytes);
+      mailbox.mail.push_back(std::move(mail));
+    } else {
+      receive = std::move(mailbox.posted.front());
+      mailbox.posted.pop_front();
+      erase_if_empty(address);
+    }
+  }
+  if (receive.operation) {
+    deliver(receive, message.data, message.bytes);
+  }
+  transfer.done(*this);
+}
+
+void SocketTransport::receive(Transfer transfer) {
+  const int peer = transfer.group().world_ranks[transfer.message.peer];
+  const Address address{transfer.group().context, transfer.message.peer, transfer.tag};
+  std::unique_lock<std::mutex> lock(mutex_);
+  Mailbox& mailbox = mailboxes_[address];
+  if (mailbox.mail.empty()) {
+    if (departed_[peer]) {
+      erase_if_empty(address);
+      lock.unlock();
+      transfer.done(*this, departed(peer));
+      return;
+    }
+    mailbox.posted.push_back(std::move(transfer));
+    return;
+  }
+  const std::shared_ptr<Mail> mail = std::move(mailbox.mail.front());
+  mailbox.mail.pop_front();
+  erase_if_empty(address);
+  if (!mail->complete) {
+    mail->receive = std::move(transfer);
+    return;
+  }
+  lock.unlock();
+  deliver(transfer, mail->data.get(), mail->bytes);
+}
+
+void SocketTransport::deliver(const Transfer& receive, const void* data, size_t bytes) {
+  if (bytes != receive.message.bytes) {
+    receive.done(*this, length_mismatch(receive.message, bytes));
+    return;
+  }
+  if (bytes > 0) {
+    std::memcpy(receive.message.data, data, bytes);
+  }
+  receive.done(*this);
+}
+
+// Every collective has its own address; without this the map would grow for ever.
+void SocketTransport::erase_if_empty(const Address& address) {
+  const auto position = mailboxes_.find(address);
+  if (position->second.mail.empty() && position->second.posted.empty()) {
+    mailboxes_.erase(position);
+  }
+}
+
+// Whoever finds the queue empty writes; otherwise the thread comes to it.
+void SocketTransport::enqueue(Connection& connection, Outgoing outgoing) {
+  std::vector<Transfer> written;
+  {
+    std::lock_guard<std::mutex> lock(connection.mutex);
+    connection.queue.push_back(std::move(outgoing));
+    if (connection.queue.size() == 1) {
+      written = write_queue(connection);
+    }
+  }
+  for (const Transfer& transfer : written) {
+    transfer.done(*this);
+  }
+}
+
+void SocketTransport::write(Connection& connection) {
+  std::vector<Transfer> written;
+  {
+    std::lock_guard<std::mutex> lock(connection.mutex);
+    written = write_queue(connection);
+  }
+  for (const Transfer& transfer : written) {
+    transfer.done(*this);
+  }
+}
+
+// Writes what the kernel takes; returns what has gone. A connection that has ended is left to the
+// thread, which reads the end.
+std::vector<Transfer> SocketTransport::write_queue(Connection& connection) {
+  std::vector<Transfer> written;
+  while (!connection.queue.empty()) {
+    Outgoing& out = connection.queue.front();
+    const size_t head = std::min(out.sent, sizeof out.header);
+    const size_t body = out.sent - head;
+    const auto* data =
+        out.text.empty() ? out.data : reinterpret_cast<const std::byte*>(out.text.data());
+    iovec parts[] = {{reinterpret_cast<std::byte*>(&out.header) + head, sizeof out.header - head},
+                     {const_cast<std::byte*>(data) + body, out.header.bytes - body}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
+    const ssize_t count = sendmsg(connection.socket.fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count < 0 && errno == EINTR) {
+      continue;
+    }
+    if (count < 0) {
+      break;
+    }
+    out.sent += count;
+    if (out.sent == sizeof out.header + out.header.bytes) {
+      if (out.transfer.operation) {
+        written.push_back(std::move(out.transfer));
+      }
+      connection.queue.pop_front();
+    }
+  }
+  watch_room(connection, !connection.queue.empty());
+  return written;
+}
+
+void SocketTransport::watch_room(Connection& connection, bool room) {
+  if (connection.watches_room != room) {
+    connection.watches_room = room;
+    epoll_event event{room ? EPOLLIN | EPOLLOUT : uint32_t{EPOLLIN}, {&connection}};
+    epoll_ctl(epoll_.fd(), EPOLL_CTL_MOD, connection.socket.fd(), &event);
+  }
+}
+
+void SocketTransport::loop() {
+  std::array<epoll_event, 64> events;
+  for (;;) {
+    const int count = epoll_wait(epoll_.fd(), events.data(), static_cast<int>(events.size()), -1);
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.ptr == nullptr) {
+        return;
+      }
+      Connection& connection = *static_cast<Connection*>(events[i].data.ptr);
+      if (events[i].events & EPOLLOUT) {
+        write(connection);
+      }
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+        read(connection);
+      }
+    }
+  }
+}
+
+void SocketTransport::read(Connection& connection) {
+  for (int turn = 0; turn < kReadsPerTurn; ++turn) {
+    Incoming& in = connection.incoming;
+    constexpr size_t kHeader = sizeof in.header;
+    std::byte* to = in.read < kHeader ? reinterpret_cast<std::byte*>(&in.header) + in.read
+                                      : in.data + (in.read - kHeader);
+    const size_t end = in.read < kHeader ? kHeader : kHeader + in.header.bytes;
+    const ssize_t count = recv(connection.socket.fd(), to, end - in.read, MSG_DONTWAIT);
+    if (count < 0 && errno == EINTR) {
+      continue;
+    }
+    if (count < 0 && errno == EAGAIN) {
+      return;
+    }
+    if (count <= 0) {
+      lose(connection);
+      return;
+    }
+    in.read += count;
+    if (in.read == kHeader) {
+      begin_message(in);
+    }
+    if (in.read >= kHeader && in.read == kHeader + in.header.bytes) {
+      end_message(connection);
+    }
+  }
+}
+
+// Finds where the message goes. One that is not of the length that its receive expects goes into
+// mail, too, to be reported when it is complete.
+void SocketTransport::begin_message(Incoming& in) {
+  const Header& header = in.header;
+  const Address address{header.context, header.source, header.tag};
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (header.kind == Header::kMessage) {
+    Mailbox& mailbox = mailboxes_[address];
+    if (!mailbox.posted.empty()) {
+      in.receive = std::move(mailbox.posted.front());
+      mailbox.posted.pop_front();
+      erase_if_empty(address);
+      if (in.receive.message.bytes == header.bytes) {
+        in.data = static_cast<std::byte*>(in.receive.message.data);
+        return;
+      }
+    }
+  }
+  in.mail = std::make_shared<Mail>();
+  *in.mail = {std::unique_ptr<std::byte[]>(new_bytes(header.bytes)), header.bytes, false,
+              std::move(in.receive)};
+  in.data = in.mail->data.get();
+  if (header.kind == Header::kMessage && !in.mail->receive.operation) {
+    mailboxes_[address].mail.push_back(in.mail);
+  }
+}
+
+void SocketTransport::end_message(Connection& connection) {
+  const Incoming in = std::exchange(connection.incoming, Incoming());
+  if (in.header.kind == Header::kFarewell) {
+    connection.said_farewell = true;
+  } else if (in.header.kind == Header::kAbort) {
+    learn_abort(std::string(reinterpret_cast<const char*>(in.data), in.header.bytes));
+  } else if (in.mail) {
+    end_mail(in.mail);
+  } else {
+    in.receive.done(*this);
+  }
+}
+
+void SocketTransport::end_mail(const std::shared_ptr<Mail>& mail) {
+  Transfer receive;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    mail->complete = true;
+    receive = std::move(mail->receive);
+  }
+  if (receive.operation) {
+    deliver(receive, mail->data.get(), mail->bytes);
+  }
+}
+
+void SocketTransport::lose(Connection& connection) {
+  epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, connection.socket.fd(), nullptr);
+  if (connection.said_farewell) {
+    fail_receives_from(connection.rank);
+  } else {
+    const std::string message =
+        c10::str("rank ", connection.rank, " failed: its connection to rank ", world_rank_,
+                 " was closed: the process was ended, or its host cannot be reached");
+    learn_abort(message);
+  }
+}
+
+void SocketTransport::fail_receives_from(int world_rank) {
+  std::vector<Transfer> failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    departed_[world_rank] = true;
+    for (auto next = mailboxes_.begin(); next != mailboxes_.end();) {
+      const auto one = next++;
+      std::deque<Transfer>& posted = one->second.posted;
+      if (!posted.empty() &&
+          posted.front().group().world_ranks[posted.front().message.peer] == world_rank) {
+        std::move(posted.begin(), posted.end(), std::back_inserter(failed));
+        mailboxes_.erase(one);
+      }
+    }
+  }
+  for (const Transfer& transfer : failed) {
+    transfer.done(*this, departed(world_rank));
+  }
+}
+
+// The others are told at once: they may learn that this rank has ended before they learn why.
+void SocketTransport::learn_abort(const std::string& text) {
+  if (set_abort_text(text)) {
+    tell_all(Header::kAbort, text, milliseconds(0));
+    notify();
+  }
+}
+
+void SocketTransport::abort(int world_rank, const std::string& reason) noexcept {
+  const std::string text = c10::str("rank ", world_rank, " failed: ", reason);
+  if (set_abort_text(text)) {
+    tell_all(Header::kAbort, text, kAbortFlush);
+    notify();
+  }
+}
+
+// Returns when the kernel has it all, or after `patience`.
+void SocketTransport::tell_all(Header::Kind kind, const std::string& text, milliseconds patience) {
+  for (const auto& connection : connections_) {
+    if (connection) {
+      Outgoing outgoing;
+      outgoing.header.kind = kind;
+      outgoing.header.bytes = text.size();
+      outgoing.text = text;
+      enqueue(*connection, std::move(outgoing));
+    }
+  }
+  const Clock::time_point deadline = Clock::now() + patience;
+  for (const auto& connection : connections_) {
+    const auto written = [&] {
+      std::lock_guard<std::mutex> lock(connection->mutex);
+      return connection->queue.empty();
+    };
+    while (connection && !written() && Clock::now() < deadline) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+}
+
+bool SocketTransport::wait_until(Clock::time_point deadline, const std::function<bool()>& ready) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_until(lock, deadline, ready);
+}
+
+void SocketTransport::notify() {
+  // With the lock, so that no wait can be between its look at `ready` and its sleep.
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+}
+
+// The group's first member draws a number and leaves it for the others under the split's name.
+int SocketTransport::make_context(const Group& parent, int first_member) {
+  int split = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    split = splits_[parent.context]++;
+  }
+  const std::string key = c10::str("group/", parent.context, "/", split, "/", first_member);
+  try {
+    if (parent.rank != first_member) {
+      store_->wait({key}, milliseconds(parent.timeout_ms.load()));
+      return std::stoi(store_->get_to_str(key));
+    }
+    const int context = static_cast<int>(store_->add("groups", 1));
+    const std::string text = std::to_string(context);
+    store_->set(key, std::vector<uint8_t>(text.begin(), text.end()));
+    return context;
+  } catch (const c10::DistError& error) {
+    detail::fail<CommError>("split of group '", parent.name,
+                            "': the store does not answer: ", error.what_without_backtrace(),
+                            ". It ends with the process that opened it, mostly rank 0.");
+  }
+}
+
+bool SocketTransport::shares_memory(int, int other) const { return shares_memory_[other]; }
+
+}  // namespace smp::comm

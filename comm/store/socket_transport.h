@@ -1,0 +1,146 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <tuple>
+#include <vector>
+
+#include "comm/store/rendezvous.h"
+#include "comm/store/socket.h"
+#include "comm/transport.h"
+
+namespace smp::comm {
+
+/// Messages over TCP connections, one to each other rank.
+///
+/// Who moves them: the thread that starts a send writes what the kernel takes at once; one thread
+/// per transport, asleep until the kernel wakes it, writes the rest and reads all that arrives:
+/// into the tensor when its receive is posted, otherwise into memory of its own. So a send never
+/// waits for its receive.
+///
+/// How failures spread: a rank that aborts, or learns of an abort, tells all others before it does
+/// anything else. A connection that ends without a farewell means that its rank has died, which
+/// aborts the world; one that ends after a farewell fails the receives from that rank only.
+class SocketTransport final : public Transport {
+ public:
+  /// `store` gives groups their numbers, and must live as long as its ranks make groups.
+  SocketTransport(int world_rank, Meeting meeting, c10::intrusive_ptr<c10d::Store> store);
+  ~SocketTransport() override;
+
+  void start(Transfer transfer) override;
+  void poll() override {}
+  bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
+  void notify() override;
+  int make_context(const Group& parent, int first_member) override;
+  bool shares_memory(int this_rank, int other) const override;
+  bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
+  void abort(int world_rank, const std::string& reason) noexcept override;
+
+  /// Bids the others farewell and ends the connections; safe to call twice. No operation may be
+  /// under way that needs another rank.
+  void close();
+
+ private:
+  // What precedes each message.
+  struct Header {
+    enum Kind : int32_t { kMessage, kAbort, kFarewell };
+    Kind kind = kMessage;
+    int32_t context = 0;
+    Tag tag = 0;
+    int32_t source = 0;  // rank in the group
+    uint64_t bytes = 0;
+  };
+
+  // A message that is being sent; `text` is that of an abort.
+  struct Outgoing {
+    Header header;
+    const std::byte* data = nullptr;
+    size_t sent = 0;  // of header and data
+    Transfer transfer{};
+    std::string text{};
+  };
+
+  // A message that came, or is coming, before its receive was posted.
+  struct Mail {
+    std::unique_ptr<std::byte[]> data;
+    size_t bytes;
+    bool complete = false;
+    Transfer receive{};  // once one is posted
+  };
+
+  // A message that is being read: into the tensor of `receive`, or into `mail`.
+  struct Incoming {
+    Header header;
+    size_t read = 0;  // of header and data
+    std::byte* data = nullptr;
+    Transfer receive{};
+    std::shared_ptr<Mail> mail;
+  };
+
+  struct Connection {
+    int rank;
+    Descriptor socket;
+    std::mutex mutex;  // guards the next two
+    std::deque<Outgoing> queue;
+    bool watches_room = false;
+    Incoming incoming;  // of the thread
+    bool said_farewell = false;
+  };
+
+  // Messages without a receive, or receives without a message: one of the two is always empty.
+  struct Mailbox {
+    std::deque<std::shared_ptr<Mail>> mail;
+    std::deque<Transfer> posted;
+  };
+  using Address = std::tuple<int, int, Tag>;  // context, source in the group, tag
+
+  void send(Transfer transfer);
+  void send_to_self(const Transfer& transfer);
+  void receive(Transfer transfer);
+  void enqueue(Connection& connection, Outgoing outgoing);
+  std::vector<Transfer> write_queue(Connection& connection);
+  void watch(const Descriptor& descriptor, Connection* connection);
+  void watch_room(Connection& connection, bool room);
+  void write(Connection& connection);
+
+  void loop();
+  void read(Connection& connection);
+  void begin_message(Incoming& incoming);
+  void end_message(Connection& connection);
+  void end_mail(const std::shared_ptr<Mail>& mail);
+  void deliver(const Transfer& receive, const void* data, size_t bytes);
+  void erase_if_empty(const Address& address);
+
+  void lose(Connection& connection);
+  void fail_receives_from(int world_rank);
+  void learn_abort(const std::string& text);
+  void tell_all(Header::Kind kind, const std::string& text, std::chrono::milliseconds patience);
+
+  const int world_rank_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::vector<bool> shares_memory_;
+  bool has_core_for_each_rank_;
+
+  std::vector<std::unique_ptr<Connection>> connections_;  // by rank; null for this one
+  Descriptor epoll_;
+  Descriptor stop_;  // an event
+  std::thread thread_;
+
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  std::map<Address, Mailbox> mailboxes_;
+  std::vector<bool> departed_;
+  std::map<int, int> splits_;  // of a context so far
+  bool closed_ = false;
+};
+
+}  // namespace smp::comm

@@ -1,0 +1,222 @@
+#include "comm/store/store_communicator.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "comm/store/rendezvous.h"
+#include "comm/store/socket_transport.h"
+#include "comm/transport_communicator.h"
+#include "smp/core/env.h"
+#include "smp/core/error.h"
+
+namespace smp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// The worlds of this process: the others learn how it ended.
+class LiveWorlds {
+ public:
+  static LiveWorlds& get() {
+    static LiveWorlds* worlds = new LiveWorlds();  // outlives the handler
+    return *worlds;
+  }
+
+  void add(int rank, const std::shared_ptr<SocketTransport>& transport) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    worlds_.push_back({rank, transport});
+  }
+
+ private:
+  struct World {
+    int rank;
+    std::weak_ptr<SocketTransport> transport;
+  };
+
+  LiveWorlds() {
+    on_exit([](int status, void*) { LiveWorlds::get().end(status); }, nullptr);
+  }
+
+  void end(int status) {
+    if (getpid() != process_) {
+      return;  // a child's end is not ours
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const World& world : worlds_) {
+      const auto transport = world.transport.lock();
+      if (transport && status == 0) {
+        transport->close();
+      } else if (transport) {
+        transport->abort(world.rank, c10::str("the program ended with exit status ", status));
+      }
+    }
+  }
+
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::vector<World> worlds_;
+};
+
+std::shared_ptr<Group> world_group(int rank, int size) {
+  auto group = std::make_shared<Group>();
+  group->name = "world";
+  group->rank = rank;
+  group->size = size;
+  group->world_rank = rank;
+  group->world_ranks.resize(size);
+  std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
+  group->context = 0;
+  return group;
+}
+
+struct StoreWorld {
+  std::shared_ptr<SocketTransport> transport;
+  CommunicatorPtr world;
+  std::vector<std::string> hosts;
+};
+
+StoreWorld make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                      milliseconds timeout) {
+  SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, "make_store_world: expected a rank in 0 to ",
+                 size - 1, ", got ", rank, ".");
+  Meeting meeting = meet(*store, rank, size, timeout);
+  StoreWorld world;
+  for (const RankRecord& record : meeting.ranks) {
+    world.hosts.push_back(record.host_name);
+  }
+  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting), std::move(store));
+  LiveWorlds::get().add(rank, world.transport);
+  world.world = std::make_shared<TransportCommunicator>(world.transport, world_group(rank, size));
+  return world;
+}
+
+// The process's own world.
+struct TorchrunJob {
+  c10::intrusive_ptr<c10d::Store> store;
+  StoreWorld world;
+  bool finalized = false;
+};
+
+TorchrunJob& job() {
+  static TorchrunJob instance;
+  return instance;
+}
+
+const TorchrunJob& started_job(const char* function) {
+  SMP_CHECK_WITH(UsageError, job().world.world != nullptr, function,
+                 " needs the world of torchrun's variables. Call make_torchrun_world() first.");
+  return job();
+}
+
+std::string variable(const char* name) {
+  const auto value = env(name);
+  SMP_CHECK_WITH(ConfigError, value.has_value(), "RANK and WORLD_SIZE are set, but ", name,
+                 " is not: expected the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR "
+                 "and MASTER_PORT). Set it, or unset RANK and WORLD_SIZE.");
+  return *value;
+}
+
+int number(const char* name, int least, int most) {
+  const std::string text = variable(name);
+  char* end = nullptr;
+  const long value = std::strtol(text.c_str(), &end, 10);
+  SMP_CHECK_WITH(ConfigError, *end == '\0' && value >= least && value <= most,
+                 "the environment variable ", name, ": expected a number in ", least, " to ", most,
+                 ", got ", text, ".");
+  return static_cast<int>(value);
+}
+
+c10::intrusive_ptr<c10d::Store> open_store(const MeetingPlace& place, milliseconds timeout) {
+  const bool launcher_has_it = env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(place.port);
+  options.isServer = place.rank == 0 && !launcher_has_it;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(place.host, options);
+  } catch (const c10::Error& error) {
+    const std::string where = c10::str(" the store at ", place.host, " port ", place.port,
+                                       " (MASTER_ADDR, MASTER_PORT): ");
+    const std::string text = error.what_without_backtrace();
+    const std::string reason = where + text.substr(0, text.find('\n'));
+    SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason,
+                   ". Choose another MASTER_PORT if it is in use.");
+    detail::fail<CommError>("rank ", place.rank, " cannot reach", reason,
+                            ". Check that rank 0 has started and that its host can be reached.");
+  }
+}
+
+}  // namespace
+
+CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                 milliseconds timeout) {
+  return make_world(std::move(store), rank, size, timeout).world;
+}
+
+bool under_torchrun() { return env("RANK") && env("WORLD_SIZE"); }
+
+MeetingPlace meeting_place() {
+  constexpr int kMostRanks = 1 << 20;
+  MeetingPlace place;
+  place.size = number("WORLD_SIZE", 1, kMostRanks);
+  place.rank = number("RANK", 0, place.size - 1);
+  place.host = variable("MASTER_ADDR");
+  place.port = number("MASTER_PORT", 1, 65535);
+  return place;
+}
+
+CommunicatorPtr make_torchrun_world(milliseconds timeout) {
+  TorchrunJob& job = smp::comm::job();
+  SMP_CHECK_WITH(UsageError, !job.finalized,
+                 "make_torchrun_world after finalize_torchrun_world: the processes meet only once.");
+  if (!job.world.world) {
+    const MeetingPlace place = meeting_place();
+    job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_store(place, timeout));
+    job.world = make_world(job.store, place.rank, place.size, timeout);
+  }
+  return job.world.world;
+}
+
+void finalize_torchrun_world() {
+  TorchrunJob& job = smp::comm::job();
+  if (!job.world.world || job.finalized) {
+    return;
+  }
+  job.finalized = true;
+  try {
+    job.world.world->set_timeout(std::chrono::hours(24 * 365));
+    job.world.world->barrier();
+  } catch (const CommError&) {
+    // Aborted: nobody may wait for the others any more.
+  }
+  job.world.transport->close();
+}
+
+bool torchrun_world_aborted() { return job().world.transport && job().world.transport->aborted(); }
+
+int torchrun_local_rank() {
+  const TorchrunJob& job = started_job("torchrun_local_rank");
+  const auto here = job.world.hosts.begin() + job.world.world->rank();
+  return static_cast<int>(std::count(job.world.hosts.begin(), here, *here));
+}
+
+int torchrun_local_size() {
+  const TorchrunJob& job = started_job("torchrun_local_size");
+  const auto& hosts = job.world.hosts;
+  return static_cast<int>(std::count(hosts.begin(), hosts.end(), hosts[job.world.world->rank()]));
+}
+
+const std::vector<std::string>& torchrun_hosts() {
+  return started_job("torchrun_hosts").world.hosts;
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace c10d {
+class Store;
+}  // namespace c10d
+
+namespace smp::comm {
+
+/// Forms a world of the `size` processes that call this with the same store and ranks of their own,
+/// without MPI: they meet at the store and talk over TCP, and through shared memory where they are
+/// on one host. The store's keys must be used by nothing else (`c10d::PrefixStore` gives such
+/// ones), and it must live as long as the world makes groups. Every rank throws a `TimeoutError`
+/// that names the ranks that have not come within `timeout`.
+///
+/// The world ends for the others when the last communicator of this rank is gone, or the process
+/// ends with status 0; what they then still expect from this rank fails. A process that ends
+/// otherwise aborts the world.
+CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                 std::chrono::milliseconds timeout);
+
+/// Where the environment says that processes meet: the variables that torchrun sets.
+struct MeetingPlace {
+  int rank;          ///< RANK
+  int size;          ///< WORLD_SIZE
+  std::string host;  ///< MASTER_ADDR
+  int port;          ///< MASTER_PORT
+};
+
+/// True when RANK and WORLD_SIZE are set, as by torchrun.
+bool under_torchrun();
+
+/// Reads the variables; throws `ConfigError` when one is missing or is no valid number.
+MeetingPlace meeting_place();
+
+/// The world of the processes that torchrun has started, or that have its variables: the store is
+/// the launcher's (TORCHELASTIC_USE_AGENT_STORE), otherwise one that rank 0 opens. Collective at
+/// the first call; later calls return the same world. Throws as make_store_world.
+CommunicatorPtr make_torchrun_world(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+
+/// Ends that world. Collective: waits, without a time-out, until all ranks have called it; returns
+/// at once when the job was aborted. No communicator may be used after it.
+void finalize_torchrun_world();
+
+/// True when some rank has called abort() on a communicator of that world, or has died.
+bool torchrun_world_aborted();
+
+/// This process's place among those of its host, and how many those are. After
+/// make_torchrun_world().
+int torchrun_local_rank();
+int torchrun_local_size();
+
+/// The host name of each rank; hosts of one name get numbers. After make_torchrun_world().
+const std::vector<std::string>& torchrun_hosts();
+
+}  // namespace smp::comm

@@ -1,0 +1,264 @@
+// Worlds without MPI: how ranks meet, and what they learn of those who do not come or end.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "comm/store/store_communicator.h"
+#include "smp/core/error.h"
+#include "tests/comm/harness.h"
+#include "tests/comm/test_tensors.h"
+
+namespace smp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::AllOf;
+using testing::HasSubstr;
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// Calls `body` with 0 to size - 1 on threads of their own.
+void as_threads(int size, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+CommunicatorPtr join(const StorePtr& store, int rank, int size) {
+  return make_store_world(store, rank, size, std::chrono::seconds(30));
+}
+
+// Sets variables until the end of the block.
+class Variables {
+ public:
+  explicit Variables(std::vector<std::pair<std::string, std::string>> variables)
+      : variables_(std::move(variables)) {
+    for (const auto& [name, value] : variables_) setenv(name.c_str(), value.c_str(), 1);
+  }
+  ~Variables() {
+    for (const auto& [name, value] : variables_) unsetenv(name.c_str());
+  }
+
+ private:
+  std::vector<std::pair<std::string, std::string>> variables_;
+};
+
+TEST(StoreWorld, EveryRankIsToldWhoHasNotCome) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  as_threads(2, [&](int rank) {
+    EXPECT_THAT(
+        error_text<TimeoutError>([&] { make_store_world(store, rank, 4, milliseconds(1200)); }),
+        HasSubstr("ranks 2, 3 of 4 have not come within 1.2 s. Start as many processes as"));
+  });
+}
+
+TEST(StoreWorld, RefusesARankThatIsNone) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(error_text<UsageError>([&] { join(store, 2, 2); }),
+              HasSubstr("make_store_world: expected a rank in 0 to 1, got 2"));
+}
+
+// What a rank on another host would leave in the store; nobody listens on its port.
+void leave_record(c10d::Store& store, int rank) {
+  const cpu_set_t cores{};
+  std::string record = "another host\nmars\n127.0.0.1\n1\n";
+  record.append(reinterpret_cast<const char*>(&cores), sizeof cores);
+  store.set("rank/" + std::to_string(rank), std::vector<uint8_t>(record.begin(), record.end()));
+}
+
+TEST(StoreWorld, NamesARankThatCannotBeReached) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave_record(*store, 0);
+  store->set("number", std::vector<uint8_t>{'7'});
+  EXPECT_THAT(error_text<CommError>([&] { make_store_world(store, 1, 2, milliseconds(500)); }),
+              AllOf(HasSubstr("rank 1 cannot reach rank 0 on host mars: "),
+                    HasSubstr("no connection to 127.0.0.1 port 1: Connection refused. Check that "
+                              "its process lives")));
+}
+
+TEST(StoreWorld, NamesARankThatDoesNotConnect) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave_record(*store, 1);
+  EXPECT_THAT(error_text<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(200)); }),
+              HasSubstr("rank 0 was not connected to by rank 1. Look at the output of these"));
+}
+
+TEST(StoreWorld, UsesTheNetworkInterfaceNamed) {
+  using Pairs = std::vector<std::pair<std::string, std::string>>;
+  const Variables none(Pairs{{"SMP_SOCKET_IFNAME", "nosuch0"}});
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(error_text<CommError>([&] { join(store, 0, 1); }),
+              HasSubstr("SMP_SOCKET_IFNAME: the network interface nosuch0 has no address."));
+  setenv("SMP_SOCKET_IFNAME", "lo", 1);
+  EXPECT_EQ(join(store, 0, 1)->size(), 1);
+}
+
+class LostStore final : public c10d::HashStore {
+ public:
+  int64_t add(const std::string& /*key*/, int64_t /*value*/) override {
+    C10_THROW_ERROR(DistNetworkError, "connection reset");
+  }
+};
+
+TEST(StoreWorld, GroupsNeedTheStore) {
+  const CommunicatorPtr world = join(c10::make_intrusive<LostStore>(), 0, 1);
+  EXPECT_THAT(error_text<CommError>([&] { world->split({0}, "alone"); }),
+              AllOf(HasSubstr("split of group 'world': the store does not answer: connection"),
+                    HasSubstr(". It ends with the process that opened it, mostly rank 0.")));
+}
+
+TEST(StoreWorld, SeveralWorldsOfTheSameProcesses) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  as_threads(2, [&](int rank) {
+    const auto a = join(c10::make_intrusive<c10d::PrefixStore>("a", store), rank, 2);
+    const auto b = join(c10::make_intrusive<c10d::PrefixStore>("b", store), rank, 2);
+    const at::Tensor one = at::full({3}, rank + 1.0);
+    const at::Tensor two = one * 10;
+    const WorkPtr first = a->iall_reduce(one, ReduceOp::kSum);
+    b->all_reduce(two);
+    first->wait();
+    EXPECT_TRUE(same_bits(one, at::full({3}, 3.0)));
+    EXPECT_TRUE(same_bits(two, at::full({3}, 30.0)));
+    b->barrier();
+  });
+}
+
+// Groups whose members differ get numbers at the same time.
+TEST(StoreWorld, GroupsOfOneSplitAndOfSplitsOfSplits) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  as_threads(4, [&](int rank) {
+    const CommunicatorPtr world = join(store, rank, 4);
+    const int side = rank % 2;
+    const CommunicatorPtr half = world->split({side, side + 2}, "half");
+    const CommunicatorPtr alone = half->split({half->rank()}, "alone");
+    const CommunicatorPtr again = half->split({0, 1}, "again");
+    for (const auto& [group, sum] :
+         {std::pair{half, 2 * side + 2}, {alone, rank}, {again, 2 * side + 2}, {world, 6}}) {
+      const at::Tensor tensor = at::full({5}, rank, at::kInt);
+      group->all_reduce(tensor);
+      EXPECT_TRUE(same_bits(tensor, at::full({5}, sum, at::kInt))) << group->name();
+    }
+    world->barrier();
+  });
+}
+
+TEST(StoreWorld, AnAbortEndsTheWaitsOfAll) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  as_threads(3, [&](int rank) {
+    const CommunicatorPtr world = join(store, rank, 3);
+    if (rank == 1) {
+      std::this_thread::sleep_for(milliseconds(50));
+      world->abort("disk full");
+      return;
+    }
+    EXPECT_THAT(error_text<CommError>([&] { world->recv(at::zeros({2}), 2 - rank, 0); }),
+                AllOf(HasSubstr("rank 1 failed: disk full"), HasSubstr("[noticed by irecv of 8 ")));
+    EXPECT_THAT(error_text<CommError>([&] { world->barrier(); }), HasSubstr("disk full"));
+  });
+}
+
+// Who ends in order harms nobody but those that still expect something of it.
+TEST(StoreWorld, ARankThatHasEndedIsNamedToWhoWaitsForIt) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  as_threads(3, [&](int rank) {
+    CommunicatorPtr world = join(store, rank, 3);
+    world->barrier();
+    const at::Tensor tensor = at::full({2}, rank, at::kInt);
+    if (rank == 2) {
+      world->send(tensor, 0, 7);
+      return;
+    }
+    if (rank == 0) {
+      std::this_thread::sleep_for(milliseconds(100));
+      world->recv(tensor, 2, 7);  // sent before
+      EXPECT_TRUE(same_bits(tensor, at::full({2}, 2, at::kInt)));
+      const std::string departed = "rank 2 of the world has ended its part of the job";
+      EXPECT_THAT(error_text<CommError>([&] { world->recv(tensor, 2, 7); }), HasSubstr(departed));
+      EXPECT_THAT(error_text<CommError>([&] { world->send(tensor, 2, 7); }), HasSubstr(departed));
+      world->send(tensor, 1, 8);
+    } else {
+      world->recv(tensor, 0, 8);
+    }
+  });
+}
+
+TEST(StoreWorld, LongMessagesBothWaysBeforeAnyReceive) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  constexpr int64_t kElements = 4 << 20;
+  as_threads(2, [&](int rank) {
+    const CommunicatorPtr world = join(store, rank, 2);
+    const at::Tensor mine = values_of(rank, kElements, at::kFloat);
+    world->send(mine, 1 - rank, 0);
+    const at::Tensor theirs = at::empty_like(mine);
+    world->recv(theirs, 1 - rank, 0);
+    EXPECT_TRUE(same_bits(theirs, values_of(1 - rank, kElements, at::kFloat)));
+    world->barrier();
+  });
+}
+
+TEST(Torchrun, NeedsAllVariables) {
+  const Variables some({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "localhost"}});
+  EXPECT_TRUE(under_torchrun());
+  EXPECT_THAT(error_text<ConfigError>([] { meeting_place(); }),
+              HasSubstr("RANK and WORLD_SIZE are set, but MASTER_PORT is not: expected the"));
+}
+
+TEST(Torchrun, RefusesNumbersThatAreNone) {
+  const Variables all(
+      {{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "http"}});
+  EXPECT_THAT(error_text<ConfigError>([] { meeting_place(); }),
+              HasSubstr("the environment variable RANK: expected a number in 0 to 1, got 2."));
+  setenv("RANK", "1", 1);
+  EXPECT_THAT(error_text<ConfigError>([] { meeting_place(); }),
+              HasSubstr("the environment variable MASTER_PORT: expected a number in 1 to 65535"));
+}
+
+TEST(Torchrun, SaysWhyThereIsNoStore) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const auto other = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  const Variables all({{"RANK", "0"},
+                       {"WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "localhost"},
+                       {"MASTER_PORT", std::to_string(other->getPort())}});
+  EXPECT_THAT(error_text<CommError>([] { make_torchrun_world(milliseconds(500)); }),
+              AllOf(HasSubstr("rank 0 cannot open the store at localhost port"),
+                    HasSubstr("Choose another MASTER_PORT if it is in use.")));
+  setenv("RANK", "1", 1);
+  setenv("MASTER_PORT", "1", 1);
+  EXPECT_THAT(error_text<CommError>([] { make_torchrun_world(milliseconds(500)); }),
+              AllOf(HasSubstr("rank 1 cannot reach the store at localhost port 1"),
+                    HasSubstr("Check that rank 0 has started and")));
+  EXPECT_THAT(error_text<UsageError>([] { torchrun_local_rank(); }),
+              HasSubstr("needs the world of torchrun's variables"));
+}
+
+// A world of its own process; after it, this process has met all it ever will.
+TEST(Torchrun, MeetsOnce) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const auto launcher = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  const Variables all({{"RANK", "0"},
+                       {"WORLD_SIZE", "1"},
+                       {"MASTER_ADDR", "localhost"},
+                       {"MASTER_PORT", std::to_string(launcher->getPort())},
+                       {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
+  EXPECT_EQ(make_torchrun_world()->size(), 1);
+  EXPECT_EQ(torchrun_local_size(), 1);
+  finalize_torchrun_world();
+  EXPECT_THAT(error_text<UsageError>([] { make_torchrun_world(); }),
+              HasSubstr("make_torchrun_world after finalize_torchrun_world: the processes meet"));
+}
+
+}  // namespace
+}  // namespace smp::comm
