@@ -135,5 +135,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> get_dp_process_group() {
 }
 
 void barrier(CommGroup group) { Runtime::get().group(group)->barrier(); }
+void pp_barrier() { barrier(CommGroup::kPp); }
+void tp_barrier() { barrier(CommGroup::kTp); }
+void rdp_barrier() { barrier(CommGroup::kRdp); }
+void mp_barrier() { barrier(CommGroup::kMp); }
+void dp_barrier() { barrier(CommGroup::kDp); }
 
 }  // namespace smp

@@ -77,5 +77,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> get_dp_process_group();
 
 /// Returns when all ranks of this rank's group have called it.
 void barrier(CommGroup group = CommGroup::kWorld);
+void pp_barrier();
+void tp_barrier();
+void rdp_barrier();
+void mp_barrier();
+void dp_barrier();
 
 }  // namespace smp

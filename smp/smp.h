@@ -11,6 +11,7 @@
 #include "smp/keyed_random.h"
 #include "smp/leaf.h"
 #include "smp/model_creation.h"
+#include "smp/objects.h"
 #include "smp/partition_scope.h"
 #include "smp/save_load.h"
 #include "smp/step.h"

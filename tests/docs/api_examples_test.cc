@@ -111,6 +111,17 @@ struct LargeImpl : torch::nn::Module {
 };
 TORCH_MODULE(Large);
 
+/// A user's type that ranks send each other.
+struct Progress {
+  int64_t epoch = 0;
+  torch::Tensor best;
+
+  template <class Archive>
+  void serialize(Archive& archive) {
+    archive(epoch, best);
+  }
+};
+
 class ApiExamples : public testing::Test {
  protected:
   ApiExamples() {
@@ -327,6 +338,22 @@ TEST_F(ApiExamples, GroupsAndHooks) {
     smp::get_pp_process_group()->allreduce(mine)->wait();
     EXPECT_EQ(mine[0].item<float>(), 3);  // 1 + 2
     EXPECT_EQ(smp::get_pp_group(), (std::vector<int>{0, 1}));
+  });
+}
+
+TEST_F(ApiExamples, ObjectsBetweenRanks) {
+  smp::run_as_threads(4, smp::Config().partitions(2).ddp(true), [] {
+    const std::map<std::string, double> scores{{"loss", 0.5 * smp::dp_rank()}};
+    const auto all = smp::allgather(scores, smp::CommGroup::kDp);  // of each replica, in order
+    EXPECT_EQ(all.at(1).at("loss"), 0.5);
+    if (smp::rank() == 0) {
+      smp::send(std::string("done"), 1, smp::RankType::kWorldRank);
+    } else if (smp::rank() == 1) {
+      EXPECT_EQ(smp::recv_from<std::string>(0, smp::RankType::kWorldRank), "done");
+    }
+
+    const Progress progress{smp::rank(), torch::ones({2})};
+    EXPECT_EQ(smp::broadcast(progress, smp::CommGroup::kWorld, 3).epoch, 3);
   });
 }
 
