@@ -40,7 +40,7 @@ void check_enabled(const Node& node, const char* what) {
 }
 
 // The rules that the estimator applies before it looks at the strategy.
-Node model_parallel_node(const json& root, const std::string& source) {
+Node strategy_node(const json& root, const std::string& source) {
   const Node top{root, source, ""};
   check_keys(top, {"smdistributed", "mpi"});
   static const json none = json::object();
@@ -56,12 +56,18 @@ Node model_parallel_node(const json& root, const std::string& source) {
   SMP_CHECK_WITH(ConfigError, name == "modelparallel" || name == "dataparallel",
                  top.where("smdistributed"), "Invalid smdistributed strategy provided: ",
                  name.empty() ? "none" : name, " \nSupported strategies: ", kSupported);
-  SMP_CHECK_WITH(ConfigError, name == "modelparallel", top.where("smdistributed.dataparallel"),
-                 "the dataparallel strategy is not available in this version. Use modelparallel.");
-  const Node node{strategies.begin().value(), source, "smdistributed.modelparallel"};
+  const Node node{strategies.begin().value(), source, "smdistributed." + name};
   SMP_CHECK_WITH(ConfigError, node.object.is_object(), top.where(node.path),
                  "expected an object, got ", node.object.dump(), ".");
   return node;
+}
+
+void read_custom_mpi_options(const Node& node, Distribution& result) {
+  if (!node.object.contains("custom_mpi_options")) return;
+  const json& options = node.object["custom_mpi_options"];
+  SMP_CHECK_WITH(ConfigError, options.is_string(), node.where("custom_mpi_options"),
+                 "expected a string with options of mpirun, got ", options.dump(), ".");
+  result.custom_mpi_options = options.get<std::string>();
 }
 
 void read_mpi(const json& root, const std::string& source, Distribution& result) {
@@ -70,7 +76,7 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
   SMP_CHECK_WITH(ConfigError, node.object.is_object(), Node{root, source, ""}.where("mpi"),
                  "expected an object, got ", node.object.dump(), ".");
   check_keys(node, {"enabled", "processes_per_host", "custom_mpi_options"});
-  check_enabled(node, "Model parallelism starts its ranks by MPI: set it to true.");
+  check_enabled(node, "Ranks are started by MPI: set it to true.");
   if (node.object.contains("processes_per_host")) {
     const json& count = node.object["processes_per_host"];
     SMP_CHECK_WITH(ConfigError, count.is_number_integer() && count > 0,
@@ -78,12 +84,7 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
                    ". Set it to the number of ranks.");
     result.processes_per_host = count.get<int64_t>();
   }
-  if (node.object.contains("custom_mpi_options")) {
-    const json& options = node.object["custom_mpi_options"];
-    SMP_CHECK_WITH(ConfigError, options.is_string(), node.where("custom_mpi_options"),
-                   "expected a string with options of mpirun, got ", options.dump(), ".");
-    result.custom_mpi_options = options.get<std::string>();
-  }
+  read_custom_mpi_options(node, result);
 }
 
 // `parameters` given as the path of another file.
@@ -111,11 +112,17 @@ void Distribution::read(const std::string& text, const std::string& source_name,
   json parameters = root;
   Node node{parameters, source_name, ""};
   if (root.contains("smdistributed") || root.contains("mpi")) {
-    const Node strategy = model_parallel_node(root, source_name);
-    check_keys(strategy, {"enabled", "parameters"});
-    check_enabled(strategy, "Set it to true, or start the program without this file.");
+    const Node chosen = strategy_node(root, source_name);
+    if (root["smdistributed"].contains("dataparallel")) strategy = Strategy::kDataParallel;
+    check_keys(chosen, {"enabled",
+                        strategy == Strategy::kDataParallel ? "custom_mpi_options" : "parameters"});
+    check_enabled(chosen, "Set it to true, or start the program without this file.");
     read_mpi(root, source_name, *this);
-    parameters = strategy.object.value("parameters", json::object());
+    if (strategy == Strategy::kDataParallel) {
+      read_custom_mpi_options(chosen, *this);
+      return;
+    }
+    parameters = chosen.object.value("parameters", json::object());
     node.path = "smdistributed.modelparallel.parameters";
   }
   if (parameters.is_string()) {

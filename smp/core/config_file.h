@@ -11,15 +11,20 @@ namespace smp {
 /// The environment variable that carries the parameters, as JSON, to every rank.
 constexpr const char* kParametersVariable = "SM_HP_MP_PARAMETERS";
 
+/// How the estimator's `distribution` trains: a model divided among ranks, or one on each.
+enum class Strategy { kModelParallel, kDataParallel };
+
 /// What a configuration file says: the parameters, and how to start the ranks. A file is the
 /// bare object of parameters, or the `distribution` argument of the SageMaker estimator as JSON.
 struct Distribution {
+  Strategy strategy = Strategy::kModelParallel;
+  /// Without settings where the strategy is data parallelism, which has no parameters.
   Config config;
-  /// The object of parameters as it was given, on one line.
+  /// The object of parameters as it was given, on one line; empty if there is none.
   std::string parameters_json;
   /// mpi.processes_per_host, if given.
   std::optional<int64_t> processes_per_host;
-  /// mpi.custom_mpi_options.
+  /// mpi.custom_mpi_options, or dataparallel.custom_mpi_options.
   std::string custom_mpi_options;
 
   /// Reads a file. Where `parameters` is a string it is the path of another file with the

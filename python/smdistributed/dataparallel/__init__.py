@@ -1,0 +1,1 @@
+"""SageMaker's data-parallel package, as far as `smp` has it: the backend "smddp"."""
