@@ -10,6 +10,9 @@
 namespace smp::tools {
 namespace {
 
+// As torchrun chooses.
+constexpr const char* kMasterPort = "29500";
+
 // The configuration that the launcher can see, or nothing: then the program brings its own.
 std::optional<Distribution> find_distribution(const LaunchOptions& options,
                                               const LaunchContext& context) {
@@ -30,8 +33,25 @@ void check(const Config& config, const std::string& source) {
   config.validate();
 }
 
-int rank_count(const LaunchOptions& options, const std::optional<Distribution>& distribution) {
+bool is_data_parallel(const std::optional<Distribution>& distribution) {
+  return distribution && distribution->strategy == Strategy::kDataParallel;
+}
+
+std::vector<Host> find_hosts(const LaunchOptions& options, const LaunchContext& context,
+                             const std::optional<Distribution>& distribution) {
+  if (options.hosts.empty()) return context.slurm_hosts;
+  const auto per_host = distribution ? distribution->processes_per_host : std::nullopt;
+  return parse_hosts(options.hosts, static_cast<int>(per_host.value_or(1)));
+}
+
+int rank_count(const LaunchOptions& options, const std::vector<Host>& hosts,
+               const std::optional<Distribution>& distribution) {
   if (options.np) return *options.np;
+  if (!hosts.empty()) return total_ranks(hosts);
+  SMP_CHECK_WITH(ConfigError,
+                 !is_data_parallel(distribution) || distribution->processes_per_host.has_value(),
+                 "smprun: the number of ranks is unknown: the dataparallel strategy needs --np N, "
+                 "--hosts HOST:RANKS,... or mpi.processes_per_host. Give one of them.");
   SMP_CHECK_WITH(ConfigError, distribution.has_value(),
                  "smprun: the number of ranks is unknown: expected --np N or --config FILE, got "
                  "neither. Give one of them.");
@@ -74,14 +94,20 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   const auto distribution = find_distribution(options, context);
   const std::string source =
       options.config_file.empty() ? kParametersVariable : options.config_file;
-  if (distribution) check(distribution->config, source);
-  const int ranks = rank_count(options, distribution);
-  if (distribution) Topology::check_divides(distribution->config, ranks);
+  const bool data_parallel = is_data_parallel(distribution);
+  const bool model_parallel = distribution && !data_parallel;
+  if (model_parallel) check(distribution->config, source);
+  const std::vector<Host> hosts = find_hosts(options, context, distribution);
+  const int ranks = rank_count(options, hosts, distribution);
+  if (model_parallel) Topology::check_divides(distribution->config, ranks);
 
   const std::string custom = distribution ? distribution->custom_mpi_options : "";
-  MpirunArguments mpirun(split_options(custom, source + ": \"mpi.custom_mpi_options\": "));
+  MpirunArguments mpirun(
+      split_options(custom, source + (data_parallel ? ": \"dataparallel.custom_mpi_options\": "
+                                                    : ": \"mpi.custom_mpi_options\": ")));
   // Ranks may outnumber cores, and a rank must not be tied to a core that others compute on.
   mpirun.append({"mpirun", "-np", std::to_string(ranks), "--oversubscribe"});
+  if (!hosts.empty()) mpirun.append({"--host", to_string(hosts)});
   mpirun.add("bind-to", "none");
   if (context.is_root) mpirun.append({"--allow-run-as-root"});
   if (options.tag_output) mpirun.append({"--tag-output"});
@@ -95,7 +121,12 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
     command.environment.emplace_back(name, value);
   };
   if (!context.failure_dir.empty()) export_variable(kFailureDirVariable, context.failure_dir);
-  if (distribution) export_variable(kParametersVariable, distribution->parameters_json);
+  if (model_parallel) export_variable(kParametersVariable, distribution->parameters_json);
+  if (data_parallel) {
+    const std::string first = hosts.empty() ? "localhost" : hosts.front().name;
+    export_variable("MASTER_ADDR", context.master_address.value_or(first));
+    export_variable("MASTER_PORT", context.master_port.value_or(kMasterPort));
+  }
   if (!context.output_is_terminal) export_variable("TERM", "dumb");
   mpirun.append(options.program);
   command.arguments = mpirun.take();

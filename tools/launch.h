@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "tools/hosts.h"
+
 namespace smp::tools {
 
 /// What the user asked `smprun` for.
@@ -13,6 +15,8 @@ struct LaunchOptions {
   std::string config_file;
   /// The number of ranks, if given on the command line.
   std::optional<int> np;
+  /// The hosts as the user named them, "h1:2,h2:2"; empty for this one, or those of a SLURM job.
+  std::string hosts;
   /// Whether mpirun marks each line of output with its rank.
   bool tag_output = false;
   /// The program to run and its arguments.
@@ -30,6 +34,11 @@ struct LaunchContext {
   /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
   /// so programs would not notice; they are told by TERM=dumb.
   bool output_is_terminal = true;
+  /// The hosts of the SLURM job that the launcher runs in; empty outside of one.
+  std::vector<Host> slurm_hosts;
+  /// The caller's MASTER_ADDR and MASTER_PORT, if set: where ranks of c10d meet.
+  std::optional<std::string> master_address;
+  std::optional<std::string> master_port;
 };
 
 /// A command as an argument vector; no shell is involved.
@@ -39,9 +48,12 @@ struct LaunchCommand {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
-/// Checks the configuration and makes the mpirun command. The number of ranks is `options.np`,
-/// else mpi.processes_per_host of the file, else "partitions". Throws `ConfigError` with the texts
-/// of docs/configuration.md, and when both a file and `context.parameters` are given.
+/// Checks the configuration and makes the mpirun command. The number of ranks is `options.np`, else
+/// what the hosts take, else mpi.processes_per_host of the file, else "partitions". A host that is
+/// named without a number takes mpi.processes_per_host ranks, else one. With the strategy of data
+/// parallelism the ranks get the address where c10d's meet, the first host's. Throws `ConfigError`
+/// with the texts of docs/configuration.md, and when both a file and `context.parameters` are
+/// given.
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context);
 
 /// Splits `text` at blanks as a shell does, with 'single' and "double" quotes and backslashes.

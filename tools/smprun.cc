@@ -60,7 +60,15 @@ void report(const ProcessResult& result, const std::string& failure_dir) {
 }
 
 int launch(const LaunchOptions& options, bool dry_run) {
-  LaunchContext context{smp::env(smp::kParametersVariable), geteuid() == 0, ""};
+  LaunchContext context;
+  context.parameters = smp::env(smp::kParametersVariable);
+  context.is_root = geteuid() == 0;
+  context.master_address = smp::env("MASTER_ADDR");
+  context.master_port = smp::env("MASTER_PORT");
+  if (const auto nodes = smp::env("SLURM_JOB_NODELIST")) {
+    context.slurm_hosts =
+        smp::tools::slurm_hosts(*nodes, smp::env("SLURM_TASKS_PER_NODE").value_or(""));
+  }
   if (dry_run) {
     std::cout << shell_text(plan_launch(options, context)) << "\n";
     return 0;
@@ -86,8 +94,11 @@ int main(int argc, char** argv) {
   app.add_option("--config", options.config_file,
                  "JSON file with the parameters, or the estimator's distribution");
   auto* np_option =
-      app.add_option("--np", np, "Number of ranks; else processes_per_host, else partitions")
+      app.add_option("--np", np,
+                     "Number of ranks; else what the hosts take, processes_per_host or partitions")
           ->check(CLI::PositiveNumber);
+  app.add_option("--hosts", options.hosts,
+                 "Hosts and their ranks, h1:2,h2:2; else those of a SLURM job, else this one");
   app.add_flag("--dry-run", dry_run, "Check the configuration and print the command only");
   app.add_flag("--tag-output", options.tag_output, "Mark each line of output with its rank");
   app.prefix_command();  // from the program on, everything belongs to the program

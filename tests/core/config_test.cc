@@ -357,6 +357,16 @@ TEST(Config, EstimatorForm) {
       "must be between 0.0 and 1.0! (got 2)");
 }
 
+TEST(Config, EstimatorFormOfDataParallelism) {
+  const Distribution distribution = Distribution::from_json(
+      R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_mpi_options": "-x A"}}})",
+      "smp.json");
+  EXPECT_EQ(distribution.strategy, Strategy::kDataParallel);
+  EXPECT_EQ(distribution.custom_mpi_options, "-x A");
+  EXPECT_EQ(distribution.parameters_json, "");
+  EXPECT_FALSE(distribution.config.is_set("partitions"));
+}
+
 TEST(Config, EstimatorErrors) {
   const BadValue kCases[] = {
       {R"({"smdistributed": true})",
@@ -370,10 +380,12 @@ TEST(Config, EstimatorErrors) {
       {R"({"mpi": {"enabled": true}})",
        "\"smdistributed\": Invalid smdistributed strategy provided: none \nSupported strategies: "
        "['dataparallel', 'modelparallel']"},
-      {R"({"smdistributed": {"dataparallel": {"enabled": true}}})",
-       "\"smdistributed.dataparallel\": the dataparallel strategy is not available in this "
-       "version. "
-       "Use modelparallel."},
+      {R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_options": ""}}})",
+       "\"smdistributed.dataparallel.custom_options\": unknown key. Did you mean "
+       "\"custom_mpi_options\"?"},
+      {R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_mpi_options": 1}}})",
+       "\"smdistributed.dataparallel.custom_mpi_options\": expected a string with options of "
+       "mpirun, got 1."},
       {R"({"smdistributed": {"modelparallel": 1}})",
        "\"smdistributed.modelparallel\": expected an object, got 1."},
       {R"({"smdistributed": {"modelparallel": {"enabled": false}}})",
@@ -386,9 +398,7 @@ TEST(Config, EstimatorErrors) {
        "\"smdistributed.modelparallel.parameters\": Expected a string path to an existing "
        "modelparallel config, or a dictionary. Received: 3."},
       {R"({"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": {}})",
-       "\"mpi.enabled\": expected true, got nothing. Model parallelism starts its ranks by MPI: "
-       "set "
-       "it to true."},
+       "\"mpi.enabled\": expected true, got nothing. Ranks are started by MPI: set it to true."},
       {R"({"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": []})",
        "\"mpi\": expected an object, got []."},
       {R"({"smdistributed": {"modelparallel": {"enabled": true}},

@@ -144,6 +144,71 @@ TEST(Launch, CustomOptionsComeAfterOursAndReplaceThem) {
                                                        "a b"}));
 }
 
+TEST(Launch, SeveralHosts) {
+  LaunchOptions options = options_for(R"({"partitions": 2, "ddp": true})");
+  options.hosts = "h1:2,h2:4";
+  Words arguments = plan_launch(options, {}).arguments;
+  arguments.resize(6);
+  EXPECT_EQ(arguments, (Words{"mpirun", "-np", "6", "--oversubscribe", "--host", "h1:2,h2:4"}));
+  options.np = 4;
+  EXPECT_EQ(rank_count(options), "4");
+  options = options_for(estimator(R"(, "processes_per_host": 3)", R"({"partitions": 3})"));
+  options.hosts = "h1,h2:6";
+  EXPECT_EQ(plan_launch(options, {}).arguments.at(5), "h1:3,h2:6");
+  for (const char* bad : {"h1:0", "h1:two", ":2", "h1,,h2"}) {
+    options.hosts = bad;
+    EXPECT_NE(error_text([&] {
+                plan_launch(options, {});
+              }).find("--hosts: expected HOST or HOST:RANKS, separated by commas, got"),
+              std::string::npos)
+        << bad;
+  }
+}
+
+TEST(Launch, HostsOfASlurmJob) {
+  EXPECT_EQ(to_string(slurm_hosts("n[01-03,7],login", "2(x3),1,4")),
+            "n01:2,n02:2,n03:2,n7:1,login:4");
+  EXPECT_EQ(to_string(slurm_hosts("gpu9", "")), "gpu9:1");
+  EXPECT_EQ(to_string(slurm_hosts("a[9-11]b", "1(x3)")), "a9b:1,a10b:1,a11b:1");
+  for (const auto& [nodes, tasks] :
+       {std::pair{"n[1-", "1"}, {"n[2-1]", "1"}, {"n[x]", "1"}, {"n1", "two"}, {"n1", "2(x2)"}}) {
+    EXPECT_NE(error_text([&, n = nodes, t = tasks] {
+                slurm_hosts(n, t);
+              }).find(". Name the hosts with --hosts HOST:RANKS,..."),
+              std::string::npos)
+        << nodes << " " << tasks;
+  }
+  LaunchContext context;
+  context.slurm_hosts = slurm_hosts("n[1-2]", "2(x2)");
+  LaunchOptions options = options_for(R"({"partitions": 2, "ddp": true})");
+  EXPECT_EQ(plan_launch(options, context).arguments.at(2), "4");
+  EXPECT_EQ(plan_launch(options, context).arguments.at(5), "n1:2,n2:2");
+  options.hosts = "h1:2";
+  EXPECT_EQ(plan_launch(options, context).arguments.at(5), "h1:2") << "the user's hosts win";
+}
+
+TEST(Launch, DataParallelism) {
+  LaunchOptions options = options_for(
+      R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_mpi_options": "-x A"}}})");
+  EXPECT_EQ(error_text([&] { plan_launch(options, {}); }),
+            "[smp] smprun: the number of ranks is unknown: the dataparallel strategy needs --np N, "
+            "--hosts HOST:RANKS,... or mpi.processes_per_host. Give one of them.");
+  options.np = 3;
+  LaunchCommand command = plan_launch(options, {});
+  EXPECT_EQ(command.arguments.at(2), "3");
+  EXPECT_NE(shell_text(command).find(" -x A -x MASTER_ADDR -x MASTER_PORT ./train"),
+            std::string::npos)
+      << shell_text(command);
+  using Variables = std::vector<std::pair<std::string, std::string>>;
+  EXPECT_EQ(command.environment,
+            (Variables{{"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "29500"}}));
+  options.hosts = "h1:2,h2:2";
+  LaunchContext context;
+  context.master_port = "7";
+  EXPECT_EQ(plan_launch(options, context).environment,
+            (Variables{{"MASTER_ADDR", "h1"}, {"MASTER_PORT", "7"}}));
+}
+
 TEST(Launch, Errors) {
   const auto error_of = [](const LaunchOptions& options) {
     return error_text([&] { plan_launch(options, {}); });
