@@ -1,15 +1,7 @@
 #include "comm/nccl/nccl_communicator.h"
 
-#include <ATen/ops/add.h>
-#include <ATen/ops/bitwise_and.h>
-#include <ATen/ops/bitwise_or.h>
-#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -20,11 +12,9 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <map>
-#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -32,6 +22,8 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "comm/nccl/group_channels.h"
+#include "comm/nccl/reduce_parts.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -83,55 +75,17 @@ NcclGroup make_group(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
   options->group_name = host.name();
   auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(std::move(store), rank, size, options);
   // Ranks let go of a group at different times, so it cannot end in step with the others'.
-  return NcclGroup(group.get(), [group](c10d::ProcessGroupNCCL* ended) { ended->abort(); });
-}
-
-// Before a group is aborted: peers may still be taking what this rank gave. Not while an error is
-// thrown, when they may never take it.
-void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) {
-  const auto end = std::chrono::steady_clock::now() + at_most;
-  while (std::uncaught_exceptions() == 0 && !finished() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  return NcclGroup(group.get(), [group](c10d::ProcessGroupNCCL* ended) {
+    try {
+      ended->abort();
+    } catch (const std::exception& error) {  // it could not be ended in time
+      TORCH_WARN("NCCL group '", ended->getOptions()->group_name, "': ", error.what());
+    }
+  });
 }
 
 // NCCL moves all types as bytes; it has no 16-bit integers and no complex numbers.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
-
-at::Tensor combine(const at::Tensor& left, const at::Tensor& right, ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAverage:
-      return at::add(left, right);
-    case ReduceOp::kMin:
-      return at::minimum(left, right);
-    case ReduceOp::kMax:
-      return at::maximum(left, right);
-    case ReduceOp::kProduct:
-      return at::mul(left, right);
-    case ReduceOp::kBitAnd:
-      return at::bitwise_and(left, right);
-    case ReduceOp::kBitOr:
-      return at::bitwise_or(left, right);
-    case ReduceOp::kBitXor:
-      return at::bitwise_xor(left, right);
-  }
-  SMP_INTERNAL_ASSERT(false, "reduction number ", static_cast<int>(op));
-}
-
-// ((parts[0] op parts[1]) op parts[2]) ..., as reduce_in_order does it on the host.
-at::Tensor reduce_parts(const at::Tensor& parts, ReduceOp op) {
-  const at::ScalarType dtype = parts.scalar_type();
-  const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-  at::Tensor result = parts[0].to(wide);
-  for (int64_t rank = 1; rank < parts.size(0); ++rank) {
-    result = combine(result, parts[rank].to(wide), op);
-  }
-  if (op == ReduceOp::kAverage) {
-    result = at::div(result, parts.size(0));
-  }
-  return result.to(dtype);
-}
 
 // A message under way, which libtorch's group knows.
 class MessageWork final : public Work {
@@ -162,103 +116,6 @@ class StreamWork final : public Work {
   const Tensors tensors_;  // memory goes back to the stream that it was made on, which has waited
 };
 
-// A message whose device part is on its way.
-struct Pending {
-  NcclWork work;
-  at::Tensor part;
-};
-
-at::Tensor make_part(const ChannelSpec& spec) {
-  return at::empty({spec.bytes - spec.host_bytes},
-                   at::TensorOptions(at::kByte).device(spec.device));
-}
-
-// The group of a channel has two ranks, of which the sender is the first.
-constexpr int kSenderRank = 0;
-constexpr int kReceiverRank = 1;
-
-class NcclSender final : public Sender {
- public:
-  NcclSender(std::unique_ptr<Sender> host, NcclGroup group, const ChannelSpec& spec)
-      : host_(std::move(host)), group_(std::move(group)), spec_(spec) {}
-
-  ~NcclSender() override {
-    if (!sent_.empty()) {  // they end in order
-      let_finish([this] { return sent_.back().work->isCompleted(); },
-                 group_->getOptions()->timeout);
-    }
-  }
-
-  const at::Tensor& prepare() override {
-    if (!next_.defined() && !sent_.empty() && sent_.front().work->isCompleted()) {
-      next_ = std::move(sent_.front().part);
-      sent_.pop_front();
-    }
-    if (!next_.defined()) {
-      next_ = make_part(spec_);
-    }
-    return host_->prepare();
-  }
-
-  at::Tensor device_part() override { return next_; }
-
-  void send() override {
-    Tensors part = {std::exchange(next_, at::Tensor())};
-    NcclWork work = group_->send(part, kReceiverRank, /*tag=*/0);
-    sent_.push_back({std::move(work), std::move(part[0])});
-    host_->send();
-  }
-
-  void flush() override { host_->flush(); }
-
- private:
-  const std::unique_ptr<Sender> host_;
-  const NcclGroup group_;
-  const ChannelSpec spec_;
-  at::Tensor next_;
-  std::deque<Pending> sent_;  // their memory is used again, oldest first
-};
-
-class NcclReceiver final : public Receiver {
- public:
-  NcclReceiver(std::unique_ptr<Receiver> host, NcclGroup group, const ChannelSpec& spec)
-      : host_(std::move(host)), group_(std::move(group)), spec_(spec) {}
-
-  void expect(int messages) override {
-    host_->expect(messages);
-    expected_ += messages;
-    post();
-  }
-
-  at::Tensor receive() override {
-    at::Tensor message = host_->receive();
-    Pending pending = std::move(posted_.front());
-    posted_.pop_front();
-    post();
-    pending.work->wait();
-    received_ = std::move(pending.part);
-    return message;
-  }
-
-  at::Tensor device_part() override { return std::exchange(received_, at::Tensor()); }
-
- private:
-  void post() {
-    for (; expected_ > 0 && static_cast<int>(posted_.size()) < spec_.ahead; --expected_) {
-      Tensors part = {make_part(spec_)};
-      NcclWork work = group_->recv(part, kSenderRank, /*tag=*/0);
-      posted_.push_back({std::move(work), std::move(part[0])});
-    }
-  }
-
-  const std::unique_ptr<Receiver> host_;
-  const NcclGroup group_;
-  const ChannelSpec spec_;
-  int expected_ = 0;  // and not yet posted
-  std::deque<Pending> posted_;
-  at::Tensor received_;
-};
-
 class NcclCommunicator final : public DeviceCommunicator {
  public:
   NcclCommunicator(const CommunicatorPtr& host, at::Device device)
@@ -275,6 +132,12 @@ class NcclCommunicator final : public DeviceCommunicator {
 
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override;
+
+  // Of collectives and messages; channels have the time-out that there was when they were opened.
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    DeviceCommunicator::set_timeout(timeout);
+    group_->setTimeout(timeout);
+  }
 
  protected:
   WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag /*tag*/) override {
@@ -420,45 +283,16 @@ NcclGroup NcclCommunicator::connect(const ChannelSpec& spec, bool sends) {
 
 Channels NcclCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
                                          const std::vector<ChannelSpec>& incoming) {
-  // The host's channels carry the first bytes; those of the CPU's tensors carry all.
-  const auto on_host = [](std::vector<ChannelSpec> specs) {
-    for (ChannelSpec& spec : specs) {
-      spec.bytes = spec.device.is_cpu() ? spec.bytes : spec.host_bytes;
-      spec.device = at::kCPU;
-    }
-    return specs;
-  };
-  Channels channels = host()->open_channels(on_host(outgoing), on_host(incoming));
-
-  // All ranks connect in one order, so that none waits for another in a circle.
-  struct End {
-    Tag tag;
-    int sender;
-    size_t index;
-  };
-  std::vector<End> ends;
-  for (size_t i = 0; i < outgoing.size(); ++i) {
-    ends.push_back({outgoing[i].tag, rank(), i});
-  }
-  for (size_t i = 0; i < incoming.size(); ++i) {
-    ends.push_back({incoming[i].tag, incoming[i].peer, i});
-  }
-  std::sort(ends.begin(), ends.end(), [](const End& a, const End& b) {
-    return std::tie(a.tag, a.sender) < std::tie(b.tag, b.sender);
-  });
-  for (const End& end : ends) {
-    const bool sends = end.sender == rank();
-    const ChannelSpec& spec = sends ? outgoing[end.index] : incoming[end.index];
-    if (spec.device.is_cpu()) {
-      continue;
-    }
-    NcclGroup group = connect(spec, sends);
-    if (sends) {
+  Channels channels = host()->open_channels(host_parts(outgoing), host_parts(incoming));
+  for (const ChannelEnd& end : connection_order(rank(), outgoing, incoming)) {
+    const ChannelSpec& spec = end.sends ? outgoing[end.index] : incoming[end.index];
+    NcclGroup group = connect(spec, end.sends);
+    if (end.sends) {
       auto& sender = channels.senders[end.index];
-      sender = std::make_unique<NcclSender>(std::move(sender), std::move(group), spec);
+      sender = make_group_sender(std::move(sender), std::move(group), spec, timeout());
     } else {
       auto& receiver = channels.receivers[end.index];
-      receiver = std::make_unique<NcclReceiver>(std::move(receiver), std::move(group), spec);
+      receiver = make_group_receiver(std::move(receiver), std::move(group), spec);
     }
   }
   return channels;

@@ -21,7 +21,9 @@ std::string nccl_gpu(at::Device device);
 /// (`ChannelSpec::host_bytes`) go through host memory and tell the receiver that the rest is on its
 /// way: the host waits for that word and never for the device.
 ///
-/// Collective over `host`. Throws a `CommError` when the ranks cannot reach each other.
+/// Collective over `host`. When the ranks cannot reach each other it throws what libtorch's store
+/// and NCCL throw (`c10::DistError`). A transfer that does not end within the time-out ends the
+/// process, by libtorch's watchdog: no host waits for it, so none can throw.
 CommunicatorPtr make_nccl_communicator(const CommunicatorPtr& host, at::Device device);
 
 }  // namespace smp::comm

@@ -1,0 +1,178 @@
+#include "comm/nccl/group_channels.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <deque>
+#include <exception>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+namespace smp::comm {
+namespace {
+
+using GroupWork = c10::intrusive_ptr<c10d::Work>;
+
+c10::impl::VirtualGuardImpl guard_of(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+at::Tensor make_part(const ChannelSpec& spec) {
+  return at::empty({spec.bytes - spec.host_bytes},
+                   at::TensorOptions(at::kByte).device(spec.device));
+}
+
+class GroupSender final : public Sender {
+ public:
+  GroupSender(std::unique_ptr<Sender> host, ChannelGroup group, const ChannelSpec& spec,
+              std::chrono::milliseconds timeout)
+      : host_(std::move(host)), group_(std::move(group)), spec_(spec), timeout_(timeout) {}
+
+  ~GroupSender() override {
+    if (!sent_.empty()) {  // they end in order
+      let_finish([this] { return sent_.back().work->isCompleted(); }, timeout_);
+    }
+  }
+
+  const at::Tensor& prepare() override {
+    const at::Tensor& message = host_->prepare();
+    if (!next_.defined()) {
+      next_ = take_part();
+    }
+    return message;
+  }
+
+  at::Tensor device_part() override { return next_; }
+
+  void send() override {
+    std::vector<at::Tensor> part = {std::exchange(next_, at::Tensor())};
+    GroupWork work = group_->send(part, kReceiverRank, /*tag=*/0);
+    sent_.push_back({std::move(work), std::move(part[0])});
+    host_->send();
+  }
+
+  void flush() override { host_->flush(); }
+
+ private:
+  // A message whose elements are on their way.
+  struct Sent {
+    GroupWork work;
+    at::Tensor part;
+  };
+
+  // Memory is used again, oldest first.
+  at::Tensor take_part() {
+    if (sent_.empty() || !sent_.front().work->isCompleted()) {
+      return make_part(spec_);
+    }
+    const at::Tensor part = std::move(sent_.front().part);
+    sent_.pop_front();
+    return part;
+  }
+
+  const std::unique_ptr<Sender> host_;
+  const ChannelGroup group_;
+  const ChannelSpec spec_;
+  const std::chrono::milliseconds timeout_;
+  at::Tensor next_;
+  std::deque<Sent> sent_;
+};
+
+class GroupReceiver final : public Receiver {
+ public:
+  GroupReceiver(std::unique_ptr<Receiver> host, ChannelGroup group, const ChannelSpec& spec)
+      : host_(std::move(host)),
+        group_(std::move(group)),
+        spec_(spec),
+        side_(guard_of(spec.device).getStreamFromGlobalPool(spec.device)) {}
+
+  void expect(int messages) override { host_->expect(messages); }
+
+  at::Tensor receive() override {
+    at::Tensor message = host_->receive();
+    std::vector<at::Tensor> part;
+    GroupWork work;
+    {
+      // A group waits for the current stream before it writes: the elements do not wait for what is
+      // computed here, since their memory is another stream's.
+      const c10::StreamGuard guard(side_);
+      part = {make_part(spec_)};
+      work = group_->recv(part, kSenderRank, /*tag=*/0);
+    }
+    work->wait();
+    const auto device = guard_of(spec_.device);
+    device.recordDataPtrOnStream(part[0].storage().data_ptr(), device.getStream(spec_.device));
+    received_ = std::move(part[0]);
+    return message;
+  }
+
+  at::Tensor device_part() override { return std::exchange(received_, at::Tensor()); }
+
+ private:
+  const std::unique_ptr<Receiver> host_;
+  const ChannelGroup group_;
+  const ChannelSpec spec_;
+  const c10::Stream side_;
+  at::Tensor received_;
+};
+
+}  // namespace
+
+bool moves_on_device(const ChannelSpec& spec) {
+  return !spec.device.is_cpu() && spec.bytes > spec.host_bytes;
+}
+
+std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs) {
+  for (ChannelSpec& spec : specs) {
+    if (moves_on_device(spec)) {
+      spec.bytes = spec.host_bytes;
+      spec.device = at::kCPU;
+    }
+  }
+  return specs;
+}
+
+std::vector<ChannelEnd> connection_order(int rank, const std::vector<ChannelSpec>& outgoing,
+                                         const std::vector<ChannelSpec>& incoming) {
+  std::vector<std::pair<std::tuple<int, int, int>, ChannelEnd>> ends;  // tag, sender, receiver
+  for (size_t i = 0; i < outgoing.size(); ++i) {
+    if (moves_on_device(outgoing[i])) {
+      ends.push_back({{outgoing[i].tag, rank, outgoing[i].peer}, {/*sends=*/true, i}});
+    }
+  }
+  for (size_t i = 0; i < incoming.size(); ++i) {
+    if (moves_on_device(incoming[i])) {
+      ends.push_back({{incoming[i].tag, incoming[i].peer, rank}, {/*sends=*/false, i}});
+    }
+  }
+  std::stable_sort(ends.begin(), ends.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<ChannelEnd> order;
+  for (const auto& end : ends) {
+    order.push_back(end.second);
+  }
+  return order;
+}
+
+void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) {
+  const auto end = std::chrono::steady_clock::now() + at_most;
+  while (std::uncaught_exceptions() == 0 && !finished() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+std::unique_ptr<Sender> make_group_sender(std::unique_ptr<Sender> host, ChannelGroup group,
+                                          const ChannelSpec& spec,
+                                          std::chrono::milliseconds timeout) {
+  return std::make_unique<GroupSender>(std::move(host), std::move(group), spec, timeout);
+}
+
+std::unique_ptr<Receiver> make_group_receiver(std::unique_ptr<Receiver> host, ChannelGroup group,
+                                              const ChannelSpec& spec) {
+  return std::make_unique<GroupReceiver>(std::move(host), std::move(group), spec);
+}
+
+}  // namespace smp::comm
