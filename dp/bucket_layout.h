@@ -1,0 +1,54 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorOptions.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace smp::dp {
+
+/// Which gradient lies where: buckets are flat tensors of one dtype and device, in which each
+/// gradient starts at a multiple of 64 bytes.
+struct BucketLayout {
+  struct Slot {
+    size_t bucket;
+    int64_t offset;  ///< in elements
+  };
+  std::vector<std::vector<size_t>> members;  ///< by bucket: parameters, as they become ready
+  std::vector<int64_t> numel;                ///< by bucket, with the gaps
+  std::vector<at::TensorOptions> options;    ///< by bucket: dtype and device
+  std::vector<Slot> slots;                   ///< by parameter
+
+  size_t size() const { return members.size(); }
+};
+
+/// How large buckets become, in bytes; a larger gradient has one of its own.
+struct BucketSizes {
+  int64_t first = 1 << 20;  ///< The first of each dtype: small, so that its reduction starts early.
+  int64_t others = 25 << 20;
+};
+
+/// Fills buckets in `order`, the one in which gradients become ready (indices of `parameters`, each
+/// once). `options[i]` is the dtype and device of gradient i. Buckets are numbered in the order in
+/// which they become complete.
+BucketLayout make_bucket_layout(const std::vector<at::Tensor>& parameters,
+                                const std::vector<at::TensorOptions>& options,
+                                const std::vector<size_t>& order, const BucketSizes& sizes);
+
+/// Gradients become ready about from the last parameter to the first.
+std::vector<size_t> reverse_order(size_t count);
+
+/// The part of a bucket from `offset` on as the gradient of `parameter`, in its sizes, and in its
+/// strides if those are dense. No view to autograd: optimizers may call `detach_()` on it.
+at::Tensor gradient_slice(const at::Tensor& bucket, int64_t offset, const at::Tensor& parameter);
+
+/// Complex numbers are added part by part; communicators know real ones only.
+at::Tensor as_real(const at::Tensor& tensor);
+
+/// "bucket 2 of 5: conv1.weight ... fc.bias", for errors.
+std::string describe_bucket(const BucketLayout& layout, size_t bucket,
+                            const std::vector<std::string>& names);
+
+}  // namespace smp::dp

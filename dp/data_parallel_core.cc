@@ -1,0 +1,265 @@
+#include "dp/data_parallel_core.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <exception>
+#include <unordered_set>
+#include <utility>
+
+#include "comm/device/device_communicator.h"
+#include "dp/program_defaults.h"
+#include "smp/core/error.h"
+
+namespace smp::dp {
+namespace {
+
+using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
+
+/// Each tensor under the first of its names.
+std::vector<std::pair<std::string, at::Tensor>> unique(const TensorDict& dict) {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& item : dict) {
+    if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      result.emplace_back(item.key(), item.value());
+    }
+  }
+  return result;
+}
+
+std::vector<at::Tensor> tensors_of(const TensorDict& dict) {
+  std::vector<at::Tensor> result;
+  for (const auto& [name, tensor] : unique(dict)) result.push_back(tensor.detach());
+  return result;
+}
+
+/// A group of the same ranks that nobody else communicates in, for the module's device.
+comm::CommunicatorPtr own_group(const comm::CommunicatorPtr& group, at::Device device) {
+  std::vector<int> all(group->size());
+  for (int rank = 0; rank < group->size(); ++rank) all[rank] = rank;
+  return comm::make_device_communicator(group->split(all, "ddp of " + group->name()), device);
+}
+
+int64_t bytes_of(double mib) { return static_cast<int64_t>(mib * (1 << 20)); }
+
+}  // namespace
+
+DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
+                                   const DDPOptions& options)
+    : module_(std::move(module)), options_(options) {
+  check_module();
+  const auto group = options.process_group() ? options.process_group() : program_defaults().group();
+  group_ = own_group(group, module_->parameters().front().device());
+  check_replicas();
+  buffers_ = std::make_unique<TensorBroadcast>(tensors_of(module_->named_buffers()), group_);
+  if (options.init_sync()) take_model_of(0);
+  std::vector<at::Tensor> parameters;
+  std::vector<std::string> names;
+  for (auto& [name, parameter] : unique(module_->named_parameters())) {
+    if (!parameter.requires_grad()) continue;
+    parameters.push_back(parameter);
+    names.push_back(name);
+  }
+  ReducerOptions reducer;
+  reducer.bucket_sizes = {bytes_of(options.first_bucket_cap_mb()),
+                          bytes_of(options.bucket_cap_mb())};
+  reducer.find_unused_parameters = options.find_unused_parameters();
+  reducer.gradient_as_bucket_view = options.gradient_as_bucket_view();
+  reducer.static_graph = options.static_graph();
+  reducer_ = std::make_unique<Reducer>(std::move(parameters), std::move(names), group_, reducer);
+}
+
+void DataParallelCore::check_module() const {
+  SMP_CHECK_WITH(UsageError, module_ != nullptr,
+                 "DistributedDataParallel was given an empty module holder; construct the module "
+                 "first");
+  SMP_CHECK_WITH(UsageError, !program_defaults().is_partitioned(module_),
+                 "DistributedDataParallel was given a module that a DistributedModel holds, which "
+                 "reduces gradients over its replicas itself. Use one or the other");
+  const auto parameters = module_->parameters();
+  SMP_CHECK_WITH(UsageError,
+                 std::any_of(parameters.begin(), parameters.end(),
+                             [](const at::Tensor& each) { return each.requires_grad(); }),
+                 "DistributedDataParallel was given a module without a parameter that requires a "
+                 "gradient, so there is nothing to reduce. Use the module as it is");
+  for (const at::Tensor& parameter : parameters) {
+    SMP_CHECK_WITH(UsageError, parameter.device() == parameters.front().device(),
+                   "DistributedDataParallel: expected all parameters of a replica on one device, "
+                   "got ", parameters.front().device(), " and ", parameter.device(),
+                   ". Move the module before it is wrapped");
+  }
+  SMP_CHECK_WITH(UsageError, options_.bucket_cap_mb() > 0 && options_.first_bucket_cap_mb() > 0,
+                 "DDPOptions: expected a positive bucket_cap_mb and first_bucket_cap_mb, got ",
+                 options_.bucket_cap_mb(), " and ", options_.first_bucket_cap_mb());
+  SMP_CHECK_WITH(UsageError, options_.backward_passes_per_step() >= 1,
+                 "DDPOptions: expected backward_passes_per_step of 1 or more, got ",
+                 options_.backward_passes_per_step());
+}
+
+void DataParallelCore::check_replicas() const {
+  std::vector<std::pair<std::string, std::string>> lines;
+  const auto add = [&](const char* what, const TensorDict& dict) {
+    for (const auto& [name, tensor] : unique(dict)) {
+      lines.emplace_back(c10::str(what, " ", name), describe_tensor(tensor));
+    }
+  };
+  add("parameter", module_->named_parameters());
+  add("buffer", module_->named_buffers());
+  const auto option = [&](const char* name, auto value) {
+    lines.emplace_back(c10::str("option ", name), c10::str(value));
+  };
+  option("bucket_cap_mb", options_.bucket_cap_mb());
+  option("first_bucket_cap_mb", options_.first_bucket_cap_mb());
+  option("find_unused_parameters", options_.find_unused_parameters());
+  option("static_graph", options_.static_graph());
+  option("broadcast_buffers", options_.broadcast_buffers());
+  option("init_sync", options_.init_sync());
+  option("backward_passes_per_step", options_.backward_passes_per_step());
+  check_same_on_all_ranks(*group_, lines);
+}
+
+bool DataParallelCore::broadcasts_now(bool reduces) const {
+  return reduces && options_.broadcast_buffers() && module_->is_training() && !buffers_->is_empty();
+}
+
+bool DataParallelCore::begin_forward() {
+  if (!at::GradMode::is_enabled()) return false;
+  reducer_->check_complete();
+  reduces_ = synchronizes_ && reducer_->local_passes() + 1 >= options_.backward_passes_per_step();
+  Round round{group_->size(), 0, reduces_ && module_->is_training(), broadcasts_now(reduces_)};
+  if (is_joining_) round = exchange(true, reduces_, round.broadcasts);
+  prepare(round);
+  return true;
+}
+
+void DataParallelCore::end_forward(const std::vector<at::Tensor>& outputs) {
+  reducer_->expect_backward(reduces_, outputs);
+}
+
+/// What is done together before a forward pass.
+void DataParallelCore::prepare(const Round& round) {
+  if (is_joining_ && !join_.divide_by_initial_world_size()) reducer_->set_divisor(round.active);
+  if (round.reduces && reducer_->rebuild_is_due()) reducer_->rebuild(round.first_active);
+  if (round.broadcasts) broadcast_buffers(round.first_active);
+}
+
+void DataParallelCore::broadcast_buffers(int root) {
+  const auto where = [&] {
+    return c10::str(" [while DistributedDataParallel gave rank ", root,
+                    "'s buffers to all before a forward pass. If the ranks have different numbers "
+                    "of batches, drop the surplus or wrap the loop in model.join()]");
+  };
+  try {
+    buffers_->run(root);
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(error.what() + where());
+  } catch (const CommError& error) {
+    throw CommError(error.what() + where());
+  }
+}
+
+DataParallelCore::Round DataParallelCore::exchange(bool active, bool reduces,
+                                                   bool broadcasts) const {
+  const at::Tensor mine = at::empty({3}, at::kLong);
+  const at::Tensor all = at::empty({group_->size(), 3}, at::kLong);
+  int64_t* said = mine.mutable_data_ptr<int64_t>();
+  said[0] = active;
+  said[1] = reduces;
+  said[2] = broadcasts;
+  group_->all_gather(all, mine);
+  Round round;
+  const int64_t* heard = all.const_data_ptr<int64_t>();
+  for (int rank = group_->size(); rank-- > 0;) {
+    if (heard[3 * rank] == 0) continue;
+    ++round.active;
+    round.first_active = rank;
+    round.reduces = round.reduces || heard[3 * rank + 1] != 0;
+    round.broadcasts = round.broadcasts || heard[3 * rank + 2] != 0;
+  }
+  SMP_CHECK_WITH(UsageError,
+                 !join_.throw_on_early_termination() || round.active == group_->size() ||
+                     round.active == 0,
+                 "DistributedDataParallel::join: ", group_->size() - round.active, " of ",
+                 group_->size(),
+                 " replicas have no batches left, and throw_on_early_termination ends training on "
+                 "all of them");
+  return round;
+}
+
+void DataParallelCore::begin_join(const JoinOptions& options) {
+  SMP_CHECK_WITH(UsageError, !is_joining_,
+                 "DistributedDataParallel::join was called inside of another; let the first end "
+                 "before");
+  join_ = options;
+  is_joining_ = true;
+}
+
+/// The rank's data have ended: it goes on with zeros until all have, then takes the model of those
+/// that were last.
+void DataParallelCore::end_join() {
+  int last_active = -1;
+  for (;;) {
+    const Round round = exchange(false, false, false);
+    if (round.active == 0) break;
+    last_active = round.first_active;
+    prepare(round);
+    if (round.reduces) reducer_->reduce_zeros();
+  }
+  leave_join();
+  // Ranks that ended together with the last were told of nobody else.
+  const at::Tensor root = at::empty({1}, at::kLong);
+  *root.mutable_data_ptr<int64_t>() = last_active < 0 ? group_->rank() : -1;
+  group_->all_reduce(root, comm::ReduceOp::kMax);
+  const auto from = static_cast<int>(*root.const_data_ptr<int64_t>());
+  take_model_of(from);
+}
+
+void DataParallelCore::leave_join() {
+  reducer_->set_divisor(group_->size());
+  is_joining_ = false;
+}
+
+/// In pieces, so that no second copy of a large model is made.
+void DataParallelCore::take_model_of(int root) {
+  constexpr size_t kPiece = 64 << 20;
+  std::vector<at::Tensor> piece;
+  size_t bytes = 0;
+  const auto send = [&] {
+    TensorBroadcast(std::exchange(piece, {}), group_).run(root);
+    bytes = 0;
+  };
+  auto parameters = tensors_of(module_->named_parameters());
+  for (at::Tensor& parameter : parameters) {
+    bytes += parameter.nbytes();
+    piece.push_back(std::move(parameter));
+    if (bytes >= kPiece) send();
+  }
+  send();
+  buffers_->run(root);
+}
+
+NoSync::NoSync(std::shared_ptr<DataParallelCore> core)
+    : core_(std::move(core)), before_(core_->synchronizes()) {
+  core_->set_synchronizes(false);
+}
+
+NoSync::~NoSync() { core_->set_synchronizes(before_); }
+
+Join::Join(std::shared_ptr<DataParallelCore> core, const JoinOptions& options)
+    : core_(std::move(core)), enabled_(options.enable()), exceptions_(std::uncaught_exceptions()) {
+  if (enabled_) core_->begin_join(options);
+}
+
+Join::~Join() noexcept(false) {
+  if (!enabled_) return;
+  if (std::uncaught_exceptions() > exceptions_) {
+    core_->leave_join();
+  } else {
+    core_->end_join();
+  }
+}
+
+}  // namespace smp::dp

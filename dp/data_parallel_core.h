@@ -1,0 +1,101 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dp/comm_hooks.h"
+#include "dp/data_parallel_options.h"
+#include "dp/reducer.h"
+#include "dp/replica_state.h"
+
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
+namespace smp::dp {
+
+/// What a `DistributedDataParallel` does around its module's forward. Internal.
+class DataParallelCore {
+ public:
+  /// Collective; see `DistributedDataParallel`.
+  DataParallelCore(std::shared_ptr<torch::nn::Module> module, const DDPOptions& options);
+
+  /// Before forward. Returns whether `end_forward` is to be called after it, which is where
+  /// gradients are on. Collective in training.
+  bool begin_forward();
+  /// After forward, with the tensors that it returned.
+  void end_forward(const std::vector<at::Tensor>& outputs);
+
+  void register_comm_hook(CommHook hook) { reducer_->register_comm_hook(std::move(hook)); }
+
+  bool synchronizes() const { return synchronizes_; }
+  void set_synchronizes(bool on) { synchronizes_ = on; }
+
+  /// For `Join`.
+  void begin_join(const JoinOptions& options);
+  void end_join();
+  void leave_join();
+
+  const Reducer& reducer() const { return *reducer_; }
+
+ private:
+  /// What the ranks tell each other before a forward pass under `join`.
+  struct Round {
+    int active = 0;  // ranks that have data
+    int first_active = 0;
+    bool reduces = false;
+    bool broadcasts = false;
+  };
+
+  void check_module() const;
+  void check_replicas() const;
+  bool broadcasts_now(bool reduces) const;
+  Round exchange(bool active, bool reduces, bool broadcasts) const;
+  void prepare(const Round& round);
+  void broadcast_buffers(int root);
+  void take_model_of(int root);
+
+  const std::shared_ptr<torch::nn::Module> module_;
+  const DDPOptions options_;
+  comm::CommunicatorPtr group_;
+  std::unique_ptr<Reducer> reducer_;
+  std::unique_ptr<TensorBroadcast> buffers_;
+  bool synchronizes_ = true;
+  bool reduces_ = false;  // the forward pass under way
+  bool is_joining_ = false;
+  JoinOptions join_;
+};
+
+/// While it lives, passes only add gradients up; see `DistributedDataParallel::no_sync`.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<DataParallelCore> core);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  const std::shared_ptr<DataParallelCore> core_;
+  const bool before_;
+};
+
+/// While it lives, ranks may run out of data; see `DistributedDataParallel::join`.
+class [[nodiscard]] Join {
+ public:
+  Join(std::shared_ptr<DataParallelCore> core, const JoinOptions& options);
+  /// Takes part in what the others communicate until their data have ended, too; throws what goes
+  /// wrong then. Does nothing where an exception is on its way.
+  ~Join() noexcept(false);
+  Join(const Join&) = delete;
+  Join& operator=(const Join&) = delete;
+
+ private:
+  const std::shared_ptr<DataParallelCore> core_;
+  const bool enabled_;
+  const int exceptions_;
+};
+
+}  // namespace smp::dp

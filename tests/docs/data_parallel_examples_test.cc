@@ -1,0 +1,158 @@
+// The code of docs/data_parallel.md, compiled and run: data_parallel_page_test checks that every
+// block of the page is found here.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "smp/ddp.h"
+#include "smp/distributed_model.h"
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() { fc = register_module("fc", torch::nn::Linear(4, 3)); }
+  torch::Tensor forward(torch::Tensor x) { return torch::log_softmax(fc(x), 1); }
+  torch::nn::Linear fc{nullptr};
+};
+TORCH_MODULE(Net);
+
+/// 22 samples of four numbers and their class.
+struct Samples : torch::data::datasets::Dataset<Samples> {
+  torch::data::Example<> get(size_t index) override {
+    return {torch::full({4}, 0.1 * static_cast<double>(index)),
+            torch::tensor(static_cast<int64_t>(index % 3))};
+  }
+  std::optional<size_t> size() const override { return 22; }
+};
+
+void run(const std::function<void()>& program) {
+  torch::set_num_threads(1);
+  smp::run_as_threads(2, smp::Config().ddp(true), program);
+}
+
+TEST(DataParallelPage, Training) {
+  run([] {
+    const int epochs = 2;
+    const auto samples = Samples().map(torch::data::transforms::Stack<>());
+    Net net;
+    smp::dp::DistributedDataParallel<Net> model(net);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+
+    // Each rank its own share, of the same size; another order in each epoch.
+    torch::data::samplers::DistributedRandomSampler sampler(
+        samples.size().value(), smp::size(), smp::rank(), /*allow_duplicates=*/false);
+    for (int epoch = 0; epoch < epochs; ++epoch) {
+      sampler.set_epoch(epoch);
+      auto loader = torch::data::make_data_loader(
+          samples, sampler, torch::data::DataLoaderOptions(4).drop_last(true));
+      for (auto& batch : *loader) {
+        optimizer.zero_grad();
+        torch::nll_loss(model(batch.data), batch.target).backward();
+        optimizer.step();
+      }
+    }
+
+    auto x = torch::ones({2, 4});
+    auto y = torch::tensor({0, 1});
+    std::vector<torch::Tensor> microbatches{x, x, x};
+    // Gradients add up; the last pass reduces the sum.
+    optimizer.zero_grad();
+    {
+      const auto guard = model.no_sync();
+      for (size_t i = 0; i + 1 < microbatches.size(); ++i) {
+        torch::nll_loss(model(microbatches[i]), y).backward();
+      }
+    }
+    torch::nll_loss(model(microbatches.back()), y).backward();
+    optimizer.step();
+    EXPECT_TRUE(net->fc->weight.grad().defined());
+
+    // Rank 0 tests, the others go on and wait where they need it again.
+    if (smp::rank() == 0) {
+      const torch::NoGradGuard no_grad;
+      model->eval();
+      std::cout << torch::nll_loss(model(x), y).item<double>() << "\n";
+      model->train();
+    }
+  });
+}
+
+TEST(DataParallelPage, Join) {
+  run([] {
+    Net net;
+    smp::dp::DistributedDataParallel<Net> model(net);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    struct Batch {
+      torch::Tensor data, target;
+    };
+    const std::vector<Batch> batches(1 + smp::rank(), {torch::ones({2, 4}), torch::tensor({0, 1})});
+    {
+      const auto guard = model.join();
+      for (auto& batch : batches) {
+        optimizer.zero_grad();
+        torch::nll_loss(model(batch.data), batch.target).backward();
+        optimizer.step();
+      }
+    }
+    // Rank 0 has taken the weights of rank 1, which was last.
+    const auto weights = net->fc->weight.detach().clone();
+    const auto all = torch::empty({2, weights.numel()});
+    smp::Runtime::get().world()->all_gather(all, weights);
+    EXPECT_TRUE(torch::equal(all[0], all[1]));
+  });
+}
+
+TEST(DataParallelPage, Hooks) {
+  run([] {
+    Net net;
+    smp::dp::DistributedDataParallel<Net> model(net);
+    model.register_comm_hook([](const smp::dp::GradBucket& bucket) {
+      // The largest of all ranks' gradients instead of their mean.
+      return bucket.group->iall_reduce(bucket.buffer, smp::comm::ReduceOp::kMax);
+    });
+    torch::nll_loss(model(torch::ones({2, 4})), torch::tensor({0, 1})).backward();
+    EXPECT_TRUE(net->fc->weight.grad().defined());
+  });
+  run([] {
+    Net net;
+    smp::dp::DistributedDataParallel<Net> model(net);
+    model.register_comm_hook(smp::dp::fp16_compress_hook);
+    torch::nll_loss(model(torch::ones({2, 4})), torch::tensor({0, 1})).backward();
+    EXPECT_TRUE(net->fc->weight.grad().defined());
+  });
+}
+
+/// Shares are disjoint and of the same size; with duplicates every sample is in one.
+TEST(DataParallelPage, Samplers) {
+  for (const bool duplicates : {false, true}) {
+    std::vector<int> seen(22, 0);
+    for (size_t rank = 0; rank < 4; ++rank) {
+      torch::data::samplers::DistributedRandomSampler sampler(22, 4, rank, duplicates);
+      sampler.set_epoch(3);
+      sampler.reset();
+      const auto indices = sampler.next(22).value();
+      EXPECT_EQ(indices.size(), duplicates ? 6u : 5u);
+      for (size_t index : indices) ++seen[index];
+    }
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), 0), duplicates ? 0 : 2);
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), 2), duplicates ? 2 : 0);
+  }
+}
+
+/// A module of a pipeline is not to be wrapped again.
+TEST(DataParallelPage, NotInsideOfAPipeline) {
+  run([] {
+    Net net;
+    smp::DistributedModel<Net> pipeline(net);
+    try {
+      smp::dp::DistributedDataParallel<Net> model(net);
+      FAIL() << "expected an error";
+    } catch (const smp::UsageError& error) {
+      EXPECT_NE(std::string(error.what())
+                    .find("was given a module that a DistributedModel holds, which reduces"),
+                std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+}  // namespace

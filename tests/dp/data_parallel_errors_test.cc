@@ -1,0 +1,154 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "dp/distributed_data_parallel.h"
+#include "dp/program_defaults.h"
+#include "tests/dp/models.h"
+#include "tests/dp/replicas.h"
+
+namespace smp::dp {
+namespace {
+
+using namespace testing;
+
+/// What some rank threw first.
+std::string error_of_ranks(int ranks, const std::function<void(comm::CommunicatorPtr)>& body) {
+  return error_of([&] { comm::run_ranks(ranks, body); });
+}
+
+#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
+
+TEST(DistributedDataParallelErrors, OtherModels) {
+  std::vector<Mlp> modules{Mlp(), Mlp(), Mlp()};
+  modules[2]->second->weight = modules[2]->second->register_parameter("more", torch::zeros({3}));
+  const auto text = error_of_ranks(3, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Mlp> model(modules[world->rank()], DDPOptions().process_group(world));
+  });
+  EXPECT_HAS(text,
+             "rank 2 wrapped another model or gave other options than rank 0. First "
+             "difference: option bucket_cap_mb = 25 on rank 0, parameter second.more = Float "
+             "[3] with strides [1] on rank 2");
+  const auto other = error_of_ranks(2, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Mlp> model(
+        modules[world->rank()], DDPOptions().process_group(world).bucket_cap_mb(world->rank() + 1));
+  });
+  EXPECT_HAS(other, "option bucket_cap_mb = 1 on rank 0, option bucket_cap_mb = 2 on rank 1");
+}
+
+TEST(DistributedDataParallelErrors, ParametersWithoutAGradient) {
+  const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Branches> model(Branches(), DDPOptions().process_group(world));
+    const auto batch = make_batch(Training(), 0, 0, 0);
+    kBranchOfRank(model, batch);
+    kBranchOfRank(model, batch);
+  });
+  EXPECT_HAS(text,
+             "the backward pass before this forward pass gave no gradient to 6 of 12 "
+             "parameters: branch1.weight, branch1.bias, branch2.weight, branch2.bias, "
+             "branch3.weight, branch3.bias, so that their buckets were not reduced");
+}
+
+TEST(DistributedDataParallelErrors, GradientsTwice) {
+  const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Rerunning> model(Rerunning(), DDPOptions().process_group(world));
+    kOnePass(model, make_batch(Training(), 0, 0, 0));
+  });
+  EXPECT_HAS(text, "parameter \"twice.");
+  EXPECT_HAS(text, "got a gradient twice in one reduction");
+}
+
+TEST(DistributedDataParallelErrors, SparseGradients) {
+  struct Sparse : torch::nn::Module {
+    Sparse() {
+      table = register_module(
+          "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true)));
+    }
+    torch::Tensor forward(torch::Tensor x) { return table(x); }
+    torch::nn::Embedding table{nullptr};
+  };
+  const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<std::shared_ptr<Sparse>> model(std::make_shared<Sparse>(),
+                                                           DDPOptions().process_group(world));
+    model(torch::tensor({1, 2})).sum().backward();
+  });
+  EXPECT_HAS(text, "parameter \"table.weight\" got a sparse gradient, which cannot be reduced");
+}
+
+TEST(DistributedDataParallelErrors, GradientsOfGradients) {
+  const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(world));
+    const auto batch = make_batch(Training(), 0, 0, 0);
+    torch::mse_loss(model(batch.x), batch.y).backward({}, {}, /*create_graph=*/true);
+  });
+  EXPECT_HAS(text, "backward(create_graph = true) reached parameter \"");
+}
+
+TEST(DistributedDataParallelErrors, Misuse) {
+  using Model = DistributedDataParallel<Mlp>;
+  const auto text = [&](const std::function<void(comm::CommunicatorPtr)>& body) {
+    return error_of_ranks(1, body);
+  };
+  EXPECT_HAS(error_of([] { Model model{Mlp()}; }),
+             "was given no group of ranks; call smp::init() first");
+  EXPECT_HAS(
+      text([](const auto& world) { Model model(nullptr, DDPOptions().process_group(world)); }),
+      "DistributedDataParallel was given an empty module holder");
+  EXPECT_HAS(text([](const auto& world) {
+               Mlp frozen;
+               for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+               Model model(frozen, DDPOptions().process_group(world));
+             }),
+             "without a parameter that requires a gradient, so there is nothing to reduce");
+  EXPECT_HAS(text([](const auto& world) {
+               Model model(Mlp(), DDPOptions().process_group(world).bucket_cap_mb(0));
+             }),
+             "expected a positive bucket_cap_mb and first_bucket_cap_mb, got 0 and 1");
+  EXPECT_HAS(text([](const auto& world) {
+               Model model(Mlp(), DDPOptions().process_group(world).backward_passes_per_step(0));
+             }),
+             "expected backward_passes_per_step of 1 or more, got 0");
+  const ProgramDefaults before = program_defaults();
+  set_program_defaults({before.group, [](const auto&) { return true; }});
+  EXPECT_HAS(text([](const auto& world) { Model(Mlp(), DDPOptions().process_group(world)); }),
+             "was given a module that a DistributedModel holds, which reduces");
+  set_program_defaults(before);
+  EXPECT_HAS(text([](const auto& world) {
+               Mlp meta;
+               meta->register_parameter("more", torch::empty({3}, torch::kMeta));
+               Model model(meta, DDPOptions().process_group(world));
+             }),
+             "expected all parameters of a replica on one device, got meta and cpu");
+}
+
+/// One rank has a batch less; the other waits in vain and says for what. Without buffers that is
+/// rank 0; with them, rank 1 waits for those of rank 0.
+TEST(DistributedDataParallelErrors, AnotherNumberOfBatches) {
+  std::vector<std::shared_ptr<ConvBlock>> modules{std::make_shared<ConvBlock>(),
+                                                  std::make_shared<ConvBlock>()};
+  for (const bool buffers : {true, false}) {
+    const int shorter = buffers ? 0 : 1;
+    Training training;
+    training.x_shape = {4, 2, 4, 4};
+    const auto text = error_of_ranks(2, [&](const comm::CommunicatorPtr& world) {
+      world->set_timeout(std::chrono::milliseconds(700));
+      DistributedDataParallel<std::shared_ptr<ConvBlock>> model(
+          modules[world->rank()], small_buckets().process_group(world).broadcast_buffers(buffers));
+      const int batches = world->rank() == shorter ? 2 : 3;
+      for (int step = 0; step < batches; ++step) {
+        kPassOfPointer(model, make_batch(training, world->rank(), step, 0));
+      }
+      world->set_timeout(std::chrono::seconds(20));
+      world->barrier();
+    });
+    EXPECT_HAS(text, c10::str("it waits for rank ", shorter));
+    if (buffers) {
+      EXPECT_HAS(text, "gave rank 0's buffers to all before a forward pass. If the ranks");
+    } else {
+      EXPECT_HAS(text, "while DistributedDataParallel reduced bucket 1 of 5: out.bias. If the");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace smp::dp
