@@ -35,7 +35,7 @@ def ours(mode, options, **more):
 
 
 def torch_peer(mode, options, port):
-    peer = str(pathlib.Path(__file__).with_name("peer.py"))
+    peer = str(pathlib.Path(__file__).with_name("ddp_peer.py"))
     values = {"mode": mode, "model": options.model, "batch": options.batch,
               "steps": options.rounds + 1, "threads": 1}
     return Contender(f"torch {mode}", [
