@@ -38,6 +38,9 @@ comm::WorkPtr then(comm::WorkPtr work, std::function<void()> next) {
 
 comm::WorkPtr all_reduce_hook(const GradBucket& bucket) {
   const at::Tensor buffer = as_real(bucket.buffer);
+  if (bucket.divisor == bucket.group->size()) {
+    return bucket.group->iall_reduce(buffer, comm::ReduceOp::kAverage);
+  }
   return then(bucket.group->iall_reduce(buffer, comm::ReduceOp::kSum),
               [buffer, divisor = bucket.divisor] {
                 if (divisor != 1) buffer.div_(divisor);

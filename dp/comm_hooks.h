@@ -35,7 +35,8 @@ using CommHook = std::function<comm::WorkPtr(const GradBucket& bucket)>;
 /// Work that calls `next` once, in `wait()`, when `work` is complete.
 comm::WorkPtr then(comm::WorkPtr work, std::function<void()> next);
 
-/// What happens without a hook: sums in rank order, divides once.
+/// What happens without a hook: sums in rank order, divides once; half precision is rounded at the
+/// end.
 comm::WorkPtr all_reduce_hook(const GradBucket& bucket);
 
 /// Casts the gradients to float16, divides, sums in rank order (in float32, rounded once) and casts

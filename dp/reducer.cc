@@ -18,9 +18,10 @@
 namespace smp::dp {
 namespace {
 
-at::Tensor make_bucket(comm::Communicator& /*group*/, int64_t numel,
-                       const at::TensorOptions& options) {
-  return at::zeros({numel}, options);
+/// Where ranks share a host they reduce buckets where they lie.
+at::Tensor make_bucket(comm::Communicator& group, int64_t numel, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) return at::zeros({numel}, options);
+  return group.shared_tensor(numel, c10::typeMetaToScalarType(options.dtype()));
 }
 
 std::vector<at::TensorOptions> options_of(const std::vector<at::Tensor>& parameters) {

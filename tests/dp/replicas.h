@@ -57,7 +57,7 @@ State state_of(Module& module) {
 }
 
 /// The mean of what the ranks have, as documented: added in rank order, half precision in float32
-/// and rounded once, then divided once. A rank without a gradient adds zero.
+/// and divided once, and rounded then. A rank without a gradient adds zero.
 inline torch::Tensor mean(const std::vector<torch::Tensor>& parts, double divisor) {
   torch::Tensor like;
   for (const auto& part : parts) like = part.defined() ? part : like;
@@ -69,7 +69,7 @@ inline torch::Tensor mean(const std::vector<torch::Tensor>& parts, double diviso
     if (half) term = term.to(torch::kFloat);
     sum = sum.defined() ? sum + term : term;
   }
-  return sum.to(like.scalar_type()) / divisor;
+  return (sum / divisor).to(like.scalar_type());
 }
 
 inline void copy_all(const std::vector<torch::Tensor>& from, const std::vector<torch::Tensor>& to) {
