@@ -277,7 +277,7 @@ TEST(ReduceParts, HasTheBitsOfTheHostsReduction) {
       at::Tensor expected = at::empty({33}, parts.options());
       std::vector<const void*> rows;
       for (int i = 0; i < 4; ++i) rows.push_back(parts[i].const_data_ptr());
-      comm::reduce_in_order(expected.mutable_data_ptr(), rows, 33, type, op);
+      comm::reduce_in_order({expected.mutable_data_ptr()}, rows, 33, type, op, 1);
       const at::Tensor got = comm::reduce_parts(parts.to(fake_device()), op);
       EXPECT_EQ(got.device(), fake_device());
       EXPECT_TRUE(at::equal(got.cpu(), expected)) << type << " " << static_cast<int>(op);
