@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "comm/vectorize.h"
 #include "smp/core/error.h"
 
 namespace smp::comm {
@@ -107,11 +108,10 @@ struct Request {
 
 #define SMP_ALWAYS_INLINE inline __attribute__((always_inline))
 
-// out[i] = a[i] op b[i]. `out` may be one of the operands, but is never shifted against one, which
-// ivdep tells the compiler.
+// out[i] = a[i] op b[i]. `out` may be one of the operands, but is never shifted against one.
 template <class Op, class A, class Out, class Left, class Right>
 SMP_ALWAYS_INLINE void combine(Out* out, const Left* left, const Right* right, size_t count) {
-#pragma GCC ivdep
+  SMP_VECTORIZE
   for (size_t i = 0; i < count; ++i) {
     out[i] = static_cast<Out>(Op::apply(static_cast<A>(left[i]), static_cast<A>(right[i])));
   }
@@ -123,7 +123,7 @@ SMP_ALWAYS_INLINE void combine_last(Out* out, const Left* left, const Right* rig
                                     int divisor) {
   if constexpr (std::is_same_v<Op, Average>) {
     const A by = static_cast<A>(divisor);
-#pragma GCC ivdep
+    SMP_VECTORIZE
     for (size_t i = 0; i < count; ++i) {
       out[i] = static_cast<Out>(Op::apply(static_cast<A>(left[i]), static_cast<A>(right[i])) / by);
     }
@@ -135,7 +135,7 @@ SMP_ALWAYS_INLINE void combine_last(Out* out, const Left* left, const Right* rig
 template <class Op, class A, class Out, class In>
 SMP_ALWAYS_INLINE void convert(Out* out, const In* in, size_t count, int divisor) {
   const A by = static_cast<A>(divisor);
-#pragma GCC ivdep
+  SMP_VECTORIZE
   for (size_t i = 0; i < count; ++i) {
     if constexpr (std::is_same_v<Op, Average>) {
       out[i] = static_cast<Out>(static_cast<A>(in[i]) / by);

@@ -4,20 +4,22 @@
 
 #include <algorithm>
 
+#include "comm/vectorize.h"
+
 namespace {
 
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kStop = -1;
 
 __attribute__((target("avx2"))) void add(float* sum, const float* other, int64_t count) {
-#pragma GCC ivdep
+  SMP_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     sum[i] += other[i];
   }
 }
 
 __attribute__((target("avx2"))) void add_both(float* a, float* b, int64_t count) {
-#pragma GCC ivdep
+  SMP_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     a[i] = b[i] = a[i] + b[i];
   }

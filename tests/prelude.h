@@ -1,0 +1,7 @@
+#pragma once
+
+// Precompiled for the tests (precompiled.bzl); no source includes it.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
