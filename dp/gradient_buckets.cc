@@ -3,32 +3,26 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <map>
 
 #include "smp/core/error.h"
 
 namespace smp::dp {
 namespace {
 
-constexpr int64_t kAlignment = 64;
-
-at::ScalarType accumulation_type(at::ScalarType type) {
-  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
+/// Where the gradients of a parameter are summed: half precision in float32.
+at::TensorOptions sum_options(const at::Tensor& parameter) {
+  const at::ScalarType type = parameter.scalar_type();
+  const bool half = type == at::kHalf || type == at::kBFloat16;
+  return at::TensorOptions(half ? at::kFloat : type).device(parameter.device());
 }
 
-int64_t padded_numel(int64_t numel, at::ScalarType type) {
-  const int64_t unit = kAlignment / static_cast<int64_t>(elementSize(type));
-  return (numel + unit - 1) / unit * unit;
-}
-
-/// Complex numbers are added part by part; communicators know real ones only.
-at::Tensor as_real(const at::Tensor& tensor) {
-  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+std::vector<at::TensorOptions> sum_options(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::TensorOptions> options;
+  for (const at::Tensor& parameter : parameters) options.push_back(sum_options(parameter));
+  return options;
 }
 
 }  // namespace
@@ -39,7 +33,11 @@ GradientBuckets::GradientBuckets(std::vector<at::Tensor> parameters, std::vector
       names_(std::move(names)),
       group_(std::move(group)),
       options_(options),
-      local_shards_(options.gradient_shards / group_->size()) {
+      local_shards_(options.gradient_shards / group_->size()),
+      layout_(make_bucket_layout(parameters_, sum_options(parameters_),
+                                 reverse_order(parameters_.size()),
+                                 {options.bucket_bytes, options.bucket_bytes})),
+      complete_(parameters_.size(), true) {
   SMP_CHECK_WITH(ConfigError,
                  options_.gradient_shards > 0 && options_.gradient_shards % group_->size() == 0,
                  "config key \"gradient_shards\": expected a multiple of the number of replicas (",
@@ -50,30 +48,7 @@ GradientBuckets::GradientBuckets(std::vector<at::Tensor> parameters, std::vector
                  "replica (",
                  local_shards_, "), got ", options_.microbatches,
                  ". Change \"microbatches\" or \"gradient_shards\"");
-  assign_buckets();
   make_buffers();
-}
-
-/// Fills buckets from the last parameter to the first, since gradients become ready about in that
-/// order; one dtype per bucket.
-void GradientBuckets::assign_buckets() {
-  slots_.resize(parameters_.size());
-  std::map<at::ScalarType, size_t> open;
-  for (size_t i = parameters_.size(); i-- > 0;) {
-    const at::ScalarType type = accumulation_type(parameters_[i].scalar_type());
-    const int64_t numel = padded_numel(parameters_[i].numel(), type);
-    const auto bytes = [&](int64_t n) { return n * static_cast<int64_t>(elementSize(type)); };
-    auto it = open.find(type);
-    if (it == open.end() || bytes(bucket_numel_[it->second] + numel) > options_.bucket_bytes) {
-      it = open.insert_or_assign(type, buckets_.size()).first;
-      buckets_.emplace_back();
-      bucket_numel_.push_back(0);
-      bucket_dtype_.push_back(type);
-    }
-    slots_[i] = {it->second, bucket_numel_[it->second]};
-    buckets_[it->second].push_back(i);
-    bucket_numel_[it->second] += numel;
-  }
 }
 
 void GradientBuckets::make_buffers() {
@@ -82,25 +57,17 @@ void GradientBuckets::make_buffers() {
   used_.assign(local_shards_, std::vector<bool>(parameters_.size(), false));
   for (int shard = 0; shard < local_shards_; ++shard) {
     auto& buffers = buffers_[shard];
-    for (size_t b = 0; b < buckets_.size(); ++b) {
-      const at::Device device = parameters_[buckets_[b].front()].device();
-      buffers.push_back(
-          at::zeros({bucket_numel_[b]}, at::TensorOptions(bucket_dtype_[b]).device(device)));
+    for (size_t b = 0; b < layout_.size(); ++b) {
+      buffers.push_back(at::zeros({layout_.numel[b]}, layout_.options[b]));
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      targets_[shard].push_back(slice(buffers[slots_[i].bucket], i));
+      targets_[shard].push_back(slice(buffers[layout_.slots[i].bucket], i));
     }
   }
 }
 
-/// The part of a bucket that belongs to a parameter, in the parameter's sizes and strides.
 at::Tensor GradientBuckets::slice(const at::Tensor& buffer, size_t index) const {
-  const at::Tensor& parameter = parameters_[index];
-  const at::Tensor flat = buffer.narrow(0, slots_[index].offset, parameter.numel());
-  if (parameter.is_non_overlapping_and_dense()) {
-    return flat.as_strided(parameter.sizes(), parameter.strides());
-  }
-  return flat.view(parameter.sizes());
+  return gradient_slice(buffer, layout_.slots[index].offset, parameters_[index]);
 }
 
 int GradientBuckets::shard_of(int microbatch) const {
@@ -113,12 +80,10 @@ void GradientBuckets::add(size_t index, int microbatch, const at::Tensor& gradie
                  "sparse(false)");
   at::NoGradGuard no_grad;
   const int shard = shard_of(microbatch);
-  const at::Tensor& target = targets_[shard][index];
   if (used_[shard][index]) {
-    target.add_(gradient);
+    targets_[shard][index].add_(gradient);
   } else {
-    target.copy_(gradient);
-    used_[shard][index] = true;
+    begin(shard, index).copy_(gradient);
   }
 }
 
@@ -126,8 +91,20 @@ at::Tensor GradientBuckets::buffer(size_t index, int microbatch) {
   const int shard = shard_of(microbatch);
   SMP_INTERNAL_ASSERT(targets_[shard][index].scalar_type() == parameters_[index].scalar_type(),
                       "the gradient of \"", names_[index], "\" is summed in another dtype");
-  used_[shard][index] = true;  // what is unused is zero
+  if (!used_[shard][index]) begin(shard, index).zero_();
   return targets_[shard][index];
+}
+
+/// Where a sum begins. The gradient that lies there, or that the program has kept, gets memory of
+/// its own.
+at::Tensor& GradientBuckets::begin(int shard, size_t index) {
+  used_[shard][index] = true;
+  at::Tensor& target = targets_[shard][index];
+  if (target.use_count() > 1) {
+    target.set_data(target.clone());
+    target = slice(buffers_[shard][layout_.slots[index].bucket], index);
+  }
+  return target;
 }
 
 /// All shards of all replicas, added in order: what one process with as many shards computes.
@@ -137,7 +114,7 @@ at::Tensor GradientBuckets::sum_shards_in_order(size_t bucket) const {
     for (int shard = 1; shard < local_shards_; ++shard) sum.add_(buffers_[shard][bucket]);
     return sum;
   }
-  const int64_t numel = bucket_numel_[bucket];
+  const int64_t numel = layout_.numel[bucket];
   at::Tensor mine = at::empty({local_shards_, numel}, sum.options());
   for (int shard = 0; shard < local_shards_; ++shard) mine[shard].copy_(buffers_[shard][bucket]);
   at::Tensor all = at::empty({options_.gradient_shards, numel}, sum.options());
@@ -147,44 +124,83 @@ at::Tensor GradientBuckets::sum_shards_in_order(size_t bucket) const {
   return sum;
 }
 
+bool GradientBuckets::reduce_complete() {
+  // Shards of a replica are added one after the other, while the rank waits.
+  if (!options_.overlapping || local_shards_ > 1 || !reduces()) return false;
+  const auto is_complete = [&](size_t bucket) {
+    const auto& members = layout_.members[bucket];
+    return std::all_of(members.begin(), members.end(), [&](size_t i) { return complete_[i]; });
+  };
+  while (sums_.size() < layout_.size() && is_complete(sums_.size())) start(sums_.size());
+  return sums_.size() == layout_.size();
+}
+
 void GradientBuckets::reduce() {
-  at::NoGradGuard no_grad;
+  while (reduces() && sums_.size() < layout_.size()) start(sums_.size());
+}
+
+/// After all buckets of all models, so that replicas reduce in one order.
+void GradientBuckets::reduce_usage() {
   any_used_ = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kByte);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    for (const auto& shard : used_) {
-      if (shard[i]) any_used_[static_cast<int64_t>(i)] = 1;
-    }
+  auto* any_used = any_used_.mutable_data_ptr<uint8_t>();
+  for (const auto& shard : used_) {
+    for (size_t i = 0; i < shard.size(); ++i) any_used[i] |= static_cast<uint8_t>(shard[i]);
   }
   works_.push_back(group_->iall_reduce(any_used_, comm::ReduceOp::kMax));
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    if (local_shards_ > 1) {
-      sums_.push_back(sum_shards_in_order(b));
-    } else {
-      sums_.push_back(buffers_[0][b]);
-      works_.push_back(group_->iall_reduce(as_real(sums_.back()), comm::ReduceOp::kSum));
+}
+
+void GradientBuckets::start(size_t bucket) {
+  at::NoGradGuard no_grad;
+  for (int shard = 0; shard < local_shards_; ++shard) {
+    for (size_t i : layout_.members[bucket]) {
+      if (used_[shard][i]) continue;
+      begin(shard, i).zero_();
+      used_[shard][i] = false;
     }
+  }
+  if (local_shards_ > 1) {
+    sums_.push_back(sum_shards_in_order(bucket));
+  } else {
+    sums_.push_back(buffers_[0][bucket]);
+    works_.push_back(group_->iall_reduce(as_real(sums_.back()), comm::ReduceOp::kSum));
   }
 }
 
 void GradientBuckets::finish() {
+  std::fill(complete_.begin(), complete_.end(), true);
+  if (!reduces()) {
+    ++passes_;
+    return;
+  }
+  reduce_usage();
   for (auto& work : works_) work->wait();
   works_.clear();
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (any_used_[static_cast<int64_t>(i)].item<uint8_t>() == 0) continue;
-    at::Tensor& parameter = parameters_[i];
-    const at::Tensor mean =
-        at::div(slice(sums_[slots_[i].bucket], i), options_.divisor).to(parameter.scalar_type());
-    if (parameter.grad().defined()) {
-      parameter.mutable_grad().add_(mean);
-    } else {
-      parameter.mutable_grad() = mean;
-    }
+    if (any_used_.const_data_ptr<uint8_t>()[i] != 0) publish(i);
   }
   sums_.clear();
-  for (size_t shard = 0; shard < buffers_.size(); ++shard) {
-    for (at::Tensor& buffer : buffers_[shard]) buffer.zero_();
-    used_[shard].assign(parameters_.size(), false);
+  passes_ = 0;
+  for (auto& shard : used_) shard.assign(parameters_.size(), false);
+}
+
+/// Divides a parameter's sum and adds it to `.grad`.
+void GradientBuckets::publish(size_t index) {
+  const at::Tensor& parameter = parameters_[index];
+  at::Tensor& gradient = parameter.mutable_grad();
+  const at::Tensor& target = targets_[0][index];
+  if (options_.gradient_as_bucket_view && local_shards_ == 1 && !gradient.defined() &&
+      target.scalar_type() == parameter.scalar_type()) {
+    gradient = target.div_(options_.divisor);
+    return;
+  }
+  const at::Tensor mean =
+      at::div(slice(sums_[layout_.slots[index].bucket], index), options_.divisor)
+          .to(parameter.scalar_type());
+  if (gradient.defined()) {
+    gradient.add_(mean);
+  } else {
+    gradient = mean;
   }
 }
 

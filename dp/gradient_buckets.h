@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "dp/bucket_layout.h"
 
 namespace smp::dp {
 
@@ -22,6 +23,12 @@ struct BucketOptions {
   int gradient_shards = 1;
   /// The reduced sum is divided once by this number.
   double divisor = 1;
+  /// Reduce a bucket as soon as its parameters are complete, not when all are.
+  bool overlapping = true;
+  /// Reduce in every n-th step; the gradients of the others add up.
+  int backward_passes = 1;
+  /// `.grad` lies in the bucket, where it had been undefined and is of the sum's dtype.
+  bool gradient_as_bucket_view = false;
 };
 
 /// The gradients of a list of parameters during one step: accumulated raw over microbatches in
@@ -45,25 +52,37 @@ class GradientBuckets {
   /// parameters of float32 and float64, whose sums have their dtype.
   at::Tensor buffer(size_t index, int microbatch);
 
-  /// Starts to reduce all buckets; to be called when the last microbatch has been added.
+  /// Says, before a step, that a parameter may get gradients in it, and later that it gets no more.
+  void await(size_t index) { complete_[index] = false; }
+  void complete(size_t index) { complete_[index] = true; }
+
+  /// Starts to reduce the buckets whose parameters are complete, in ascending order up to the first
+  /// that is not: replicas reduce the same ones in turn, whatever they complete first. Returns
+  /// whether none is left.
+  bool reduce_complete();
+
+  /// Starts to reduce the rest; to be called when the last microbatch has been added.
   void reduce();
 
   /// Waits for the reduction and adds the results to `.grad`. A parameter without a gradient on
-  /// any replica keeps its `.grad` as it is. Starts the next step.
+  /// any replica keeps its `.grad` as it is. Starts the next step. In a step that only adds up,
+  /// this and the two before do nothing.
   void finish();
 
+  /// Whether sums wait for a later step to be reduced.
+  bool is_adding_up() const { return passes_ > 0; }
+
   /// Parameters by bucket, for tests and reports.
-  const std::vector<std::vector<size_t>>& buckets() const { return buckets_; }
+  const std::vector<std::vector<size_t>>& buckets() const { return layout_.members; }
 
  private:
-  struct Slot {
-    size_t bucket;
-    int64_t offset;  // in elements
-  };
-
-  void assign_buckets();
   void make_buffers();
+  bool reduces() const { return passes_ + 1 == options_.backward_passes; }
   at::Tensor slice(const at::Tensor& buffer, size_t index) const;
+  at::Tensor& begin(int shard, size_t index);
+  void start(size_t bucket);
+  void reduce_usage();
+  void publish(size_t index);
   int shard_of(int microbatch) const;
   at::Tensor sum_shards_in_order(size_t bucket) const;
 
@@ -72,15 +91,14 @@ class GradientBuckets {
   comm::CommunicatorPtr group_;
   BucketOptions options_;
   int local_shards_;
-  std::vector<std::vector<size_t>> buckets_;
-  std::vector<int64_t> bucket_numel_;
-  std::vector<at::ScalarType> bucket_dtype_;
-  std::vector<Slot> slots_;
+  BucketLayout layout_;
   std::vector<std::vector<at::Tensor>> buffers_;  // by local shard and bucket
   std::vector<std::vector<at::Tensor>> targets_;  // by local shard and parameter: its slice
   std::vector<std::vector<bool>> used_;           // by local shard and parameter
+  std::vector<bool> complete_;                    // by parameter
+  int passes_ = 0;                                // steps that have only added up
   at::Tensor any_used_;                           // per parameter, over all replicas
-  std::vector<at::Tensor> sums_;                  // by bucket
+  std::vector<at::Tensor> sums_;                  // by bucket that has started
   std::vector<comm::WorkPtr> works_;
 };
 

@@ -445,6 +445,21 @@ void Stage::consume_gradients(int microbatch, const InFlight& state,
   }
 }
 
+std::vector<graph::ValueId> Stage::consumed() const {
+  std::vector<graph::ValueId> result;
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.owned && parameter.sink != kNoSink) result.push_back(parameter.value);
+  }
+  for (const Outgoing& outgoing : outgoing_) {
+    for (const Entry& replica : outgoing.replicas) {
+      if (replica.sink == kNoSink) result.push_back(replica.value);
+    }
+  }
+  std::sort(result.begin(), result.end());
+  result.erase(std::unique(result.begin(), result.end()), result.end());
+  return result;
+}
+
 void Stage::keep_gradients(InFlight& state) const {
   for (const Incoming& incoming : incoming_) {
     Message& returning = state.gradients[incoming.place];

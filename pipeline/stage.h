@@ -107,6 +107,9 @@ class Stage {
   void backward_inputs(int microbatch, const GradientBuffer& buffer);
   void backward_weights(int microbatch, const GradientConsumer& consume);
 
+  /// The parameters whose gradients its backwards may give to `consume`.
+  std::vector<graph::ValueId> consumed() const;
+
  private:
   static constexpr int kNoSink = -1;
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "dp/replica_state.h"
 #include "pipeline/message.h"
 #include "smp/core/error.h"
 #include "smp/model_core.h"
@@ -95,8 +96,75 @@ void Program::make_buckets() {
     bucket.divisor = options.average_grads_across_microbatches()
                          ? static_cast<double>(microbatches_ * coalesced_ * replicas->size())
                          : static_cast<double>(shards);
+    bucket.overlapping = options.overlapping_allreduce();
+    bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
+    bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
     buckets_.push_back(std::make_unique<dp::GradientBuckets>(std::move(parameters),
                                                              std::move(names), replicas, bucket));
+  }
+}
+
+void Program::begin_training() {
+  SMP_CHECK_WITH(UsageError, runtime_->adding_up == nullptr || runtime_->adding_up == this,
+                 "with backward_passes_per_step, the steps whose gradients add up must run the "
+                 "same operators, but this one runs others than the one before. Call the same step "
+                 "function with inputs of the same shapes, or use one backward pass a step");
+  make_buckets();
+  broadcast_buffers();
+  count_stages();
+}
+
+/// The stages that this rank runs.
+std::vector<int> Program::own_stages() const {
+  std::vector<int> stages;
+  for (size_t stage = 0; stage < plan_.rank_of_stage.size(); ++stage) {
+    if (plan_.rank_of_stage[stage] == pipeline_->rank()) stages.push_back(static_cast<int>(stage));
+  }
+  return stages;
+}
+
+/// How many stages of this rank may give each parameter gradients.
+void Program::count_stages() {
+  stages_left_.assign(graph_->values.size(), 0);
+  for (int stage : own_stages()) {
+    for (graph::ValueId id : runner_->stage(stage).consumed()) {
+      if (stages_left_[id]++ > 0) continue;
+      const auto [model, index] = bucket_of_[id];
+      buckets_[model]->await(index);
+    }
+  }
+}
+
+/// Gives the buffers of the first replica to all, where models ask for it.
+void Program::broadcast_buffers() {
+  for (const auto& model : runtime_->models()) {
+    if (!model->options().broadcast_buffers()) continue;
+    std::vector<at::Tensor> buffers;
+    for (const at::Tensor& buffer : model->buffers()) {
+      if (runtime_->owns(runtime_->table().find(buffer)->name)) buffers.push_back(buffer);
+    }
+    dp::TensorBroadcast(std::move(buffers), runtime_->group(CommGroup::kDp)).run(0);
+  }
+}
+
+/// After the last backward of a stage.
+void Program::complete_stage(int stage) {
+  for (graph::ValueId id : runner_->stage(stage).consumed()) {
+    if (--stages_left_[id] > 0) continue;
+    const auto [model, index] = bucket_of_[id];
+    buckets_[model]->complete(index);
+  }
+  // Models in turn, so that replicas reduce in one order.
+  for (auto& buckets : buckets_) {
+    if (!buckets->reduce_complete()) return;
+  }
+}
+
+void Program::finish_training() {
+  runtime_->adding_up = nullptr;
+  for (auto& buckets : buckets_) {
+    buckets->finish();
+    if (buckets->is_adding_up()) runtime_->adding_up = this;
   }
 }
 
@@ -173,7 +241,7 @@ void Program::complete_overrides(Inputs& inputs) {
 Program::Outputs Program::run(Inputs inputs) {
   count_as_planned(inputs);
   complete_overrides(inputs);
-  if (graph_->trains()) make_buckets();
+  if (graph_->trains()) begin_training();
   refresh_replicas();
   pipeline::Executor::Step step;
   step.inputs = inputs.tensors;
@@ -199,11 +267,10 @@ Program::Outputs Program::run(Inputs inputs) {
       return buckets_[model]->buffer(index, microbatch);
     };
   }
-  std::ptrdiff_t reduced = 0;
-  const auto stages = std::count(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(),
-                                 pipeline_->rank());
-  step.reduce = [&](int) {
-    // A parameter may be read by several stages of the rank.
+  size_t reduced = 0;
+  const size_t stages = own_stages().size();
+  step.reduce = [&](int stage) {
+    complete_stage(stage);
     if (++reduced < stages) return;
     for (auto& buckets : buckets_) buckets->reduce();
   };
@@ -213,7 +280,7 @@ Program::Outputs Program::run(Inputs inputs) {
         output.defined() && inputs.detach_outputs ? output.detach() : output;
   };
   runner_->run(std::move(step));
-  for (auto& buckets : buckets_) buckets->finish();
+  if (graph_->trains()) finish_training();
   share_outputs(outputs);
   return outputs;
 }

@@ -21,8 +21,8 @@ namespace smp {
 /// for one number of microbatches. Internal.
 class Program {
  public:
-  /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of the
-  /// graph's stands for, which gradients are divided by.
+  /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
+  /// the graph's stands for, which gradients are divided by.
   Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
           bool settled, int64_t coalesced = 1);
 
@@ -53,9 +53,15 @@ class Program {
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
+  std::vector<int> own_stages() const;
   void make_buckets();
   void find_copies();
   void refresh_replicas();
+  void broadcast_buffers();
+  void begin_training();
+  void count_stages();
+  void complete_stage(int stage);
+  void finish_training();
   void share_outputs(Outputs& outputs) const;
   void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);
@@ -76,6 +82,7 @@ class Program {
   int shards_ = 0;                                             // what the buckets were made for
   std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;  // by model
   std::vector<std::pair<size_t, size_t>> bucket_of_;  // by owned parameter: model, index in it
+  std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
 };
 
 }  // namespace smp

@@ -106,6 +106,8 @@ class Runtime {
   int messages_ahead = 2;
   /// Called when an action of a step has begun, if set; for tests.
   std::function<void(const pipeline::Action&)> on_action;
+  /// The program whose gradients wait for later steps (`backward_passes_per_step`); null: none.
+  const void* adding_up = nullptr;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.

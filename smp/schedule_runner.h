@@ -37,6 +37,9 @@ class ScheduleRunner {
 
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
 
+  /// A stage of this rank.
+  pipeline::Stage& stage(int index) const { return executor_->stage(index); }
+
  private:
   bool is_auto() const;
   void use(const pipeline::RankedSchedule& scheduled);

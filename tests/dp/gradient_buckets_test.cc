@@ -96,8 +96,8 @@ TEST(GradientBuckets, OneLargeOrSeveralSmallParametersFillABucket) {
     // Padded to 64 bytes: a 64, b 64, c 128, unused 64; d is of another type.
     options.bucket_bytes = 192;
     GradientBuckets buckets(make_parameters(), kNames, group, options);
-    // From the last parameter, whose gradient is ready first.
-    const std::vector<std::vector<size_t>> expected_buckets{{4, 2}, {3}, {1, 0}};
+    // From the last parameter, whose gradient is ready first; in the order in which they are full.
+    const std::vector<std::vector<size_t>> expected_buckets{{3}, {4, 2}, {1, 0}};
     EXPECT_EQ(buckets.buckets(), expected_buckets);
   });
 }
@@ -133,6 +133,96 @@ TEST(GradientBuckets, RefusesSparseGradients) {
     GradientBuckets buckets(make_parameters(), kNames, group, {});
     const auto text = error([&] { buckets.add(0, 0, at::zeros({5, 3}).to_sparse()); });
     EXPECT_NE(text.find("parameter \"a\" has a sparse gradient"), std::string::npos) << text;
+  });
+}
+
+/// One step in which parameters become complete one by one; `complete(buckets)` says which.
+std::vector<at::Tensor> step_of(const BucketOptions& options,
+                                const std::function<void(GradientBuckets&)>& complete) {
+  std::vector<at::Tensor> result(4);
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    GradientBuckets buckets(parameters, kNames, group, options);
+    for (size_t p = 0; p < 4; ++p) buckets.await(p);
+    for (size_t p = 0; p < 4; ++p) {
+      buckets.add(
+          p, 0,
+          at::full(parameters[p].sizes(), group->rank() + 0.1, parameters[p].options()).detach());
+    }
+    complete(buckets);
+    buckets.reduce();
+    buckets.finish();
+    if (group->rank() > 0) return;
+    for (size_t p = 0; p < 4; ++p) result[p] = parameters[p].grad();
+  });
+  return result;
+}
+
+TEST(GradientBuckets, ReducesWhatIsComplete) {
+  BucketOptions options;
+  options.gradient_shards = 2;
+  options.bucket_bytes = 192;
+  const auto expected = step_of(options, [](GradientBuckets&) {});
+  for (const bool overlapping : {true, false}) {
+    options.overlapping = overlapping;
+    const auto got = step_of(options, [&](GradientBuckets& buckets) {
+      buckets.complete(0);
+      buckets.complete(1);
+      EXPECT_FALSE(buckets.reduce_complete());  // the last bucket is, but not those before
+      buckets.complete(3);
+      EXPECT_FALSE(buckets.reduce_complete());
+      buckets.complete(2);
+      EXPECT_EQ(buckets.reduce_complete(), overlapping);
+    });
+    for (size_t p = 0; p < 4; ++p) EXPECT_TRUE(at::equal(got[p], expected[p])) << kNames[p];
+  }
+}
+
+TEST(GradientBuckets, AddUpOverSteps) {
+  comm::run_ranks(2, [](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    BucketOptions options;
+    options.gradient_shards = 2;
+    options.backward_passes = 3;
+    GradientBuckets buckets(parameters, kNames, group, options);
+    for (int step = 0; step < 6; ++step) {
+      EXPECT_EQ(buckets.is_adding_up(), step % 3 > 0);
+      buckets.add(0, 0, at::full({5, 3}, step + 10. * group->rank()));
+      buckets.reduce();
+      buckets.finish();
+      if (step < 2) {
+        EXPECT_FALSE(parameters[0].grad().defined());
+      }
+    }
+    // (0 + ... + 5) of two ranks, and 10 in each step of one.
+    EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({5, 3}, 90.)));
+  });
+}
+
+/// `.grad` lies in the bucket, until it is needed there while the program still has it.
+TEST(GradientBuckets, GradientsAreViewsOfBuckets) {
+  comm::run_ranks(1, [](const comm::CommunicatorPtr& group) {
+    auto parameters = make_parameters();
+    BucketOptions options;
+    options.gradient_as_bucket_view = true;
+    GradientBuckets buckets(parameters, kNames, group, options);
+    const auto step = [&](double value, bool use_second) {
+      buckets.add(0, 0, at::full({5, 3}, value));
+      if (use_second) buckets.add(1, 0, at::full({7}, value));
+      buckets.reduce();
+      buckets.finish();
+    };
+    step(1, true);
+    EXPECT_TRUE(parameters[0].grad().is_alias_of(parameters[1].grad()));
+    const at::Tensor kept = parameters[0].grad();
+    parameters[0].mutable_grad().reset();
+    step(2, false);  // nobody uses the second
+    EXPECT_TRUE(at::equal(kept, at::full({5, 3}, 1.)));
+    EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({5, 3}, 2.)));
+    EXPECT_TRUE(at::equal(parameters[1].grad(), at::full({7}, 1.)));
+    step(3, true);  // adds to what is there
+    EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({5, 3}, 5.)));
+    EXPECT_TRUE(at::equal(parameters[1].grad(), at::full({7}, 4.)));
   });
 }
 
