@@ -140,7 +140,6 @@ class SocketTransport final : public Transport {
   std::map<Address, Mailbox> mailboxes_;
   std::vector<bool> departed_;
   std::map<int, int> splits_;  // of a context so far
-  bool closed_ = false;
 };
 
 }  // namespace smp::comm
