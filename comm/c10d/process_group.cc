@@ -3,9 +3,11 @@
 #include <numeric>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/c10d/backend.h"
+#include "comm/store/store_communicator.h"
 
 namespace smp::comm {
 namespace {
@@ -33,6 +35,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_smddp_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout) {
   return with_backend(store, make_smddp_backend(store, rank, size, timeout));
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_smddp_process_group(std::chrono::milliseconds timeout) {
+  const MeetingPlace place = meeting_place();
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("smddp", open_torchrun_store(timeout));
+  return make_smddp_process_group(store, place.rank, place.size, timeout);
 }
 
 }  // namespace smp::comm

@@ -26,4 +26,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_smddp_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout);
 
+/// The same of the processes that torchrun has started, or that have its variables (RANK,
+/// WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Throws as `open_torchrun_store`. Collective.
+c10::intrusive_ptr<c10d::ProcessGroup> make_smddp_process_group(
+    std::chrono::milliseconds timeout = std::chrono::seconds(300));
+
 }  // namespace smp::comm

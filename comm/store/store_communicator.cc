@@ -134,7 +134,27 @@ int number(const char* name, int least, int most) {
   return static_cast<int>(value);
 }
 
-c10::intrusive_ptr<c10d::Store> open_store(const MeetingPlace& place, milliseconds timeout) {
+}  // namespace
+
+CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                 milliseconds timeout) {
+  return make_world(std::move(store), rank, size, timeout).world;
+}
+
+bool under_torchrun() { return env("RANK") && env("WORLD_SIZE"); }
+
+MeetingPlace meeting_place() {
+  constexpr int kMostRanks = 1 << 20;
+  MeetingPlace place;
+  place.size = number("WORLD_SIZE", 1, kMostRanks);
+  place.rank = number("RANK", 0, place.size - 1);
+  place.host = variable("MASTER_ADDR");
+  place.port = number("MASTER_PORT", 1, 65535);
+  return place;
+}
+
+c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout) {
+  const MeetingPlace place = meeting_place();
   const bool launcher_has_it = env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
@@ -155,32 +175,13 @@ c10::intrusive_ptr<c10d::Store> open_store(const MeetingPlace& place, millisecon
   }
 }
 
-}  // namespace
-
-CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                 milliseconds timeout) {
-  return make_world(std::move(store), rank, size, timeout).world;
-}
-
-bool under_torchrun() { return env("RANK") && env("WORLD_SIZE"); }
-
-MeetingPlace meeting_place() {
-  constexpr int kMostRanks = 1 << 20;
-  MeetingPlace place;
-  place.size = number("WORLD_SIZE", 1, kMostRanks);
-  place.rank = number("RANK", 0, place.size - 1);
-  place.host = variable("MASTER_ADDR");
-  place.port = number("MASTER_PORT", 1, 65535);
-  return place;
-}
-
 CommunicatorPtr make_torchrun_world(milliseconds timeout) {
   TorchrunJob& job = smp::comm::job();
   SMP_CHECK_WITH(UsageError, !job.finalized,
                  "make_torchrun_world after finalize_torchrun_world: the processes meet only once.");
   if (!job.world.world) {
     const MeetingPlace place = meeting_place();
-    job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_store(place, timeout));
+    job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_torchrun_store(timeout));
     job.world = make_world(job.store, place.rank, place.size, timeout);
   }
   return job.world.world;

@@ -40,9 +40,13 @@ bool under_torchrun();
 /// Reads the variables; throws `ConfigError` when one is missing or is no valid number.
 MeetingPlace meeting_place();
 
-/// The world of the processes that torchrun has started, or that have its variables: the store is
-/// the launcher's (TORCHELASTIC_USE_AGENT_STORE), otherwise one that rank 0 opens. Collective at
-/// the first call; later calls return the same world. Throws as make_store_world.
+/// The store of those processes: the launcher's (TORCHELASTIC_USE_AGENT_STORE), otherwise one that
+/// rank 0 opens, which must outlive the others' use of it. Throws `ConfigError` for the variables,
+/// `CommError` when it cannot be opened or reached within `timeout`.
+c10::intrusive_ptr<c10d::Store> open_torchrun_store(std::chrono::milliseconds timeout);
+
+/// The world of the processes that torchrun has started, or that have its variables.
+/// Collective at the first call; later calls return the same world. Throws as make_store_world.
 CommunicatorPtr make_torchrun_world(std::chrono::milliseconds timeout = std::chrono::seconds(300));
 
 /// Ends that world. Collective: waits, without a time-out, until all ranks have called it; returns

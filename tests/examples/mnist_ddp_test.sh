@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# usage: mnist_ddp_test.sh SMPRUN MNIST_DDP CONFIG
-# Runs the example under smprun and under plain mpirun, for a few steps on made-up digits.
+# usage: mnist_ddp_test.sh SMPRUN MNIST_DDP CONFIG MNIST_C10D TORCHRUN
+# Runs the example under smprun, under plain mpirun and with torchrun's variables, and its twin on
+# c10d, for a few steps on made-up digits.
 set -uo pipefail
-smprun=$PWD/$1 program=$PWD/$2 config=$PWD/$3
+smprun=$PWD/$1 program=$PWD/$2 config=$PWD/$3 twin=$PWD/$4 torchrun=$PWD/$5
 cd "$TEST_TMPDIR" || exit 1
 export TERM=dumb HOME=$TEST_TMPDIR
 failures=0
@@ -44,8 +45,19 @@ mpirun --allow-run-as-root --oversubscribe --bind-to none --mca btl_vader_single
   -np 2 "$program" "${arguments[@]}" --save-model mpirun.pt >mpirun.log 2>&1 ||
   { cat mpirun.log; fail "mpirun ended with an error"; }
 check mpirun
+bash "$torchrun" 2 60 "$program" "${arguments[@]}" --save-model torchrun.pt >torchrun.log 2>&1 ||
+  { cat torchrun.log; fail "the run with torchrun's variables ended with an error"; }
+check torchrun
+bash "$torchrun" 2 60 "$twin" "${arguments[@]}" --save-model c10d.pt >c10d.log 2>&1 ||
+  { cat c10d.log; fail "the twin on c10d ended with an error"; }
+check c10d
 # The same ranks, data and seeds.
-diff <(grep -o 'epoch.*\|test:.*' smprun.log) <(grep -o 'epoch.*\|test:.*' mpirun.log) ||
-  fail "smprun and mpirun trained differently"
+for other in mpirun torchrun; do
+  diff <(grep -o 'epoch.*\|test:.*' smprun.log) <(grep -o 'epoch.*\|test:.*' "$other.log") ||
+    fail "smprun and $other trained differently"
+done
+# c10d's reducer halves before it adds, which is exact for two ranks.
+diff <(grep -o 'epoch.*\|test:.*' smprun.log) <(grep -o 'epoch.*\|test:.*' c10d.log) ||
+  fail "mnist_ddp and its twin on c10d trained differently"
 
 exit "$failures"
