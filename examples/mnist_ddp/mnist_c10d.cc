@@ -29,7 +29,7 @@ class Replica {
     reducer_ = std::make_unique<c10d::Reducer>(
         parameters_, std::vector<std::vector<size_t>>(buckets.rbegin(), buckets.rend()), group_,
         std::vector<bool>(parameters_.size(), false), kBucketBytes,
-        /*find_unused_parameters=*/false, /*gradient_as_bucket_view=*/true,
+        /*find_unused_parameters=*/false, /*gradient_as_bucket_view=*/false,
         std::unordered_map<size_t, std::string>(), kFirstBucketBytes,
         /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
         std::vector<int64_t>());
