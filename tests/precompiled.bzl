@@ -58,6 +58,8 @@ def _precompiled_header_impl(ctx):
         inputs = depset([ctx.file.hdr], transitive = [context.headers, toolchain.all_files]),
         outputs = [output],
         mnemonic = "CppPrecompile",
+        # It names the headers by their absolute paths, which are not those of another output base.
+        execution_requirements = {"no-remote-cache": "1", "no-cache": "1"},
         progress_message = "Precompiling %s" % ctx.file.hdr.short_path,
     )
     header = CcInfo(compilation_context = cc_common.create_compilation_context(
