@@ -1,6 +1,7 @@
 #include "tools/process.h"
 
-#include <spawn.h>
+#include <fcntl.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -37,17 +38,36 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
   return all;
 }
 
+// In the child: becomes the command. Returns only if it cannot.
+void become(char* const* arguments, char** environment, const sigset_t& mask, pid_t parent) {
+  // The launcher may be killed by what it cannot catch; the ranks shall not outlive it.
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(1);
+  sigprocmask(SIG_SETMASK, &mask, nullptr);
+  environ = environment;
+  execvp(arguments[0], arguments);
+}
+
 pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask) {
   std::vector<std::string> words = command.arguments;
   std::vector<std::string> entries = environment_of(command);
-  posix_spawnattr_t attributes;
-  posix_spawnattr_init(&attributes);
-  posix_spawnattr_setsigmask(&attributes, &child_mask);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
-  pid_t child = 0;
-  const int error = posix_spawnp(&child, words[0].c_str(), nullptr, &attributes,
-                                 pointers(words).data(), pointers(entries).data());
-  posix_spawnattr_destroy(&attributes);
+  const std::vector<char*> arguments = pointers(words);
+  std::vector<char*> environment = pointers(entries);
+  int report[2];  // closed by a successful exec
+  SMP_INTERNAL_ASSERT(pipe2(report, O_CLOEXEC) == 0, std::strerror(errno));
+  const pid_t parent = getpid();
+  const pid_t child = fork();
+  int error = child < 0 ? errno : 0;
+  if (child == 0) {
+    become(arguments.data(), environment.data(), child_mask, parent);
+    error = errno;
+    _exit(write(report[1], &error, sizeof error) == sizeof error ? 127 : 126);
+  }
+  close(report[1]);
+  while (read(report[0], &error, sizeof error) < 0 && errno == EINTR) {
+  }
+  close(report[0]);
+  if (child > 0 && error != 0) waitpid(child, nullptr, 0);
   SMP_CHECK(error != ENOENT, words[0],
             ": not found in PATH. Install Open MPI (on Debian and Ubuntu: the package openmpi-bin).");
   SMP_CHECK(error == 0, words[0], ": cannot be started: ", std::strerror(error),

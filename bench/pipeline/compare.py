@@ -56,8 +56,11 @@ def tree(pid):
 
 
 class Contender:
-    def __init__(self, name, commands):
-        self.name, self.times, self.cpu = name, [], []
+    def __init__(self, name, commands, ranks=None):
+        # One process is compared with all cores, a pipeline of one thread for each rank.
+        self.name, self.ranks, self.times, self.cpu = name, ranks, [], []
+        if ranks:
+            self.name += f", {ranks} ranks"
         self.processes = []
         self.log = tempfile.TemporaryFile("w+")
         for command, environment in commands:
@@ -112,7 +115,11 @@ class Contender:
         self.cpu.append(self.cpu_seconds() - before)
 
     def close(self):
-        self.processes[0].stdin.close()
+        try:
+            self.say("step")  # the last that all ranks expect
+            self.processes[0].stdin.close()
+        except BrokenPipeError:
+            pass  # ended already
         for process in self.processes:
             try:
                 process.wait(timeout=30)
@@ -134,7 +141,7 @@ def ours(worker, schedule, model, ranks, numerics):
     return Contender(f"smp {schedule}" + (", fast" if numerics == "fast" else ""), [
         ([str(ROOT / "bazel-bin/tools/smprun_bin"), "--np", str(ranks), worker,
           *arguments({**model, **warm})],
-         {"SM_HP_MP_PARAMETERS": json.dumps(parameters)})])
+         {"SM_HP_MP_PARAMETERS": json.dumps(parameters)})], ranks)
 
 
 def torch_peer(python, schedule, model, ranks, port):
@@ -142,7 +149,7 @@ def torch_peer(python, schedule, model, ranks, port):
     return Contender(f"torch {schedule}", [
         ([python, peer, "--schedule", schedule, "--threads", "1", *arguments(model)],
          {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-          "MASTER_PORT": str(port)}) for rank in range(ranks)])
+          "MASTER_PORT": str(port)}) for rank in range(ranks)], ranks)
 
 
 def interval(ratios):
@@ -154,7 +161,7 @@ def interval(ratios):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--torch-python", help="a Python that has torch 2.11")
     parser.add_argument("--ours", nargs="*", default=OURS, help="schedules of smp")
@@ -162,7 +169,7 @@ def main():
                         help="schedules of smp with \"numerics\": \"fast\"")
     parser.add_argument("--peers", nargs="*", default=TORCH, help="schedules of torch")
     options = parser.parse_args()
-    # One more, so that all still wait when their memory is read.
+    # One more, so that all still wait when their memory is read; `close` lets it run.
     model = {**MODELS[options.model], "steps": options.rounds + 1}
     worker = str(ROOT / "bazel-bin/bench/pipeline/worker")
     contenders = []
@@ -177,14 +184,15 @@ def compare(options, model, worker, contenders):
     whole = {**model, "microbatches": 1}
     contenders += [single(worker, "one thread", model, 1), single(worker, "two threads", model, 2),
                   single(worker, "whole batch, two threads", whole, 2)]
-    for name in options.ours:
-        contenders.append(ours(worker, name, model, options.ranks, "exact"))
-    for name in options.fast:
-        contenders.append(ours(worker, name, model, options.ranks, "fast"))
     peers = []
-    for i, name in enumerate(options.peers if options.torch_python else []):
-        peers.append(torch_peer(options.torch_python, name, model, options.ranks, 29600 + i))
-        contenders.append(peers[-1])
+    for ranks in options.ranks:
+        for name in options.ours:
+            contenders.append(ours(worker, name, model, ranks, "exact"))
+        for name in options.fast:
+            contenders.append(ours(worker, name, model, ranks, "fast"))
+        for name in options.peers if options.torch_python else []:
+            peers.append(torch_peer(options.torch_python, name, model, ranks, 29600 + len(peers)))
+            contenders.append(peers[-1])
     for contender in contenders:
         contender.wait_until_ready()
     order = list(contenders)
@@ -196,17 +204,19 @@ def compare(options, model, worker, contenders):
     print(file=sys.stderr)
     one = statistics.median(contenders[0].times)
     best = min(peers, key=lambda peer: statistics.median(peer.times)) if peers else contenders[0]
-    print(f"{options.model}, {options.ranks} ranks, {options.rounds} rounds; efficiency: one thread / "
-          f"({options.ranks} x step); ratio: {best.name} / step, median of pairs, 95 %\n")
+    cores = len(os.sched_getaffinity(0))
+    print(f"{options.model}, {cores} cores, {options.rounds} rounds; efficiency: one thread / "
+          f"(cores in use x step); ratio: {best.name} / step, median of pairs, 95 %\n")
     print("| contender | step, ms | CPU, s | growth, MiB | efficiency | ratio |\n"
           "|---|---|---|---|---|---|")
     for contender in contenders:
         step = statistics.median(contender.times)
         ratios = [b / t for b, t in zip(best.times, contender.times)]
         low, high = interval(ratios)
+        used = min(cores, contender.ranks or cores)
         print(f"| {contender.name} | {1e3 * step:.1f} | {statistics.median(contender.cpu):.2f} | "
               f"{contender.growth():.0f} | "
-              f"{one / (options.ranks * step):.2f} | {statistics.median(ratios):.2f} "
+              f"{one / (used * step):.2f} | {statistics.median(ratios):.2f} "
               f"({low:.2f} to {high:.2f}) |")
 
 

@@ -16,6 +16,10 @@ namespace {
 void train(const std::string& how) {
   torch::set_num_threads(1);
   smp::init();
+  if (how == "idle") {
+    std::cout << "rank pid " << getpid() << std::endl;
+    pause();
+  }
   const bool culprit = smp::rank() == smp::size() - 1;
   smp::testing::TinyGpt net(false, how == "other_model" && culprit ? 4 : 3);
   smp::DistributedModel<smp::testing::TinyGpt> model(net);

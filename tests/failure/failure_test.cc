@@ -16,12 +16,15 @@ struct Outcome {
   std::string output;
 };
 
-/// Runs the failing program on two stages through the launcher.
-Outcome run(const std::string& how, const std::string& parameters) {
+/// The command that runs the failing program on two stages through the launcher.
+std::string launch(const std::string& how, const std::string& parameters) {
   const std::string config = ::testing::TempDir() + "failure_" + how + ".json";
   std::ofstream(config) << parameters;
-  const std::string command =
-      "tools/smprun_bin --config " + config + " --np 2 tests/failure/failing_step " + how + " 2>&1";
+  return "tools/smprun_bin --config " + config + " --np 2 tests/failure/failing_step " + how;
+}
+
+Outcome run(const std::string& how, const std::string& parameters) {
+  const std::string command = launch(how, parameters) + " 2>&1";
   const auto start = std::chrono::steady_clock::now();
   FILE* pipe = popen(command.c_str(), "r");
   Outcome outcome;
@@ -90,6 +93,27 @@ TEST(Failure, RankThatIsKilled) {
   EXPECT_NE(outcome.status, 0);
   EXPECT_LT(outcome.seconds, kSeconds);
   EXPECT_NE(outcome.output.find("signal 9"), std::string::npos) << outcome.output;
+}
+
+/// Nothing can catch that signal, and still no rank is left.
+TEST(Failure, LauncherThatIsKilled) {
+  const std::string log = ::testing::TempDir() + "failure_launcher.log";
+  const std::string script =
+      "log='" + log + "'\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
+    launcher=$!
+    ranks() { sed -n 's/^rank pid //p' "$log"; }
+    for i in $(seq 300); do [ "$(ranks | wc -l)" -eq 2 ] && break; sleep 0.1; done
+    kill -9 $launcher
+    for i in $(seq 200); do kill -0 $(ranks) 2>/dev/null || break; sleep 0.1; done
+    echo "$(ranks | wc -l) ranks had started"
+    for rank in $(ranks); do kill -0 $rank 2>/dev/null && echo "$rank is alive"; done
+  )sh";
+  std::string output;
+  FILE* pipe = popen(script.c_str(), "r");
+  std::array<char, 4096> buffer;
+  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) output += buffer.data();
+  pclose(pipe);
+  EXPECT_EQ(output, "2 ranks had started\n");
 }
 
 /// The launcher finds out before it starts anything.
