@@ -40,13 +40,13 @@ Launcher launcher() {
   return env("PMIX_RANK") || env("PMI_RANK") ? Launcher::kSrun : Launcher::kNone;
 }
 
-CommunicatorPtr make_world() {
+CommunicatorPtr make_world(std::chrono::milliseconds timeout) {
   switch (launcher()) {
     case Launcher::kMpirun:
     case Launcher::kSrun:
       return make_mpi_world();
     case Launcher::kTorchrun:
-      return make_torchrun_world();
+      return make_torchrun_world(timeout);
     case Launcher::kNone:
       break;
   }

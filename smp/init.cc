@@ -48,6 +48,14 @@ void finish_at_exit(int status, void*) {
   if (comm::world_aborted()) std::_Exit(1);
 }
 
+/// How long processes wait for each other to come. Only torchrun's need it; for the others, an
+/// error in the configuration shall be known to all ranks, so it is read when they have met.
+std::chrono::milliseconds meeting_timeout(const Config& config) {
+  const bool needed = comm::launcher() == comm::Launcher::kTorchrun;
+  const double seconds = (needed ? config.merged_with_environment() : config).timeout_seconds();
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
 int rank_in(CommGroup group) { return Runtime::get().rank_in(group); }
 int size_of(CommGroup group) { return Runtime::get().topology().size(group); }
 
@@ -57,7 +65,7 @@ void init(const Config& config) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists(),
                  "smp::init was called twice; call it once at the start of main()");
   previous_terminate = std::set_terminate(&on_terminate);
-  const auto world = comm::make_world();
+  const auto world = comm::make_world(meeting_timeout(config));
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
     if (Runtime::get().config().keep_freed_memory()) keep_freed_memory();
