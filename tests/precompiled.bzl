@@ -32,7 +32,9 @@ def _precompiled_header_impl(ctx):
         source_file = ctx.file.hdr.path,
         output_file = output.path,
         user_compile_flags = ctx.fragments.cpp.copts + ctx.fragments.cpp.cxxopts + _COPTS +
-                             ["-x", "c++-header", "-fpch-instantiate-templates"],
+                             ["-x", "c++-header", "-fpch-instantiate-templates"] +
+                             # A header that is fetched again has another date, but is the same.
+                             ["-Xclang", "-fno-pch-timestamp"],
         include_directories = context.includes,
         quote_include_directories = context.quote_includes,
         system_include_directories = context.system_includes,
