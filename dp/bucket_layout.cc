@@ -7,20 +7,24 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 namespace smp::dp {
 namespace {
 
-constexpr int64_t kAlignment = 64;
+constexpr int64_t kAlignment = 64;          // bytes
+constexpr int64_t kDivisibleElements = 64;  // two vectors of 512 bits in half precision
 
 int64_t bytes_of(const at::TensorOptions& options, int64_t numel) {
   return numel * static_cast<int64_t>(options.dtype().itemsize());
 }
 
-int64_t padded_numel(int64_t numel, const at::TensorOptions& options) {
-  const int64_t unit = kAlignment / bytes_of(options, 1);
-  return (numel + unit - 1) / unit * unit;
+int64_t round_up(int64_t numel, int64_t unit) { return (numel + unit - 1) / unit * unit; }
+
+/// What a gradient takes in a bucket.
+int64_t padded_numel(int64_t numel, const at::TensorOptions& options, int parts) {
+  return round_up(numel, parts > 1 ? kDivisibleElements : kAlignment / bytes_of(options, 1));
 }
 
 struct Bucket {
@@ -41,12 +45,13 @@ std::vector<Bucket> fill_buckets(const std::vector<at::Tensor>& parameters,
                                  const std::vector<at::TensorOptions>& options,
                                  const std::vector<size_t>& order, const BucketSizes& sizes) {
   std::vector<Bucket> full;
-  std::map<std::pair<at::ScalarType, std::string>, Bucket> open;
+  std::map<std::tuple<at::ScalarType, at::ScalarType, std::string>, Bucket> open;
   for (size_t index : order) {
     const at::TensorOptions& kind = options[index];
-    const auto key = std::pair(c10::typeMetaToScalarType(kind.dtype()), kind.device().str());
+    const auto key = std::tuple(c10::typeMetaToScalarType(kind.dtype()),
+                                parameters[index].scalar_type(), kind.device().str());
     Bucket& bucket = open.try_emplace(key, kind, sizes.first).first->second;
-    const int64_t numel = padded_numel(parameters[index].numel(), kind);
+    const int64_t numel = padded_numel(parameters[index].numel(), kind, sizes.parts);
     if (!bucket.fits(numel)) full.push_back(std::exchange(bucket, Bucket(kind, sizes.others)));
     bucket.members.emplace_back(index, bucket.numel);
     bucket.numel += numel;
@@ -63,6 +68,18 @@ std::vector<Bucket> fill_buckets(const std::vector<at::Tensor>& parameters,
 
 }  // namespace
 
+at::TensorOptions sum_options(const at::Tensor& parameter) {
+  const at::ScalarType type = parameter.scalar_type();
+  const bool half = type == at::kHalf || type == at::kBFloat16;
+  return at::TensorOptions(half ? at::kFloat : type).device(parameter.device());
+}
+
+std::vector<at::TensorOptions> sum_options(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::TensorOptions> options;
+  for (const at::Tensor& parameter : parameters) options.push_back(sum_options(parameter));
+  return options;
+}
+
 BucketLayout make_bucket_layout(const std::vector<at::Tensor>& parameters,
                                 const std::vector<at::TensorOptions>& options,
                                 const std::vector<size_t>& order, const BucketSizes& sizes) {
@@ -75,7 +92,8 @@ BucketLayout make_bucket_layout(const std::vector<at::Tensor>& parameters,
       members.push_back(index);
     }
     layout.members.push_back(std::move(members));
-    layout.numel.push_back(bucket.numel);
+    layout.numel.push_back(
+        sizes.parts > 1 ? round_up(bucket.numel, sizes.parts * kDivisibleElements) : bucket.numel);
     layout.options.push_back(bucket.options);
   }
   return layout;

@@ -9,8 +9,8 @@
 
 namespace smp::dp {
 
-/// Which gradient lies where: buckets are flat tensors of one dtype and device, in which each
-/// gradient starts at a multiple of 64 bytes.
+/// Which gradient lies where: buckets are flat tensors of one dtype and device, for parameters of
+/// one dtype, in which each gradient starts at a multiple of 64 bytes.
 struct BucketLayout {
   struct Slot {
     size_t bucket;
@@ -28,7 +28,15 @@ struct BucketLayout {
 struct BucketSizes {
   int64_t first = 1 << 20;  ///< The first of each dtype: small, so that its reduction starts early.
   int64_t others = 25 << 20;
+  /// Into how many equal parts each bucket can be divided. Between two parts, a gradient is cut at
+  /// a multiple of 64 elements from its start: there end the vectors of elementwise kernels, which
+  /// so compute the same bits from the pieces as from the whole.
+  int parts = 1;
 };
+
+/// Dtype and device in which gradients of a parameter are summed: half precision in float32.
+at::TensorOptions sum_options(const at::Tensor& parameter);
+std::vector<at::TensorOptions> sum_options(const std::vector<at::Tensor>& parameters);
 
 /// Fills buckets in `order`, the one in which gradients become ready (indices of `parameters`, each
 /// once). `options[i]` is the dtype and device of gradient i. Buckets are numbered in the order in

@@ -1,5 +1,6 @@
 #include "dp/gradient_buckets.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
@@ -12,31 +13,39 @@
 namespace smp::dp {
 namespace {
 
-/// Where the gradients of a parameter are summed: half precision in float32.
-at::TensorOptions sum_options(const at::Tensor& parameter) {
-  const at::ScalarType type = parameter.scalar_type();
-  const bool half = type == at::kHalf || type == at::kBFloat16;
-  return at::TensorOptions(half ? at::kFloat : type).device(parameter.device());
-}
-
-std::vector<at::TensorOptions> sum_options(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::TensorOptions> options;
-  for (const at::Tensor& parameter : parameters) options.push_back(sum_options(parameter));
-  return options;
+/// Gives what the program has kept of a view memory of its own. Returns whether it was kept.
+bool leave_to_program(at::Tensor& view) {
+  if (view.use_count() <= 1) return false;
+  view.set_data(view.clone());
+  return true;
 }
 
 }  // namespace
 
 GradientBuckets::GradientBuckets(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                  comm::CommunicatorPtr group, const BucketOptions& options)
+    : GradientBuckets(
+          parameters, std::move(names), std::move(group), options,
+          make_bucket_layout(parameters, sum_options(parameters), reverse_order(parameters.size()),
+                             {options.bucket_bytes, options.bucket_bytes}),
+          nullptr) {}
+
+GradientBuckets::GradientBuckets(std::shared_ptr<ParameterSlices> slices,
+                                 const BucketOptions& options)
+    : GradientBuckets(slices->parameters(), slices->names(), slices->group(), options,
+                      slices->layout(), slices) {}
+
+GradientBuckets::GradientBuckets(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                 comm::CommunicatorPtr group, const BucketOptions& options,
+                                 BucketLayout layout, std::shared_ptr<ParameterSlices> slices)
     : parameters_(std::move(parameters)),
       names_(std::move(names)),
       group_(std::move(group)),
       options_(options),
       local_shards_(options.gradient_shards / group_->size()),
-      layout_(make_bucket_layout(parameters_, sum_options(parameters_),
-                                 reverse_order(parameters_.size()),
-                                 {options.bucket_bytes, options.bucket_bytes})),
+      layout_(std::move(layout)),
+      slices_(std::move(slices)),
+      pieces_(parameters_.size()),
       complete_(parameters_.size(), true) {
   SMP_CHECK_WITH(ConfigError,
                  options_.gradient_shards > 0 && options_.gradient_shards % group_->size() == 0,
@@ -64,6 +73,16 @@ void GradientBuckets::make_buffers() {
       targets_[shard].push_back(slice(buffers[layout_.slots[i].bucket], i));
     }
   }
+  for (size_t i = 0; slices_ && i < parameters_.size(); ++i) {
+    pieces_[i] = piece(slices_->part(buffers_[0][layout_.slots[i].bucket]), i);
+  }
+}
+
+/// Of the gradient of a parameter, in this replica's part of its bucket. No view to autograd.
+at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
+  const at::AutoDispatchBelowADInplaceOrView no_view;
+  const ParameterSlices::Piece& owned = slices_->pieces()[index];
+  return part.narrow(0, owned.offset, owned.numel());
 }
 
 at::Tensor GradientBuckets::slice(const at::Tensor& buffer, size_t index) const {
@@ -99,27 +118,42 @@ at::Tensor GradientBuckets::buffer(size_t index, int microbatch) {
 /// its own.
 at::Tensor& GradientBuckets::begin(int shard, size_t index) {
   used_[shard][index] = true;
-  at::Tensor& target = targets_[shard][index];
-  if (target.use_count() > 1) {
-    target.set_data(target.clone());
-    target = slice(buffers_[shard][layout_.slots[index].bucket], index);
+  const at::Tensor& buffer = buffers_[shard][layout_.slots[index].bucket];
+  if (shard == 0 && leave_to_program(pieces_[index])) {
+    pieces_[index] = piece(slices_->part(buffer), index);
   }
+  at::Tensor& target = targets_[shard][index];
+  if (leave_to_program(target)) target = slice(buffer, index);
   return target;
 }
 
-/// All shards of all replicas, added in order: what one process with as many shards computes.
+/// All shards of all replicas, in order; with slices, of this replica's part.
+at::Tensor GradientBuckets::gather_shards(size_t bucket) const {
+  const auto options = layout_.options[bucket];
+  const int64_t numel = layout_.numel[bucket];
+  const int64_t parts = slices_ ? group_->size() : 1;
+  at::Tensor mine = at::empty({parts, local_shards_, numel / parts}, options);
+  for (int shard = 0; shard < local_shards_; ++shard) {
+    mine.select(1, shard).copy_(buffers_[shard][bucket].view({parts, -1}));
+  }
+  at::Tensor all = at::empty({options_.gradient_shards, numel / parts}, options);
+  if (slices_) {
+    group_->all_to_all(as_real(all), {}, as_real(mine), {});
+  } else {
+    group_->all_gather(as_real(all), as_real(mine));
+  }
+  return all;
+}
+
+/// What one process with as many shards computes.
 at::Tensor GradientBuckets::sum_shards_in_order(size_t bucket) const {
-  at::Tensor sum = buffers_[0][bucket].clone();
   if (group_->size() == 1) {
+    at::Tensor sum = buffers_[0][bucket].clone();
     for (int shard = 1; shard < local_shards_; ++shard) sum.add_(buffers_[shard][bucket]);
     return sum;
   }
-  const int64_t numel = layout_.numel[bucket];
-  at::Tensor mine = at::empty({local_shards_, numel}, sum.options());
-  for (int shard = 0; shard < local_shards_; ++shard) mine[shard].copy_(buffers_[shard][bucket]);
-  at::Tensor all = at::empty({options_.gradient_shards, numel}, sum.options());
-  group_->all_gather(as_real(all), as_real(mine));
-  sum.copy_(all[0]);
+  const at::Tensor all = gather_shards(bucket);
+  at::Tensor sum = all[0].clone();
   for (int shard = 1; shard < options_.gradient_shards; ++shard) sum.add_(all[shard]);
   return sum;
 }
@@ -160,6 +194,11 @@ void GradientBuckets::start(size_t bucket) {
   }
   if (local_shards_ > 1) {
     sums_.push_back(sum_shards_in_order(bucket));
+  } else if (slices_) {
+    const at::Tensor& buffer = buffers_[0][bucket];
+    sums_.push_back(slices_->part(buffer));
+    works_.push_back(
+        group_->ireduce_scatter(as_real(sums_.back()), as_real(buffer), comm::ReduceOp::kSum));
   } else {
     sums_.push_back(buffers_[0][bucket]);
     works_.push_back(group_->iall_reduce(as_real(sums_.back()), comm::ReduceOp::kSum));
@@ -184,23 +223,25 @@ void GradientBuckets::finish() {
   for (auto& shard : used_) shard.assign(parameters_.size(), false);
 }
 
-/// Divides a parameter's sum and adds it to `.grad`.
-void GradientBuckets::publish(size_t index) {
-  const at::Tensor& parameter = parameters_[index];
-  at::Tensor& gradient = parameter.mutable_grad();
-  const at::Tensor& target = targets_[0][index];
-  if (options_.gradient_as_bucket_view && local_shards_ == 1 && !gradient.defined() &&
-      target.scalar_type() == parameter.scalar_type()) {
-    gradient = target.div_(options_.divisor);
-    return;
+/// A parameter's sum, or this replica's piece of it, divided, in the parameter's dtype.
+at::Tensor GradientBuckets::result(size_t index) {
+  const at::ScalarType type = parameters_[index].scalar_type();
+  at::Tensor& target = slices_ ? pieces_[index] : targets_[0][index];
+  if (options_.gradient_as_bucket_view && local_shards_ == 1 && target.scalar_type() == type) {
+    return target.div_(options_.divisor);
   }
-  const at::Tensor mean =
-      at::div(slice(sums_[layout_.slots[index].bucket], index), options_.divisor)
-          .to(parameter.scalar_type());
+  const at::Tensor& sum = sums_[layout_.slots[index].bucket];
+  return at::div(slices_ ? piece(sum, index) : slice(sum, index), options_.divisor).to(type);
+}
+
+/// Adds a parameter's result to `.grad`.
+void GradientBuckets::publish(size_t index) {
+  if (slices_) return slices_->add_gradient(index, result(index));
+  at::Tensor& gradient = parameters_[index].mutable_grad();
   if (gradient.defined()) {
-    gradient.add_(mean);
+    gradient.add_(result(index));
   } else {
-    gradient = mean;
+    gradient = result(index);
   }
 }
 

@@ -3,11 +3,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "dp/bucket_layout.h"
+#include "dp/parameter_slices.h"
 
 namespace smp::dp {
 
@@ -35,6 +37,9 @@ struct BucketOptions {
 /// float32 (float64 for float64), reduced over the data-parallel group bucket by bucket, divided
 /// once, and only then added to `.grad`. See docs/architecture.md, "Numerics".
 ///
+/// With `ParameterSlices` a replica gets only its pieces of the sums, which have the same bits, as
+/// gradients of the pieces.
+///
 /// Belongs to one thread. All ranks of the group must have the same parameters in the same order;
 /// those of a rank are on one device, where the sums are too, and `group` takes its tensors.
 class GradientBuckets {
@@ -43,6 +48,8 @@ class GradientBuckets {
   /// of replicas and microbatches.
   GradientBuckets(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, const BucketOptions& options);
+  /// For parameters that are divided among the replicas; `bucket_bytes` is theirs.
+  GradientBuckets(std::shared_ptr<ParameterSlices> slices, const BucketOptions& options);
 
   /// Adds the gradient of one microbatch for parameter `index`. Microbatches come in ascending
   /// order. Throws for sparse gradients.
@@ -76,6 +83,9 @@ class GradientBuckets {
   const std::vector<std::vector<size_t>>& buckets() const { return layout_.members; }
 
  private:
+  GradientBuckets(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                  comm::CommunicatorPtr group, const BucketOptions& options, BucketLayout layout,
+                  std::shared_ptr<ParameterSlices> slices);
   void make_buffers();
   bool reduces() const { return passes_ + 1 == options_.backward_passes; }
   at::Tensor slice(const at::Tensor& buffer, size_t index) const;
@@ -83,7 +93,10 @@ class GradientBuckets {
   void start(size_t bucket);
   void reduce_usage();
   void publish(size_t index);
+  at::Tensor piece(const at::Tensor& part, size_t index) const;
+  at::Tensor result(size_t index);
   int shard_of(int microbatch) const;
+  at::Tensor gather_shards(size_t bucket) const;
   at::Tensor sum_shards_in_order(size_t bucket) const;
 
   std::vector<at::Tensor> parameters_;
@@ -92,13 +105,15 @@ class GradientBuckets {
   BucketOptions options_;
   int local_shards_;
   BucketLayout layout_;
+  std::shared_ptr<ParameterSlices> slices_;       // null: every replica gets all of the sums
   std::vector<std::vector<at::Tensor>> buffers_;  // by local shard and bucket
   std::vector<std::vector<at::Tensor>> targets_;  // by local shard and parameter: its slice
+  std::vector<at::Tensor> pieces_;                // by parameter: of the first shard's targets
   std::vector<std::vector<bool>> used_;           // by local shard and parameter
   std::vector<bool> complete_;                    // by parameter
   int passes_ = 0;                                // steps that have only added up
   at::Tensor any_used_;                           // per parameter, over all replicas
-  std::vector<at::Tensor> sums_;                  // by bucket that has started
+  std::vector<at::Tensor> sums_;  // by bucket that has started: all of it, or this replica's part
   std::vector<comm::WorkPtr> works_;
 };
 

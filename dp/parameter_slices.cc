@@ -1,0 +1,147 @@
+#include "dp/parameter_slices.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "smp/core/error.h"
+
+namespace smp::dp {
+
+ParameterSlices::ParameterSlices(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                 comm::CommunicatorPtr group, int64_t bucket_bytes)
+    : parameters_(std::move(parameters)),
+      names_(std::move(names)),
+      group_(std::move(group)),
+      layout_(make_bucket_layout(parameters_, sum_options(parameters_),
+                                 reverse_order(parameters_.size()),
+                                 {bucket_bytes, bucket_bytes, group_->size()})),
+      markers_(parameters_.size()) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    index_of_.emplace(parameters_[i].unsafeGetTensorImpl(), i);
+    Piece piece = piece_of(i, group_->rank());
+    if (piece.numel() > 0) {
+      piece.tensor = at::empty({0}, parameters_[i].options()).requires_grad_();
+    }
+    pieces_.push_back(std::move(piece));
+  }
+  bind();
+}
+
+ParameterSlices::Piece ParameterSlices::piece_of(size_t index, int replica) const {
+  const auto [bucket, offset] = layout_.slots[index];
+  const int64_t part = layout_.numel[bucket] / group_->size();
+  const int64_t numel = parameters_[index].numel();
+  const int64_t begin = std::clamp<int64_t>(replica * part - offset, 0, numel);
+  const int64_t end = std::clamp<int64_t>((replica + 1) * part - offset, 0, numel);
+  if (begin == end) return {};
+  return {begin, end, offset + begin - replica * part, {}};
+}
+
+int64_t ParameterSlices::find(const at::Tensor& parameter) const {
+  const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
+  return found == index_of_.end() ? -1 : static_cast<int64_t>(found->second);
+}
+
+at::Tensor ParameterSlices::part(const at::Tensor& flat) const {
+  const int64_t numel = flat.numel() / group_->size();
+  return flat.narrow(0, group_->rank() * numel, numel);
+}
+
+at::Tensor ParameterSlices::elements(const at::Tensor& tensor, size_t index,
+                                     const Piece& piece) const {
+  const at::Tensor& parameter = parameters_[index];
+  at::Tensor data = tensor.detach();
+  if (!parameter.is_non_overlapping_and_dense()) {
+    return data.reshape({-1}).slice(0, piece.begin, piece.end);
+  }
+  if (data.strides() != parameter.strides()) {
+    data = at::empty_like(parameter, data.options(), at::MemoryFormat::Preserve).copy_(data);
+  }
+  return data.as_strided({piece.numel()}, {1}, data.storage_offset() + piece.begin);
+}
+
+at::Tensor ParameterSlices::place(const at::Tensor& flat, size_t index) const {
+  return gradient_slice(flat, layout_.slots[index].offset, parameters_[index]);
+}
+
+at::Tensor ParameterSlices::pack(size_t bucket, at::ScalarType dtype,
+                                 const std::function<at::Tensor(size_t index)>& value) const {
+  at::NoGradGuard no_grad;
+  const at::Tensor flat = at::empty({layout_.numel[bucket]}, layout_.options[bucket].dtype(dtype));
+  const at::Tensor mine = part(flat);
+  for (size_t i : layout_.members[bucket]) {
+    const Piece& piece = pieces_[i];
+    const at::Tensor given = piece.numel() > 0 ? value(i) : at::Tensor();
+    if (given.defined()) mine.narrow(0, piece.offset, piece.numel()).copy_(given);
+  }
+  return flat;
+}
+
+void ParameterSlices::bind() {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Piece& piece = pieces_[i];
+    if (piece.numel() > 0) piece.tensor.set_data(elements(parameters_[i], i, piece));
+  }
+}
+
+void ParameterSlices::all_gather(const std::vector<bool>& updated) {
+  at::NoGradGuard no_grad;
+  const auto is_updated = [&](size_t i) { return updated[i]; };
+  std::vector<at::Tensor> buckets(layout_.size());
+  std::vector<comm::WorkPtr> works(layout_.size());
+  for (size_t b = 0; b < layout_.size(); ++b) {
+    const auto& members = layout_.members[b];
+    if (std::none_of(members.begin(), members.end(), is_updated)) continue;
+    buckets[b] = pack(b, parameters_[members.front()].scalar_type(),
+                      [&](size_t i) { return pieces_[i].tensor; });
+    works[b] = group_->iall_gather(as_real(buckets[b]), as_real(part(buckets[b])));
+  }
+  for (size_t b = 0; b < layout_.size(); ++b) {
+    if (!buckets[b].defined()) continue;
+    works[b]->wait();
+    for (size_t i : layout_.members[b]) parameters_[i].detach().copy_(place(buckets[b], i));
+    buckets[b].reset();
+  }
+}
+
+void ParameterSlices::add_gradient(size_t index, const at::Tensor& gradient) {
+  const at::Tensor& parameter = parameters_[index];
+  if (!has_gradient(index)) {
+    const at::Tensor marker = at::empty_like(parameter, at::TensorOptions(at::kMeta));
+    markers_[index] = {marker, static_cast<uint32_t>(marker._version())};
+    parameter.mutable_grad() = marker;
+  }
+  const Piece& piece = pieces_[index];
+  if (piece.numel() == 0) return;
+  at::NoGradGuard no_grad;
+  at::Tensor& sum = piece.tensor.mutable_grad();
+  if (sum.defined()) {
+    sum.add_(gradient);
+  } else {
+    sum = gradient;
+  }
+}
+
+bool ParameterSlices::has_gradient(size_t index) {
+  const at::Tensor& given = parameters_[index].grad();
+  const Marker& marker = markers_[index];
+  if (!given.defined()) {
+    if (pieces_[index].numel() > 0) pieces_[index].tensor.mutable_grad().reset();
+    return false;
+  }
+  SMP_CHECK_WITH(UsageError,
+                 given.is_same(marker.tensor) &&
+                     static_cast<uint32_t>(given._version()) == marker.version,
+                 "the program has changed .grad of parameter \"", names_[index],
+                 "\", which holds no numbers: with \"shard_optimizer_state\", each replica has a "
+                 "piece of the gradient. Change .grad of model->virtual_named_parameters() instead, "
+                 "and drop gradients with optimizer.zero_grad() or model->zero_grad()");
+  return true;
+}
+
+}  // namespace smp::dp

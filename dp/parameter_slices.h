@@ -1,0 +1,101 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "dp/bucket_layout.h"
+
+namespace smp::dp {
+
+/// Parameters divided among the replicas of a group (ZeRO; Rajbhandari, Rasley, Ruwase and He,
+/// "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020): each gradient
+/// bucket has as many equal parts as there are replicas, and replica i owns the i-th of every
+/// bucket, which is a *piece* of some of the parameters. Who owns a piece has its gradient, updates
+/// it and has the optimizer's state for it; `all_gather` gives the updated pieces to all.
+///
+/// A piece is a one-dimensional tensor that shares the parameter's memory, what SMP calls a virtual
+/// parameter. The reduced gradient is the piece's `.grad`. `.grad` of the parameter itself says
+/// whether there is one, and has no numbers: it is on the device "meta", so that code that would
+/// read them fails instead of using what is not there. To make it undefined drops the gradient.
+///
+/// Belongs to one thread. All ranks of the group must have the same parameters in the same order;
+/// those of a rank are on one device. Parameters keep their identity; their memory may change.
+class ParameterSlices {
+ public:
+  /// What a replica owns of a parameter, nothing for most.
+  struct Piece {
+    int64_t begin = 0;   ///< elements of the parameter in the order of its memory (where it is not
+    int64_t end = 0;     ///< dense: of its indices), up to `end`
+    int64_t offset = 0;  ///< of the first of them in the replica's part of the bucket
+    /// The virtual parameter; undefined where there is nothing, and for other replicas' pieces.
+    at::Tensor tensor;
+
+    int64_t numel() const { return end - begin; }
+  };
+
+  /// `names` are for errors and checkpoints; `bucket_bytes` is the size of a bucket in bytes.
+  ParameterSlices(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                  comm::CommunicatorPtr group, int64_t bucket_bytes);
+
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const std::vector<std::string>& names() const { return names_; }
+  const comm::CommunicatorPtr& group() const { return group_; }
+  const BucketLayout& layout() const { return layout_; }
+
+  /// What this replica owns, by parameter.
+  const std::vector<Piece>& pieces() const { return pieces_; }
+  /// What any replica owns of a parameter, without the tensor.
+  Piece piece_of(size_t index, int replica) const;
+  /// The index of a parameter, or -1.
+  int64_t find(const at::Tensor& parameter) const;
+
+  /// This replica's part of a flat tensor that is laid out as a bucket.
+  at::Tensor part(const at::Tensor& flat) const;
+  /// The elements of a piece from any tensor with the sizes of parameter `index`. Shares the memory
+  /// of the parameter itself, if that is dense.
+  at::Tensor elements(const at::Tensor& tensor, size_t index, const Piece& piece) const;
+  /// The parameter-shaped place of parameter `index` in a flat tensor that is laid out as its
+  /// bucket.
+  at::Tensor place(const at::Tensor& flat, size_t index) const;
+  /// A flat tensor laid out as a bucket, whose part of this replica holds `value(index)` (of one
+  /// dimension, or undefined) where its pieces are. The rest is undefined.
+  at::Tensor pack(size_t bucket, at::ScalarType dtype,
+                  const std::function<at::Tensor(size_t index)>& value) const;
+
+  /// Lets the pieces share the memory that the parameters have now: to be called before they are
+  /// read or updated.
+  void bind();
+  /// Gives the pieces of the parameters that are `updated` (by index), as they are now, to all
+  /// replicas, bucket by bucket. Collective: all replicas give the same.
+  void all_gather(const std::vector<bool>& updated);
+
+  /// Says that parameter `index` has a gradient, and adds `gradient`, this replica's piece of it,
+  /// to that of the piece, or makes it that where there is none.
+  void add_gradient(size_t index, const at::Tensor& gradient);
+  /// Whether parameter `index` has a gradient. Drops the piece's where the program has dropped the
+  /// parameter's. Throws `UsageError` where the program has put numbers there.
+  bool has_gradient(size_t index);
+
+ private:
+  /// `.grad` of a parameter that has one.
+  struct Marker {
+    at::Tensor tensor;
+    uint32_t version = 0;
+  };
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::string> names_;
+  comm::CommunicatorPtr group_;
+  BucketLayout layout_;
+  ska::flat_hash_map<const c10::TensorImpl*, size_t> index_of_;
+  std::vector<Piece> pieces_;
+  std::vector<Marker> markers_;
+};
+
+}  // namespace smp::dp

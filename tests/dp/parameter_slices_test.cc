@@ -1,0 +1,284 @@
+#include "dp/parameter_slices.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "comm/threads/run_ranks.h"
+#include "dp/gradient_buckets.h"
+#include "smp/core/error.h"
+
+namespace smp::dp {
+namespace {
+
+const std::vector<std::string> kNames{"a",      "scalar",  "transposed", "gaps",  "half",
+                                      "double", "complex", "large",      "unused"};
+
+/// Of all kinds: dense in another order, with gaps in memory, of other dtypes.
+std::vector<at::Tensor> make_parameters() {
+  std::vector<at::Tensor> result{at::zeros({5, 30}),
+                                 at::zeros({}),
+                                 at::zeros({40, 6}).t(),
+                                 at::zeros({20, 8}).narrow(1, 0, 5),
+                                 at::zeros({130}, at::kHalf),
+                                 at::zeros({9, 9}, at::kDouble),
+                                 at::zeros({70}, at::kComplexFloat),
+                                 at::zeros({33, 31}),
+                                 at::zeros({3})};
+  for (size_t i = 0; i < result.size(); ++i) {
+    at::manual_seed(i);
+    result[i].copy_(at::randn(result[i].sizes(), result[i].options()));
+    result[i].requires_grad_();
+  }
+  return result;
+}
+
+constexpr size_t kUnused = 8;
+
+at::Tensor make_gradient(const at::Tensor& parameter, size_t index, int microbatch) {
+  at::manual_seed(100 * (index + 1) + microbatch);
+  return at::randn(parameter.sizes(), parameter.options().requires_grad(false));
+}
+
+/// Ranks as threads share the default generator: what they use is drawn before.
+struct Data {
+  Data(int replicas, int microbatches) : parameters(replicas) {
+    for (auto& own : parameters) own = make_parameters();
+    for (size_t i = 0; i < kNames.size(); ++i) {
+      gradients.emplace_back();
+      for (int m = 0; m < replicas * microbatches; ++m) {
+        gradients[i].push_back(make_gradient(parameters[0][i], i, m));
+      }
+    }
+  }
+  std::vector<std::vector<at::Tensor>> parameters;  // by replica
+  std::vector<std::vector<at::Tensor>> gradients;   // by parameter and global microbatch
+};
+
+std::shared_ptr<ParameterSlices> make_slices(const std::vector<at::Tensor>& parameters,
+                                             const comm::CommunicatorPtr& group,
+                                             int64_t bucket_bytes = 2048) {
+  return std::make_shared<ParameterSlices>(parameters, kNames, group, bucket_bytes);
+}
+
+class ParameterSlicesTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(ParameterSlicesTest, DivideEveryParameterEvenly) {
+  const int replicas = GetParam();
+  const Data data(replicas, 1);
+  comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
+    const auto slices = make_slices(data.parameters[group->rank()], group);
+    std::vector<int64_t> owned(replicas, 0);
+    int64_t all = 0;
+    for (size_t i = 0; i < kNames.size(); ++i) {
+      int64_t next = 0;
+      for (int r = 0; r < replicas; ++r) {
+        const auto piece = slices->piece_of(i, r);
+        owned[r] += piece.numel();
+        if (piece.numel() == 0) continue;
+        EXPECT_EQ(piece.begin, next) << kNames[i];
+        EXPECT_EQ(piece.begin % 64, 0) << kNames[i];  // where vectors of kernels end
+        EXPECT_EQ(piece.offset % (replicas > 1 ? 64 : 8), 0) << kNames[i];
+        next = piece.end;
+      }
+      EXPECT_EQ(next, slices->parameters()[i].numel()) << kNames[i];
+      all += next;
+    }
+    // Each bucket is divided evenly, but for what a gradient and the bucket are rounded up.
+    const auto buckets = static_cast<int64_t>(slices->layout().size());
+    const int64_t slack = 64 * (static_cast<int64_t>(kNames.size()) + replicas * buckets);
+    for (int r = 0; r < replicas; ++r) EXPECT_NEAR(owned[r], all / replicas, slack);
+  });
+}
+
+/// The numbers of a piece, by brute force from the whole.
+at::Tensor brute_force(const at::Tensor& whole, const at::Tensor& parameter,
+                       const ParameterSlices::Piece& piece) {
+  at::Tensor order = whole;  // of the parameter's memory
+  if (parameter.is_non_overlapping_and_dense() && !parameter.is_contiguous()) order = whole.t();
+  return order.contiguous().view({-1}).slice(0, piece.begin, piece.end);
+}
+
+TEST_P(ParameterSlicesTest, ShareMemoryAndAreGatheredFromAll) {
+  const int replicas = GetParam();
+  const Data data(replicas, 1);
+  const Data expected(1, 1);
+  comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
+    const auto& parameters = data.parameters[group->rank()];
+    const auto slices = make_slices(parameters, group);
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < kNames.size(); ++i) {
+      const auto& piece = slices->pieces()[i];
+      EXPECT_EQ(piece.tensor.defined(), piece.numel() > 0);
+      if (piece.numel() == 0) continue;
+      EXPECT_TRUE(piece.tensor.requires_grad() && piece.tensor.is_leaf());
+      EXPECT_TRUE(at::equal(piece.tensor, brute_force(parameters[i], parameters[i], piece)))
+          << kNames[i];
+      EXPECT_EQ(piece.tensor.is_alias_of(parameters[i]), kNames[i] != "gaps");
+      piece.tensor.mul_(2);
+    }
+    slices->all_gather(std::vector<bool>(kNames.size(), true));
+    for (size_t i = 0; i < kNames.size(); ++i) {
+      EXPECT_TRUE(at::equal(parameters[i], expected.parameters[0][i] * 2)) << kNames[i];
+    }
+  });
+}
+
+TEST_P(ParameterSlicesTest, OnlyUpdatedBucketsAreGathered) {
+  const int replicas = GetParam();
+  const Data data(replicas, 1);
+  const Data old(1, 1);
+  comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
+    const auto& parameters = data.parameters[group->rank()];
+    const auto slices = make_slices(parameters, group, 1);  // a bucket each
+    at::NoGradGuard no_grad;
+    for (const auto& piece : slices->pieces()) {
+      if (piece.numel() > 0) piece.tensor.add_(1);
+    }
+    std::vector<bool> updated(kNames.size(), false);
+    updated[7] = true;
+    slices->all_gather(updated);
+    EXPECT_TRUE(at::equal(parameters[7], old.parameters[0][7] + 1));
+    EXPECT_EQ(at::equal(parameters[0], old.parameters[0][0] + 1), replicas == 1);
+  });
+}
+
+/// A parameter may be given other memory, and keeps its piece.
+TEST_P(ParameterSlicesTest, FollowTheParametersMemory) {
+  const int replicas = GetParam();
+  const Data data(replicas, 1);
+  comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
+    auto parameters = data.parameters[group->rank()];
+    const auto slices = make_slices(parameters, group);
+    parameters[7].set_data(at::full({33, 31}, 7.));
+    slices->bind();
+    const auto& piece = slices->pieces()[7];
+    if (piece.numel() == 0) return;
+    EXPECT_TRUE(at::equal(piece.tensor, at::full({piece.numel()}, 7.)));
+  });
+}
+
+struct Case {
+  int replicas;
+  int local_shards;
+  bool views;
+};
+
+class SlicedGradients : public ::testing::TestWithParam<Case> {};
+
+/// Against a formula, and the neighbours' pieces are others.
+TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
+  const Case& test = GetParam();
+  constexpr int kMicrobatches = 2;
+  const Data data(test.replicas, kMicrobatches);
+  BucketOptions options;
+  options.bucket_bytes = 2048;
+  options.microbatches = kMicrobatches;
+  options.gradient_shards = test.replicas * test.local_shards;
+  options.divisor = 3;
+  options.gradient_as_bucket_view = test.views;
+  const int per_shard = kMicrobatches / test.local_shards;
+  std::vector<at::Tensor> sums;
+  for (size_t i = 0; i < kNames.size(); ++i) {
+    at::Tensor total;
+    for (int shard = 0; shard < options.gradient_shards; ++shard) {
+      at::Tensor sum;
+      for (int m = shard * per_shard; m < (shard + 1) * per_shard; ++m) {
+        auto term = data.gradients[i][m];
+        if (term.scalar_type() == at::kHalf) term = term.to(at::kFloat);
+        sum = sum.defined() ? sum + term : term;
+      }
+      total = total.defined() ? total + sum : sum;
+    }
+    sums.push_back((total / options.divisor).to(data.gradients[i][0].scalar_type()));
+  }
+  comm::run_ranks(test.replicas, [&](const comm::CommunicatorPtr& group) {
+    const auto& parameters = data.parameters[group->rank()];
+    const auto slices = make_slices(parameters, group);
+    GradientBuckets buckets(slices, options);
+    for (int step = 1; step <= 3; ++step) {
+      for (int m = 0; m < kMicrobatches; ++m) {
+        for (size_t i = 0; i < kUnused; ++i) {
+          buckets.add(i, m, data.gradients[i][group->rank() * kMicrobatches + m]);
+        }
+      }
+      buckets.reduce();
+      buckets.finish();
+      for (size_t i = 0; i < kNames.size(); ++i) {
+        const auto& piece = slices->pieces()[i];
+        EXPECT_EQ(parameters[i].grad().defined(), i != kUnused) << kNames[i];
+        if (piece.numel() == 0) continue;
+        EXPECT_EQ(piece.tensor.grad().defined(), i != kUnused) << kNames[i];
+        if (i == kUnused) continue;
+        // The second step adds to the first, the third begins anew.
+        const auto want = step == 2 ? sums[i] + sums[i] : sums[i];
+        EXPECT_TRUE(at::equal(piece.tensor.grad(), brute_force(want, parameters[i], piece)))
+            << kNames[i] << " step " << step;
+        for (int other = 0; other < test.replicas; ++other) {
+          const auto neighbour = slices->piece_of(i, other);
+          if (other == group->rank() || neighbour.numel() == 0) continue;
+          EXPECT_FALSE(at::equal(piece.tensor.grad(), brute_force(want, parameters[i], neighbour)));
+        }
+      }
+      if (step != 2) continue;
+      for (const auto& parameter : parameters) parameter.mutable_grad().reset();
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Replicas, ParameterSlicesTest, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Cases, SlicedGradients,
+                         ::testing::Values(Case{1, 1, false}, Case{2, 1, false}, Case{3, 1, false},
+                                           Case{4, 1, false}, Case{1, 2, false}, Case{2, 2, false},
+                                           Case{3, 2, false}, Case{2, 1, true}, Case{3, 1, true}));
+
+std::string error(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// `.grad` of a parameter says that there is a gradient, and has no numbers.
+TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
+  comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    const auto slices = make_slices(parameters, group);
+    const auto& piece = slices->pieces()[0];
+    const auto gradient = at::ones({150});
+    EXPECT_FALSE(slices->has_gradient(0));
+    slices->add_gradient(0, gradient);
+    EXPECT_TRUE(slices->has_gradient(0));
+    EXPECT_EQ(parameters[0].grad().sizes(), parameters[0].sizes());
+    EXPECT_THROW(parameters[0].grad().sum().item(), c10::Error);
+
+    // Dropped by whatever means: the next one is the first.
+    parameters[0].mutable_grad().reset();
+    EXPECT_FALSE(slices->has_gradient(0));
+    EXPECT_FALSE(piece.tensor.grad().defined());
+    slices->add_gradient(0, gradient);
+    parameters[0].mutable_grad().reset();
+    slices->add_gradient(0, gradient);
+    EXPECT_TRUE(at::equal(piece.tensor.grad(), at::ones({150})));
+
+    // What would change numbers that are not there.
+    parameters[0].grad().mul_(0.5);
+    const std::string text = "the program has changed .grad of parameter \"a\", which holds no";
+    EXPECT_NE(error([&] { slices->has_gradient(0); }).find(text), std::string::npos);
+    parameters[0].mutable_grad() = at::ones({5, 30});
+    EXPECT_NE(error([&] { slices->add_gradient(0, gradient); }).find(text), std::string::npos);
+  });
+}
+
+TEST(ParameterSlices, KnowTheirParameters) {
+  comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    const auto slices = make_slices(parameters, group);
+    EXPECT_EQ(slices->find(parameters[3]), 3);
+    EXPECT_EQ(slices->find(at::ones({2})), -1);
+  });
+}
+
+}  // namespace
+}  // namespace smp::dp
