@@ -41,9 +41,9 @@ ParameterSlices::Piece ParameterSlices::piece_of(size_t index, int replica) cons
   return {begin, end, offset + begin - replica * part, {}};
 }
 
-int64_t ParameterSlices::find(const at::Tensor& parameter) const {
+std::optional<size_t> ParameterSlices::find(const at::Tensor& parameter) const {
   const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
-  return found == index_of_.end() ? -1 : static_cast<int64_t>(found->second);
+  return found == index_of_.end() ? std::nullopt : std::optional(found->second);
 }
 
 at::Tensor ParameterSlices::part(const at::Tensor& flat) const {

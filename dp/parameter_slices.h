@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,8 +53,8 @@ class ParameterSlices {
   const std::vector<Piece>& pieces() const { return pieces_; }
   /// What any replica owns of a parameter, without the tensor.
   Piece piece_of(size_t index, int replica) const;
-  /// The index of a parameter, or -1.
-  int64_t find(const at::Tensor& parameter) const;
+  /// The index of a parameter; none of another tensor.
+  std::optional<size_t> find(const at::Tensor& parameter) const;
 
   /// This replica's part of a flat tensor that is laid out as a bucket.
   at::Tensor part(const at::Tensor& flat) const;

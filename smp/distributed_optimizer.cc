@@ -7,8 +7,14 @@
 
 namespace smp {
 
-OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state)
-    : optimizer_(optimizer), set_state_(std::move(set_state)), runtime_(Runtime::get_shared()) {}
+OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
+                             const optim::Elementwise& elementwise)
+    : optimizer_(optimizer),
+      set_state_(std::move(set_state)),
+      runtime_(Runtime::get_shared()),
+      pieces_(optimizer, *runtime_, set_state_) {
+  if (shards_optimizer_state(*runtime_)) elementwise.check();
+}
 
 void OptimizerCore::check_outside_step(const char* call) const {
   SMP_CHECK_WITH(UsageError, !runtime_->in_step, call,
@@ -16,18 +22,18 @@ void OptimizerCore::check_outside_step(const char* call) const {
                  "returned: call it after the step");
 }
 
-optim::ParameterNames OptimizerCore::names() const {
-  optim::ParameterNames names;
-  for (const auto& entry : runtime_->table().entries()) {
-    if (entry.kind == graph::ValueKind::kParameter) {
-      names.emplace(entry.tensor.unsafeGetTensorImpl(), entry.name);
-    }
-  }
-  return names;
+at::Tensor OptimizerCore::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
+  check_outside_step("optimizer.step()");
+  return pieces_.step(update, closure);
 }
 
-optim::OptimizerState OptimizerCore::local_state() const {
-  optim::OptimizerState state = optim::get_state(optimizer_, names());
+void OptimizerCore::zero_grad(bool set_to_none) {
+  check_outside_step("optimizer.zero_grad()");
+  pieces_.zero_grad(set_to_none);
+}
+
+optim::OptimizerState OptimizerCore::local_state() {
+  optim::OptimizerState state = pieces_.gather_state();
   for (auto it = state.params.begin(); it != state.params.end();) {
     it = runtime_->owns(it->first) ? std::next(it) : state.params.erase(it);
   }
@@ -39,15 +45,17 @@ optim::OptimizerState OptimizerCore::local_state() const {
   return state;
 }
 
-void OptimizerCore::load(
-    const std::vector<optim::OptimizerState::Group>& groups,
-    std::function<std::map<std::string, optim::OptimizerState::Param>()> read) {
+void OptimizerCore::load(const std::vector<optim::OptimizerState::Group>& groups, Read read) {
   const auto models = runtime_->models();
   SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
-  set_state_({{}, groups}, names());
+  set_state_({{}, groups}, parameter_names(*runtime_));
   const auto apply = [this, read = std::move(read)] {
+    const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
+      return runtime_->owns(name) && has_part(name);
+    };
     // A scheduler may have changed the options since.
-    set_state_({read(), optim::get_state(optimizer_, names()).groups}, names());
+    pieces_.set_state(
+        {read(wanted), optim::get_state(optimizer_, parameter_names(*runtime_)).groups});
   };
   if (runtime_->partitioned) {
     apply();

@@ -10,37 +10,50 @@
 #include <utility>
 #include <vector>
 
+#include "optim/elementwise.h"
 #include "optim/state_dict.h"
+#include "smp/optimizer_pieces.h"
 #include "smp/runtime.h"
 
 namespace smp {
 
-/// What `DistributedOptimizer` adds to an optimizer: checks, and a state keyed by parameter name
-/// that moves between layouts. Internal; `save` and `load` use it.
+/// What `DistributedOptimizer` adds to an optimizer: checks, the division of its work among
+/// replicas, and a state keyed by parameter name that moves between layouts. Internal; `save` and
+/// `load` use it.
 class OptimizerCore {
  public:
-  using SetState = std::function<void(const optim::OptimizerState&, const optim::ParameterNames&)>;
+  using SetState = OptimizerPieces::SetState;
+  using LossClosure = OptimizerPieces::LossClosure;
+  /// Gives the states of the parameters whose names are wanted.
+  using Read = std::function<std::map<std::string, optim::OptimizerState::Param>(
+      const std::function<bool(const std::string&)>& wanted)>;
 
-  OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state);
+  /// Throws `UsageError` for an optimizer that the configuration's `shard_optimizer_state` cannot
+  /// divide.
+  OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
+                const optim::Elementwise& elementwise);
 
-  /// Throws `UsageError` when called inside a step function.
-  void check_outside_step(const char* call) const;
+  /// `update` is the optimizer's own step. Throws `UsageError` inside a step function.
+  at::Tensor step(const OptimizerPieces::Update& update, const LossClosure& closure);
+  void zero_grad(bool set_to_none);
 
-  /// The state of the parameters this rank owns, by name; of all of them before partitioning.
-  optim::OptimizerState local_state() const;
+  /// The state of the parameters this rank owns, by name; of all of them before partitioning. With
+  /// `shard_optimizer_state`, every replica has that of some of them, and it is collective over
+  /// the replicas.
+  optim::OptimizerState local_state();
 
-  /// Restores a saved optimizer: options such as the learning rate now, the state of parameters,
-  /// which `read` gives, now or, before partitioning, when the first step has settled who owns
-  /// what: only a parameter's owner needs its state.
-  void load(const std::vector<optim::OptimizerState::Group>& groups,
-            std::function<std::map<std::string, optim::OptimizerState::Param>()> read);
+  /// Restores a saved optimizer: options such as the learning rate now, the state of parameters
+  /// now or, before partitioning, when the first step has settled who owns what: only owners of a
+  /// parameter, or of a piece of it, need its state.
+  void load(const std::vector<optim::OptimizerState::Group>& groups, Read read);
 
  private:
-  optim::ParameterNames names() const;
+  void check_outside_step(const char* call) const;
 
   torch::optim::Optimizer& optimizer_;
   SetState set_state_;
   std::shared_ptr<Runtime> runtime_;
+  OptimizerPieces pieces_;
 };
 
 /// A libtorch optimizer for a model whose parameters are divided among ranks: it steps those of
@@ -64,26 +77,26 @@ class DistributedOptimizer : public Base {
       : Base(std::move(parameters), std::forward<Arguments>(arguments)...),
         core_(make_core(*this)) {}
 
-  /// Updates this rank's parameters from their `.grad`. Throws `UsageError` inside a step function.
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    core_->check_outside_step("optimizer.step()");
-    return Base::step(std::move(closure));
+  /// Updates this rank's parameters from their `.grad`; with `shard_optimizer_state` its pieces of
+  /// them, which then go to all replicas, so that it is collective. Throws `UsageError` inside a
+  /// step function.
+  at::Tensor step(OptimizerCore::LossClosure closure = nullptr) override {
+    return core_->step([this](auto inner) { return Base::step(std::move(inner)); }, closure);
   }
 
   /// Sets all gradients to undefined, or to zero. Throws `UsageError` inside a step function.
-  void zero_grad(bool set_to_none = true) {
-    core_->check_outside_step("optimizer.zero_grad()");
-    Base::zero_grad(set_to_none);
-  }
+  void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
 
   OptimizerCore& core() const { return *core_; }
 
  private:
   static std::shared_ptr<OptimizerCore> make_core(Base& self) {
     return std::make_shared<OptimizerCore>(
-        self, [&self](const optim::OptimizerState& state, const optim::ParameterNames& names) {
+        self,
+        [&self](const optim::OptimizerState& state, const optim::ParameterNames& names) {
           optim::set_state(self, state, names, optim::Extra::kIgnore);
-        });
+        },
+        optim::elementwise<Base>());
   }
 
   std::shared_ptr<OptimizerCore> core_;
@@ -100,19 +113,16 @@ class DistributedOptimizerRef {
             optimizer,
             [&optimizer](const optim::OptimizerState& state, const optim::ParameterNames& names) {
               optim::set_state(optimizer, state, names, optim::Extra::kIgnore);
-            })) {}
+            },
+            optim::elementwise_of(optimizer))) {}
 
   /// As `DistributedOptimizer::step`.
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
-    core_->check_outside_step("optimizer.step()");
-    return optimizer_->step(std::move(closure));
+  at::Tensor step(OptimizerCore::LossClosure closure = nullptr) {
+    return core_->step([this](auto inner) { return optimizer_->step(std::move(inner)); }, closure);
   }
 
   /// As `DistributedOptimizer::zero_grad`.
-  void zero_grad(bool set_to_none = true) {
-    core_->check_outside_step("optimizer.zero_grad()");
-    optimizer_->zero_grad(set_to_none);
-  }
+  void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
 
   /// The wrapped optimizer, for schedulers and param groups.
   Base& optimizer() const { return *optimizer_; }

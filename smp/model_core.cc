@@ -7,11 +7,13 @@
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
+#include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "graph/tracer.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/model_creation.h"
+#include "smp/optimizer_pieces.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -91,6 +93,57 @@ std::vector<at::Tensor> ModelCore::local_parameters() const {
 }
 std::vector<at::Tensor> ModelCore::local_buffers() const {
   return unique_values(local_named_buffers());
+}
+
+std::vector<at::Tensor> ModelCore::local_virtual_parameters() {
+  return virtual_named_parameters().values();
+}
+
+ModelCore::TensorDict ModelCore::virtual_named_parameters() {
+  const auto slices = this->slices();
+  if (slices) slices->bind();
+  TensorDict result;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& item : local_named_parameters()) {
+    if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+    const auto index = slices ? slices->find(item.value()) : std::nullopt;
+    const at::Tensor& tensor = index ? slices->pieces()[*index].tensor : item.value();
+    if (tensor.defined()) result.insert(item.key(), tensor);
+  }
+  return result;
+}
+
+std::vector<at::Tensor> ModelCore::trained_parameters() const {
+  std::unordered_set<const c10::TensorImpl*> of_later;
+  const auto models = runtime_->models();
+  for (auto it = models.rbegin(); it != models.rend() && it->get() != this; ++it) {
+    for (const at::Tensor& tensor : (*it)->parameters()) {
+      of_later.insert(tensor.unsafeGetTensorImpl());
+    }
+  }
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& parameter : parameters()) {
+    const bool mine = parameter.requires_grad() &&
+                      of_later.count(parameter.unsafeGetTensorImpl()) == 0 &&
+                      runtime_->owns(runtime_->table().find(parameter)->name);
+    if (mine) result.push_back(parameter);
+  }
+  return result;
+}
+
+int64_t ModelCore::bucket_bytes() const {
+  const double own = options_.bucket_cap_mb();
+  return static_cast<int64_t>((own > 0 ? own : runtime_->config().bucket_cap_mb()) * (1 << 20));
+}
+
+std::shared_ptr<dp::ParameterSlices> ModelCore::slices() {
+  if (slices_ != nullptr || !partitioned() || !shards_optimizer_state(*runtime_)) return slices_;
+  auto trained = trained_parameters();
+  std::vector<std::string> names;
+  for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().find(tensor)->name);
+  slices_ = std::make_shared<dp::ParameterSlices>(std::move(trained), std::move(names),
+                                                  runtime_->group(CommGroup::kDp), bucket_bytes());
+  return slices_;
 }
 
 ModelCore::TensorDict ModelCore::state_dict() const {
@@ -174,6 +227,9 @@ void ModelCore::check_outside_step(const char* call) const {
 void ModelCore::zero_grad() {
   check_outside_step("zero_grad");
   module_->zero_grad();
+  if (slices_ == nullptr) return;
+  // Those of the pieces go with them.
+  for (size_t i = 0; i < slices_->parameters().size(); ++i) slices_->has_gradient(i);
 }
 
 void ModelCore::to(at::Device device) {

@@ -16,6 +16,10 @@
 
 namespace smp {
 
+namespace dp {
+class ParameterSlices;
+}  // namespace dp
+
 /// Options of a `DistributedModel`.
 struct ModelOptions {
   /// Put before the names of its parameters and buffers, with a dot. Needed only when two models
@@ -80,6 +84,13 @@ class ModelCore {
   std::vector<at::Tensor> local_buffers() const;
   TensorDict local_named_buffers() const;
 
+  /// What the optimizer of this rank updates, each once, by the name of its parameter: with
+  /// `shard_optimizer_state` this replica's pieces of the local parameters, one-dimensional tensors
+  /// on their memory whose `.grad` is that piece of the gradient; otherwise the local parameters.
+  /// For whoever clips or reads gradients. Throw `UsageError` before partitioning.
+  std::vector<at::Tensor> local_virtual_parameters();
+  TensorDict virtual_named_parameters();
+
   /// Copies of all parameters and buffers on every rank. Collective over the pipeline: all its
   /// ranks must call it, or the others wait until the time-out.
   TensorDict state_dict() const;
@@ -121,6 +132,15 @@ class ModelCore {
   /// A name of the module's with the model's own before it.
   std::string full_name(const std::string& name) const;
 
+  /// For the runtime: the parameters whose gradients this rank reduces. Those that a later model
+  /// has, too, are left to that one.
+  std::vector<at::Tensor> trained_parameters() const;
+  /// The size of its gradient buckets.
+  int64_t bucket_bytes() const;
+  /// How those that are trained at first are divided among the replicas; null before partitioning,
+  /// and without `shard_optimizer_state`.
+  std::shared_ptr<dp::ParameterSlices> slices();
+
   /// For the runtime: adds parameters and buffers, runs hooks, keeps the report.
   void add_to(graph::TensorTable& table) const;
   void run_post_partition_hooks();
@@ -139,6 +159,7 @@ class ModelCore {
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
+  std::shared_ptr<dp::ParameterSlices> slices_;
   std::string report_;
 };
 

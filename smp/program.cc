@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
 #include "pipeline/message.h"
 #include "smp/core/error.h"
@@ -17,6 +18,20 @@ namespace {
 
 /// Tags of the channels come first; these are above any number of edges.
 constexpr comm::Tag kReplicaTag = 1 << 19;
+
+void check_still_trained(const dp::ParameterSlices& slices,
+                         const std::vector<at::Tensor>& trained) {
+  const auto& at_first = slices.parameters();
+  const bool same = std::equal(trained.begin(), trained.end(), at_first.begin(), at_first.end(),
+                               [](const auto& a, const auto& b) { return a.is_same(b); });
+  SMP_CHECK_WITH(UsageError, same,
+                 "with \"shard_optimizer_state\", the parameters that require a gradient are "
+                 "divided among the replicas when the first step that trains begins, and others "
+                 "require one now (",
+                 at_first.size(), " then, ", trained.size(),
+                 " now). Freeze parameters before the first step, or set "
+                 "\"shard_optimizer_state\" to false");
+}
 
 }  // namespace
 
@@ -64,7 +79,6 @@ void Program::make_buckets() {
   const int shards = runtime_->gradient_shards();
   if (shards == shards_) return;
   shards_ = shards;
-  const Config& config = runtime_->config();
   const auto replicas = runtime_->group(CommGroup::kDp);
   std::map<std::string, graph::ValueId> id_of;
   for (size_t id = 0; id < graph_->values.size(); ++id) {
@@ -76,21 +90,16 @@ void Program::make_buckets() {
   buckets_.clear();
   bucket_of_.assign(graph_->values.size(), {});
   for (const auto& model : runtime_->models()) {
-    std::vector<at::Tensor> parameters;
+    const auto parameters = model->trained_parameters();
     std::vector<std::string> names;
-    for (const at::Tensor& parameter : model->parameters()) {
-      const std::string& name = runtime_->table().find(parameter)->name;
-      if (!parameter.requires_grad() || !runtime_->owns(name)) continue;
-      const auto id = id_of.find(name);
-      if (id != id_of.end()) bucket_of_[id->second] = {buckets_.size(), parameters.size()};
-      parameters.push_back(parameter);
-      names.push_back(name);
+    for (const at::Tensor& parameter : parameters) {
+      names.push_back(runtime_->table().find(parameter)->name);
+      const auto id = id_of.find(names.back());
+      if (id != id_of.end()) bucket_of_[id->second] = {buckets_.size(), names.size() - 1};
     }
     const auto& options = model->options();
-    const double cap =
-        options.bucket_cap_mb() > 0 ? options.bucket_cap_mb() : config.bucket_cap_mb();
     dp::BucketOptions bucket;
-    bucket.bucket_bytes = static_cast<int64_t>(cap * (1 << 20));
+    bucket.bucket_bytes = model->bucket_bytes();
     bucket.microbatches = static_cast<int>(microbatches_);
     bucket.gradient_shards = shards;
     bucket.divisor = options.average_grads_across_microbatches()
@@ -99,8 +108,11 @@ void Program::make_buckets() {
     bucket.overlapping = options.overlapping_allreduce();
     bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
     bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
-    buckets_.push_back(std::make_unique<dp::GradientBuckets>(std::move(parameters),
-                                                             std::move(names), replicas, bucket));
+    const auto slices = model->slices();
+    if (slices) check_still_trained(*slices, parameters);
+    buckets_.push_back(
+        slices ? std::make_unique<dp::GradientBuckets>(slices, bucket)
+               : std::make_unique<dp::GradientBuckets>(parameters, names, replicas, bucket));
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "checkpoint/apply.h"
@@ -32,13 +33,31 @@ std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<Mo
   return result;
 }
 
+/// The ranks that write, numbered.
+struct Writers {
+  /// The stages of the first replica, where replicas have parts of the optimizer's state those of
+  /// all. Before partitioning every rank has the whole model, so one writes it.
+  Writers(const Runtime& runtime, bool writes_optimizer) {
+    const int stages = runtime.group(CommGroup::kPp)->size();
+    const bool all = writes_optimizer && shards_optimizer_state(runtime);
+    const int replicas = all ? runtime.group(CommGroup::kDp)->size() : 1;
+    if (runtime.partitioned) count = stages * replicas;
+    mine = runtime.rank_in(CommGroup::kDp) * stages + runtime.rank_in(CommGroup::kPp);
+  }
+
+  int count = 1;
+  int mine;
+};
+
+/// What this rank writes: the model's tensors are the first replica's.
 checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>& models,
                            const std::vector<OptimizerCore*>& optimizers) {
   checkpoint::Shard shard;
   for (auto& tensor : tensors_of(runtime, models)) {
-    if (runtime.owns(tensor.name)) shard.model.push_back(std::move(tensor));
+    const bool mine = runtime.rank_in(CommGroup::kDp) == 0 && runtime.owns(tensor.name);
+    if (mine) shard.model.push_back(std::move(tensor));
   }
-  for (const OptimizerCore* optimizer : optimizers) {
+  for (OptimizerCore* optimizer : optimizers) {
     const auto state = optimizer->local_state();
     shard.optimizer = optim::to_json(state);
     shard.optimizer_tensors = optim::tensors_of(state);
@@ -88,21 +107,16 @@ void save_run(const std::string& path, const std::vector<ModelCore*>& models,
     at::NoGradGuard no_grad;
     const checkpoint::Writer writer(path);
     const auto world = runtime.world();
-    const auto pipeline = runtime.group(CommGroup::kPp);
-    const bool first_replica = runtime.rank_in(CommGroup::kDp) == 0;
-    // Before partitioning every rank has the whole model, so one writes it.
-    const int writers = runtime.partitioned ? pipeline->size() : 1;
+    const Writers writers(runtime, !optimizers.empty());
     if (world->rank() == 0) writer.begin();
     world->barrier();
-    if (first_replica) {
-      std::string part;
-      if (pipeline->rank() < writers) {
-        part = writer.write_shard(pipeline->rank(), writers, shard_of(runtime, models, optimizers));
-      }
-      auto parts = comm::all_gather_bytes(*pipeline, part);
-      parts.resize(writers);
-      if (world->rank() == 0) writer.commit(parts, run_state(runtime, user_content));
+    std::string part;
+    if (writers.mine < writers.count) {
+      part = writer.write_shard(writers.mine, writers.count, shard_of(runtime, models, optimizers));
     }
+    auto parts = comm::all_gather_bytes(*world, part);
+    parts.erase(std::remove(parts.begin(), parts.end(), ""), parts.end());
+    if (world->rank() == 0) writer.commit(parts, run_state(runtime, user_content));
     world->barrier();
   } catch (const std::exception& error) {
     runtime.fail(error.what());
@@ -133,9 +147,8 @@ LoadedRun load_run(const std::string& path, const std::vector<ModelCore*>& model
   }
   for (OptimizerCore* optimizer : optimizers) {
     const auto options = read_optimizer(*reader, [](const std::string&) { return false; });
-    optimizer->load(options.groups, [reader, &runtime] {
-      const auto owned = [&](const std::string& name) { return runtime.owns(name); };
-      return read_optimizer(*reader, owned).params;
+    optimizer->load(options.groups, [reader](const auto& wanted) {
+      return read_optimizer(*reader, wanted).params;
     });
   }
   const auto& run = reader->index().run;

@@ -118,6 +118,8 @@ class Config {
   SMP_CONFIG_ARG(bool, ddp);
   /// The transport of data parallelism: "auto".
   SMP_CONFIG_ARG(std::string, ddp_dist_backend);
+  /// Whether replicas divide the optimizer's state among them.
+  SMP_CONFIG_ARG(bool, shard_optimizer_state);
   /// The size of gradient buckets, in MiB.
   SMP_CONFIG_ARG(double, bucket_cap_mb);
   /// Whether the C library keeps what a step frees.

@@ -138,6 +138,10 @@ void Config::check_data_parallel_rules(std::vector<std::string>& problems) const
     problems.push_back(
         at("tensor_parallel_degree", "`tensor_parallel_degree` > 1 needs `ddp` to be set as well"));
   }
+  if (if_valid<bool>("shard_optimizer_state") == true && !ddp) {
+    problems.push_back(
+        at("shard_optimizer_state", "`shard_optimizer_state` needs `ddp` to be set as well"));
+  }
   const auto sharded = if_valid<int64_t>("sharded_data_parallel_degree");
   if (!sharded || *sharded <= 1) return;
   const auto refuse = [&](const std::string& text) {

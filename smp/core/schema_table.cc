@@ -174,7 +174,8 @@ std::vector<Parameter> partition_rows() {
       number(
           "optimizer_state_factor", 2.0,
           "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: "
-          "2 for Adam, 1 for SGD with momentum, 0 for plain SGD.")
+          "2 for Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` "
+          "divided by the number of replicas.")
           .at_least(0),
       boolean("load_partition", false,
               "Load the partition of the first step from `partition_file` instead of computing "
@@ -267,8 +268,8 @@ std::vector<Parameter> memory_rows() {
           .default_text("the directory for temporary files")
           .error("'{key}' must be a str."),
       boolean("shard_optimizer_state", false,
-              "Divide the optimizer's state over the replicas instead of repeating it.")
-          .default_only(),
+              "Divide the optimizer's state and its work over the replicas instead of repeating "
+              "them (see docs/sharding.md). Needs `ddp`; no effect with one replica."),
       boolean("fp16", false, "Train in half precision with loss scaling; not together with `bf16`.")
           .default_only(),
       boolean("fp16_params", false, "Create the parameters of distributed modules in fp16.")

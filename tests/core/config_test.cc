@@ -241,10 +241,9 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
 // Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
 TEST(Config, NoMissingFeatureIsIgnored) {
   for (const char* setting :
-       {"\"shard_optimizer_state\": true", "\"fp16_params\": true", "\"bf16\": true",
-        "\"prescaled_batch\": true", "\"sdp_reduce_bucket_size\": 1",
-        "\"sdp_param_persistence_threshold\": 1", "\"sdp_max_live_parameters\": 1",
-        "\"sdp_hierarchical_allgather\": false"}) {
+       {"\"fp16_params\": true", "\"bf16\": true", "\"prescaled_batch\": true",
+        "\"sdp_reduce_bucket_size\": 1", "\"sdp_param_persistence_threshold\": 1",
+        "\"sdp_max_live_parameters\": 1", "\"sdp_hierarchical_allgather\": false"}) {
     const std::string error = validation_error(std::string("{") + setting + "}");
     EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
   }
@@ -280,6 +279,10 @@ TEST(Config, RulesBetweenParameters) {
   EXPECT_EQ(
       validation_error(R"({"ddp_dist_backend": "auto", "ddp": false})"),
       "[smp] smp.json: \"ddp_dist_backend\": `ddp_dist_backend` needs `ddp` to be set as well");
+  EXPECT_EQ(validation_error(R"({"shard_optimizer_state": true})"),
+            "[smp] smp.json: \"shard_optimizer_state\": `shard_optimizer_state` needs `ddp` to be "
+            "set as well");
+  EXPECT_EQ(validation_error(R"({"shard_optimizer_state": true, "ddp": true})"), "<no error>");
   EXPECT_TRUE(
       mentions(R"({"auto_partition": false})",
                "\"auto_partition\": default_partition must be supplied if auto_partition is "
@@ -492,8 +495,8 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
             R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
-            R"("placement_strategy":"cluster","seed":-1,"skip_tracing":false,)"
-            R"("timeout_seconds":300.0,"trace_execution_times":true,)"
+            R"("placement_strategy":"cluster","seed":-1,"shard_optimizer_state":false,)"
+            R"("skip_tracing":false,"timeout_seconds":300.0,"trace_execution_times":true,)"
             R"("trace_memory_usage":false,"virtual_stages":0})");
   Config::from_json(Config().to_json(), "defaults").validate();
 

@@ -275,8 +275,8 @@ TEST(ParameterSlices, KnowTheirParameters) {
   comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
     const auto parameters = make_parameters();
     const auto slices = make_slices(parameters, group);
-    EXPECT_EQ(slices->find(parameters[3]), 3);
-    EXPECT_EQ(slices->find(at::ones({2})), -1);
+    EXPECT_EQ(slices->find(parameters[3]), 3u);
+    EXPECT_EQ(slices->find(at::ones({2})), std::nullopt);
   });
 }
 

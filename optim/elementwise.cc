@@ -1,0 +1,40 @@
+#include "optim/elementwise.h"
+
+#include <c10/util/Type.h>
+
+#include "smp/core/error.h"
+
+namespace smp::optim {
+namespace {
+
+template <class... Optimizers>
+std::optional<bool> find_among(const torch::optim::Optimizer& optimizer) {
+  std::optional<bool> found;
+  ((typeid(optimizer) == typeid(Optimizers) ? void(found = IsElementwise<Optimizers>::value)
+                                            : void()),
+   ...);
+  return found;
+}
+
+}  // namespace
+
+std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer) {
+  namespace to = torch::optim;
+  return find_among<to::SGD, to::Adam, to::AdamW, to::Adagrad, to::RMSprop, Adadelta, to::LBFGS>(
+      optimizer);
+}
+
+void Elementwise::check() const {
+  const std::string name = c10::demangle(type->name());
+  SMP_CHECK_WITH(UsageError, answer.has_value(),
+                 "\"shard_optimizer_state\" needs an optimizer that updates each element of a "
+                 "parameter by itself, and of ",
+                 name, " it is not known whether it does. If so, say it: template <> struct "
+                 "smp::optim::IsElementwise<", name, "> : std::true_type {}; (optim/elementwise.h)."
+                 " If not, set \"shard_optimizer_state\" to false");
+  SMP_CHECK_WITH(UsageError, *answer, "optimizer ", name, " needs whole parameters, and with "
+                 "\"shard_optimizer_state\" each replica updates its pieces of them. Use another "
+                 "optimizer, or set \"shard_optimizer_state\" to false");
+}
+
+}  // namespace smp::optim

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dp/parameter_slices.h"
+#include "optim/state_dict.h"
+#include "smp/runtime.h"
+
+namespace smp {
+
+/// Whether `shard_optimizer_state` is in effect: there are several replicas.
+bool shards_optimizer_state(const Runtime& runtime);
+
+/// The names of all parameters.
+optim::ParameterNames parameter_names(const Runtime& runtime);
+
+/// Makes an optimizer update this replica's pieces of parameters (`ModelCore::slices`) instead of
+/// the parameters. Its param groups hold the parameters as ever: the pieces stand in for them only
+/// while it works, so that it has state for pieces. What is not divided stays as it is, everything
+/// without `shard_optimizer_state`. Internal.
+class OptimizerPieces {
+ public:
+  using SetState = std::function<void(const optim::OptimizerState&, const optim::ParameterNames&)>;
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+  using Update = std::function<at::Tensor(LossClosure)>;
+
+  /// The first two must outlive this.
+  OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime, SetState set_state);
+
+  /// Calls `update`, the optimizer's step, on the pieces, and gives what it made of them to all
+  /// replicas. The closure sees the parameters. Collective over the replicas.
+  at::Tensor step(const Update& update, const LossClosure& closure);
+  /// As the optimizer's own.
+  void zero_grad(bool set_to_none);
+
+  /// The states of whole parameters, put together from the pieces of all replicas: of some buckets'
+  /// parameters on each, so that none needs the memory for all. The first replica has the states of
+  /// what is not divided, too, and the names in the groups. Collective over the replicas.
+  optim::OptimizerState gather_state();
+  /// Replaces the state by the pieces of that of whole parameters.
+  void set_state(optim::OptimizerState whole);
+  /// Tells by a parameter's name whether this replica has a piece of it, or all.
+  std::function<bool(const std::string&)> has_part();
+
+ private:
+  /// A parameter that is divided.
+  struct Divided {
+    dp::ParameterSlices* slices;
+    size_t index;
+
+    const dp::ParameterSlices::Piece& piece() const { return slices->pieces()[index]; }
+    bool has_gradient() const { return slices->has_gradient(index); }
+  };
+  class StandIn;
+
+  void find_slices();
+  std::optional<Divided> find(const at::Tensor& parameter) const;
+  void for_each_divided(const std::function<void(const at::Tensor&, const Divided&)>& body) const;
+  optim::ParameterNames names() const;
+  void prepare();
+  void adopt_states();
+  void gather();
+
+  torch::optim::Optimizer& optimizer_;
+  const Runtime& runtime_;
+  SetState set_state_;
+  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;  // by model that has them
+};
+
+}  // namespace smp
