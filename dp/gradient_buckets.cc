@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "dp/gradient_shards.h"
 #include "smp/core/error.h"
 
 namespace smp::dp {
@@ -42,21 +43,12 @@ GradientBuckets::GradientBuckets(std::vector<at::Tensor> parameters, std::vector
       names_(std::move(names)),
       group_(std::move(group)),
       options_(options),
-      local_shards_(options.gradient_shards / group_->size()),
+      local_shards_(
+          local_gradient_shards(options.gradient_shards, options.microbatches, group_->size())),
       layout_(std::move(layout)),
       slices_(std::move(slices)),
       pieces_(parameters_.size()),
       complete_(parameters_.size(), true) {
-  SMP_CHECK_WITH(ConfigError,
-                 options_.gradient_shards > 0 && options_.gradient_shards % group_->size() == 0,
-                 "config key \"gradient_shards\": expected a multiple of the number of replicas (",
-                 group_->size(), "), got ", options_.gradient_shards,
-                 ". Leave it at 0 to use the number of replicas");
-  SMP_CHECK_WITH(ConfigError, options_.microbatches % local_shards_ == 0,
-                 "config key \"microbatches\": expected a multiple of the gradient shards of a "
-                 "replica (",
-                 local_shards_, "), got ", options_.microbatches,
-                 ". Change \"microbatches\" or \"gradient_shards\"");
   make_buffers();
 }
 

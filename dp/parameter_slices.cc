@@ -31,6 +31,28 @@ ParameterSlices::ParameterSlices(std::vector<at::Tensor> parameters, std::vector
   bind();
 }
 
+int64_t ParameterSlices::part_length(const at::Tensor& parameter, int replicas) {
+  const BucketLayout layout =
+      make_bucket_layout({parameter}, {sum_options(parameter)}, {0}, {1, 1, replicas});
+  return layout.numel.front() / replicas;
+}
+
+size_t ParameterSlices::add(const at::Tensor& parameter, const std::string& name,
+                            const at::Tensor& piece) {
+  const size_t index = parameters_.size();
+  index_of_.emplace(parameter.unsafeGetTensorImpl(), index);
+  parameters_.push_back(parameter);
+  names_.push_back(name);
+  layout_.members.push_back({index});
+  layout_.numel.push_back(part_length(parameter, group_->size()) * group_->size());
+  layout_.options.push_back(sum_options(parameter));
+  layout_.slots.push_back({index, 0});
+  pieces_.push_back(piece_of(index, group_->rank()));
+  if (pieces_.back().numel() > 0) pieces_.back().tensor = piece;
+  markers_.emplace_back();
+  return index;
+}
+
 ParameterSlices::Piece ParameterSlices::piece_of(size_t index, int replica) const {
   const auto [bucket, offset] = layout_.slots[index];
   const int64_t part = layout_.numel[bucket] / group_->size();
@@ -138,8 +160,8 @@ bool ParameterSlices::has_gradient(size_t index) {
                  given.is_same(marker.tensor) &&
                      static_cast<uint32_t>(given._version()) == marker.version,
                  "the program has changed .grad of parameter \"", names_[index],
-                 "\", which holds no numbers: with \"shard_optimizer_state\", each replica has a "
-                 "piece of the gradient. Change .grad of model->virtual_named_parameters() instead, "
+                 "\", which holds no numbers: each replica has a piece of the gradient (see "
+                 "docs/sharding.md). Change .grad of model->virtual_named_parameters() instead, "
                  "and drop gradients with optimizer.zero_grad() or model->zero_grad()");
   return true;
 }

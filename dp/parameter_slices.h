@@ -7,6 +7,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -29,6 +30,8 @@ namespace smp::dp {
 /// those of a rank are on one device. Parameters keep their identity; their memory may change.
 class ParameterSlices {
  public:
+  virtual ~ParameterSlices() = default;
+
   /// What a replica owns of a parameter, nothing for most.
   struct Piece {
     int64_t begin = 0;   ///< elements of the parameter in the order of its memory (where it is not
@@ -71,10 +74,10 @@ class ParameterSlices {
 
   /// Lets the pieces share the memory that the parameters have now: to be called before they are
   /// read or updated.
-  void bind();
+  virtual void bind();
   /// Gives the pieces of the parameters that are `updated` (by index), as they are now, to all
   /// replicas, bucket by bucket. Collective: all replicas give the same.
-  void all_gather(const std::vector<bool>& updated);
+  virtual void all_gather(const std::vector<bool>& updated);
 
   /// Says that parameter `index` has a gradient, and adds `gradient`, this replica's piece of it,
   /// to that of the piece, or makes it that where there is none.
@@ -82,6 +85,15 @@ class ParameterSlices {
   /// Whether parameter `index` has a gradient. Drops the piece's where the program has dropped the
   /// parameter's. Throws `UsageError` where the program has put numbers there.
   bool has_gradient(size_t index);
+
+ protected:
+  /// Without parameters at first.
+  explicit ParameterSlices(comm::CommunicatorPtr group) : group_(std::move(group)) {}
+  /// Adds a parameter with a bucket of its own, and `piece` as this replica's piece of it, on any
+  /// memory. Returns its index.
+  size_t add(const at::Tensor& parameter, const std::string& name, const at::Tensor& piece);
+  /// The length of the parts of such a bucket, in elements.
+  static int64_t part_length(const at::Tensor& parameter, int replicas);
 
  private:
   /// `.grad` of a parameter that has one.

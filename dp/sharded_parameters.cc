@@ -1,0 +1,136 @@
+#include "dp/sharded_parameters.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "dp/bucket_layout.h"
+#include "graph/storage.h"
+#include "smp/core/error.h"
+
+namespace smp::dp {
+namespace {
+
+void free_data(const at::Tensor& parameter) {
+  graph::take_data(*parameter.storage().unsafeGetStorageImpl(),
+                   c10::DataPtr(nullptr, parameter.device()),
+                   "[smp] the data of a parameter that sharded data parallelism has divided over "
+                   "ranks was read or written outside of a step. Use model->state_dict() for "
+                   "copies of all, or gather the model with model->cpu()");
+}
+
+/// The first `numel` elements of a tensor's memory, in their order.
+at::Tensor memory_of(const at::Tensor& tensor, int64_t numel) {
+  return at::empty({0}, tensor.options()).set_(tensor.storage(), 0, {numel}, {1});
+}
+
+at::TensorOptions plain(const at::Tensor& parameter) {
+  return parameter.options().requires_grad(false);
+}
+
+/// Waits for what moves a parameter. What goes wrong then says which.
+void wait_for(const comm::WorkPtr& work, const std::string& name) {
+  const auto where = [&] {
+    return c10::str(" [while sharded data parallelism gathered parameter \"", name, "\"]");
+  };
+  try {
+    work->wait();
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(error.what() + where());
+  } catch (const CommError& error) {
+    throw CommError(error.what() + where());
+  }
+}
+
+}  // namespace
+
+bool ShardedParameters::is_divisible(const at::Tensor& parameter) {
+  return parameter.numel() > 0 && parameter.is_non_overlapping_and_dense() &&
+         parameter.storage_offset() == 0 && parameter.storage().nbytes() == parameter.nbytes();
+}
+
+size_t ShardedParameters::add(const at::Tensor& parameter, const std::string& name) {
+  SMP_INTERNAL_ASSERT(is_divisible(parameter), "parameter \"", name, "\" cannot be divided");
+  at::NoGradGuard no_grad;
+  const int64_t length = part_length(parameter, group()->size());
+  const int64_t begin = std::min(parameter.numel(), group()->rank() * length);
+  const int64_t numel = std::min(parameter.numel(), begin + length) - begin;
+  Entry entry;
+  entry.padded = at::zeros({length}, plain(parameter));
+  entry.shard = entry.padded.narrow(0, 0, numel).detach();
+  entry.shard.copy_(memory_of(parameter.detach(), parameter.numel()).narrow(0, begin, numel));
+  entry.shard.set_requires_grad(parameter.requires_grad());
+  free_data(parameter);
+  entries_.push_back(std::move(entry));
+  return ParameterSlices::add(parameter, name, entries_.back().shard);
+}
+
+void ShardedParameters::gather(size_t index) {
+  Entry& entry = entries_[index];
+  SMP_INTERNAL_ASSERT(!entry.live, "parameter \"", name(index), "\" was gathered twice");
+  at::NoGradGuard no_grad;
+  const int64_t padded = group()->size() * length(index);
+  const at::Tensor fresh = at::empty({padded}, plain(parameter(index)));
+  const at::Tensor data = parameter(index).detach();
+  graph::give_data(*data.storage().unsafeGetStorageImpl(), *fresh.storage().unsafeGetStorageImpl());
+  entry.live = true;
+  entry.work = group()->iall_gather(as_real(memory_of(data, padded)), as_real(entry.padded));
+}
+
+void ShardedParameters::wait(size_t index) {
+  Entry& entry = entries_[index];
+  SMP_INTERNAL_ASSERT(entry.live, "parameter \"", name(index), "\" was not gathered");
+  if (const auto work = std::exchange(entry.work, nullptr)) wait_for(work, name(index));
+}
+
+void ShardedParameters::release(size_t index) {
+  Entry& entry = entries_[index];
+  SMP_INTERNAL_ASSERT(entry.live && entry.work == nullptr, "parameter \"", name(index),
+                      "\" is not there to be released");
+  free_data(parameter(index));
+  entry.live = false;
+}
+
+at::Tensor ShardedParameters::full(size_t index) const {
+  at::NoGradGuard no_grad;
+  const at::Tensor& padded = entries_[index].padded;
+  const at::Tensor all = at::empty({group()->size() * length(index)}, padded.options());
+  wait_for(group()->iall_gather(as_real(all), as_real(padded)), name(index));
+  return place(all, index);
+}
+
+at::Tensor ShardedParameters::full_on(int root, size_t index) const {
+  at::NoGradGuard no_grad;
+  const at::Tensor& padded = entries_[index].padded;
+  at::Tensor all;
+  if (group()->rank() == root) {
+    all = at::empty({group()->size() * length(index)}, padded.options());
+  }
+  wait_for(group()->igather(all.defined() ? as_real(all) : all, as_real(padded), root),
+           name(index));
+  return all.defined() ? place(all, index) : all;
+}
+
+void ShardedParameters::load(size_t index, const at::Tensor& values) {
+  at::NoGradGuard no_grad;
+  const Piece& piece = pieces()[index];
+  if (piece.numel() > 0) piece.tensor.copy_(elements(values, index, piece));
+}
+
+void ShardedParameters::lend() {
+  for (size_t i = 0; i < size(); ++i) {
+    if (!is_live(i)) gather(i);
+  }
+  for (size_t i = 0; i < size(); ++i) wait(i);
+}
+
+void ShardedParameters::take_back() {
+  for (size_t i = 0; i < size(); ++i) {
+    if (is_live(i)) release(i);
+  }
+}
+
+}  // namespace smp::dp

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "dp/parameter_slices.h"
+
+namespace smp::dp {
+
+/// Parameters divided over the ranks of a group (ZeRO-3; Rajbhandari, Rasley, Ruwase and He, "ZeRO:
+/// Memory Optimizations Toward Training Trillion Parameter Models", 2020; over groups smaller than
+/// the world: Zhang et al., "MiCS", 2022). Each rank has one *shard* of each, which is what is
+/// trained; the parameter itself has data only between `gather` and `release`. Its tensor object,
+/// sizes, strides and storage stay, so whoever holds it or a view of it reads what is gathered.
+///
+/// A shard is a run of the parameter's memory, the r-th of equal length for rank r, where the last
+/// ones may be shorter or empty. Shards are the *pieces* of `ParameterSlices`, with memory of their
+/// own and a bucket for each parameter.
+///
+/// Belongs to one thread at a time. All ranks add the same parameters in the same order; what is
+/// collective is called in the same order on all.
+class ShardedParameters final : public ParameterSlices {
+ public:
+  explicit ShardedParameters(comm::CommunicatorPtr group) : ParameterSlices(std::move(group)) {}
+
+  /// Whether it can be divided: it is dense, and lies alone on its storage, as far as can be seen
+  /// from it.
+  static bool is_divisible(const at::Tensor& parameter);
+
+  /// Keeps this rank's shard of a parameter with data and frees the rest. Returns its index.
+  size_t add(const at::Tensor& parameter, const std::string& name);
+
+  size_t size() const { return entries_.size(); }
+  const at::Tensor& parameter(size_t index) const { return parameters()[index]; }
+  const std::string& name(size_t index) const { return names()[index]; }
+  /// Elements of the parameter.
+  int64_t numel(size_t index) const { return parameter(index).numel(); }
+  /// Elements that a shard takes, with padding: the parameter's shard r begins at r times this.
+  int64_t length(size_t index) const { return entries_[index].padded.numel(); }
+  /// This rank's shard: one-dimensional, without padding, perhaps empty; a leaf that requires a
+  /// gradient where the parameter does.
+  const at::Tensor& shard(size_t index) const { return entries_[index].shard; }
+
+  /// Starts to give the parameter its data. Collective.
+  void gather(size_t index);
+  /// Returns when it has them. Throws what communication throws, with the parameter's name.
+  void wait(size_t index);
+  /// True from `gather` to `release`.
+  bool is_live(size_t index) const { return entries_[index].live; }
+  /// Frees the data; they must be there.
+  void release(size_t index);
+
+  /// A copy of the values with the parameter's sizes and strides. Collective.
+  at::Tensor full(size_t index) const;
+  /// The same on rank `root`, undefined on the others.
+  at::Tensor full_on(int root, size_t index) const;
+  /// Gives this rank's shard its part of the values of a whole parameter.
+  void load(size_t index, const at::Tensor& values);
+
+  /// Shards have memory of their own.
+  void bind() override {}
+  /// Parameters are gathered when they are read.
+  void all_gather(const std::vector<bool>&) override {}
+
+  /// Gives all parameters data in which the program may do what it likes: it is not kept.
+  /// Collective.
+  void lend();
+  /// Frees what `lend` gave.
+  void take_back();
+
+ private:
+  struct Entry {
+    at::Tensor padded;  // the shard in full length
+    at::Tensor shard;
+    comm::WorkPtr work;  // of a gather under way
+    bool live = false;
+  };
+
+  std::vector<Entry> entries_;
+};
+
+}  // namespace smp::dp

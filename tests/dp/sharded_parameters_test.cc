@@ -1,0 +1,363 @@
+#include "dp/sharded_parameters.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "comm/threads/run_ranks.h"
+#include "dp/parameter_window.h"
+#include "dp/sharded_gradients.h"
+#include "smp/core/error.h"
+
+namespace smp::dp {
+namespace {
+
+using Event = ParameterWindow::Event;
+using Events = std::vector<std::pair<Event, size_t>>;
+
+/// Of several shapes, one with the strides of a transpose, one smaller than what a rank takes.
+std::vector<at::Tensor> make_parameters() {
+  std::vector<at::Tensor> parameters;
+  for (const auto& tensor :
+       {at::arange(15 * 30).view({15, 30}), at::arange(200).view({10, 20}).t(), at::arange(7)}) {
+    // Memory of their own, in their layout.
+    parameters.push_back(
+        at::empty_strided(tensor.sizes(), tensor.strides(), at::kFloat).copy_(tensor));
+    parameters.back().set_requires_grad(true);
+  }
+  return parameters;
+}
+
+const std::vector<std::string> kNames{"weight", "transposed", "bias"};
+
+std::shared_ptr<ShardedParameters> divide(const std::vector<at::Tensor>& parameters,
+                                          const comm::CommunicatorPtr& group) {
+  auto sharded = std::make_shared<ShardedParameters>(group);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_EQ(sharded->add(parameters[i], kNames[i]), i);
+  }
+  return sharded;
+}
+
+std::string error(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void expect_has(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
+}
+
+TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
+  const auto expected = make_parameters();
+  comm::run_ranks(3, [&](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    const at::Tensor view = parameters[0].detach().t();
+    const auto version = parameters[0]._version();
+    const auto sharded = divide(parameters, group);
+    int64_t held = 0;
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_EQ(parameters[i].storage().nbytes(), 0u);
+      held += sharded->shard(i).numel();
+    }
+    // 450 = 192 + 192 + 66, 200 = 128 + 72 + 0, 7 + 0 + 0.
+    const int64_t elements[] = {192 + 128 + 7, 192 + 72, 66};
+    EXPECT_EQ(held, elements[group->rank()]);
+    expect_has(error([&] { parameters[0].sum(); }),
+               "the data of a parameter that sharded data parallelism has divided over ranks");
+    for (int repetition = 0; repetition < 2; ++repetition) {
+      for (size_t i = 0; i < 3; ++i) sharded->gather(i);
+      for (size_t i = 0; i < 3; ++i) {
+        sharded->wait(i);
+        EXPECT_TRUE(at::equal(parameters[i], expected[i])) << kNames[i];
+      }
+      EXPECT_TRUE(at::equal(view, expected[0].t()));
+      for (size_t i = 0; i < 3; ++i) sharded->release(i);
+      EXPECT_EQ(parameters[0].storage().nbytes(), 0u);
+    }
+    EXPECT_EQ(parameters[0]._version(), version);
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(at::equal(sharded->full(i), expected[i]));
+      EXPECT_EQ(sharded->full(i).strides(), expected[i].strides());
+    }
+  });
+}
+
+TEST(ShardedParameters, ShardsAreWhatIsGathered) {
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    const auto sharded = divide(parameters, group);
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < 3; ++i) sharded->shard(i).mul_(2);
+    const auto expected = make_parameters();
+    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(sharded->full(i), expected[i] * 2));
+    // Values from outside, which lie in another way.
+    const at::Tensor given = at::randn({20, 10}).contiguous();
+    group->broadcast(given, 0);
+    sharded->load(1, given);
+    EXPECT_TRUE(at::equal(sharded->full(1), given));
+  });
+}
+
+TEST(ShardedParameters, OthersCannotBeDivided) {
+  const at::Tensor memory = at::zeros({40});
+  EXPECT_TRUE(ShardedParameters::is_divisible(memory));
+  EXPECT_FALSE(ShardedParameters::is_divisible(memory.narrow(0, 0, 20)));
+  EXPECT_FALSE(ShardedParameters::is_divisible(memory.slice(0, 0, 40, 2)));
+  EXPECT_FALSE(ShardedParameters::is_divisible(at::zeros({1}).expand({5})));
+  EXPECT_FALSE(ShardedParameters::is_divisible(at::zeros({0})));
+}
+
+/// Runs `body` on two ranks, on six parameters of 100 elements; returns the events of the first.
+Events events_of(int64_t max_live, const std::function<void(ParameterWindow&)>& body) {
+  Events events;
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+    const auto sharded = std::make_shared<ShardedParameters>(group);
+    for (int i = 0; i < 6; ++i) sharded->add(at::full({100}, i), std::to_string(i));
+    ParameterWindow window(sharded, max_live);
+    window.on_event = [&](Event event, size_t parameter) {
+      if (event == Event::kUse) {
+        EXPECT_EQ(sharded->parameter(parameter).min().item<int>(), parameter);
+      }
+      if (group->rank() == 0) events.emplace_back(event, parameter);
+    };
+    body(window);
+    window.expect({});
+    EXPECT_EQ(window.live(), 0);
+  });
+  return events;
+}
+
+constexpr Event kGather = Event::kGather, kUse = Event::kUse, kRelease = Event::kRelease;
+
+TEST(ParameterWindow, GathersAheadAndFreesBehind) {
+  const auto events = events_of(100000, [](ParameterWindow& window) {
+    window.expect({0, 1, 2, 3, 4, 5});
+    for (size_t p = 0; p < 6; ++p) {
+      window.acquire({p});
+      window.release({p});
+    }
+    EXPECT_EQ(window.peak_live(), 500);  // what is used and four ahead
+  });
+  const Events expected{{kGather, 0},  {kGather, 1},  {kGather, 2}, {kGather, 3},  {kGather, 4},
+                        {kUse, 0},     {kRelease, 0}, {kGather, 5}, {kUse, 1},     {kRelease, 1},
+                        {kUse, 2},     {kRelease, 2}, {kUse, 3},    {kRelease, 3}, {kUse, 4},
+                        {kRelease, 4}, {kUse, 5},     {kRelease, 5}};
+  EXPECT_EQ(events, expected);
+}
+
+TEST(ParameterWindow, PausesAtTheLimit) {
+  const auto events = events_of(250, [](ParameterWindow& window) {
+    window.expect({0, 1, 2, 3});
+    for (size_t p = 0; p < 4; ++p) {
+      window.acquire({p});
+      EXPECT_LE(window.live(), 250);
+      window.release({p});
+    }
+    EXPECT_EQ(window.peak_live(), 200);
+  });
+  const Events expected{{kGather, 0}, {kGather, 1},  {kUse, 0},     {kRelease, 0},
+                        {kGather, 2}, {kUse, 1},     {kRelease, 1}, {kGather, 3},
+                        {kUse, 2},    {kRelease, 2}, {kUse, 3},     {kRelease, 3}};
+  EXPECT_EQ(events, expected);
+}
+
+/// What is needed is there whatever the limit; what was gathered ahead makes room.
+TEST(ParameterWindow, NeedsGoBeforeTheLimit) {
+  const auto events = events_of(200, [](ParameterWindow& window) {
+    window.expect({0, 1, 2});
+    window.acquire({4, 5});  // not expected
+    EXPECT_EQ(window.live(), 200);
+    window.acquire({0});  // while the others are in use
+    EXPECT_EQ(window.live(), 300);
+    window.release({4, 5});
+    window.release({0});
+  });
+  const Events expected{{kGather, 0},  {kGather, 1},  {kRelease, 1}, {kGather, 4}, {kRelease, 0},
+                        {kGather, 5},  {kUse, 4},     {kUse, 5},     {kGather, 0}, {kUse, 0},
+                        {kRelease, 4}, {kRelease, 5}, {kRelease, 0}};
+  EXPECT_EQ(events, expected);
+}
+
+/// A parameter that is used again soon stays, and uses that do not come are passed over.
+TEST(ParameterWindow, KeepsWhatIsUsedAgain) {
+  const auto events = events_of(100000, [](ParameterWindow& window) {
+    window.expect({0, 1, 0, 2});
+    window.acquire({0});
+    window.acquire({0});  // of another user meanwhile
+    window.release({0});
+    window.release({0});
+    window.acquire({2});
+    window.release({2});
+  });
+  // The second use of 0 passes over that of 1, and the use of 2 frees both.
+  const Events expected{{kGather, 0}, {kGather, 1},  {kGather, 2}, {kUse, 0},    {kRelease, 1},
+                        {kUse, 0},    {kRelease, 0}, {kUse, 2},    {kRelease, 2}};
+  EXPECT_EQ(events, expected);
+}
+
+struct Case {
+  int replicas;
+  int degree;
+  int shards;
+  int64_t bucket_elements;
+};
+
+class ShardedGradientsTest : public ::testing::TestWithParam<Case> {};
+
+at::Tensor gradient(size_t parameter, int global_microbatch) {
+  at::manual_seed(100 * parameter + global_microbatch);
+  const auto like = make_parameters()[parameter];
+  return at::empty_strided(like.sizes(), like.strides(), at::kFloat).normal_();
+}
+
+constexpr int kMicrobatches = 12;  // of all replicas
+
+/// Gradients summed as documented.
+at::Tensor expected_mean(size_t parameter, int shards) {
+  at::Tensor total;
+  for (int shard = 0; shard < shards; ++shard) {
+    at::Tensor sum;
+    const int first = shard * kMicrobatches / shards;
+    for (int m = first; m < first + kMicrobatches / shards; ++m) {
+      const auto g = gradient(parameter, m);
+      sum = sum.defined() ? sum + g : g;
+    }
+    total = total.defined() ? total + sum : sum;
+  }
+  return total / kMicrobatches;
+}
+
+TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
+  const auto [replicas, degree, shards, bucket_elements] = GetParam();
+  // The default generator is shared by the rank threads, so draw before they start.
+  std::vector<std::vector<at::Tensor>> gradients(2);
+  std::vector<at::Tensor> means;
+  for (size_t p = 0; p < 2; ++p) {
+    for (int m = 0; m < kMicrobatches; ++m) gradients[p].push_back(gradient(p, m));
+    means.push_back(expected_mean(p, shards));
+  }
+  const int count = replicas, size = degree;
+  ShardedGradientOptions options;
+  options.bucket_elements = bucket_elements;
+  options.microbatches = kMicrobatches / replicas;
+  options.gradient_shards = shards;
+  options.divisor = kMicrobatches;
+  comm::run_ranks(count, [&](const comm::CommunicatorPtr& world) {
+    std::vector<int> group, twins;
+    for (int r = 0; r < count; ++r) {
+      if (r / size == world->rank() / size) group.push_back(r);
+      if (r % size == world->rank() % size) twins.push_back(r);
+    }
+    const auto sharded = divide(make_parameters(), world->split(group, "shards"));
+    ShardedGradients reduced(sharded, {2, 1, 0}, world, world->split(twins, "twins"), options);
+    EXPECT_EQ(reduced.buckets().size(), options.bucket_elements < 400 ? 2u : 1u);
+    for (int step = 1; step <= 2; ++step) {
+      for (int m = 0; m < options.microbatches; ++m) {
+        for (size_t p = 0; p < 2; ++p) {
+          reduced.add(p, m, gradients[p][world->rank() * options.microbatches + m]);
+        }
+      }
+      reduced.reduce();
+      reduced.finish();
+      for (size_t p = 0; p < 2; ++p) {
+        // The second step adds to `.grad`, as backward does.
+        EXPECT_TRUE(sharded->has_gradient(p));
+        const auto& piece = sharded->pieces()[p];
+        if (piece.numel() == 0) continue;
+        const auto want = sharded->elements(step == 1 ? means[p] : means[p] + means[p], p, piece);
+        EXPECT_TRUE(at::equal(sharded->shard(p).grad(), want)) << kNames[p] << " step " << step;
+      }
+      EXPECT_FALSE(sharded->has_gradient(2));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, ShardedGradientsTest,
+                         ::testing::Values(Case{2, 2, 2, 1000}, Case{3, 3, 3, 1000},
+                                           Case{4, 2, 4, 1000}, Case{4, 4, 4, 1000},
+                                           Case{4, 2, 4, 300}, Case{4, 2, 12, 300},
+                                           Case{2, 2, 4, 1000}));
+
+TEST(ShardedGradients, AddUpOverSteps) {
+  comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
+    const auto sharded = divide(make_parameters(), world);
+    ShardedGradientOptions options;
+    options.gradient_shards = 2;
+    options.backward_passes = 2;
+    ShardedGradients reduced(sharded, {2, 1, 0}, world, world->split({world->rank()}, "twins"),
+                             options);
+    for (int step = 0; step < 4; ++step) {
+      EXPECT_EQ(reduced.is_adding_up(), step % 2 == 1);
+      reduced.add(0, 0, at::full({15, 30}, step + 10. * world->rank()));
+      reduced.reduce();
+      reduced.finish();
+    }
+    EXPECT_TRUE(at::equal(sharded->shard(0).grad(), at::full_like(sharded->shard(0), 52)));
+  });
+}
+
+TEST(ShardedGradients, RefuseSparseGradients) {
+  comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
+    const auto sharded = divide(make_parameters(), world);
+    ShardedGradients reduced(sharded, {0, 1, 2}, world, world, {});
+    expect_has(error([&] {
+                 reduced.add(0, 0, at::zeros({15, 30}).to_sparse());
+               }),
+               "parameter \"weight\" has a sparse gradient");
+  });
+}
+
+TEST(ShardedParameters, ARankThatFailsDuringAGatherIsNamed) {
+  std::string text;
+  error([&] {
+    comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+      const auto sharded = divide(make_parameters(), group);
+      if (group->rank() == 1) throw Error("out of luck");
+      text = error([&] {
+        sharded->gather(1);
+        sharded->wait(1);
+      });
+    });
+  });
+  expect_has(text, "rank 1");
+  expect_has(text, "out of luck");
+  expect_has(text, "all_gather");
+  expect_has(text, "[while sharded data parallelism gathered parameter \"transposed\"]");
+}
+
+TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
+  std::string text;
+  error([&] {
+    comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+      const auto sharded = divide(make_parameters(), group);
+      ShardedGradientOptions options;
+      options.gradient_shards = 2;
+      ShardedGradients reduced(sharded, {2, 1, 0}, group, group->split({group->rank()}, "twins"),
+                               options);
+      if (group->rank() == 1) throw Error("out of luck");
+      text = error([&] {
+        reduced.add(1, 0, at::zeros({20, 10}));
+        reduced.reduce();
+        reduced.finish();
+      });
+    });
+  });
+  expect_has(text, "out of luck");
+  expect_has(text, "reduce_scatter");
+  expect_has(text,
+             "[while sharded data parallelism reduced gradient bucket 1 of 1: bias ... weight]");
+}
+
+}  // namespace
+}  // namespace smp::dp
