@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -12,11 +14,20 @@ namespace smp::graph {
 /// (a parameter, or a value from another stage), already summed over all its uses in the stage.
 class GradientSink final : public torch::autograd::Node {
  public:
+  /// Of all nodes that are ready, a backward pass runs sinks first, as libtorch's own.
+  GradientSink() : Node(/*sequence_nr=*/UINT64_MAX) {}
+
   /// The gradient of the last backward pass; undefined if none reached the tensor.
   at::Tensor gradient;
+  /// If set, takes the gradient as soon as it is there instead.
+  std::function<void(const at::Tensor& gradient)> take;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    gradient = std::move(gradients[0]);
+    if (take == nullptr) {
+      gradient = std::move(gradients[0]);
+    } else if (gradients[0].defined()) {
+      take(gradients[0]);
+    }
     return {};
   }
   std::string name() const override { return "smp::GradientSink"; }

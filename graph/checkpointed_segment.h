@@ -73,6 +73,11 @@ class CheckpointedSegment {
   /// Uses other constants from now on; backwards of earlier runs go on with theirs.
   void apply(const std::vector<ConstantOverride>& changes) { program_->apply(graph_, changes); }
 
+  /// As `Segment::set_residency`; for the second runs, too.
+  void set_residency(std::shared_ptr<ParameterResidency> residency) {
+    program_->segment.set_residency(std::move(residency));
+  }
+
   /// As `Segment::reads`.
   const std::vector<ValueId>& reads() const { return program_->segment.reads(); }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "graph/layout.h"
+#include "graph/parameter_residency.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -126,7 +127,10 @@ void RegionRun::add_input(ValueId value, const at::Tensor& tensor, std::shared_p
 size_t RegionRun::pack(const at::Tensor& tensor) {
   Saved saved(tensor);
   for (const Memory& memory : unchanged_) {
-    if (saved.value.defined() || !memory.tensor.is_alias_of(tensor)) continue;
+    // is_alias_of() would look at the data, which may be away.
+    const bool on_it = tensor.has_storage() && memory.tensor.storage().unsafeGetStorageImpl() ==
+                                                   tensor.storage().unsafeGetStorageImpl();
+    if (saved.value.defined() || !on_it) continue;
     if (memory.tensor.scalar_type() != saved.dtype) continue;
     saved.value = tensor.tensor_data();
     saved.input = memory.kept;
@@ -137,6 +141,8 @@ size_t RegionRun::pack(const at::Tensor& tensor) {
 
 void RegionRun::release(size_t number) noexcept {
   Saved& saved = saved_[number];
+  const auto& residency = program_->segment.residency();
+  if (residency && saved.is_read) residency->after_read(saved.value);
   saved.released = true;
   saved.value = at::Tensor();
   saved.input = nullptr;
@@ -185,6 +191,9 @@ at::Tensor RegionRun::unpack(size_t number) {
                  " that an operator in a region of activation checkpointing saved for its backward "
                  "was written in place afterwards. Replace the operator that writes it by one that "
                  "returns a new tensor");
+  const auto& residency = program_->segment.residency();
+  if (residency && !saved.is_read) residency->before_read(saved.value);
+  saved.is_read = true;
   return saved.value;
 }
 

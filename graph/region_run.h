@@ -125,6 +125,7 @@ class RegionRun final : public SavedTensorKeeper {
     uint32_t version;
     at::Tensor value;
     std::shared_ptr<KeptInput> input;  // on which it lies
+    bool is_read = false;              // by the backward
     bool released = false;
   };
   struct Memory {

@@ -15,6 +15,7 @@
 
 #include "graph/autocast.h"
 #include "graph/leaf.h"
+#include "graph/parameter_residency.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
@@ -110,7 +111,8 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              autocast[index],
                              literal ? op.results[0] : kUndefined,
                              leaf_results(graph, op),
-                             {}});
+                             {},
+                             false});
     casts_ |= autocast[index] >= 0;
     if (literal) read.insert(op.results[0]);
   }
@@ -134,8 +136,34 @@ Segment::Run::~Run() {
 void Segment::Run::part(size_t first, size_t last, Environment& environment, const RandomKey& key) {
   for (size_t i = first; i < last; ++i) {
     const Instruction& instruction = segment_.instructions_[i];
-    segment_.execute(instruction, environment, key);
+    if (instruction.is_resident) {
+      resident(instruction, environment, key);
+    } else {
+      segment_.execute(instruction, environment, key);
+    }
     for (ValueId id : instruction.dead) environment[id] = at::Tensor();
+  }
+}
+
+/// Runs an operator that reads parameters of the residency. What it saves may lie on them.
+void Segment::Run::resident(const Instruction& instruction, Environment& environment,
+                            const RandomKey& key) {
+  const auto& residency = segment_.residency_;
+  residency->before(instruction.operator_index);
+  const auto after = c10::make_scope_exit([&] { residency->after(instruction.operator_index); });
+  // A region keeps what it saves itself.
+  std::optional<SavedTensorScope> scope;
+  if (!SavedTensorScope::is_active()) {
+    if (saved_ == nullptr) saved_ = std::make_shared<ResidentTensors>(residency);
+    scope.emplace(saved_);
+  }
+  segment_.execute(instruction, environment, key);
+}
+
+void Segment::set_residency(std::shared_ptr<ParameterResidency> residency) {
+  residency_ = std::move(residency);
+  for (Instruction& instruction : instructions_) {
+    instruction.is_resident = residency_ && residency_->concerns(instruction.operator_index);
   }
 }
 

@@ -19,11 +19,15 @@ namespace smp::graph {
 using Environment = std::vector<at::Tensor>;
 
 class CastCacheScope;
+class ParameterResidency;
+class ResidentTensors;
 
 /// Some operators of a graph, in program order, ready to run again and again.
 ///
 /// A segment belongs to one thread at a time.
 class Segment {
+  struct Instruction;
+
  public:
   /// `operators` are indices into `graph.operators`, ascending. Values in `keep` stay in the
   /// environment; others are released after their last use in the segment.
@@ -45,8 +49,11 @@ class Segment {
     void part(size_t first, size_t last, Environment& environment, const RandomKey& key);
 
    private:
+    void resident(const Instruction& instruction, Environment& environment, const RandomKey& key);
+
     Segment& segment_;
     std::unique_ptr<CastCacheScope> casts_;
+    std::shared_ptr<ResidentTensors> saved_;  // by operators that read parameters of a residency
   };
 
   /// Runs all operators. The environment holds what they read from outside.
@@ -56,6 +63,10 @@ class Segment {
 
   /// Uses other constants from now on; changes to operators of other segments are ignored.
   void apply(const std::vector<ConstantOverride>& changes);
+
+  /// Tells `residency` from now on when parameters are read.
+  void set_residency(std::shared_ptr<ParameterResidency> residency);
+  const std::shared_ptr<ParameterResidency>& residency() const { return residency_; }
 
   /// Values the operators read that none of them makes, ascending.
   const std::vector<ValueId>& reads() const { return reads_; }
@@ -73,6 +84,7 @@ class Segment {
     ValueId literal;     // instead of running: the literal's value; else -1
     std::vector<std::optional<TensorMeta>> leaf_results;  // of a leaf: what was recorded
     c10::SmallVector<ValueId, 4> dead;                    // released afterwards
+    bool is_resident = false;                             // concerns the residency
   };
 
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
@@ -81,6 +93,7 @@ class Segment {
   void pop_results(const Instruction& instruction, Environment& environment);
 
   std::vector<Instruction> instructions_;
+  std::shared_ptr<ParameterResidency> residency_;
   std::vector<ValueId> reads_;
   torch::jit::Stack stack_;
   bool casts_ = false;  // some operator runs under autocast

@@ -73,6 +73,8 @@ SavedTensorScope::SavedTensorScope(std::shared_ptr<SavedTensorKeeper> keeper)
   std::call_once(installed, &install_keeping_engine);
 }
 
+bool SavedTensorScope::is_active() { return keeper_of_thread() != nullptr; }
+
 SavedTensorScope::~SavedTensorScope() { keeper_of_thread() = std::move(outer_); }
 
 }  // namespace smp::graph

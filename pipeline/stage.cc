@@ -14,6 +14,7 @@
 namespace smp::pipeline {
 
 using graph::kUndefined;
+using Pass = graph::ParameterResidency::Pass;
 using graph::ValueId;
 using graph::ValueKind;
 
@@ -90,6 +91,11 @@ void Stage::set_regions(const std::vector<int>& region_of_operator,
   store_ = std::move(store);
   segment_ =
       std::make_unique<graph::CheckpointedSegment>(graph_, operators_, kept_, region_of_operator);
+}
+
+void Stage::set_residency(std::shared_ptr<graph::ParameterResidency> residency) {
+  residency_ = std::move(residency);
+  segment_->set_residency(residency_);
 }
 
 void Stage::prefetch(int microbatch) {
@@ -307,11 +313,13 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   // Operators set the modes they were recorded in.
   at::AutoGradMode grad(true);
   InFlight& state = in_flight_[microbatch];
+  if (residency_) residency_->begin(Pass::kForward, microbatch);
   enter_all(state, inputs);
   run_operators(state, key);
   if (graph_.trains()) keep_starts(state);
   keep_values(state);
   give_outputs(microbatch, output);
+  if (residency_) residency_->end(Pass::kForward, microbatch);
   for (ValueId id : entered_) environment_[id].reset();
   if (!graph_.trains()) state.forget();
 }
@@ -329,13 +337,25 @@ void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
   for (const auto& [buffer, copy] : copies) buffer.copy_(copy);
 }
 
+/// Of a tensor on memory that others write, or that will not stay.
+at::Tensor Stage::copy_of(const at::Tensor& tensor) const {
+  if (residency_) residency_->before_read(tensor);
+  const at::Tensor copy = tensor.clone();
+  if (residency_) residency_->after_read(tensor);
+  return copy;
+}
+
 void Stage::keep_starts(InFlight& state) const {
   for (const auto& root : roots_) {
     const at::Tensor& value = environment_[root.value];
     state.starts.push_back(graph::start_of_backward(value));
-    state.start_gradients.push_back(root.gradient == kUndefined
-                                        ? at::ones_like(value.detach())
-                                        : environment_[root.gradient].detach());
+    if (root.gradient == kUndefined) {
+      state.start_gradients.push_back(at::ones_like(value.detach()));
+    } else {
+      const at::Tensor gradient = environment_[root.gradient].detach();
+      const bool stays = residency_ == nullptr || !on_shared_memory(root.gradient);
+      state.start_gradients.push_back(stays ? gradient : copy_of(gradient));
+    }
   }
   for (const Outgoing& outgoing : outgoing_) {
     for (ValueId id : outgoing.gradients) {
@@ -364,7 +384,7 @@ void Stage::give_outputs(int microbatch, const OutputConsumer& output) const {
     // The history of an evaluation ends with its stage.
     const at::Tensor value = graph_.trains() ? environment_[id] : environment_[id].detach();
     // Later microbatches and updates go on writing buffers and parameters.
-    output(position, microbatch, copied_.count(position) > 0 ? value.clone() : value);
+    output(position, microbatch, copied_.count(position) > 0 ? copy_of(value) : value);
   }
 }
 
@@ -408,11 +428,14 @@ void Stage::backward(int microbatch, const GradientConsumer& consume,
   InFlight& state = in_flight_[microbatch];
   begin_backward(state);
   fuse(microbatch, state, buffer, /*defer=*/false);
+  take_gradients(microbatch, state, consume);
+  if (residency_) residency_->begin(Pass::kBackward, microbatch);
   graph::run_backward(state.starts, state.start_gradients);
   state.start_gradients.clear();  // whose memory may be a channel's
   consume_gradients(microbatch, state, consume);
   keep_gradients(state);
   state.forget();
+  if (residency_) residency_->end(Pass::kBackward, microbatch);
 }
 
 void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
@@ -421,6 +444,7 @@ void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
   fuse(microbatch, state, buffer, /*defer=*/true);
   std::vector<std::shared_ptr<graph::GradientSink>> inputs;
   for (int sink : input_sinks_) inputs.push_back(state.sinks[sink]);
+  if (residency_) residency_->begin(Pass::kBackward, microbatch);
   state.split = std::make_unique<graph::SplitBackward>(state.starts, state.start_gradients, inputs);
   state.starts.clear();
   state.start_gradients.clear();
@@ -429,10 +453,26 @@ void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
 
 void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
   InFlight& state = in_flight_[microbatch];
+  take_gradients(microbatch, state, consume);
+  if (residency_) residency_->begin(Pass::kBackward, microbatch);
   state.split->run_weights();
   if (state.fusion) state.fusion->run();
   consume_gradients(microbatch, state, consume);
   state.forget();
+  if (residency_) residency_->end(Pass::kBackward, microbatch);
+}
+
+/// With a residency gradients do not stay until the end.
+void Stage::take_gradients(int microbatch, const InFlight& state,
+                           const GradientConsumer& consume) const {
+  if (residency_ == nullptr) return;
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.owned || parameter.sink == kNoSink) continue;
+    state.sinks[parameter.sink]->take = [&consume, id = parameter.value,
+                                         microbatch](const at::Tensor& gradient) {
+      consume(id, microbatch, gradient);
+    };
+  }
 }
 
 void Stage::consume_gradients(int microbatch, const InFlight& state,

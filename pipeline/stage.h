@@ -12,6 +12,7 @@
 #include "graph/autograd_entry.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/graph.h"
+#include "graph/parameter_residency.h"
 #include "graph/random.h"
 #include "graph/replay.h"
 #include "graph/split_backward.h"
@@ -71,6 +72,11 @@ class Stage {
   /// keep goes to `store`, unless it is null. Before the first forward.
   void set_regions(const std::vector<int>& region_of_operator,
                    std::shared_ptr<graph::TensorStore> store);
+
+  /// Has the data of parameters only while somebody reads it. Gradients then go to `consume` while
+  /// the backward runs, each as soon as it is complete. Before the first forward, and after
+  /// `set_regions`.
+  void set_residency(std::shared_ptr<graph::ParameterResidency> residency);
 
   /// Begins to bring back what the microbatch has in the store. Before its forward: nothing of it
   /// goes there.
@@ -184,12 +190,14 @@ class Stage {
   void enter(graph::ValueId value, int sink, const at::Tensor& data, InFlight& state);
   void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);
   void run_operators(InFlight& state, const graph::RandomKey& key);
+  at::Tensor copy_of(const at::Tensor& tensor) const;
   void keep_starts(InFlight& state) const;
   void keep_values(InFlight& state) const;
   void give_outputs(int microbatch, const OutputConsumer& output) const;
   void begin_backward(InFlight& state) const;
   void fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const;
   void keep_gradients(InFlight& state) const;
+  void take_gradients(int microbatch, const InFlight& state, const GradientConsumer& consume) const;
   void consume_gradients(int microbatch, const InFlight& state,
                          const GradientConsumer& consume) const;
 
@@ -203,6 +211,7 @@ class Stage {
   std::vector<graph::ValueId> kept_;        // what is read when the operators have run
   std::unique_ptr<graph::CheckpointedSegment> segment_;
   std::shared_ptr<graph::TensorStore> store_;
+  std::shared_ptr<graph::ParameterResidency> residency_;  // null: all data is always there
   std::vector<Input> inputs_;
   std::vector<Parameter> parameters_;  // and buffers
   std::vector<Content> contents_;      // constants and literals
