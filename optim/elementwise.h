@@ -52,8 +52,9 @@ struct Elementwise {
   const std::type_info* type;
   std::optional<bool> answer;
 
-  /// Throws `UsageError` unless it is.
-  void check() const;
+  /// Throws `UsageError` unless it is, as configuration parameter `key` asks for where it is not
+  /// `usual`.
+  void check(const char* key, const char* usual) const;
 };
 
 namespace detail {

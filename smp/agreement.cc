@@ -150,4 +150,22 @@ void check_agreement(comm::Communicator& pipeline, const StepTrace& step) {
                            "smp::dp_rank() and smp::dp_size(), not by smp::rank()");
 }
 
+void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
+  const uint64_t mine = step.fingerprints.graph;
+  const auto all = comm::all_gather_bytes(
+      replicas, std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
+  size_t other = 0;
+  while (other < all.size() && all[other] == all[0]) ++other;
+  if (other == all.size()) return;
+  const auto texts = comm::all_gather_bytes(replicas, describe_graph(step.graph));
+  const auto [a, b] = first_difference(texts[0], texts[other]);
+  detail::fail<UsageError>("step function \"", step.name,
+                           "\" calls other operators on replica 0 and replica ", other,
+                           ". The first difference: replica 0 has \"", a, "\", replica ", other,
+                           " has \"", b,
+                           "\". With \"sharded_data_parallel_degree\" above 1 replicas gather "
+                           "parameters together, so all take the same way through the function, "
+                           "on batches of the same shapes");
+}
+
 }  // namespace smp

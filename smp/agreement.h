@@ -34,4 +34,8 @@ struct StepTrace {
 /// constants on the same inputs; it shows the first difference. Collective over `pipeline`.
 void check_agreement(comm::Communicator& pipeline, const StepTrace& step);
 
+/// Throws a `UsageError` on all replicas unless they run the same graph; it shows the first
+/// difference. For replicas that gather parameters together. Collective over `replicas`.
+void check_same_operators(comm::Communicator& replicas, const StepTrace& step);
+
 }  // namespace smp

@@ -13,7 +13,10 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
       set_state_(std::move(set_state)),
       runtime_(Runtime::get_shared()),
       pieces_(optimizer, *runtime_, set_state_) {
-  if (shards_optimizer_state(*runtime_)) elementwise.check();
+  if (shards_optimizer_state(*runtime_)) elementwise.check("shard_optimizer_state", "false");
+  if (runtime_->config().sharded_data_parallel_degree() > 1) {
+    elementwise.check("sharded_data_parallel_degree", "1");
+  }
 }
 
 void OptimizerCore::check_outside_step(const char* call) const {

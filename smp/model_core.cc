@@ -14,6 +14,7 @@
 #include "smp/core/log.h"
 #include "smp/model_creation.h"
 #include "smp/optimizer_pieces.h"
+#include "smp/sharding.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -100,7 +101,8 @@ std::vector<at::Tensor> ModelCore::local_virtual_parameters() {
 }
 
 ModelCore::TensorDict ModelCore::virtual_named_parameters() {
-  const auto slices = this->slices();
+  const std::shared_ptr<dp::ParameterSlices> slices =
+      runtime_->sharding ? runtime_->sharding->parameters() : this->slices();
   if (slices) slices->bind();
   TensorDict result;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -157,6 +159,11 @@ ModelCore::TensorDict ModelCore::state_dict() const {
       at::Tensor& copy = copies[item.value().unsafeGetTensorImpl()];
       if (!copy.defined()) {
         const auto* entry = runtime_->table().find(item.value());
+        if (const auto shard = shard_of(item.value())) {
+          copy = runtime_->sharding->parameters()->full(*shard).cpu().contiguous();
+          result.insert(item.key(), copy);
+          continue;
+        }
         const int root = runtime_->partitioned ? runtime_->owner.at(entry->name) : 0;
         const bool mine = pipeline->rank() == root;
         copy = mine ? graph::value_of(item.value()).detach().cpu().contiguous().clone()
@@ -175,7 +182,12 @@ ModelCore::TensorDict ModelCore::local_state_dict() const {
   TensorDict result;
   at::NoGradGuard no_grad;
   for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
-    for (const auto& item : dict) result.insert(item.key(), item.value().detach().clone());
+    for (const auto& item : dict) {
+      const auto shard = shard_of(item.value());
+      const at::Tensor held =
+          shard ? runtime_->sharding->parameters()->shard(*shard) : item.value();
+      result.insert(item.key(), held.detach().clone());
+    }
   }
   return result;
 }
@@ -213,10 +225,17 @@ void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
                        "changed before the first step, which needs it. Give a copy");
         return given;
       });
+    } else if (const auto shard = shard_of(item.value())) {
+      runtime_->sharding->parameters()->load(*shard, *given);
     } else if (has_data(item.value())) {
       item.value().detach().copy_(*given);
     }
   }
+}
+
+/// The index of a parameter that sharded data parallelism divides.
+std::optional<size_t> ModelCore::shard_of(const at::Tensor& parameter) const {
+  return runtime_->sharding ? runtime_->sharding->find(parameter) : std::nullopt;
 }
 
 void ModelCore::check_outside_step(const char* call) const {
@@ -227,6 +246,10 @@ void ModelCore::check_outside_step(const char* call) const {
 void ModelCore::zero_grad() {
   check_outside_step("zero_grad");
   module_->zero_grad();
+  if (runtime_->sharding) {
+    auto& divided = *runtime_->sharding->parameters();
+    for (size_t i = 0; i < divided.size(); ++i) divided.has_gradient(i);
+  }
   if (slices_ == nullptr) return;
   // Those of the pieces go with them.
   for (size_t i = 0; i < slices_->parameters().size(); ++i) slices_->has_gradient(i);
@@ -248,6 +271,10 @@ void ModelCore::cpu() {
   if (!partitioned()) return materialize(*module_);
   at::NoGradGuard no_grad;
   const auto pipeline = runtime_->group(CommGroup::kPp);
+  if (runtime_->sharding) {
+    runtime_->sharding->parameters()->take_back();  // what an earlier call gathered
+    runtime_->sharding->parameters()->lend();
+  }
   for (const auto& tensors : {parameters(), buffers()}) {
     for (const at::Tensor& tensor : tensors) {
       const int root = runtime_->owner.at(runtime_->table().find(tensor)->name);

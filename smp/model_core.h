@@ -8,6 +8,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -91,10 +92,12 @@ class ModelCore {
   std::vector<at::Tensor> local_virtual_parameters();
   TensorDict virtual_named_parameters();
 
-  /// Copies of all parameters and buffers on every rank. Collective over the pipeline: all its
-  /// ranks must call it, or the others wait until the time-out.
+  /// Copies of all parameters and buffers on every rank. Collective over the pipeline, and with
+  /// sharded data parallelism over the world: all ranks must call it, or the others wait until the
+  /// time-out.
   TensorDict state_dict() const;
-  /// Copies of what this rank owns. Not collective.
+  /// Copies of what this rank owns: of a parameter that sharded data parallelism divides, its
+  /// shard, which has one dimension. Not collective.
   TensorDict local_state_dict() const;
   /// Copies values in. Before partitioning, and after, each rank takes what it holds; for
   /// delayed parameters the tensors are kept until the first step, unchanged. Throws one
@@ -111,8 +114,8 @@ class ModelCore {
   /// `UsageError` after, as documented for SMP.
   void to(at::Device device);
   /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
-  /// can be used as a plain module. Collective over the pipeline, as documented for SMP. Training
-  /// goes on with the owners' values.
+  /// can be used as a plain module. Collective over the pipeline, as documented for SMP; with
+  /// sharded data parallelism over the world. Training goes on with the owners' values.
   void cpu();
 
   /// True once the first step has divided the model among the ranks.
@@ -152,6 +155,7 @@ class ModelCore {
 
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
   TensorDict local(const TensorDict& all) const;
+  std::optional<size_t> shard_of(const at::Tensor& parameter) const;
   void check_outside_step(const char* call) const;
 
   std::shared_ptr<torch::nn::Module> module_;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "smp/model_core.h"
+#include "smp/sharding.h"
 #include "smp/state_pieces.h"
 
 namespace smp {
@@ -57,6 +58,7 @@ void OptimizerPieces::find_slices() {
   for (const auto& model : runtime_.models()) {
     if (auto slices = model->slices()) slices_.push_back(std::move(slices));
   }
+  if (runtime_.sharding) slices_.push_back(runtime_.sharding->parameters());
 }
 
 std::optional<OptimizerPieces::Divided> OptimizerPieces::find(const at::Tensor& parameter) const {
@@ -101,6 +103,7 @@ at::Tensor OptimizerPieces::step(const Update& update, const LossClosure& closur
   std::optional<StandIn> stand_in;
   const auto begin = [&] {
     prepare();
+    clip();
     stand_in.emplace(*this);
   };
   LossClosure on_parameters;
@@ -117,6 +120,23 @@ at::Tensor OptimizerPieces::step(const Update& update, const LossClosure& closur
   stand_in.reset();
   gather();
   return loss;
+}
+
+/// With sharded data parallelism: `sdp_gradient_clipping`.
+void OptimizerPieces::clip() const {
+  if (runtime_.sharding == nullptr) return;
+  std::vector<at::Tensor> shards, whole;
+  for (const auto& group : optimizer_.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto divided = find(parameter);
+      if (!divided) {
+        whole.push_back(parameter.grad());
+      } else if (divided->piece().tensor.defined()) {
+        shards.push_back(divided->piece().tensor.grad());
+      }
+    }
+  }
+  clip_gradients(*runtime_.sharding, shards, whole, runtime_.config().sdp_gradient_clipping());
 }
 
 /// Updated pieces go to all replicas.

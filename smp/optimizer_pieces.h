@@ -66,6 +66,7 @@ class OptimizerPieces {
   optim::ParameterNames names() const;
   void prepare();
   void adopt_states();
+  void clip() const;
   void gather();
 
   torch::optim::Optimizer& optimizer_;

@@ -11,6 +11,7 @@
 #include "smp/core/error.h"
 #include "smp/model_core.h"
 #include "smp/pipeline_choice.h"
+#include "smp/sharding.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -88,14 +89,24 @@ void Program::make_buckets() {
     }
   }
   buckets_.clear();
-  bucket_of_.assign(graph_->values.size(), {});
+  sharded_.clear();
+  place_of_.assign(graph_->values.size(), {});
   for (const auto& model : runtime_->models()) {
-    const auto parameters = model->trained_parameters();
+    std::vector<at::Tensor> parameters;
     std::vector<std::string> names;
-    for (const at::Tensor& parameter : parameters) {
-      names.push_back(runtime_->table().find(parameter)->name);
-      const auto id = id_of.find(names.back());
-      if (id != id_of.end()) bucket_of_[id->second] = {buckets_.size(), names.size() - 1};
+    std::vector<graph::ValueId> divided;
+    for (const at::Tensor& parameter : model->trained_parameters()) {
+      const std::string& name = runtime_->table().find(parameter)->name;
+      const auto id = id_of.find(name);
+      const auto shard = runtime_->sharding ? runtime_->sharding->find(parameter) : std::nullopt;
+      if (id != id_of.end()) {
+        place_of_[id->second] = {buckets_.size(), shard.value_or(parameters.size()),
+                                 shard.has_value()};
+        if (shard) divided.push_back(id->second);
+      }
+      if (shard) continue;
+      parameters.push_back(parameter);
+      names.push_back(name);
     }
     const auto& options = model->options();
     dp::BucketOptions bucket;
@@ -113,7 +124,22 @@ void Program::make_buckets() {
     buckets_.push_back(
         slices ? std::make_unique<dp::GradientBuckets>(slices, bucket)
                : std::make_unique<dp::GradientBuckets>(parameters, names, replicas, bucket));
+    if (runtime_->sharding) sharded_.push_back(make_sharded_gradients(bucket, divided));
   }
+}
+
+std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
+    const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const {
+  const Sharding& sharding = *runtime_->sharding;
+  dp::ShardedGradientOptions options;
+  options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
+  options.microbatches = bucket.microbatches;
+  options.gradient_shards = bucket.gradient_shards;
+  options.divisor = bucket.divisor;
+  options.backward_passes = bucket.backward_passes;
+  return std::make_unique<dp::ShardedGradients>(
+      sharding.parameters(), gradient_order(*runtime_, *graph_, parameters),
+      runtime_->group(CommGroup::kDp), sharding.twins(), options);
 }
 
 void Program::begin_training() {
@@ -140,9 +166,9 @@ void Program::count_stages() {
   stages_left_.assign(graph_->values.size(), 0);
   for (int stage : own_stages()) {
     for (graph::ValueId id : runner_->stage(stage).consumed()) {
-      if (stages_left_[id]++ > 0) continue;
-      const auto [model, index] = bucket_of_[id];
-      buckets_[model]->await(index);
+      const Place& place = place_of_[id];
+      if (place.divided || stages_left_[id]++ > 0) continue;
+      buckets_[place.model]->await(place.index);
     }
   }
 }
@@ -162,9 +188,9 @@ void Program::broadcast_buffers() {
 /// After the last backward of a stage.
 void Program::complete_stage(int stage) {
   for (graph::ValueId id : runner_->stage(stage).consumed()) {
-    if (--stages_left_[id] > 0) continue;
-    const auto [model, index] = bucket_of_[id];
-    buckets_[model]->complete(index);
+    const Place& place = place_of_[id];
+    if (place.divided || --stages_left_[id] > 0) continue;
+    buckets_[place.model]->complete(place.index);
   }
   // Models in turn, so that replicas reduce in one order.
   for (auto& buckets : buckets_) {
@@ -178,6 +204,7 @@ void Program::finish_training() {
     buckets->finish();
     if (buckets->is_adding_up()) runtime_->adding_up = this;
   }
+  for (auto& gradients : sharded_) gradients->finish();
 }
 
 /// Parameters that an optimizer may have changed, and buffers that a step may have: from their
@@ -251,6 +278,7 @@ void Program::complete_overrides(Inputs& inputs) {
 }
 
 Program::Outputs Program::run(Inputs inputs) {
+  if (runtime_->sharding) runtime_->sharding->parameters()->take_back();
   count_as_planned(inputs);
   complete_overrides(inputs);
   if (graph_->trains()) begin_training();
@@ -270,13 +298,17 @@ Program::Outputs Program::run(Inputs inputs) {
     apply_constants(stage, inputs, static_cast<size_t>(microbatch));
   };
   step.consume = [&](graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
-    const auto [model, index] = bucket_of_[parameter];
-    buckets_[model]->add(index, microbatch, gradient);
+    const Place& place = place_of_[parameter];
+    if (place.divided) {
+      sharded_[place.model]->add(place.index, microbatch, gradient);
+    } else {
+      buckets_[place.model]->add(place.index, microbatch, gradient);
+    }
   };
   if (runtime_->config().gradient_accumulation_fusion()) {
     step.buffer = [&](graph::ValueId parameter, int microbatch) {
-      const auto [model, index] = bucket_of_[parameter];
-      return buckets_[model]->buffer(index, microbatch);
+      const Place& place = place_of_[parameter];
+      return buckets_[place.model]->buffer(place.index, microbatch);
     };
   }
   size_t reduced = 0;
@@ -285,6 +317,7 @@ Program::Outputs Program::run(Inputs inputs) {
     complete_stage(stage);
     if (++reduced < stages) return;
     for (auto& buckets : buckets_) buckets->reduce();
+    for (auto& gradients : sharded_) gradients->reduce();
   };
   Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
   step.output = [&](int position, int microbatch, const at::Tensor& output) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dp/gradient_buckets.h"
+#include "dp/sharded_gradients.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
 #include "smp/planning.h"
@@ -51,10 +52,18 @@ class Program {
     int from;  // rank that owns it
     int to;    // rank that reads it
   };
+  /// Where a parameter's gradients go.
+  struct Place {
+    size_t model = 0;
+    size_t index = 0;  // in the model's buckets, or among the divided parameters
+    bool divided = false;
+  };
   using Outputs = std::vector<std::vector<at::Tensor>>;
 
   std::vector<int> own_stages() const;
   void make_buckets();
+  std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
+      const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
   void find_copies();
   void refresh_replicas();
   void broadcast_buffers();
@@ -81,7 +90,9 @@ class Program {
   std::set<graph::ValueId> overridden_contents_;
   int shards_ = 0;                                             // what the buckets were made for
   std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;  // by model
-  std::vector<std::pair<size_t, size_t>> bucket_of_;  // by owned parameter: model, index in it
+  // By model, of parameters that are divided; empty without sharded data parallelism.
+  std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
+  std::vector<Place> place_of_;   // by owned parameter
   std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
 };
 

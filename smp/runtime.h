@@ -27,6 +27,7 @@ class ProcessGroup;
 namespace smp {
 
 class ModelCore;
+class Sharding;
 
 /// Everything that `init` sets up for one rank: configuration, groups, models, owners of
 /// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
@@ -108,6 +109,8 @@ class Runtime {
   std::function<void(const pipeline::Action&)> on_action;
   /// The program whose gradients wait for later steps (`backward_passes_per_step`); null: none.
   const void* adding_up = nullptr;
+  /// Sharded data parallelism, once partitioned; null: parameters are whole.
+  std::shared_ptr<Sharding> sharding;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.

@@ -12,6 +12,7 @@
 #include "smp/core/error.h"
 #include "smp/delayed.h"
 #include "smp/runtime.h"
+#include "smp/sharding.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -35,12 +36,14 @@ std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<Mo
 
 /// The ranks that write, numbered.
 struct Writers {
-  /// The stages of the first replica, where replicas have parts of the optimizer's state those of
-  /// all. Before partitioning every rank has the whole model, so one writes it.
+  /// The stages of the first replica; where replicas have parts of the optimizer's state those of
+  /// all, and of the first that together have all parameters. Before partitioning every rank has
+  /// the whole model, so one writes it.
   Writers(const Runtime& runtime, bool writes_optimizer) {
     const int stages = runtime.group(CommGroup::kPp)->size();
     const bool all = writes_optimizer && shards_optimizer_state(runtime);
-    const int replicas = all ? runtime.group(CommGroup::kDp)->size() : 1;
+    int replicas = all ? runtime.group(CommGroup::kDp)->size() : 1;
+    if (runtime.sharding) replicas = runtime.sharding->parameters()->group()->size();
     if (runtime.partitioned) count = stages * replicas;
     mine = runtime.rank_in(CommGroup::kDp) * stages + runtime.rank_in(CommGroup::kPp);
   }
@@ -49,11 +52,26 @@ struct Writers {
   int mine;
 };
 
-/// What this rank writes: the model's tensors are the first replica's.
+/// The divided parameters in turn by the ranks that have them together, so that none needs the
+/// memory for all. Collective over these ranks.
+NamedTensor gather_divided(const Sharding& sharding, NamedTensor tensor, size_t index) {
+  const auto& parameters = *sharding.parameters();
+  const int root = static_cast<int>(index) % parameters.group()->size();
+  tensor.tensor = parameters.full_on(root, index);
+  return tensor;
+}
+
+/// What this rank writes: the model's tensors are the first replica's, but for divided parameters.
 checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>& models,
                            const std::vector<OptimizerCore*>& optimizers) {
   checkpoint::Shard shard;
   for (auto& tensor : tensors_of(runtime, models)) {
+    if (const auto index =
+            runtime.sharding ? runtime.sharding->find(tensor.tensor) : std::nullopt) {
+      auto gathered = gather_divided(*runtime.sharding, tensor, *index);
+      if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
+      continue;
+    }
     const bool mine = runtime.rank_in(CommGroup::kDp) == 0 && runtime.owns(tensor.name);
     if (mine) shard.model.push_back(std::move(tensor));
   }
@@ -141,6 +159,9 @@ LoadedRun load_run(const std::string& path, const std::vector<ModelCore*>& model
     if (const auto recording = graph::recording_of(tensor).first) {
       // Read by the rank that will own it.
       recording->set_source(tensor, [reader, name = name] { return reader->read_model(name); });
+    } else if (const auto index =
+                   runtime.sharding ? runtime.sharding->find(tensor) : std::nullopt) {
+      runtime.sharding->parameters()->load(*index, reader->read_model(name));
     } else if (has_data(tensor)) {
       tensor.detach().copy_(reader->read_model(name));
     }

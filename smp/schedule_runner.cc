@@ -6,6 +6,7 @@
 
 #include "pipeline/timeline_page.h"
 #include "smp/core/log.h"
+#include "smp/sharding.h"
 
 namespace smp {
 namespace {
@@ -73,6 +74,9 @@ void ScheduleRunner::add_stages(int microbatches) {
     auto stage = std::make_unique<pipeline::Stage>(graph_, plan_, executor_->edges(), index,
                                                    microbatches, runtime_.table());
     if (!regions_.empty()) stage->set_regions(regions_, store);
+    if (runtime_.sharding) {
+      stage->set_residency(make_residency(runtime_, graph_, microbatches));
+    }
     executor_->add_stage(std::move(stage));
   }
 }

@@ -22,6 +22,7 @@
 #include "smp/model_core.h"
 #include "smp/partition_scope.h"
 #include "smp/pipeline_choice.h"
+#include "smp/sharding.h"
 #include "smp/storage.h"
 
 namespace smp {
@@ -202,6 +203,9 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
     if (entry.kind == ValueKind::kParameter && runtime.owner.at(entry.name) != rank) {
       release_data(entry.tensor);
     }
+  }
+  if (runtime.config().sharded_data_parallel_degree() > 1) {
+    runtime.sharding = std::make_shared<Sharding>(runtime);
   }
   return_freed_memory();  // what belongs to other ranks now, and what the capture took
   make_own_parameters(runtime);

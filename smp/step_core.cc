@@ -322,12 +322,16 @@ void StepCore::Impl::forget_oldest() {
   graphs_.erase(graphs_.begin());
 }
 
-/// Throws on all ranks of the pipeline unless they are about to run the same.
+/// Throws on all ranks of the pipeline unless they are about to run the same; on all replicas, too,
+/// where they have to.
 void StepCore::Impl::agree(const Traced& traced, const StepCall& call) {
   const auto fingerprints = fingerprints_.try_emplace(traced.found.get(), *traced.found).first;
-  check_agreement(*runtime_->group(CommGroup::kPp),
-                  {name_, *traced.found, fingerprints->second, traced.constants, traced.contents,
-                   call.tensors});
+  const StepTrace step = {name_,           *traced.found,   fingerprints->second,
+                          traced.constants, traced.contents, call.tensors};
+  check_agreement(*runtime_->group(CommGroup::kPp), step);
+  if (runtime_->config().sharded_data_parallel_degree() > 1) {
+    check_same_operators(*runtime_->group(CommGroup::kDp), step);
+  }
 }
 
 /// Of the random streams of the first microbatch in the next call.

@@ -145,6 +145,11 @@ SMP_CONFIG_ARG(double, timeout_seconds)
 SMP_CONFIG_ARG(bool, check_collectives)
 SMP_CONFIG_ARG(int64_t, tensor_parallel_degree)
 SMP_CONFIG_ARG(int64_t, sharded_data_parallel_degree)
+SMP_CONFIG_ARG(int64_t, sdp_reduce_bucket_size)
+SMP_CONFIG_ARG(int64_t, sdp_param_persistence_threshold)
+SMP_CONFIG_ARG(int64_t, sdp_max_live_parameters)
+SMP_CONFIG_ARG(bool, sdp_hierarchical_allgather)
+SMP_CONFIG_ARG(double, sdp_gradient_clipping)
 
 #undef SMP_CONFIG_ARG
 

@@ -130,8 +130,18 @@ class Config {
   SMP_CONFIG_ARG(bool, check_collectives);
   /// The number of ranks that share a layer; 1 in this version.
   SMP_CONFIG_ARG(int64_t, tensor_parallel_degree);
-  /// The number of replicas that share parameters; 1 in this version.
+  /// Over how many replicas parameters, gradients and optimizer state are sharded; 1: not.
   SMP_CONFIG_ARG(int64_t, sharded_data_parallel_degree);
+  /// The size of sharded gradient buckets, in elements.
+  SMP_CONFIG_ARG(int64_t, sdp_reduce_bucket_size);
+  /// Parameters with fewer elements are not sharded.
+  SMP_CONFIG_ARG(int64_t, sdp_param_persistence_threshold);
+  /// How many elements of sharded parameters may be there when more are gathered ahead.
+  SMP_CONFIG_ARG(int64_t, sdp_max_live_parameters);
+  /// Accepted, without effect.
+  SMP_CONFIG_ARG(bool, sdp_hierarchical_allgather);
+  /// The L2 norm to which gradients are clipped with sharded data parallelism.
+  SMP_CONFIG_ARG(double, sdp_gradient_clipping);
 
   /// The port of data parallelism, if given.
   Config& ddp_port(int64_t port);

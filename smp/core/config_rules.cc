@@ -155,6 +155,9 @@ void Config::check_data_parallel_rules(std::vector<std::string>& problems) const
   if (if_valid<bool>("shard_optimizer_state") == true) {
     refuse("\"shard_optimizer_state\" to be false, got true.");
   }
+  if (if_valid<bool>("gradient_accumulation_fusion") == true) {
+    refuse("\"gradient_accumulation_fusion\" to be false, got true.");
+  }
   if (tensor && *tensor > 1 && if_valid<bool>("prescaled_batch") == false) {
     refuse("\"prescaled_batch\" to be true with tensor parallelism, got false.");
   }

@@ -293,28 +293,29 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "The ranks of a tensor-parallel group feed the same batch instead of their own.")
           .default_only(),
       integer("sharded_data_parallel_degree", int64_t{1},
-              "Over how many replicas parameters, gradients and optimizer state are sharded; a "
-              "divisor of the number of data-parallel ranks.")
-          .at_least(1)
-          .default_only(),
+              "Over how many replicas parameters, gradients and optimizer state are sharded (see "
+              "docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 "
+              "needs `partitions` of 1, and neither `shard_optimizer_state` nor "
+              "`gradient_accumulation_fusion`.")
+          .at_least(1),
       integer("sdp_reduce_bucket_size", int64_t{500000000},
               "The size of sharded gradient buckets, in elements.")
-          .at_least(1)
-          .default_only(),
+          .at_least(1),
       integer("sdp_param_persistence_threshold", int64_t{1000000},
               "Parameters with fewer elements than this stay on every rank.")
-          .at_least(0)
-          .default_only(),
+          .at_least(0),
       integer("sdp_max_live_parameters", int64_t{1000000000},
-              "Gathering ahead pauses when this many parameters are materialised.")
-          .at_least(1)
-          .default_only(),
+              "While this many elements of sharded parameters are gathered, no more are gathered "
+              "ahead.")
+          .at_least(1),
       boolean("sdp_hierarchical_allgather", true,
-              "Gather parameters within and across hosts apart.")
-          .default_only(),
-      number("sdp_gradient_clipping", 1.0, "The norm to which sharded gradients are clipped.")
-          .above(0)
-          .default_only(),
+              "Gather parameters within and across hosts apart. Accepted for SMP's configurations "
+              "and without effect: collectives find their way by themselves (see "
+              "docs/collectives.md)."),
+      number("sdp_gradient_clipping", 1.0,
+             "With sharded data parallelism, the L2 norm over all parameters to which "
+             "`optimizer.step()` clips gradients. Always on; a large number switches it off.")
+          .above(0),
   };
 }
 

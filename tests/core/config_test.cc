@@ -63,6 +63,11 @@ TEST(Config, Defaults) {
   EXPECT_DOUBLE_EQ(config.bucket_cap_mb(), 25);
   EXPECT_EQ(config.tensor_parallel_degree(), 1);
   EXPECT_EQ(config.sharded_data_parallel_degree(), 1);
+  EXPECT_EQ(config.sdp_reduce_bucket_size(), 500000000);
+  EXPECT_EQ(config.sdp_param_persistence_threshold(), 1000000);
+  EXPECT_EQ(config.sdp_max_live_parameters(), 1000000000);
+  EXPECT_TRUE(config.sdp_hierarchical_allgather());
+  EXPECT_DOUBLE_EQ(config.sdp_gradient_clipping(), 1);
   EXPECT_EQ(config.source("partitions"), "default");
 }
 
@@ -109,7 +114,10 @@ TEST(Config, AcceptsEveryValueThatThisVersionHas) {
            R"({"memory_weight": 0})",
            R"({"memory_weight": 1.0})",
            R"({"ddp": true, "ddp_dist_backend": "auto", "ddp_port": 0})",
-           R"({"sdp_reduce_bucket_size": 5e8})",
+           R"({"sharded_data_parallel_degree": 2, "ddp": true})",
+           R"({"sdp_reduce_bucket_size": 5e8, "sdp_param_persistence_threshold": 0})",
+           R"({"sdp_max_live_parameters": 1, "sdp_hierarchical_allgather": false})",
+           R"({"sdp_gradient_clipping": 2})",
            R"({"tensor_parallel_degree": 1, "sharded_data_parallel_degree": 1, "fp16": false})",
            R"({"contiguous": true, "horovod": false})",
            R"({"auto_partition": true, "default_partition": 0})",
@@ -224,10 +232,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
        R"("ddp_dist_backend": "nccl" is not available in this version. Use "auto" (the default).)"},
       {R"({"ddp": true, "tensor_parallel_degree": 2})",
        R"("tensor_parallel_degree": 2 is not available in this version. Use 1 (the default).)"},
-      {R"({"sharded_data_parallel_degree": 2})",
-       R"("sharded_data_parallel_degree": 2 is not available in this version. Use 1 (the default).)"},
-      {R"({"sdp_gradient_clipping": 2})",
-       R"("sdp_gradient_clipping": 2.0 is not available in this version. Use 1.0 (the default).)"},
       {R"({"contiguous": false})",
        R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
       {R"({"horovod": true})",
@@ -241,9 +245,7 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
 // Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
 TEST(Config, NoMissingFeatureIsIgnored) {
   for (const char* setting :
-       {"\"fp16_params\": true", "\"bf16\": true", "\"prescaled_batch\": true",
-        "\"sdp_reduce_bucket_size\": 1", "\"sdp_param_persistence_threshold\": 1",
-        "\"sdp_max_live_parameters\": 1", "\"sdp_hierarchical_allgather\": false"}) {
+       {"\"fp16_params\": true", "\"bf16\": true", "\"prescaled_batch\": true"}) {
     const std::string error = validation_error(std::string("{") + setting + "}");
     EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
   }
@@ -301,6 +303,10 @@ TEST(Config, RulesBetweenParameters) {
   EXPECT_TRUE(mentions(R"({"sharded_data_parallel_degree": 2, "shard_optimizer_state": true})",
                        "\"sharded_data_parallel_degree\": a degree of 2 needs "
                        "\"shard_optimizer_state\" to be false, got true."));
+  EXPECT_TRUE(mentions(
+      R"({"sharded_data_parallel_degree": 2, "gradient_accumulation_fusion": true})",
+      "\"sharded_data_parallel_degree\": a degree of 2 needs \"gradient_accumulation_fusion\" to "
+      "be false, got true."));
   EXPECT_TRUE(mentions(
       R"({"sharded_data_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": true})",
       "\"sharded_data_parallel_degree\": a degree of 2 needs \"prescaled_batch\" to be true with "
@@ -495,7 +501,10 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
             R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
-            R"("placement_strategy":"cluster","seed":-1,"shard_optimizer_state":false,)"
+            R"("placement_strategy":"cluster","sdp_gradient_clipping":1.0,)"
+            R"("sdp_hierarchical_allgather":true,"sdp_max_live_parameters":1000000000,)"
+            R"("sdp_param_persistence_threshold":1000000,"sdp_reduce_bucket_size":500000000,)"
+            R"("seed":-1,"shard_optimizer_state":false,"sharded_data_parallel_degree":1,)"
             R"("skip_tracing":false,"timeout_seconds":300.0,"trace_execution_times":true,)"
             R"("trace_memory_usage":false,"virtual_stages":0})");
   Config::from_json(Config().to_json(), "defaults").validate();
