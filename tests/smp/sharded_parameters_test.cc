@@ -1,0 +1,572 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "smp/sharding.h"
+#include "smp/smp.h"
+#include "tests/smp/models.h"
+#include "tests/smp/oracle.h"
+#include "tests/smp/parity.h"
+
+// Sharded data parallelism: the bits of one process, and what a rank holds meanwhile.
+namespace smp {
+namespace {
+
+using namespace testing;
+
+struct Sharded {
+  int replicas;
+  int degree;
+  int microbatches = 1;
+  int64_t threshold = 100;
+  int64_t max_live = 1000000000;
+  int64_t bucket = 1000;
+  int steps = 3;
+};
+
+std::ostream& operator<<(std::ostream& out, const Sharded& run) {
+  return out << run.replicas << " replicas, degree " << run.degree << ", " << run.microbatches
+             << " microbatches, from " << run.threshold << " elements, at most " << run.max_live;
+}
+
+constexpr double kNoClipping = 1e9;
+
+Config config_of(const Sharded& run, double clipping = kNoClipping) {
+  Config config = Config()
+                      .microbatches(run.microbatches)
+                      .ddp(true)
+                      .sharded_data_parallel_degree(run.degree)
+                      .sdp_param_persistence_threshold(run.threshold)
+                      .sdp_max_live_parameters(run.max_live)
+                      .sdp_reduce_bucket_size(run.bucket)
+                      .sdp_gradient_clipping(clipping)
+                      .seed(kSeed)
+                      .timeout_seconds(60);
+  return config;
+}
+
+parity::Layout layout_of(const Sharded& run) {
+  return {1, run.replicas, run.microbatches, "interleaved", false, run.steps};
+}
+
+/// What a rank holds of its parameters, in elements.
+int64_t held_elements(const torch::nn::Module& module) {
+  int64_t count = 0;
+  for (const auto& parameter : unique_parameters(module)) {
+    count += static_cast<int64_t>(parameter.storage().nbytes() / parameter.element_size());
+  }
+  if (!Runtime::get().sharding) return count;
+  const auto& divided = *Runtime::get().sharding->parameters();
+  for (size_t i = 0; i < divided.size(); ++i) count += divided.shard(i).numel();
+  return count;
+}
+
+/// How the test looks at a rank after each step.
+template <class Net>
+using Watch = std::function<void(DistributedModel<Net>& model, int step)>;
+/// What it does with its module before the first.
+template <class Net>
+using Prepare = std::function<void(Net& net)>;
+
+/// Trains `Net` on ranks that share parameters, with an evaluation after each step.
+template <class Net, class Optimizer, class Options>
+parity::Trace run_sharded(const std::function<Net()>& make, const Options& options,
+                          const Sharded& run, const std::vector<Tensors>& batches,
+                          const Watch<Net>& watch, const Prepare<Net>& prepare) {
+  const auto layout = layout_of(run);
+  parity::Trace trace;
+  trace.losses.assign(run.steps, Tensors(run.replicas * run.microbatches));
+  trace.evaluations.resize(run.steps);
+  std::mutex mutex;
+  torch::manual_seed(5);
+  std::vector<Net> nets;
+  for (int i = 0; i < run.replicas; ++i) nets.push_back(make());
+  run_as_threads(run.replicas, config_of(run), [&] {
+    DistributedModel<Net> model(nets[rank()]);
+    DistributedOptimizer<Optimizer> optimizer(model->parameters(), options);
+    auto net = model.get_module();
+    if (prepare) prepare(net);
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = net->loss(x, y);
+      model->backward(loss);
+      return loss;
+    });
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    for (int i = 0; i < run.steps; ++i) {
+      const int64_t size = batches[i][0].size(0) / run.replicas;
+      const auto x = batches[i][0].narrow(0, dp_rank() * size, size);
+      const auto y = batches[i][1].narrow(0, dp_rank() * size, size);
+      model->train();
+      optimizer.zero_grad();
+      const auto losses = train(x, y);
+      optimizer.step();
+      model->eval();
+      const auto evaluation = evaluate(x, y).reduce_mean();
+      const std::lock_guard<std::mutex> lock(mutex);
+      for (int m = 0; m < layout.microbatches; ++m) {
+        trace.losses[i][dp_rank() * layout.microbatches + m] = losses.outputs()[m];
+      }
+      if (dp_rank() == 0) trace.evaluations[i] = evaluation;
+      if (watch) watch(model, i);
+    }
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (dp_rank() == 0) {
+      trace.weights = state;
+    } else {
+      for (const auto& item : net->named_parameters()) {
+        expect_equal(state.at(item.key()),
+                     trace.weights.empty() ? state.at(item.key()) : trace.weights.at(item.key()),
+                     "rank " + std::to_string(rank()) + " " + item.key());
+      }
+    }
+  });
+  return trace;
+}
+
+template <class Net, class Optimizer, class Options>
+void check(const std::function<Net()>& make, const Options& options, const Sharded& run,
+           const Watch<Net>& watch = nullptr, const Prepare<Net>& prepare = nullptr) {
+  SCOPED_TRACE(c10::str(run));
+  torch::set_num_threads(1);
+  const auto layout = layout_of(run);
+  const auto batches = parity::make_batches<Net>(layout);
+  auto plain = parity::run_plain<Net, Optimizer>(make, options, layout, batches);
+  auto sharded = run_sharded<Net, Optimizer>(make, options, run, batches, watch, prepare);
+  // Gradients of shards are compared by what optimizers make of them.
+  sharded.gradients = plain.gradients;
+  parity::expect_same(sharded, plain);
+}
+
+const auto kAdamW = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
+const auto kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+
+TinyGpt tied_gpt() { return TinyGpt(true); }
+TinyGpt gpt() { return TinyGpt(false); }
+
+class ShardedTraining : public ::testing::TestWithParam<std::pair<int, int>> {};
+
+/// Tied embedding, dropout.
+TEST_P(ShardedTraining, IsAsInOneProcess) {
+  const auto [replicas, degree] = GetParam();
+  check<TinyGpt, torch::optim::AdamW>(tied_gpt, kAdamW, {replicas, degree});
+  check<TinyGpt, torch::optim::SGD>(gpt, kSgd, {replicas, degree, 2});
+}
+
+/// All that can be divided is, and less fits than the window would gather.
+TEST_P(ShardedTraining, NeedsLittleMemory) {
+  const auto [replicas, degree] = GetParam();
+  check<TinyGpt, torch::optim::AdamW>(tied_gpt, kAdamW, {replicas, degree, 1, 0, 1000, 1});
+}
+
+INSTANTIATE_TEST_SUITE_P(ReplicasAndDegree, ShardedTraining,
+                         ::testing::Values(std::pair(2, 2), std::pair(3, 3), std::pair(4, 2),
+                                           std::pair(4, 4)));
+
+/// Weights that are read through views, several times, far apart; a frozen one; parts of one
+/// weight; one that does not reach the loss.
+struct ViewNetImpl : torch::nn::Module {
+  ViewNetImpl() {
+    square = register_parameter("square", torch::randn({8, 8}) * 0.3);
+    fused = register_parameter("fused", torch::randn({24, 8}) * 0.3);
+    strided = register_parameter(
+        "strided", (torch::randn({8, 12}) * 0.3).t().clone(at::MemoryFormat::Preserve));
+    frozen = register_parameter("frozen", torch::randn({12, 8}) * 0.3, /*requires_grad=*/false);
+    aside = register_parameter("aside", torch::randn({8, 8}));
+    unused = register_parameter("unused", torch::randn({8, 8}));
+  }
+
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    const auto transposed = square.t();
+    const auto parts = fused.chunk(3);
+    {
+      const torch::NoGradGuard no_grad;
+      y = y + 0.01 * torch::tanh(y.matmul(aside));
+    }
+    x = torch::tanh(x.matmul(transposed));
+    for (const auto& part : parts) x = x + torch::relu(x.matmul(part));
+    x = x.matmul(strided.t()).matmul(frozen);
+    x = torch::tanh(x.matmul(square)) + fused.narrow(0, 3, 1);
+    return torch::mse_loss(x, y) + 1e-3 * square.square().sum();
+  }
+
+  static Tensors batch(int64_t size) { return {torch::randn({size, 8}), torch::randn({size, 8})}; }
+
+  torch::Tensor square, fused, strided, frozen, aside, unused;
+};
+TORCH_MODULE(ViewNet);
+
+TEST(ShardedParameters, AreReadThroughViews) {
+  const auto make = [] { return ViewNet(); };
+  for (const int64_t max_live : {1000000, 1}) {
+    check<ViewNet, torch::optim::AdamW>(make, kAdamW, {4, 2, 2, 0, max_live});
+    check<ViewNet, torch::optim::SGD>(make, kSgd, {3, 3, 1, 0, max_live});
+  }
+}
+
+TEST(ShardedParameters, AreThereWhenARegionRunsAgain) {
+  const auto prepare = [](TinyGpt& net) {
+    for (auto& module : net->up) set_activation_checkpointing(module);
+    for (auto& module : net->attention_in) set_activation_checkpointing(module);
+    set_activation_checkpointing(net->tokens);
+  };
+  check<TinyGpt, torch::optim::SGD>(tied_gpt, kSgd, {2, 2, 2, 0, 1000}, nullptr, prepare);
+  check<TinyGpt, torch::optim::AdamW>(gpt, kAdamW, {3, 3}, nullptr, prepare);
+}
+
+/// A leaf module in the middle of others.
+struct LeafNetImpl : torch::nn::Module {
+  LeafNetImpl() {
+    first = register_module("first", torch::nn::Linear(8, 16));
+    inner =
+        register_module("inner", torch::nn::Sequential(torch::nn::Linear(16, 16), torch::nn::ReLU(),
+                                                       torch::nn::Linear(16, 8)));
+    last = register_module("last", torch::nn::Linear(8, 8));
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    return torch::mse_loss(last(leaf(inner)(torch::tanh(first(x)))), y);
+  }
+  static Tensors batch(int64_t size) { return {torch::randn({size, 8}), torch::randn({size, 8})}; }
+
+  torch::nn::Linear first{nullptr}, last{nullptr};
+  torch::nn::Sequential inner{nullptr};
+};
+TORCH_MODULE(LeafNet);
+
+TEST(ShardedParameters, AreReadByLeafModules) {
+  check<LeafNet, torch::optim::SGD>([] { return LeafNet(); }, kSgd, {2, 2, 2, 0, 100});
+}
+
+/// Between steps a rank has its shards and what is not divided, and no gradient of a whole
+/// parameter.
+TEST(ShardedParameters, AreHeldInParts) {
+  int64_t whole = 0, small = 0;
+  for (const auto& parameter : unique_parameters(*tied_gpt())) {
+    (parameter.numel() < 100 ? small : whole) += parameter.numel();
+  }
+  for (const auto& [replicas, degree] : {std::pair(2, 2), std::pair(4, 2), std::pair(4, 4)}) {
+    std::vector<int64_t> of_rank(replicas);
+    check<TinyGpt, torch::optim::AdamW>(tied_gpt, kAdamW, {replicas, degree},
+                                        [&](DistributedModel<TinyGpt>& model, int) {
+                                          of_rank[rank()] = held_elements(*model.get_module());
+                                          for (const auto& parameter : model->parameters()) {
+                                            if (parameter.numel() >= 100)
+                                              EXPECT_TRUE(parameter.grad().is_meta());
+                                          }
+                                        });
+    for (int group = 0; group < replicas; group += degree) {
+      int64_t sum = 0;
+      for (int r = group; r < group + degree; ++r) {
+        sum += of_rank[r] - small;
+        // 15 parameters, in shards of multiples of 64 elements.
+        EXPECT_NEAR(of_rank[r] - small, whole / degree, 15 * 64);
+      }
+      EXPECT_EQ(sum, whole);
+    }
+  }
+}
+
+/// At no time more than the limit, or than an operator needs.
+TEST(ShardedParameters, AreLiveWithinTheLimit) {
+  for (const int64_t limit : {768, 1300, 2000}) {
+    check<TinyGpt, torch::optim::SGD>(tied_gpt, kSgd, {2, 2, 2, 100, limit},
+                                      [&](DistributedModel<TinyGpt>&, int) {
+                                        const auto& window = *Runtime::get().sharding->window();
+                                        EXPECT_EQ(window.live(), 0);
+                                        EXPECT_LE(window.peak_live(), limit);
+                                        EXPECT_GT(window.peak_live(), 700);
+                                      });
+  }
+  check<TinyGpt, torch::optim::SGD>(
+      tied_gpt, kSgd, {2, 2, 1, 100, 1}, [&](DistributedModel<TinyGpt>&, int) {
+        EXPECT_EQ(Runtime::get().sharding->window()->peak_live(), 768);  // the largest alone
+      });
+}
+
+/// Every gather but the first of a pass has started before the use of the parameter before it.
+TEST(ShardedParameters, AreGatheredAhead) {
+  using Event = dp::ParameterWindow::Event;
+  torch::set_num_threads(1);
+  std::vector<std::pair<Event, std::string>> events;
+  torch::manual_seed(5);
+  std::vector<Mlp> nets{Mlp(5), Mlp(5)};
+  run_as_threads(2, config_of({2, 2, 1, 36}), [&] {
+    DistributedModel<Mlp> model(nets[rank()]);
+    auto train = make_training(model);
+    const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
+    for (int i = 0; i < 2; ++i) train(x, y);
+    auto& window = *Runtime::get().sharding->window();
+    window.on_event = [&](Event event, size_t parameter) {
+      if (rank() > 0) return;
+      events.emplace_back(event, Runtime::get().sharding->parameters()->name(parameter));
+    };
+    train(x, y);
+    window.on_event = nullptr;
+  });
+  std::vector<std::string> uses;  // those of a parameter in a row as one
+  std::map<std::string, size_t> gathered;
+  for (size_t i = 0; i < events.size(); ++i) {
+    const auto& [event, name] = events[i];
+    if (event == Event::kGather) gathered[name] = i;
+    if (event == Event::kRelease) gathered.erase(name);
+    if (event != Event::kUse || (!uses.empty() && uses.back() == name)) continue;
+    // Others have been used since the gather began; but for the very first, where nothing can be.
+    const auto used_since =
+        std::count_if(events.begin() + static_cast<std::ptrdiff_t>(gathered.at(name)),
+                      events.begin() + static_cast<std::ptrdiff_t>(i),
+                      [](const auto& other) { return other.first == Event::kUse; });
+    EXPECT_EQ(used_since > 0, !uses.empty()) << name;
+    uses.push_back(name);
+  }
+  const std::vector<std::string> expected{
+      "in.weight",      "hidden0.weight", "hidden1.weight", "hidden2.weight", "hidden3.weight",
+      "hidden4.weight", "hidden3.weight", "hidden2.weight", "hidden1.weight", "hidden0.weight"};
+  EXPECT_EQ(uses, expected);  // the gradient of the input is not asked for
+  EXPECT_TRUE(gathered.empty());
+}
+
+/// The L2 norm of all gradients, each once, as libtorch's function does on whole parameters.
+TEST(ShardedParameters, GradientsAreClipped) {
+  torch::set_num_threads(1);
+  for (const Sharded& run : {Sharded{2, 2}, Sharded{4, 2}, Sharded{4, 4}}) {
+    const int replicas = run.replicas;
+    const auto batches = parity::make_batches<TinyGpt>(layout_of(run));
+    torch::manual_seed(5);
+    TinyGpt plain(true, 3, 0.0);
+    std::vector<TinyGpt> nets;
+    for (int i = 0; i < replicas; ++i) {
+      nets.emplace_back(true, 3, 0.0);
+      copy_values(*plain, *nets.back());
+    }
+    const auto parameters = unique_parameters(*plain);
+    torch::optim::SGD optimizer(parameters, kSgd);
+    for (int i = 0; i < run.steps; ++i) {
+      optimizer.zero_grad();
+      plain_backward(parameters, replicas, 1, [&](int m) {
+        return plain->loss(part(batches[i][0], replicas, m), part(batches[i][1], replicas, m));
+      });
+      EXPECT_GT(torch::nn::utils::clip_grad_norm_(parameters, 0.2), 0.2);
+      optimizer.step();
+    }
+    run_as_threads(replicas, config_of(run, 0.2), [&] {
+      DistributedModel<TinyGpt> model(nets[rank()]);
+      DistributedOptimizer<torch::optim::SGD> own(model->parameters(), kSgd);
+      auto train = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = model.get_module()->loss(x, y);
+        model->backward(loss);
+        return loss;
+      });
+      for (int i = 0; i < run.steps; ++i) {
+        own.zero_grad();
+        train(part(batches[i][0], replicas, rank()), part(batches[i][1], replicas, rank()));
+        own.step();
+      }
+      const auto state = model->state_dict();
+      for (const auto& item : plain->named_parameters()) {
+        EXPECT_TRUE(torch::allclose(state[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+      }
+    });
+  }
+}
+
+/// Checkpoints are whole: into a plain module, another degree, and no sharding at all, and back.
+TEST(ShardedParameters, SaveAndLoad) {
+  torch::set_num_threads(1);
+  const std::string folder = ::testing::TempDir() + "/sharded_parameters";
+  std::filesystem::remove_all(folder);
+  const auto batches = parity::make_batches<TinyGpt>({1, 4, 1, "", false, 4});
+  torch::manual_seed(5);
+  const TinyGpt initial(true);
+  const auto train_steps = [&](int degree, int first, int last, const std::string& load,
+                               const std::string& save) {
+    Named result;
+    std::mutex mutex;
+    std::vector<TinyGpt> nets;
+    for (int i = 0; i < 4; ++i) {
+      nets.emplace_back(true);
+      copy_values(*initial, *nets.back());
+    }
+    run_as_threads(4, config_of({4, degree}), [&] {
+      DistributedModel<TinyGpt> model(nets[rank()]);
+      DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), kAdamW);
+      auto train = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = model.get_module()->loss(x, y);
+        model->backward(loss);
+        return loss;
+      });
+      const auto run_step = [&](int i) {
+        optimizer.zero_grad();
+        train(part(batches[i][0], 4, rank()), part(batches[i][1], 4, rank()));
+        optimizer.step();
+      };
+      if (!load.empty() && degree == 2) run_step(3);  // load into a model that is divided already
+      if (!load.empty()) smp::load(load, model, optimizer);
+      for (int i = first; i < last; ++i) run_step(i);
+      if (!save.empty()) smp::save(save, model, optimizer);
+      const auto state = to_map(model->state_dict());
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (rank() == 0) result = state;
+    });
+    return result;
+  };
+  const auto expected = train_steps(1, 0, 4, "", "");
+  for (const auto& [before, after] : {std::pair(4, 2), std::pair(2, 1), std::pair(1, 4)}) {
+    SCOPED_TRACE(c10::str("degree ", before, ", then ", after));
+    const auto saved = train_steps(before, 0, 2, "", folder);
+    TinyGpt plain(true);
+    load_into_module(folder, *plain);
+    expect_equal(state_of(*plain), saved, "value");
+    expect_equal(train_steps(after, 2, 4, folder, ""), expected, "value");
+  }
+}
+
+TEST(ShardedParameters, ModelsAreReadAndWritten) {
+  torch::set_num_threads(1);
+  torch::manual_seed(5);
+  std::vector<Mlp> nets{Mlp(), Mlp()};
+  const auto initial = state_of(*nets[0]);
+  run_as_threads(2, config_of({2, 2, 1, 36}), [&] {
+    DistributedModel<Mlp> model(nets[rank()]);
+    auto train = make_training(model);
+    const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
+    train(x, y);
+    Mlp net = model.get_module();
+    EXPECT_EQ(net->hidden[0]->weight.storage().nbytes(), 0u);
+    expect_equal(to_map(model->state_dict()), initial, "state");
+    const auto local = model->local_state_dict();
+    EXPECT_EQ(local["hidden0.weight"].sizes(), std::vector<int64_t>({rank() == 0 ? 36 : 0}));
+    EXPECT_EQ(local["hidden0.bias"].sizes(), std::vector<int64_t>({6}));
+    EXPECT_EQ(model->local_parameters().size(), 12u);
+    EXPECT_EQ(model->virtual_named_parameters().contains("hidden0.weight"), rank() == 0);
+    model->cpu();
+    expect_equal(state_of(*net), initial, "module");
+    torch::OrderedDict<std::string, torch::Tensor> doubled;
+    for (const auto& [name, tensor] : initial) doubled.insert(name, tensor * 2);
+    model->load_state_dict(doubled);
+    expect_equal(to_map(model->state_dict()), to_map(doubled), "loaded");
+    model->cpu();  // anew
+    expect_equal(state_of(*net), to_map(doubled), "module");
+    train(x, y);
+    EXPECT_EQ(net->hidden[0]->weight.storage().nbytes(), 0u);
+    // Gradients are dropped with those of the parameters.
+    EXPECT_TRUE(Runtime::get().sharding->parameters()->has_gradient(0));
+    model->zero_grad();
+    EXPECT_FALSE(Runtime::get().sharding->parameters()->shard(0).grad().defined());
+  });
+}
+
+/// Delayed parameters are made one by one, and divided at once.
+TEST(ShardedParameters, AreMadeLater) {
+  torch::set_num_threads(1);
+  torch::manual_seed(5);
+  const auto expected = state_of(*Mlp());
+  std::vector<Mlp> nets(2, nullptr);
+  Config config = config_of({2, 2, 1, 36});
+  config.delayed_parameter_initialization(true);
+  std::mutex mutex;
+  run_as_threads(2, config, [&] {
+    Mlp net{nullptr};
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      torch::manual_seed(5);
+      const auto scope = model_creation(ModelCreationOptions().eager_bytes(16));
+      net = Mlp();
+    }
+    DistributedModel<Mlp> model(net);
+    make_training(model)(torch::ones({4, MlpImpl::kWidth}), torch::ones({4, 1}));
+    EXPECT_EQ(net->hidden[0]->weight.storage().nbytes(), 0u);
+    expect_equal(to_map(model->state_dict()), expected, "value");
+  });
+}
+
+TEST(ShardedParameters, ReplicasRunTheSameOperators) {
+  const auto text = error_of_run<UsageError>(2, config_of({2, 2, 1, 36}), [] {
+    torch::manual_seed(5);
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
+    train(x, y);
+    if (rank() == 1) net->depth = 3;
+    train(x, y);
+  });
+  expect_has(text, {"step function \"step 0\" calls other operators on replica 0 and replica 1",
+                    "With \"sharded_data_parallel_degree\" above 1 replicas gather parameters "
+                    "together, so all take the same way through the function"});
+}
+
+/// libtorch's own check, which saved tensors beside a divided parameter do not get.
+TEST(ShardedParameters, SavedTensorsAreNotWritten) {
+  const auto text = error_of_run<UsageError>(2, config_of({2, 2, 1, 36}), [] {
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    const auto x = torch::ones({4, MlpImpl::kWidth});
+    make_training(model)(x, torch::ones({4, 1}));
+    step([&](torch::Tensor input) {
+      auto y = torch::tanh(net->in(input)) * 2;
+      auto z = net->hidden[0](y);
+      y.add_(1);
+      auto loss = (y + z).sum();
+      model->backward(loss);
+      return loss;
+    })(x);
+  });
+  expect_has(text, {"saved beside a sharded parameter by an operator whose backward reads it"});
+}
+
+TEST(ShardedParameters, NumbersInGradientsAreRefused) {
+  const auto text = error_of_run<UsageError>(2, config_of({2, 2, 1, 36}), [] {
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    make_training(model)(torch::ones({4, MlpImpl::kWidth}), torch::ones({4, 1}));
+    net->in->weight.mutable_grad() = torch::zeros_like(net->in->bias);
+    optimizer.step();
+  });
+  expect_has(text, {"the program has changed .grad of parameter \"in.weight\""});
+}
+
+TEST(ShardedParameters, OptimizersAreElementwise) {
+  const auto text = error_of_run<UsageError>(2, config_of({2, 2}), [] {
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    DistributedOptimizer<torch::optim::LBFGS> optimizer(model->parameters());
+  });
+  expect_has(text,
+             {"needs whole parameters, and with \"sharded_data_parallel_degree\" each replica "
+              "updates its pieces of them. Use another optimizer, or set "
+              "\"sharded_data_parallel_degree\" to 1"});
+}
+
+/// A rank that fails while the other gathers.
+TEST(ShardedParameters, AFailureNamesTheParameter) {
+  std::string text;
+  error_of_run<std::exception>(2, config_of({2, 2, 1, 36}), [&] {
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
+    train(x, y);
+    if (rank() == 0) {
+      text = error_of<CommError>([&] { train(x, y); });
+      return;
+    }
+    auto& window = *Runtime::get().sharding->window();
+    window.on_event = [](dp::ParameterWindow::Event event, size_t parameter) {
+      if (event == dp::ParameterWindow::Event::kUse && parameter == 2) throw Error("out of luck");
+    };
+    train(x, y);
+  });
+  expect_has(text, {"rank 1", "out of luck", "while sharded data parallelism gathered parameter"});
+}
+
+}  // namespace
+}  // namespace smp
