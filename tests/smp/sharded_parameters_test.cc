@@ -2,11 +2,13 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <functional>
 #include <mutex>
 #include <ostream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -549,21 +551,28 @@ TEST(ShardedParameters, OptimizersAreElementwise) {
 /// A rank that fails while the other gathers.
 TEST(ShardedParameters, AFailureNamesTheParameter) {
   std::string text;
-  error_of_run<std::exception>(2, config_of({2, 2, 1, 36}), [&] {
+  std::atomic<int> arrived = 0;
+  // One parameter at a time: each use waits for a gather of its own.
+  const auto config = config_of({2, 2, 1, 36}).sdp_max_live_parameters(1);
+  error_of_run<std::exception>(2, config, [&] {
     Mlp net;
     DistributedModel<Mlp> model(net);
     auto train = make_training(model);
     const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
     train(x, y);
-    if (rank() == 0) {
-      text = error_of<CommError>([&] { train(x, y); });
-      return;
-    }
-    auto& window = *Runtime::get().sharding->window();
-    window.on_event = [](dp::ParameterWindow::Event event, size_t parameter) {
-      if (event == dp::ParameterWindow::Event::kUse && parameter == 2) throw Error("out of luck");
+    Runtime::get().sharding->window()->on_event = [&](dp::ParameterWindow::Event event,
+                                                      size_t parameter) {
+      if (event != dp::ParameterWindow::Event::kUse || parameter != 2) return;
+      ++arrived;
+      // Only when the other rank is there, too, does it wait for the next parameter afterwards.
+      while (arrived < 2) std::this_thread::yield();
+      if (rank() == 1) throw Error("out of luck");
     };
-    train(x, y);
+    if (rank() == 1) {
+      train(x, y);
+    } else {
+      text = error_of<CommError>([&] { train(x, y); });
+    }
   });
   expect_has(text, {"rank 1", "out of luck", "while sharded data parallelism gathered parameter"});
 }
