@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "dp/comm_errors.h"
 #include "dp/program_defaults.h"
 #include "smp/core/error.h"
 
@@ -152,13 +153,7 @@ void DataParallelCore::broadcast_buffers(int root) {
                     "'s buffers to all before a forward pass. If the ranks have different numbers "
                     "of batches, drop the surplus or wrap the loop in model.join()]");
   };
-  try {
-    buffers_->run(root);
-  } catch (const TimeoutError& error) {
-    throw TimeoutError(error.what() + where());
-  } catch (const CommError& error) {
-    throw CommError(error.what() + where());
-  }
+  with_where_in_errors(where, [&] { buffers_->run(root); });
 }
 
 DataParallelCore::Round DataParallelCore::exchange(bool active, bool reduces,

@@ -86,9 +86,7 @@ int GradientBuckets::shard_of(int microbatch) const {
 }
 
 void GradientBuckets::add(size_t index, int microbatch, const at::Tensor& gradient) {
-  SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"", names_[index],
-                 "\" has a sparse gradient, which cannot be reduced. Build its embedding with "
-                 "sparse(false)");
+  check_dense(gradient, names_[index]);
   at::NoGradGuard no_grad;
   const int shard = shard_of(microbatch);
   if (used_[shard][index]) {
@@ -167,11 +165,7 @@ void GradientBuckets::reduce() {
 
 /// After all buckets of all models, so that replicas reduce in one order.
 void GradientBuckets::reduce_usage() {
-  any_used_ = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kByte);
-  auto* any_used = any_used_.mutable_data_ptr<uint8_t>();
-  for (const auto& shard : used_) {
-    for (size_t i = 0; i < shard.size(); ++i) any_used[i] |= static_cast<uint8_t>(shard[i]);
-  }
+  any_used_ = used_by_any(used_);
   works_.push_back(group_->iall_reduce(any_used_, comm::ReduceOp::kMax));
 }
 

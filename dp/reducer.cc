@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "dp/comm_errors.h"
 #include "smp/core/error.h"
 
 namespace smp::dp {
@@ -417,13 +418,7 @@ void Reducer::name_bucket_in_errors(size_t bucket, const Call& call) const {
                     ". If the ranks have different numbers of batches, drop the surplus or wrap "
                     "the loop in model.join()]");
   };
-  try {
-    call();
-  } catch (const TimeoutError& error) {
-    throw TimeoutError(error.what() + where());
-  } catch (const CommError& error) {
-    throw CommError(error.what() + where());
-  }
+  with_where_in_errors(where, call);
 }
 
 }  // namespace smp::dp

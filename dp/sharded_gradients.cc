@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "dp/bucket_layout.h"
+#include "dp/comm_errors.h"
 #include "dp/gradient_shards.h"
 #include "smp/core/error.h"
 
@@ -61,10 +62,7 @@ std::vector<std::vector<size_t>> ShardedGradients::buckets() const {
 }
 
 void ShardedGradients::add(size_t parameter, int microbatch, const at::Tensor& gradient) {
-  SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"",
-                 parameters_->name(parameter),
-                 "\" has a sparse gradient, which cannot be reduced. Build its embedding with "
-                 "sparse(false)");
+  check_dense(gradient, parameters_->name(parameter));
   at::NoGradGuard no_grad;
   const Slot& slot = slots_[parameter];
   Bucket& bucket = buckets_[slot.bucket];
@@ -111,13 +109,7 @@ void ShardedGradients::name_in_errors(size_t bucket, const Call& call) const {
     if (members.size() > 1) text += " ... " + parameters_->name(members.back());
     return text + "]";
   };
-  try {
-    call();
-  } catch (const TimeoutError& error) {
-    throw TimeoutError(error.what() + where());
-  } catch (const CommError& error) {
-    throw CommError(error.what() + where());
-  }
+  with_where_in_errors(where, call);
 }
 
 /// Without a gradient here a bucket takes part with zeros.
@@ -166,11 +158,7 @@ void ShardedGradients::settle(size_t index) {
 }
 
 void ShardedGradients::reduce_usage() {
-  any_used_ = at::zeros({static_cast<int64_t>(parameters_->size())}, at::kByte);
-  auto* any_used = any_used_.mutable_data_ptr<uint8_t>();
-  for (const auto& shard : used_) {
-    for (size_t i = 0; i < shard.size(); ++i) any_used[i] |= static_cast<uint8_t>(shard[i]);
-  }
+  any_used_ = used_by_any(used_);
   replicas_->all_reduce(any_used_, comm::ReduceOp::kMax);
 }
 

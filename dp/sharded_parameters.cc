@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "dp/bucket_layout.h"
+#include "dp/comm_errors.h"
 #include "graph/storage.h"
 #include "smp/core/error.h"
 
@@ -36,13 +37,7 @@ void wait_for(const comm::WorkPtr& work, const std::string& name) {
   const auto where = [&] {
     return c10::str(" [while sharded data parallelism gathered parameter \"", name, "\"]");
   };
-  try {
-    work->wait();
-  } catch (const TimeoutError& error) {
-    throw TimeoutError(error.what() + where());
-  } catch (const CommError& error) {
-    throw CommError(error.what() + where());
-  }
+  with_where_in_errors(where, [&] { work->wait(); });
 }
 
 }  // namespace

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "smp/core/error.h"
+
+namespace smp::dp {
+
+/// Calls something that communicates. What then goes wrong in the communication ends with the text
+/// that `where()` gives: what it was for.
+template <class Where, class Call>
+void with_where_in_errors(const Where& where, const Call& call) {
+  try {
+    call();
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(error.what() + where());
+  } catch (const CommError& error) {
+    throw CommError(error.what() + where());
+  }
+}
+
+}  // namespace smp::dp
