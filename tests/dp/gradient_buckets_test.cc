@@ -5,6 +5,7 @@
 
 #include "comm/threads/run_ranks.h"
 #include "smp/core/error.h"
+#include "tests/dp/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -102,26 +103,19 @@ TEST(GradientBuckets, OneLargeOrSeveralSmallParametersFillABucket) {
   });
 }
 
-std::string error(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(GradientBuckets, RefusesShardsThatDoNotFit) {
   comm::run_ranks(2, [](const comm::CommunicatorPtr& group) {
     BucketOptions options;
     options.gradient_shards = 3;
-    const auto text = error([&] { GradientBuckets(make_parameters(), kNames, group, options); });
+    const auto text = testing::error_of<Error>(
+        [&] { GradientBuckets(make_parameters(), kNames, group, options); });
     EXPECT_NE(text.find("expected a multiple of the number of replicas (2), got 3"),
               std::string::npos)
         << text;
     options.gradient_shards = 4;
     options.microbatches = 3;
-    const auto other = error([&] { GradientBuckets(make_parameters(), kNames, group, options); });
+    const auto other = testing::error_of<Error>(
+        [&] { GradientBuckets(make_parameters(), kNames, group, options); });
     EXPECT_NE(other.find("\"microbatches\": expected a multiple of the gradient shards"),
               std::string::npos)
         << other;
@@ -131,7 +125,9 @@ TEST(GradientBuckets, RefusesShardsThatDoNotFit) {
 TEST(GradientBuckets, RefusesSparseGradients) {
   comm::run_ranks(1, [](const comm::CommunicatorPtr& group) {
     GradientBuckets buckets(make_parameters(), kNames, group, {});
-    const auto text = error([&] { buckets.add(0, 0, at::zeros({5, 3}).to_sparse()); });
+    const auto text = testing::error_of<Error>([&] {
+      buckets.add(0, 0, at::zeros({5, 3}).to_sparse());
+    });
     EXPECT_NE(text.find("parameter \"a\" has a sparse gradient"), std::string::npos) << text;
   });
 }

@@ -6,6 +6,7 @@
 #include "comm/threads/run_ranks.h"
 #include "dp/gradient_buckets.h"
 #include "smp/core/error.h"
+#include "tests/dp/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -231,15 +232,6 @@ INSTANTIATE_TEST_SUITE_P(Cases, SlicedGradients,
                                            Case{4, 1, false}, Case{1, 2, false}, Case{2, 2, false},
                                            Case{3, 2, false}, Case{2, 1, true}, Case{3, 1, true}));
 
-std::string error(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 /// `.grad` of a parameter says that there is a gradient, and has no numbers.
 TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
   comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
@@ -265,9 +257,11 @@ TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
     // What would change numbers that are not there.
     parameters[0].grad().mul_(0.5);
     const std::string text = "the program has changed .grad of parameter \"a\", which holds no";
-    EXPECT_NE(error([&] { slices->has_gradient(0); }).find(text), std::string::npos);
+    EXPECT_NE(testing::error_of<Error>([&] { slices->has_gradient(0); }).find(text),
+              std::string::npos);
     parameters[0].mutable_grad() = at::ones({5, 30});
-    EXPECT_NE(error([&] { slices->add_gradient(0, gradient); }).find(text), std::string::npos);
+    EXPECT_NE(testing::error_of<Error>([&] { slices->add_gradient(0, gradient); }).find(text),
+              std::string::npos);
   });
 }
 

@@ -10,6 +10,7 @@
 
 #include "comm/threads/run_ranks.h"
 #include "dp/distributed_data_parallel.h"
+#include "tests/dp/error_of.h"
 
 /// Trains replicas as threads and compares them, bit for bit, with one process that computes the
 /// same shards one after the other and adds their gradients in rank order.
@@ -169,16 +170,6 @@ void expect_as_alone(const Make& make, Training run, const Pass& pass,
   for (size_t i = 0; i < expected.buffers.size(); ++i) {
     EXPECT_TRUE(same(got[0].buffers[i], expected.buffers[i])) << "buffer " << i;
   }
-}
-
-/// What a body throws, on any rank; empty if it does not.
-inline std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace smp::dp::testing

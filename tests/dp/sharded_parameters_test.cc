@@ -14,6 +14,7 @@
 #include "dp/parameter_window.h"
 #include "dp/sharded_gradients.h"
 #include "smp/core/error.h"
+#include "tests/dp/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -45,15 +46,6 @@ std::shared_ptr<ShardedParameters> divide(const std::vector<at::Tensor>& paramet
   return sharded;
 }
 
-std::string error(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
 void expect_has(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
 }
@@ -73,7 +65,7 @@ TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
     // 450 = 192 + 192 + 66, 200 = 128 + 72 + 0, 7 + 0 + 0.
     const int64_t elements[] = {192 + 128 + 7, 192 + 72, 66};
     EXPECT_EQ(held, elements[group->rank()]);
-    expect_has(error([&] { parameters[0].sum(); }),
+    expect_has(testing::error_of([&] { parameters[0].sum(); }),
                "the data of a parameter that sharded data parallelism has divided over ranks");
     for (int repetition = 0; repetition < 2; ++repetition) {
       for (size_t i = 0; i < 3; ++i) sharded->gather(i);
@@ -311,7 +303,7 @@ TEST(ShardedGradients, RefuseSparseGradients) {
   comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
     const auto sharded = divide(make_parameters(), world);
     ShardedGradients reduced(sharded, {0, 1, 2}, world, world, {});
-    expect_has(error([&] {
+    expect_has(testing::error_of([&] {
                  reduced.add(0, 0, at::zeros({15, 30}).to_sparse());
                }),
                "parameter \"weight\" has a sparse gradient");
@@ -320,11 +312,11 @@ TEST(ShardedGradients, RefuseSparseGradients) {
 
 TEST(ShardedParameters, ARankThatFailsDuringAGatherIsNamed) {
   std::string text;
-  error([&] {
+  testing::error_of([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
       const auto sharded = divide(make_parameters(), group);
       if (group->rank() == 1) throw Error("out of luck");
-      text = error([&] {
+      text = testing::error_of([&] {
         sharded->gather(1);
         sharded->wait(1);
       });
@@ -338,7 +330,7 @@ TEST(ShardedParameters, ARankThatFailsDuringAGatherIsNamed) {
 
 TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
   std::string text;
-  error([&] {
+  testing::error_of([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
       const auto sharded = divide(make_parameters(), group);
       ShardedGradientOptions options;
@@ -346,7 +338,7 @@ TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
       ShardedGradients reduced(sharded, {2, 1, 0}, group, group->split({group->rank()}, "twins"),
                                options);
       if (group->rank() == 1) throw Error("out of luck");
-      text = error([&] {
+      text = testing::error_of([&] {
         reduced.add(1, 0, at::zeros({20, 10}));
         reduced.reduce();
         reduced.finish();

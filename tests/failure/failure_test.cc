@@ -23,8 +23,8 @@ std::string launch(const std::string& how, const std::string& parameters) {
   return "tools/smprun_bin --config " + config + " --np 2 tests/failure/failing_step " + how;
 }
 
-Outcome run(const std::string& how, const std::string& parameters) {
-  const std::string command = launch(how, parameters) + " 2>&1";
+/// Runs a shell command to its end.
+Outcome run_command(const std::string& command) {
   const auto start = std::chrono::steady_clock::now();
   FILE* pipe = popen(command.c_str(), "r");
   Outcome outcome;
@@ -35,6 +35,10 @@ Outcome run(const std::string& how, const std::string& parameters) {
   const auto end = std::chrono::steady_clock::now();
   outcome.seconds = std::chrono::duration<double>(end - start).count();
   return outcome;
+}
+
+Outcome run(const std::string& how, const std::string& parameters) {
+  return run_command(launch(how, parameters) + " 2>&1");
 }
 
 constexpr const char* kParameters = R"({"partitions": 2, "microbatches": 2})";
@@ -108,12 +112,7 @@ TEST(Failure, LauncherThatIsKilled) {
     echo "$(ranks | wc -l) ranks had started"
     for rank in $(ranks); do kill -0 $rank 2>/dev/null && echo "$rank is alive"; done
   )sh";
-  std::string output;
-  FILE* pipe = popen(script.c_str(), "r");
-  std::array<char, 4096> buffer;
-  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) output += buffer.data();
-  pclose(pipe);
-  EXPECT_EQ(output, "2 ranks had started\n");
+  EXPECT_EQ(run_command(script).output, "2 ranks had started\n");
 }
 
 /// The launcher finds out before it starts anything.
