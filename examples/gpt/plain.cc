@@ -12,6 +12,7 @@
 #include "examples/gpt/settings.h"
 #include "examples/gpt/text_data.h"
 #include "examples/gpt/trigram.h"
+#include "examples/program.h"
 
 namespace gpt {
 namespace {
@@ -112,16 +113,5 @@ void train(const Settings& settings) {
 }  // namespace gpt
 
 int main(int argc, char** argv) {
-  gpt::Settings settings;
-  if (const auto status = gpt::parse_command_line(argc, argv, settings)) return *status;
-  try {
-    gpt::train(settings);
-  } catch (const c10::Error& error) {
-    std::cerr << "gpt_plain: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "gpt_plain: " << error.what() << "\n";
-    return 1;
-  }
-  return 0;
+  return run_program("gpt_plain", argc, argv, gpt::parse_command_line, gpt::train);
 }

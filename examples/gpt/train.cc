@@ -14,6 +14,7 @@
 #include "examples/gpt/settings.h"
 #include "examples/gpt/text_data.h"
 #include "examples/gpt/trigram.h"
+#include "examples/program.h"
 #include "smp/smp.h"
 
 namespace gpt {
@@ -96,16 +97,5 @@ void train(const Settings& settings) {
 }  // namespace gpt
 
 int main(int argc, char** argv) {
-  gpt::Settings settings;
-  if (const auto status = gpt::parse_command_line(argc, argv, settings)) return *status;
-  try {
-    gpt::train(settings);
-  } catch (const c10::Error& error) {
-    std::cerr << "gpt: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "gpt: " << error.what() << "\n";
-    return 1;
-  }
-  return 0;
+  return run_program("gpt", argc, argv, gpt::parse_command_line, gpt::train);
 }

@@ -12,6 +12,7 @@
 #include "examples/mnist/idx_data.h"
 #include "examples/mnist/loops.h"
 #include "examples/mnist/settings.h"
+#include "examples/program.h"
 #include "optim/adadelta.h"
 #include "smp/smp.h"
 
@@ -57,16 +58,5 @@ void run(const Settings& settings) {
 }  // namespace mnist
 
 int main(int argc, char** argv) {
-  mnist::Settings settings;
-  if (const auto status = mnist::parse_command_line(argc, argv, settings)) return *status;
-  try {
-    mnist::run(settings);
-  } catch (const c10::Error& error) {
-    std::cerr << "mnist: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "mnist: " << error.what() << "\n";
-    return 1;
-  }
-  return 0;
+  return run_program("mnist", argc, argv, mnist::parse_command_line, mnist::run);
 }

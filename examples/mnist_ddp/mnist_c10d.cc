@@ -11,6 +11,7 @@
 
 #include "comm/c10d/process_group.h"
 #include "examples/mnist_ddp/loop.h"
+#include "examples/program.h"
 
 namespace mnist {
 namespace {
@@ -84,16 +85,5 @@ void run(const Settings& settings) {
 }  // namespace mnist
 
 int main(int argc, char** argv) {
-  mnist::Settings settings;
-  if (const auto status = mnist::parse_command_line(argc, argv, settings)) return *status;
-  try {
-    mnist::run(settings);
-  } catch (const c10::Error& error) {
-    std::cerr << "mnist_c10d: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "mnist_c10d: " << error.what() << "\n";
-    return 1;
-  }
-  return 0;
+  return run_program("mnist_c10d", argc, argv, mnist::parse_command_line, mnist::run);
 }

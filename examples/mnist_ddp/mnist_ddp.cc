@@ -11,6 +11,7 @@
 #include <iostream>
 
 #include "examples/mnist_ddp/loop.h"
+#include "examples/program.h"
 #include "smp/ddp.h"
 
 namespace mnist {
@@ -39,16 +40,5 @@ void run(const Settings& settings) {
 }  // namespace mnist
 
 int main(int argc, char** argv) {
-  mnist::Settings settings;
-  if (const auto status = mnist::parse_command_line(argc, argv, settings)) return *status;
-  try {
-    mnist::run(settings);
-  } catch (const c10::Error& error) {
-    std::cerr << "mnist_ddp: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "mnist_ddp: " << error.what() << "\n";
-    return 1;
-  }
-  return 0;
+  return run_program("mnist_ddp", argc, argv, mnist::parse_command_line, mnist::run);
 }
