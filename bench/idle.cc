@@ -26,6 +26,7 @@
 #include "examples/gpt/gpt_model.h"
 #include "pipeline/measured_costs.h"
 #include "pipeline/simulator.h"
+#include "pipeline/walk.h"
 #include "smp/pipeline_choice.h"
 #include "smp/runtime.h"
 #include "smp/smp.h"
@@ -107,31 +108,17 @@ std::vector<double> measured_idle(const Recorded& recorded, int ranks, double& s
 std::vector<double> replayed_idle(const smp::pipeline::Schedule& schedule,
                                   const std::map<std::string, double>& took) {
   std::vector<double> clocks(schedule.ranks()), busy(schedule.ranks());
-  std::vector<size_t> next(schedule.ranks());
   std::map<std::string, double> arrivals;  // by receive
-  const auto run_one = [&](int rank) {
-    if (next[rank] == schedule.actions(rank).size()) return false;
-    const smp::pipeline::Action& action = schedule.actions(rank)[next[rank]];
+  const auto perform = [&](int rank, size_t, const smp::pipeline::Action& action) {
     const std::string name = to_string(action);
-    if (action.is_recv()) {
-      const auto arrival = arrivals.find(name);
-      if (arrival == arrivals.end()) return false;
-      clocks[rank] = std::max(clocks[rank], arrival->second);
-    }
+    if (action.is_recv()) clocks[rank] = std::max(clocks[rank], arrivals.at(name));
     const auto found = took.find(name);
     const double time = found == took.end() ? 0 : found->second;
     clocks[rank] += time;
     if (action.is_compute()) busy[rank] += time;
     if (action.is_send()) arrivals[to_string(counterpart(action))] = clocks[rank];
-    ++next[rank];
-    return true;
   };
-  for (bool moved = true; moved;) {
-    moved = false;
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      while (run_one(rank)) moved = true;
-    }
-  }
+  smp::pipeline::walk(schedule, schedule.microbatches(), perform);
   const double makespan = *std::max_element(clocks.begin(), clocks.end());
   for (double& time : busy) time = 1 - time / makespan;
   return busy;
