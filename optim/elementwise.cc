@@ -27,10 +27,14 @@ std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer) {
 void Elementwise::check(const char* key, const char* usual) const {
   const std::string name = c10::demangle(type->name());
   SMP_CHECK_WITH(UsageError, answer.has_value(),
-                 "\"", key, "\" needs an optimizer that updates each element of a parameter by "
-                 "itself, and of ", name, " it is not known whether it does. If so, say it: template <> struct "
-                 "smp::optim::IsElementwise<", name, "> : std::true_type {}; (optim/elementwise.h)."
-                 " If not, set \"", key, "\" to ", usual);
+                 "\"", key,
+                 "\" needs an optimizer that updates each element of a parameter by itself, and of ",
+                 name,
+                 " it is not known whether it does. If so, say it: template <> struct "
+                 "smp::optim::IsElementwise<",
+                 name,
+                 "> : std::true_type {}; (optim/elementwise.h). If not, set \"", key, "\" to ",
+                 usual);
   SMP_CHECK_WITH(UsageError, *answer, "optimizer ", name, " needs whole parameters, and with "
                  "\"", key, "\" each replica updates its pieces of them. Use another optimizer, or "
                  "set \"", key, "\" to ", usual);

@@ -105,6 +105,13 @@ std::string describe_constants(const graph::Graph& graph,
   return out.str();
 }
 
+/// Which of the ranks' texts is the first that is not rank 0's; their number if there is none.
+size_t first_other(const std::vector<std::string>& all) {
+  size_t other = 0;
+  while (other < all.size() && all[other] == all[0]) ++other;
+  return other;
+}
+
 }  // namespace
 
 StepFingerprints::StepFingerprints(const graph::Graph& graph)
@@ -118,8 +125,7 @@ void check_agreement(comm::Communicator& pipeline, const StepTrace& step) {
                                         hash_inputs(step.inputs)};
   const auto all = comm::all_gather_bytes(
       pipeline, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
-  size_t other = 0;
-  while (other < all.size() && all[other] == all[0]) ++other;
+  const size_t other = first_other(all);
   if (other == all.size()) return;
   std::array<uint64_t, 4> first, second;
   std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
@@ -154,18 +160,16 @@ void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
   const uint64_t mine = step.fingerprints.graph;
   const auto all = comm::all_gather_bytes(
       replicas, std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
-  size_t other = 0;
-  while (other < all.size() && all[other] == all[0]) ++other;
+  const size_t other = first_other(all);
   if (other == all.size()) return;
   const auto texts = comm::all_gather_bytes(replicas, describe_graph(step.graph));
   const auto [a, b] = first_difference(texts[0], texts[other]);
-  detail::fail<UsageError>("step function \"", step.name,
-                           "\" calls other operators on replica 0 and replica ", other,
-                           ". The first difference: replica 0 has \"", a, "\", replica ", other,
-                           " has \"", b,
-                           "\". With \"sharded_data_parallel_degree\" above 1 replicas gather "
-                           "parameters together, so all take the same way through the function, "
-                           "on batches of the same shapes");
+  detail::fail<UsageError>(
+      "step function \"", step.name, "\" calls other operators on replica 0 and replica ", other,
+      ". The first difference: replica 0 has \"", a, "\", replica ", other, " has \"", b,
+      "\". With \"sharded_data_parallel_degree\" above 1 replicas gather "
+      "parameters together, so all take the same way through the function, "
+      "on batches of the same shapes");
 }
 
 }  // namespace smp

@@ -246,13 +246,11 @@ void ModelCore::check_outside_step(const char* call) const {
 void ModelCore::zero_grad() {
   check_outside_step("zero_grad");
   module_->zero_grad();
-  if (runtime_->sharding) {
-    auto& divided = *runtime_->sharding->parameters();
-    for (size_t i = 0; i < divided.size(); ++i) divided.has_gradient(i);
-  }
-  if (slices_ == nullptr) return;
+  const std::shared_ptr<dp::ParameterSlices> slices =
+      runtime_->sharding ? runtime_->sharding->parameters() : slices_;
+  if (slices == nullptr) return;
   // Those of the pieces go with them.
-  for (size_t i = 0; i < slices_->parameters().size(); ++i) slices_->has_gradient(i);
+  for (size_t i = 0; i < slices->parameters().size(); ++i) slices->has_gradient(i);
 }
 
 void ModelCore::to(at::Device device) {
