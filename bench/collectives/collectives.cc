@@ -86,8 +86,9 @@ double time_of(const CommunicatorPtr& world, Contender& contender) {
 
 void measure(const CommunicatorPtr& world, std::vector<Contender>& contenders) {
   for (Contender& contender : contenders) {
-    for (int i = 0; i < 3; ++i) {  // warm up; the last tells how many fit into a round
-      contender.repeats = 1;
+    // Warms up, and learns how many fit into a round: from more calls each time, since one by
+    // itself mostly shows how long the other rank took to wake up.
+    for (int i = 0; i < 4; ++i) {
       const double time = time_of(world, contender);
       contender.repeats =
           static_cast<int>(std::clamp(kMicrosecondsOfARound / std::max(time, 0.1), 1.0, 2000.0));

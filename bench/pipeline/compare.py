@@ -75,11 +75,14 @@ class Contender:
         while True:
             text = self.processes[0].stdout.readline()
             if not text:
-                self.log.seek(0)
-                raise RuntimeError(f"{self.name} ended early:\n{self.log.read()[-2000:]}")
+                raise self.ended_early()
             text = text.strip()
             if text in ("set up", "ready") or text.replace(".", "", 1).replace("e-", "", 1).isdigit():
                 return text
+
+    def ended_early(self):
+        self.log.seek(0)
+        return RuntimeError(f"{self.name} ended early:\n{self.log.read()[-2000:]}")
 
     def wait_until_ready(self):
         while self.line() != "set up":
@@ -97,8 +100,11 @@ class Contender:
         return max(now - before for before, now in zip(self.before, self.resident()))
 
     def say(self, text):
-        self.processes[0].stdin.write(text + "\n")
-        self.processes[0].stdin.flush()
+        try:
+            self.processes[0].stdin.write(text + "\n")
+            self.processes[0].stdin.flush()
+        except BrokenPipeError:
+            raise self.ended_early() from None
 
     def cpu_seconds(self):
         ticks = 0
@@ -118,7 +124,7 @@ class Contender:
         try:
             self.say("step")  # the last that all ranks expect
             self.processes[0].stdin.close()
-        except BrokenPipeError:
+        except (BrokenPipeError, RuntimeError):
             pass  # ended already
         for process in self.processes:
             try:
@@ -135,6 +141,8 @@ def single(worker, name, model, threads):
 def ours(worker, schedule, model, ranks, numerics):
     parameters = {"partitions": ranks, "microbatches": model["microbatches"], "pipeline": schedule,
                   "optimize": "speed", "numerics": numerics,
+                  # While all the others are set up and measured, ranks wait.
+                  "timeout_seconds": 3600,
                   "gradient_accumulation_fusion": numerics == "fast"}
     # "auto" tries schedules in its first steps.
     warm = {"warm": 14} if schedule == "auto" else {}
