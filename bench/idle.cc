@@ -153,7 +153,7 @@ void report(const std::string& file, int ranks, int microbatches) {
   const auto& config = runtime.config();
   const auto planned =
       smp::plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, ranks,
-                     smp::step_model(config, ranks, microbatches), false);
+                     smp::step_model(config, ranks, microbatches, /*replicas=*/1), false);
   const Recorded recorded(file);
   double step_us = 0;
   const auto idle = measured_idle(recorded, ranks, step_us);

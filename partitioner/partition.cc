@@ -150,7 +150,12 @@ class Partitioner {
   int stages() const { return static_cast<int>(stages_.rank_of_stage.size()); }
 
   /// Bytes that every rank needs besides what its stages keep.
-  int64_t recomputed() const { return graph_.trains() ? options_.step().largest_region() : 0; }
+  /// Bytes that each rank needs besides its stages.
+  int64_t working() const {
+    const StepModel& step = options_.step();
+    const int64_t region = graph_.trains() ? step.largest_region() : 0;
+    return region + working_bytes(graph_, step.division(), step.microbatches());
+  }
 
   Plan finish(const std::vector<int>& stage_of_operator) const {
     Owners fixed = options_.owner();
@@ -201,7 +206,7 @@ class Partitioner {
     problem.microbatches = options_.step().microbatches();
     problem.gap = kSearchGap;
     if (options_.memory_limit() > 0) {
-      problem.memory_limit = std::max(options_.memory_limit() - recomputed(), int64_t{1});
+      problem.memory_limit = std::max(options_.memory_limit() - working(), int64_t{1});
     }
     for (int s = 0; s < stages(); ++s) {
       problem.in_flight.push_back(
@@ -393,7 +398,7 @@ class Partitioner {
     problem.memory_limit = *least;
     fail_memory(finish(stages_of(pieces, *split(problem))),
                 fmt::format("the least limit that would do is {} bytes, with which",
-                            *least + recomputed()));
+                            *least + working()));
   }
 
   [[noreturn]] void explain_too_few(int possible) const {

@@ -24,6 +24,8 @@ bool is_trained(const Graph& graph, const Value& value) {
   return graph.trains() && value.meta.requires_grad;
 }
 
+int64_t part_of(int64_t bytes, int replicas) { return (bytes + replicas - 1) / replicas; }
+
 void add_operators(const Graph& graph, const Plan& plan, std::vector<StagePrediction>& stages) {
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     StagePrediction& stage = stages[plan.stage_of_operator[i]];
@@ -82,9 +84,13 @@ int microbatches_in_flight(const StepModel& step, bool trains, int stage, int st
 
 ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const StepModel& step)
     : weights(value.meta.nbytes()) {
+  const Division& division = step.division();
+  const bool is_divided = division.divides(value);
+  if (is_divided) weights = part_of(weights, division.parameters());
   if (!is_trained(graph, value)) return;
-  gradients = 2 * weights;
-  optimizer = static_cast<int64_t>(static_cast<double>(weights) * step.optimizer_state());
+  const int64_t trained = is_divided ? weights : part_of(weights, division.states());
+  gradients = is_divided ? trained : weights + trained;
+  optimizer = static_cast<int64_t>(static_cast<double>(trained) * step.optimizer_state());
 }
 
 int64_t replica_bytes(const Graph& graph, const Value& value) {
@@ -109,7 +115,8 @@ Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) 
   const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
   result.rank_us.assign(ranks, 0);
   result.recomputed = graph.trains() ? step.largest_region() : 0;
-  result.rank_memory.assign(ranks, result.recomputed);
+  result.working = working_bytes(graph, step.division(), step.microbatches());
+  result.rank_memory.assign(ranks, result.recomputed + result.working);
   for (int s = 0; s < plan.stages(); ++s) {
     result.rank_us[plan.rank_of_stage[s]] += result.stages[s].time_us();
     result.rank_memory[plan.rank_of_stage[s]] += result.stages[s].memory();
@@ -134,11 +141,15 @@ std::string describe_memory(const Plan& plan, const Prediction& prediction, int 
   std::string text = fmt::format(
       "{}: weights {}, gradients {}, optimizer state {}, activations of {} "
       "microbatch{} {}",
-      format_bytes(sum.memory() + prediction.recomputed), format_bytes(sum.weights),
-      format_bytes(sum.gradients), format_bytes(sum.optimizer), sum.in_flight,
-      sum.in_flight == 1 ? "" : "es", format_bytes(sum.activations));
+      format_bytes(sum.memory() + prediction.recomputed + prediction.working),
+      format_bytes(sum.weights), format_bytes(sum.gradients), format_bytes(sum.optimizer),
+      sum.in_flight, sum.in_flight == 1 ? "" : "es", format_bytes(sum.activations));
   if (prediction.recomputed > 0) {
     text += ", a region that runs again " + format_bytes(prediction.recomputed);
+  }
+  if (prediction.working > 0) {
+    text += ", divided parameters while they are whole and sums of their gradients " +
+            format_bytes(prediction.working);
   }
   return text;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "partitioner/division.h"
 #include "partitioner/plan.h"
 
 namespace smp::partitioner {
@@ -26,6 +27,8 @@ struct StepModel {
   TORCH_ARG(double, optimizer_state) = 2.0;
   /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
   TORCH_ARG(int64_t, largest_region) = 0;
+  /// What replicas divide among them.
+  TORCH_ARG(Division, division);
 };
 
 /// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,
@@ -33,7 +36,8 @@ struct StepModel {
 int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages);
 
 /// Bytes that a parameter takes where it belongs: itself and, if it is trained, its gradient twice
-/// (the sum over the step's microbatches and `.grad`) and the optimizer's state.
+/// (the sum over the step's microbatches and `.grad`) and the optimizer's state. Of what replicas
+/// divide, this rank's part; sums of divided parameters are among `working_bytes`.
 struct ParameterMemory {
   int64_t weights = 0;
   int64_t gradients = 0;
@@ -73,7 +77,9 @@ struct Prediction {
   std::vector<StagePrediction> stages;
   std::vector<double> rank_us;       ///< per rank: time of one microbatch
   std::vector<int64_t> rank_memory;  ///< per rank: bytes
-  int64_t recomputed = 0;            ///< of these, once per rank: a region that runs again
+  // Of these, once per rank:
+  int64_t recomputed = 0;  ///< a region that runs again
+  int64_t working = 0;     ///< divided parameters while they are whole, and sums of their gradients
   /// sum t_r + (M - 1) max t_r over the ranks: exact for `simple` with equal ratios of backward
   /// to forward, and close for `interleaved`.
   double step_us = 0;
@@ -82,8 +88,8 @@ struct Prediction {
 Prediction predict(const graph::Graph& graph, const Plan& plan, const StepModel& step);
 
 /// What a rank's memory is for: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
-/// MiB, activations of 3 microbatches 2.3 MiB", and, if there is one, ", a region that runs again
-/// 1.0 MiB".
+/// MiB, activations of 3 microbatches 2.3 MiB", and, if there is any, ", a region that runs again
+/// 1.0 MiB" and ", divided parameters while they are whole and sums of their gradients 3.0 MiB".
 std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank);
 
 }  // namespace smp::partitioner

@@ -62,12 +62,13 @@ class StepPlanner {
   }
 
  private:
-  /// What a rank may keep for microbatches in flight, besides its parameters and a region that runs
-  /// again.
+  /// What a rank may keep for microbatches in flight, besides its parameters and what it works
+  /// with.
   std::vector<double> activation_limits(const partitioner::Plan& plan) const {
     if (config_.memory_limit_mb() <= 0) return {};
-    std::vector<double> limits(ranks_, config_.memory_limit_mb() * (1 << 20) -
-                                           static_cast<double>(prediction_.recomputed));
+    std::vector<double> limits(
+        ranks_, config_.memory_limit_mb() * (1 << 20) -
+                    static_cast<double>(prediction_.recomputed + prediction_.working));
     for (int s = 0; s < plan.stages(); ++s) {
       const auto& stage = prediction_.stages[s];
       limits[plan.rank_of_stage[s]] -= static_cast<double>(stage.memory() - stage.activations);
@@ -160,6 +161,15 @@ std::vector<std::vector<int>> placements(const Config& config, const std::string
   return {{}, placement_of("breadth_first", ranks, stages), placement_of("zbv", ranks, stages)};
 }
 
+partitioner::Division division(const Config& config, int replicas) {
+  return partitioner::Division()
+      .states(config.shard_optimizer_state() ? replicas : 1)
+      .parameters(static_cast<int>(config.sharded_data_parallel_degree()))
+      .smallest(config.sdp_param_persistence_threshold())
+      .live(config.sdp_max_live_parameters())
+      .bucket(config.sdp_reduce_bucket_size());
+}
+
 }  // namespace
 
 std::string read_schedule(const Config& config) {
@@ -167,7 +177,7 @@ std::string read_schedule(const Config& config) {
   return pipeline::to_string(pipeline::load_schedule(*config.schedule_file()));
 }
 
-partitioner::StepModel step_model(const Config& config, int ranks, int microbatches) {
+partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas) {
   const std::string pipeline = config.pipeline();
   // How many microbatches other schedules keep: docs/schedules.md.
   const bool all = pipeline == "simple" || pipeline == "breadth_first" || pipeline == "file";
@@ -179,12 +189,14 @@ partitioner::StepModel step_model(const Config& config, int ranks, int microbatc
   return partitioner::StepModel(microbatches)
       .interleaved(!all)
       .active_microbatches(active)
-      .optimizer_state(config.optimizer_state_factor());
+      .optimizer_state(config.optimizer_state_factor())
+      .division(division(config, replicas));
 }
 
-partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches) {
+partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches,
+                                                int replicas) {
   return partitioner::PartitionOptions(ranks)
-      .step(step_model(config, ranks, microbatches))
+      .step(step_model(config, ranks, microbatches, replicas))
       .memory_weight(config.memory_weight())
       .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)))
       .auto_partition(config.auto_partition())

@@ -40,6 +40,7 @@ class Planner {
         config_(runtime.config()),
         captured_(graph),
         ranks_(runtime.topology().pp_size()),
+        replicas_(runtime.topology().dp_size()),
         microbatches_(microbatches) {}
 
   /// The predicted time of a step.
@@ -87,7 +88,7 @@ class Planner {
   partitioner::PartitionOptions options_for(const graph::Graph& graph,
                                             const partitioner::Regions& regions,
                                             int64_t limit) const {
-    auto options = partition_options(config_, ranks_, microbatches_)
+    auto options = partition_options(config_, ranks_, microbatches_, replicas_)
                        .memory_limit(limit)
                        .owner(runtime_.owner)
                        .pinned(pins_of(runtime_))
@@ -117,7 +118,9 @@ class Planner {
                                        limit(), modules);
   }
 
-  partitioner::StepModel step() const { return step_model(config_, ranks_, microbatches_); }
+  partitioner::StepModel step() const {
+    return step_model(config_, ranks_, microbatches_, replicas_);
+  }
 
   partitioner::Prediction predict(const Plan& plan,
                                   const std::vector<CheckpointedModules>& modules) const {
@@ -184,6 +187,7 @@ class Planner {
   const Config& config_;
   const std::shared_ptr<const graph::Graph>& captured_;
   const int ranks_;
+  const int replicas_;
   const int microbatches_;
 };
 

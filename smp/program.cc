@@ -48,10 +48,11 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
   const Config& config = runtime_->config();
   const int ranks = pipeline_->size();
-  auto step = plan_step(config, runtime_->schedule, *graph_, plan_, ranks,
-                        step_model(config, ranks, static_cast<int>(microbatches_))
-                            .largest_region(planned.largest_region),
-                        settled);
+  auto step = plan_step(
+      config, runtime_->schedule, *graph_, plan_, ranks,
+      step_model(config, ranks, static_cast<int>(microbatches_), runtime_->topology().dp_size())
+          .largest_region(planned.largest_region),
+      settled);
   find_copies();
   for (const Copy& copy : copies_) {
     if (copy.to == pipeline_->rank()) {

@@ -211,7 +211,8 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   make_own_parameters(runtime);
   const std::string report =
       partitioner::report(graph, planned.plan,
-                          step_model(runtime.config(), runtime.topology().pp_size(), microbatches)
+                          step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
+                                     runtime.topology().dp_size())
                               .largest_region(planned.largest_region));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
   for (const auto& model : runtime.models()) {

@@ -244,11 +244,12 @@ ordered_json to_json(const Graph& graph, const Forecast& forecast) {
 }
 
 std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& config,
-                                           const std::vector<int>& partitions) {
+                                           const std::vector<int>& partitions, int replicas) {
   const std::string file = read_schedule(config);
   std::vector<Alternative> result;
   for (const int count : partitions) {
-    auto options = partition_options(config, count, static_cast<int>(config.microbatches()));
+    auto options =
+        partition_options(config, count, static_cast<int>(config.microbatches()), replicas);
     if (config.pipeline() == "interleaved" && !config.is_set("active_microbatches")) {
       options.step().active_microbatches(count + 2);
     }

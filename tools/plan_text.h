@@ -25,9 +25,9 @@ struct Alternative {
   std::string problem;
 };
 
-/// Plans for each number of partitions, otherwise as `config` says.
+/// Plans for each number of partitions, with so many replicas, otherwise as `config` says.
 std::vector<Alternative> plan_alternatives(const graph::Graph& graph, const Config& config,
-                                           const std::vector<int>& partitions);
+                                           const std::vector<int>& partitions, int replicas);
 
 /// A table with a line for each.
 std::string to_text(const graph::Graph& graph, const std::vector<Alternative>& alternatives);

@@ -39,6 +39,7 @@ struct Options {
   std::string save_plan;
   std::string title;
   std::vector<int> compare;
+  int replicas = 1;
 };
 
 /// The parameters of a run, of which the command line sets some: those win over the file.
@@ -126,12 +127,14 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
   SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "svg",
                  "smp_plan: --compare has no picture: expected --format text or json, got svg.");
   if (!options.compare.empty()) {
-    const auto alternatives = smp::tools::plan_alternatives(graph, config, options.compare);
+    const auto alternatives =
+        smp::tools::plan_alternatives(graph, config, options.compare, options.replicas);
     return options.format == "json" ? smp::tools::to_json(graph, alternatives).dump(2) + "\n"
                                     : smp::tools::to_text(graph, alternatives);
   }
   const auto ranks = static_cast<int>(config.partitions());
-  auto partition = smp::partition_options(config, ranks, static_cast<int>(config.microbatches()));
+  auto partition = smp::partition_options(config, ranks, static_cast<int>(config.microbatches()),
+                                          options.replicas);
   const std::string file = smp::read_schedule(config);
   partition.placement(smp::best_placement(config, file, graph, partition));
   auto plan = make_plan(options, graph, partition);
@@ -176,6 +179,10 @@ int main(int argc, char** argv) {
   auto* compare = app.add_option("--compare", options.compare, "Numbers of partitions: 1,2,4,8")
                       ->delimiter(',')
                       ->check(CLI::PositiveNumber);
+  app.add_option("--replicas", options.replicas,
+                 "Data-parallel replicas, which divide state with \"shard_optimizer_state\"")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--save-plan", options.save_plan, "File for the plan, for \"partition_file\"")
       ->excludes(compare);
   app.add_option("--load-plan", options.load_plan,

@@ -5,6 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
 #include "partitioner/complete.h"
 #include "partitioner/predict.h"
 #include "tests/partitioner/error_of.h"
@@ -227,6 +231,62 @@ TEST(Predict, ATiedWeightIsKeptTwiceButTrainedOnce) {
   EXPECT_EQ(got.stages[0].optimizer, 128);
   EXPECT_EQ(got.stages[1].replicas, 128) << "the weight and a gradient";
   EXPECT_EQ(got.stages[1].optimizer, 0);
+}
+
+/// Reads parameters of this many float32 elements, one after the other.
+GraphBuilder product_of(const std::vector<int64_t>& elements) {
+  GraphBuilder b;
+  Ref x = b.input(at::ones({1}));
+  for (size_t i = 0; i < elements.size(); ++i) {
+    x = b.op("aten::mul.Tensor",
+             {x, b.parameter("p" + std::to_string(i), at::ones({elements[i]}))});
+    x = b.op("aten::sum", {x, c10::IValue()});
+  }
+  b.backward(x);
+  b.output(x);
+  return b;
+}
+
+Prediction predict_on_one_rank(GraphBuilder& b, const StepModel& step) {
+  const std::vector<int> stages(b.graph().operators.size(), 0);
+  return predict(b.graph(), complete_plan(b.graph(), {0}, stages, {}), step);
+}
+
+TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
+  GraphBuilder b = product_of({100, 50});
+  const auto step = StepModel(4).optimizer_state(2).division(Division().states(4));
+  const Prediction got = predict_on_one_rank(b, step);
+  EXPECT_EQ(got.stages[0].weights, 600);
+  EXPECT_EQ(got.stages[0].gradients, 600 + 150) << "the sums, and a part of what they give";
+  EXPECT_EQ(got.stages[0].optimizer, 2 * 150);
+  EXPECT_EQ(got.working, 0);
+}
+
+TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
+  GraphBuilder b = product_of({100, 10, 300});
+  const auto division = Division().parameters(4).smallest(100);
+  const Prediction several =
+      predict_on_one_rank(b, StepModel(2).optimizer_state(2).division(division));
+  EXPECT_EQ(several.stages[0].weights, 100 + 40 + 300);
+  EXPECT_EQ(several.stages[0].gradients, 100 + 2 * 40 + 300);
+  EXPECT_EQ(several.stages[0].optimizer, 2 * (100 + 40 + 300));
+  EXPECT_EQ(several.working, 1600 + 1600) << "both whole, and the sums of both";
+  EXPECT_EQ(several.rank_memory[0], several.stages[0].memory() + several.working);
+}
+
+TEST(Predict, WholeParametersAndTheirSumsHaveTheirLimits) {
+  GraphBuilder b = product_of({10, 20, 30, 40, 50, 60});
+  const auto working = [&](int microbatches, int64_t live, int64_t bucket) {
+    const auto division = Division().parameters(2).live(live).bucket(bucket);
+    return predict_on_one_rank(b, StepModel(microbatches).division(division)).working / 4;
+  };
+  const int64_t all = 210;
+  EXPECT_EQ(working(2, 1000, 1000), 20 + 30 + 40 + 50 + 60 + all) << "one and the next four";
+  EXPECT_EQ(working(2, 115, 1000), 50 + 60 + all);
+  EXPECT_EQ(working(2, 1, 1000), 60 + all) << "what one operator reads";
+  EXPECT_EQ(working(1, 1, 70), 60 + 2 * 70);
+  EXPECT_EQ(working(1, 1, 10), 60 + 2 * 60) << "the largest has a bucket for itself";
+  EXPECT_EQ(working(1, 1, 210), 60 + all);
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ struct Peaks {
 std::vector<double> predicted_peaks(const Runtime& runtime) {
   const auto& config = runtime.config();
   const auto step = plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan,
-                              kRanks, step_model(config, kRanks, kMicrobatches), false);
+                              kRanks, step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
   return step.simulation.peak_memory;
 }
 

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <limits>
+
+#include "graph/graph.h"
+
+namespace smp::partitioner {
+
+/// How replicas divide among them what each would have whole: docs/sharding.md. With both degrees
+/// 1, nothing.
+struct Division {
+  /// Whether a parameter is divided.
+  bool divides(const graph::Value& parameter) const;
+
+  /// Replicas that divide the optimizer's state and the reduced gradients
+  /// (`shard_optimizer_state`).
+  TORCH_ARG(int, states) = 1;
+  /// Replicas that divide parameters, with their gradients and state
+  /// (`sharded_data_parallel_degree`).
+  TORCH_ARG(int, parameters) = 1;
+  /// Elements that a parameter has at least if it is divided (`sdp_param_persistence_threshold`).
+  TORCH_ARG(int64_t, smallest) = 0;
+  /// Elements of divided parameters that are whole at one time at most, unless one operator needs
+  /// more (`sdp_max_live_parameters`).
+  TORCH_ARG(int64_t, live) = std::numeric_limits<int64_t>::max();
+  /// Elements of gradients that are reduced together (`sdp_reduce_bucket_size`).
+  TORCH_ARG(int64_t, bucket) = std::numeric_limits<int64_t>::max();
+};
+
+/// Bytes that a rank needs in a step for parameters that are divided, besides what it has of them:
+/// those that are whole at one time, which is what an operator reads and the next four, and sums
+/// of gradients on their way: two buckets with one microbatch, and with several all of them.
+int64_t working_bytes(const graph::Graph& graph, const Division& division, int microbatches);
+
+}  // namespace smp::partitioner
