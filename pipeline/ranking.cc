@@ -41,6 +41,16 @@ std::string padded(std::string text, size_t width) {
 
 }  // namespace
 
+const RankedSchedule& ScheduleRanking::choice() const {
+  const double longest = (1 + kAlike) * best().simulation.makespan;
+  const auto first_too_long = std::find_if(
+      schedules.begin(), schedules.end(),
+      [&](const RankedSchedule& ranked) { return ranked.simulation.makespan > longest; });
+  return *std::min_element(schedules.begin(), first_too_long, [](const auto& a, const auto& b) {
+    return most(a.simulation.peak_memory) < most(b.simulation.peak_memory);
+  });
+}
+
 ScheduleRanking rank_schedules(const ScheduleOptions& options, ListSearch search) {
   ScheduleRanking ranking;
   for (const auto& kind : schedule_kinds()) {
@@ -91,8 +101,8 @@ std::string to_string(const ScheduleRanking& ranking) {
             padded(number(100 * simulation.bubble()) + " %", kNumber) +
             number(most(simulation.peak_memory)) + '\n';
   }
-  text += "idle by rank under " + ranking.best().name + ':';
-  for (const double idle : ranking.best().simulation.idle) {
+  text += "idle by rank under " + ranking.choice().name + ':';
+  for (const double idle : ranking.choice().simulation.idle) {
     text += ' ' + number(idle);
   }
   text += '\n';

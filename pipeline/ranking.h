@@ -28,6 +28,11 @@ struct ScheduleRanking {
   std::vector<Refused> refused;
 
   const RankedSchedule& best() const { return schedules.front(); }
+
+  /// A step that is longer by this part is as good: times are not known better.
+  static constexpr double kAlike = 0.02;
+  /// The one to run: of those as good as the best the one that keeps least.
+  const RankedSchedule& choice() const;
 };
 
 /// When to make a `list`, which takes longer than all others together.
@@ -46,7 +51,7 @@ ScheduleRanking rank_schedules(const ScheduleOptions& options,
                                ListSearch search = ListSearch::kAlways);
 
 /// A report: a line for each schedule with its makespan, the idle part of it and the most that a
-/// rank keeps; then the idle time of each rank under the best, and what was refused.
+/// rank keeps; then the idle time of each rank under the choice, and what was refused.
 std::string to_string(const ScheduleRanking& ranking);
 
 }  // namespace smp::pipeline

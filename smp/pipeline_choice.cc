@@ -84,7 +84,7 @@ class StepPlanner {
     if (is_chosen()) {
       const auto ranking = pipeline::rank_schedules(options_);
       report = c10::str("Schedules predicted (us):\n", pipeline::to_string(ranking));
-      return ranking.best();
+      return ranking.choice();
     }
     std::string name = config_.pipeline();
     Schedule schedule = make(name, report);

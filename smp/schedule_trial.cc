@@ -14,6 +14,7 @@ namespace smp {
 namespace {
 
 using pipeline::RankedSchedule;
+using pipeline::ScheduleRanking;
 using pipeline::StepTimeline;
 using pipeline::Timeline;
 
@@ -67,7 +68,7 @@ void ScheduleTrial::choose() {
   current_ = {first_.name, first_.schedule,
               pipeline::simulate(first_.schedule, options_.edges(), costs)};
   const double gain = 1 - ranking_.best().simulation.makespan / current_.simulation.makespan;
-  if (gain > kGain) current_ = ranking_.best();
+  if (gain > ScheduleRanking::kAlike) current_ = ranking_.choice();
 }
 
 void ScheduleTrial::settle() {
@@ -75,7 +76,8 @@ void ScheduleTrial::settle() {
   const std::string before = in_quotes(first_.name);
   if (current_.schedule == first_.schedule) {
     verdict_ = c10::str("\"pipeline\": \"auto\" stays with ", before,
-                        ": by these costs no schedule is faster by more than ", 100 * kGain, " %.");
+                        ": by these costs no schedule is faster by more than ",
+                        100 * ScheduleRanking::kAlike, " %.");
     return;
   }
   const std::string now =
@@ -83,7 +85,7 @@ void ScheduleTrial::settle() {
   const double tried = typical_step(recorded_.back()), first = typical_step(recorded_.front());
   const auto times = c10::str("a step takes ", partitioner::format_time(tried), " with it and ",
                               partitioner::format_time(first), " with ", before);
-  if (first < (1 - kGain) * tried) {
+  if (first < (1 - ScheduleRanking::kAlike) * tried) {
     verdict_ = c10::str("\"pipeline\": \"auto\" tried ", now, " and returns to ", before, ": ",
                         times, ".");
     current_ = first_;

@@ -14,22 +14,18 @@ namespace smp {
 /// and what follows from what was recorded. A pure state machine: every rank has one, tells it the
 /// same, and so comes to the same schedule. Internal.
 ///
-/// 1. The schedule that is the best by the predicted costs runs.
+/// 1. The choice by the predicted costs runs.
 /// 2. The same with its backwards the other way round (`pipeline::exchange_backwards`) runs. All
-///    schedules are then ranked by the measured costs. The best takes over if it is predicted to be
-///    faster by `kGain`.
-/// 3. That one runs. If its steps take longer by `kGain` than those of the first schedule, that one
-///    returns.
+///    schedules are then ranked by the measured costs. If the first is not as good as the best of
+///    them (`pipeline::ScheduleRanking::kAlike`), the choice among them takes over.
+/// 3. That one runs. If its steps are not as good as those of the first, that one returns.
 class ScheduleTrial {
  public:
   /// Steps of each part that warm caches and memory, and then those that are recorded.
   static constexpr int kWarmSteps = 1;
   static constexpr int kRecordedSteps = 3;
-  /// By which part of a step another schedule must be better: less is within what steps of one
-  /// schedule differ by.
-  static constexpr double kGain = 0.02;
 
-  /// `options`: the pipeline with its costs as predicted, in us; `predicted`: the best schedule.
+  /// `options`: the pipeline with its costs as predicted, in us; `predicted`: the choice by them.
   ScheduleTrial(pipeline::ScheduleOptions options, pipeline::RankedSchedule predicted);
 
   /// The schedule of the next step, and how it is expected to run.

@@ -342,6 +342,24 @@ TEST(Ranking, PutsTheShortestStepFirstAndSaysWhatIsRefused) {
             "zb_h2, list.\n");
 }
 
+TEST(Ranking, ChoosesWhatKeepsLeastOfThoseThatAreAsGoodAsTheBest) {
+  const auto schedule = make_schedule("1f1b", ScheduleOptions(2, 4));
+  ScheduleRanking ranking;
+  const auto add = [&](const std::string& name, double makespan, std::vector<double> kept) {
+    Simulation simulation;
+    simulation.makespan = makespan;
+    simulation.peak_memory = std::move(kept);
+    ranking.schedules.push_back({name, schedule, simulation});
+  };
+  add("best", 1000, {9, 2});
+  EXPECT_EQ(ranking.choice().name, "best");
+  add("alike", 1019, {5, 5});
+  add("as much", 1020, {2, 5});
+  add("too long", 1021, {1, 1});
+  EXPECT_EQ(ranking.choice().name, "alike");
+  EXPECT_EQ(ranking.best().name, "best");
+}
+
 TEST(Ranking, DependsOnTheTimeOfTransfers) {
   // 1F1B waits for each round trip, more microbatches in flight do not.
   auto options = ScheduleOptions(4, 16);

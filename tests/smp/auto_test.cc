@@ -89,7 +89,7 @@ class Auto : public ::testing::Test {
 TEST_F(Auto, LeavesSplitBackwardsThatAreSlow) {
   const auto log =
       train(auto_layout(1), slow({Action::Kind::kBackwardInput, Action::Kind::kBackwardWeight}));
-  expect_has(log, {"\"pipeline\": \"auto\" changes from \"list\" to \""});
+  expect_has(log, {"\"pipeline\": \"auto\" changes from \"zb_h2\" to \""});
   expect_has(text_of(page_path()), {"auto: ", ", 2 stages, 4 microbatches"});
   EXPECT_EQ(recorded_kinds().count('I'), 0u);
   EXPECT_EQ(recorded_kinds().count('B'), 1u);
