@@ -6,24 +6,19 @@
 
 #include <memory>
 
-#include "smp/core/error.h"
+#include "optim/step_parts.h"
 
 namespace smp::optim {
 namespace {
 
 void check_options(const AdadeltaOptions& options) {
   const auto check = [](bool ok, const char* name, const char* range, double value) {
-    SMP_CHECK_WITH(ConfigError, ok, "Adadelta option ", name, ": expected ", range, ", got ",
-                   value, ".");
+    detail::check_option(ok, "Adadelta", name, range, value);
   };
   check(options.lr() >= 0, "lr", "at least 0", options.lr());
   check(options.rho() >= 0 && options.rho() <= 1, "rho", "0 to 1", options.rho());
   check(options.eps() >= 0, "eps", "at least 0", options.eps());
   check(options.weight_decay() >= 0, "weight_decay", "at least 0", options.weight_decay());
-}
-
-bool same_tensor(const torch::Tensor& a, const torch::Tensor& b) {
-  return a.defined() == b.defined() && (!a.defined() || at::equal(a, b));
 }
 
 void update(torch::Tensor param, const AdadeltaOptions& options, AdadeltaParamState& state) {
@@ -68,8 +63,8 @@ double AdadeltaOptions::get_lr() const { return lr(); }
 void AdadeltaOptions::set_lr(const double lr) { this->lr(lr); }
 
 bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs) {
-  return lhs.step() == rhs.step() && same_tensor(lhs.square_avg(), rhs.square_avg()) &&
-         same_tensor(lhs.acc_delta(), rhs.acc_delta());
+  return lhs.step() == rhs.step() && detail::same_tensor(lhs.square_avg(), rhs.square_avg()) &&
+         detail::same_tensor(lhs.acc_delta(), rhs.acc_delta());
 }
 
 void AdadeltaParamState::serialize(torch::serialize::OutputArchive& archive) const {
@@ -109,24 +104,11 @@ AdadeltaParamState& Adadelta::state_of(const torch::Tensor& param) {
 
 torch::Tensor Adadelta::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
-  torch::Tensor loss;
-  if (closure != nullptr) {
-    const at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
-  for (auto& group : param_groups_) {
-    const auto& options = static_cast<const AdadeltaOptions&>(group.options());
-    for (const torch::Tensor& param : group.params()) {
-      if (!param.grad().defined()) {
-        continue;
-      }
-      SMP_CHECK_WITH(UsageError, !param.grad().is_sparse(),
-                     "Adadelta: expected dense gradients, got a sparse one for a parameter of "
-                     "shape ",
-                     param.sizes(), ". Build the embedding with sparse(false).");
-      update(param, options, state_of(param));
-    }
-  }
+  torch::Tensor loss = detail::loss_of(closure);
+  detail::for_each_gradient<AdadeltaOptions>(
+      param_groups_, "Adadelta", [this](const torch::Tensor& param, const auto& options) {
+        update(param, options, state_of(param));
+      });
   return loss;
 }
 

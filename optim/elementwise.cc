@@ -20,8 +20,8 @@ std::optional<bool> find_among(const torch::optim::Optimizer& optimizer) {
 
 std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer) {
   namespace to = torch::optim;
-  return find_among<to::SGD, to::Adam, to::AdamW, to::Adagrad, to::RMSprop, Adadelta, to::LBFGS>(
-      optimizer);
+  return find_among<to::SGD, to::Adam, to::AdamW, to::Adagrad, to::RMSprop, Adadelta, FusedSGD,
+                    FusedAdam, FusedAdamW, FusedAdagrad, Lamb, NovoGrad, to::LBFGS>(optimizer);
 }
 
 void Elementwise::check(const char* key, const char* usual) const {

@@ -13,6 +13,9 @@
 #include <typeinfo>
 
 #include "optim/adadelta.h"
+#include "optim/fused.h"
+#include "optim/lamb.h"
+#include "optim/novograd.h"
 
 namespace smp::optim {
 
@@ -40,6 +43,18 @@ template <>
 struct IsElementwise<torch::optim::RMSprop> : std::true_type {};
 template <>
 struct IsElementwise<Adadelta> : std::true_type {};
+template <>
+struct IsElementwise<FusedSGD> : std::true_type {};
+template <>
+struct IsElementwise<FusedAdam> : std::true_type {};
+template <>
+struct IsElementwise<FusedAdamW> : std::true_type {};
+template <>
+struct IsElementwise<FusedAdagrad> : std::true_type {};
+template <>
+struct IsElementwise<Lamb> : std::false_type {};
+template <>
+struct IsElementwise<NovoGrad> : std::false_type {};
 template <>
 struct IsElementwise<torch::optim::LBFGS> : std::false_type {};
 

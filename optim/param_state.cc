@@ -32,8 +32,8 @@ void check_state_per_parameter(const torch::optim::Optimizer& optimizer) {
 ParamStateFactory param_state_factory(const torch::optim::Optimizer& optimizer) {
   check_state_per_parameter(optimizer);
   namespace to = torch::optim;
-  const ParamStateFactory factory =
-      find_factory<to::SGD, to::Adam, to::AdamW, to::Adagrad, to::RMSprop, Adadelta>(optimizer);
+  const ParamStateFactory factory = find_factory<to::SGD, to::Adam, to::AdamW, to::Adagrad,
+                                                 to::RMSprop, Adadelta, Lamb, NovoGrad>(optimizer);
   SMP_CHECK_WITH(UsageError, factory != nullptr, "cannot restore the state of optimizer ",
                  c10::demangle(typeid(optimizer).name()),
                  ": the type of its per-parameter state is unknown. Specialise "

@@ -11,6 +11,8 @@
 #include <type_traits>
 
 #include "optim/adadelta.h"
+#include "optim/lamb.h"
+#include "optim/novograd.h"
 
 namespace smp::optim {
 
@@ -48,6 +50,15 @@ struct ParamStateOf<torch::optim::RMSprop> {
 template <>
 struct ParamStateOf<Adadelta> {
   using type = AdadeltaParamState;
+};
+
+template <>
+struct ParamStateOf<Lamb> {
+  using type = LambParamState;
+};
+template <>
+struct ParamStateOf<NovoGrad> {
+  using type = NovoGradParamState;
 };
 
 /// Makes an empty state for one parameter.

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+namespace smp::optim {
+
+// libtorch's optimizers with its own fused kernels, which C++ programs cannot ask for
+// (`fused=True` in Python): one pass over parameter, gradient and state instead of one for each
+// operator of the formula. Options, state and checkpoints are those of the class they derive from,
+// so that one may go on where the other stopped. The formula is the same, rounded in other places:
+// updates agree up to some units in the last place, not to the bit.
+//
+// What the kernels do not take is updated by the class they derive from: parameters that are not
+// floating point or not dense, and those with a sparse gradient.
+
+/// torch::optim::SGD, fused.
+class FusedSGD : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  torch::Tensor step(LossClosure closure = nullptr) override;
+};
+
+/// torch::optim::Adam, fused.
+class FusedAdam : public torch::optim::Adam {
+ public:
+  using Adam::Adam;
+  torch::Tensor step(LossClosure closure = nullptr) override;
+};
+
+/// torch::optim::AdamW, fused.
+class FusedAdamW : public torch::optim::AdamW {
+ public:
+  using AdamW::AdamW;
+  torch::Tensor step(LossClosure closure = nullptr) override;
+};
+
+/// torch::optim::Adagrad, fused. Takes param groups that are added later, too.
+class FusedAdagrad : public torch::optim::Adagrad {
+ public:
+  using Adagrad::Adagrad;
+  torch::Tensor step(LossClosure closure = nullptr) override;
+};
+
+}  // namespace smp::optim

@@ -1,0 +1,183 @@
+#include "optim/lamb.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "optim/step_parts.h"
+
+namespace smp::optim {
+namespace {
+
+void check_options(const LambOptions& options) {
+  const auto check = [](bool ok, const char* name, const char* range, double value) {
+    detail::check_option(ok, "Lamb", name, range, value);
+  };
+  const auto [beta1, beta2] = options.betas();
+  check(options.lr() >= 0, "lr", "at least 0", options.lr());
+  check(beta1 >= 0 && beta1 < 1, "betas", "0 to less than 1", beta1);
+  check(beta2 >= 0 && beta2 < 1, "betas", "0 to less than 1", beta2);
+  check(options.eps() >= 0, "eps", "at least 0", options.eps());
+  check(options.weight_decay() >= 0, "weight_decay", "at least 0", options.weight_decay());
+  check(options.max_grad_norm() >= 0, "max_grad_norm", "at least 0", options.max_grad_norm());
+}
+
+/// The gradient, clipped by `norm` and, without `adam_w_mode`, with the weight decay.
+torch::Tensor prepare_gradient(const torch::Tensor& param, const LambOptions& options,
+                               double norm) {
+  torch::Tensor grad = param.grad();
+  if (options.max_grad_norm() > 0 && norm > options.max_grad_norm()) {
+    grad = grad.div(norm / options.max_grad_norm());
+  }
+  if (!options.adam_w_mode() && options.weight_decay() != 0) {
+    grad = grad.add(param, options.weight_decay());
+  }
+  return grad;
+}
+
+/// What the parameter would be decreased by at a rate of 1.
+torch::Tensor update_averages(const torch::Tensor& param, const torch::Tensor& grad,
+                              const LambOptions& options, LambParamState& state) {
+  const auto [beta1, beta2] = options.betas();
+  state.step(state.step() + 1);
+  state.exp_avg().mul_(beta1).add_(grad, options.grad_averaging() ? 1 - beta1 : 1);
+  state.exp_avg_sq().mul_(beta2).addcmul_(grad, grad, 1 - beta2);
+  const auto steps = static_cast<double>(state.step());
+  const double correction1 = options.bias_correction() ? 1 - std::pow(beta1, steps) : 1;
+  const double correction2 = options.bias_correction() ? 1 - std::pow(beta2, steps) : 1;
+  const torch::Tensor root = state.exp_avg_sq().div(correction2).sqrt_().add_(options.eps());
+  torch::Tensor update = state.exp_avg().div(correction1).div_(root);
+  if (options.adam_w_mode() && options.weight_decay() != 0) {
+    update.add_(param, options.weight_decay());
+  }
+  return update;
+}
+
+/// How much of the rate a parameter gets.
+double trust_ratio(const torch::Tensor& param, const torch::Tensor& update,
+                   const LambOptions& options) {
+  if (!options.use_nvlamb() && options.weight_decay() == 0) return 1;
+  const auto of_param = param.norm().item<double>(), of_update = update.norm().item<double>();
+  return of_param != 0 && of_update != 0 ? of_param / of_update : 1;
+}
+
+}  // namespace
+
+LambOptions::LambOptions(double lr) : lr_(lr) {}
+
+bool operator==(const LambOptions& lhs, const LambOptions& rhs) {
+  const auto fields = [](const LambOptions& options) {
+    return std::make_tuple(options.lr(), options.betas(), options.eps(), options.weight_decay(),
+                           options.bias_correction(), options.grad_averaging(),
+                           options.adam_w_mode(), options.max_grad_norm(), options.use_nvlamb());
+  };
+  return fields(lhs) == fields(rhs);
+}
+
+void LambOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(bias_correction);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(grad_averaging);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(adam_w_mode);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(max_grad_norm);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(use_nvlamb);
+}
+
+void LambOptions::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, bias_correction);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, grad_averaging);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, adam_w_mode);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, max_grad_norm);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, use_nvlamb);
+}
+
+double LambOptions::get_lr() const { return lr(); }
+
+void LambOptions::set_lr(const double lr) { this->lr(lr); }
+
+bool operator==(const LambParamState& lhs, const LambParamState& rhs) {
+  return lhs.step() == rhs.step() && detail::same_tensor(lhs.exp_avg(), rhs.exp_avg()) &&
+         detail::same_tensor(lhs.exp_avg_sq(), rhs.exp_avg_sq());
+}
+
+void LambParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+}
+
+void LambParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg_sq);
+}
+
+Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults)
+    : Optimizer(param_groups, std::make_unique<LambOptions>(defaults)) {
+  check_options(defaults);
+  for (const auto& group : param_groups_) {
+    check_options(static_cast<const LambOptions&>(group.options()));
+  }
+}
+
+Lamb::Lamb(std::vector<torch::Tensor> params, LambOptions defaults)
+    : Lamb({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+LambParamState& Lamb::state_of(const torch::Tensor& param) {
+  auto& state = state_[param.unsafeGetTensorImpl()];
+  if (!state) {
+    auto fresh = std::make_unique<LambParamState>();
+    fresh->exp_avg(at::zeros_like(param, at::MemoryFormat::Preserve));
+    fresh->exp_avg_sq(at::zeros_like(param, at::MemoryFormat::Preserve));
+    state = std::move(fresh);
+  }
+  return static_cast<LambParamState&>(*state);
+}
+
+/// 0 where no group clips.
+double Lamb::norm_of_gradients() const {
+  const bool clips = std::any_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) {
+    return static_cast<const LambOptions&>(group.options()).max_grad_norm() > 0;
+  });
+  if (!clips) return 0;
+  std::vector<torch::Tensor> params;
+  for (const auto& group : param_groups_) {
+    params.insert(params.end(), group.params().begin(), group.params().end());
+  }
+  return grad_norm_(params).item<double>();
+}
+
+torch::Tensor Lamb::step(LossClosure closure) {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor loss = detail::loss_of(closure);
+  const double norm = norm_of_gradients();
+  detail::for_each_gradient<LambOptions>(
+      param_groups_, "Lamb", [&](const torch::Tensor& param, const LambOptions& options) {
+        const torch::Tensor grad = prepare_gradient(param, options, norm);
+        const torch::Tensor update = update_averages(param, grad, options, state_of(param));
+        torch::Tensor(param).sub_(update, options.lr() * trust_ratio(param, update, options));
+      });
+  return loss;
+}
+
+void Lamb::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
+}
+
+void Lamb::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
+}
+
+}  // namespace smp::optim

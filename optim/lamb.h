@@ -1,0 +1,95 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "optim/grad_norm.h"
+
+namespace smp::optim {
+
+/// Options of `Lamb`; names and defaults are those of FusedLAMB in NVIDIA's apex.
+struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
+  LambOptions(double lr = 1e-3);
+  TORCH_ARG(double, lr) = 1e-3;
+  using betas_t = std::tuple<double, double>;
+  /// Decay of the running averages of the gradient and of its square, in [0, 1).
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  /// Added to the root of the second average.
+  TORCH_ARG(double, eps) = 1e-6;
+  /// Times the parameter, added to its update, or to its gradient without `adam_w_mode`.
+  TORCH_ARG(double, weight_decay) = 0.01;
+  /// Divide the averages by 1 - beta^step.
+  TORCH_ARG(bool, bias_correction) = true;
+  /// Weigh a gradient by 1 - beta1 in the first average; false: by 1.
+  TORCH_ARG(bool, grad_averaging) = true;
+  /// Weight decay is no part of the averages.
+  TORCH_ARG(bool, adam_w_mode) = true;
+  /// Divide gradients by norm / max_grad_norm where the L2 norm of all gradients of the optimizer
+  /// is larger. 0: never.
+  TORCH_ARG(double, max_grad_norm) = 1;
+  /// Adapt the rate of parameters without weight decay, too.
+  TORCH_ARG(bool, use_nvlamb) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+bool operator==(const LambOptions& lhs, const LambOptions& rhs);
+
+/// State of one parameter.
+struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
+  /// Steps done.
+  TORCH_ARG(int64_t, step) = 0;
+  /// Running average of gradients.
+  TORCH_ARG(torch::Tensor, exp_avg);
+  /// Running average of squared gradients.
+  TORCH_ARG(torch::Tensor, exp_avg_sq);
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+bool operator==(const LambParamState& lhs, const LambParamState& rhs);
+
+/// LAMB, for large batches (Y. You et al., "Large Batch Optimization for Deep Learning: Training
+/// BERT in 76 minutes", arXiv:1904.00962, algorithm 2), as in apex's FusedLAMB. With the gradient g
+/// clipped by the norm of all, for each parameter x:
+///
+///     m = beta1 m + (1 - beta1) g
+///     v = beta2 v + (1 - beta2) g^2
+///     u = m' / (sqrt(v') + eps) + weight_decay x       m', v': corrected for their bias
+///     x = x - lr |x| / |u| u
+///
+/// where the ratio of L2 norms is 1 if either is 0, and for parameters without weight decay unless
+/// `use_nvlamb`. Under `DistributedOptimizer` the norm of all gradients is that over all ranks, so
+/// that `step` is collective over the pipeline. Not elementwise: pieces of parameters
+/// (`shard_optimizer_state`) will not do.
+class Lamb : public torch::optim::Optimizer, public UsesGradNorm {
+ public:
+  /// Throws ConfigError for options out of range.
+  explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                LambOptions defaults = {});
+  explicit Lamb(std::vector<torch::Tensor> params, LambOptions defaults = {});
+
+  /// Updates every parameter that has a gradient. Throws UsageError on a sparse gradient.
+  torch::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  LambParamState& state_of(const torch::Tensor& param);
+  double norm_of_gradients() const;
+};
+
+}  // namespace smp::optim

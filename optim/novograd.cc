@@ -1,0 +1,164 @@
+#include "optim/novograd.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/utils.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "optim/grad_norm.h"
+#include "optim/step_parts.h"
+
+namespace smp::optim {
+namespace {
+
+void check_options(const NovoGradOptions& options) {
+  const auto check = [](bool ok, const char* name, const char* range, double value) {
+    detail::check_option(ok, "NovoGrad", name, range, value);
+  };
+  const auto [beta1, beta2] = options.betas();
+  const auto norm_type = static_cast<double>(options.norm_type());
+  check(options.lr() >= 0, "lr", "at least 0", options.lr());
+  check(beta1 >= 0 && beta1 < 1, "betas", "0 to less than 1", beta1);
+  check(beta2 >= 0 && beta2 < 1, "betas", "0 to less than 1", beta2);
+  check(options.eps() >= 0, "eps", "at least 0", options.eps());
+  check(options.weight_decay() >= 0, "weight_decay", "at least 0", options.weight_decay());
+  check(norm_type == 2 || norm_type == 0, "norm_type", "2 or 0", norm_type);
+}
+
+void update_norm(const torch::Tensor& grad, const NovoGradOptions& options,
+                 NovoGradParamState& state) {
+  const bool is_l2 = options.norm_type() == 2;
+  const double beta2 = std::get<1>(options.betas()), old = state.grad_norm();
+  const auto norm =
+      gradient_norm(grad, is_l2 ? 2 : std::numeric_limits<double>::infinity()).item<double>();
+  if (state.step() == 1 && !options.init_zero()) {
+    state.grad_norm(norm);
+  } else if (is_l2) {
+    state.grad_norm(std::sqrt(beta2 * old * old + (1 - beta2) * norm * norm));
+  } else {
+    state.grad_norm(beta2 * old + (1 - beta2) * norm);
+  }
+}
+
+void update(torch::Tensor param, const NovoGradOptions& options, NovoGradParamState& state) {
+  const auto [beta1, beta2] = options.betas();
+  state.step(state.step() + 1);
+  update_norm(param.grad(), options, state);
+  const auto steps = static_cast<double>(state.step());
+  const double correction1 = options.bias_correction() ? 1 - std::pow(beta1, steps) : 1;
+  const double correction2 = options.bias_correction() ? std::sqrt(1 - std::pow(beta2, steps)) : 1;
+  const double divisor = state.grad_norm() / correction2 + options.eps();
+  const auto regularize = [&](const torch::Tensor& direction) {
+    torch::Tensor result = direction.div(divisor);
+    return options.weight_decay() == 0 ? result : result.add_(param, options.weight_decay());
+  };
+  const bool inside = options.reg_inside_moment();
+  const torch::Tensor grad = inside ? regularize(param.grad()) : param.grad();
+  state.exp_avg().mul_(beta1).add_(grad, options.grad_averaging() ? 1 - beta1 : 1);
+  const torch::Tensor average = state.exp_avg().div(correction1);
+  param.sub_(inside ? average : regularize(average), options.lr());
+}
+
+}  // namespace
+
+NovoGradOptions::NovoGradOptions(double lr) : lr_(lr) {}
+
+bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs) {
+  const auto fields = [](const NovoGradOptions& options) {
+    return std::make_tuple(options.lr(), options.betas(), options.eps(), options.weight_decay(),
+                           options.bias_correction(), options.reg_inside_moment(),
+                           options.grad_averaging(), options.norm_type(), options.init_zero());
+  };
+  return fields(lhs) == fields(rhs);
+}
+
+void NovoGradOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(bias_correction);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(reg_inside_moment);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(grad_averaging);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(norm_type);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(init_zero);
+}
+
+void NovoGradOptions::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, bias_correction);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, reg_inside_moment);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, grad_averaging);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, norm_type);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, init_zero);
+}
+
+double NovoGradOptions::get_lr() const { return lr(); }
+
+void NovoGradOptions::set_lr(const double lr) { this->lr(lr); }
+
+bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs) {
+  return lhs.step() == rhs.step() && lhs.grad_norm() == rhs.grad_norm() &&
+         detail::same_tensor(lhs.exp_avg(), rhs.exp_avg());
+}
+
+void NovoGradParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(grad_norm);
+}
+
+void NovoGradParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, grad_norm);
+}
+
+NovoGrad::NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                   NovoGradOptions defaults)
+    : Optimizer(param_groups, std::make_unique<NovoGradOptions>(defaults)) {
+  check_options(defaults);
+  for (const auto& group : param_groups_) {
+    check_options(static_cast<const NovoGradOptions&>(group.options()));
+  }
+}
+
+NovoGrad::NovoGrad(std::vector<torch::Tensor> params, NovoGradOptions defaults)
+    : NovoGrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+NovoGradParamState& NovoGrad::state_of(const torch::Tensor& param) {
+  auto& state = state_[param.unsafeGetTensorImpl()];
+  if (!state) {
+    auto fresh = std::make_unique<NovoGradParamState>();
+    fresh->exp_avg(at::zeros_like(param, at::MemoryFormat::Preserve));
+    state = std::move(fresh);
+  }
+  return static_cast<NovoGradParamState&>(*state);
+}
+
+torch::Tensor NovoGrad::step(LossClosure closure) {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor loss = detail::loss_of(closure);
+  detail::for_each_gradient<NovoGradOptions>(
+      param_groups_, "NovoGrad", [this](const torch::Tensor& param, const auto& options) {
+        update(param, options, state_of(param));
+      });
+  return loss;
+}
+
+void NovoGrad::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<NovoGradParamState, NovoGradOptions>(archive, *this);
+}
+
+void NovoGrad::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<NovoGradParamState, NovoGradOptions>(archive, *this);
+}
+
+}  // namespace smp::optim

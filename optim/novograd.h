@@ -1,0 +1,89 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+namespace smp::optim {
+
+/// Options of `NovoGrad`; names and defaults are those of FusedNovoGrad in NVIDIA's apex.
+struct NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGradOptions> {
+  NovoGradOptions(double lr = 1e-3);
+  TORCH_ARG(double, lr) = 1e-3;
+  using betas_t = std::tuple<double, double>;
+  /// Decay of the running averages of the gradient and of its norm, in [0, 1).
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  /// Added to the average of norms.
+  TORCH_ARG(double, eps) = 1e-8;
+  /// Times the parameter, added to its update.
+  TORCH_ARG(double, weight_decay) = 0;
+  /// Divide the averages by 1 - beta1^step and sqrt(1 - beta2^step).
+  TORCH_ARG(bool, bias_correction) = true;
+  /// Divide by the norm and decay inside of the first average, as in the paper; false: after it.
+  TORCH_ARG(bool, reg_inside_moment) = false;
+  /// Weigh a gradient by 1 - beta1 in the first average; false: by 1.
+  TORCH_ARG(bool, grad_averaging) = true;
+  /// 2: the L2 norm of each gradient; 0: its largest magnitude.
+  TORCH_ARG(int64_t, norm_type) = 2;
+  /// The average of norms begins with 0; false: with the first norm.
+  TORCH_ARG(bool, init_zero) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs);
+
+/// State of one parameter.
+struct NovoGradParamState : public torch::optim::OptimizerCloneableParamState<NovoGradParamState> {
+  /// Steps done.
+  TORCH_ARG(int64_t, step) = 0;
+  /// Running average of gradients.
+  TORCH_ARG(torch::Tensor, exp_avg);
+  /// Running average of the norms of gradients, the root of that of their squares for L2.
+  TORCH_ARG(double, grad_norm) = 0;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs);
+
+/// NovoGrad, which has one second moment for each parameter (B. Ginsburg et al., "Stochastic
+/// Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
+/// arXiv:1905.11286), as in apex's FusedNovoGrad. For each parameter x with gradient g:
+///
+///     n = sqrt(beta2 n^2 + (1 - beta2) |g|^2)          n = |g| at first
+///     m = beta1 m + (1 - beta1) g
+///     x = x - lr (m' / (n' + eps) + weight_decay x)    m', n': corrected for their bias
+///
+/// With `reg_inside_moment`: m = beta1 m + (1 - beta1) (g / (n' + eps) + weight_decay x) and
+/// x = x - lr m'. With the largest magnitude as norm: n = beta2 n + (1 - beta2) |g|. Not
+/// elementwise: pieces of parameters (`shard_optimizer_state`) will not do.
+class NovoGrad : public torch::optim::Optimizer {
+ public:
+  /// Throws ConfigError for options out of range.
+  explicit NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                    NovoGradOptions defaults = {});
+  explicit NovoGrad(std::vector<torch::Tensor> params, NovoGradOptions defaults = {});
+
+  /// Updates every parameter that has a gradient. Throws UsageError on a sparse gradient.
+  torch::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  NovoGradParamState& state_of(const torch::Tensor& param);
+};
+
+}  // namespace smp::optim
