@@ -2,8 +2,11 @@
 
 #include <algorithm>
 
+#include "optim/grad_norm.h"
+#include "smp/clip_grad.h"
 #include "smp/core/error.h"
 #include "smp/model_core.h"
+#include "smp/state_pieces.h"
 
 namespace smp {
 
@@ -16,6 +19,9 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
   if (shards_optimizer_state(*runtime_)) elementwise.check("shard_optimizer_state", "false");
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     elementwise.check("sharded_data_parallel_degree", "1");
+  }
+  if (auto* user = dynamic_cast<optim::UsesGradNorm*>(&optimizer)) {
+    user->set_grad_norm([](const auto& parameters) { return grad_norm(parameters); });
   }
 }
 
@@ -35,13 +41,15 @@ void OptimizerCore::zero_grad(bool set_to_none) {
   pieces_.zero_grad(set_to_none);
 }
 
-optim::OptimizerState OptimizerCore::local_state() {
-  optim::OptimizerState state = pieces_.gather_state();
+optim::OptimizerState OptimizerCore::local_state() { return own_part(pieces_.gather_state()); }
+
+/// Without the parameters of other stages.
+optim::OptimizerState OptimizerCore::own_part(optim::OptimizerState state) const {
+  const auto foreign = [&](const std::string& name) { return !runtime_->owns(whole_name(name)); };
   for (auto it = state.params.begin(); it != state.params.end();) {
-    it = runtime_->owns(it->first) ? std::next(it) : state.params.erase(it);
+    it = foreign(it->first) ? state.params.erase(it) : std::next(it);
   }
   for (auto& group : state.groups) {
-    const auto foreign = [&](const std::string& name) { return !runtime_->owns(name); };
     group.params.erase(std::remove_if(group.params.begin(), group.params.end(), foreign),
                        group.params.end());
   }

@@ -19,7 +19,7 @@ namespace smp {
 
 /// What `DistributedOptimizer` adds to an optimizer: checks, the division of its work among
 /// replicas, and a state keyed by parameter name that moves between layouts. Internal; `save` and
-/// `load` use it.
+/// `load` use it, and the optimizers' `state_dict` and the like.
 class OptimizerCore {
  public:
   using SetState = OptimizerPieces::SetState;
@@ -37,6 +37,11 @@ class OptimizerCore {
   at::Tensor step(const OptimizerPieces::Update& update, const LossClosure& closure);
   void zero_grad(bool set_to_none);
 
+  /// As `DistributedOptimizer`'s.
+  optim::OptimizerState state_dict();
+  optim::OptimizerState local_state_dict(bool gather_if_shard);
+  void load_state_dict(const optim::OptimizerState& state);
+
   /// The state of the parameters this rank owns, by name; of all of them before partitioning. With
   /// `shard_optimizer_state`, every replica has that of some of them, and it is collective over
   /// the replicas.
@@ -49,6 +54,13 @@ class OptimizerCore {
 
  private:
   void check_outside_step(const char* call) const;
+  optim::OptimizerState own_part(optim::OptimizerState state) const;
+  bool divides() const;
+  void check_fits(const optim::OptimizerState& state) const;
+  void check_complete(const optim::OptimizerState& state,
+                      const std::function<bool(const std::string&)>& wanted) const;
+  std::vector<optim::OptimizerState::Group> complete_groups(
+      const optim::OptimizerState& state) const;
 
   torch::optim::Optimizer& optimizer_;
   SetState set_state_;
@@ -77,6 +89,12 @@ class DistributedOptimizer : public Base {
       : Base(std::move(parameters), std::forward<Arguments>(arguments)...),
         core_(make_core(*this)) {}
 
+  /// With param groups, each with options of its own or the optimizer's.
+  template <class... Arguments>
+  explicit DistributedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                Arguments&&... arguments)
+      : Base(groups, std::forward<Arguments>(arguments)...), core_(make_core(*this)) {}
+
   /// Updates this rank's parameters from their `.grad`; with `shard_optimizer_state` its pieces of
   /// them, which then go to all replicas, so that it is collective. Throws `UsageError` inside a
   /// step function.
@@ -86,6 +104,26 @@ class DistributedOptimizer : public Base {
 
   /// Sets all gradients to undefined, or to zero. Throws `UsageError` inside a step function.
   void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
+
+  /// Copies of the state of all parameters by name, and of the param groups, on every rank; of this
+  /// rank's before the first step. Collective over the pipeline, and over all ranks with
+  /// `shard_optimizer_state` or sharded data parallelism. Throws `UsageError` inside a step
+  /// function.
+  optim::OptimizerState state_dict() { return core_->state_dict(); }
+
+  /// Copies of the state of the parameters that this rank owns. Where replicas divide the state,
+  /// with `gather_if_shard` all of it for these parameters, on every replica, collectively over
+  /// them; without, this rank's pieces, under names such as "fc.weight[0:64]" that say which
+  /// elements of the parameter's memory they are for. Throws `UsageError` before the first step.
+  optim::OptimizerState local_state_dict(bool gather_if_shard = true) {
+    return core_->local_state_dict(gather_if_shard);
+  }
+
+  /// Restores what `state_dict` gave, on any number of ranks, or `local_state_dict`, on the ranks
+  /// that it was taken from: the options of the groups now, the state of parameters now or when the
+  /// first step has settled who owns what. Throws one `CheckpointError` that lists all that is
+  /// missing, unexpected or of another shape; then nothing has changed.
+  void load_state_dict(const optim::OptimizerState& state) { core_->load_state_dict(state); }
 
   OptimizerCore& core() const { return *core_; }
 
@@ -123,6 +161,13 @@ class DistributedOptimizerRef {
 
   /// As `DistributedOptimizer::zero_grad`.
   void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
+
+  /// As `DistributedOptimizer::state_dict` and the others.
+  optim::OptimizerState state_dict() { return core_->state_dict(); }
+  optim::OptimizerState local_state_dict(bool gather_if_shard = true) {
+    return core_->local_state_dict(gather_if_shard);
+  }
+  void load_state_dict(const optim::OptimizerState& state) { core_->load_state_dict(state); }
 
   /// The wrapped optimizer, for schedulers and param groups.
   Base& optimizer() const { return *optimizer_; }

@@ -12,6 +12,15 @@ bool shards_optimizer_state(const Runtime& runtime) {
   return runtime.config().shard_optimizer_state() && runtime.group(CommGroup::kDp)->size() > 1;
 }
 
+std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime) {
+  std::vector<std::shared_ptr<dp::ParameterSlices>> result;
+  for (const auto& model : runtime.models()) {
+    if (auto slices = model->slices()) result.push_back(std::move(slices));
+  }
+  if (runtime.sharding) result.push_back(runtime.sharding->parameters());
+  return result;
+}
+
 optim::ParameterNames parameter_names(const Runtime& runtime) {
   optim::ParameterNames names;
   for (const auto& entry : runtime.table().entries()) {
@@ -52,14 +61,6 @@ class OptimizerPieces::StandIn {
 OptimizerPieces::OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime,
                                  SetState set_state)
     : optimizer_(optimizer), runtime_(runtime), set_state_(std::move(set_state)) {}
-
-void OptimizerPieces::find_slices() {
-  slices_.clear();
-  for (const auto& model : runtime_.models()) {
-    if (auto slices = model->slices()) slices_.push_back(std::move(slices));
-  }
-  if (runtime_.sharding) slices_.push_back(runtime_.sharding->parameters());
-}
 
 std::optional<OptimizerPieces::Divided> OptimizerPieces::find(const at::Tensor& parameter) const {
   for (const auto& slices : slices_) {
@@ -199,6 +200,23 @@ optim::OptimizerState OptimizerPieces::gather_state() {
   }
   for (const auto& slices : slices_) join_states(*slices, pieces, whole);
   return whole;
+}
+
+optim::OptimizerState OptimizerPieces::local_state() {
+  find_slices();
+  adopt_states();
+  const StandIn stand_in(*this);
+  optim::OptimizerState state = optim::get_state(optimizer_, names());
+  for (const auto& slices : slices_) name_pieces(*slices, state);
+  return state;
+}
+
+std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
+  const at::Tensor& tensor = runtime_.table().at(parameter).tensor;
+  for (const auto& slices : slices_of(runtime_)) {
+    if (const auto index = slices->find(tensor)) return piece_name(*slices, *index);
+  }
+  return parameter;
 }
 
 void OptimizerPieces::set_state(optim::OptimizerState whole) {

@@ -18,6 +18,9 @@ namespace smp {
 /// Whether `shard_optimizer_state` is in effect: there are several replicas.
 bool shards_optimizer_state(const Runtime& runtime);
 
+/// How parameters are divided among replicas, of all models that have some.
+std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime);
+
 /// The names of all parameters.
 optim::ParameterNames parameter_names(const Runtime& runtime);
 
@@ -44,7 +47,14 @@ class OptimizerPieces {
   /// parameters on each, so that none needs the memory for all. The first replica has the states of
   /// what is not divided, too, and the names in the groups. Collective over the replicas.
   optim::OptimizerState gather_state();
-  /// Replaces the state by the pieces of that of whole parameters.
+  /// The states of this replica's pieces, under the names of `piece_name`, and of all parameters
+  /// that are not divided.
+  optim::OptimizerState local_state();
+  /// What `local_state` calls this replica's part of a parameter: its name where it is not divided,
+  /// nothing where this replica has no piece of it.
+  std::string name_of_part(const std::string& parameter) const;
+  /// Replaces the state by the pieces of that of whole parameters; what has the name of a piece is
+  /// one already.
   void set_state(optim::OptimizerState whole);
   /// Tells by a parameter's name whether this replica has a piece of it, or all.
   std::function<bool(const std::string&)> has_part();
@@ -60,7 +70,7 @@ class OptimizerPieces {
   };
   class StandIn;
 
-  void find_slices();
+  void find_slices() { slices_ = slices_of(runtime_); }
   std::optional<Divided> find(const at::Tensor& parameter) const;
   void for_each_divided(const std::function<void(const at::Tensor&, const Divided&)>& body) const;
   optim::ParameterNames names() const;

@@ -3,6 +3,7 @@
 /// The whole public interface. See docs/api.md.
 
 #include "smp/activation_checkpointing.h"
+#include "smp/clip_grad.h"
 #include "smp/core/config.h"
 #include "smp/core/error.h"
 #include "smp/distributed_model.h"

@@ -87,9 +87,42 @@ at::Tensor join_field(const ParameterSlices& slices, const OptimizerState& piece
 
 }  // namespace
 
+std::string piece_name(const ParameterSlices& slices, size_t index) {
+  const ParameterSlices::Piece& piece = slices.pieces()[index];
+  if (piece.numel() == 0) return "";
+  return c10::str(slices.names()[index], "[", piece.begin, ":", piece.end, "]");
+}
+
+std::string whole_name(const std::string& name) {
+  return name.empty() || name.back() != ']' ? name : name.substr(0, name.rfind('['));
+}
+
+void name_pieces(const ParameterSlices& slices, OptimizerState& state) {
+  std::map<std::string, std::string> new_names;
+  for (size_t i = 0; i < slices.names().size(); ++i) {
+    const std::string& name = slices.names()[i];
+    new_names[name] = piece_name(slices, i);
+    if (auto node = state.params.extract(name)) {
+      node.key() = new_names[name];
+      state.params.insert(std::move(node));
+    }
+  }
+  for (auto& group : state.groups) {
+    for (std::string& name : group.params) {
+      const auto found = new_names.find(name);
+      if (found != new_names.end()) name = found->second;
+    }
+  }
+}
+
 void cut_states(const ParameterSlices& slices, OptimizerState& state) {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < slices.names().size(); ++i) {
+    if (auto node = state.params.extract(piece_name(slices, i))) {
+      node.key() = slices.names()[i];
+      state.params.insert(std::move(node));
+      continue;
+    }
     const auto found = state.params.find(slices.names()[i]);
     if (found == state.params.end()) continue;
     const ParameterSlices::Piece& piece = slices.pieces()[i];

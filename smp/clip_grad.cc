@@ -1,0 +1,162 @@
+#include "smp/clip_grad.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "dp/parameter_slices.h"
+#include "optim/grad_norm.h"
+#include "smp/core/error.h"
+#include "smp/grad_norm.h"
+#include "smp/optimizer_pieces.h"
+#include "smp/runtime.h"
+#include "smp/sharding.h"
+
+namespace smp {
+namespace {
+
+/// The listed parameters, each once, and what this rank has of their gradients.
+class Gradients {
+ public:
+  Gradients(std::string call, const std::vector<at::Tensor>& parameters)
+      : call_(std::move(call)), runtime_(Runtime::get()), slices_(slices_of(runtime_)) {
+    SMP_CHECK_WITH(UsageError, !runtime_.in_step, call_,
+                   " was called inside a step function. Gradients are complete when the step has "
+                   "returned: call it after the step");
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (seen.insert(parameters[i].unsafeGetTensorImpl()).second) add(i, parameters[i]);
+    }
+  }
+
+  /// Whole gradients and pieces; undefined where this rank has nothing.
+  std::vector<at::Tensor> mine() const {
+    std::vector<at::Tensor> result;
+    for (const Listed& listed : listed_) result.push_back(gradient(listed));
+    return result;
+  }
+
+  at::Tensor norm(double norm_type, const std::vector<double>& numbers) const {
+    std::vector<GradientNorm> norms(listed_.size());
+    for (size_t i = 0; i < listed_.size(); ++i) {
+      const Listed& listed = listed_[i];
+      norms[i].dtype = c10::toRealValueType(listed.parameter.scalar_type());
+      const at::Tensor own = listed.slices == nullptr ? gradient(listed) : at::Tensor();
+      if (own.defined()) norms[i].norm = optim::gradient_norm(own, norm_type);
+    }
+    for (const auto& slices : slices_) add_norms_of_pieces(*slices, norm_type, norms);
+    return total_norm(padded(norms), norm_type, group(), fingerprint(numbers), call_);
+  }
+
+ private:
+  struct Listed {
+    at::Tensor parameter;
+    size_t entry;                           // among all parameters and buffers
+    dp::ParameterSlices* slices = nullptr;  // that divide it; null: it is whole
+    size_t index = 0;                       // among theirs
+  };
+
+  void add(size_t position, const at::Tensor& parameter) {
+    const auto* entry = runtime_.table().find(parameter);
+    SMP_CHECK_WITH(UsageError, entry != nullptr && entry->kind == graph::ValueKind::kParameter,
+                   call_, ": tensor ", position, " of shape ", parameter.sizes(),
+                   " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
+                   "of them (not those of virtual_named_parameters())");
+    Listed listed{parameter, static_cast<size_t>(entry - runtime_.table().entries().data())};
+    for (const auto& slices : slices_) {
+      if (const auto index = slices->find(parameter)) {
+        listed.slices = slices.get();
+        listed.index = *index;
+      }
+    }
+    listed_.push_back(std::move(listed));
+  }
+
+  at::Tensor gradient(const Listed& listed) const {
+    if (listed.slices != nullptr) return piece(*listed.slices, listed.index);
+    const bool owned = runtime_.owns(runtime_.table().entries()[listed.entry].name);
+    return owned ? listed.parameter.grad() : at::Tensor();
+  }
+
+  static at::Tensor piece(dp::ParameterSlices& slices, size_t index) {
+    const at::Tensor& tensor = slices.pieces()[index].tensor;
+    return slices.has_gradient(index) && tensor.defined() ? tensor.grad() : at::Tensor();
+  }
+
+  void add_norms_of_pieces(dp::ParameterSlices& slices, double norm_type,
+                           std::vector<GradientNorm>& norms) const {
+    std::vector<bool> wanted(slices.parameters().size(), false);
+    for (const Listed& listed : listed_) {
+      if (listed.slices == &slices) wanted[listed.index] = slices.has_gradient(listed.index);
+    }
+    const auto of_pieces = norms_of_pieces(
+        slices, [&](size_t i) { return piece(slices, i); }, wanted, norm_type);
+    for (size_t i = 0; i < listed_.size(); ++i) {
+      if (listed_[i].slices == &slices) norms[i].norm = of_pieces[listed_[i].index];
+    }
+  }
+
+  /// As many as there are parameters and buffers, so that ranks that were given lists of other
+  /// lengths find that out.
+  std::vector<GradientNorm> padded(std::vector<GradientNorm> norms) const {
+    norms.resize(runtime_.table().entries().size());
+    return norms;
+  }
+
+  /// Of the list and the numbers that the function was given.
+  uint64_t fingerprint(const std::vector<double>& numbers) const {
+    uint64_t hash = 14695981039346656037u;  // FNV-1a, which is the same in every process
+    const auto mix = [&](uint64_t value) { hash = (hash ^ value) * 1099511628211u; };
+    for (const Listed& listed : listed_) mix(listed.entry);
+    for (double number : numbers) mix(std::hash<double>()(number));
+    return hash >> 11;
+  }
+
+  comm::Communicator& group() const {
+    const bool divided = !slices_.empty();
+    return *runtime_.group(divided ? CommGroup::kWorld : CommGroup::kPp);
+  }
+
+  std::string call_;
+  Runtime& runtime_;
+  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;
+  std::vector<Listed> listed_;
+};
+
+}  // namespace
+
+at::Tensor grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
+  at::NoGradGuard no_grad;
+  return Gradients("smp::grad_norm", parameters).norm(norm_type, {norm_type});
+}
+
+double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
+                       bool error_if_nonfinite) {
+  at::NoGradGuard no_grad;
+  const Gradients gradients("smp::clip_grad_norm_", parameters);
+  const at::Tensor norm = gradients.norm(norm_type, {max_norm, norm_type});
+  const double value = norm.item<double>();
+  SMP_CHECK_WITH(UsageError, !error_if_nonfinite || std::isfinite(value),
+                 "smp::clip_grad_norm_: the norm of order ", norm_type, " of the gradients is ",
+                 value, ", so they cannot be clipped. Nothing was changed. Skip this step, look for "
+                 "the loss that is not finite, or pass error_if_nonfinite = false to scale them "
+                 "anyway");
+  optim::scale_to_norm(gradients.mine(), norm, max_norm);
+  return value;
+}
+
+void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
+  at::NoGradGuard no_grad;
+  for (const at::Tensor& gradient : Gradients("smp::clip_grad_value_", parameters).mine()) {
+    if (gradient.defined()) gradient.clamp_(-clip_value, clip_value);
+  }
+}
+
+}  // namespace smp

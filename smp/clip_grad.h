@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "smp/distributed_model.h"
+
+namespace smp {
+
+/// The norm of order `norm_type` (any number, infinity too) over the gradients of parameters on all
+/// stages and replicas, each parameter counted once: the same on every rank, and the bits of
+/// torch::nn::utils::clip_grad_norm_ over the same list in one process. A tensor without
+/// dimensions; a zero if there are no gradients.
+///
+/// To be called after a step, with the same list on all ranks: all parameters of a model
+/// (`model->parameters()`), some of them, or those of several models. Collective over the pipeline,
+/// and over all ranks with `shard_optimizer_state` or sharded data parallelism. Without these it is
+/// one all-reduce of a number for each parameter; with them gradients are put together for it,
+/// since the bits of a sum depend on its order (infinity takes the pieces as they are).
+///
+/// Throws `UsageError` inside a step function, for tensors that are not parameters of a
+/// `DistributedModel`, and where ranks call it with other arguments.
+at::Tensor grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2);
+
+/// Multiplies the gradients of parameters, on whatever ranks they are, by
+/// max_norm / (norm + 1e-6) if that is less than one, and returns the norm there was: `grad_norm`,
+/// which says more. With `error_if_nonfinite` a norm that is infinite or no number is a
+/// `UsageError` on all ranks, and nothing is changed; otherwise gradients are scaled by what
+/// follows from it, as torch::nn::utils::clip_grad_norm_ does.
+double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                       double norm_type = 2, bool error_if_nonfinite = false);
+
+/// Limits each element of the gradients of parameters to [-clip_value, clip_value], on whatever
+/// rank it is. Not collective. Throws `UsageError` as `grad_norm`.
+void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
+
+/// The same for all parameters of a model.
+template <class M>
+at::Tensor grad_norm(const DistributedModel<M>& model, double norm_type = 2) {
+  return grad_norm(model->parameters(), norm_type);
+}
+template <class M>
+double clip_grad_norm_(const DistributedModel<M>& model, double max_norm, double norm_type = 2,
+                       bool error_if_nonfinite = false) {
+  return clip_grad_norm_(model->parameters(), max_norm, norm_type, error_if_nonfinite);
+}
+template <class M>
+void clip_grad_value_(const DistributedModel<M>& model, double clip_value) {
+  clip_grad_value_(model->parameters(), clip_value);
+}
+
+}  // namespace smp

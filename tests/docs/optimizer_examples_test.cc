@@ -1,0 +1,125 @@
+// The code of docs/optimizers.md, compiled and run: optimizers_page_test checks that every block of
+// that page is found here.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <vector>
+
+#include "optim/fused.h"
+#include "optim/lamb.h"
+#include "optim/novograd.h"
+#include "smp/smp.h"
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    fc1 = register_module("fc1", torch::nn::Linear(8, 16));
+    fc2 = register_module("fc2", torch::nn::Linear(16, 3));
+  }
+  torch::Tensor forward(torch::Tensor x) { return fc2(torch::relu(fc1(x))); }
+
+  torch::nn::Linear fc1{nullptr}, fc2{nullptr};
+};
+TORCH_MODULE(Net);
+
+/// On two stages; modules are made before, since ranks as threads share a generator.
+void on_two_stages(const std::function<void(Net)>& program) {
+  torch::set_num_threads(1);
+  torch::manual_seed(1);
+  std::vector<Net> nets{Net(), Net()};
+  smp::run_as_threads(2, smp::Config().partitions(2).microbatches(2).seed(7),
+                      [&] { program(nets[smp::rank()]); });
+}
+
+auto make_training(smp::DistributedModel<Net>& model) {
+  return smp::step([&model](torch::Tensor x, torch::Tensor y) {
+    auto loss = torch::cross_entropy_loss(model(x), y);
+    model->backward(loss);
+    return loss;
+  });
+}
+
+torch::Tensor inputs() { return torch::linspace(-1, 1, 64).view({8, 8}); }
+torch::Tensor targets() { return torch::arange(8) % 3; }
+
+TEST(OptimizersPage, GroupsClippingAndStates) {
+  on_two_stages([](Net net) {
+    smp::DistributedModel<Net> model(net);
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(net->fc1->parameters());
+    groups.emplace_back(net->fc2->parameters(), std::make_unique<torch::optim::AdamWOptions>(1e-2));
+    smp::DistributedOptimizer<torch::optim::AdamW> optimizer(groups,
+                                                             torch::optim::AdamWOptions(1e-3));
+    torch::optim::StepLR scheduler(optimizer, /*step_size=*/10, /*gamma=*/0.5);
+    smp::DistributedOptimizer<torch::optim::AdamW> other(model->parameters());
+    auto train = make_training(model);
+    const auto x = inputs(), y = targets();
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      train(x, y);
+      const double norm = smp::clip_grad_norm_(model, /*max_norm=*/1.0);
+      optimizer.step();
+      EXPECT_GT(norm, 0);
+      scheduler.step();
+    }
+    EXPECT_EQ(optimizer.param_groups()[1].options().get_lr(), 1e-2);
+    other.param_groups().clear();
+    for (const auto& group : optimizer.param_groups()) other.add_param_group(group);
+    const smp::optim::OptimizerState state = optimizer.state_dict();
+    const torch::Tensor average = state.params.at("fc1.weight").tensors.at("exp_avg");
+    other.load_state_dict(state);
+    EXPECT_GT(average.abs().max().item<float>(), 0);
+    const auto again = other.state_dict();
+    EXPECT_EQ(smp::optim::to_json(again), smp::optim::to_json(state));
+    EXPECT_TRUE(torch::equal(again.params.at("fc1.weight").tensors.at("exp_avg"), average));
+  });
+}
+
+TEST(OptimizersPage, LambAndNovoGrad) {
+  torch::manual_seed(2);
+  std::vector<Net> others{Net(), Net()};
+  on_two_stages([&](Net net) {
+    smp::DistributedModel<Net> model(net);
+    smp::DistributedModel<Net> other(others[smp::rank()], smp::ModelOptions().name("other"));
+    smp::DistributedOptimizer<smp::optim::Lamb> lamb(
+        model->parameters(), smp::optim::LambOptions(2e-3).weight_decay(0.01).max_grad_norm(1));
+    smp::DistributedOptimizer<smp::optim::NovoGrad> novograd(
+        other->parameters(), smp::optim::NovoGradOptions(1e-2).betas({0.95, 0.98}));
+    auto train = smp::step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = torch::cross_entropy_loss(model(x) + other(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    double before = 0, after = 0;
+    for (int i = 0; i < 20; ++i) {
+      lamb.zero_grad();
+      novograd.zero_grad();
+      after = train(inputs(), targets()).reduce_mean().item<double>();
+      if (i == 0) before = after;
+      lamb.step();
+      novograd.step();
+    }
+    EXPECT_LT(after, before);
+  });
+}
+
+TEST(OptimizersPage, Fused) {
+  on_two_stages([](Net net) {
+    smp::DistributedModel<Net> model(net);
+    smp::DistributedOptimizer<smp::optim::FusedAdamW> optimizer(model->parameters(),
+                                                                torch::optim::AdamWOptions(1e-3));
+    auto train = make_training(model);
+    double before = 0, after = 0;
+    for (int i = 0; i < 10; ++i) {
+      optimizer.zero_grad();
+      after = train(inputs(), targets()).reduce_mean().item<double>();
+      if (i == 0) before = after;
+      optimizer.step();
+    }
+    EXPECT_LT(after, before);
+  });
+}
+
+}  // namespace
