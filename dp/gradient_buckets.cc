@@ -209,10 +209,11 @@ void GradientBuckets::finish() {
   for (auto& shard : used_) shard.assign(parameters_.size(), false);
 }
 
-/// A parameter's sum, or this replica's piece of it, divided, in the parameter's dtype.
+/// A parameter's sum, or this replica's piece of it, divided, in the dtype of `.grad`.
 at::Tensor GradientBuckets::result(size_t index) {
-  const at::ScalarType type = parameters_[index].scalar_type();
   at::Tensor& target = slices_ ? pieces_[index] : targets_[0][index];
+  const at::ScalarType type =
+      (options_.gradients_as_summed ? target : parameters_[index]).scalar_type();
   if (options_.gradient_as_bucket_view && local_shards_ == 1 && target.scalar_type() == type) {
     return target.div_(options_.divisor);
   }

@@ -31,6 +31,8 @@ struct BucketOptions {
   int backward_passes = 1;
   /// `.grad` lies in the bucket, where it had been undefined and is of the sum's dtype.
   bool gradient_as_bucket_view = false;
+  /// `.grad` has the dtype of the sum: float32 where parameters are of half precision.
+  bool gradients_as_summed = false;
 };
 
 /// The gradients of a list of parameters during one step: accumulated raw over microbatches in

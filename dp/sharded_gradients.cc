@@ -194,9 +194,9 @@ void ShardedGradients::publish(size_t index) {
     const Slot& slot = slots_[member];
     // The pieces of the twins, one after the other.
     const at::Tensor sum = bucket.reduced.narrow(1, slot.offset, slot.piece).reshape({-1});
-    const at::Tensor mean =
-        at::div(sum.narrow(0, 0, shard.numel()), options_.divisor).to(shard.scalar_type());
-    parameters_->add_gradient(member, mean);
+    const at::Tensor mean = at::div(sum.narrow(0, 0, shard.numel()), options_.divisor);
+    parameters_->add_gradient(member,
+                              options_.gradients_as_summed ? mean : mean.to(shard.scalar_type()));
   }
 }
 

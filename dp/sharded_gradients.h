@@ -20,6 +20,7 @@ struct ShardedGradientOptions {
   int gradient_shards = 1;  ///< as in `BucketOptions`
   double divisor = 1;       ///< the reduced sum is divided once by this number
   int backward_passes = 1;  ///< reduce in every n-th step; the gradients of the others add up
+  bool gradients_as_summed = false;  ///< as in `BucketOptions`
 };
 
 /// The gradients of sharded parameters during one step: summed raw over microbatches, then over all

@@ -16,6 +16,7 @@
 #include "smp/core/error.h"
 #include "smp/grad_norm.h"
 #include "smp/optimizer_pieces.h"
+#include "smp/precision.h"
 #include "smp/runtime.h"
 #include "smp/sharding.h"
 
@@ -47,7 +48,7 @@ class Gradients {
     std::vector<GradientNorm> norms(listed_.size());
     for (size_t i = 0; i < listed_.size(); ++i) {
       const Listed& listed = listed_[i];
-      norms[i].dtype = c10::toRealValueType(listed.parameter.scalar_type());
+      norms[i].dtype = gradient_type(runtime_.config(), listed.parameter);
       const at::Tensor own = listed.slices == nullptr ? gradient(listed) : at::Tensor();
       if (own.defined()) norms[i].norm = optim::gradient_norm(own, norm_type);
     }
@@ -97,7 +98,8 @@ class Gradients {
       if (listed.slices == &slices) wanted[listed.index] = slices.has_gradient(listed.index);
     }
     const auto of_pieces = norms_of_pieces(
-        slices, [&](size_t i) { return piece(slices, i); }, wanted, norm_type);
+        slices, [&](size_t i) { return piece(slices, i); }, wanted, norm_type,
+        half_type(runtime_.config()).has_value());
     for (size_t i = 0; i < listed_.size(); ++i) {
       if (listed_[i].slices == &slices) norms[i].norm = of_pieces[listed_[i].index];
     }

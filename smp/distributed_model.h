@@ -6,6 +6,7 @@
 
 #include "smp/core/error.h"
 #include "smp/model_core.h"
+#include "smp/precision.h"
 
 namespace torch::jit {
 struct Module;
@@ -20,7 +21,9 @@ namespace smp {
 /// `state_dict` and the rest of `ModelCore`.
 ///
 /// Wrap each module once and do not wrap it in anything else. Nothing changes until the first
-/// step, which captures the step function, partitions the graph and divides the parameters.
+/// step, which captures the step function, partitions the graph and divides the parameters; but
+/// with the configuration's `fp16` or `bf16`, floating point parameters and buffers get that type
+/// at once.
 template <class M>
 class DistributedModel {
   static_assert(!std::is_base_of_v<torch::jit::Module, M>,
@@ -35,14 +38,20 @@ class DistributedModel {
     Runtime::get().add_model(core_);
   }
 
-  /// Calls the module's `forward`. Throws `UsageError` outside a step function.
+  /// Calls the module's `forward`; with `fp16` or `bf16` on arguments cast to that type, and casts
+  /// its results to float32. Throws `UsageError` outside a step function.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     SMP_CHECK_WITH(UsageError, Runtime::get().in_step,
                    "a DistributedModel was called outside a step function: its parameters lie on "
                    "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
                    "model(x); })");
-    return module_->forward(std::forward<Arguments>(arguments)...);
+    using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
+    if (core_->half()) {
+      return static_cast<Result>(
+          detail::forward_in(*core_->half(), *module_, std::forward<Arguments>(arguments)...));
+    }
+    return static_cast<Result>(module_->forward(std::forward<Arguments>(arguments)...));
   }
 
   ModelCore* operator->() const { return core_.get(); }

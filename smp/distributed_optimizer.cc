@@ -15,7 +15,8 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
     : optimizer_(optimizer),
       set_state_(std::move(set_state)),
       runtime_(Runtime::get_shared()),
-      pieces_(optimizer, *runtime_, set_state_) {
+      pieces_(optimizer, *runtime_, set_state_),
+      loss_scaling_(runtime_, pieces_) {
   if (shards_optimizer_state(*runtime_)) elementwise.check("shard_optimizer_state", "false");
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     elementwise.check("sharded_data_parallel_degree", "1");
@@ -33,12 +34,29 @@ void OptimizerCore::check_outside_step(const char* call) const {
 
 at::Tensor OptimizerCore::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   check_outside_step("optimizer.step()");
+  if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   return pieces_.step(update, closure);
 }
 
 void OptimizerCore::zero_grad(bool set_to_none) {
   check_outside_step("optimizer.zero_grad()");
   pieces_.zero_grad(set_to_none);
+  loss_scaling_.forget();
+}
+
+double OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
+  check_outside_step("optimizer.clip_master_grads()");
+  if (!loss_scaling_.unscale()) return -1;
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer_.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return clip_grad_norm_(parameters, max_norm, norm_type);
+}
+
+void OptimizerCore::reload_model_params() {
+  check_outside_step("optimizer.reload_model_params()");
+  pieces_.reload_masters();
 }
 
 optim::OptimizerState OptimizerCore::local_state() { return own_part(pieces_.gather_state()); }
@@ -60,13 +78,13 @@ void OptimizerCore::load(const std::vector<optim::OptimizerState::Group>& groups
   const auto models = runtime_->models();
   SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
   set_state_({{}, groups}, parameter_names(*runtime_));
-  const auto apply = [this, read = std::move(read)] {
+  const auto apply = [this, read = std::move(read), loads = runtime_->parameter_loads] {
     const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
       return runtime_->owns(name) && has_part(name);
     };
     // A scheduler may have changed the options since.
     pieces_.set_state(
-        {read(wanted), optim::get_state(optimizer_, parameter_names(*runtime_)).groups});
+        {read(wanted), optim::get_state(optimizer_, parameter_names(*runtime_)).groups}, loads);
   };
   if (runtime_->partitioned) {
     apply();

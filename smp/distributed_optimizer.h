@@ -12,6 +12,8 @@
 
 #include "optim/elementwise.h"
 #include "optim/state_dict.h"
+#include "smp/loss_scaling.h"
+#include "smp/mixed_precision.h"
 #include "smp/optimizer_pieces.h"
 #include "smp/runtime.h"
 
@@ -33,7 +35,8 @@ class OptimizerCore {
   OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
                 const optim::Elementwise& elementwise);
 
-  /// `update` is the optimizer's own step. Throws `UsageError` inside a step function.
+  /// `update` is the optimizer's own step, which a step that overflowed skips. Throws `UsageError`
+  /// inside a step function.
   at::Tensor step(const OptimizerPieces::Update& update, const LossClosure& closure);
   void zero_grad(bool set_to_none);
 
@@ -52,6 +55,13 @@ class OptimizerCore {
   /// parameter, or of a piece of it, need its state.
   void load(const std::vector<optim::OptimizerState::Group>& groups, Read read);
 
+  /// What this rank's part of the next update would read; see `OptimizerPieces`.
+  std::vector<at::Tensor> gradients() { return pieces_.gradients(); }
+  LossScaling& loss_scaling() { return loss_scaling_; }
+  /// As documented in `MixedPrecision`.
+  double clip_master_grads(double max_norm, double norm_type);
+  void reload_model_params();
+
  private:
   void check_outside_step(const char* call) const;
   optim::OptimizerState own_part(optim::OptimizerState state) const;
@@ -66,6 +76,7 @@ class OptimizerCore {
   SetState set_state_;
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces pieces_;
+  LossScaling loss_scaling_;
 };
 
 /// A libtorch optimizer for a model whose parameters are divided among ranks: it steps those of
@@ -79,7 +90,7 @@ class OptimizerCore {
 ///       model->parameters(), torch::optim::AdamWOptions(1e-3));
 /// \endcode
 template <class Base>
-class DistributedOptimizer : public Base {
+class DistributedOptimizer : public Base, public MixedPrecision<DistributedOptimizer<Base>> {
   static_assert(std::is_base_of_v<torch::optim::Optimizer, Base>,
                 "DistributedOptimizer<Base> needs a torch::optim optimizer as Base");
 
@@ -143,7 +154,7 @@ class DistributedOptimizer : public Base {
 /// The same for an optimizer that exists already: it is stepped, saved and loaded through this
 /// object, and stays usable by schedulers. The optimizer must outlive it.
 template <class Base>
-class DistributedOptimizerRef {
+class DistributedOptimizerRef : public MixedPrecision<DistributedOptimizerRef<Base>> {
  public:
   explicit DistributedOptimizerRef(Base& optimizer)
       : optimizer_(&optimizer),

@@ -55,7 +55,8 @@ at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
 
 std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
                                         const std::function<at::Tensor(size_t)>& piece,
-                                        const std::vector<bool>& wanted, double norm_type) {
+                                        const std::vector<bool>& wanted, double norm_type,
+                                        bool as_summed) {
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> norms(wanted.size());
   if (norm_type == 0 || norm_type == std::numeric_limits<double>::infinity()) {
@@ -73,7 +74,8 @@ std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
     for (size_t i : members) {
       if (!wanted[i] || !flat.defined()) continue;
       const at::Tensor gradient = slices.place(flat, i);
-      norms[i] = optim::gradient_norm(gradient.to(slices.parameters()[i].scalar_type()), norm_type);
+      const auto dtype = (as_summed ? flat : slices.parameters()[i]).scalar_type();
+      norms[i] = optim::gradient_norm(gradient.to(dtype), norm_type);
     }
   }
   return norms;

@@ -40,9 +40,11 @@ at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
 /// over. For the order of the sum to be that of one process, each gradient is put together on one
 /// of the ranks, which has its norm then; the others' are undefined. With infinity every rank has
 /// the norm of its pieces, and nothing is sent. Otherwise collective over the group of `slices`:
-/// one gather for each bucket, in which every rank sends its pieces.
+/// one gather for each bucket, in which every rank sends its pieces. `as_summed`: gradients have
+/// the dtype of their sums, not of their parameters (see dp::BucketOptions).
 std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
                                         const std::function<at::Tensor(size_t)>& piece,
-                                        const std::vector<bool>& wanted, double norm_type);
+                                        const std::vector<bool>& wanted, double norm_type,
+                                        bool as_summed = false);
 
 }  // namespace smp

@@ -12,8 +12,10 @@
 #include "graph/tracer.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/loss_scaler.h"
 #include "smp/model_creation.h"
 #include "smp/optimizer_pieces.h"
+#include "smp/precision.h"
 #include "smp/sharding.h"
 #include "smp/storage.h"
 
@@ -42,6 +44,8 @@ ModelCore::ModelCore(std::shared_ptr<torch::nn::Module> module, ModelOptions opt
     : module_(std::move(module)), options_(std::move(options)), runtime_(std::move(runtime)) {
   SMP_CHECK_WITH(UsageError, module_ != nullptr,
                  "DistributedModel was given an empty module holder; construct the module first");
+  half_ = half_type(runtime_->config());
+  if (half_) convert_module(*module_, *half_);
 }
 
 std::string ModelCore::full_name(const std::string& name) const {
@@ -65,7 +69,8 @@ void ModelCore::backward(const std::vector<at::Tensor>& tensors,
   SMP_CHECK_WITH(UsageError, tracer != nullptr,
                  "model->backward was called outside a step function. Call it inside: auto train = "
                  "smp::step([&](torch::Tensor x) { ...; model->backward(loss); return loss; })");
-  tracer->backward(tensors, gradients);
+  const auto scaler = runtime_->loss_scaler.lock();
+  tracer->backward(scaler ? scaler->scale(tensors, gradients.empty()) : tensors, gradients);
 }
 
 ModelCore::TensorDict ModelCore::named_parameters() const { return named(*module_, true); }
@@ -195,13 +200,16 @@ ModelCore::TensorDict ModelCore::local_state_dict() const {
 void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
   check_outside_step("load_state_dict");
   const TensorDict own = checkpoint::state_dict(*module_);
+  const auto fits = [&](const at::Tensor& given, const at::Tensor& held) {
+    if (half_ && given.is_floating_point() && held.is_floating_point()) return true;
+    return given.scalar_type() == held.scalar_type();
+  };
   std::string problems;
   for (const auto& item : own) {
     const at::Tensor* given = state.find(item.key());
     if (given == nullptr) {
       if (strict) problems += "\n  missing: " + item.key();
-    } else if (given->sizes() != item.value().sizes() ||
-               given->scalar_type() != item.value().scalar_type()) {
+    } else if (given->sizes() != item.value().sizes() || !fits(*given, item.value())) {
       problems += c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
                            item.value().sizes(), ", got ", given->scalar_type(), given->sizes());
     }
@@ -215,6 +223,7 @@ void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
                  "the state dictionary does not fit the model:", problems,
                  "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
   at::NoGradGuard no_grad;
+  ++runtime_->parameter_loads;
   for (const auto& item : own) {
     const at::Tensor* given = state.find(item.key());
     if (given == nullptr) continue;

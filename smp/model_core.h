@@ -65,7 +65,8 @@ class ModelCore {
 
   /// Differentiates `loss` (a scalar) in the step function under way. Throws `UsageError` outside
   /// a step function, at a second call in it, and for a tensor that needs a gradient of its own.
-  /// As documented for SMP's `model.backward`; there is no `retain_graph`.
+  /// As documented for SMP's `model.backward`; there is no `retain_graph`. Multiplies by the loss
+  /// scale of the `DistributedOptimizer` that has one.
   void backward(const at::Tensor& loss);
   /// As above for several tensors, with their gradients unless all are scalars.
   void backward(const std::vector<at::Tensor>& tensors,
@@ -102,7 +103,8 @@ class ModelCore {
   /// Copies values in. Before partitioning, and after, each rank takes what it holds; for
   /// delayed parameters the tensors are kept until the first step, unchanged. Throws one
   /// `CheckpointError` that lists all missing or unexpected names and other shapes or dtypes; then
-  /// nothing has changed. `strict = false` accepts missing and unexpected names.
+  /// nothing has changed. `strict = false` accepts missing and unexpected names. With `fp16` or
+  /// `bf16` other floating point types are rounded.
   void load_state_dict(const TensorDict& state, bool strict = true);
 
   void train(bool on = true) { module_->train(on); }
@@ -131,6 +133,8 @@ class ModelCore {
 
   /// The wrapped module.
   const std::shared_ptr<torch::nn::Module>& module_ptr() const { return module_; }
+  /// The type of its parameters by the configuration's `fp16` or `bf16`.
+  const std::optional<at::ScalarType>& half() const { return half_; }
   const ModelOptions& options() const { return options_; }
   /// A name of the module's with the model's own before it.
   std::string full_name(const std::string& name) const;
@@ -161,6 +165,7 @@ class ModelCore {
   std::shared_ptr<torch::nn::Module> module_;
   ModelOptions options_;
   std::shared_ptr<Runtime> runtime_;
+  std::optional<at::ScalarType> half_;
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
   std::shared_ptr<dp::ParameterSlices> slices_;

@@ -120,6 +120,7 @@ void Program::make_buckets() {
     bucket.overlapping = options.overlapping_allreduce();
     bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
     bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
+    bucket.gradients_as_summed = model->half().has_value();
     const auto slices = model->slices();
     if (slices) check_still_trained(*slices, parameters);
     buckets_.push_back(
@@ -138,6 +139,7 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
   options.gradient_shards = bucket.gradient_shards;
   options.divisor = bucket.divisor;
   options.backward_passes = bucket.backward_passes;
+  options.gradients_as_summed = bucket.gradients_as_summed;
   return std::make_unique<dp::ShardedGradients>(
       sharding.parameters(), gradient_order(*runtime_, *graph_, parameters),
       runtime_->group(CommGroup::kDp), sharding.twins(), options);

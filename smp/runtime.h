@@ -26,8 +26,10 @@ class ProcessGroup;
 
 namespace smp {
 
+class LossScaler;
 class ModelCore;
 class Sharding;
+class StepValue;
 
 /// Everything that `init` sets up for one rank: configuration, groups, models, owners of
 /// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
@@ -111,6 +113,12 @@ class Runtime {
   const void* adding_up = nullptr;
   /// Sharded data parallelism, once partitioned; null: parameters are whole.
   std::shared_ptr<Sharding> sharding;
+  /// Numbers that are inputs of every step function.
+  std::vector<std::weak_ptr<StepValue>> step_values;
+  /// By what `model->backward` multiplies the loss: that of the optimizer that has one.
+  std::weak_ptr<LossScaler> loss_scaler;
+  /// How often values were loaded into parameters: master weights made before are of old values.
+  int64_t parameter_loads = 0;
   /// Buffers that some graph writes.
   std::set<std::string> written_buffers;
   /// A step function is running on this thread.

@@ -154,6 +154,7 @@ LoadedRun load_run(const std::string& path, const std::vector<ModelCore*>& model
                  "checkpoint \"", path,
                  "\" holds no optimizer. Load it without one: smp::load(path, model)");
   at::NoGradGuard no_grad;
+  ++runtime.parameter_loads;
   for (const auto& [name, tensor, aliases] : tensors) {
     if (reader->index().find_model(name) == nullptr) continue;
     if (const auto recording = graph::recording_of(tensor).first) {

@@ -3,6 +3,8 @@
 /// The whole public interface. See docs/api.md.
 
 #include "smp/activation_checkpointing.h"
+#include "smp/amp.h"
+#include "smp/autocast.h"
 #include "smp/clip_grad.h"
 #include "smp/core/config.h"
 #include "smp/core/error.h"
@@ -11,6 +13,7 @@
 #include "smp/init.h"
 #include "smp/keyed_random.h"
 #include "smp/leaf.h"
+#include "smp/loss_scaler.h"
 #include "smp/model_creation.h"
 #include "smp/objects.h"
 #include "smp/partition_scope.h"

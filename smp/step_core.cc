@@ -24,6 +24,7 @@
 #include "smp/program.h"
 #include "smp/runtime.h"
 #include "smp/setup.h"
+#include "smp/step_value.h"
 
 namespace smp {
 namespace {
@@ -84,7 +85,7 @@ class StepCore::Impl {
     std::unique_ptr<Program> program;
   };
 
-  StepResults run_checked(const StepCall& call);
+  StepResults run_checked(const StepCall& given);
   bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
   Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
@@ -141,9 +142,10 @@ StepResults StepCore::Impl::run(const StepCall& call) {
   }
 }
 
-StepResults StepCore::Impl::run_checked(const StepCall& call) {
+StepResults StepCore::Impl::run_checked(const StepCall& given) {
   if (!runtime_->partitioned) prepare_models(*runtime_);
-  check_inputs(call);
+  check_inputs(given);
+  const StepCall call = with_step_values(*runtime_, given);
   auto inputs = split(call, microbatches());
   const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
   agree(traced, call);

@@ -118,6 +118,9 @@ class Config {
   SMP_CONFIG_ARG(bool, ddp);
   /// The transport of data parallelism: "auto".
   SMP_CONFIG_ARG(std::string, ddp_dist_backend);
+  /// Whether parameters are of float16, or of bfloat16.
+  SMP_CONFIG_ARG(bool, fp16);
+  SMP_CONFIG_ARG(bool, bf16);
   /// Whether replicas divide the optimizer's state among them.
   SMP_CONFIG_ARG(bool, shard_optimizer_state);
   /// The size of gradient buckets, in MiB.

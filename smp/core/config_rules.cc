@@ -164,12 +164,8 @@ void Config::check_data_parallel_rules(std::vector<std::string>& problems) const
 }
 
 void Config::check_precision_rules(std::vector<std::string>& problems) const {
-  if (if_valid<bool>("bf16") != true) return;
-  if (if_valid<bool>("fp16") == true) {
+  if (if_valid<bool>("bf16") == true && if_valid<bool>("fp16") == true) {
     problems.push_back(at("bf16", "FP16 and BF16 cannot be simultaneously enabled."));
-  }
-  if (if_valid<int64_t>("sharded_data_parallel_degree") == 1) {
-    problems.push_back(at("bf16", "needs \"sharded_data_parallel_degree\" > 1, got 1."));
   }
 }
 

@@ -270,14 +270,16 @@ std::vector<Parameter> memory_rows() {
       boolean("shard_optimizer_state", false,
               "Divide the optimizer's state and its work over the replicas instead of repeating "
               "them (see docs/sharding.md). Needs `ddp`; no effect with one replica."),
-      boolean("fp16", false, "Train in half precision with loss scaling; not together with `bf16`.")
-          .default_only(),
+      boolean("fp16", false,
+              "Give models parameters of float16, and optimizers master weights of float32 (see "
+              "docs/precision.md). Steps whose gradients are not finite are skipped. Not together "
+              "with `bf16`."),
       boolean("fp16_params", false, "Create the parameters of distributed modules in fp16.")
           .default_only(),
       boolean("bf16", false,
-              "Train in bfloat16; needs `sharded_data_parallel_degree` > 1; not together with "
-              "`fp16`.")
-          .default_only(),
+              "Give models parameters of bfloat16, and optimizers master weights of float32 (see "
+              "docs/precision.md). Not together with `fp16`. (In SMP 1.x it needs "
+              "`sharded_data_parallel_degree` > 1.)"),
   };
 }
 

@@ -224,8 +224,6 @@ TEST(Config, GettersRefuseWrongValuesToo) {
 
 TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
   const BadValue kCases[] = {
-      {R"({"fp16": true})",
-       R"("fp16": true is not available in this version. Use false (the default).)"},
       {R"({"input_source": "first"})",
        R"("input_source": "first" is not available in this version. Use "all" (the default).)"},
       {R"({"ddp": true, "ddp_dist_backend": "nccl"})",
@@ -245,7 +243,7 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
 // Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
 TEST(Config, NoMissingFeatureIsIgnored) {
   for (const char* setting :
-       {"\"fp16_params\": true", "\"bf16\": true", "\"prescaled_batch\": true"}) {
+       {"\"fp16_params\": true", "\"prescaled_batch\": true"}) {
     const std::string error = validation_error(std::string("{") + setting + "}");
     EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
   }
@@ -313,8 +311,8 @@ TEST(Config, RulesBetweenParameters) {
       "tensor parallelism, got false."));
   EXPECT_TRUE(mentions(R"({"bf16": true, "fp16": true})",
                        "\"bf16\": FP16 and BF16 cannot be simultaneously enabled."));
-  EXPECT_TRUE(mentions(R"({"bf16": true})",
-                       "\"bf16\": needs \"sharded_data_parallel_degree\" > 1, got 1."));
+  EXPECT_EQ(validation_error(R"({"bf16": true})"), "<no error>");
+  EXPECT_EQ(validation_error(R"({"fp16": true, "partitions": 2})"), "<no error>");
 }
 
 TEST(Config, AllMistakesAreReportedTogether) {
@@ -492,10 +490,10 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   EXPECT_EQ(again.to_json(), config.to_json());
   EXPECT_EQ(Config().to_json(),
             R"({"activation_checkpointing":"modules","activation_loading_horizon":4,)"
-            R"("active_microbatches":3,"auto_partition":true,"bucket_cap_mb":25.0,)"
+            R"("active_microbatches":3,"auto_partition":true,"bf16":false,"bucket_cap_mb":25.0,)"
             R"("check_collectives":false,"ddp":false,)"
             R"("default_partition":0,"delayed_parameter_initialization":true,)"
-            R"("deterministic_server":false,"gradient_accumulation_fusion":false,)"
+            R"("deterministic_server":false,"fp16":false,"gradient_accumulation_fusion":false,)"
             R"("gradient_shards":0,"guard":"every_step","input_source":"all",)"
             R"("keep_freed_memory":true,"load_partition":false,"memory_limit_mb":0.0,)"
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"

@@ -1,0 +1,141 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "smp/step_value.h"
+
+namespace smp::amp {
+
+/// Options of a `GradScaler`: the arguments of torch.amp.GradScaler, with its defaults.
+struct GradScalerOptions {
+  TORCH_ARG(double, init_scale) = 65536;
+  /// By what the scale is multiplied after `growth_interval` steps in a row without inf or NaN.
+  TORCH_ARG(double, growth_factor) = 2;
+  /// By what it is multiplied after a step with one.
+  TORCH_ARG(double, backoff_factor) = 0.5;
+  TORCH_ARG(int64_t, growth_interval) = 2000;
+  /// False: `step` steps, and nothing else happens.
+  TORCH_ARG(bool, enabled) = true;
+};
+
+/// torch.amp.GradScaler over all ranks, which libtorch lacks: multiplies the loss so that gradients
+/// in float16 do not vanish, and skips steps whose gradients overflowed. Whether they did is agreed
+/// upon by all ranks of the world, before any gradient is divided, so all ranks take or skip a step
+/// together and have the same scale. All methods but `scale` are called outside of step functions;
+/// `unscale_` and `step` are collective.
+///
+/// Also for a libtorch optimizer in a program without `init`.
+///
+/// Example:
+/// \code
+///   smp::amp::GradScaler scaler;
+///   auto train = smp::step([&](torch::Tensor x, torch::Tensor y) {
+///     torch::Tensor loss;
+///     {
+///       const Autocast autocast;  // of docs/precision.md
+///       loss = torch::mse_loss(model(x), y);
+///     }
+///     model->backward(scaler.scale(loss));
+///     return loss;
+///   });
+///   optimizer.zero_grad();
+///   train(x, y);
+///   scaler.step(optimizer);
+///   scaler.update();
+/// \endcode
+///
+/// Texts of errors are torch's. The scale in a step function is an input of the step, so another
+/// scale is no other graph. Copies are the same scaler.
+class GradScaler {
+ public:
+  /// Made after `init` and outside of step functions. Throws `UsageError` for factors that do not
+  /// grow or back off.
+  explicit GradScaler(const GradScalerOptions& options = {});
+
+  /// The tensor times the scale.
+  at::Tensor scale(const at::Tensor& output) const;
+  std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs) const;
+
+  /// Divides the gradients of an optimizer's parameters by the scale, for whoever clips or reads
+  /// them before `step`. With inf or NaN somewhere they stay as they are, since `step` will skip.
+  /// `Optimizer` is a `DistributedOptimizer`, what `smp::distributed` gives, or one of libtorch's.
+  template <class Optimizer>
+  void unscale_(Optimizer& optimizer) {
+    unscale(handle_of(optimizer));
+  }
+
+  /// Calls `unscale_`, if that was not done, and the optimizer's `step()` unless a gradient of it
+  /// is not finite on some rank. Returns what that returned, or nothing for a step that was
+  /// skipped.
+  template <class Optimizer>
+  std::optional<at::Tensor> step(Optimizer& optimizer) {
+    if (!begin_step(handle_of(optimizer))) return std::nullopt;
+    return optimizer.step();
+  }
+
+  /// After all optimizers' steps: the scale backs off if some step was skipped, or grows.
+  void update();
+  /// Sets the scale.
+  void update(double new_scale);
+
+  /// 1 if not enabled.
+  double get_scale() const;
+  double get_growth_factor() const;
+  void set_growth_factor(double factor);
+  double get_backoff_factor() const;
+  void set_backoff_factor(double factor);
+  int64_t get_growth_interval() const;
+  void set_growth_interval(int64_t interval);
+  bool is_enabled() const;
+
+  /// {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}, as
+  /// torch's; empty if not enabled. Between `update` and the next step.
+  nlohmann::json state_dict() const;
+  /// Throws `CheckpointError` for JSON of another form, and for that of a scaler that was not
+  /// enabled.
+  void load_state_dict(const nlohmann::json& state);
+
+ private:
+  /// An optimizer, with its type erased.
+  struct Handle {
+    const void* identity;
+    std::function<std::vector<at::Tensor>()> gradients;
+  };
+  struct State;
+
+  template <class Optimizer, class = void>
+  struct HasCore : std::false_type {};
+  template <class Optimizer>
+  struct HasCore<Optimizer, std::void_t<decltype(std::declval<Optimizer&>().core())>>
+      : std::true_type {};
+
+  template <class Optimizer>
+  static Handle handle_of(Optimizer& optimizer) {
+    if constexpr (HasCore<Optimizer>::value) {
+      return {&optimizer.core(), [&] { return optimizer.core().gradients(); }};
+    } else {
+      return {&optimizer, [&] { return gradients_of(optimizer); }};
+    }
+  }
+  static std::vector<at::Tensor> gradients_of(const torch::optim::Optimizer& optimizer);
+
+  void unscale(const Handle& optimizer);
+  /// Whether the optimizer shall step.
+  bool begin_step(const Handle& optimizer);
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace smp::amp

@@ -1,0 +1,41 @@
+#include "smp/precision.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "graph/recording.h"
+#include "smp/master_weights.h"
+#include "smp/model_creation.h"
+
+namespace smp {
+
+std::optional<at::ScalarType> half_type(const Config& config) {
+  if (config.fp16()) return at::kHalf;
+  if (config.bf16()) return at::kBFloat16;
+  return std::nullopt;
+}
+
+at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter) {
+  const bool summed = half_type(config) && MasterWeights::concerns(parameter);
+  return summed ? at::kFloat : c10::toRealValueType(parameter.scalar_type());
+}
+
+void convert_module(const torch::nn::Module& module, at::ScalarType type) {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors = module.parameters();
+  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
+  // Tensors without data are converted when they are made.
+  std::optional<ModelCreation> delayed;
+  if (std::any_of(tensors.begin(), tensors.end(), graph::is_deferred)) {
+    delayed.emplace(ModelCreationOptions().delayed(true).eager_bytes(0));
+  }
+  for (at::Tensor& tensor : tensors) {
+    if (tensor.is_floating_point() && tensor.scalar_type() != type) {
+      tensor.set_data(tensor.detach().to(type));
+    }
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,660 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "optim/adadelta.h"
+#include "tests/smp/models.h"
+#include "tests/smp/precision.h"
+
+// The configuration's `fp16` and `bf16`: half-precision parameters, master weights, loss scales.
+namespace smp {
+namespace {
+
+using namespace testing;
+using namespace testing::precision;
+namespace to = torch::optim;
+
+struct Half {
+  torch::Dtype type;
+  double spike;  // overflows it
+};
+
+const Half kFp16{torch::kHalf, 1e6};
+const Half kBf16{torch::kBFloat16, HUGE_VAL};
+
+Config with_half(Config config, const Half& half) {
+  return half.type == torch::kHalf ? config.fp16(true) : config.bf16(true);
+}
+
+/// The rule of NVIDIA's DynamicLossScaler (Megatron-LM, fp16/loss_scaler.py), word by word.
+struct PlainScaler {
+  explicit PlainScaler(const LossScaleOptions& options)
+      : options(options), args(options.dynamic_loss_args()) {
+    scale = options.dynamic_loss_scale() ? args.init_scale() : options.static_loss_scale();
+    hysteresis = args.delayed_shift();
+  }
+  void update(bool overflow) {
+    if (!options.dynamic_loss_scale()) return;
+    if (overflow) {
+      if (args.delayed_shift() == 1 || hysteresis == 1) {
+        scale = std::max(scale / args.scale_factor(), args.min_scale());
+      } else {
+        hysteresis -= 1;
+      }
+      last_overflow_iteration = iteration;
+    } else {
+      if (args.consecutive_hysteresis()) hysteresis = args.delayed_shift();
+      if ((iteration - last_overflow_iteration) % args.scale_window() == 0) {
+        if (!args.consecutive_hysteresis()) hysteresis = args.delayed_shift();
+        scale *= args.scale_factor();
+      }
+    }
+    iteration += 1;
+  }
+  LossScaleOptions options;
+  DynamicLossArgs args;
+  double scale;
+  int64_t hysteresis, iteration = 0, last_overflow_iteration = -1;
+};
+
+LossScaleOptions dynamic(const DynamicLossArgs& args) {
+  return LossScaleOptions().dynamic_loss_scale(true).dynamic_loss_args(args);
+}
+
+TEST(LossScaler, FollowsTheRule) {
+  const auto generator = at::detail::createCPUGenerator(3);
+  for (const bool consecutive : {false, true}) {
+    for (int window = 1; window < 6; ++window) {
+      for (int shift = 1; shift < 4; ++shift) {
+        const auto options = dynamic(DynamicLossArgs()
+                                         .init_scale(1 << 10)
+                                         .scale_factor(4)
+                                         .scale_window(window)
+                                         .min_scale(2)
+                                         .delayed_shift(shift)
+                                         .consecutive_hysteresis(consecutive));
+        LossScaler scaler(options);
+        PlainScaler plain(options);
+        for (int step = 0; step < 60; ++step) {
+          const bool overflow = torch::rand({}, generator).item<double>() < 0.5;
+          scaler.update(overflow);
+          plain.update(overflow);
+          // Half-way through another one goes on.
+          if (step == 30) {
+            const auto state = nlohmann::json::parse(scaler.state_dict().dump());
+            scaler = LossScaler(LossScaleOptions());
+            scaler.load_state_dict(state);
+          }
+          ASSERT_EQ(scaler.loss_scale(), plain.scale);
+        }
+      }
+    }
+  }
+}
+
+TEST(LossScaler, HasTheDocumentedDefaults) {
+  EXPECT_EQ(LossScaler(LossScaleOptions()).loss_scale(), 1);
+  LossScaler scaler(LossScaleOptions().dynamic_loss_scale(true));
+  EXPECT_EQ(scaler.loss_scale(), 4294967296.0);
+  scaler.update(true);
+  EXPECT_EQ(scaler.loss_scale(), 2147483648.0);
+  for (int step = 0; step < 999; ++step) scaler.update(false);
+  EXPECT_EQ(scaler.loss_scale(), 2147483648.0);
+  scaler.update(false);
+  EXPECT_EQ(scaler.loss_scale(), 4294967296.0);
+  for (int step = 0; step < 100; ++step) scaler.update(true);
+  EXPECT_EQ(scaler.loss_scale(), 1);
+}
+
+/// It would never come back.
+TEST(LossScaler, DoesNotGrowBeyondFloat32) {
+  const double largest = std::ldexp(1, 127);
+  LossScaler scaler(dynamic(DynamicLossArgs().init_scale(largest).scale_window(1)));
+  scaler.update(false);
+  EXPECT_EQ(scaler.loss_scale(), largest);
+  scaler.update(true);
+  EXPECT_EQ(scaler.loss_scale(), largest / 2);
+}
+
+TEST(LossScalerErrors, OptionsWithoutMeaning) {
+  const auto text_of = [](const LossScaleOptions& options) {
+    return error_of<UsageError>([&] { LossScaler scaler(options); });
+  };
+  expect_has(text_of(LossScaleOptions().static_loss_scale(0)),
+             {"the options of a loss scale are wrong: static_loss_scale must be a positive number, "
+              "got 0"});
+  expect_has(
+      text_of(dynamic(DynamicLossArgs().init_scale(HUGE_VAL))),
+      {"the options of a loss scale are wrong: init_scale must be a positive number, got inf"});
+  expect_has(text_of(dynamic(DynamicLossArgs().scale_factor(1))),
+             {"the options of a loss scale are wrong: scale_factor must be above 1, got 1"});
+  expect_has(
+      text_of(dynamic(DynamicLossArgs().scale_window(0))),
+      {"the options of a loss scale are wrong: scale_window must be a positive integer, got 0"});
+  expect_has(text_of(dynamic(DynamicLossArgs().min_scale(-1))),
+             {"the options of a loss scale are wrong: min_scale must be 0 or more, got -1"});
+  expect_has(
+      text_of(dynamic(DynamicLossArgs().delayed_shift(0))),
+      {"the options of a loss scale are wrong: delayed_shift must be a positive integer, got 0"});
+  expect_has(error_of<CheckpointError>([] {
+               LossScaler(LossScaleOptions()).load_state_dict({{"loss_scale", 2}});
+             }),
+             {"the saved loss scale is malformed: expected what LossScaler::state_dict() gives"});
+}
+
+/// One training: its type, its optimizer and its loss scale.
+template <class OptimizerType, class OptionsType>
+struct Recipe {
+  using Optimizer = OptimizerType;
+
+  Half half;
+  OptionsType options;
+  LossScaleOptions scale = {};
+  bool overflows = false;
+  double max_norm = 0;  // to which gradients are clipped, if not 0
+  double norm_type = 2;
+
+  double spike() const { return overflows ? half.spike : 1; }
+};
+
+template <class Optimizer, class Options>
+Recipe<Optimizer, Options> recipe(Half half, Options options, LossScaleOptions scale = {},
+                                  bool overflows = false) {
+  return {half, options, scale, overflows};
+}
+
+/// Grows every second step.
+LossScaleOptions lively() { return dynamic(DynamicLossArgs().init_scale(4096).scale_window(2)); }
+
+/// One process: a half-precision module, gradients added in float32, master weights, and a plain
+/// optimizer for them.
+template <class Recipe>
+Trace train_plain(const Recipe& recipe) {
+  Trace trace;
+  auto net = make_net();
+  net->to(recipe.half.type);
+  const auto parameters = unique_parameters(*net);
+  Tensors masters;
+  for (const auto& parameter : parameters) {
+    masters.push_back(parameter.detach().to(torch::kFloat).requires_grad_());
+  }
+  typename Recipe::Optimizer optimizer(masters, recipe.options);
+  PlainScaler scaler(recipe.scale);
+  for (int step = 0; step < kSteps; ++step) {
+    const auto [x, y] = batch_of(step, recipe.spike());
+    const auto gradients = plain_gradients(parameters, [&, x = x, y = y](int m) {
+      const KeyedRandom random(kSeed, 0, step, m);
+      const int count = Layout::kMicrobatches;
+      const auto output = net(part(x, count, m).to(recipe.half.type)).to(torch::kFloat);
+      const auto loss = loss_of(output, part(y, count, m));
+      trace.losses.push_back(noted(loss));
+      return loss * torch::full({}, scaler.scale);
+    });
+    const bool checks = recipe.half.type == torch::kHalf || recipe.scale.dynamic_loss_scale();
+    const bool overflow = checks && !all_finite(gradients);
+    if (!overflow) {
+      scale_all(gradients, static_cast<float>(1 / scaler.scale));
+      torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < parameters.size(); ++i) masters[i].mutable_grad() = gradients[i];
+      if (recipe.max_norm > 0) {
+        trace.norms.push_back(
+            torch::nn::utils::clip_grad_norm_(masters, recipe.max_norm, recipe.norm_type));
+        EXPECT_GT(trace.norms.back(), recipe.max_norm);
+      }
+      optimizer.step();
+      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_(masters[i]);
+    }
+    if (overflow && recipe.max_norm > 0) trace.norms.push_back(-1);
+    scaler.update(overflow);
+    trace.skipped.push_back(overflow);
+    trace.scales.push_back(scaler.scale);
+  }
+  trace.weights = state_of(*net);
+  for (const auto& item : net->named_parameters()) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const bool trained = item.key() != "unused";
+      if (trained && parameters[i].is_same(item.value())) trace.masters[item.key()] = masters[i];
+    }
+  }
+  return trace;
+}
+
+/// Where a run on ranks begins and ends, and its checkpoints.
+struct Span {
+  int first = 0, last = kSteps;
+  std::string load = {}, save = {};
+};
+
+/// The masters of all ranks by name.
+void add_masters(OptimizerCore& optimizer, Named& masters, std::mutex& mutex) {
+  const auto state = optimizer.local_state();
+  const std::lock_guard lock(mutex);
+  for (const auto& [name, param] : state.params) {
+    const auto found = param.tensors.find("master");
+    if (found == param.tensors.end()) continue;
+    EXPECT_EQ(found->second.scalar_type(), torch::kFloat);
+    masters[name] = found->second;
+  }
+}
+
+template <class Recipe>
+Trace train_ranks(const Layout& layout, const Recipe& recipe, const Span& span = {}) {
+  Trace trace;
+  Losses losses(trace);
+  std::mutex mutex;
+  std::vector<Net> nets;
+  for (int i = 0; i < layout.ranks(); ++i) nets.push_back(make_net());
+  run_as_threads(layout.ranks(), with_half(config_of(layout), recipe.half), [&] {
+    DistributedModel<Net> model(nets[rank()]);
+    DistributedOptimizer<typename Recipe::Optimizer> optimizer(model->parameters(), recipe.options);
+    const LossScaleOptions defaults;
+    const bool scales = recipe.scale.dynamic_loss_scale() ||
+                        recipe.scale.static_loss_scale() != defaults.static_loss_scale();
+    if (scales) optimizer.scale_loss(recipe.scale);
+    if (!span.load.empty()) {
+      const auto run = smp::load(span.load, model, optimizer);
+      optimizer.load_loss_scaler_state(run.user_content.at("loss_scaler"));
+    }
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = loss_of(model(x), y);
+      model->backward(loss);
+      return loss;
+    });
+    for (int i = span.first; i < span.last; ++i) {
+      const auto [x, y] = batch_of(i, recipe.spike());
+      optimizer.zero_grad(i % 2 == 0);
+      losses.note(i, train(own(x), own(y)));
+      for (const auto& item : model->virtual_named_parameters()) {
+        if (!item.value().grad().defined()) continue;
+        EXPECT_EQ(item.value().grad().scalar_type(), torch::kFloat) << item.key();
+      }
+      const bool clips = recipe.max_norm > 0;
+      const double norm =
+          clips ? optimizer.clip_master_grads(recipe.max_norm, recipe.norm_type) : 0;
+      EXPECT_TRUE(!clips || optimizer.overflow() == (norm == -1));
+      optimizer.step();
+      const std::lock_guard lock(mutex);
+      const auto done = static_cast<int>(trace.scales.size());
+      if (clips && rank() == 0) trace.norms.push_back(norm);
+      if (done == i - span.first) {
+        trace.scales.push_back(optimizer.loss_scale());
+        trace.skipped.push_back(optimizer.overflow());
+      }
+      EXPECT_EQ(trace.scales.back(), optimizer.loss_scale());  // the same on all ranks
+      EXPECT_EQ(trace.skipped.back(), optimizer.overflow());
+    }
+    add_masters(optimizer.core(), trace.masters, mutex);
+    if (!span.save.empty()) {
+      smp::save(span.save, model, optimizer, {{"loss_scaler", optimizer.loss_scaler_state()}});
+    }
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard lock(mutex);
+    trace.weights = state;
+  });
+  return trace;
+}
+
+template <class Recipe>
+void check(const Recipe& recipe, const std::vector<Layout>& all = layouts(), int skipped = 0) {
+  torch::set_num_threads(1);
+  const Trace plain = train_plain(recipe);
+  EXPECT_EQ(count_skipped(plain), skipped);
+  EXPECT_FALSE(plain.masters.empty());
+  for (const auto& [name, weight] : plain.weights) {
+    EXPECT_EQ(weight.scalar_type(), recipe.half.type) << name;
+  }
+  for (const Layout& layout : all) {
+    SCOPED_TRACE(::testing::Message() << layout << ", " << recipe.half.type);
+    expect_same(train_ranks(layout, recipe), plain);
+  }
+}
+
+TEST(Half, TrainsAsInOneProcess) {
+  check(recipe<to::AdamW>(kBf16, to::AdamWOptions(0.01)));
+  check(recipe<to::AdamW>(kFp16, to::AdamWOptions(0.01)));
+}
+
+TEST(Half, TrainsWithAnyOptimizer) {
+  const std::vector<Layout> some{{2, 2, "1f1b", true}, {2, 1}, {1, 2, "simple", false, 2}};
+  check(recipe<to::SGD>(kBf16, to::SGDOptions(0.1)), some);
+  check(recipe<to::SGD>(kBf16, to::SGDOptions(0.1).momentum(0.9)), some);
+  // Makes its state in its constructor, of the parameters' type.
+  check(recipe<to::Adagrad>(kBf16, to::AdagradOptions(0.1)), some);
+  check(recipe<to::RMSprop>(kFp16, to::RMSpropOptions(0.01)), some);
+  check(recipe<optim::Adadelta>(kBf16, optim::AdadeltaOptions(0.5)), some);
+}
+
+TEST(Half, ScalesTheLoss) {
+  check(
+      recipe<to::AdamW>(kFp16, to::AdamWOptions(0.01), LossScaleOptions().static_loss_scale(1024)));
+  check(recipe<to::SGD>(kFp16, to::SGDOptions(0.1).momentum(0.9), lively()));
+}
+
+/// One microbatch of one replica overflows: no rank steps, and all divide the scale.
+TEST(Half, SkipsStepsThatOverflowOnSomeRank) {
+  check(recipe<to::AdamW>(kFp16, to::AdamWOptions(0.01), lively(), true), layouts(), 3);
+  check(recipe<to::AdamW>(kBf16, to::AdamWOptions(0.01), lively(), true), layouts(), 3);
+  // With fp16 overflows are looked for in any case.
+  check(recipe<to::SGD>(kFp16, to::SGDOptions(0.1), {}, true), {{2, 2}}, 3);
+}
+
+/// Whatever `loop` does on two ranks of a pipeline, of bf16.
+Named train_loop(const std::function<void(DistributedModel<Mlp>&, DistributedOptimizer<to::SGD>&,
+                                          const std::function<void()>& train)>& loop,
+                 const Config& config = stages(2).bf16(true)) {
+  Named result;
+  std::mutex mutex;
+  torch::set_num_threads(1);
+  run_as_threads(2, config, [&] {
+    torch::manual_seed(3);
+    Mlp net(2);
+    DistributedModel<Mlp> model(net);
+    DistributedOptimizer<to::SGD> optimizer(model->parameters(), to::SGDOptions(0.1));
+    auto train = step([&](torch::Tensor x) {
+      auto loss = model(x).square().mean();
+      EXPECT_EQ(loss.scalar_type(), torch::kFloat);
+      model->backward(loss);
+      return loss;
+    });
+    loop(model, optimizer, [&] {
+      optimizer.zero_grad();
+      train(torch::ones({4, MlpImpl::kWidth}));
+    });
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard lock(mutex);
+    result = state;
+  });
+  return result;
+}
+
+/// In all layouts by the norm over all ranks; -1 where some gradient is not finite.
+TEST(Half, ClipsMasterGradients) {
+  for (const double norm_type : {2.0, HUGE_VAL}) {
+    auto clipped = recipe<to::AdamW>(kFp16, to::AdamWOptions(0.01), lively(), true);
+    clipped.max_norm = 0.01;
+    clipped.norm_type = norm_type;
+    check(clipped, layouts(), 3);
+  }
+}
+
+/// Half of the steps in one layout, a checkpoint, and the rest in another.
+TEST(Half, GoesThroughCheckpoints) {
+  torch::set_num_threads(1);
+  const auto path = std::filesystem::path(::testing::TempDir()) / "half_checkpoint";
+  const auto training = recipe<to::AdamW>(kFp16, to::AdamWOptions(0.01), lively(), true);
+  const Trace plain = train_plain(training);
+  const std::vector<Layout> all{{1, 1},
+                                {4, 1, "1f1b"},
+                                {2, 2, "1f1b", true},
+                                {1, 2, "interleaved", true},
+                                {1, 2, "simple", false, 2}};
+  constexpr int kHalfWay = kSteps / 2;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Layout& from = all[i];
+    const Layout& to = all[(i + 1) % all.size()];
+    SCOPED_TRACE(::testing::Message() << from << " to " << to);
+    Trace first = train_ranks(from, training, {0, kHalfWay, "", path});
+    const Trace second = train_ranks(to, training, {kHalfWay, kSteps, path, ""});
+    for (size_t m = 0; m < first.losses.size(); ++m) {
+      if (!first.losses[m].defined()) first.losses[m] = second.losses[m];
+    }
+    first.weights = second.weights;
+    first.masters = second.masters;
+    first.scales.insert(first.scales.end(), second.scales.begin(), second.scales.end());
+    first.skipped.insert(first.skipped.end(), second.skipped.begin(), second.skipped.end());
+    expect_same(first, plain);
+  }
+}
+
+/// What bfloat16 would lose: a change of a 512th of the last digit, 512 times.
+TEST(Half, AddsUpSmallUpdates) {
+  const auto state = train_loop([](auto& model, auto& optimizer, const auto& train) {
+    train();
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : model->local_parameters()) parameter.fill_(1);
+    }
+    optimizer.reload_model_params();
+    const double last_digit = 1.0 / 128;
+    for (int i = 0; i < 512; ++i) {
+      for (auto& parameter : model->local_parameters()) {
+        parameter.mutable_grad() = torch::full(parameter.sizes(), -last_digit / 512 / 0.1);
+      }
+      optimizer.step();
+    }
+  });
+  for (const auto& [name, tensor] : state) {
+    expect_equal(tensor, torch::full_like(tensor, 1 + 1.0 / 128), name);
+  }
+}
+
+TEST(Half, MastersFollowWhatIsLoaded) {
+  const auto ones = [](const DistributedModel<Mlp>& model) {
+    ModelCore::TensorDict state;
+    for (const auto& item : model->named_parameters()) {
+      state.insert(item.key(), torch::ones(item.value().sizes()));  // of float32
+    }
+    return state;
+  };
+  const auto expected = train_loop([&](auto& model, auto& optimizer, const auto& train) {
+    model->load_state_dict(ones(model));
+    train();
+    optimizer.step();
+  });
+  const auto loaded = train_loop([&](auto& model, auto& optimizer, const auto& train) {
+    for (int i = 0; i < 2; ++i) {
+      train();
+      optimizer.step();
+    }
+    model->load_state_dict(ones(model));
+    train();
+    optimizer.step();
+  });
+  expect_equal(loaded, expected, "weight");
+  // What the program writes itself, it says.
+  const auto written = train_loop([&](auto& model, auto& optimizer, const auto& train) {
+    train();
+    optimizer.step();
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : model->local_parameters()) parameter.fill_(1);
+    }
+    optimizer.reload_model_params();
+    train();
+    optimizer.step();
+  });
+  expect_equal(written, expected, "weight");
+}
+
+/// Back to an earlier step, with the optimizer first or last: masters are not rounded.
+TEST(Half, LoadsModelAndOptimizerInAnyOrder) {
+  std::vector<Named> ends;
+  for (const int order : {0, 1, 2}) {
+    const auto train_steps = [](auto& optimizer, const auto& train, int count) {
+      for (int i = 0; i < count; ++i) {
+        train();
+        optimizer.step();
+      }
+    };
+    ends.push_back(train_loop([&](auto& model, auto& optimizer, const auto& train) {
+      train_steps(optimizer, train, 3);
+      const auto weights = model->state_dict();
+      const auto state = optimizer.state_dict();
+      if (order > 0) train_steps(optimizer, train, 2);
+      if (order == 1) model->load_state_dict(weights);
+      if (order > 0) optimizer.load_state_dict(state);
+      if (order == 2) model->load_state_dict(weights);
+      train_steps(optimizer, train, 20);
+    }));
+  }
+  expect_equal(ends[1], ends[0], "model first");
+  expect_equal(ends[2], ends[0], "optimizer first");
+}
+
+/// Integer buffers and arguments stay; what the module returns is of float32.
+TEST(Half, ConvertsFloatingPointOnly) {
+  struct CounterImpl : torch::nn::Module {
+    CounterImpl() {
+      weight = register_parameter("weight", torch::ones({3}, torch::kDouble));
+      count = register_buffer("count", torch::zeros({3}, torch::kLong));
+    }
+    std::pair<torch::Tensor, torch::Tensor> forward(torch::Tensor x, torch::Tensor index) {
+      EXPECT_EQ(x.scalar_type(), torch::kHalf);
+      EXPECT_EQ(index.scalar_type(), torch::kLong);
+      return {weight * x, index + count};
+    }
+    torch::Tensor weight, count;
+  };
+  run_as_threads(1, stages(1).fp16(true), [] {
+    DistributedModel<std::shared_ptr<CounterImpl>> model(std::make_shared<CounterImpl>());
+    const auto& module = *model.get_module();
+    EXPECT_EQ(module.weight.scalar_type(), torch::kHalf);
+    EXPECT_EQ(module.count.scalar_type(), torch::kLong);
+    auto train = step([&](torch::Tensor x, torch::Tensor index) {
+      const auto [scaled, sum] = model(x, index);
+      EXPECT_EQ(scaled.scalar_type(), torch::kFloat);
+      EXPECT_EQ(sum.scalar_type(), torch::kLong);
+      model->backward(scaled.sum());
+      return scaled;
+    });
+    const auto result = train(torch::full({2, 3}, 0.1), torch::arange(2));
+    EXPECT_TRUE(torch::equal(result.outputs()[0],
+                             torch::full({1, 3}, 0.1).to(torch::kHalf).to(torch::kFloat)));
+  });
+}
+
+/// A GPT with tied embeddings, in each way to make it in half precision: converted when it is
+/// wrapped, made without data first, and made of that type.
+TEST(Half, MakesModelsOfThatType) {
+  torch::set_num_threads(1);
+  const auto batch = [] {
+    torch::manual_seed(4);
+    return TinyGptImpl::batch(8);
+  }();
+  const auto train = [&](int ranks, const std::function<TinyGpt()>& make, torch::Dtype type) {
+    Named result;
+    std::mutex mutex;
+    run_as_threads(ranks, stages(ranks).bf16(true), [&] {
+      TinyGpt net = make();
+      DistributedModel<TinyGpt> model(net);
+      DistributedOptimizer<to::AdamW> optimizer(model->parameters(), to::AdamWOptions(0.01));
+      auto train = step([&](torch::Tensor ids, torch::Tensor targets) {
+        auto loss =
+            torch::nn::functional::cross_entropy(model(ids).flatten(0, 1), targets.flatten());
+        model->backward(loss);
+        return loss;
+      });
+      for (int i = 0; i < 3; ++i) {
+        optimizer.zero_grad();
+        train(batch[0], batch[1]);
+        optimizer.step();
+      }
+      const auto state = to_map(model->state_dict());
+      const std::lock_guard lock(mutex);
+      result = state;
+    });
+    for (const auto& [name, tensor] : result) EXPECT_EQ(tensor.scalar_type(), type) << name;
+    return result;
+  };
+  const auto plain = [] {
+    torch::manual_seed(5);
+    return TinyGpt(true);
+  };
+  const auto without_data = [&] {
+    const auto scope = model_creation(ModelCreationOptions().eager_bytes(0));
+    return plain();
+  };
+  const auto of_type = [&] {
+    const auto scope =
+        model_creation(ModelCreationOptions().dtype(torch::kBFloat16).delayed(false));
+    return plain();
+  };
+  const auto of_type_without_data = [&] {
+    const auto scope =
+        model_creation(ModelCreationOptions().dtype(torch::kBFloat16).eager_bytes(0));
+    return plain();
+  };
+  const auto converted = train(1, plain, torch::kBFloat16);
+  expect_equal(train(2, plain, torch::kBFloat16), converted, "converted");
+  expect_equal(train(2, without_data, torch::kBFloat16), converted, "without data");
+  const auto made = train(1, of_type, torch::kBFloat16);
+  expect_equal(train(2, of_type_without_data, torch::kBFloat16), made, "of that type");
+  EXPECT_FALSE(torch::equal(made.at("tokens.weight"), converted.at("tokens.weight")));
+}
+
+/// What a program on two ranks ends with.
+std::string error_of_loop(
+    const std::function<void(DistributedModel<Mlp>&, DistributedOptimizer<to::SGD>&,
+                             const std::function<void()>& train)>& loop) {
+  return error_of<UsageError>([&] { train_loop(loop, stages(2).fp16(true)); });
+}
+
+TEST(HalfErrors, OneOptimizerScalesTheLoss) {
+  const char* text = "the loss is multiplied by the loss scale of another DistributedOptimizer";
+  expect_has(error_of_loop([](auto& model, auto& optimizer, const auto&) {
+               optimizer.scale_loss(LossScaleOptions().static_loss_scale(8));
+               DistributedOptimizer<to::SGD> other(model->parameters(), to::SGDOptions(0.1));
+               other.scale_loss(LossScaleOptions().static_loss_scale(8));
+             }),
+             {text, "For several optimizers use smp::amp::GradScaler"});
+  expect_has(error_of_loop([](auto& model, auto& optimizer, const auto& train) {
+               optimizer.scale_loss(LossScaleOptions().static_loss_scale(8));
+               DistributedOptimizer<to::SGD> other(model->parameters(), to::SGDOptions(0.1));
+               train();
+               other.step();
+             }),
+             {text});
+}
+
+TEST(HalfErrors, ClosuresAndLossScaling) {
+  expect_has(error_of_loop([](auto&, auto& optimizer, const auto& train) {
+               optimizer.step([&] {
+                 train();
+                 return torch::Tensor();
+               });
+             }),
+             {"optimizer.step(closure) cannot be combined with loss scaling or \"fp16\""});
+}
+
+TEST(HalfErrors, StepsAfterClipping) {
+  expect_has(error_of_loop([](auto& model, auto& optimizer, const auto& train) {
+               optimizer.scale_loss(LossScaleOptions().static_loss_scale(8));
+               train();
+               optimizer.clip_master_grads(1);
+               auto more = step([&](torch::Tensor x) {
+                 auto loss = model(x).sum();
+                 model->backward(loss);
+                 return loss;
+               });
+               more(torch::ones({4, MlpImpl::kWidth}));
+               optimizer.step();
+             }),
+             {"clip_master_grads() has divided the gradients by the loss scale, and a step has "
+              "added gradients that are not divided"});
+}
+
+TEST(HalfErrors, ScaleLossInsideTheStep) {
+  expect_has(
+      error_of_run<UsageError>(1, stages(1),
+                               [] {
+                                 Mlp net(1);
+                                 DistributedModel<Mlp> model(net);
+                                 DistributedOptimizer<to::SGD> optimizer(model->parameters(),
+                                                                         to::SGDOptions(0.1));
+                                 auto train = step([&](torch::Tensor x) {
+                                   optimizer.scale_loss(LossScaleOptions().static_loss_scale(8));
+                                   return model(x);
+                                 });
+                                 train(torch::ones({2, MlpImpl::kWidth}));
+                               }),
+      {"optimizer.scale_loss() was called inside a step function; call it before the"});
+}
+
+}  // namespace
+}  // namespace smp
