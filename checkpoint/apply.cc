@@ -6,7 +6,6 @@
 #include <map>
 #include <set>
 
-#include "checkpoint/reader.h"
 #include "smp/core/error.h"
 
 namespace smp::checkpoint {
@@ -23,16 +22,23 @@ std::vector<std::string> stored_names(const ExpectedTensor& expected, const Inde
   return found;
 }
 
+bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert) {
+  if (stored == expected) return true;
+  return convert && stored.shape == expected.shape && at::isFloatingType(stored.dtype) &&
+         at::isFloatingType(expected.dtype);
+}
+
 /// What is wrong with one expected tensor, or empty.
-std::string problem_with(const ExpectedTensor& expected, const Index& index, bool strict) {
+std::string problem_with(const ExpectedTensor& expected, const Index& index,
+                         const Tolerance& tolerance) {
   const std::vector<std::string> found = stored_names(expected, index);
   if (found.empty()) {
-    return strict ? c10::str("missing, expected ", to_string(expected.spec)) : "";
+    return tolerance.strict ? c10::str("missing, expected ", to_string(expected.spec)) : "";
   }
   const TensorEntry& first = *index.find_model(found.front());
   for (const std::string& name : found) {
     const TensorEntry& entry = *index.find_model(name);
-    if (entry.spec != expected.spec) {
+    if (!fits(entry.spec, expected.spec, tolerance.convert)) {
       return c10::str("expected ", to_string(expected.spec), ", got ", to_string(entry.spec));
     }
     if (entry.hash != first.hash) {
@@ -103,15 +109,15 @@ std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors
 }
 
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
-                 const std::string& path, bool strict) {
+                 const std::string& path, const Tolerance& tolerance) {
   std::map<std::string, std::string> problems;
   for (const ExpectedTensor& tensor : expected) {
-    const std::string problem = problem_with(tensor, index, strict);
+    const std::string problem = problem_with(tensor, index, tolerance);
     if (!problem.empty()) {
       problems[tensor.names.front()] = problem;
     }
   }
-  if (strict) {
+  if (tolerance.strict) {
     for (const std::string& name : unexpected_names(expected, index)) {
       problems[name] = c10::str("not in the model, got ", to_string(index.model.at(name).spec));
     }
@@ -123,30 +129,42 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
   SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", path,
                  "\" does not fit the model:", list,
                  "\nBuild the model as it was when the checkpoint was written",
-                 strict ? ", or load with strict = false to skip missing and unexpected tensors."
+                 tolerance.strict ? ", or load with strict = false to skip missing and unexpected tensors."
                         : ".");
 }
 
-void load_into_module(torch::nn::Module& module, const std::string& path, bool strict) {
-  Reader reader(path);
-  std::vector<NamedTensor> targets = named_tensors(state_dict(module));
-  const std::vector<ExpectedTensor> expected = expectations(targets);
-  check_names(expected, reader.index(), path, strict);
-  std::vector<std::pair<std::string, at::Tensor>> loads;
-  for (size_t i = 0; i < targets.size(); ++i) {
-    const std::vector<std::string> names = stored_names(expected[i], reader.index());
-    if (!names.empty()) {
-      loads.emplace_back(names.front(), targets[i].tensor);
+at::Tensor read_values(Reader& reader, const ExpectedTensor& expected) {
+  const Index& index = reader.index();
+  const std::vector<std::string> names = stored_names(expected, index);
+  if (names.empty()) return {};
+  const at::ScalarType stored = index.find_model(names.front())->spec.dtype;
+  if (c10::elementSize(expected.spec.dtype) > c10::elementSize(stored)) {
+    for (const std::string& name : names) {
+      const std::string master = name + "/" + kMasterField;
+      const auto found = index.optimizer_tensors.find(master);
+      if (found == index.optimizer_tensors.end()) continue;
+      if (found->second.spec.shape == expected.spec.shape) {
+        return reader.read_optimizer(master).to(expected.spec.dtype);
+      }
     }
   }
+  return reader.read_model(names.front()).to(expected.spec.dtype);
+}
+
+void load_into_module(torch::nn::Module& module, const std::string& path,
+                      const Tolerance& tolerance) {
+  Reader reader(path);
+  const std::vector<NamedTensor> targets = named_tensors(state_dict(module));
+  const std::vector<ExpectedTensor> expected = expectations(targets);
+  check_names(expected, reader.index(), path, tolerance);
   // Two passes, so that a damaged file is found before anything changes without a second copy
   // of the model in memory; the second pass reads from the page cache.
-  for (const auto& [name, target] : loads) {
-    reader.read_model(name);
-  }
+  check_undamaged(path, reader.find_damage(tolerance.convert ? Reader::Section::kAll
+                                                             : Reader::Section::kModel));
   const at::NoGradGuard no_grad;
-  for (auto& [name, target] : loads) {
-    target.copy_(reader.read_model(name));
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const at::Tensor values = read_values(reader, expected[i]);
+    if (values.defined()) at::Tensor(targets[i].tensor).copy_(values);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checkpoint/index.h"
+#include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
 
 namespace torch::nn {
@@ -35,17 +36,32 @@ struct ExpectedTensor {
 /// What `tensors` expect of a checkpoint.
 std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors);
 
+/// What a checkpoint may differ in from the model that it is loaded into.
+struct Tolerance {
+  bool strict = true;    ///< Missing and unexpected tensors are errors.
+  bool convert = false;  ///< Floating point tensors may be stored in another floating point type.
+};
+
 /// Compares the model section of `index` with what is expected: throws one CheckpointError that
 /// lists, sorted by name, every missing tensor, every unexpected one, every other shape or dtype,
-/// and every tied tensor that the checkpoint stores with different contents. Without `strict`,
-/// missing and unexpected tensors are accepted. `path` is for the message.
+/// and every tied tensor that the checkpoint stores with different contents. `path` is for the
+/// message.
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
-                 const std::string& path, bool strict = true);
+                 const std::string& path, const Tolerance& tolerance = {});
+
+/// The field of a parameter's optimizer state that holds its float32 master weight, if the
+/// parameter itself has a lower precision.
+constexpr const char* kMasterField = "master";
+
+/// The values of an expected tensor in its type; undefined if the checkpoint has none. Where the
+/// model's type is wider than the stored one, those of the master weight, if there is one.
+at::Tensor read_values(Reader& reader, const ExpectedTensor& expected);
 
 /// Loads the model section of the checkpoint `path` into a plain module in this process.
 /// Names, shapes, dtypes and the bytes of all files are checked before any tensor of the module
 /// changes; a tied tensor is found under any of its names. Tensors keep their device, strides
 /// and identity. Throws CheckpointError.
-void load_into_module(torch::nn::Module& module, const std::string& path, bool strict = true);
+void load_into_module(torch::nn::Module& module, const std::string& path,
+                      const Tolerance& tolerance = {});
 
 }  // namespace smp::checkpoint

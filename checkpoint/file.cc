@@ -3,23 +3,40 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <xxhash.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "smp/core/error.h"
 
 namespace smp::checkpoint {
 namespace {
 
+constexpr uint64_t kBufferBytes = uint64_t{4} << 20;
+
 void check_system(bool ok, const char* action, const std::string& path) {
   const int error = errno;  // kept before the message allocates
-  SMP_CHECK_WITH(CheckpointError, ok, "cannot ", action, " \"", path, "\": ", std::strerror(error),
-                 ". Check the path, its permissions and the free space.");
+  if (!ok)
+    fail_on_disk(c10::str("cannot ", action, " \"", path, "\": ", std::strerror(error)), error);
 }
 
+XXH64_state_t* xxh(void* state) { return static_cast<XXH64_state_t*>(state); }
+
 }  // namespace
+
+Hasher::Hasher() : state_(XXH64_createState()) { XXH64_reset(xxh(state_.get()), /*seed=*/0); }
+
+void Hasher::Free::operator()(void* state) const { XXH64_freeState(xxh(state)); }
+
+void Hasher::update(const void* data, size_t size) { XXH64_update(xxh(state_.get()), data, size); }
+
+uint64_t Hasher::digest() const { return XXH64_digest(xxh(state_.get())); }
 
 FileWriter::FileWriter(std::string path) : path_(std::move(path)), temporary_(path_ + ".tmp") {
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
@@ -44,11 +61,26 @@ void FileWriter::append(const void* data, size_t size) {
     check_system(written >= 0, "write", temporary_);
     done += static_cast<size_t>(written);
   }
+  hasher_.update(data, size);
   size_ += size;
+}
+
+/// The pages that were synced are dropped, so that this asks the disk where the file system lets
+/// it.
+void FileWriter::check_stored() const {
+  ::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
+  const FileReader stored(temporary_);
+  const uint64_t got = stored.hash(0, std::min(size_, stored.size()));
+  SMP_CHECK_WITH(CheckpointError, stored.size() == size_ && got == hasher_.digest(), "\"",
+                 temporary_, "\" was not stored as it was written: expected ", size_,
+                 " bytes with xxh64 ", hash_text(hasher_.digest()), ", got ", stored.size(),
+                 " bytes with ", hash_text(got),
+                 ". The disk or its file system is at fault: save to another one.");
 }
 
 void FileWriter::commit() {
   check_system(::fsync(fd_) == 0, "sync", temporary_);
+  check_stored();
   check_system(::rename(temporary_.c_str(), path_.c_str()) == 0, "rename to its final name",
                temporary_);
   // From here on nothing is left to remove, whatever close() says.
@@ -83,6 +115,31 @@ void FileReader::read(uint64_t offset, void* data, size_t size) const {
                    " bytes at offset ", offset, ", got ", done, ". Use another checkpoint.");
     done += static_cast<size_t>(got);
   }
+}
+
+uint64_t FileReader::hash(uint64_t offset, uint64_t size) const {
+  std::vector<char> buffer(std::min(size, kBufferBytes));
+  Hasher hasher;
+  for (uint64_t done = 0; done < size;) {
+    const uint64_t piece = std::min<uint64_t>(buffer.size(), size - done);
+    read(offset + done, buffer.data(), piece);
+    hasher.update(buffer.data(), piece);
+    done += piece;
+  }
+  return hasher.digest();
+}
+
+std::string hash_text(uint64_t hash) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016" PRIx64, hash);
+  return text;
+}
+
+void fail_on_disk(const std::string& what, int error) {
+  SMP_CHECK_WITH(CheckpointError, error != ENOSPC && error != EDQUOT, what,
+                 ". The disk is full: free some space or save elsewhere. Checkpoints that were "
+                 "saved before are as they were.");
+  detail::fail<CheckpointError>(what, ". Check the path, its permissions and the free space.");
 }
 
 void write_file(const std::string& path, const std::string& text) {

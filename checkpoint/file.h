@@ -2,12 +2,30 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace smp::checkpoint {
 
+/// 64-bit xxHash (XXH64, seed 0) of bytes that are given piece by piece.
+class Hasher {
+ public:
+  Hasher();
+  void update(const void* data, size_t size);
+  /// Of all bytes so far.
+  uint64_t digest() const;
+
+ private:
+  struct Free {
+    void operator()(void* state) const;
+  };
+
+  std::unique_ptr<void, Free> state_;
+};
+
 /// Writes a file so that its final name only ever holds complete contents: bytes go to
-/// `path` + ".tmp"; `commit` syncs and renames. Without `commit` the temporary file is removed.
+/// `path` + ".tmp"; `commit` syncs, reads back and renames. Without `commit` the temporary file is
+/// removed.
 class FileWriter {
  public:
   /// Creates the temporary file. Throws CheckpointError if that fails.
@@ -19,17 +37,21 @@ class FileWriter {
   /// Appends `size` bytes. Throws CheckpointError (for example: no space left).
   void append(const void* data, size_t size);
 
-  /// Makes the file durable under its final name. Call once, last.
+  /// Makes the file durable under its final name, once what the disk holds has been compared with
+  /// what was appended. Call once, last. Throws CheckpointError.
   void commit();
 
   /// Bytes appended so far.
   uint64_t size() const { return size_; }
 
  private:
+  void check_stored() const;
+
   std::string path_;
   std::string temporary_;
   int fd_ = -1;
   uint64_t size_ = 0;
+  Hasher hasher_;
 };
 
 /// A file that is open for reading at any offset.
@@ -49,11 +71,20 @@ class FileReader {
   /// Reads exactly `size` bytes from `offset`. Throws CheckpointError when the file ends before.
   void read(uint64_t offset, void* data, size_t size) const;
 
+  /// XXH64 of `size` bytes from `offset`, which go through a buffer of 4 MiB. Throws like `read`.
+  uint64_t hash(uint64_t offset, uint64_t size) const;
+
  private:
   std::string path_;
   int fd_ = -1;
   uint64_t size_ = 0;
 };
+
+/// "0123456789abcdef": a hash as indices and messages show it.
+std::string hash_text(uint64_t hash);
+
+/// Throws CheckpointError: what went wrong, and what to do about an `errno` of this value.
+[[noreturn]] void fail_on_disk(const std::string& what, int error);
 
 /// Writes `text` to `path` through a `FileWriter`.
 void write_file(const std::string& path, const std::string& text);

@@ -1,7 +1,10 @@
 #include "checkpoint/index.h"
 
-#include <cstdio>
+#include <cstring>
+#include <limits>
 
+#include "checkpoint/file.h"
+#include "checkpoint/untrusted_json.h"
 #include "smp/core/error.h"
 
 namespace smp::checkpoint {
@@ -12,11 +15,18 @@ using nlohmann::ordered_json;
 
 constexpr const char* kFormat = "smp-checkpoint";
 constexpr size_t kLineWidth = 160;
+constexpr int64_t kMaxGradientShards = int64_t{1} << 30;
+constexpr const char* kChecksumKey = "\"checksum\": \"";
+constexpr size_t kChecksumDigits = 16;
+constexpr const char* kNoChecksum = "0000000000000000";
 
-std::string hash_text(uint64_t hash) {
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
-  return text;
+/// Where the digits of the checksum are; none if they are not there. The key stands before any text
+/// that others chose.
+size_t checksum_position(const std::string& text) {
+  const size_t key = text.find(kChecksumKey);
+  if (key == std::string::npos) return key;
+  const size_t digits = key + std::strlen(kChecksumKey);
+  return digits + kChecksumDigits <= text.size() ? digits : std::string::npos;
 }
 
 ordered_json to_json(const TensorEntry& entry) {
@@ -114,7 +124,10 @@ class Node {
     std::vector<int64_t> result;
     for (size_t i = 0; i < value_.size(); ++i) {
       const Node element(value_[i], file_, path_ + "/" + std::to_string(i));
-      result.push_back(static_cast<int64_t>(element.count()));
+      const uint64_t count = element.count();
+      element.expect(count <= uint64_t{std::numeric_limits<int64_t>::max()},
+                     "an integer of 63 bits");
+      result.push_back(static_cast<int64_t>(count));
     }
     return result;
   }
@@ -122,9 +135,10 @@ class Node {
   const json& value() const { return value_; }
 
   void expect(bool ok, const std::string& expected) const {
-    if (!ok) {
-      fail(c10::str("expected ", expected, ", got ", value_.dump()));
-    }
+    if (ok) return;
+    std::string got = value_.dump();
+    if (got.size() > kLineWidth) got = got.substr(0, kLineWidth) + "...";
+    fail(c10::str("expected ", expected, ", got ", got));
   }
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -190,10 +204,16 @@ void parse_model(const Node& node, Index& index) {
 RunState parse_run(const Node& root) {
   RunState run;
   run.step = root.at("step").integer();
-  run.gradient_shards = root.at("gradient_shards").integer();
+  const Node shards = root.at("gradient_shards");
+  run.gradient_shards = shards.integer();
+  shards.expect(1 <= run.gradient_shards && run.gradient_shards <= kMaxGradientShards,
+                "a positive number of replicas");
   run.random.seed = root.at("random").at("seed").count();
   run.random.step_calls = root.at("random").at("step_calls").counts();
   run.user_content = root.at("user_content").value();
+  const Node extra = root.at("extra");
+  extra.expect(extra.value().is_object(), "an object");
+  run.extra = extra.value();
   return run;
 }
 
@@ -204,6 +224,16 @@ void check_version(const Node& root, const std::string& path) {
   SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"", path,
                  "\": expected format_version ", kFormatVersion, ", got ", version,
                  ". Read it with the version of smp that wrote it.");
+}
+
+void check_checksum(const std::string& text, const std::string& path) {
+  const size_t position = checksum_position(text);
+  const std::string stamped = position == std::string::npos ? "" : with_checksum(text);
+  SMP_CHECK_WITH(CheckpointError, stamped == text, "\"", path,
+                 "\" is damaged or was edited: expected checksum ",
+                 stamped.empty() ? "of 16 digits" : stamped.substr(position, kChecksumDigits),
+                 ", got ", stamped.empty() ? "none" : text.substr(position, kChecksumDigits),
+                 ". Use another checkpoint.");
 }
 
 template <class Map>
@@ -255,6 +285,15 @@ void merge_optimizer(json& into, const json& from) {
 
 }  // namespace
 
+std::string with_checksum(std::string text) {
+  const size_t position = checksum_position(text);
+  SMP_INTERNAL_ASSERT(position != std::string::npos, "the text of an index has no checksum");
+  text.replace(position, kChecksumDigits, kNoChecksum);
+  Hasher hasher;
+  hasher.update(text.data(), text.size());
+  return text.replace(position, kChecksumDigits, hash_text(hasher.digest()));
+}
+
 std::string pretty(const ordered_json& value) {
   std::string text;
   append_pretty(value, 0, 0, text);
@@ -271,10 +310,12 @@ std::string Index::to_text() const {
   ordered_json root;
   root["format"] = kFormat;
   root["format_version"] = kFormatVersion;
+  root["checksum"] = kNoChecksum;
   root["step"] = run.step;
   root["gradient_shards"] = run.gradient_shards;
   root["random"] = {{"seed", run.random.seed}, {"step_calls", run.random.step_calls}};
   root["user_content"] = run.user_content;
+  root["extra"] = run.extra;
   root["files"] = files;
   ordered_json& tensors = root["model"] = to_json(model);
   for (const auto& [alias, name] : aliases) {
@@ -283,7 +324,7 @@ std::string Index::to_text() const {
   ordered_json& optimizer_section = root["optimizer"] = optimizer;
   optimizer_section["tensors"] = to_json(optimizer_tensors);
   try {
-    return pretty(root);
+    return with_checksum(pretty(root));
   } catch (const json::exception& error) {
     detail::fail<CheckpointError>("cannot write the index of a checkpoint: expected UTF-8 text in ",
                                   "names and in user_content, got: ", error.what());
@@ -291,13 +332,15 @@ std::string Index::to_text() const {
 }
 
 Index Index::from_text(const std::string& text, const std::string& path) {
-  const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const json parsed = parse_untrusted(text);
   SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", path,
                  "\" is malformed: expected a JSON object, got ", text.size(),
                  " bytes that are none. Use another checkpoint.");
   const Node root(parsed, path, "");
   check_version(root, path);
+  check_checksum(text, path);
   Index index;
+  index.checksum = root.at("checksum").text();
   index.run = parse_run(root);
   parse_files(root.at("files"), index);
   parse_model(root.at("model"), index);

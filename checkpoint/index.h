@@ -11,7 +11,7 @@
 namespace smp::checkpoint {
 
 /// The version of the folder format that this build writes, and the newest it reads.
-constexpr int64_t kFormatVersion = 1;
+constexpr int64_t kFormatVersion = 2;
 
 /// The index's name inside a checkpoint folder.
 constexpr const char* kIndexFile = "index.json";
@@ -36,6 +36,8 @@ struct RunState {
   int64_t gradient_shards = 1;  ///< Fixes the order of gradient sums, see docs on numerics.
   RandomState random;
   nlohmann::json user_content = nlohmann::json::object();
+  /// State of schedulers, loss scalers and the like, by name.
+  nlohmann::json extra = nlohmann::json::object();
 };
 
 /// The table of contents of a checkpoint folder, `index.json` in memory.
@@ -55,17 +57,24 @@ struct Index {
   /// The entry of a model tensor by any of its names, or null.
   const TensorEntry* find_model(const std::string& name) const;
 
-  /// The text of `index.json`: indented, one tensor a line.
+  /// The checksum of the text that was parsed; empty for an index that was made otherwise.
+  std::string checksum;
+
+  /// The text of `index.json`: indented, one tensor a line, with its own checksum.
   std::string to_text() const;
 
   /// Parses and checks the text of an `index.json`. `path` is for messages only. Throws
-  /// CheckpointError with the file and the JSON path of what is wrong.
+  /// CheckpointError with the file and the JSON path of what is wrong, also if the checksum is not
+  /// the text's.
   static Index from_text(const std::string& text, const std::string& path);
 
   /// Adds the tensors, files and optimizer of another rank's part; `run` stays. Throws
   /// CheckpointError if both hold the same name, or differ about a parameter group.
   void merge(const Index& part);
 };
+
+/// Gives the text of an index its checksum: the XXH64 of the text with zeros in its place.
+std::string with_checksum(std::string text);
 
 /// Indented JSON in which whatever fits into 160 columns stays on one line.
 std::string pretty(const nlohmann::ordered_json& json);

@@ -1,9 +1,9 @@
 #include "checkpoint/reader.h"
 
-#include <cinttypes>
-#include <cstdio>
+#include <algorithm>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "checkpoint/file.h"
 #include "checkpoint/writer.h"
@@ -37,11 +37,37 @@ std::string find_folder(const std::string& path) {
       ". Check the path or use another checkpoint.");
 }
 
-std::string hex(uint64_t value) {
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016" PRIx64, value);
-  return text;
+/// A tensor of a file.
+using Place = std::pair<std::string, const TensorEntry*>;
+
+/// The tensors of a checkpoint by file, in the order of their names.
+std::vector<Place> places(const Index& index, Reader::Section section) {
+  std::vector<Place> result;
+  for (const auto& [name, entry] : index.model) result.emplace_back(name, &entry);
+  if (section == Reader::Section::kAll) {
+    for (const auto& [name, entry] : index.optimizer_tensors) result.emplace_back(name, &entry);
+  }
+  std::stable_sort(result.begin(), result.end(),
+                   [](const Place& a, const Place& b) { return a.second->file < b.second->file; });
+  return result;
 }
+
+/// The `part`-th of `parts` shares of about the same number of bytes.
+std::vector<Place> share(const std::vector<Place>& all, int part, int parts) {
+  uint64_t total = 0;
+  for (const Place& place : all) total += byte_size(place.second->spec);
+  const double share = static_cast<double>(total) / parts;
+  std::vector<Place> mine;
+  uint64_t begin = 0;
+  for (const Place& place : all) {
+    const int owner = total == 0 ? 0 : static_cast<int>(static_cast<double>(begin) / share);
+    if (std::min(owner, parts - 1) == part) mine.push_back(place);
+    begin += byte_size(place.second->spec);
+  }
+  return mine;
+}
+
+constexpr size_t kShownLines = 10;
 
 }  // namespace
 
@@ -83,34 +109,74 @@ at::Tensor Reader::read_optimizer(const std::string& name) {
   return read(name, found->second);
 }
 
-at::Tensor Reader::read(const std::string& name, const TensorEntry& entry) {
-  std::unique_ptr<SafetensorsReader>& shard = shards_[entry.file];
-  if (!shard) {
-    shard = std::make_unique<SafetensorsReader>(folder_ + "/" + entry.file);
+/// Compares the tensors that a file says it holds with those that the index says it does: another
+/// file may have its name.
+void Reader::check_header(const std::string& file, const SafetensorsReader& shard) const {
+  size_t expected = 0;
+  for (const auto* entries : {&index_.model, &index_.optimizer_tensors}) {
+    for (const auto& [name, entry] : *entries) {
+      if (entry.file != file) continue;
+      ++expected;
+      const auto found = shard.entries().find(name);
+      const bool is_there = found != shard.entries().end();
+      SMP_CHECK_WITH(CheckpointError, is_there && found->second.spec == entry.spec, "\"", folder_,
+                     "/", file, "\" is not the file that was written: expected tensor \"", name,
+                     "\" of ", to_string(entry.spec), " as in ", kIndexFile, ", got ",
+                     is_there ? to_string(found->second.spec) : "none",
+                     ". Use another checkpoint.");
+    }
   }
-  at::Tensor tensor = shard->read(name);
-  SMP_CHECK_WITH(CheckpointError, spec_of(tensor) == entry.spec, "checkpoint \"", folder_,
-                 "\": tensor \"", name, "\" of ", entry.file, ": expected ",
-                 to_string(entry.spec), " as in ", kIndexFile, ", got ",
-                 to_string(spec_of(tensor)), ". Use another checkpoint.");
+  SMP_CHECK_WITH(CheckpointError, expected == shard.entries().size(), "\"", folder_, "/", file,
+                 "\" is not the file that was written: expected ", expected, " tensors as in ",
+                 kIndexFile, ", got ", shard.entries().size(), ". Use another checkpoint.");
+}
+
+SafetensorsReader& Reader::open(const std::string& file) {
+  std::unique_ptr<SafetensorsReader>& shard = shards_[file];
+  if (!shard) {
+    auto opened = std::make_unique<SafetensorsReader>(folder_ + "/" + file);
+    check_header(file, *opened);
+    shard = std::move(opened);
+  }
+  return *shard;
+}
+
+at::Tensor Reader::read(const std::string& name, const TensorEntry& entry) {
+  at::Tensor tensor = open(entry.file).read(name);
   const uint64_t hash = hash_of(tensor);
   SMP_CHECK_WITH(CheckpointError, hash == entry.hash, "checkpoint \"", folder_, "\": tensor \"",
-                 name, "\" of ", entry.file, " is damaged: expected xxh64 ", hex(entry.hash),
-                 ", got ", hex(hash), ". Use another checkpoint.");
+                 name, "\" of ", entry.file, " is damaged: expected xxh64 ", hash_text(entry.hash),
+                 ", got ", hash_text(hash), ". Use another checkpoint.");
   return tensor;
 }
 
-std::string read_newest(const std::string& folder) {
-  const std::string path = folder + "/newest";
-  std::error_code ignored;
-  SMP_CHECK_WITH(CheckpointError, fs::exists(path, ignored), "\"", folder,
-                 "\" has no record of its newest checkpoint: expected a file \"", path,
-                 "\", got none. Name the checkpoint to load.");
-  std::string name = read_file(path);
-  while (!name.empty() && (name.back() == '\n' || name.back() == '\r' || name.back() == ' ')) {
-    name.pop_back();
+std::vector<std::string> Reader::find_damage(Section section, int part, int parts) {
+  std::vector<std::string> damage;
+  std::string unreadable;  // the file whose header is wrong
+  for (const auto& [name, entry] : share(places(index_, section), part, parts)) {
+    if (entry->file == unreadable) continue;
+    try {
+      const uint64_t hash = open(entry->file).hash(name);
+      if (hash != entry->hash) {
+        damage.push_back(c10::str(entry->file, ": tensor \"", name, "\": expected xxh64 ",
+                                  hash_text(entry->hash), ", got ", hash_text(hash)));
+      }
+    } catch (const CheckpointError& error) {
+      unreadable = entry->file;
+      damage.push_back(c10::str(entry->file, ": ", error.what() + error_prefix().size()));
+    }
   }
-  return name;
+  return damage;
+}
+
+void check_undamaged(const std::string& path, const std::vector<std::string>& damage) {
+  if (damage.empty()) return;
+  std::string list;
+  for (size_t i = 0; i < std::min(damage.size(), kShownLines); ++i) list += "\n  " + damage[i];
+  if (damage.size() > kShownLines)
+    list += c10::str("\n  and ", damage.size() - kShownLines, " more");
+  detail::fail<CheckpointError>("checkpoint \"", path, "\" is damaged:", list,
+                                "\nNothing was loaded. Use another checkpoint.");
 }
 
 }  // namespace smp::checkpoint

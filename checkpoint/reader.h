@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "checkpoint/index.h"
 #include "checkpoint/safetensors.h"
@@ -32,8 +33,18 @@ class Reader {
   /// An optimizer tensor by "parameter/field". Throws like `read_model`.
   at::Tensor read_optimizer(const std::string& name);
 
+  /// Which of the tensors `find_damage` looks at.
+  enum class Section { kModel, kAll };
+
+  /// Compares the bytes of the stored tensors with the index, through a buffer of a few MiB: what
+  /// is wrong, one line for each file header and tensor, which begins with the file's name; empty
+  /// if nothing is. Of `parts` ranks that call it, each looks at an equal share of the bytes.
+  std::vector<std::string> find_damage(Section section, int part = 0, int parts = 1);
+
  private:
   at::Tensor read(const std::string& name, const TensorEntry& entry);
+  SafetensorsReader& open(const std::string& file);
+  void check_header(const std::string& file, const SafetensorsReader& shard) const;
   void check_files() const;
 
   std::string folder_;
@@ -41,8 +52,8 @@ class Reader {
   std::map<std::string, std::unique_ptr<SafetensorsReader>> shards_;  // opened on first use
 };
 
-/// The name of the newest checkpoint in `folder`, as `update_newest` recorded it. Throws
-/// CheckpointError if there is no such record.
-std::string read_newest(const std::string& folder);
+/// Throws one CheckpointError that shows the lines of `find_damage`, if there are any; `path` is
+/// the checkpoint's.
+void check_undamaged(const std::string& path, const std::vector<std::string>& damage);
 
 }  // namespace smp::checkpoint

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <set>
 
+#include "checkpoint/untrusted_json.h"
 #include "smp/core/error.h"
 
 namespace smp::checkpoint {
@@ -33,41 +34,34 @@ constexpr uint64_t kLengthBytes = 8;
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
 constexpr const char* kMetadataKey = "__metadata__";
 
-/// Larger elements first, so that every tensor starts at a multiple of its element size.
-std::vector<size_t> file_order(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  std::vector<size_t> order(tensors.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return tensors[a].second.element_size() > tensors[b].second.element_size();
-  });
-  return order;
-}
-
-void check_writable(const std::string& path,
-                    const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+void check_names(const std::string& path, const std::vector<NamedSpec>& tensors) {
   std::set<std::string> names;
-  for (const auto& [name, tensor] : tensors) {
+  for (const auto& [name, spec] : tensors) {
     SMP_CHECK_WITH(CheckpointError, name != kMetadataKey && names.insert(name).second,
                    "cannot write \"", path, "\": tensor name \"", name,
                    "\" is used twice or reserved. Give every tensor its own name.");
+  }
+}
+
+void check_dense(const std::string& path,
+                 const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  for (const auto& [name, tensor] : tensors) {
     SMP_CHECK_WITH(CheckpointError, tensor.defined() && tensor.layout() == at::kStrided,
                    "cannot write \"", path, "\": tensor \"", name,
                    "\" is undefined or not dense. Convert it with to_dense().");
   }
 }
 
-std::string make_header(const std::string& path,
-                        const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+std::string make_header(const std::string& path, const std::vector<NamedSpec>& tensors,
                         const std::vector<size_t>& order) {
   nlohmann::ordered_json header;
   header[kMetadataKey] = {{"format", "pt"}};  // other readers ask for it
   uint64_t offset = 0;
   for (const size_t i : order) {
-    const auto& [name, tensor] = tensors[i];
-    const uint64_t end = offset + tensor.nbytes();
-    header[name] = {{"dtype", dtype_name(tensor.scalar_type())},
-                    {"shape", tensor.sizes().vec()},
-                    {"data_offsets", {offset, end}}};
+    const auto& [name, spec] = tensors[i];
+    const uint64_t end = offset + byte_size(spec);
+    header[name] = {
+        {"dtype", dtype_name(spec.dtype)}, {"shape", spec.shape}, {"data_offsets", {offset, end}}};
     offset = end;
   }
   try {
@@ -155,25 +149,50 @@ uint64_t hash_of(const at::Tensor& tensor) {
   return XXH64(tensor.const_data_ptr(), tensor.nbytes(), /*seed=*/0);
 }
 
+std::vector<size_t> SafetensorsWriter::order_of(const std::vector<NamedSpec>& tensors) {
+  std::vector<size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return c10::elementSize(tensors[a].second.dtype) > c10::elementSize(tensors[b].second.dtype);
+  });
+  return order;
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<NamedSpec>& tensors)
+    : order_(order_of(tensors)), file_(path) {
+  check_names(path, tensors);
+  for (const size_t i : order_) specs_.push_back(tensors[i].second);
+  const std::string header = make_header(path, tensors, order_);
+  const uint64_t header_size = header.size();  // the format and this code are little-endian
+  file_.append(&header_size, kLengthBytes);
+  file_.append(header.data(), header.size());
+}
+
+uint64_t SafetensorsWriter::append(const at::Tensor& tensor) {
+  SMP_INTERNAL_ASSERT(next_ < specs_.size() && spec_of(tensor) == specs_[next_],
+                      "a tensor out of order");
+  ++next_;
+  const at::Tensor host = tensor.detach().cpu().contiguous();
+  file_.append(host.const_data_ptr(), host.nbytes());
+  return hash_of(host);
+}
+
+uint64_t SafetensorsWriter::commit() {
+  SMP_INTERNAL_ASSERT(next_ == specs_.size(), "a safetensors file lacks tensors");
+  file_.commit();
+  return file_.size();
+}
+
 SafetensorsSummary write_safetensors(
     const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  check_writable(path, tensors);
-  const std::vector<size_t> order = file_order(tensors);
-  const std::string header = make_header(path, tensors, order);
-
-  FileWriter file(path);
-  const uint64_t header_size = header.size();  // the format and this code are little-endian
-  file.append(&header_size, kLengthBytes);
-  file.append(header.data(), header.size());
+  check_dense(path, tensors);
+  std::vector<NamedSpec> specs;
+  for (const auto& [name, tensor] : tensors) specs.emplace_back(name, spec_of(tensor));
+  SafetensorsWriter writer(path, specs);
   SafetensorsSummary summary;
   summary.hashes.resize(tensors.size());
-  for (const size_t i : order) {
-    const at::Tensor host = tensors[i].second.detach().cpu().contiguous();
-    summary.hashes[i] = hash_of(host);
-    file.append(host.const_data_ptr(), host.nbytes());
-  }
-  file.commit();
-  summary.file_size = file.size();
+  for (const size_t i : writer.order()) summary.hashes[i] = writer.append(tensors[i].second);
+  summary.file_size = writer.commit();
   return summary;
 }
 
@@ -200,7 +219,7 @@ uint64_t SafetensorsReader::read_header_size() const {
 }
 
 void SafetensorsReader::parse_header(const std::string& header) {
-  const nlohmann::json json = nlohmann::json::parse(header, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json json = parse_untrusted(header);
   SMP_CHECK_WITH(CheckpointError, json.is_object(), "\"", file_.path(),
                  "\" has a malformed header: expected a JSON object in bytes ", kLengthBytes,
                  " to ", data_begin_, ", got something else. Use another checkpoint.");
@@ -253,14 +272,23 @@ void SafetensorsReader::check_layout() const {
                  file_.size(), ". Use another checkpoint.");
 }
 
-at::Tensor SafetensorsReader::read(const std::string& name) const {
+const SafetensorsReader::Entry& SafetensorsReader::at(const std::string& name) const {
   const auto found = entries_.find(name);
   SMP_CHECK_WITH(CheckpointError, found != entries_.end(), "\"", file_.path(),
                  "\" holds no tensor \"", name, "\". Check the name against its header.");
-  const Entry& entry = found->second;
+  return found->second;
+}
+
+at::Tensor SafetensorsReader::read(const std::string& name) const {
+  const Entry& entry = at(name);
   at::Tensor tensor = at::empty(entry.spec.shape, at::TensorOptions(entry.spec.dtype));
   file_.read(entry.offset, tensor.mutable_data_ptr(), entry.bytes);
   return tensor;
+}
+
+uint64_t SafetensorsReader::hash(const std::string& name) const {
+  const Entry& entry = at(name);
+  return file_.hash(entry.offset, entry.bytes);
 }
 
 }  // namespace smp::checkpoint

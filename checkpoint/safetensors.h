@@ -42,15 +42,43 @@ uint64_t byte_size(const TensorSpec& spec);
 /// 64-bit xxHash (XXH64, seed 0) of a contiguous CPU tensor's bytes.
 uint64_t hash_of(const at::Tensor& tensor);
 
+/// A name and what is stored under it.
+using NamedSpec = std::pair<std::string, TensorSpec>;
+
+/// Writes a safetensors file tensor by tensor. The file appears under its name only when it is
+/// complete and synced. Format: https://github.com/huggingface/safetensors, "Format".
+class SafetensorsWriter {
+ public:
+  /// Begins the file with the names and specs of all tensors. Throws CheckpointError, also for a
+  /// name that is used twice.
+  SafetensorsWriter(const std::string& path, const std::vector<NamedSpec>& tensors);
+
+  /// The indices of the tensors in the order in which `append` takes them: larger elements first,
+  /// so that each tensor starts at a multiple of its element size.
+  static std::vector<size_t> order_of(const std::vector<NamedSpec>& tensors);
+  const std::vector<size_t>& order() const { return order_; }
+
+  /// Writes the next tensor, dense, of any device and strides. Returns the XXH64 of its bytes.
+  uint64_t append(const at::Tensor& tensor);
+
+  /// Call once, when all tensors were appended. Returns the file's size in bytes.
+  uint64_t commit();
+
+ private:
+  std::vector<TensorSpec> specs_;
+  std::vector<size_t> order_;
+  size_t next_ = 0;
+  FileWriter file_;
+};
+
 /// What `write_safetensors` wrote.
 struct SafetensorsSummary {
   uint64_t file_size = 0;
   std::vector<uint64_t> hashes;  ///< XXH64 of each tensor's bytes, in the order of the argument.
 };
 
-/// Writes `tensors` (dense, any device, any strides) to a safetensors file. Tensors go through
-/// host memory one at a time. The file appears under `path` only when it is complete and synced.
-/// Format: https://github.com/huggingface/safetensors, "Format". Throws CheckpointError.
+/// Writes `tensors` (dense, any device, any strides) with a `SafetensorsWriter`: they go through
+/// host memory one at a time. Throws CheckpointError.
 SafetensorsSummary write_safetensors(
     const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
@@ -74,10 +102,14 @@ class SafetensorsReader {
   /// Reads one tensor to the CPU. Throws CheckpointError if there is none of this name.
   at::Tensor read(const std::string& name) const;
 
+  /// The XXH64 of one tensor's bytes, read through a small buffer. Throws like `read`.
+  uint64_t hash(const std::string& name) const;
+
  private:
   uint64_t read_header_size() const;
   void parse_header(const std::string& header);
   void check_layout() const;
+  const Entry& at(const std::string& name) const;
 
   FileReader file_;
   uint64_t data_begin_ = 0;

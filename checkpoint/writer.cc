@@ -20,8 +20,8 @@ void on_disk(const std::string& path, const Action& action) {
   try {
     action();
   } catch (const fs::filesystem_error& error) {
-    detail::fail<CheckpointError>("cannot save checkpoint \"", path, "\": ", error.what(),
-                                  ". Check the path, its permissions and the free space.");
+    fail_on_disk(c10::str("cannot save checkpoint \"", path, "\": ", error.what()),
+                 error.code().value());
   }
 }
 
@@ -53,6 +53,8 @@ void check_replaceable(const std::string& path) {
                  "\": expected a new name or an existing checkpoint, got something without ",
                  kIndexFile, ". Choose another path, or remove it first.");
 }
+
+constexpr const char* kMergedFile = "model.safetensors";
 
 using TensorList = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -89,6 +91,23 @@ void write_tensors(const std::string& folder, const std::string& file, const Ten
 }
 
 }  // namespace
+
+MergedShard::MergedShard(const Writer& writer, std::vector<NamedSpec> tensors,
+                         std::map<std::string, std::string> aliases)
+    : tensors_(std::move(tensors)),
+      file_(temporary_folder(writer.path()) + "/" + kMergedFile, tensors_) {
+  part_.aliases = std::move(aliases);
+}
+
+void MergedShard::append(const at::Tensor& tensor) {
+  const auto& [name, spec] = tensors_[order()[next_++]];
+  part_.model[name] = {spec, kMergedFile, file_.append(tensor)};
+}
+
+std::string MergedShard::finish() {
+  part_.files[kMergedFile] = file_.commit();
+  return part_.to_text();
+}
 
 std::string temporary_folder(const std::string& path) { return without_slash(path) + ".tmp"; }
 
@@ -129,6 +148,11 @@ std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Sha
   return part.to_text();
 }
 
+void Writer::abandon() const noexcept {
+  std::error_code ignored;
+  fs::remove_all(temporary_folder(path_), ignored);
+}
+
 void Writer::commit(const std::vector<std::string>& parts, const RunState& run) const {
   const std::string folder = temporary_folder(path_);
   Index index;
@@ -149,11 +173,6 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
   });
   sync_folder(parent_folder(path_));
   on_disk(path_, [&] { fs::remove_all(replaced); });
-}
-
-void update_newest(const std::string& folder, const std::string& name) {
-  write_file(folder + "/newest", name + "\n");
-  sync_folder(folder);
 }
 
 }  // namespace smp::checkpoint

@@ -53,6 +53,13 @@ class Writer {
   /// Throws CheckpointError.
   std::string write_shard(int64_t shard_id, int64_t shard_count, const Shard& shard) const;
 
+  /// After a phase has failed, on one rank: removes what was written, which may have filled the
+  /// disk.
+  void abandon() const noexcept;
+
+  /// The final name of the folder.
+  const std::string& path() const { return path_; }
+
   /// Phase 3, on one rank: merges the parts, writes the index last and moves the folder into
   /// place. Throws CheckpointError, and then the previous checkpoint can still be loaded.
   void commit(const std::vector<std::string>& parts, const RunState& run) const;
@@ -61,14 +68,33 @@ class Writer {
   std::string path_;
 };
 
+/// Phase 2 of a checkpoint that holds the model as one file, "model.safetensors", on one rank,
+/// which appends the tensors as it gets hold of them.
+class MergedShard {
+ public:
+  /// `tensors` are the model's, each once; `aliases` gives other names of tied ones. Throws
+  /// CheckpointError.
+  MergedShard(const Writer& writer, std::vector<NamedSpec> tensors,
+              std::map<std::string, std::string> aliases);
+
+  /// The indices of the tensors in the order in which `append` takes them.
+  const std::vector<size_t>& order() const { return file_.order(); }
+  void append(const at::Tensor& tensor);
+
+  /// Call once, when all tensors were appended. Returns the part for `Writer::commit`.
+  std::string finish();
+
+ private:
+  std::vector<NamedSpec> tensors_;
+  Index part_;
+  SafetensorsWriter file_;
+  size_t next_ = 0;
+};
+
 /// Where `Writer` assembles a checkpoint that will be called `path`.
 std::string temporary_folder(const std::string& path);
 
 /// Where `Writer` keeps the previous checkpoint `path` while it moves a new one into place.
 std::string replaced_folder(const std::string& path);
-
-/// Records in the file `newest` of `folder` that its newest checkpoint is the subfolder `name`.
-/// Throws CheckpointError.
-void update_newest(const std::string& folder, const std::string& name);
 
 }  // namespace smp::checkpoint

@@ -26,6 +26,7 @@ class ProcessGroup;
 
 namespace smp {
 
+class Checkpointing;
 class LossScaler;
 class ModelCore;
 class Sharding;
@@ -83,6 +84,9 @@ class Runtime {
   std::map<int, uint64_t> step_calls;
   /// Where activations are offloaded to; made at the first call.
   std::shared_ptr<graph::TensorStore> activation_store();
+
+  /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
+  std::shared_ptr<Checkpointing> checkpointing;
 
   /// True once the models are divided among the ranks.
   bool partitioned = false;

@@ -17,6 +17,7 @@
 #include "smp/model_creation.h"
 #include "smp/objects.h"
 #include "smp/partition_scope.h"
+#include "smp/pretrained.h"
 #include "smp/save_load.h"
 #include "smp/step.h"
 #include "smp/step_output.h"

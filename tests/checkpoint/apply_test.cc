@@ -44,6 +44,14 @@ void train(Net& net, Optimizer& optimizer, int64_t seed) {
   optimizer.step();
 }
 
+/// Module::to would convert integers, too.
+void convert(Net& net, torch::Dtype dtype) {
+  for (const auto& item : state_dict(*net)) {
+    torch::Tensor tensor = item.value();
+    if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype));
+  }
+}
+
 void expect_equal(const torch::nn::Module& a, const torch::nn::Module& b) {
   const StateDict left = state_dict(a);
   const StateDict right = state_dict(b);
@@ -72,13 +80,14 @@ class ApplyTest : public FolderTest {
   }
 
   /// The error of loading into `net`, which must stay as it was.
-  std::string load_error(Net& net, bool strict = true) {
+  std::string load_error(Net& net, bool strict = true, bool converts = false) {
     std::vector<torch::Tensor> before;
     for (const auto& item : state_dict(*net)) {
       before.push_back(item.value().clone());
     }
-    const std::string message =
-        checkpoint_error([&] { load_into_module(*net, path("c"), strict); });
+    const std::string message = checkpoint_error([&] {
+      load_into_module(*net, path("c"), {strict, converts});
+    });
     const std::vector<torch::Tensor> after = state_dict(*net).values();
     for (size_t i = 0; i < before.size(); ++i) {
       EXPECT_TRUE(torch::equal(before[i], after[i])) << i;
@@ -207,7 +216,7 @@ TEST_F(ApplyTest, WithoutStrictLoadsWhatIsThere) {
   Shard shard;
   shard.model = {{"norm.bias", torch::full({3}, 5.0), {}}, {"extra", torch::zeros({1}), {}}};
   save(shard);
-  load_into_module(*net, path("c"), /*strict=*/false);
+  load_into_module(*net, path("c"), {/*strict=*/false, /*convert=*/false});
   EXPECT_TRUE(torch::equal(net->norm->bias, torch::full({3}, 5.0)));
   EXPECT_TRUE(torch::equal(net->embedding->bias, bias));
 }
@@ -220,7 +229,56 @@ TEST_F(ApplyTest, DamagedTensorIsFoundBeforeAnythingChanges) {
   bytes.back() ^= 0x10;  // of the last tensor that would be copied
   spill(file, bytes);
   Net other;
-  EXPECT_THAT(load_error(other), HasSubstr("is damaged: expected xxh64"));
+  EXPECT_THAT(load_error(other),
+              HasSubstr("is damaged:\n  model-00001-of-00001.safetensors: tensor \""));
+}
+
+TEST_F(ApplyTest, ConvertsFloatingPointTypesWhenAsked) {
+  Net net;
+  convert(net, torch::kHalf);
+  save(*net);
+  Net wide;
+  EXPECT_THAT(load_error(wide), HasSubstr("output: expected F32 [4, 3], got F16 [4, 3]"));
+  load_into_module(*wide, path("c"), {/*strict=*/true, /*convert=*/true});
+  EXPECT_EQ(wide->output.scalar_type(), torch::kFloat);
+  EXPECT_TRUE(torch::equal(wide->output, net->output.to(torch::kFloat)));
+  EXPECT_EQ(wide->norm->num_batches_tracked.scalar_type(), torch::kLong);
+
+  save(*wide);
+  Net narrow;
+  convert(narrow, torch::kHalf);
+  load_into_module(*narrow, path("c"), {/*strict=*/true, /*convert=*/true});
+  expect_equal(*narrow, *net);
+}
+
+TEST_F(ApplyTest, ConvertsNothingButFloatingPoint) {
+  Net net(/*tied=*/false);
+  Shard shard;
+  shard.model = named_tensors(state_dict(*net));
+  shard.model[0].tensor = torch::zeros({4, 3}, torch::kLong);
+  save(shard);
+  EXPECT_THAT(load_error(net, /*strict=*/true, /*convert=*/true),
+              HasSubstr("output: expected F32 [4, 3], got I64 [4, 3]"));
+}
+
+/// A run in half precision has the exact values in its optimizer.
+TEST_F(ApplyTest, TakesMasterWeightsIntoAWiderModel) {
+  Net net;
+  convert(net, torch::kBFloat16);
+  Shard shard;
+  shard.model = named_tensors(state_dict(*net));
+  const torch::Tensor master = torch::randn({4, 3}), other = torch::randn({4, 4});
+  shard.optimizer_tensors["output/master"] = master;
+  shard.optimizer_tensors["embedding.bias/master"] = other;  // of another shape: not a master
+  save(shard);
+  Net wide;
+  load_into_module(*wide, path("c"), {/*strict=*/true, /*convert=*/true});
+  EXPECT_TRUE(torch::equal(wide->output, master));
+  EXPECT_TRUE(torch::equal(wide->embedding->bias, net->embedding->bias.to(torch::kFloat)));
+  Net narrow;
+  convert(narrow, torch::kBFloat16);
+  load_into_module(*narrow, path("c"), {/*strict=*/true, /*convert=*/true});
+  expect_equal(*narrow, *net);
 }
 
 }  // namespace

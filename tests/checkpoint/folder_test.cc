@@ -40,6 +40,7 @@ RunState run_state(int64_t step) {
   run.gradient_shards = 2;
   run.random = {std::numeric_limits<uint64_t>::max(), {10, 20}};
   run.user_content = {{"epoch", 5}, {"note", "fine"}};
+  run.extra = {{"scheduler", {{"epoch", 3}}}};
   return run;
 }
 
@@ -71,7 +72,7 @@ class FolderFormatTest : public FolderTest {
     std::string text = slurp(path("c/index.json"));
     const size_t position = text.find(from);
     EXPECT_NE(position, std::string::npos) << from;
-    spill(path("c/index.json"), text.replace(position, from.size(), to));
+    spill(path("c/index.json"), with_checksum(text.replace(position, from.size(), to)));
     return checkpoint_error([&] { Reader reader(path("c")); });
   }
 };
@@ -90,6 +91,7 @@ TEST_F(FolderFormatTest, TwoRanksRoundTrip) {
   EXPECT_EQ(index.run.random.seed, std::numeric_limits<uint64_t>::max());
   EXPECT_EQ(index.run.random.step_calls, (std::vector<int64_t>{10, 20}));
   EXPECT_EQ(index.run.user_content, run_state(0).user_content);
+  EXPECT_EQ(index.run.extra, run_state(0).extra);
   EXPECT_EQ(index.optimizer["param_groups"].size(), 1u);
   EXPECT_EQ(index.optimizer["param_groups"][0]["params"],
             nlohmann::json({"encoder.weight", "head.bias"}));
@@ -121,13 +123,15 @@ TEST_F(FolderFormatTest, IndexIsPleasantToRead) {
   shard.optimizer["state"]["encoder.weight"]["scalars"]["a_long_name"] = std::string(140, 'x');
   writer.commit({writer.write_shard(0, 1, shard)}, run_state(7));
   // bb33... is the XXH64 of 24 zero bytes, from Python's xxhash.
-  EXPECT_EQ(slurp(path("c/index.json")), R"({
+  EXPECT_EQ(slurp(path("c/index.json")), with_checksum(R"({
   "format": "smp-checkpoint",
-  "format_version": 1,
+  "format_version": 2,
+  "checksum": "0000000000000000",
   "step": 7,
   "gradient_shards": 2,
   "random": {"seed": 18446744073709551615, "step_calls": [10, 20]},
   "user_content": {"epoch": 5, "note": "fine"},
+  "extra": {"scheduler": {"epoch": 3}},
   "files": {"model-00001-of-00001.safetensors": 136, "optimizer-00001-of-00001.safetensors": 144},
   "model": {
     "encoder.weight": {"dtype": "F32", "shape": [2, 3], "file": "model-00001-of-00001.safetensors", "xxh64": "bb3302e8a9608868"},
@@ -140,7 +144,7 @@ TEST_F(FolderFormatTest, IndexIsPleasantToRead) {
       "encoder.weight": {
         "scalars": {
           "a_long_name": ")" + std::string(140, 'x') +
-                                             R"(",
+                                                       R"(",
           "step": 3
         },
         "shape": [2, 3]
@@ -149,7 +153,7 @@ TEST_F(FolderFormatTest, IndexIsPleasantToRead) {
     "tensors": {"encoder.weight/exp_avg": {"dtype": "F32", "shape": [2, 3], "file": "optimizer-00001-of-00001.safetensors", "xxh64": "bb3302e8a9608868"}}
   }
 }
-)");
+)"));
 }
 
 TEST_F(FolderFormatTest, ReplacesAnExistingCheckpoint) {
@@ -315,8 +319,8 @@ TEST_F(FolderFormatTest, FlippedByteIsFoundByItsHash) {
 
 TEST_F(FolderFormatTest, OtherVersionsAreRefused) {
   save(path("c"), 1);
-  EXPECT_THAT(index_with("\"format_version\": 1", "\"format_version\": 7"),
-              HasSubstr("index.json\": expected format_version 1, got 7. Read it with the version "
+  EXPECT_THAT(index_with("\"format_version\": 2", "\"format_version\": 7"),
+              HasSubstr("index.json\": expected format_version 2, got 7. Read it with the version "
                         "of smp that wrote it."));
 }
 
@@ -334,6 +338,12 @@ TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
               HasSubstr("at \"/step\": expected an integer, got \"x\""));
   EXPECT_THAT(error("\"gradient_shards\"", "\"shards\""),
               HasSubstr("at \"\": expected key \"gradient_shards\", got none"));
+  EXPECT_THAT(error("\"gradient_shards\": 2", "\"gradient_shards\": 0"),
+              HasSubstr("at \"/gradient_shards\": expected a positive number of replicas, got 0"));
+  EXPECT_THAT(error("[10, 20]", "[10, 9223372036854775808]"),
+              HasSubstr("at \"/random/step_calls/1\": expected an integer of 63 bits"));
+  EXPECT_THAT(error("\"extra\": {", "\"extra\": 1, \"x\": {"),
+              HasSubstr("at \"/extra\": expected an object, got 1"));
   EXPECT_THAT(error("\"seed\": ", "\"seed\": -"),
               HasSubstr("at \"/random/seed\": expected a non-neg"));
   EXPECT_THAT(error("[2, 3]", "[2, -3]"),
@@ -350,12 +360,26 @@ TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
               HasSubstr("at \"/files\": expected plain file names"));
 }
 
-TEST_F(FolderFormatTest, NewestIsRecorded) {
-  EXPECT_THAT(checkpoint_error([&] { read_newest(path("")); }),
-              HasSubstr("has no record of its newest checkpoint"));
-  update_newest(path(""), "step_100");
-  update_newest(path(""), "step_200");
-  EXPECT_EQ(read_newest(path("")), "step_200");
+TEST_F(FolderFormatTest, EditedIndexIsRefused) {
+  save(path("c"), 1);
+  std::string text = slurp(path("c/index.json"));
+  spill(path("c/index.json"), text.replace(text.find("\"step\": 100"), 11, "\"step\": 900"));
+  const std::string expected = with_checksum(text);
+  const size_t digits = text.find("\"checksum\": \"") + 13;
+  EXPECT_EQ(checkpoint_error([&] { Reader reader(path("c")); }),
+            "[smp] \"" + path("c/index.json") + "\" is damaged or was edited: expected checksum " +
+                expected.substr(digits, 16) + ", got " + text.substr(digits, 16) +
+                ". Use another checkpoint.");
+  spill(path("c/index.json"), text.replace(text.find("checksum"), 8, "chocolat"));
+  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("c")); }),
+              HasSubstr("is damaged or was edited: expected checksum of 16 digits, got none."));
+}
+
+TEST_F(FolderFormatTest, DeeplyNestedJsonIsNone) {
+  save(path("c"), 1);
+  const std::string deep = std::string(100'000, '[') + std::string(100'000, ']');
+  EXPECT_THAT(index_with("\"epoch\": 5", "\"epoch\": " + deep),
+              HasSubstr("is malformed: expected a JSON object"));
 }
 
 }  // namespace

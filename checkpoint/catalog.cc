@@ -1,0 +1,126 @@
+#include "checkpoint/catalog.h"
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "checkpoint/file.h"
+#include "checkpoint/index.h"
+#include "checkpoint/writer.h"
+#include "smp/core/error.h"
+
+namespace smp::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kPartial = "_partial";
+constexpr const char* kRemoved = ".removed";
+constexpr const char* kNewest = "newest";
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+/// A folder without an index is no checkpoint, or an unfinished one.
+std::vector<CatalogEntry> list(const std::string& folder) {
+  std::vector<CatalogEntry> entries;
+  for (const auto& item : fs::directory_iterator(folder)) {
+    const fs::path index = item.path() / kIndexFile;
+    const std::string name = item.path().filename().string();
+    const bool finished = item.is_directory() && fs::exists(index) &&
+                          !ends_with(name, temporary_folder("")) &&
+                          !ends_with(name, replaced_folder("")) && !ends_with(name, kRemoved);
+    if (finished) entries.push_back({name, fs::last_write_time(index)});
+  }
+  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.saved, a.name) < std::tie(b.saved, b.name);
+  });
+  return entries;
+}
+
+/// Renamed first, so that nobody takes what is half removed for a checkpoint.
+void remove_checkpoint(const fs::path& checkpoint) {
+  const fs::path removed = checkpoint.string() + kRemoved;
+  fs::remove_all(removed);
+  fs::rename(checkpoint, removed);
+  fs::remove_all(removed);
+}
+
+template <class Action>
+auto on_disk(const std::string& folder, const char* what, const Action& action) {
+  try {
+    return action();
+  } catch (const fs::filesystem_error& error) {
+    fail_on_disk(c10::str("cannot ", what, " in \"", folder, "\": ", error.what()),
+                 error.code().value());
+  }
+}
+
+}  // namespace
+
+std::string folder_name(const std::string& tag, bool partial) {
+  const bool usable = !tag.empty() && tag.find('/') == std::string::npos && tag != "." &&
+                      tag != ".." && tag != kNewest && !is_partial(tag) &&
+                      !ends_with(tag, temporary_folder("")) &&
+                      !ends_with(tag, replaced_folder("")) && !ends_with(tag, kRemoved);
+  SMP_CHECK_WITH(UsageError, usable, "\"", tag,
+                 "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
+                 " and without the endings _partial, .tmp, .replaced and .removed.");
+  return partial ? tag + kPartial : tag;
+}
+
+bool is_partial(const std::string& name) { return ends_with(name, kPartial); }
+
+std::vector<CatalogEntry> list_checkpoints(const std::string& folder) {
+  return on_disk(folder, "list the checkpoints", [&] { return list(folder); });
+}
+
+void update_newest(const std::string& folder, const std::string& name) {
+  write_file(folder + "/" + kNewest, name + "\n");
+  sync_folder(folder);
+}
+
+std::string read_newest(const std::string& folder) {
+  const std::string path = folder + "/" + kNewest;
+  std::error_code ignored;
+  SMP_CHECK_WITH(CheckpointError, fs::exists(path, ignored), "\"", folder,
+                 "\" has no record of its newest checkpoint: expected a file \"", path,
+                 "\", got none. Name the checkpoint to load.");
+  std::string name = read_file(path);
+  name.erase(name.find_last_not_of(" \r\n") + 1);
+  SMP_CHECK_WITH(CheckpointError, !name.empty() && name.find('/') == std::string::npos, "\"", path,
+                 "\" is damaged: expected the name of a folder, got \"", name,
+                 "\". Name the checkpoint to load.");
+  return name;
+}
+
+std::string find_checkpoint(const std::string& folder, const std::optional<std::string>& tag,
+                            bool partial) {
+  if (tag) return folder_name(*tag, partial);
+  std::string name = read_newest(folder);
+  SMP_CHECK_WITH(CheckpointError, is_partial(name) == partial, "the newest checkpoint in \"", folder,
+                 "\" is \"", name, "\": expected a ", partial ? "partial" : "full", " one, got a ",
+                 partial ? "full" : "partial", " one. Give the tag of the checkpoint to load, or set "
+                 "partial to ", partial ? "false." : "true.");
+  return name;
+}
+
+void keep_partial(const std::string& folder, size_t count, const std::string& current) {
+  on_disk(folder, "remove old checkpoints", [&] {
+    std::vector<std::string> names;
+    for (const CatalogEntry& entry : list(folder)) {
+      if (is_partial(entry.name) && entry.name != current) names.push_back(entry.name);
+    }
+    for (size_t i = 0; i + count < names.size() + 1; ++i)
+      remove_checkpoint(fs::path(folder) / names[i]);
+    for (const auto& item : fs::directory_iterator(folder)) {
+      // What an earlier removal left.
+      if (ends_with(item.path().string(), kPartial + std::string(kRemoved))) {
+        fs::remove_all(item.path());
+      }
+    }
+  });
+}
+
+}  // namespace smp::checkpoint

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace smp::checkpoint {
+
+/// Parses JSON of unknown origin; what is none, or nested deeper than 256 levels, which functions
+/// that recur over it could not bear, is a discarded value (`is_discarded()`). Never throws.
+nlohmann::json parse_untrusted(const std::string& text);
+
+}  // namespace smp::checkpoint

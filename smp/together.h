@@ -1,0 +1,18 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp {
+
+/// Calls `action` on each rank of a group and returns what it returned on all, in their order. If
+/// it threw on some, throws one error on every rank, with the same text: a `UsageError` if one of
+/// them was, else a `CheckpointError`. For work outside of communication, such as on files: nobody
+/// goes on alone, and nobody waits for a rank that has given up. Collective. Internal.
+std::vector<std::string> together(comm::Communicator& group,
+                                  const std::function<std::string()>& action);
+
+}  // namespace smp

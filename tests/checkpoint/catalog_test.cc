@@ -1,0 +1,113 @@
+#include "checkpoint/catalog.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
+#include "tests/checkpoint/test_util.h"
+
+namespace smp::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class CatalogTest : public FolderTest {
+ protected:
+  void save(const std::string& name) {
+    const Writer writer(path(name));
+    writer.begin();
+    Shard shard;
+    shard.model = {{"weight", at::ones({2}), {}}};
+    writer.commit({writer.write_shard(0, 1, shard)}, {});
+    // Files of one clock tick have one time.
+    fs::last_write_time(path(name) + "/index.json",
+                        fs::file_time_type(std::chrono::hours(++saved_)));
+  }
+
+  std::vector<std::string> names() {
+    std::vector<std::string> names;
+    for (const auto& entry : list_checkpoints(path(""))) names.push_back(entry.name);
+    return names;
+  }
+
+ private:
+  int saved_ = 0;
+};
+
+TEST_F(CatalogTest, ListsFinishedCheckpointsInTheOrderOfTheirSaves) {
+  for (const char* name : {"b", "c_partial", "a"}) save(name);
+  save("d.replaced");
+  Writer(path("e")).begin();
+  fs::create_directories(path("notes"));
+  spill(path("newest"), "a\n");
+  EXPECT_THAT(names(), ElementsAre("b", "c_partial", "a"));
+  EXPECT_THAT(checkpoint_error([&] { list_checkpoints(path("none")); }),
+              HasSubstr("cannot list the checkpoints in \"" + path("none") + "\": "));
+}
+
+TEST_F(CatalogTest, KeepsTheNewestPartialOnes) {
+  for (const char* name : {"1_partial", "2_partial", "full", "3_partial", "4_partial"}) save(name);
+  keep_partial(path(""), 3, "4_partial");
+  EXPECT_THAT(names(), ElementsAre("2_partial", "full", "3_partial", "4_partial"));
+  // Saved over an old name: its time is that of the save.
+  keep_partial(path(""), 2, "2_partial");
+  EXPECT_THAT(names(), ElementsAre("2_partial", "full", "4_partial"));
+  keep_partial(path(""), 9, "4_partial");
+  EXPECT_THAT(names(), ElementsAre("2_partial", "full", "4_partial"));
+  keep_partial(path(""), 1, "4_partial");
+  EXPECT_THAT(names(), ElementsAre("full", "4_partial"));
+}
+
+TEST_F(CatalogTest, FinishesARemovalThatWasInterrupted) {
+  save("1_partial");
+  fs::rename(path("1_partial"), path("1_partial.removed"));
+  fs::remove(path("1_partial.removed/index.json"));
+  save("2_partial");
+  EXPECT_THAT(names(), ElementsAre("2_partial"));
+  keep_partial(path(""), 5, "2_partial");
+  EXPECT_FALSE(fs::exists(path("1_partial.removed")));
+}
+
+TEST_F(CatalogTest, RecordsTheNewest) {
+  EXPECT_THAT(checkpoint_error([&] { read_newest(path("")); }),
+              HasSubstr("has no record of its newest checkpoint"));
+  update_newest(path(""), "step_100");
+  update_newest(path(""), "step_200_partial");
+  EXPECT_EQ(read_newest(path("")), "step_200_partial");
+  spill(path("newest"), "../elsewhere\n");
+  EXPECT_THAT(
+      checkpoint_error([&] { read_newest(path("")); }),
+      HasSubstr("newest\" is damaged: expected the name of a folder, got \"../elsewhere\""));
+}
+
+TEST_F(CatalogTest, FindsByTagOrTheNewest) {
+  update_newest(path(""), "step_200_partial");
+  EXPECT_EQ(find_checkpoint(path(""), std::nullopt, /*partial=*/true), "step_200_partial");
+  EXPECT_EQ(find_checkpoint(path(""), "step_100", /*partial=*/true), "step_100_partial");
+  EXPECT_EQ(find_checkpoint(path(""), "step_100", /*partial=*/false), "step_100");
+  EXPECT_THAT(
+      checkpoint_error([&] { find_checkpoint(path(""), std::nullopt, /*partial=*/false); }),
+      HasSubstr("is \"step_200_partial\": expected a full one, got a partial one. Give the tag of "
+                "the checkpoint to load, or set partial to true."));
+}
+
+TEST_F(CatalogTest, TagsAreFolderNames) {
+  for (const char* tag :
+       {"", "a/b", ".", "..", "newest", "a_partial", "a.tmp", "a.replaced", "a.removed"}) {
+    try {
+      folder_name(tag, true);
+      ADD_FAILURE() << tag;
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(),
+                  HasSubstr("cannot be the tag of a checkpoint: expected the name of a "
+                            "folder, not"));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace smp::checkpoint

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+/// Stands between this process and the kernel: the file calls of the C library that change
+/// something (open for writing, write, fsync, rename, mkdir, unlink ...) are counted if they
+/// concern a folder, and one of them can go wrong. Link it into the program itself.
+namespace smp::testing {
+
+/// What happens at the call.
+enum class Fault {
+  kNone,
+  kKill,     ///< the process dies as by kill -9, a write when half of it is done
+  kNoSpace,  ///< from then on calls that take space fail with ENOSPC
+  kFlipBit,  ///< from then on the disk stores another bit: in the next write
+};
+
+/// Counts calls on what is in `folder` from now on; the `call`-th, from 0, is the faulty one.
+void inject(const std::string& folder, Fault fault, int64_t call);
+
+/// Counted since `inject`.
+int64_t calls_so_far();
+
+}  // namespace smp::testing

@@ -1,0 +1,100 @@
+// Saves that go on while the ranks train.
+
+#include <gmock/gmock.h>
+
+#include "checkpoint/reader.h"
+#include "tests/smp/saved_run.h"
+
+namespace smp::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr auto kAsync = [] { return SaveCheckpointOptions().asynchronous(true); };
+
+class SaveAsync : public SavedRunTest {
+ protected:
+  /// All tensors of two checkpoints have the same bits, and all else is the same.
+  static void expect_same_checkpoints(const std::string& a, const std::string& b) {
+    checkpoint::Reader left(a), right(b);
+    EXPECT_TRUE(left.find_damage(checkpoint::Reader::Section::kAll).empty());
+    EXPECT_EQ(left.index().to_text(), right.index().to_text());  // with the hashes of all tensors
+  }
+};
+
+TEST_F(SaveAsync, SavesWhatThereWasAtTheCall) {
+  for (const auto& [stages, replicas, sharded] :
+       {std::tuple{2, 1, false}, {2, 2, false}, {1, 2, true}}) {
+    run(
+        stages, replicas,
+        [&](SavedRun& run) {
+          run.train(0);
+          save(path("expected"), run.model, run.optimizer, {{"step", 1}});
+          nlohmann::json content = {{"step", 1}};
+          const SaveHandle handle = save_async(path("got"), run.model, run.optimizer, content);
+          content["step"] = 2;
+          for (int i = 1; i < 4; ++i) run.train(i);  // other values everywhere, step by step
+          handle.wait();
+          EXPECT_TRUE(handle.is_done());
+          handle.wait();
+        },
+        5, sharded);
+    expect_same_checkpoints(path("got"), path("expected"));
+  }
+}
+
+TEST_F(SaveAsync, FullOnesToo) {
+  run(3, 1, [&](SavedRun& run) {
+    run.train(0);
+    save_checkpoint(path(), "expected", run.model, SaveCheckpointOptions().partial(false));
+    const auto handle = save_checkpoint(path(), "got", run.model, kAsync().partial(false));
+    for (int i = 1; i < 3; ++i) run.train(i);
+    handle.wait();
+  });
+  expect_same_checkpoints(path("got"), path("expected"));
+}
+
+/// The bits of training are those without a save.
+TEST_F(SaveAsync, DoesNotDisturbTraining) {
+  std::map<std::string, torch::Tensor> states[2];
+  for (const bool saves : {false, true}) {
+    std::mutex mutex;
+    run(2, 2, [&](SavedRun& run) {
+      for (int i = 0; i < 4; ++i) {
+        run.train(i);
+        if (saves) save_async(path("a"), run.model, run.optimizer);
+      }
+      const auto state = run.model->state_dict();
+      const std::lock_guard lock(mutex);
+      for (const auto& item : state) states[saves][item.key()] = item.value();
+    });
+  }
+  expect_same(states[1], states[0]);
+}
+
+TEST_F(SaveAsync, NextSaveWaitsAndLoadDoesToo) {
+  run(2, 1, [&](SavedRun& run) {
+    run.train(0);
+    for (int i = 0; i < 5; ++i) {
+      save_async(path("a"), run.model, run.optimizer, {{"i", i}});
+    }
+    EXPECT_EQ(load(path("a"), run.model, run.optimizer).user_content["i"], 4);
+    save_async(path("b"), run.model, run.optimizer);
+  });
+  // The end of the ranks waits for the last.
+  EXPECT_TRUE(checkpoint::Reader(path("b")).find_damage(checkpoint::Reader::Section::kAll).empty());
+}
+
+/// What cannot even begin is an error of the call.
+TEST_F(SaveAsync, CannotBeginWhereThereIsAFile) {
+  Texts texts;
+  std::ofstream(path("file")) << "in the way";
+  run(2, 1, [&](SavedRun& run) {
+    texts.of([&] { save_async(path("file/a"), run.model, run.optimizer); });
+    save_async(path("a"), run.model, run.optimizer).wait();
+  });
+  EXPECT_THAT(texts.the_same_from(2), HasSubstr("Not a directory"));
+}
+
+}  // namespace
+}  // namespace smp::testing

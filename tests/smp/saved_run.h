@@ -1,0 +1,160 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "optim/state_dict.h"
+#include "smp/smp.h"
+#include "tests/smp/models.h"
+
+/// Small runs that save and load, and what ranks say about it.
+namespace smp::testing {
+
+using SavedModel = DistributedModel<TinyGpt>;
+using SavedOptimizer = DistributedOptimizer<torch::optim::AdamW>;
+
+/// A rank of a run: the model, the optimizer, and a step of training on the batch of that number.
+struct SavedRun {
+  SavedModel& model;
+  SavedOptimizer& optimizer;
+  std::function<torch::Tensor(int)> train;  ///< returns the loss of this replica
+};
+
+/// A folder of the test's own.
+class SavedRunTest : public ::testing::Test {
+ protected:
+  SavedRunTest() {
+    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = ::testing::TempDir() + "/" + info->test_suite_name() + "." + info->name();
+    for (char& c : folder_) c = c == '#' ? '_' : c;
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directories(folder_);
+    torch::set_num_threads(1);
+    torch::manual_seed(3);
+    for (int i = 0; i < kBatches; ++i) batches_.push_back(TinyGptImpl::batch(kBatch));
+  }
+  ~SavedRunTest() override { std::filesystem::remove_all(folder_); }
+
+  std::string path(const std::string& name = "") const { return folder_ + "/" + name; }
+
+  /// Plays so many stages and replicas as threads. The seed of the weights is `seed`.
+  void run(int stages, int replicas, const std::function<void(SavedRun&)>& body, int seed = 5,
+           bool sharded = false) const {
+    const int ranks = stages * replicas;
+    torch::manual_seed(seed);
+    std::vector<TinyGpt> nets;
+    for (int i = 0; i < ranks; ++i) nets.emplace_back(/*tied=*/true, /*layers=*/2);
+    const auto config = Config()
+                            .partitions(stages)
+                            .microbatches(kMicrobatches / replicas)
+                            .ddp(replicas > 1)
+                            .shard_optimizer_state(sharded)
+                            .timeout_seconds(60);
+    run_as_threads(ranks, config, [&] {
+      SavedModel model(nets[rank()]);
+      SavedOptimizer optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+      auto net = model.get_module();
+      auto step_function = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = net->loss(x, y);
+        model->backward(loss);
+        return loss;
+      });
+      SavedRun rank_run{model, optimizer, [&](int i) {
+                          const int64_t size = kBatch / replicas;
+                          const auto part = [&](const torch::Tensor& t) {
+                            return t.narrow(0, dp_rank() * size, size);
+                          };
+                          optimizer.zero_grad();
+                          auto loss = step_function(part(batches_[i][0]), part(batches_[i][1]));
+                          optimizer.step();
+                          return loss.reduce_mean();
+                        }};
+      body(rank_run);
+    });
+  }
+
+  static constexpr int kBatches = 8;
+  static constexpr int64_t kBatch = 8;
+  static constexpr int kMicrobatches = 4;
+
+ private:
+  std::string folder_;
+  std::vector<std::vector<torch::Tensor>> batches_;
+};
+
+/// Texts that ranks add, without the prefix that names the rank.
+class Texts {
+ public:
+  /// Adds what `action` throws; nothing is an empty text.
+  template <class Error = CheckpointError, class Action>
+  void of(const Action& action) {
+    std::string text;
+    try {
+      action();
+    } catch (const Error& error) {
+      text = error.what() + error_prefix().size();
+    }
+    const std::lock_guard lock(mutex_);
+    ++count_;
+    texts_.insert(text);
+  }
+
+  /// The one text that so many ranks have added.
+  std::string the_same_from(int ranks) const {
+    EXPECT_EQ(count_, ranks);
+    EXPECT_EQ(texts_.size(), 1u);
+    for (const std::string& text : texts_) EXPECT_NE(text, "") << "no error";
+    return texts_.empty() ? "" : *texts_.begin();
+  }
+
+  /// The one text that contains `part`.
+  std::string one_with(const std::string& part) const {
+    std::vector<std::string> found;
+    for (const std::string& text : texts_) {
+      if (text.find(part) != std::string::npos) found.push_back(text);
+    }
+    EXPECT_EQ(found.size(), 1u) << part;
+    return found.empty() ? "" : found.front();
+  }
+
+ private:
+  std::mutex mutex_;
+  int count_ = 0;
+  std::set<std::string> texts_;
+};
+
+/// Copies of everything that a rank holds of model and optimizer, by name.
+inline std::map<std::string, torch::Tensor> held_by_rank(const SavedRun& run) {
+  std::map<std::string, torch::Tensor> held;
+  if (run.model->partitioned()) {
+    for (const auto& item : run.model->local_state_dict()) held[item.key()] = item.value();
+  } else {
+    for (const auto& item : run.model->state_dict()) held[item.key()] = item.value();
+  }
+  const auto state = run.optimizer.core().local_state();
+  for (const auto& [name, tensor] : optim::tensors_of(state)) held[name] = tensor.clone();
+  held["lr"] = torch::full({}, run.optimizer.param_groups()[0].options().get_lr(), torch::kDouble);
+  return held;
+}
+
+inline void expect_same(const std::map<std::string, torch::Tensor>& got,
+                        const std::map<std::string, torch::Tensor>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (const auto& [name, tensor] : expected) {
+    ASSERT_EQ(got.count(name), 1u) << name;
+    EXPECT_TRUE(torch::equal(got.at(name), tensor)) << name;
+  }
+}
+
+}  // namespace smp::testing

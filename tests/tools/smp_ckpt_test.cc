@@ -1,0 +1,220 @@
+// Runs the real tool on checkpoints that the library wrote.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "checkpoint/catalog.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
+
+namespace smp::tools {
+namespace {
+
+namespace fs = std::filesystem;
+using checkpoint::Reader;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+struct Outcome {
+  int status = 0;
+  std::string output;  // stdout and stderr
+};
+
+class SmpCkpt : public ::testing::Test {
+ protected:
+  SmpCkpt() : folder_(fs::path(::testing::TempDir()) / "smp_ckpt") {
+    at::set_num_threads(1);
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    torch::manual_seed(1);
+    weight_ = torch::randn({3, 4});
+    bias_ = torch::randn({4}).to(torch::kBFloat16);
+    save("step_1_partial", 1);
+  }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  void save(const std::string& name, int64_t step) {
+    checkpoint::Shard one, two;
+    one.model = {{"net.weight", weight_, {"net.tied"}}, {"count", torch::tensor(7), {}}};
+    two.model = {{"net.bias", bias_, {}}};
+    one.optimizer = {
+        {"param_groups",
+         {{{"type", "SGDOptions"}, {"options", {{"lr", 0.5}}}, {"params", {"net.bias"}}}}},
+        {"state", {{"net.bias", {{"shape", {4}}, {"scalars", nullptr}}}}}};
+    two.optimizer_tensors["net.bias/master"] = master_;
+    const checkpoint::Writer writer(path(name));
+    writer.begin();
+    checkpoint::RunState run;
+    run.step = step;
+    run.user_content = {{"epoch", 5}};
+    writer.commit({writer.write_shard(0, 2, one), writer.write_shard(1, 2, two)}, run);
+    checkpoint::update_newest(folder_.string(), name);
+  }
+
+  static Outcome run(const std::string& arguments) {
+    Outcome outcome;
+    FILE* pipe = popen(("tools/smp_ckpt " + arguments + " 2>&1").c_str(), "r");
+    char buffer[4096];
+    size_t count = 0;
+    while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0)
+      outcome.output.append(buffer, count);
+    const int status = pclose(pipe);
+    outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return outcome;
+  }
+
+  static Outcome expect_done(const std::string& arguments) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
+    return outcome;
+  }
+
+  const torch::Tensor master_ = torch::tensor({1.001f, 2.002f, 3.003f, 4.004f});
+  torch::Tensor weight_, bias_;
+  fs::path folder_;
+};
+
+TEST_F(SmpCkpt, ListsAFolder) {
+  save("step_2_partial", 2);
+  fs::remove(path("step_1_partial/model-00001-of-00002.safetensors"));
+  const Outcome listed = expect_done("list " + folder_.string());
+  EXPECT_THAT(listed.output,
+              AllOf(HasSubstr("step_1_partial: checkpoint \""), HasSubstr("is incomplete"),
+                    HasSubstr("step_2_partial: step 2, 0.0 MiB in 3 files, model and optimizer "
+                              "(newest)\n")));
+  EXPECT_LT(listed.output.find("step_1_partial"), listed.output.find("step_2_partial"));
+  EXPECT_THAT(run("list " + path("none")).output, HasSubstr("cannot list the checkpoints"));
+  EXPECT_EQ(run("list " + path("none")).status, 2);
+}
+
+TEST_F(SmpCkpt, InspectsACheckpoint) {
+  const Outcome text = expect_done("inspect " + path("step_1_partial") + " --tensors");
+  EXPECT_THAT(
+      text.output,
+      AllOf(HasSubstr("model: 3 tensors, 17 elements, 0.0 MiB BF16 F32 I64\n"),
+            HasSubstr("net.tied is net.weight\n"),
+            HasSubstr("optimizer: 1 tensors, 4 elements, 0.0 MiB F32\n"),
+            HasSubstr("1 parameters, SGDOptions {\"lr\":0.5}\n"), HasSubstr("step: 1\n"),
+            HasSubstr("user_content: {\"epoch\":5}\n"),
+            HasSubstr("net.weight: F32 [3,4] in model-00001-of-00002.safetensors\n"),
+            HasSubstr("net.bias/master: F32 [4] in optimizer-00002-of-00002.safetensors\n")));
+  const auto json = nlohmann::json::parse(
+      expect_done("inspect " + path("step_1_partial") + " --format json").output);
+  EXPECT_EQ(json["model"]["elements"], 17);
+  EXPECT_EQ(json["step"], 1);
+  EXPECT_FALSE(json.contains("model_tensors"));
+  const Outcome file =
+      expect_done("inspect --tensors " + path("step_1_partial/model-00002-of-00002.safetensors"));
+  EXPECT_THAT(file.output, HasSubstr("net.bias: BF16 [4]\n"));
+}
+
+TEST_F(SmpCkpt, VerifiesAllBytes) {
+  const Outcome whole = expect_done("verify " + path("step_1_partial"));
+  EXPECT_THAT(whole.output, HasSubstr(": 4 tensors in 3 files are as they were written\n"));
+  const std::string file = path("step_1_partial/optimizer-00002-of-00002.safetensors");
+  std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+  stream.seekp(-1, std::ios::end);
+  stream.put('\7');
+  stream.close();
+  const Outcome damaged = run("verify " + path("step_1_partial"));
+  EXPECT_EQ(damaged.status, 1);
+  EXPECT_THAT(damaged.output,
+              HasSubstr("is damaged:\n  optimizer-00002-of-00002.safetensors: tensor "
+                        "\"net.bias/master\": expected xxh64 "));
+  EXPECT_EQ(run("verify " + path("none")).status, 1);
+}
+
+TEST_F(SmpCkpt, MergesTheModelIntoOneFile) {
+  expect_done("merge " + path("step_1_partial") + " " + path("all.safetensors"));
+  const checkpoint::SafetensorsReader merged(path("all.safetensors"));
+  EXPECT_EQ(merged.entries().size(), 3u);
+  EXPECT_TRUE(torch::equal(merged.read("net.weight"), weight_));
+  EXPECT_TRUE(torch::equal(merged.read("net.bias"), bias_));
+  EXPECT_TRUE(torch::equal(merged.read("count"), torch::tensor(7)));
+  const Outcome wrong = run("merge " + path("step_1_partial") + " " + path("folder"));
+  EXPECT_EQ(wrong.status, 2);
+  EXPECT_THAT(wrong.output,
+              HasSubstr("expected an output that ends with .safetensors or .pt, got"));
+}
+
+TEST_F(SmpCkpt, WritesAStateDictionary) {
+  expect_done("merge " + path("step_1_partial") + " " + path("all.pt"));
+  std::ifstream in(path("all.pt"), std::ios::binary);
+  const std::vector<char> bytes(std::istreambuf_iterator<char>(in), {});
+  const auto dict = torch::pickle_load(bytes).toGenericDict();
+  ASSERT_EQ(dict.size(), 4u);
+  EXPECT_TRUE(torch::equal(dict.at("net.weight").toTensor(), weight_));
+  EXPECT_TRUE(torch::equal(dict.at("net.bias").toTensor(), bias_));
+  EXPECT_TRUE(torch::equal(dict.at("count").toTensor(), torch::tensor(7)));
+  EXPECT_TRUE(dict.at("net.tied").toTensor().is_alias_of(dict.at("net.weight").toTensor()));
+}
+
+TEST_F(SmpCkpt, ReshardsAndFindsNoDifference) {
+  for (const int shards : {1, 2, 5}) {
+    const std::string output = path("resharded" + std::to_string(shards));
+    expect_done("reshard " + path("step_1_partial") + " " + output + " --shards " +
+                std::to_string(shards));
+    expect_done("verify " + output);
+    EXPECT_THAT(expect_done("diff " + path("step_1_partial") + " " + output).output,
+                HasSubstr("no difference"));
+    Reader reader(output);
+    EXPECT_EQ(reader.index().run.step, 1);
+    EXPECT_EQ(reader.index().aliases.at("net.tied"), "net.weight");
+    EXPECT_EQ(reader.index().optimizer, Reader(path("step_1_partial")).index().optimizer);
+    EXPECT_LE(reader.index().files.size(), 2u * shards);
+  }
+  EXPECT_EQ(run("reshard " + path("step_1_partial") + " " + path("x") + " --shards 0").status, 105);
+}
+
+TEST_F(SmpCkpt, ConvertsTypes) {
+  expect_done("convert " + path("step_1_partial") + " " + path("wide") + " --dtype F32");
+  Reader wide(path("wide"));
+  EXPECT_TRUE(torch::equal(wide.read_model("net.weight"), weight_));
+  EXPECT_TRUE(torch::equal(wide.read_model("net.bias"), master_));  // not the rounded one
+  EXPECT_TRUE(torch::equal(wide.read_model("count"), torch::tensor(7)));
+  EXPECT_TRUE(torch::equal(wide.read_optimizer("net.bias/master"), master_));
+  expect_done("convert " + path("wide") + " " + path("narrow") + " --dtype F16 --model-only");
+  Reader narrow(path("narrow"));
+  EXPECT_TRUE(torch::equal(narrow.read_model("net.weight"), weight_.to(torch::kHalf)));
+  EXPECT_TRUE(narrow.index().optimizer_tensors.empty());
+  // From a file to a checkpoint and back.
+  expect_done("merge " + path("step_1_partial") + " " + path("all.safetensors"));
+  expect_done("convert " + path("all.safetensors") + " " + path("made"));
+  EXPECT_THAT(expect_done("diff " + path("all.safetensors") + " " + path("made")).output,
+              HasSubstr("no difference"));
+}
+
+TEST_F(SmpCkpt, ShowsDifferences) {
+  weight_ = weight_.clone();
+  weight_[1][2] += 0.25;
+  weight_[2][3] = std::numeric_limits<float>::quiet_NaN();
+  bias_ = bias_.to(torch::kFloat);
+  save("other", 3);
+  const Outcome shown = run("diff " + path("step_1_partial") + " " + path("other"));
+  EXPECT_EQ(shown.status, 1);
+  EXPECT_THAT(shown.output,
+              AllOf(HasSubstr("net.weight: 2 of 12 elements differ, largest difference 0.25\n"),
+                    HasSubstr("net.tied: 2 of 12 elements differ, largest difference 0.25\n"),
+                    HasSubstr("net.bias: BF16 [4] against F32 [4], largest difference 0\n"),
+                    HasSubstr("step: 1 against 3\n"), Not(HasSubstr("count"))));
+  expect_done("convert " + path("other") + " " + path("model") + " --model-only");
+  EXPECT_THAT(run("diff " + path("other") + " " + path("model")).output,
+              AllOf(HasSubstr("optimizer net.bias/master: only in the first\n"),
+                    HasSubstr("optimizer: other state\n")));
+  EXPECT_THAT(run("diff --lines 1 " + path("step_1_partial") + " " + path("other")).output,
+              HasSubstr("and 3 more differences\n"));
+  EXPECT_EQ(run("diff " + path("other") + " " + path("none")).status, 2);
+}
+
+}  // namespace
+}  // namespace smp::tools

@@ -1,0 +1,219 @@
+#include "tools/checkpoint_commands.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <set>
+
+#include "checkpoint/apply.h"
+#include "checkpoint/state_file.h"
+#include "checkpoint/writer.h"
+#include "smp/core/error.h"
+
+namespace smp::tools {
+namespace {
+
+using checkpoint::NamedSpec;
+using checkpoint::TensorSpec;
+using Read = std::function<at::Tensor(const std::string&)>;
+
+constexpr const char* kSafetensors = ".safetensors";
+constexpr const char* kStateFile = ".pt";
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+/// The specs that the tensors get.
+std::vector<NamedSpec> converted(std::vector<NamedSpec> tensors, const Conversion& conversion) {
+  for (auto& [name, spec] : tensors) {
+    if (conversion.dtype && at::isFloatingType(spec.dtype)) spec.dtype = *conversion.dtype;
+  }
+  return tensors;
+}
+
+at::Tensor read_as(CheckpointSource& source, const std::string& name, const TensorSpec& spec) {
+  if (source.checkpoint() == nullptr) return source.read(name).to(spec.dtype);
+  return checkpoint::read_values(*source.checkpoint(), {{name}, spec});
+}
+
+void write_safetensors_file(const std::string& output, const std::vector<NamedSpec>& tensors,
+                            const Read& read) {
+  checkpoint::SafetensorsWriter writer(output, tensors);
+  for (const size_t i : writer.order()) writer.append(read(tensors[i].first));
+  writer.commit();
+}
+
+/// Divides tensors into runs of about as many bytes.
+std::vector<std::vector<NamedSpec>> divide(const std::vector<NamedSpec>& tensors, int64_t shards) {
+  uint64_t total = 0, begin = 0;
+  for (const auto& [name, spec] : tensors) total += checkpoint::byte_size(spec);
+  std::vector<std::vector<NamedSpec>> result(shards);
+  for (const auto& tensor : tensors) {
+    const double place = total == 0 ? 0 : static_cast<double>(begin) / static_cast<double>(total);
+    const auto shard = static_cast<int64_t>(place * static_cast<double>(shards));
+    result[std::min(shard, shards - 1)].push_back(tensor);
+    begin += checkpoint::byte_size(tensor.second);
+  }
+  return result;
+}
+
+/// One shard after the other, so that it takes the memory for one.
+void write_checkpoint(CheckpointSource& source, const std::string& output,
+                      const std::vector<NamedSpec>& tensors, const Conversion& conversion,
+                      const Read& read) {
+  const checkpoint::Reader* from = source.checkpoint();
+  const bool with_optimizer = from != nullptr && !conversion.model_only;
+  const auto model = divide(tensors, conversion.shards);
+  std::vector<NamedSpec> state;
+  if (with_optimizer) {
+    for (const auto& [name, entry] : from->index().optimizer_tensors) {
+      state.emplace_back(name, entry.spec);
+    }
+  }
+  const auto optimizer = divide(state, conversion.shards);
+  std::map<std::string, std::vector<std::string>> aliases;
+  for (const auto& [alias, name] : source.aliases()) aliases[name].push_back(alias);
+
+  const checkpoint::Writer writer(output);
+  writer.begin();
+  std::vector<std::string> parts;
+  for (int64_t i = 0; i < conversion.shards; ++i) {
+    checkpoint::Shard shard;
+    for (const auto& [name, spec] : model[i]) {
+      shard.model.push_back({name, read(name), aliases[name]});
+    }
+    for (const auto& [name, spec] : optimizer[i]) {
+      shard.optimizer_tensors[name] = source.checkpoint()->read_optimizer(name);
+    }
+    if (i == 0 && with_optimizer) shard.optimizer = from->index().optimizer;
+    parts.push_back(writer.write_shard(i, conversion.shards, shard));
+  }
+  writer.commit(parts, from == nullptr ? checkpoint::RunState() : from->index().run);
+}
+
+/// Tensors as bytes: NaN equals NaN, and 0 does not equal -0.
+int64_t count_other_bits(const at::Tensor& a, const at::Tensor& b) {
+  const auto bits = [](const at::Tensor& tensor) {
+    return tensor.contiguous().view(at::kByte).reshape({tensor.numel(), tensor.element_size()});
+  };
+  if (a.numel() == 0) return 0;
+  return (bits(a.reshape({-1})) != bits(b.reshape({-1}))).any(1).sum().item<int64_t>();
+}
+
+double largest_difference(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().nan_to_num(0).max().item<double>();
+}
+
+/// How a tensor differs, or empty.
+std::string difference(const at::Tensor& a, const at::Tensor& b) {
+  const TensorSpec left = checkpoint::spec_of(a), right = checkpoint::spec_of(b);
+  if (left.shape != right.shape) return c10::str(to_string(left), " against ", to_string(right));
+  const double largest = largest_difference(a, b);
+  if (left.dtype != right.dtype) {
+    return c10::str(to_string(left), " against ", to_string(right), ", largest difference ",
+                    largest);
+  }
+  const int64_t other = count_other_bits(a, b);
+  return other == 0
+             ? ""
+             : c10::str(other, " of ", a.numel(), " elements differ, largest difference ", largest);
+}
+
+/// Some of the tensors: which names there are, and how to read one.
+struct Section {
+  std::set<std::string> names;
+  Read read;
+};
+
+void compare(const std::string& kind, const Section& a, const Section& b,
+             std::vector<std::string>& lines) {
+  std::set<std::string> names = a.names;
+  names.insert(b.names.begin(), b.names.end());
+  for (const std::string& name : names) {
+    if (a.names.count(name) == 0 || b.names.count(name) == 0) {
+      lines.push_back(kind + name + ": only in the " + (a.names.count(name) ? "first" : "second"));
+      continue;
+    }
+    const std::string found = difference(a.read(name), b.read(name));
+    if (!found.empty()) lines.push_back(kind + name + ": " + found);
+  }
+}
+
+Section model_of(CheckpointSource& source) {
+  Section section;
+  for (const auto& [name, spec] : source.tensors()) section.names.insert(name);
+  for (const auto& [alias, name] : source.aliases()) section.names.insert(alias);
+  section.read = [&source, aliases = source.aliases()](const std::string& name) {
+    const auto alias = aliases.find(name);
+    return source.read(alias == aliases.end() ? name : alias->second);
+  };
+  return section;
+}
+
+Section optimizer_of(CheckpointSource& source) {
+  Section section;
+  for (const auto& [name, entry] : source.checkpoint()->index().optimizer_tensors) {
+    section.names.insert(name);
+  }
+  section.read = [&source](const std::string& name) {
+    return source.checkpoint()->read_optimizer(name);
+  };
+  return section;
+}
+
+/// What is no tensor.
+void compare_rest(const checkpoint::Index& a, const checkpoint::Index& b,
+                  std::vector<std::string>& lines) {
+  const auto compare_json = [&](const char* what, const nlohmann::json& x,
+                                const nlohmann::json& y) {
+    if (x != y) lines.push_back(c10::str(what, ": ", x.dump(), " against ", y.dump()));
+  };
+  compare_json("step", a.run.step, b.run.step);
+  compare_json("gradient_shards", a.run.gradient_shards, b.run.gradient_shards);
+  compare_json("seed", a.run.random.seed, b.run.random.seed);
+  compare_json("step_calls", a.run.random.step_calls, b.run.random.step_calls);
+  compare_json("user_content", a.run.user_content, b.run.user_content);
+  compare_json("extra", a.run.extra, b.run.extra);
+  for (const char* key : {"param_groups", "state"}) {
+    const auto of = [&](const checkpoint::Index& index) {
+      return index.optimizer.contains(key) ? index.optimizer[key] : nlohmann::json();
+    };
+    if (of(a) != of(b)) lines.push_back(c10::str("optimizer: other ", key));
+  }
+}
+
+}  // namespace
+
+void convert(CheckpointSource& source, const std::string& output, const Conversion& conversion) {
+  const auto tensors = converted(source.tensors(), conversion);
+  std::map<std::string, TensorSpec> specs(tensors.begin(), tensors.end());
+  const Read read = [&](const std::string& name) { return read_as(source, name, specs.at(name)); };
+  if (ends_with(output, kSafetensors)) {
+    write_safetensors_file(output, tensors, read);
+  } else if (ends_with(output, kStateFile)) {
+    checkpoint::write_state_file(output, tensors, source.aliases(), read);
+  } else {
+    write_checkpoint(source, output, tensors, conversion, read);
+  }
+}
+
+bool is_one_file(const std::string& output) {
+  return ends_with(output, kSafetensors) || ends_with(output, kStateFile);
+}
+
+std::vector<std::string> differences(CheckpointSource& a, CheckpointSource& b) {
+  std::vector<std::string> lines;
+  compare("", model_of(a), model_of(b), lines);
+  if (a.checkpoint() != nullptr && b.checkpoint() != nullptr) {
+    compare("optimizer ", optimizer_of(a), optimizer_of(b), lines);
+    compare_rest(a.checkpoint()->index(), b.checkpoint()->index(), lines);
+  }
+  return lines;
+}
+
+}  // namespace smp::tools

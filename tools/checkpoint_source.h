@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/reader.h"
+#include "checkpoint/safetensors.h"
+
+namespace smp::tools {
+
+/// The model of a checkpoint's folder, or what a safetensors file holds.
+class CheckpointSource {
+ public:
+  /// Throws CheckpointError if `path` is neither.
+  explicit CheckpointSource(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  /// The tensors, each once, sorted by name.
+  const std::vector<checkpoint::NamedSpec>& tensors() const { return tensors_; }
+  /// Other names of tied tensors.
+  std::map<std::string, std::string> aliases() const;
+  /// One of the tensors.
+  at::Tensor read(const std::string& name);
+
+  /// The checkpoint; null for a file.
+  checkpoint::Reader* checkpoint() const { return reader_.get(); }
+
+ private:
+  std::string path_;
+  std::unique_ptr<checkpoint::Reader> reader_;
+  std::unique_ptr<checkpoint::SafetensorsReader> file_;
+  std::vector<checkpoint::NamedSpec> tensors_;
+};
+
+}  // namespace smp::tools
