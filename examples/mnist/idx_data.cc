@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <memory>
 
 namespace mnist {
@@ -18,6 +19,8 @@ constexpr double kMean = 0.1307, kDeviation = 0.3081;
 constexpr int64_t kSide = 28;
 /// The largest piece that zlib reads in one call.
 constexpr int64_t kPiece = int64_t{1} << 24;
+/// How much is read before the file has shown that there is more.
+constexpr int64_t kFirstPiece = int64_t{1} << 20;
 
 /// A plain or gzipped file that is read from front to back (zlib passes plain files through).
 class Reader {
@@ -42,7 +45,11 @@ class Reader {
 
   void read(void* data, int64_t size, const char* what) {
     const int64_t got = read_some(data, size);
-    TORCH_CHECK_VALUE(got == size, "idx file \"", file_, "\": expected ", size, " bytes of ", what,
+    check(got == size, size, what, got);
+  }
+
+  void check(bool ok, int64_t expected, const char* what, int64_t got) const {
+    TORCH_CHECK_VALUE(ok, "idx file \"", file_, "\": expected ", expected, " bytes of ", what,
                       ", got ", got, ". The file is truncated or damaged: fetch it again.");
   }
 
@@ -56,6 +63,31 @@ class Reader {
   std::string file_;
   std::unique_ptr<gzFile_s, int (*)(gzFile)> stream_;
 };
+
+/// Reads bytes into memory that grows with what the file holds, whatever its header claims.
+at::Tensor read_data(Reader& reader, int64_t count) {
+  at::Tensor data = at::empty({0}, at::kByte);
+  for (int64_t done = 0; done < count;) {
+    const int64_t piece = std::min(count - done, std::max(done, kFirstPiece));
+    data.resize_({done + piece});
+    const int64_t got = reader.read_some(data.mutable_data_ptr<uint8_t>() + done, piece);
+    reader.check(got == piece, count, "data", done + got);
+    done += got;
+  }
+  return data;
+}
+
+/// The product of the sizes. Empty dimensions do not make the others any better.
+int64_t count_bytes(const std::string& file, const std::vector<int64_t>& sizes) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) {
+    TORCH_CHECK_VALUE(size == 0 || count <= std::numeric_limits<int64_t>::max() / size,
+                      "idx file \"", file, "\": expected sizes of a tensor, got ",
+                      at::IntArrayRef(sizes), ". The file is damaged: fetch it again.");
+    count *= std::max<int64_t>(size, 1);
+  }
+  return std::find(sizes.begin(), sizes.end(), 0) == sizes.end() ? count : 0;
+}
 
 std::string find(const std::string& folder, const std::string& name) {
   const std::string path = folder + "/" + name;
@@ -100,8 +132,7 @@ at::Tensor read_idx(const std::string& file) {
                     c10::str("0x", std::hex, magic), ". It is no idx file of bytes.");
   std::vector<int64_t> sizes;
   for (uint32_t i = 0; i < dimensions; ++i) sizes.push_back(reader.read_big_endian("sizes"));
-  const auto tensor = at::empty(sizes, at::kByte);
-  reader.read(tensor.mutable_data_ptr(), tensor.numel(), "data");
+  const auto tensor = read_data(reader, count_bytes(file, sizes)).view(sizes);
   char extra = 0;
   TORCH_CHECK_VALUE(reader.read_some(&extra, 1) == 0, "idx file \"", file, "\": expected ",
                     tensor.numel(), " bytes of data for shape ", tensor.sizes(),

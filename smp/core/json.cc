@@ -17,6 +17,9 @@ namespace {
 
 using nlohmann::json;
 
+// Functions that recur over a value could not bear any depth.
+constexpr int kMaxDepth = 256;
+
 // Follows the objects that are open while the parser runs, to see keys that occur twice; the
 // parser itself silently keeps the last.
 class DuplicateKeys {
@@ -61,7 +64,7 @@ std::string position(const std::string& text, size_t byte) {
 }
 
 // nlohmann's messages start with a tag and its own position; the reason is after that.
-std::string reason(const json::parse_error& error) {
+std::string reason(const json::exception& error) {
   const std::string what = error.what();
   const size_t at = what.find(": ");
   return at == std::string::npos ? what : what.substr(at + 2);
@@ -71,7 +74,9 @@ std::string reason(const json::parse_error& error) {
 
 json parse_json(const std::string& text, const std::string& source_name) {
   DuplicateKeys duplicates;
-  const auto watch = [&](int, json::parse_event_t event, json& parsed) {
+  int deepest = 0;
+  const auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
+    deepest = std::max(deepest, depth);
     duplicates(event, parsed);
     return true;
   };
@@ -82,7 +87,12 @@ json parse_json(const std::string& text, const std::string& source_name) {
     SMP_CHECK_WITH(ConfigError, false, source_name, ": malformed JSON at ",
                    position(text, error.byte), ": ", reason(error),
                    ". Correct the text at that position.");
+  } catch (const json::out_of_range& error) {
+    detail::fail<ConfigError>(source_name, ": a number is too large for JSON: ", reason(error),
+                              ". Write a smaller one.");
   }
+  SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
+                 kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
   SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", duplicates.first(),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;

@@ -331,6 +331,11 @@ TEST(Config, MalformedJson) {
       parse_error("{\n  \"partitions\": 2,\n  \"microbatches\" 4\n}"),
       "[smp] smp.json: malformed JSON at line 3, column 18: syntax error while parsing object "
       "separator - unexpected number literal; expected ':'. Correct the text at that position.");
+  EXPECT_NE(parse_error(R"({"seed": 1e999})").find("smp.json: a number is too large for JSON: "),
+            std::string::npos);
+  EXPECT_NE(parse_error("{\"seed\": " + std::string(300, '[') + std::string(300, ']') + "}")
+                .find("smp.json: expected JSON of at most 256 levels, got 30"),
+            std::string::npos);
   EXPECT_EQ(parse_error("[1, 2]"),
             "[smp] smp.json: expected a JSON object with the parameters, got [1,2].");
   EXPECT_EQ(parse_error(R"({"partitions": 2, "partitions": 2})"),
