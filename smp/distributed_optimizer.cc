@@ -9,6 +9,26 @@
 #include "smp/state_pieces.h"
 
 namespace smp {
+namespace {
+
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return parameters;
+}
+
+/// Optimizers that clip by the norm of all gradients take that over all ranks, of the parameters
+/// that are in the groups now: others stand in for them while the optimizer works.
+void give_grad_norm(torch::optim::Optimizer& optimizer) {
+  auto* const user = dynamic_cast<optim::UsesGradNorm*>(&optimizer);
+  if (user == nullptr) return;
+  user->set_grad_norm(
+      [parameters = parameters_of(optimizer)](const auto&) { return grad_norm(parameters); });
+}
+
+}  // namespace
 
 OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
                              const optim::Elementwise& elementwise)
@@ -21,9 +41,6 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     elementwise.check("sharded_data_parallel_degree", "1");
   }
-  if (auto* user = dynamic_cast<optim::UsesGradNorm*>(&optimizer)) {
-    user->set_grad_norm([](const auto& parameters) { return grad_norm(parameters); });
-  }
 }
 
 void OptimizerCore::check_outside_step(const char* call) const {
@@ -35,6 +52,7 @@ void OptimizerCore::check_outside_step(const char* call) const {
 at::Tensor OptimizerCore::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   check_outside_step("optimizer.step()");
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
+  give_grad_norm(optimizer_);
   return pieces_.step(update, closure);
 }
 
@@ -47,11 +65,7 @@ void OptimizerCore::zero_grad(bool set_to_none) {
 double OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
   check_outside_step("optimizer.clip_master_grads()");
   if (!loss_scaling_.unscale()) return -1;
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer_.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
-  return clip_grad_norm_(parameters, max_norm, norm_type);
+  return clip_grad_norm_(parameters_of(optimizer_), max_norm, norm_type);
 }
 
 void OptimizerCore::reload_model_params() {
