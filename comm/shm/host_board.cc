@@ -88,7 +88,13 @@ Card& HostBoard::card_of(int rank, uint32_t number) const {
   return *reinterpret_cast<Card*>(part(rank) + PartLayout(group_->size).card(number));
 }
 
-Card& HostBoard::next_card() { return card_of(rank_, ++entered_); }
+Card& HostBoard::next_card() {
+  if (!all_have_entered_) {
+    await_cards();
+  }
+  all_have_entered_ = false;
+  return card_of(rank_, ++entered_);
+}
 
 void HostBoard::show_card() {
   announce(entered_ % 2 == 0 ? WordKind::kEvenCard : WordKind::kOddCard, entered_);
@@ -99,6 +105,7 @@ void HostBoard::await_cards() {
   for (int rank = 0; rank < ranks(); ++rank) {
     await_word(kind, entered_, rank);
   }
+  all_have_entered_ = true;
 }
 
 void HostBoard::check_same_calls(const OperationInfo& info) const {

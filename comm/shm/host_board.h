@@ -43,7 +43,8 @@ static_assert(sizeof(Card) == 64);
 /// (acquire), so nothing is ever locked.
 ///
 /// A card of collective s is overwritten at s + 2. A rank gets there only when all have entered
-/// s + 1, so nobody reads the card of s any more; the same holds for the small data beside it.
+/// s + 1, even after a time-out in s + 1, so nobody reads the card of s any more; the same holds for
+/// the small data beside it.
 class HostBoard {
  public:
   /// How far a rank is; numbers of steps since the board was made.
@@ -76,7 +77,8 @@ class HostBoard {
   /// Says which call the waits are for, from now on. Throws when a rank has aborted.
   void begin(const OperationInfo& info, const Deadline& deadline);
 
-  /// The card of the next collective, for this rank to fill in, then to show.
+  /// The card of the next collective, for this rank to fill in, then to show. Waits first if it
+  /// gave up waiting for the others' cards before.
   Card& next_card();
   void show_card();
 
@@ -136,6 +138,7 @@ class HostBoard {
   OperationInfo info_{};
   const Deadline* deadline_ = nullptr;
   uint32_t entered_ = 0;
+  bool all_have_entered_ = true;  // as far as this rank has seen
   uint32_t next_step_ = 1;
 };
 
