@@ -66,6 +66,8 @@ class Load {
     optimizer.load(options.groups, [load = *this](const Wanted& wanted) {
       return load.read_optimizer(wanted).params;
     });
+    const auto& saved = reader_->index().optimizer;
+    optimizer.loss_scaling().load_state(saved.value(kLossScale, nlohmann::json::object()));
   }
 
   void load_model() const {

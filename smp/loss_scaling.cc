@@ -58,12 +58,16 @@ bool LossScaling::begin_step(bool has_closure) {
   return finite;
 }
 
+bool LossScaling::is_dynamic() const {
+  return scaler_ != nullptr && scaler_->options().dynamic_loss_scale();
+}
+
 nlohmann::json LossScaling::state() const {
-  return scaler_ ? scaler_->state_dict() : nlohmann::json::object();
+  return is_dynamic() ? scaler_->state_dict() : nlohmann::json::object();
 }
 
 void LossScaling::load_state(const nlohmann::json& state) {
-  if (scaler_ != nullptr && !state.empty()) scaler_->load_state_dict(state);
+  if (is_dynamic() && !state.empty()) scaler_->load_state_dict(state);
 }
 
 }  // namespace smp

@@ -37,12 +37,14 @@ class LossScaling {
   /// By what the loss is multiplied.
   double loss_scale() const { return scaler_ ? scaler_->loss_scale() : 1; }
 
-  /// What `LossScaler` saves, empty without one; and back, where there is something.
+  /// Where a dynamic scale stands, empty without one; and back, if there is something and the scale
+  /// is dynamic here, too.
   nlohmann::json state() const;
   void load_state(const nlohmann::json& state);
 
  private:
   void check_alone() const;
+  bool is_dynamic() const;
 
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces& pieces_;

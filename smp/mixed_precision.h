@@ -33,9 +33,9 @@ class MixedPrecision {
   /// into parameters. `load_state_dict` and `smp::load` do so by themselves.
   void reload_model_params() { core().reload_model_params(); }
 
-  /// Where the loss scale stands, for checkpoints; empty without one. `load_loss_scaler_state`
-  /// takes it back, and does nothing where the optimizer or the state has none. Throws
-  /// `CheckpointError` for JSON of another form.
+  /// Where a dynamic loss scale stands; empty without one. `smp::save` has it.
+  /// `load_loss_scaler_state` takes it back, and does nothing where the optimizer or the state has
+  /// none. Throws `CheckpointError` for JSON of another form.
   nlohmann::json loss_scaler_state() const { return scaling().state(); }
   void load_loss_scaler_state(const nlohmann::json& state) { scaling().load_state(state); }
 

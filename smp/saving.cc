@@ -70,6 +70,8 @@ checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>
     const auto state = optimizer->local_state();
     shard.optimizer = optim::to_json(state);
     shard.optimizer_tensors = optim::tensors_of(state);
+    const auto scale = optimizer->loss_scaling().state();
+    if (!scale.empty()) shard.optimizer[kLossScale] = scale;
   }
   return shard;
 }

@@ -13,6 +13,9 @@
 
 namespace smp {
 
+/// The key of an optimizer's dynamic loss scale in a checkpoint's "optimizer".
+constexpr const char* kLossScale = "loss_scale";
+
 /// What to save, and how. Internal.
 struct SaveRequest {
   std::string call;  ///< for errors: "smp::save"

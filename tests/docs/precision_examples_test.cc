@@ -57,10 +57,15 @@ TEST_F(PrecisionPage, Autocast) {
     scaler.update();
   }
   EXPECT_EQ(net->fc->weight.scalar_type(), torch::kFloat);
+
+  const auto path = (std::filesystem::path(testing::TempDir()) / "precision_page").string();
+  smp::save(path, model, optimizer, {{"scaler", scaler.state_dict()}});
+  const auto run = smp::load(path, model, optimizer);
+  scaler.load_state_dict(run.user_content.at("scaler"));
+  EXPECT_EQ(run.step, 3);
 }
 
 TEST_F(PrecisionPage, Parameters) {
-  const auto path = (std::filesystem::path(testing::TempDir()) / "precision_page").string();
   smp::init(smp::Config().fp16(true));
   smp::DistributedModel<Net> model(net);
   smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-3);
@@ -80,11 +85,6 @@ TEST_F(PrecisionPage, Parameters) {
     if (!optimizer.overflow()) scheduler.step();
   }
   EXPECT_EQ(net->fc->weight.scalar_type(), torch::kHalf);
-
-  smp::save(path, model, optimizer, {{"loss_scaler", optimizer.loss_scaler_state()}});
-  const auto run = smp::load(path, model, optimizer);
-  optimizer.load_loss_scaler_state(run.user_content.at("loss_scaler"));
-  EXPECT_EQ(run.step, 3);
 }
 
 }  // namespace

@@ -259,10 +259,7 @@ Trace train_ranks(const Layout& layout, const Recipe& recipe, const Span& span =
     const bool scales = recipe.scale.dynamic_loss_scale() ||
                         recipe.scale.static_loss_scale() != defaults.static_loss_scale();
     if (scales) optimizer.scale_loss(recipe.scale);
-    if (!span.load.empty()) {
-      const auto run = smp::load(span.load, model, optimizer);
-      optimizer.load_loss_scaler_state(run.user_content.at("loss_scaler"));
-    }
+    if (!span.load.empty()) smp::load(span.load, model, optimizer);
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = loss_of(model(x), y);
       model->backward(loss);
@@ -292,9 +289,7 @@ Trace train_ranks(const Layout& layout, const Recipe& recipe, const Span& span =
       EXPECT_EQ(trace.skipped.back(), optimizer.overflow());
     }
     add_masters(optimizer.core(), trace.masters, mutex);
-    if (!span.save.empty()) {
-      smp::save(span.save, model, optimizer, {{"loss_scaler", optimizer.loss_scaler_state()}});
-    }
+    if (!span.save.empty()) smp::save(span.save, model, optimizer);
     const auto state = to_map(model->state_dict());
     const std::lock_guard lock(mutex);
     trace.weights = state;
