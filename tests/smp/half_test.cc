@@ -347,6 +347,9 @@ TEST(Half, SkipsStepsThatOverflowOnSomeRank) {
   check(recipe<to::SGD>(kFp16, to::SGDOptions(0.1), {}, true), {{2, 2}}, 3);
 }
 
+/// Held by a rank that seeds libtorch's generator, which all threads share, and makes a model.
+std::mutex making;
+
 /// Whatever `loop` does on two ranks of a pipeline, of bf16.
 Named train_loop(const std::function<void(DistributedModel<Mlp>&, DistributedOptimizer<to::SGD>&,
                                           const std::function<void()>& train)>& loop,
@@ -355,8 +358,11 @@ Named train_loop(const std::function<void(DistributedModel<Mlp>&, DistributedOpt
   std::mutex mutex;
   torch::set_num_threads(1);
   run_as_threads(2, config, [&] {
-    torch::manual_seed(3);
-    Mlp net(2);
+    const Mlp net = [] {
+      const std::lock_guard lock(making);
+      torch::manual_seed(3);
+      return Mlp(2);
+    }();
     DistributedModel<Mlp> model(net);
     DistributedOptimizer<to::SGD> optimizer(model->parameters(), to::SGDOptions(0.1));
     auto train = step([&](torch::Tensor x) {
@@ -566,6 +572,7 @@ TEST(Half, MakesModelsOfThatType) {
     return result;
   };
   const auto plain = [] {
+    const std::lock_guard lock(making);
     torch::manual_seed(5);
     return TinyGpt(true);
   };
