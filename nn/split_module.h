@@ -1,0 +1,22 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "nn/parameter_split.h"
+
+namespace smp::nn {
+
+/// What a module inherits from, beside `torch::nn::Module`, if some of its own parameters hold this
+/// rank's part only. The runtime asks it: divided parameters are reduced, saved, loaded and counted
+/// in norms as one logical tensor. Belongs to the module's thread.
+class SplitModule {
+ public:
+  virtual ~SplitModule() = default;
+
+  /// The divided ones of the module's own parameters (not of its submodules'), by the name that
+  /// they are registered with.
+  virtual std::map<std::string, ParameterSplit> split_parameters() const = 0;
+};
+
+}  // namespace smp::nn

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <functional>
+
+#include "comm/communicator.h"
+
+namespace smp::nn {
+
+/// The calling rank's tensor-parallel group, in which the operators and modules of this folder
+/// communicate: that of this thread's `TensorGroupScope`, else what the program's runtime says.
+/// Throws `UsageError` without either.
+comm::CommunicatorPtr tensor_group();
+
+/// Tells how to find the group of the calling rank; `smp::init` does. It may be called from any
+/// rank's thread.
+void set_tensor_group(std::function<comm::CommunicatorPtr()> provider);
+
+/// The tensor-parallel group of this thread until the end of the block, whatever the runtime says.
+class TensorGroupScope {
+ public:
+  explicit TensorGroupScope(comm::CommunicatorPtr group);
+  ~TensorGroupScope();
+  TensorGroupScope(const TensorGroupScope&) = delete;
+  TensorGroupScope& operator=(const TensorGroupScope&) = delete;
+
+ private:
+  comm::CommunicatorPtr before_;
+};
+
+}  // namespace smp::nn
