@@ -1,6 +1,7 @@
 // What it takes to bring a message from one rank to another of the same host: a channel through
 // shared memory, Open MPI by itself, and the library's messages over it, in turn. Bandwidth is the
-// ratio to that of memcpy on one core, measured in the same rounds.
+// ratio to that of memcpy on one core, measured in the same rounds. Where the receiver sleeps, a
+// bare futex stands beside them: what it takes this machine to wake a process.
 //
 //     bazel build //bench:transfer
 //     mpirun --allow-run-as-root --oversubscribe --bind-to none -np 2 bazel-bin/bench/transfer
@@ -8,9 +9,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <fcntl.h>
 #include <mpi.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -22,6 +27,7 @@
 #include <vector>
 
 #include "comm/mpi/mpi_communicator.h"
+#include "comm/shm/futex.h"
 
 namespace {
 
@@ -112,6 +118,56 @@ class MessagePath final : public Path {
   at::Tensor buffer_;
 };
 
+// The least that a wake-up takes: a number in memory that both ranks map, and a futex on it.
+class FutexPath final : public Path {
+ public:
+  explicit FutexPath(const CommunicatorPtr& world) : rank_(world->rank()) {
+    // Ranks of one mpirun have the same parent.
+    const std::string name = "/smp_transfer_" + std::to_string(getppid());
+    const int file = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
+    const bool sized = file >= 0 && ftruncate(file, sizeof(Box[2])) == 0;
+    void* memory = sized
+                       ? mmap(nullptr, sizeof(Box[2]), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
+                       : MAP_FAILED;
+    if (memory == MAP_FAILED) {
+      std::perror("transfer: cannot map memory that both ranks see");
+      std::abort();
+    }
+    close(file);
+    world->barrier();
+    if (rank_ == 0) shm_unlink(name.c_str());
+    boxes_ = static_cast<Box*>(memory);
+  }
+  ~FutexPath() override { munmap(boxes_, sizeof(Box[2])); }
+
+  void send(const at::Tensor& from) override {
+    Box& box = boxes_[1 - rank_];
+    std::memcpy(box.message, from.const_data_ptr(), sizeof(box.message));
+    box.count.fetch_add(1, std::memory_order_release);
+    smp::comm::futex_wake(box.count);
+  }
+  at::Tensor receive() override {
+    Box& box = boxes_[rank_];
+    while (box.count.load(std::memory_order_acquire) == received_) {
+      smp::comm::futex_wait(box.count, received_, std::chrono::milliseconds(100));
+    }
+    ++received_;
+    std::memcpy(buffer_.mutable_data_ptr(), box.message, sizeof(box.message));
+    return buffer_;
+  }
+
+ private:
+  struct alignas(64) Box {
+    std::atomic<uint32_t> count;
+    alignas(64) char message[64];
+  };
+
+  const int rank_;
+  Box* boxes_ = nullptr;  // by the rank that receives
+  uint32_t received_ = 0;
+  const at::Tensor buffer_ = bytes_tensor(64);
+};
+
 std::vector<std::unique_ptr<Path>> make_paths(const CommunicatorPtr& world, int64_t bytes) {
   std::vector<std::unique_ptr<Path>> paths;
   paths.push_back(std::make_unique<ChannelPath>(world, bytes));
@@ -120,7 +176,7 @@ std::vector<std::unique_ptr<Path>> make_paths(const CommunicatorPtr& world, int6
   return paths;
 }
 
-constexpr const char* kNames[] = {"channel", "Open MPI", "smp over MPI"};
+constexpr const char* kNames[] = {"channel", "Open MPI", "smp over MPI", "bare futex"};
 
 // What a reader does with a message: adds its words.
 void read(const at::Tensor& tensor) {
@@ -163,7 +219,7 @@ void measure_bandwidth(const CommunicatorPtr& world, bool reads) {
     std::printf("\n%s\n%10s %14s",
                 reads ? "one copy, then the receiver reads the message" : "transfer", "bytes",
                 "memcpy GB/s");
-    for (const char* name : kNames) std::printf(" %25s", name);
+    for (const char* name : {kNames[0], kNames[1], kNames[2]}) std::printf(" %25s", name);
     std::printf("\n");
   }
   for (int64_t bytes = 4 << 10; bytes <= 64 << 20; bytes *= 4) {
@@ -220,6 +276,7 @@ void measure_cold(const CommunicatorPtr& world) {
 void measure_latency(const CommunicatorPtr& world, std::chrono::microseconds pause,
                      const char* title) {
   auto paths = make_paths(world, 64);
+  if (pause.count() > 0) paths.push_back(std::make_unique<FutexPath>(world));
   const bool prints = world->rank() == 0;
   const at::Tensor message = bytes_tensor(64);
   if (prints) std::printf("\n%s\n", title);
