@@ -14,6 +14,7 @@
 #include "graph/recording.h"
 #include "smp/checkpointing.h"
 #include "smp/core/error.h"
+#include "smp/master_weights.h"
 #include "smp/save_load.h"
 #include "smp/saving.h"
 #include "smp/sharding.h"
@@ -153,8 +154,8 @@ class Load {
   void add_masters(const Wanted& wanted, optim::OptimizerState& state) const {
     for (const ExpectedTensor& expected : expected_) {
       const std::string& name = expected.names.front();
-      const bool is_half = expected.spec.dtype == at::kHalf || expected.spec.dtype == at::kBFloat16;
-      if (!is_half || !is_parameter(name) || !wanted(name) || !is_stored(expected)) continue;
+      const bool has_master = MasterWeights::concerns(expected.spec.dtype) && is_parameter(name);
+      if (!has_master || !wanted(name) || !is_stored(expected)) continue;
       state.params.emplace(name, optim::OptimizerState::Param{expected.spec.shape, {}, {}});
       at::Tensor& master = state.params[name].tensors[kMasterField];
       ExpectedTensor in_float = expected;
@@ -185,6 +186,7 @@ void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::
 
 void load_values(Runtime& runtime, const std::function<void()>& load) {
   const at::NoGradGuard no_grad;
+  ++runtime.parameter_loads;
   try {
     load();
   } catch (const std::exception& error) {
@@ -205,18 +207,11 @@ LoadedRun load_run(const std::string& path, const Models& models, const Optimize
   Load load(runtime, path, models, options);
   load.check(!loaded.empty());
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.
-  // The masters that it takes are those of the parameters that follow.
-  ++runtime.parameter_loads;
-  try {
-    together(*runtime.world(), [&] {
-      const at::NoGradGuard no_grad;
-      for (OptimizerCore* optimizer : loaded) load.load_optimizer(*optimizer);
-      return "";
-    });
-  } catch (...) {
-    --runtime.parameter_loads;
-    throw;
-  }
+  together(*runtime.world(), [&] {
+    const at::NoGradGuard no_grad;
+    for (OptimizerCore* optimizer : loaded) load.load_optimizer(*optimizer);
+    return "";
+  });
   LoadedRun run;
   load_values(runtime, [&] {
     load.load_model();

@@ -4,10 +4,6 @@
 
 namespace smp {
 
-bool MasterWeights::concerns(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
-
 const at::Tensor& MasterWeights::make(const at::Tensor& tensor) {
   Entry& entry = entries_[tensor.unsafeGetTensorImpl()];
   if (!entry.master.defined()) {

@@ -12,8 +12,11 @@ namespace smp {
 /// (Micikevicius et al., "Mixed Precision Training", 2018). Internal.
 class MasterWeights {
  public:
-  /// Whether the tensor needs a master: it is of float16 or bfloat16.
-  static bool concerns(const at::Tensor& tensor);
+  /// Whether a tensor, or those of a type, need masters: they are of float16 or bfloat16.
+  static bool concerns(at::ScalarType dtype) {
+    return dtype == at::kHalf || dtype == at::kBFloat16;
+  }
+  static bool concerns(const at::Tensor& tensor) { return concerns(tensor.scalar_type()); }
 
   /// The master of a tensor, made of its values at the first call: a leaf with its sizes and
   /// strides.

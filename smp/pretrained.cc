@@ -38,7 +38,6 @@ PretrainedReport load_pretrained(ModelCore& model, const std::string& path,
         std::make_shared<checkpoint::PretrainedFiles>(path), expected_by(model, tensors), options);
     return "";
   });
-  ++runtime.parameter_loads;
   load_values(runtime, [&] {
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (plan->has(i)) assign(runtime, tensors[i].tensor, [plan, i] { return plan->read(i); });
