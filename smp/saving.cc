@@ -137,12 +137,12 @@ class Save {
 class MergedModel {
  public:
   MergedModel(const Runtime& runtime, const std::vector<ModelCore*>& models) {
-    const std::vector<int> owners = first_replica(runtime);
+    const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
     for (const NamedTensor& tensor : tensors_of(runtime, models)) {
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
       const int stage = runtime.partitioned ? runtime.owner.at(tensor.name) : 0;
-      sources_.push_back(owners[runtime.partitioned ? stage : 0]);
+      sources_.push_back(owners[stage]);
       values_.push_back(value_of(runtime, tensor.tensor));
     }
   }
@@ -182,17 +182,6 @@ class MergedModel {
 
  private:
   static constexpr comm::Tag kTag = 0;
-
-  /// World ranks of the stages of the first replica.
-  static std::vector<int> first_replica(const Runtime& runtime) {
-    const Topology& topology = runtime.topology();
-    std::vector<int> ranks(topology.pp_size());
-    for (int r = 0; r < topology.size(); ++r) {
-      if (topology.dp_rank(r) == 0) ranks[topology.pp_rank(r)] = r;
-    }
-    if (!runtime.partitioned) ranks[0] = 0;
-    return ranks;
-  }
 
   /// How this rank gets the value, if it has it; for divided parameters collective over the ranks
   /// that have them together, of which the first gets it.
