@@ -9,6 +9,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <torch/optim/optimizer.h>
 
 #include <limits>
 
@@ -18,6 +19,14 @@ namespace {
 bool is_maximum(double norm_type) { return norm_type == std::numeric_limits<double>::infinity(); }
 
 }  // namespace
+
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return parameters;
+}
 
 at::Tensor gradient_norm(const at::Tensor& gradient, double norm_type) {
   at::NoGradGuard no_grad;

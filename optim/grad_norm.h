@@ -6,10 +6,17 @@
 #include <utility>
 #include <vector>
 
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
+
 namespace smp::optim {
 
 // torch::nn::utils::clip_grad_norm_ in three parts, by the same operators in the same order, so
 // that what stands between them may be communication.
+
+/// The parameters of all groups of an optimizer, in their order.
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 
 /// The norm of order `norm_type` of one gradient: a tensor without dimensions.
 at::Tensor gradient_norm(const at::Tensor& gradient, double norm_type);

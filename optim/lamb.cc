@@ -15,16 +15,9 @@ namespace smp::optim {
 namespace {
 
 void check_options(const LambOptions& options) {
-  const auto check = [](bool ok, const char* name, const char* range, double value) {
-    detail::check_option(ok, "Lamb", name, range, value);
-  };
-  const auto [beta1, beta2] = options.betas();
-  check(options.lr() >= 0, "lr", "at least 0", options.lr());
-  check(beta1 >= 0 && beta1 < 1, "betas", "0 to less than 1", beta1);
-  check(beta2 >= 0 && beta2 < 1, "betas", "0 to less than 1", beta2);
-  check(options.eps() >= 0, "eps", "at least 0", options.eps());
-  check(options.weight_decay() >= 0, "weight_decay", "at least 0", options.weight_decay());
-  check(options.max_grad_norm() >= 0, "max_grad_norm", "at least 0", options.max_grad_norm());
+  detail::check_adam_options("Lamb", options);
+  detail::check_option(options.max_grad_norm() >= 0, "Lamb", "max_grad_norm", "at least 0",
+                       options.max_grad_norm());
 }
 
 /// The gradient, clipped by `norm` and, without `adam_w_mode`, with the weight decay.
@@ -152,11 +145,7 @@ double Lamb::norm_of_gradients() const {
     return static_cast<const LambOptions&>(group.options()).max_grad_norm() > 0;
   });
   if (!clips) return 0;
-  std::vector<torch::Tensor> params;
-  for (const auto& group : param_groups_) {
-    params.insert(params.end(), group.params().begin(), group.params().end());
-  }
-  return grad_norm_(params).item<double>();
+  return grad_norm_(parameters_of(*this)).item<double>();
 }
 
 torch::Tensor Lamb::step(LossClosure closure) {

@@ -16,17 +16,10 @@ namespace smp::optim {
 namespace {
 
 void check_options(const NovoGradOptions& options) {
-  const auto check = [](bool ok, const char* name, const char* range, double value) {
-    detail::check_option(ok, "NovoGrad", name, range, value);
-  };
-  const auto [beta1, beta2] = options.betas();
   const auto norm_type = static_cast<double>(options.norm_type());
-  check(options.lr() >= 0, "lr", "at least 0", options.lr());
-  check(beta1 >= 0 && beta1 < 1, "betas", "0 to less than 1", beta1);
-  check(beta2 >= 0 && beta2 < 1, "betas", "0 to less than 1", beta2);
-  check(options.eps() >= 0, "eps", "at least 0", options.eps());
-  check(options.weight_decay() >= 0, "weight_decay", "at least 0", options.weight_decay());
-  check(norm_type == 2 || norm_type == 0, "norm_type", "2 or 0", norm_type);
+  detail::check_adam_options("NovoGrad", options);
+  detail::check_option(norm_type == 2 || norm_type == 0, "NovoGrad", "norm_type", "2 or 0",
+                       norm_type);
 }
 
 void update_norm(const torch::Tensor& grad, const NovoGradOptions& options,

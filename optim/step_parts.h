@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/optim/optimizer.h>
 
+#include <tuple>
 #include <vector>
 
 #include "smp/core/error.h"
@@ -20,6 +21,21 @@ void check_dense(const char* optimizer, const at::Tensor& parameter);
 /// Throws `ConfigError` unless `ok`.
 void check_option(bool ok, const char* optimizer, const char* option, const char* range,
                   double value);
+
+/// Throws `ConfigError` for a lr, betas, eps or weight_decay that no optimizer of Adam's kind
+/// takes.
+template <class Options>
+void check_adam_options(const char* optimizer, const Options& options) {
+  const auto check = [&](const char* name, double value) {
+    check_option(value >= 0, optimizer, name, "at least 0", value);
+  };
+  check("lr", options.lr());
+  for (double beta : {std::get<0>(options.betas()), std::get<1>(options.betas())}) {
+    check_option(beta >= 0 && beta < 1, optimizer, "betas", "0 to less than 1", beta);
+  }
+  check("eps", options.eps());
+  check("weight_decay", options.weight_decay());
+}
 
 /// Equal values, or both undefined.
 bool same_tensor(const at::Tensor& a, const at::Tensor& b);

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "optim/grad_norm.h"
+#include "smp/complete_gradients.h"
 #include "smp/core/error.h"
 #include "smp/runtime.h"
 #include "smp/unscale.h"
@@ -14,12 +16,6 @@ namespace smp::amp {
 namespace {
 
 using nlohmann::json;
-
-void check_outside_step(const char* call) {
-  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().in_step, "GradScaler: ", call,
-                 " was called inside a step function. Gradients are complete when the step has "
-                 "returned: call it after the step");
-}
 
 void check_factors(const GradScalerOptions& options) {
   SMP_CHECK_WITH(UsageError, options.growth_factor() > 1,
@@ -74,16 +70,14 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
 
 std::vector<at::Tensor> GradScaler::gradients_of(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-    }
+  for (const at::Tensor& parameter : optim::parameters_of(optimizer)) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   }
   return gradients;
 }
 
 void GradScaler::unscale(const Handle& optimizer) {
-  check_outside_step("unscale_");
+  check_gradients_complete("GradScaler: unscale_");
   if (!is_enabled()) return;
   state_->check_scaled("unscale_");
   State::OfOptimizer& own = state_->optimizers[optimizer.identity];
@@ -109,7 +103,7 @@ void GradScaler::unscale(const Handle& optimizer) {
 }
 
 bool GradScaler::begin_step(const Handle& optimizer) {
-  check_outside_step("step");
+  check_gradients_complete("GradScaler: step");
   if (!is_enabled()) return true;
   state_->check_scaled("step");
   State::OfOptimizer& own = state_->optimizers[optimizer.identity];
@@ -121,7 +115,7 @@ bool GradScaler::begin_step(const Handle& optimizer) {
 }
 
 void GradScaler::update() {
-  check_outside_step("update");
+  check_gradients_complete("GradScaler: update");
   if (!is_enabled()) return;
   state_->check_scaled("update");
   bool checked = false, found_inf = false;
@@ -138,7 +132,7 @@ void GradScaler::update() {
 }
 
 void GradScaler::update(double new_scale) {
-  check_outside_step("update");
+  check_gradients_complete("GradScaler: update");
   if (!is_enabled()) return;
   state_->check_scaled("update");
   state_->scale->set(new_scale);
@@ -166,7 +160,7 @@ json GradScaler::state_dict() const {
 }
 
 void GradScaler::load_state_dict(const json& state) {
-  check_outside_step("load_state_dict");
+  check_gradients_complete("GradScaler: load_state_dict");
   if (!is_enabled()) return;
   SMP_CHECK_WITH(CheckpointError, !state.empty(),
                  "GradScaler: The source state dict is empty, possibly because it was saved from a "

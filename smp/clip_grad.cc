@@ -1,10 +1,10 @@
 #include "smp/clip_grad.h"
 
 #include <ATen/core/grad_mode.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +13,7 @@
 
 #include "dp/parameter_slices.h"
 #include "optim/grad_norm.h"
+#include "smp/complete_gradients.h"
 #include "smp/core/error.h"
 #include "smp/grad_norm.h"
 #include "smp/optimizer_pieces.h"
@@ -28,9 +29,7 @@ class Gradients {
  public:
   Gradients(std::string call, const std::vector<at::Tensor>& parameters)
       : call_(std::move(call)), runtime_(Runtime::get()), slices_(slices_of(runtime_)) {
-    SMP_CHECK_WITH(UsageError, !runtime_.in_step, call_,
-                   " was called inside a step function. Gradients are complete when the step has "
-                   "returned: call it after the step");
+    check_gradients_complete(call_);
     std::unordered_set<const c10::TensorImpl*> seen;
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (seen.insert(parameters[i].unsafeGetTensorImpl()).second) add(i, parameters[i]);
@@ -114,11 +113,10 @@ class Gradients {
 
   /// Of the list and the numbers that the function was given.
   uint64_t fingerprint(const std::vector<double>& numbers) const {
-    uint64_t hash = 14695981039346656037u;  // FNV-1a, which is the same in every process
-    const auto mix = [&](uint64_t value) { hash = (hash ^ value) * 1099511628211u; };
-    for (const Listed& listed : listed_) mix(listed.entry);
-    for (double number : numbers) mix(std::hash<double>()(number));
-    return hash >> 11;
+    std::vector<size_t> entries;
+    for (const Listed& listed : listed_) entries.push_back(listed.entry);
+    const uint64_t of_list = XXH64(entries.data(), entries.size() * sizeof(size_t), /*seed=*/0);
+    return XXH64(numbers.data(), numbers.size() * sizeof(double), of_list) >> 11;
   }
 
   comm::Communicator& group() const {

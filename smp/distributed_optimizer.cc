@@ -4,6 +4,7 @@
 
 #include "optim/grad_norm.h"
 #include "smp/clip_grad.h"
+#include "smp/complete_gradients.h"
 #include "smp/core/error.h"
 #include "smp/model_core.h"
 #include "smp/state_pieces.h"
@@ -11,21 +12,14 @@
 namespace smp {
 namespace {
 
-std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
-  return parameters;
-}
-
 /// Optimizers that clip by the norm of all gradients take that over all ranks, of the parameters
 /// that are in the groups now: others stand in for them while the optimizer works.
 void give_grad_norm(torch::optim::Optimizer& optimizer) {
   auto* const user = dynamic_cast<optim::UsesGradNorm*>(&optimizer);
   if (user == nullptr) return;
-  user->set_grad_norm(
-      [parameters = parameters_of(optimizer)](const auto&) { return grad_norm(parameters); });
+  user->set_grad_norm([parameters = optim::parameters_of(optimizer)](const auto&) {
+    return grad_norm(parameters);
+  });
 }
 
 }  // namespace
@@ -43,33 +37,27 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
   }
 }
 
-void OptimizerCore::check_outside_step(const char* call) const {
-  SMP_CHECK_WITH(UsageError, !runtime_->in_step, call,
-                 " was called inside a step function. Gradients are complete when the step has "
-                 "returned: call it after the step");
-}
-
 at::Tensor OptimizerCore::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
-  check_outside_step("optimizer.step()");
+  check_gradients_complete("optimizer.step()");
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
   return pieces_.step(update, closure);
 }
 
 void OptimizerCore::zero_grad(bool set_to_none) {
-  check_outside_step("optimizer.zero_grad()");
+  check_gradients_complete("optimizer.zero_grad()");
   pieces_.zero_grad(set_to_none);
   loss_scaling_.forget();
 }
 
 double OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
-  check_outside_step("optimizer.clip_master_grads()");
+  check_gradients_complete("optimizer.clip_master_grads()");
   if (!loss_scaling_.unscale()) return -1;
-  return clip_grad_norm_(parameters_of(optimizer_), max_norm, norm_type);
+  return clip_grad_norm_(optim::parameters_of(optimizer_), max_norm, norm_type);
 }
 
 void OptimizerCore::reload_model_params() {
-  check_outside_step("optimizer.reload_model_params()");
+  check_gradients_complete("optimizer.reload_model_params()");
   pieces_.reload_masters();
 }
 

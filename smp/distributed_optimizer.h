@@ -63,7 +63,6 @@ class OptimizerCore {
   void reload_model_params();
 
  private:
-  void check_outside_step(const char* call) const;
   optim::OptimizerState own_part(optim::OptimizerState state) const;
   bool divides() const;
   void check_fits(const optim::OptimizerState& state) const;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dp/bucket_layout.h"
+#include "smp/complete_gradients.h"
 #include "smp/core/error.h"
 #include "smp/distributed_optimizer.h"
 #include "smp/state_pieces.h"
@@ -79,6 +80,19 @@ OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
   return optim::from_parts(merged, tensors);
 }
 
+/// Calls body(group, name, parameter) for the optimizer's parameters that are a model's.
+template <class Body>
+void for_each_named(const torch::optim::Optimizer& optimizer, const Runtime& runtime,
+                    const Body& body) {
+  const auto names = parameter_names(runtime);
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    for (const at::Tensor& parameter : optimizer.param_groups()[i].params()) {
+      const auto found = names.find(parameter.unsafeGetTensorImpl());
+      if (found != names.end()) body(i, found->second, parameter);
+    }
+  }
+}
+
 std::set<std::string> names_in(const OptimizerState& state) {
   std::set<std::string> names;
   for (const auto& group : state.groups) names.insert(group.params.begin(), group.params.end());
@@ -88,7 +102,7 @@ std::set<std::string> names_in(const OptimizerState& state) {
 }  // namespace
 
 OptimizerState OptimizerCore::state_dict() {
-  check_outside_step("optimizer.state_dict()");
+  check_gradients_complete("optimizer.state_dict()");
   at::NoGradGuard no_grad;
   const OptimizerState mine = local_state();
   if (!runtime_->partitioned) return mine;
@@ -96,7 +110,7 @@ OptimizerState OptimizerCore::state_dict() {
 }
 
 OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) {
-  check_outside_step("optimizer.local_state_dict()");
+  check_gradients_complete("optimizer.local_state_dict()");
   SMP_CHECK_WITH(UsageError, runtime_->partitioned,
                  "optimizer.local_state_dict() was called before the first step, which divides the "
                  "parameters among the ranks. Call it later, or state_dict()");
@@ -107,7 +121,7 @@ OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) {
 }
 
 void OptimizerCore::load_state_dict(const OptimizerState& state) {
-  check_outside_step("optimizer.load_state_dict()");
+  check_gradients_complete("optimizer.load_state_dict()");
   at::NoGradGuard no_grad;
   check_fits(state);
   load(complete_groups(state), [this, state](const auto& wanted) {
@@ -127,13 +141,10 @@ bool OptimizerCore::divides() const {
 /// What can be said before the parameters are divided.
 void OptimizerCore::check_fits(const OptimizerState& state) const {
   std::map<std::string, at::Tensor> own;
-  const auto names = parameter_names(*runtime_);
-  for (const auto& group : optimizer_.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = names.find(parameter.unsafeGetTensorImpl());
-      if (found != names.end()) own.emplace(found->second, parameter);
-    }
-  }
+  for_each_named(optimizer_, *runtime_,
+                 [&](size_t, const std::string& name, const at::Tensor& parameter) {
+                   own.emplace(name, parameter);
+                 });
   std::string problems;
   for (const std::string& name : names_in(state)) {
     if (own.count(whole_name(name)) == 0) problems += "\n  unexpected: " + name;
@@ -156,17 +167,12 @@ void OptimizerCore::check_fits(const OptimizerState& state) const {
 void OptimizerCore::check_complete(const OptimizerState& state,
                                    const std::function<bool(const std::string&)>& wanted) const {
   const std::set<std::string> known = names_in(state);
-  const auto names = parameter_names(*runtime_);
   std::string missing;
-  for (const auto& group : optimizer_.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = names.find(parameter.unsafeGetTensorImpl());
-      if (found == names.end() || !wanted(found->second)) continue;
-      const std::string piece = pieces_.name_of_part(found->second);
-      if (piece.empty() || known.count(found->second) > 0 || known.count(piece) > 0) continue;
-      missing += "\n  missing: " + piece;
-    }
-  }
+  for_each_named(optimizer_, *runtime_, [&](size_t, const std::string& name, const at::Tensor&) {
+    const std::string piece = wanted(name) ? pieces_.name_of_part(name) : "";
+    if (piece.empty() || known.count(name) > 0 || known.count(piece) > 0) return;
+    missing += "\n  missing: " + piece;
+  });
   SMP_CHECK_WITH(CheckpointError, missing.empty(),
                  "the state dictionary does not fit the optimizer:", missing,
                  "\nNothing was loaded. What local_state_dict() gives fits the ranks that it was "
@@ -185,14 +191,9 @@ std::vector<OptimizerState::Group> OptimizerCore::complete_groups(
       known.insert(name);
     }
   }
-  const auto names = parameter_names(*runtime_);
-  for (size_t i = 0; i < groups.size() && i < optimizer_.param_groups().size(); ++i) {
-    for (const at::Tensor& parameter : optimizer_.param_groups()[i].params()) {
-      const auto found = names.find(parameter.unsafeGetTensorImpl());
-      if (found == names.end() || !known.insert(found->second).second) continue;
-      groups[i].params.push_back(found->second);
-    }
-  }
+  for_each_named(optimizer_, *runtime_, [&](size_t i, const std::string& name, const at::Tensor&) {
+    if (i < groups.size() && known.insert(name).second) groups[i].params.push_back(name);
+  });
   return groups;
 }
 
