@@ -103,6 +103,15 @@ at::Tensor ParameterSlices::pack(size_t bucket, at::ScalarType dtype,
   return flat;
 }
 
+at::Tensor ParameterSlices::gather_bucket(size_t bucket, at::ScalarType dtype,
+                                          const std::function<at::Tensor(size_t index)>& value,
+                                          int root) const {
+  at::Tensor flat = pack(bucket, dtype, value);
+  const at::Tensor all = group_->rank() == root ? flat : at::Tensor();
+  group_->gather(all.defined() ? as_real(all) : all, as_real(part(flat)), root);
+  return all;
+}
+
 void ParameterSlices::bind() {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -71,6 +71,9 @@ class ParameterSlices {
   /// dimension, or undefined) where its pieces are. The rest is undefined.
   at::Tensor pack(size_t bucket, at::ScalarType dtype,
                   const std::function<at::Tensor(size_t index)>& value) const;
+  /// What `pack` of all replicas makes together, on `root`; undefined elsewhere. Collective.
+  at::Tensor gather_bucket(size_t bucket, at::ScalarType dtype,
+                           const std::function<at::Tensor(size_t index)>& value, int root) const;
 
   /// Lets the pieces share the memory that the parameters have now: to be called before they are
   /// read or updated.

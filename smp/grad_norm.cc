@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "dp/bucket_layout.h"
 #include "optim/grad_norm.h"
 #include "smp/core/error.h"
 
@@ -15,17 +14,6 @@ namespace smp {
 namespace {
 
 constexpr double kNone = -1;  // less than any norm
-
-/// The gradients of a bucket's parameters as in one process, on `root`; undefined elsewhere.
-at::Tensor gather_bucket(const dp::ParameterSlices& slices, size_t bucket, int root,
-                         const std::function<at::Tensor(size_t)>& piece) {
-  const auto dtype = slices.layout().options[bucket].dtype().toScalarType();
-  const at::Tensor flat = slices.pack(bucket, dtype, piece);
-  const bool is_root = slices.group()->rank() == root;
-  slices.group()->gather(is_root ? dp::as_real(flat) : at::Tensor(), dp::as_real(slices.part(flat)),
-                         root);
-  return is_root ? flat : at::Tensor();
-}
 
 }  // namespace
 
@@ -70,11 +58,12 @@ std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
     const auto& members = slices.layout().members[b];
     if (std::none_of(members.begin(), members.end(), [&](size_t i) { return wanted[i]; })) continue;
     const int root = static_cast<int>(b) % slices.group()->size();
-    const at::Tensor flat = gather_bucket(slices, b, root, piece);
+    const auto summed = slices.layout().options[b].dtype().toScalarType();
+    const at::Tensor flat = slices.gather_bucket(b, summed, piece, root);
     for (size_t i : members) {
       if (!wanted[i] || !flat.defined()) continue;
       const at::Tensor gradient = slices.place(flat, i);
-      const auto dtype = (as_summed ? flat : slices.parameters()[i]).scalar_type();
+      const auto dtype = as_summed ? summed : slices.parameters()[i].scalar_type();
       norms[i] = optim::gradient_norm(gradient.to(dtype), norm_type);
     }
   }

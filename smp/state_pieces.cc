@@ -69,7 +69,7 @@ json agree_on_states(const ParameterSlices& slices, const OptimizerState& pieces
 /// Name and dtype of a tensor in the states.
 using Field = std::pair<std::string, int>;
 
-/// The elements of a field of all parameters in a bucket, on `root`; elsewhere the replica's own.
+/// The elements of a field of all parameters in a bucket, on `root`; undefined elsewhere.
 at::Tensor join_field(const ParameterSlices& slices, const OptimizerState& pieces, size_t bucket,
                       const Field& field, int root) {
   const auto of_piece = [&](size_t i) {
@@ -78,11 +78,7 @@ at::Tensor join_field(const ParameterSlices& slices, const OptimizerState& piece
     const auto tensor = param->second.tensors.find(field.first);
     return tensor == param->second.tensors.end() ? at::Tensor() : tensor->second;
   };
-  at::Tensor flat = slices.pack(bucket, static_cast<at::ScalarType>(field.second), of_piece);
-  const bool is_root = slices.group()->rank() == root;
-  slices.group()->gather(is_root ? dp::as_real(flat) : at::Tensor(), dp::as_real(slices.part(flat)),
-                         root);
-  return flat;
+  return slices.gather_bucket(bucket, static_cast<at::ScalarType>(field.second), of_piece, root);
 }
 
 }  // namespace
