@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "checkpoint/apply.h"
 #include "smp/model_core.h"
 #include "smp/precision.h"
 #include "smp/sharding.h"
@@ -140,11 +141,16 @@ optim::ParameterNames OptimizerPieces::names() const {
   return names;
 }
 
-/// Before the pieces are updated.
-void OptimizerPieces::prepare() {
+/// To the parameters' memory, with the gradients that the program has not dropped.
+void OptimizerPieces::bind_pieces() {
   find_slices();
   for (const auto& slices : slices_) slices->bind();
   for_each_divided([](const at::Tensor&, const Divided& divided) { divided.has_gradient(); });
+}
+
+/// Before the pieces are updated.
+void OptimizerPieces::prepare() {
+  bind_pieces();
   make_masters();
   adopt_states();
 }
@@ -194,9 +200,7 @@ at::Tensor OptimizerPieces::step(const Update& update, const LossClosure& closur
 }
 
 std::vector<at::Tensor> OptimizerPieces::gradients() {
-  find_slices();
-  for (const auto& slices : slices_) slices->bind();
-  for_each_divided([](const at::Tensor&, const Divided& divided) { divided.has_gradient(); });
+  bind_pieces();
   std::vector<at::Tensor> result;
   for_each([&](const at::Tensor& parameter) {
     const at::Tensor target = target_of(parameter);
@@ -215,16 +219,14 @@ void OptimizerPieces::reload_masters() {
 void OptimizerPieces::clip() const {
   if (runtime_.sharding == nullptr) return;
   std::vector<at::Tensor> shards, whole;
-  for (const auto& group : optimizer_.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto divided = find(parameter);
-      if (!divided) {
-        whole.push_back(parameter.grad());
-      } else if (divided->piece().tensor.defined()) {
-        shards.push_back(divided->piece().tensor.grad());
-      }
+  for_each([&](const at::Tensor& parameter) {
+    const auto divided = find(parameter);
+    if (!divided) {
+      whole.push_back(parameter.grad());
+    } else if (divided->piece().tensor.defined()) {
+      shards.push_back(divided->piece().tensor.grad());
     }
-  }
+  });
   clip_gradients(*runtime_.sharding, shards, whole, runtime_.config().sdp_gradient_clipping());
 }
 
@@ -343,7 +345,7 @@ void OptimizerPieces::add_masters(optim::OptimizerState& state) const {
     if (!master.defined()) return;
     auto& param = state.params[runtime_.table().find(parameter)->name];
     param.shape = target.sizes().vec();
-    param.tensors[kMaster] = master.detach().clone();
+    param.tensors[checkpoint::kMasterField] = master.detach().clone();
   });
 }
 
@@ -352,7 +354,7 @@ void OptimizerPieces::take_masters(optim::OptimizerState& state) {
   const auto take = [&](const std::string& name) {
     const auto param = state.params.find(name);
     if (param == state.params.end()) return at::Tensor();
-    const auto saved = param->second.tensors.find(kMaster);
+    const auto saved = param->second.tensors.find(checkpoint::kMasterField);
     if (saved == param->second.tensors.end()) return at::Tensor();
     at::Tensor values = saved->second;
     param->second.tensors.erase(saved);

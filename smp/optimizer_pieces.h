@@ -31,15 +31,13 @@ optim::ParameterNames parameter_names(const Runtime& runtime);
 /// the parameters as ever: pieces and masters stand in for them only while it works, so that it has
 /// state for these. What is not divided, and of full precision, stays as it is. Internal.
 ///
-/// Master weights go through checkpoints as a tensor of the parameter's state, `kMaster`.
+/// Master weights go through checkpoints as a tensor of the parameter's state,
+/// `checkpoint::kMasterField`.
 class OptimizerPieces {
  public:
   using SetState = std::function<void(const optim::OptimizerState&, const optim::ParameterNames&)>;
   using LossClosure = torch::optim::Optimizer::LossClosure;
   using Update = std::function<at::Tensor(LossClosure)>;
-
-  /// The name of master weights among the tensors of a parameter's state.
-  static constexpr const char* kMaster = "master";
 
   /// The first two must outlive this.
   OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime, SetState set_state);
@@ -92,6 +90,7 @@ class OptimizerPieces {
   at::Tensor target_of(const at::Tensor& parameter) const;
   at::Tensor stand_in_for(const at::Tensor& parameter) const;
   optim::ParameterNames names() const;
+  void bind_pieces();
   void prepare();
   void make_masters();
   void adopt_states();
