@@ -22,12 +22,6 @@ std::vector<std::string> stored_names(const ExpectedTensor& expected, const Inde
   return found;
 }
 
-bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert) {
-  if (stored == expected) return true;
-  return convert && stored.shape == expected.shape && at::isFloatingType(stored.dtype) &&
-         at::isFloatingType(expected.dtype);
-}
-
 /// What is wrong with one expected tensor, or empty.
 std::string problem_with(const ExpectedTensor& expected, const Index& index,
                          const Tolerance& tolerance) {
@@ -97,6 +91,12 @@ std::vector<NamedTensor> named_tensors(const StateDict& dict) {
   return tensors;
 }
 
+bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert) {
+  const bool converts =
+      convert && at::isFloatingType(stored.dtype) && at::isFloatingType(expected.dtype);
+  return stored.shape == expected.shape && (converts || stored.dtype == expected.dtype);
+}
+
 std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors) {
   std::vector<ExpectedTensor> expected;
   for (const NamedTensor& tensor : tensors) {
@@ -137,8 +137,7 @@ at::Tensor read_values(Reader& reader, const ExpectedTensor& expected) {
   const Index& index = reader.index();
   const std::vector<std::string> names = stored_names(expected, index);
   if (names.empty()) return {};
-  const at::ScalarType stored = index.find_model(names.front())->spec.dtype;
-  if (c10::elementSize(expected.spec.dtype) > c10::elementSize(stored)) {
+  if (index.find_model(names.front())->spec.dtype != expected.spec.dtype) {
     for (const std::string& name : names) {
       const std::string master = name + "/" + kMasterField;
       const auto found = index.optimizer_tensors.find(master);

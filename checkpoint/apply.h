@@ -42,6 +42,10 @@ struct Tolerance {
   bool convert = false;  ///< Floating point tensors may be stored in another floating point type.
 };
 
+/// Whether a stored tensor can be loaded into an expected one: it is of the same shape and type, or
+/// with `convert` of another floating point type.
+bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert);
+
 /// Compares the model section of `index` with what is expected: throws one CheckpointError that
 /// lists, sorted by name, every missing tensor, every unexpected one, every other shape or dtype,
 /// and every tied tensor that the checkpoint stores with different contents. `path` is for the
@@ -54,7 +58,7 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
 constexpr const char* kMasterField = "master";
 
 /// The values of an expected tensor in its type; undefined if the checkpoint has none. Where the
-/// model's type is wider than the stored one, those of the master weight, if there is one.
+/// model's type is not the stored one, those of the master weight, if there is one.
 at::Tensor read_values(Reader& reader, const ExpectedTensor& expected);
 
 /// Loads the model section of the checkpoint `path` into a plain module in this process.

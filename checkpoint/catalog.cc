@@ -1,5 +1,7 @@
 #include "checkpoint/catalog.h"
 
+#include <c10/util/string_view.h>
+
 #include <algorithm>
 #include <system_error>
 #include <utility>
@@ -18,19 +20,15 @@ constexpr const char* kPartial = "_partial";
 constexpr const char* kRemoved = ".removed";
 constexpr const char* kNewest = "newest";
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 /// A folder without an index is no checkpoint, or an unfinished one.
 std::vector<CatalogEntry> list(const std::string& folder) {
   std::vector<CatalogEntry> entries;
   for (const auto& item : fs::directory_iterator(folder)) {
     const fs::path index = item.path() / kIndexFile;
     const std::string name = item.path().filename().string();
-    const bool finished = item.is_directory() && fs::exists(index) &&
-                          !ends_with(name, temporary_folder("")) &&
-                          !ends_with(name, replaced_folder("")) && !ends_with(name, kRemoved);
+    const bool finished =
+        item.is_directory() && fs::exists(index) && !c10::ends_with(name, temporary_folder("")) &&
+        !c10::ends_with(name, replaced_folder("")) && !c10::ends_with(name, kRemoved);
     if (finished) entries.push_back({name, fs::last_write_time(index)});
   }
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
@@ -47,33 +45,24 @@ void remove_checkpoint(const fs::path& checkpoint) {
   fs::remove_all(removed);
 }
 
-template <class Action>
-auto on_disk(const std::string& folder, const char* what, const Action& action) {
-  try {
-    return action();
-  } catch (const fs::filesystem_error& error) {
-    fail_on_disk(c10::str("cannot ", what, " in \"", folder, "\": ", error.what()),
-                 error.code().value());
-  }
-}
-
 }  // namespace
 
 std::string folder_name(const std::string& tag, bool partial) {
   const bool usable = !tag.empty() && tag.find('/') == std::string::npos && tag != "." &&
                       tag != ".." && tag != kNewest && !is_partial(tag) &&
-                      !ends_with(tag, temporary_folder("")) &&
-                      !ends_with(tag, replaced_folder("")) && !ends_with(tag, kRemoved);
+                      !c10::ends_with(tag, temporary_folder("")) &&
+                      !c10::ends_with(tag, replaced_folder("")) && !c10::ends_with(tag, kRemoved);
   SMP_CHECK_WITH(UsageError, usable, "\"", tag,
                  "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
                  " and without the endings _partial, .tmp, .replaced and .removed.");
   return partial ? tag + kPartial : tag;
 }
 
-bool is_partial(const std::string& name) { return ends_with(name, kPartial); }
+bool is_partial(const std::string& name) { return c10::ends_with(name, kPartial); }
 
 std::vector<CatalogEntry> list_checkpoints(const std::string& folder) {
-  return on_disk(folder, "list the checkpoints", [&] { return list(folder); });
+  return on_disk(c10::str("cannot list the checkpoints in \"", folder, "\""),
+                 [&] { return list(folder); });
 }
 
 void update_newest(const std::string& folder, const std::string& name) {
@@ -107,7 +96,7 @@ std::string find_checkpoint(const std::string& folder, const std::optional<std::
 }
 
 void keep_partial(const std::string& folder, size_t count, const std::string& current) {
-  on_disk(folder, "remove old checkpoints", [&] {
+  on_disk(c10::str("cannot remove old checkpoints in \"", folder, "\""), [&] {
     std::vector<std::string> names;
     for (const CatalogEntry& entry : list(folder)) {
       if (is_partial(entry.name) && entry.name != current) names.push_back(entry.name);
@@ -116,7 +105,7 @@ void keep_partial(const std::string& folder, size_t count, const std::string& cu
       remove_checkpoint(fs::path(folder) / names[i]);
     for (const auto& item : fs::directory_iterator(folder)) {
       // What an earlier removal left.
-      if (ends_with(item.path().string(), kPartial + std::string(kRemoved))) {
+      if (c10::ends_with(item.path().string(), kPartial + std::string(kRemoved))) {
         fs::remove_all(item.path());
       }
     }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -85,6 +86,17 @@ std::string hash_text(uint64_t hash);
 
 /// Throws CheckpointError: what went wrong, and what to do about an `errno` of this value.
 [[noreturn]] void fail_on_disk(const std::string& what, int error);
+
+/// Calls what uses std::filesystem, and turns its exceptions into those of `fail_on_disk`. `what`
+/// says what then failed: "cannot save checkpoint \"a\"".
+template <class Action>
+auto on_disk(const std::string& what, const Action& action) {
+  try {
+    return action();
+  } catch (const std::filesystem::filesystem_error& error) {
+    fail_on_disk(what + ": " + error.what(), error.code().value());
+  }
+}
 
 /// Writes `text` to `path` through a `FileWriter`.
 void write_file(const std::string& path, const std::string& text);

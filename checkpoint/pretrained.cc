@@ -45,12 +45,6 @@ TensorSpec transformed(TensorSpec spec, Transform transform) {
   return spec;
 }
 
-bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert) {
-  const bool converts =
-      convert && at::isFloatingType(stored.dtype) && at::isFloatingType(expected.dtype);
-  return stored.shape == expected.shape && (converts || stored.dtype == expected.dtype);
-}
-
 }  // namespace
 
 PretrainedFiles::PretrainedFiles(const std::string& path) : path_(path) {

@@ -56,12 +56,10 @@ std::vector<Place> places(const Index& index, Reader::Section section) {
 std::vector<Place> share(const std::vector<Place>& all, int part, int parts) {
   uint64_t total = 0;
   for (const Place& place : all) total += byte_size(place.second->spec);
-  const double share = static_cast<double>(total) / parts;
   std::vector<Place> mine;
   uint64_t begin = 0;
   for (const Place& place : all) {
-    const int owner = total == 0 ? 0 : static_cast<int>(static_cast<double>(begin) / share);
-    if (std::min(owner, parts - 1) == part) mine.push_back(place);
+    if (share_of(begin, total, parts) == part) mine.push_back(place);
     begin += byte_size(place.second->spec);
   }
   return mine;

@@ -144,6 +144,11 @@ uint64_t byte_size(const TensorSpec& spec) {
   return empty ? 0 : bytes;
 }
 
+int64_t share_of(uint64_t begin, uint64_t total, int64_t parts) {
+  const double place = total == 0 ? 0 : static_cast<double>(begin) / static_cast<double>(total);
+  return std::min(static_cast<int64_t>(place * static_cast<double>(parts)), parts - 1);
+}
+
 uint64_t hash_of(const at::Tensor& tensor) {
   SMP_INTERNAL_ASSERT(tensor.is_cpu() && tensor.is_contiguous(), "hash of a strided tensor");
   return XXH64(tensor.const_data_ptr(), tensor.nbytes(), /*seed=*/0);

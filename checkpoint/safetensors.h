@@ -39,6 +39,10 @@ at::ScalarType dtype_from_name(const std::string& name);
 /// Bytes of a tensor with this spec. Throws CheckpointError for negative or overflowing shapes.
 uint64_t byte_size(const TensorSpec& spec);
 
+/// Of tensors with `total` bytes that are divided into `parts` shares of about as many: the share
+/// of one that `begin` bytes come before.
+int64_t share_of(uint64_t begin, uint64_t total, int64_t parts);
+
 /// 64-bit xxHash (XXH64, seed 0) of a contiguous CPU tensor's bytes.
 uint64_t hash_of(const at::Tensor& tensor);
 

@@ -14,15 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Calls a std::filesystem function and turns its exception into ours.
-template <class Action>
-void on_disk(const std::string& path, const Action& action) {
-  try {
-    action();
-  } catch (const fs::filesystem_error& error) {
-    fail_on_disk(c10::str("cannot save checkpoint \"", path, "\": ", error.what()),
-                 error.code().value());
-  }
+std::string cannot_save(const std::string& path) {
+  return c10::str("cannot save checkpoint \"", path, "\"");
 }
 
 /// "dir/name/" would put the temporary folder inside the final one.
@@ -118,7 +111,7 @@ Writer::Writer(std::string path) : path_(without_slash(std::move(path))) {
 }
 
 void Writer::begin() const {
-  on_disk(path_, [&] {
+  on_disk(cannot_save(path_), [&] {
     const fs::path replaced = replaced_folder(path_);
     if (!fs::exists(path_) && fs::exists(replaced)) {
       fs::rename(replaced, path_);  // a save crashed between its two renames
@@ -164,7 +157,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
   sync_folder(folder);
 
   const std::string replaced = replaced_folder(path_);
-  on_disk(path_, [&] {
+  on_disk(cannot_save(path_), [&] {
     if (fs::exists(path_)) {
       fs::remove_all(replaced);
       fs::rename(path_, replaced);
@@ -172,7 +165,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
     fs::rename(folder, path_);
   });
   sync_folder(parent_folder(path_));
-  on_disk(path_, [&] { fs::remove_all(replaced); });
+  on_disk(cannot_save(path_), [&] { fs::remove_all(replaced); });
 }
 
 }  // namespace smp::checkpoint

@@ -2,8 +2,8 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <c10/util/string_view.h>
 
-#include <algorithm>
 #include <functional>
 #include <map>
 #include <set>
@@ -22,10 +22,6 @@ using Read = std::function<at::Tensor(const std::string&)>;
 
 constexpr const char* kSafetensors = ".safetensors";
 constexpr const char* kStateFile = ".pt";
-
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
 
 /// The specs that the tensors get.
 std::vector<NamedSpec> converted(std::vector<NamedSpec> tensors, const Conversion& conversion) {
@@ -53,9 +49,7 @@ std::vector<std::vector<NamedSpec>> divide(const std::vector<NamedSpec>& tensors
   for (const auto& [name, spec] : tensors) total += checkpoint::byte_size(spec);
   std::vector<std::vector<NamedSpec>> result(shards);
   for (const auto& tensor : tensors) {
-    const double place = total == 0 ? 0 : static_cast<double>(begin) / static_cast<double>(total);
-    const auto shard = static_cast<int64_t>(place * static_cast<double>(shards));
-    result[std::min(shard, shards - 1)].push_back(tensor);
+    result[checkpoint::share_of(begin, total, shards)].push_back(tensor);
     begin += checkpoint::byte_size(tensor.second);
   }
   return result;
@@ -193,9 +187,9 @@ void convert(CheckpointSource& source, const std::string& output, const Conversi
   const auto tensors = converted(source.tensors(), conversion);
   std::map<std::string, TensorSpec> specs(tensors.begin(), tensors.end());
   const Read read = [&](const std::string& name) { return read_as(source, name, specs.at(name)); };
-  if (ends_with(output, kSafetensors)) {
+  if (c10::ends_with(output, kSafetensors)) {
     write_safetensors_file(output, tensors, read);
-  } else if (ends_with(output, kStateFile)) {
+  } else if (c10::ends_with(output, kStateFile)) {
     checkpoint::write_state_file(output, tensors, source.aliases(), read);
   } else {
     write_checkpoint(source, output, tensors, conversion, read);
@@ -203,7 +197,7 @@ void convert(CheckpointSource& source, const std::string& output, const Conversi
 }
 
 bool is_one_file(const std::string& output) {
-  return ends_with(output, kSafetensors) || ends_with(output, kStateFile);
+  return c10::ends_with(output, kSafetensors) || c10::ends_with(output, kStateFile);
 }
 
 std::vector<std::string> differences(CheckpointSource& a, CheckpointSource& b) {
