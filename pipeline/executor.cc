@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "pipeline/edge_of.h"
 #include "pipeline/timeline.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
@@ -122,7 +123,7 @@ Executor::Instruction Executor::resolve(const Action& action) {
   result.action = action;
   result.stage = stages_.at(action.stage).get();
   if (action.is_transfer()) {
-    const int edge = edge_of(action);
+    const int edge = known_edge(action);
     result.channel = &channels_.at({edge, action.is_backward()});
     result.message = &message_of(*result.stage, action.microbatch, edge, action.is_backward());
   }
@@ -153,20 +154,17 @@ std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
   return result;
 }
 
-int Executor::edge_of(const Action& transfer) const {
-  const int from = std::min(transfer.stage, transfer.peer);
-  const int to = std::max(transfer.stage, transfer.peer);
-  for (size_t i = 0; i < edges_.size(); ++i) {
-    if (edges_[i].from == from && edges_[i].to == to) return static_cast<int>(i);
-  }
-  SMP_INTERNAL_ASSERT(false, to_string(transfer), " has no edge in the plan");
+int Executor::known_edge(const Action& transfer) const {
+  const size_t edge = edge_of(transfer, edges_);
+  SMP_INTERNAL_ASSERT(edge < edges_.size(), to_string(transfer), " has no edge in the plan");
+  return static_cast<int>(edge);
 }
 
 std::vector<int64_t> Executor::message_bytes() const {
   std::vector<int64_t> bytes;
   for (const Action& action : schedule_.actions(pipeline_->rank())) {
     bytes.push_back(action.is_transfer()
-                        ? channels_.at({edge_of(action), action.is_backward()}).layout.nbytes()
+                        ? channels_.at({known_edge(action), action.is_backward()}).layout.nbytes()
                         : 0);
   }
   return bytes;

@@ -107,7 +107,7 @@ class Executor {
   Instruction resolve(const Action& action);
   void find_prefetches();
   std::vector<HandOver> hand_overs_of(const Action& action);
-  int edge_of(const Action& transfer) const;
+  int known_edge(const Action& transfer) const;
   static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
   static void send(const Instruction& instruction);
   static void receive(const Instruction& instruction);

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "pipeline/edge_of.h"
 #include "pipeline/generators.h"
 
 namespace smp::pipeline {
@@ -84,7 +85,7 @@ class CostMeter {
     const Lane& lane = step.lanes[transfer.from_lane];
     const TimedAction& send = lane.actions[transfer.send];
     const TimedAction& receive = step.lanes[transfer.to_lane].actions[transfer.receive];
-    const size_t edge = edge_of(send.action);
+    const size_t edge = edge_of(send.action, edges_);
     const bool back = send.action.is_backward();
     sends_.add(edge, lane.replica, send.end - send.start);
     if (receive.start >= send.end) {
@@ -92,15 +93,6 @@ class CostMeter {
     } else {
       waits_[back].add(edge, lane.replica, receive.end - send.end);
     }
-  }
-
-  size_t edge_of(const Action& transfer) const {
-    const int from = std::min(transfer.stage, transfer.peer);
-    const int to = std::max(transfer.stage, transfer.peer);
-    const auto found = std::find_if(edges_.begin(), edges_.end(), [&](const StageEdge& edge) {
-      return edge.from == from && edge.to == to;
-    });
-    return static_cast<size_t>(found - edges_.begin());
   }
 
   const std::vector<StageEdge>& edges_;
