@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <vector>
 
@@ -82,10 +83,6 @@ void write(const std::string& text, const std::string& path) {
                  std::strerror(errno), ". Give a path in a folder that can be written.");
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() > end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 }  // namespace
 
 std::string to_html(const Timeline& timeline) {
@@ -106,9 +103,8 @@ std::string to_html(const Timeline& timeline) {
 
 TimelineFiles timeline_files(const std::string& path) {
   std::string name = path;
-  for (const char* ending : {".html", ".json"}) {
-    if (ends_with(path, ending)) name = path.substr(0, path.size() - std::strlen(ending));
-  }
+  const std::string ending = std::filesystem::path(path).extension();
+  if (ending == ".html" || ending == ".json") name.erase(name.size() - ending.size());
   return {name + ".html", name + ".json"};
 }
 
