@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -63,21 +64,61 @@ std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Op
 
 }  // namespace
 
-/// While it lives, libtorch's cache of autocast's casts, which belongs to the process, holds those
-/// of one run only.
+/// While it lives, libtorch's cache of autocast's casts keeps those of a run. The cache belongs to
+/// the process, and other ranks may be threads of it: their runs have casts of other aliases
+/// (`for_scope`), so all may go on at the same time, and the last one clears it. A leaf casts the
+/// parameters of its module itself, and what another run keeps of them would be old in the next
+/// step: such a run has the cache alone.
 class CastCacheScope {
  public:
-  CastCacheScope() : lock_(mutex()) { at::autocast::clear_cache(); }
-  ~CastCacheScope() { at::autocast::clear_cache(); }
+  enum class Use { kShared, kAlone, kAloneOrThrow };
+
+  /// Waits for the runs that it cannot share with, or throws `UsageError` if there are some.
+  explicit CastCacheScope(Use use) : alone_(use != Use::kShared) {
+    Cache& cache = of_process();
+    std::unique_lock lock(cache.mutex);
+    const auto is_free = [&] { return !cache.alone && (!alone_ || cache.shared == 0); };
+    SMP_CHECK_WITH(UsageError, use != Use::kAloneOrThrow || is_free(),
+                   "a step function calls a leaf module under autocast, and its parameters are "
+                   "divided (\"sharded_data_parallel_degree\" above 1): ranks that are threads of "
+                   "one process would wait for each other there. Expected one rank in each process, "
+                   "got several. Start the ranks with smprun or mpirun, or leave the leaf out of the "
+                   "autocast scope");
+    cache.changed.wait(lock, is_free);
+    if (alone_) {
+      cache.alone = true;
+      at::autocast::clear_cache();
+    } else {
+      ++cache.shared;
+    }
+  }
+  ~CastCacheScope() {
+    Cache& cache = of_process();
+    const std::lock_guard lock(cache.mutex);
+    if (alone_) {
+      cache.alone = false;
+    } else {
+      --cache.shared;
+    }
+    if (cache.shared == 0) at::autocast::clear_cache();
+    cache.changed.notify_all();
+  }
   CastCacheScope(const CastCacheScope&) = delete;
   CastCacheScope& operator=(const CastCacheScope&) = delete;
 
  private:
-  static std::mutex& mutex() {
-    static std::mutex of_process;  // ranks may be threads
-    return of_process;
+  struct Cache {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int shared = 0;
+    bool alone = false;
+  };
+  static Cache& of_process() {
+    static Cache cache;
+    return cache;
   }
-  const std::lock_guard<std::mutex> lock_;
+
+  const bool alone_;
 };
 
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
@@ -114,6 +155,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              {},
                              false});
     casts_ |= autocast[index] >= 0;
+    casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
     if (literal) read.insert(op.results[0]);
   }
   const std::unordered_set<ValueId> kept(keep.begin(), keep.end());
@@ -125,7 +167,10 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
 }
 
 Segment::Run::Run(Segment& segment) : segment_(segment) {
-  if (segment.casts_) casts_ = std::make_unique<CastCacheScope>();
+  if (!segment.casts_) return;
+  using Use = CastCacheScope::Use;
+  const Use alone = segment.has_resident_ ? Use::kAloneOrThrow : Use::kAlone;
+  casts_ = std::make_unique<CastCacheScope>(segment.casts_in_leaf_ ? alone : Use::kShared);
 }
 
 Segment::Run::~Run() {
@@ -162,8 +207,10 @@ void Segment::Run::resident(const Instruction& instruction, Environment& environ
 
 void Segment::set_residency(std::shared_ptr<ParameterResidency> residency) {
   residency_ = std::move(residency);
+  has_resident_ = false;
   for (Instruction& instruction : instructions_) {
     instruction.is_resident = residency_ && residency_->concerns(instruction.operator_index);
+    has_resident_ |= instruction.is_resident;
   }
 }
 
@@ -173,9 +220,13 @@ void Segment::run(Environment& environment, const RandomKey& key) {
 
 void Segment::run_one(size_t index, Environment& environment, const RandomKey& key) {
   std::optional<CastCacheScope> cache;
-  if (instructions_[index].autocast_scope >= 0) cache.emplace();
+  const Instruction& instruction = instructions_[index];
+  using Use = CastCacheScope::Use;
+  if (instruction.autocast_scope >= 0) {
+    cache.emplace(instruction.leaf_results.empty() ? Use::kShared : Use::kAlone);
+  }
   const auto forget = c10::make_scope_exit([this] { aliases_.clear(); });
-  execute(instructions_[index], environment, key);
+  execute(instruction, environment, key);
 }
 
 void Segment::execute(const Instruction& instruction, Environment& environment,

@@ -96,7 +96,9 @@ class Segment {
   std::shared_ptr<ParameterResidency> residency_;
   std::vector<ValueId> reads_;
   torch::jit::Stack stack_;
-  bool casts_ = false;  // some operator runs under autocast
+  bool casts_ = false;          // some operator runs under autocast
+  bool casts_in_leaf_ = false;  // one of them is a leaf
+  bool has_resident_ = false;   // some operator concerns the residency
   // While running: what stands for a parameter in an autocast scope.
   std::map<std::pair<int, const at::TensorImpl*>, at::Tensor> aliases_;
 };

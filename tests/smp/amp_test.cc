@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "smp/autocast.h"
+#include "tests/smp/gated.h"
 #include "tests/smp/grad_scaler_trace.h"
 #include "tests/smp/precision.h"
 
@@ -348,13 +349,29 @@ TEST(GradScaler, TrainsOnRanksAsInOneProcess) {
     const Trace plain = train_plain(computed);
     EXPECT_EQ(count_skipped(plain), 3);  // one rank's microbatch is enough
     for (const Layout& layout : layouts()) {
-      // Ranks that are threads share libtorch's cache of casts, and so replay a scope in turn;
-      // those that gather parameters in it would wait for each other.
-      if (layout.sharded_data_parallel_degree > 1) continue;
       SCOPED_TRACE(::testing::Message() << layout << ", " << computed.type);
       expect_same(train_ranks(layout, computed), plain);
     }
   }
+}
+
+/// A leaf casts its parameters itself.
+TEST(Autocast, LeafOnThreads) {
+  torch::set_num_threads(1);
+  GatedTraining training;
+  run_as_threads(kGatedReplicas, gated_config(1), [&] { training.train(); });
+}
+
+/// They would wait for each other: an error at once.
+TEST(AutocastErrors, ALeafWithShardedParametersOnThreads) {
+  torch::set_num_threads(1);
+  GatedTraining training;
+  expect_has(error_of_run<UsageError>(kGatedReplicas, gated_config(kGatedReplicas),
+                                      [&] { training.train(); }),
+             {"a step function calls a leaf module under autocast, and its parameters are divided "
+              "(\"sharded_data_parallel_degree\" above 1)",
+              "Expected one rank in each process, got several. Start the ranks with smprun or "
+              "mpirun, or leave the leaf out of the autocast scope"});
 }
 
 }  // namespace
