@@ -38,9 +38,11 @@ struct LossScaleOptions {
   TORCH_ARG(DynamicLossArgs, dynamic_loss_args);
 };
 
-/// The loss scale of a `DistributedOptimizer`, by the rule that SMP took from NVIDIA's
-/// `DynamicLossScaler` (Megatron-LM, fp16/loss_scaler.py). A scale that float32 cannot hold is not
-/// grown to.
+/// The loss scale of a `DistributedOptimizer`, by the rule of `DynamicLossScaler.update_scale`,
+/// which SMP took from NVIDIA: https://github.com/NVIDIA/Megatron-LM, fp16/loss_scaler.py at commit
+/// fb4cbdc (names, defaults and rule compared with that source). Once the count of overflows has
+/// come to its end every further one divides the scale, until the count begins anew. In addition, a
+/// scale that float32 cannot hold is not grown to.
 class LossScaler {
  public:
   /// Throws `UsageError` for options without meaning.
