@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "checkpoint/apply.h"
+#include "optim/grad_norm.h"
+#include "smp/clip_grad.h"
 #include "smp/model_core.h"
 #include "smp/precision.h"
 #include "smp/sharding.h"
@@ -218,16 +220,7 @@ void OptimizerPieces::reload_masters() {
 /// With sharded data parallelism: `sdp_gradient_clipping`.
 void OptimizerPieces::clip() const {
   if (runtime_.sharding == nullptr) return;
-  std::vector<at::Tensor> shards, whole;
-  for_each([&](const at::Tensor& parameter) {
-    const auto divided = find(parameter);
-    if (!divided) {
-      whole.push_back(parameter.grad());
-    } else if (divided->piece().tensor.defined()) {
-      shards.push_back(divided->piece().tensor.grad());
-    }
-  });
-  clip_gradients(*runtime_.sharding, shards, whole, runtime_.config().sdp_gradient_clipping());
+  clip_grad_norm_(optim::parameters_of(optimizer_), runtime_.config().sdp_gradient_clipping());
 }
 
 /// What masters were updated to is rounded.

@@ -1,12 +1,8 @@
 #include "smp/sharding.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/linalg_vector_norm.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <set>
 #include <unordered_set>
@@ -189,33 +185,6 @@ std::vector<int64_t> Sharding::parameters_of_values(const Runtime& runtime,
     result.push_back(found == of_alias_set.end() ? -1 : found->second);
   }
   return result;
-}
-
-double clip_gradients(const Sharding& sharding, const std::vector<at::Tensor>& shards,
-                      const std::vector<at::Tensor>& whole, double max_norm) {
-  at::NoGradGuard no_grad;
-  const auto sum_of_squares = [](const std::vector<at::Tensor>& gradients) {
-    double sum = 0;
-    for (const at::Tensor& gradient : gradients) {
-      if (!gradient.defined()) continue;
-      const double norm =
-          at::linalg_vector_norm(gradient, 2, std::nullopt, false, at::kDouble).item<double>();
-      sum += norm * norm;
-    }
-    return sum;
-  };
-  const at::Tensor of_shards = at::full({1}, sum_of_squares(shards), at::kDouble);
-  sharding.parameters()->group()->all_reduce(of_shards);
-  const double norm = std::sqrt(of_shards.item<double>() + sum_of_squares(whole));
-  constexpr double kEpsilon = 1e-6;  // libtorch's
-  const double factor = max_norm / (norm + kEpsilon);
-  if (factor >= 1) return norm;
-  for (const auto& gradients : {shards, whole}) {
-    for (const at::Tensor& gradient : gradients) {
-      if (gradient.defined()) gradient.mul_(factor);
-    }
-  }
-  return norm;
 }
 
 std::shared_ptr<graph::ParameterResidency> make_residency(const Runtime& runtime,

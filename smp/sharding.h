@@ -45,13 +45,6 @@ class Sharding {
   std::shared_ptr<dp::ParameterWindow> window_;
 };
 
-/// Scales gradients so that the L2 norm of all of them is at most `max_norm`, as
-/// torch::nn::utils::clip_grad_norm_ does. `shards` are gradients of this rank's shards, `whole`
-/// those of parameters that are not divided; undefined ones count as zero. Returns the norm there
-/// was, in double precision. Collective over the ranks that share parameters.
-double clip_gradients(const Sharding& sharding, const std::vector<at::Tensor>& shards,
-                      const std::vector<at::Tensor>& whole, double max_norm);
-
 /// Has the divided parameters there when a stage that runs `graph` reads them.
 ///
 /// The forward gathers them in the order in which the operators read them (through views, too). The

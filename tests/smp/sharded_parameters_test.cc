@@ -373,7 +373,7 @@ TEST(ShardedParameters, GradientsAreClipped) {
       }
       const auto state = model->state_dict();
       for (const auto& item : plain->named_parameters()) {
-        EXPECT_TRUE(torch::allclose(state[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+        expect_equal(state[item.key()], item.value(), item.key());
       }
     });
   }
