@@ -11,8 +11,7 @@
 #include "optim/lamb.h"
 #include "optim/novograd.h"
 #include "tests/smp/models.h"
-#include "tests/smp/plain_scaler.h"
-#include "tests/smp/precision.h"
+#include "tests/smp/recipe.h"
 
 // The configuration's `fp16` and `bf16`: half-precision parameters, master weights, loss scales.
 namespace smp {
@@ -22,176 +21,16 @@ using namespace testing;
 using namespace testing::precision;
 namespace to = torch::optim;
 
-struct Half {
-  torch::Dtype type;
-  double spike;  // overflows it
-};
-
-const Half kFp16{torch::kHalf, 1e6};
-const Half kBf16{torch::kBFloat16, HUGE_VAL};
-
-Config with_half(Config config, const Half& half) {
-  return half.type == torch::kHalf ? config.fp16(true) : config.bf16(true);
-}
-
-/// One training: its type, its optimizer and its loss scale.
-template <class OptimizerType, class OptionsType>
-struct Recipe {
-  using Optimizer = OptimizerType;
-
-  Half half;
-  OptionsType options;
-  LossScaleOptions scale = {};
-  bool overflows = false;
-  double max_norm = 0;  // to which gradients are clipped, if not 0
-  double norm_type = 2;
-
-  double spike() const { return overflows ? half.spike : 1; }
-};
-
-template <class Optimizer, class Options>
-Recipe<Optimizer, Options> recipe(Half half, Options options, LossScaleOptions scale = {},
-                                  bool overflows = false) {
-  return {half, options, scale, overflows};
-}
-
-/// Grows every second step.
-LossScaleOptions lively() { return dynamic(DynamicLossArgs().init_scale(4096).scale_window(2)); }
-
-/// One process: a half-precision module, gradients added in float32, master weights, and a plain
-/// optimizer for them.
-template <class Recipe>
-Trace train_plain(const Recipe& recipe) {
-  Trace trace;
-  auto net = make_net();
-  net->to(recipe.half.type);
-  const auto parameters = unique_parameters(*net);
-  Tensors masters;
-  for (const auto& parameter : parameters) {
-    masters.push_back(parameter.detach().to(torch::kFloat).requires_grad_());
-  }
-  typename Recipe::Optimizer optimizer(masters, recipe.options);
-  PlainScaler scaler(recipe.scale);
-  for (int step = 0; step < kSteps; ++step) {
-    const auto [x, y] = batch_of(step, recipe.spike());
-    const auto gradients = plain_gradients(parameters, [&, x = x, y = y](int m) {
-      const KeyedRandom random(kSeed, 0, step, m);
-      const int count = Layout::kMicrobatches;
-      const auto output = net(part(x, count, m).to(recipe.half.type)).to(torch::kFloat);
-      const auto loss = loss_of(output, part(y, count, m));
-      trace.losses.push_back(noted(loss));
-      return loss * torch::full({}, scaler.scale);
-    });
-    const bool checks = recipe.half.type == torch::kHalf || recipe.scale.dynamic_loss_scale();
-    const bool overflow = checks && !all_finite(gradients);
-    if (!overflow) {
-      scale_all(gradients, static_cast<float>(1 / scaler.scale));
-      torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < parameters.size(); ++i) masters[i].mutable_grad() = gradients[i];
-      if (recipe.max_norm > 0) {
-        trace.norms.push_back(
-            torch::nn::utils::clip_grad_norm_(masters, recipe.max_norm, recipe.norm_type));
-        EXPECT_GT(trace.norms.back(), recipe.max_norm);
-      }
-      optimizer.step();
-      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_(masters[i]);
-    }
-    if (overflow && recipe.max_norm > 0) trace.norms.push_back(-1);
-    scaler.update(overflow);
-    trace.skipped.push_back(overflow);
-    trace.scales.push_back(scaler.scale);
-  }
-  trace.weights = state_of(*net);
-  for (const auto& item : net->named_parameters()) {
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      const bool trained = item.key() != "unused";
-      if (trained && parameters[i].is_same(item.value())) trace.masters[item.key()] = masters[i];
-    }
-  }
-  return trace;
-}
-
-/// Where a run on ranks begins and ends, and its checkpoints.
-struct Span {
-  int first = 0, last = kSteps;
-  std::string load = {}, save = {};
-};
-
-/// The masters of all ranks by name.
-void add_masters(OptimizerCore& optimizer, Named& masters, std::mutex& mutex) {
-  const auto state = optimizer.local_state();
-  const std::lock_guard lock(mutex);
-  for (const auto& [name, param] : state.params) {
-    const auto found = param.tensors.find("master");
-    if (found == param.tensors.end()) continue;
-    EXPECT_EQ(found->second.scalar_type(), torch::kFloat);
-    masters[name] = found->second;
-  }
-}
-
-template <class Recipe>
-Trace train_ranks(const Layout& layout, const Recipe& recipe, const Span& span = {}) {
-  Trace trace;
-  Losses losses(trace);
-  std::mutex mutex;
-  std::vector<Net> nets;
-  for (int i = 0; i < layout.ranks(); ++i) nets.push_back(make_net());
-  run_as_threads(layout.ranks(), with_half(config_of(layout), recipe.half), [&] {
-    DistributedModel<Net> model(nets[rank()]);
-    DistributedOptimizer<typename Recipe::Optimizer> optimizer(model->parameters(), recipe.options);
-    const LossScaleOptions defaults;
-    const bool scales = recipe.scale.dynamic_loss_scale() ||
-                        recipe.scale.static_loss_scale() != defaults.static_loss_scale();
-    if (scales) optimizer.scale_loss(recipe.scale);
-    if (!span.load.empty()) smp::load(span.load, model, optimizer);
-    auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      auto loss = loss_of(model(x), y);
-      model->backward(loss);
-      return loss;
-    });
-    for (int i = span.first; i < span.last; ++i) {
-      const auto [x, y] = batch_of(i, recipe.spike());
-      optimizer.zero_grad(i % 2 == 0);
-      losses.note(i, train(own(x), own(y)));
-      for (const auto& item : model->virtual_named_parameters()) {
-        if (!item.value().grad().defined()) continue;
-        EXPECT_EQ(item.value().grad().scalar_type(), torch::kFloat) << item.key();
-      }
-      const bool clips = recipe.max_norm > 0;
-      const double norm =
-          clips ? optimizer.clip_master_grads(recipe.max_norm, recipe.norm_type) : 0;
-      EXPECT_TRUE(!clips || optimizer.overflow() == (norm == -1));
-      optimizer.step();
-      const std::lock_guard lock(mutex);
-      const auto done = static_cast<int>(trace.scales.size());
-      if (clips && rank() == 0) trace.norms.push_back(norm);
-      if (done == i - span.first) {
-        trace.scales.push_back(optimizer.loss_scale());
-        trace.skipped.push_back(optimizer.overflow());
-      }
-      EXPECT_EQ(trace.scales.back(), optimizer.loss_scale());  // the same on all ranks
-      EXPECT_EQ(trace.skipped.back(), optimizer.overflow());
-    }
-    add_masters(optimizer.core(), trace.masters, mutex);
-    if (!span.save.empty()) smp::save(span.save, model, optimizer);
-    const auto state = to_map(model->state_dict());
-    const std::lock_guard lock(mutex);
-    trace.weights = state;
-  });
-  return trace;
-}
-
-template <class Recipe>
 void check(const Recipe& recipe, const std::vector<Layout>& all = layouts(), int skipped = 0) {
   torch::set_num_threads(1);
   const Trace plain = train_plain(recipe);
   EXPECT_EQ(count_skipped(plain), skipped);
   EXPECT_FALSE(plain.masters.empty());
   for (const auto& [name, weight] : plain.weights) {
-    EXPECT_EQ(weight.scalar_type(), recipe.half.type) << name;
+    EXPECT_EQ(weight.scalar_type(), recipe.precision.type) << name;
   }
   for (const Layout& layout : all) {
-    SCOPED_TRACE(::testing::Message() << layout << ", " << recipe.half.type);
+    SCOPED_TRACE(::testing::Message() << layout << ", " << recipe.precision.type);
     expect_same(train_ranks(layout, recipe), plain);
   }
 }
@@ -287,21 +126,13 @@ TEST(Half, GoesThroughCheckpoints) {
                                 {2, 2, "1f1b", true},
                                 {1, 2, "interleaved", true},
                                 {1, 2, "simple", false, 2}};
-  constexpr int kHalfWay = kSteps / 2;
   for (size_t i = 0; i < all.size(); ++i) {
     const Layout& from = all[i];
     const Layout& to = all[(i + 1) % all.size()];
     SCOPED_TRACE(::testing::Message() << from << " to " << to);
-    Trace first = train_ranks(from, training, {0, kHalfWay, "", path});
+    const Trace first = train_ranks(from, training, {0, kHalfWay, "", path});
     const Trace second = train_ranks(to, training, {kHalfWay, kSteps, path, ""});
-    for (size_t m = 0; m < first.losses.size(); ++m) {
-      if (!first.losses[m].defined()) first.losses[m] = second.losses[m];
-    }
-    first.weights = second.weights;
-    first.masters = second.masters;
-    first.scales.insert(first.scales.end(), second.scales.begin(), second.scales.end());
-    first.skipped.insert(first.skipped.end(), second.skipped.begin(), second.skipped.end());
-    expect_same(first, plain);
+    expect_same(joined(first, second), plain);
   }
 }
 

@@ -7,7 +7,8 @@
 
 namespace smp::testing {
 
-/// The rule of NVIDIA's DynamicLossScaler (Megatron-LM, fp16/loss_scaler.py), word by word.
+/// The rule of NVIDIA's DynamicLossScaler, statement by statement: Megatron-LM at commit fb4cbdc,
+/// fp16/loss_scaler.py, `update_scale`.
 struct PlainScaler {
   explicit PlainScaler(const LossScaleOptions& options)
       : options(options), args(options.dynamic_loss_args()) {
