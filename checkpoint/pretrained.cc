@@ -4,10 +4,9 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include "checkpoint/file.h"
-#include "checkpoint/untrusted_json.h"
+#include "checkpoint/weight_map.h"
 #include "smp/core/error.h"
 
 namespace smp::checkpoint {
@@ -17,26 +16,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kFile = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
-
-/// "weight_map" of an index.
-std::map<std::string, std::string> read_weight_map(const std::string& path) {
-  const nlohmann::json index = parse_untrusted(read_file(path));
-  const bool has_map =
-      index.is_object() && index.contains("weight_map") && index["weight_map"].is_object();
-  SMP_CHECK_WITH(CheckpointError, has_map, "\"", path,
-                 "\" is malformed: expected an object \"weight_map\" with the file of each tensor, "
-                 "got none. Fetch the files again.");
-  std::map<std::string, std::string> files;
-  for (const auto& [name, file] : index["weight_map"].items()) {
-    const std::string text = file.is_string() ? file.get<std::string>() : "";
-    // A name with a slash could point out of the folder.
-    SMP_CHECK_WITH(CheckpointError, !text.empty() && text.find('/') == std::string::npos, "\"", path,
-                   "\" is malformed: expected the file of tensor \"", name,
-                   "\" as a plain file name, got ", file.dump(), ". Fetch the files again.");
-    files[name] = text;
-  }
-  return files;
-}
 
 TensorSpec transformed(TensorSpec spec, Transform transform) {
   if (transform == Transform::kTranspose && spec.shape.size() == 2) {
@@ -70,7 +49,7 @@ void PretrainedFiles::open_one(const std::string& file) {
 }
 
 void PretrainedFiles::open_all(const std::string& index) {
-  for (const auto& [name, file] : read_weight_map(index)) {
+  for (const auto& [name, file] : parse_weight_map(read_file(index), index)) {
     auto& reader = files_[file];
     if (!reader) reader = std::make_shared<SafetensorsReader>(path_ + "/" + file);
     const auto entry = reader->entries().find(name);

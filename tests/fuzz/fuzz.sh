@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: tests/fuzz/fuzz.sh [SECONDS [TARGET...]]
 #
-# Runs each fuzz target (config, index, safetensors, idx, ...) for SECONDS (600) under libFuzzer with
+# Runs each fuzz target (config, index, safetensors, weight_map, idx) for SECONDS (600) under libFuzzer with
 # the address and undefined-behaviour sanitizers, from the inputs of tests/fuzz/corpus. What it finds
 # in addition stays in fuzz-corpus/TARGET; what breaks a reader, in fuzz-corpus/TARGET-crash-*. An
 # input of 8 KiB may lead to no allocation above 16 MiB. BAZEL may hold another command and options.
