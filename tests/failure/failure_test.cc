@@ -1,40 +1,20 @@
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <string>
 
+#include "tests/failure/command.h"
+
 namespace {
 
-struct Outcome {
-  int status;
-  double seconds;
-  std::string output;
-};
+using smp::testing::Outcome;
+using smp::testing::run_command;
 
 /// The command that runs the failing program on two stages through the launcher.
 std::string launch(const std::string& how, const std::string& parameters) {
   const std::string config = ::testing::TempDir() + "failure_" + how + ".json";
   std::ofstream(config) << parameters;
   return "tools/smprun_bin --config " + config + " --np 2 tests/failure/failing_step " + how;
-}
-
-/// Runs a shell command to its end.
-Outcome run_command(const std::string& command) {
-  const auto start = std::chrono::steady_clock::now();
-  FILE* pipe = popen(command.c_str(), "r");
-  Outcome outcome;
-  std::array<char, 4096> buffer;
-  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) outcome.output += buffer.data();
-  const int status = pclose(pipe);
-  outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  const auto end = std::chrono::steady_clock::now();
-  outcome.seconds = std::chrono::duration<double>(end - start).count();
-  return outcome;
 }
 
 Outcome run(const std::string& how, const std::string& parameters) {
