@@ -3,7 +3,16 @@
 #include <ATen/core/Dict.h>
 #include <ATen/ops/empty.h>
 #include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/serialization/import.h>
+#include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/csrc/jit/serialization/storage_context.h>
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <memory>
 
 #include "checkpoint/file.h"
 #include "smp/core/error.h"
@@ -33,7 +42,99 @@ std::string pickle(const std::vector<NamedSpec>& tensors,
   return bytes;
 }
 
+/// Has libtorch read something of a file.
+template <class Action>
+auto with_libtorch(const std::string& path, const Action& action) {
+  try {
+    return action();
+  } catch (const CheckpointError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    detail::fail<CheckpointError>("cannot read the state dictionary \"", path,
+                                  "\": ", error.what_without_backtrace(),
+                                  ". It may be damaged, or an OrderedDict, which libtorch does not "
+                                  "read. Write it again with torch.save(dict(model.state_dict()), "
+                                  "path) in Python, or torch::save(module, path) in C++.");
+  }
+}
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+/// Of a pickled dictionary, under names that begin with `prefix`.
+void add_tensors(const std::string& path, const std::string& prefix, const c10::IValue& value,
+                 Tensors& tensors) {
+  SMP_CHECK_WITH(CheckpointError, value.isTensor() || value.isGenericDict(), "\"", path,
+                 "\" is no state dictionary: expected tensors by name, got ", value.tagKind(),
+                 prefix.empty() ? "" : " as \"" + prefix + "\"",
+                 ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
+  if (value.isTensor()) {
+    tensors[prefix] = value.toTensor().detach();
+    return;
+  }
+  for (const auto& item : value.toGenericDict()) {
+    SMP_CHECK_WITH(CheckpointError, item.key().isString(), "\"", path,
+                   "\" is no state dictionary: expected tensors by name, got a key that is a ",
+                   item.key().tagKind(),
+                   ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
+    const std::string& name = item.key().toStringRef();
+    add_tensors(path, prefix.empty() ? name : prefix + "." + name, item.value(), tensors);
+  }
+}
+
+/// Parameters and buffers of what torch::save wrote, a TorchScript module without code.
+Tensors tensors_of_module(const torch::jit::Module& module) {
+  Tensors tensors;
+  for (const auto& item : module.named_parameters()) tensors[item.name] = item.value.detach();
+  for (const auto& item : module.named_buffers()) tensors[item.name] = item.value;
+  return tensors;
+}
+
+/// What tied tensors have in common: memory and form.
+std::string identity_of(const at::Tensor& tensor) {
+  return c10::str(tensor.const_data_ptr(), " ", tensor.scalar_type(), " ", tensor.sizes(),
+                  tensor.strides());
+}
+
 }  // namespace
+
+bool is_state_file(const std::string& path) {
+  constexpr char kZip[] = {'P', 'K', 3, 4};
+  const FileReader file(path);
+  char begin[sizeof(kZip)];
+  if (file.size() < sizeof(begin)) return false;
+  file.read(0, begin, sizeof(begin));
+  return std::equal(std::begin(kZip), std::end(kZip), begin);
+}
+
+std::vector<NamedTensor> read_state_file(const std::string& path) {
+  const Tensors tensors = with_libtorch(path, [&] {
+    caffe2::serialize::PyTorchStreamReader archive(path);
+    if (archive.hasRecord("constants.pkl")) return tensors_of_module(torch::jit::load(path));
+    Tensors found;
+    // With a context, tensors that share memory in the file share it here.
+    const auto value = torch::jit::readArchiveAndTensors(
+        "data", "", "", std::nullopt, std::nullopt, at::kCPU, archive,
+        torch::jit::Unpickler::defaultTypeParser,
+        std::make_shared<torch::jit::DeserializationStorageContext>());
+    add_tensors(path, "", value, found);
+    return found;
+  });
+  std::vector<NamedTensor> result;
+  std::map<std::string, size_t> known;
+  for (const auto& [name, tensor] : tensors) {
+    SMP_CHECK_WITH(CheckpointError, tensor.layout() == at::kStrided && !tensor.is_quantized(), "\"",
+                   path, "\": tensor \"", name,
+                   "\" is undefined or not dense. Convert it with to_dense() or dequantize() before "
+                   "it is saved.");
+    const auto [found, is_new] = known.emplace(identity_of(tensor), result.size());
+    if (is_new || tensor.numel() == 0) {
+      result.push_back({name, tensor, {}});
+    } else {
+      result[found->second].aliases.push_back(name);
+    }
+  }
+  return result;
+}
 
 void write_state_file(const std::string& path, const std::vector<NamedSpec>& tensors,
                       const std::map<std::string, std::string>& aliases,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "checkpoint/safetensors.h"
+#include "checkpoint/writer.h"
 
 namespace smp::checkpoint {
 
@@ -18,5 +19,16 @@ namespace smp::checkpoint {
 void write_state_file(const std::string& path, const std::vector<NamedSpec>& tensors,
                       const std::map<std::string, std::string>& aliases,
                       const std::function<at::Tensor(const std::string& name)>& read);
+
+/// Whether a file is one that `read_state_file` is for: a zip archive.
+bool is_state_file(const std::string& path);
+
+/// The tensors of a state dictionary, sorted by name, each once, with tied ones as aliases. `path`
+/// is what Python's `torch.save(dict(model.state_dict()), path)` wrote (dictionaries inside it are
+/// joined by dots), `write_state_file`, or `torch::save(module, path)` in C++. The whole file is in
+/// memory. libtorch reads it; no code of the file is run. Throws CheckpointError for other
+/// contents, also for the OrderedDict that Python's `state_dict()` gives, which libtorch does not
+/// read.
+std::vector<NamedTensor> read_state_file(const std::string& path);
 
 }  // namespace smp::checkpoint

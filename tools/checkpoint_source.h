@@ -13,17 +13,17 @@
 
 namespace smp::tools {
 
-/// The model of a checkpoint's folder, or what a safetensors file holds.
+/// The model of a checkpoint's folder, or what a safetensors file or a state dictionary holds.
 class CheckpointSource {
  public:
-  /// Throws CheckpointError if `path` is neither.
+  /// Throws CheckpointError if `path` is none of these.
   explicit CheckpointSource(const std::string& path);
 
   const std::string& path() const { return path_; }
   /// The tensors, each once, sorted by name.
   const std::vector<checkpoint::NamedSpec>& tensors() const { return tensors_; }
   /// Other names of tied tensors.
-  std::map<std::string, std::string> aliases() const;
+  const std::map<std::string, std::string>& aliases() const { return aliases_; }
   /// One of the tensors.
   at::Tensor read(const std::string& name);
 
@@ -34,6 +34,8 @@ class CheckpointSource {
   std::string path_;
   std::unique_ptr<checkpoint::Reader> reader_;
   std::unique_ptr<checkpoint::SafetensorsReader> file_;
+  std::map<std::string, at::Tensor> state_;  // of a state dictionary
+  std::map<std::string, std::string> aliases_;
   std::vector<checkpoint::NamedSpec> tensors_;
 };
 

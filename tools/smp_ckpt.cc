@@ -17,6 +17,8 @@ namespace {
 using smp::checkpoint::Reader;
 using smp::tools::CheckpointSource;
 
+constexpr const char* kInput =
+    "A checkpoint, a .safetensors file, or a state dictionary of torch.save";
 constexpr int kFoundStatus = 1, kErrorStatus = 2;
 
 struct Options {
@@ -94,7 +96,7 @@ CLI::App* command(CLI::App& app, const char* name, const char* help, const char*
 /// A command that writes.
 CLI::App* writing(CLI::App& app, const char* name, const char* help, const char* output,
                   Options& options) {
-  CLI::App* writing = command(app, name, help, "A checkpoint or a .safetensors file", options);
+  CLI::App* writing = command(app, name, help, kInput, options);
   writing->add_option("output", options.second, output)->required();
   return writing;
 }
@@ -110,8 +112,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   const auto* lists =
       command(app, "list", "The checkpoints of a folder, the oldest first", "The folder", options);
-  auto* inspects = command(app, "inspect", "What a checkpoint holds",
-                           "A checkpoint or a .safetensors file", options);
+  auto* inspects = command(app, "inspect", "What a checkpoint holds", kInput, options);
   inspects->add_flag("--tensors", options.tensors, "Each tensor, too");
   inspects->add_option("--format", options.format, "text or json")
       ->check(CLI::IsMember({"text", "json"}))
@@ -133,8 +134,7 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   converts->add_flag("--model-only", options.conversion.model_only, "Leave the optimizer out");
-  auto* diffs =
-      command(app, "diff", "How two differ", "A checkpoint or a .safetensors file", options);
+  auto* diffs = command(app, "diff", "How two differ", kInput, options);
   diffs->add_option("second", options.second, "Another")->required();
   diffs->add_option("--lines", options.lines, "How many differences are shown")
       ->capture_default_str();

@@ -56,6 +56,26 @@ else:
     print("safetensors.torch.load_file: as expected")
 """
 
+# Writes a state dictionary with tied weights, a view and buffers.
+STATE_OF_PYTHON = """
+import sys
+import torch
+torch.manual_seed(1)
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+net[2].bias = net[0].bias
+state = dict(net.state_dict())
+state["view"] = torch.arange(12.0).reshape(3, 4).t()[1:]
+if sys.argv[1] == "write":
+    torch.save(state, sys.argv[2])
+else:
+    got = torch.load(sys.argv[2])
+    assert set(got) == set(state), set(got)
+    for name, tensor in state.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+    assert got["0.bias"].data_ptr() == got["2.bias"].data_ptr()
+    print("a state dictionary of Python, through a checkpoint: as expected")
+"""
+
 
 def read_safetensors(path):
     """name -> (dtype, shape, elements); follows the format's description."""
@@ -100,6 +120,12 @@ def main(write_example, smp_ckpt):
             print(f"SKIPPED: {python} has no torch; set SMP_TEST_PYTHON to one that has")
             return
         subprocess.run([python, "-c", WITH_PACKAGES, merged, state], check=True)
+
+        written, converted, back = f"{folder}/python.pt", f"{folder}/python", f"{folder}/back.pt"
+        subprocess.run([python, "-c", STATE_OF_PYTHON, "write", written], check=True)
+        subprocess.run([smp_ckpt, "convert", written, converted], check=True)
+        subprocess.run([smp_ckpt, "convert", converted, back], check=True)
+        subprocess.run([python, "-c", STATE_OF_PYTHON, "read", back], check=True)
 
 
 main(*sys.argv[1:])

@@ -159,6 +159,80 @@ TEST_F(SmpCkpt, WritesAStateDictionary) {
   EXPECT_TRUE(dict.at("net.tied").toTensor().is_alias_of(dict.at("net.weight").toTensor()));
 }
 
+/// A module with a buffer and a tied parameter.
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() : fc(register_module("fc", torch::nn::Linear(3, 2))) {
+    norm = register_module("norm", torch::nn::BatchNorm1d(2));
+    tied = register_parameter("tied", fc->weight);
+  }
+  torch::nn::Linear fc;
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::Tensor tied;
+};
+TORCH_MODULE(Tied);
+
+TEST_F(SmpCkpt, ReadsWhatTorchSaved) {
+  Tied module;
+  torch::save(module, path("module.pt"));
+  expect_done("convert " + path("module.pt") + " " + path("checkpoint"));
+  expect_done("verify " + path("checkpoint"));
+  Reader reader(path("checkpoint"));
+  for (const auto& tensors : {module->named_parameters(), module->named_buffers()}) {
+    for (const auto& item : tensors) {
+      EXPECT_TRUE(torch::equal(reader.read_model(item.key()), item.value())) << item.key();
+    }
+  }
+  EXPECT_EQ(reader.index().model.size() + reader.index().aliases.size(), 8u);
+  // And back, as a state dictionary this time.
+  expect_done("convert " + path("checkpoint") + " " + path("back.pt"));
+  EXPECT_THAT(expect_done("diff " + path("module.pt") + " " + path("back.pt")).output,
+              HasSubstr("no difference"));
+  EXPECT_THAT(expect_done("inspect --tensors " + path("back.pt")).output,
+              HasSubstr("norm.running_var: F32 [2]\n"));
+}
+
+TEST_F(SmpCkpt, ReadsDictionariesInDictionaries) {
+  const auto pickle = [&](const std::string& name, const c10::IValue& value) {
+    const std::vector<char> bytes = torch::pickle_save(value);
+    std::ofstream(path(name), std::ios::binary).write(bytes.data(), bytes.size());
+  };
+  c10::Dict<std::string, torch::Tensor> inner;
+  inner.insert("a", weight_);
+  inner.insert("b", weight_);
+  inner.insert("view", weight_.t().narrow(0, 1, 2));
+  c10::Dict<std::string, c10::Dict<std::string, torch::Tensor>> outer;
+  outer.insert("net", inner);
+  pickle("nested.pt", outer);
+  expect_done("convert " + path("nested.pt") + " " + path("nested") + " --dtype F64");
+  Reader reader(path("nested"));
+  EXPECT_TRUE(torch::equal(reader.read_model("net.b"), weight_.to(torch::kDouble)));
+  EXPECT_TRUE(
+      torch::equal(reader.read_model("net.view"), weight_.t().narrow(0, 1, 2).to(torch::kDouble)));
+  EXPECT_EQ(reader.index().aliases.at("net.b"), "net.a");
+
+  c10::Dict<std::string, int64_t> numbers;
+  numbers.insert("epoch", 3);
+  pickle("numbers.pt", numbers);
+  const Outcome other = run("inspect " + path("numbers.pt"));
+  EXPECT_EQ(other.status, 2);
+  EXPECT_THAT(other.output, HasSubstr("numbers.pt\" is no state dictionary: expected tensors by "
+                                      "name, got Int as \"epoch\". Save the state dictionary "
+                                      "alone: torch.save(dict(model.state_dict()), path)"));
+  c10::Dict<int64_t, torch::Tensor> by_number;
+  by_number.insert(1, weight_);
+  pickle("by_number.pt", by_number);
+  EXPECT_THAT(
+      run("inspect " + path("by_number.pt")).output,
+      HasSubstr("is no state dictionary: expected tensors by name, got a key that is a Int"));
+  fs::resize_file(path("nested.pt"), fs::file_size(path("nested.pt")) / 2);
+  const Outcome damaged = run("inspect " + path("nested.pt"));
+  EXPECT_EQ(damaged.status, 2);
+  EXPECT_THAT(damaged.output,
+              AllOf(HasSubstr("cannot read the state dictionary \""),
+                    HasSubstr("It may be damaged, or an OrderedDict, which libtorch does not read. "
+                              "Write it again with torch.save(dict(model.state_dict()), path)")));
+}
+
 TEST_F(SmpCkpt, ReshardsAndFindsNoDifference) {
   for (const int shards : {1, 2, 5}) {
     const std::string output = path("resharded" + std::to_string(shards));
