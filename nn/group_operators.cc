@@ -1,0 +1,207 @@
+// The operators that move tensors between the ranks of a tensor-parallel group. Each is a linear
+// map, and its gradient's formula is another one of them.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "nn/operator_call.h"
+#include "nn/tensor_group.h"
+#include "smp/core/error.h"
+
+namespace smp::nn {
+namespace {
+
+using at::Tensor;
+
+// ---------------------------------------------------------------------------------------------
+// Kernels, of any device; on the meta device they give shapes. Results are contiguous.
+
+Tensor copy(const Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+
+Tensor reduce(const Tensor& x) {
+  const auto group = tensor_group();
+  const Tensor result = copy(x);
+  if (!x.is_meta()) group->all_reduce(result);
+  return result;
+}
+
+Tensor scatter(const Tensor& x, int64_t dim, int64_t blocks) {
+  const auto group = tensor_group();
+  return split_of_whole(x, dim, blocks, group->size()).part(x, group->rank());
+}
+
+Tensor gather(const Tensor& x, int64_t dim, int64_t blocks) {
+  const auto group = tensor_group();
+  const ParameterSplit split = split_of_part(x, dim, blocks, group->size());
+  if (x.is_meta()) return at::empty(split.sizes, x.options());
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.insert(sizes.begin(), group->size());
+  const Tensor parts = at::empty(sizes, x.options());
+  group->all_gather(parts, x.contiguous());
+  return dim == 0 && blocks == 1 ? parts.view(split.sizes) : split.join(parts.unbind(0));
+}
+
+/// The parts of `x` along `dim`, one after the other: [ranks, sizes of a part].
+Tensor parts_along(const Tensor& x, int64_t dim, int ranks) {
+  return x.unflatten(dim, {ranks, x.size(dim) / ranks}).movedim(dim, 0).contiguous();
+}
+
+Tensor all_gather(const Tensor& x, int64_t dim) { return gather(x, dim, /*blocks=*/1); }
+
+Tensor reduce_scatter(const Tensor& x, int64_t dim) {
+  const auto group = tensor_group();
+  const ParameterSplit split = split_of_whole(x, dim, /*blocks=*/1, group->size());
+  const Tensor result = at::empty(split.local_sizes(), x.options());
+  if (!x.is_meta()) group->reduce_scatter(result, parts_along(x, dim, group->size()));
+  return result;
+}
+
+Tensor all_to_all(const Tensor& x, int64_t split_dim, int64_t join_dim) {
+  const auto group = tensor_group();
+  split_of_whole(x, split_dim, /*blocks=*/1, group->size());
+  normal_dim("smp::tp_all_to_all", x, join_dim);
+  const Tensor sent = parts_along(x, split_dim, group->size());
+  const Tensor received = at::empty_like(sent);
+  if (!x.is_meta()) group->all_to_all(received, {}, sent, {});
+  return at::cat(received.unbind(0), join_dim);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Gradients
+
+using Map = std::function<Tensor(const Tensor&)>;
+
+/// What a node of the history needs for its backward pass.
+struct Adjoint : torch::CustomClassHolder {
+  Adjoint(Map map_of_gradient, comm::CommunicatorPtr group_of_call)
+      : map(std::move(map_of_gradient)), group(std::move(group_of_call)) {}
+
+  const Map map;
+  const comm::CommunicatorPtr group;
+};
+
+/// A linear map, and the one that its gradient goes through.
+struct LinearMap : torch::autograd::Function<LinearMap> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Map& map,
+                        const Map& adjoint) {
+    context->saved_data["adjoint"] =
+        c10::IValue::make_capsule(c10::make_intrusive<Adjoint>(adjoint, tensor_group()));
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return map(x);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto adjoint =
+        c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
+    const TensorGroupScope scope(adjoint->group);
+    return {adjoint->map(gradients[0]), Tensor(), Tensor()};
+  }
+};
+
+using OfTensor = Tensor(const Tensor&);
+using OfDim = Tensor(const Tensor&, int64_t);
+using OfTwoDims = Tensor(const Tensor&, int64_t, int64_t);
+
+// The operators, for calls through the dispatcher: below autograd, or to differentiate again.
+Tensor call_copy(const Tensor& x) {
+  static const auto op = typed_operator<OfTensor>("smp::tp_copy");
+  return op.call(x);
+}
+Tensor call_reduce(const Tensor& x) {
+  static const auto op = typed_operator<OfTensor>("smp::tp_reduce");
+  return op.call(x);
+}
+Map call_scatter(int64_t dim, int64_t blocks) {
+  static const auto op = typed_operator<OfTwoDims>("smp::tp_scatter");
+  return [=](const Tensor& x) { return op.call(x, dim, blocks); };
+}
+Map call_gather(int64_t dim, int64_t blocks) {
+  static const auto op = typed_operator<OfTwoDims>("smp::tp_gather");
+  return [=](const Tensor& x) { return op.call(x, dim, blocks); };
+}
+Map call_all_gather(int64_t dim) {
+  static const auto op = typed_operator<OfDim>("smp::tp_all_gather");
+  return [=](const Tensor& x) { return op.call(x, dim); };
+}
+Map call_reduce_scatter(int64_t dim) {
+  static const auto op = typed_operator<OfDim>("smp::tp_reduce_scatter");
+  return [=](const Tensor& x) { return op.call(x, dim); };
+}
+Map call_all_to_all(int64_t split_dim, int64_t join_dim) {
+  static const auto op = typed_operator<OfTwoDims>("smp::tp_all_to_all");
+  return [=](const Tensor& x) { return op.call(x, split_dim, join_dim); };
+}
+
+Tensor copy_autograd(const Tensor& x) { return LinearMap::apply(x, &call_copy, &call_reduce); }
+
+/// The gradient is whole and enters a divided region: tp_copy, of which only a second derivative
+/// would see more than its argument.
+Tensor reduce_autograd(const Tensor& x) {
+  return LinearMap::apply(x, &call_reduce, [](const Tensor& gradient) {
+    return at::GradMode::is_enabled() ? call_copy(gradient) : gradient;
+  });
+}
+
+Tensor scatter_autograd(const Tensor& x, int64_t dim, int64_t blocks) {
+  return LinearMap::apply(x, call_scatter(dim, blocks), call_gather(dim, blocks));
+}
+
+Tensor gather_autograd(const Tensor& x, int64_t dim, int64_t blocks) {
+  return LinearMap::apply(x, call_gather(dim, blocks), call_scatter(dim, blocks));
+}
+
+Tensor all_gather_autograd(const Tensor& x, int64_t dim) {
+  return LinearMap::apply(x, call_all_gather(dim), call_reduce_scatter(dim));
+}
+
+Tensor reduce_scatter_autograd(const Tensor& x, int64_t dim) {
+  return LinearMap::apply(x, call_reduce_scatter(dim), call_all_gather(dim));
+}
+
+Tensor all_to_all_autograd(const Tensor& x, int64_t split_dim, int64_t join_dim) {
+  return LinearMap::apply(x, call_all_to_all(split_dim, join_dim),
+                          call_all_to_all(join_dim, split_dim));
+}
+
+TORCH_LIBRARY_FRAGMENT(smp, m) {
+  m.def("tp_copy(Tensor x) -> Tensor");
+  m.def("tp_reduce(Tensor x) -> Tensor");
+  m.def("tp_scatter(Tensor x, int dim, int blocks) -> Tensor");
+  m.def("tp_gather(Tensor x, int dim, int blocks) -> Tensor");
+  m.def("tp_all_gather(Tensor x, int dim) -> Tensor");
+  m.def("tp_reduce_scatter(Tensor x, int dim) -> Tensor");
+  m.def("tp_all_to_all(Tensor x, int split_dim, int join_dim) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(smp, CompositeExplicitAutograd, m) {
+  m.impl("tp_copy", &copy);
+  m.impl("tp_reduce", &reduce);
+  m.impl("tp_scatter", &scatter);
+  m.impl("tp_gather", &gather);
+  m.impl("tp_all_gather", &all_gather);
+  m.impl("tp_reduce_scatter", &reduce_scatter);
+  m.impl("tp_all_to_all", &all_to_all);
+}
+
+TORCH_LIBRARY_IMPL(smp, Autograd, m) {
+  m.impl("tp_copy", &copy_autograd);
+  m.impl("tp_reduce", &reduce_autograd);
+  m.impl("tp_scatter", &scatter_autograd);
+  m.impl("tp_gather", &gather_autograd);
+  m.impl("tp_all_gather", &all_gather_autograd);
+  m.impl("tp_reduce_scatter", &reduce_scatter_autograd);
+  m.impl("tp_all_to_all", &all_to_all_autograd);
+}
+
+}  // namespace
+}  // namespace smp::nn

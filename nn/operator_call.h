@@ -1,0 +1,26 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+
+#include "nn/parameter_split.h"
+
+namespace smp::nn {
+
+/// The dispatcher's operator of this name ("smp::tp_copy") and C++ signature.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> typed_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+/// `dim` counted from the start. Throws `UsageError` unless `x` has it.
+int64_t normal_dim(const char* what, const at::Tensor& x, int64_t dim);
+
+/// How `x` is divided among `ranks`, if it is the whole (`split_of_whole`) or a part
+/// (`split_of_part`). Both throw `UsageError` if it cannot be.
+ParameterSplit split_of_whole(const at::Tensor& x, int64_t dim, int64_t blocks, int ranks);
+ParameterSplit split_of_part(const at::Tensor& x, int64_t dim, int64_t blocks, int ranks);
+
+}  // namespace smp::nn

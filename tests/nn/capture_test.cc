@@ -1,0 +1,126 @@
+// The operators of tensor parallelism are captured as one operator each, with and without data, and
+// replayed.
+
+#include "nn/operators.h"
+#include "tests/graph/harness.h"
+#include "tests/nn/harness.h"
+
+namespace smp::nn::testing {
+namespace {
+
+using graph::testing::backward;
+using torch::Tensor;
+
+/// Goes through all operators. Its parameters are those of a rank of two.
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    words = register_parameter("words", torch::randn({kWords / 2, kWidth}));
+    up = register_parameter("up", torch::randn({kWidth, kWidth}));
+  }
+
+  std::vector<Tensor> forward(const Tensor& ids) {
+    Tensor x = reduce_from_group(divided_embedding(words, ids, kWords));  // [N, S, W]
+    x = divided_dropout(torch::relu(torch::matmul(copy_to_group(x), up)), 0.3, true, -1, 2);
+    x = reduce_scatter_from_group(torch::matmul(x, up.t()), 1);
+    x = divided_dropout(torch::tanh(x), 0.2, is_training(), 1);
+    x = all_gather_to_group(x, 1);
+    x = gather_from_group(scatter_to_group(reduce_from_group(x), 2, 2) * 2, 2, 2);
+    x = scatter_to_group(x, 0);
+    x = all_to_all_in_group(all_to_all_in_group(x, 1, 0), 0, 1);
+    const Tensor logits = torch::matmul(copy_to_group(gather_from_group(x, 0)), words.t());
+    auto loss = divided_cross_entropy(logits.flatten(0, 1), ids.flatten(), std::nullopt,
+                                      at::Reduction::Mean, -100, 0.1);
+    return {logits, loss};
+  }
+
+  static constexpr int64_t kWords = 12, kWidth = 8;
+  Tensor words, up;
+};
+TORCH_MODULE(Net);
+
+/// The ranks' modules, made one after the other: they share the generator.
+std::vector<Net> make_nets() {
+  torch::manual_seed(1);
+  return {Net(), Net()};
+}
+
+graph::testing::Function function_of(Net net) {
+  return [net](const Tensors& in) mutable -> Tensors {
+    auto out = net(in[0]);
+    backward(out[1]);
+    return out;
+  };
+}
+
+TEST(Capture, OperatorsReplayWithTheirGradientsAndMasks) {
+  const auto nets = make_nets();
+  const auto ids = torch::randint(12, {4, 6}), fresh = torch::randint(12, {4, 6});
+  on_ranks(2, [&](int rank) {
+    Net net = nets[rank];
+    graph::testing::expect_replay_equals_eager(*net, {ids}, {fresh}, function_of(net));
+  });
+}
+
+TEST(Capture, EachIsOneOperator) {
+  const auto nets = make_nets();
+  const auto ids = torch::randint(12, {4, 6});
+  on_ranks(2, [&](int rank) {
+    Net net = nets[rank];
+    const auto table = graph::testing::table_of(*net);
+    const auto traced = graph::testing::trace(table, {ids}, function_of(net));
+    std::vector<std::string> names, random;
+    for (const auto& op : traced.recorded->operators) {
+      if (op.name().rfind("smp::", 0) == 0) names.push_back(op.name());
+      if (op.random_ordinal >= 0) {
+        random.push_back(op.name() + " " + std::to_string(op.random_ordinal));
+      }
+    }
+    EXPECT_EQ(names, (std::vector<std::string>{
+                         "smp::tp_embedding", "smp::tp_reduce", "smp::tp_copy", "smp::tp_dropout",
+                         "smp::tp_reduce_scatter", "smp::tp_dropout", "smp::tp_all_gather",
+                         "smp::tp_reduce", "smp::tp_scatter", "smp::tp_gather", "smp::tp_scatter",
+                         "smp::tp_all_to_all", "smp::tp_all_to_all", "smp::tp_gather",
+                         "smp::tp_copy", "smp::tp_cross_entropy"}));
+    EXPECT_EQ(random, (std::vector<std::string>{"smp::tp_dropout 0", "smp::tp_dropout 1"}));
+    expect_has(traced.recorded->to_string(),
+               {"smp::tp_scatter(", "smp::tp_all_to_all(", "smp::tp_cross_entropy("});
+  });
+}
+
+/// Rank 1 does not take part: a capture on shapes must not communicate.
+TEST(Capture, OnShapesGivesTheSameGraphAndMovesNothing) {
+  const auto nets = make_nets();
+  const auto ids = torch::randint(12, {4, 6});
+  on_ranks(2, [&](int rank) {
+    Net net = nets[rank];
+    const auto table = graph::testing::table_of(*net);
+    const auto with_data = graph::testing::trace(table, {ids}, function_of(net));
+    if (rank == 1) return;
+    const auto on_shapes = graph::testing::trace(table, {ids}, function_of(net), /*execute=*/false);
+    EXPECT_EQ(on_shapes.recorded->to_string(), with_data.recorded->to_string());
+    const auto& values = with_data.recorded->values;
+    ASSERT_EQ(on_shapes.recorded->values.size(), values.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+      EXPECT_EQ(on_shapes.recorded->values[i].meta.to_string(), values[i].meta.to_string());
+      EXPECT_EQ(on_shapes.recorded->values[i].meta.strides, values[i].meta.strides);
+    }
+  });
+}
+
+TEST(Capture, ChangeOfADropoutProbabilityIsSeen) {
+  const auto ids = torch::randint(12, {4, 6});
+  const auto nets = make_nets();
+  on_ranks(2, [&](int rank) {
+    Net net = nets[rank];
+    const auto table = graph::testing::table_of(*net);
+    const auto first = graph::testing::trace(table, {ids}, function_of(net));
+    net->eval();
+    const auto second = graph::testing::trace(table, {ids}, function_of(net), /*execute=*/false,
+                                              {first.recorded.get()});
+    ASSERT_EQ(second.match, nullptr);
+    expect_has(second.difference, {"smp::tp_dropout"});
+  });
+}
+
+}  // namespace
+}  // namespace smp::nn::testing

@@ -1,0 +1,147 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/threads/run_ranks.h"
+#include "graph/random.h"
+#include "nn/tensor_group.h"
+#include "smp/core/error.h"
+
+/// What the tests of operators and modules share: ranks, and what one process makes of their parts.
+namespace smp::nn::testing {
+
+using Tensors = std::vector<torch::Tensor>;
+
+/// Plays the ranks of a tensor-parallel group as threads; `fn` is called with its rank. `wrap`
+/// may put another communicator in place of a rank's.
+inline void on_ranks(
+    int ranks, const std::function<void(int rank)>& fn,
+    const std::function<comm::CommunicatorPtr(comm::CommunicatorPtr)>& wrap = nullptr) {
+  comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& group) {
+    at::set_num_threads(1);
+    group->set_timeout(std::chrono::seconds(60));
+    const TensorGroupScope scope(wrap ? wrap(group) : group);
+    fn(group->rank());
+  });
+}
+
+/// The indices along a dimension of `size` that rank `rank` holds.
+inline torch::Tensor held(int64_t size, int64_t blocks, int ranks, int rank) {
+  std::vector<int64_t> indices;
+  const int64_t part = size / blocks / ranks;
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t i = 0; i < part; ++i) indices.push_back((block * ranks + rank) * part + i);
+  }
+  return torch::tensor(indices);
+}
+
+inline torch::Tensor part_of(const torch::Tensor& whole, int64_t dim, int64_t blocks, int ranks,
+                             int rank) {
+  return whole.index_select(dim, held(whole.size(dim), blocks, ranks, rank));
+}
+
+inline torch::Tensor whole_of(const Tensors& parts, int64_t dim, int64_t blocks = 1) {
+  const int ranks = static_cast<int>(parts.size());
+  auto sizes = parts[0].sizes().vec();
+  sizes[dim] *= ranks;
+  auto whole = torch::empty(sizes, parts[0].options());
+  for (int r = 0; r < ranks; ++r) {
+    whole.index_copy_(dim, held(sizes[dim], blocks, ranks, r), parts[r]);
+  }
+  return whole;
+}
+
+inline void expect_equal(const torch::Tensor& got, const torch::Tensor& expected,
+                         const std::string& what) {
+  ASSERT_TRUE(got.defined()) << what;
+  ASSERT_EQ(got.scalar_type(), expected.scalar_type()) << what;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  EXPECT_TRUE(torch::equal(got, expected))
+      << what << ": largest difference "
+      << (got - expected).abs().max().to(torch::kDouble).item<double>();
+}
+
+/// Equal up to `relative` times the largest element of `expected`.
+inline void expect_close(const torch::Tensor& got, const torch::Tensor& expected,
+                         const std::string& what, double relative = 1e-12) {
+  ASSERT_TRUE(got.defined()) << what;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  if (expected.numel() == 0) return;
+  const double scale = expected.abs().max().to(torch::kDouble).item<double>();
+  const double difference = (got - expected).abs().max().to(torch::kDouble).item<double>();
+  EXPECT_LE(difference, relative * scale) << what << ", whose largest element is " << scale;
+}
+
+/// Runs `action`, which must throw an E, and returns the text.
+template <class E>
+std::string error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "an error of another type: " << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "no error";
+  return "";
+}
+
+inline void expect_has(const std::string& text, std::initializer_list<std::string> parts) {
+  for (const auto& part : parts) {
+    EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
+  }
+}
+
+/// Another communicator's operations, with the elements that this rank gives to collectives
+/// counted.
+class CountingGroup final : public comm::Communicator {
+ public:
+  explicit CountingGroup(comm::CommunicatorPtr inner) : inner_(std::move(inner)) {}
+
+  int64_t elements() const { return elements_; }
+  const std::vector<std::string>& calls() const { return calls_; }
+
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  const std::string& name() const override { return inner_->name(); }
+  comm::WorkPtr isend(const at::Tensor& tensor, int destination, comm::Tag tag) override {
+    return inner_->isend(tensor, destination, tag);
+  }
+  comm::WorkPtr irecv(const at::Tensor& tensor, int source, comm::Tag tag) override {
+    return inner_->irecv(tensor, source, tag);
+  }
+  comm::WorkPtr start(const comm::Collective& call) override {
+    if (call.input.defined()) elements_ += call.input.numel();
+    calls_.push_back(call.name());
+    return inner_->start(call);
+  }
+  at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
+    return inner_->shared_tensor(numel, dtype);
+  }
+  comm::Channels open_channels(const std::vector<comm::ChannelSpec>& outgoing,
+                               const std::vector<comm::ChannelSpec>& incoming) override {
+    return inner_->open_channels(outgoing, incoming);
+  }
+  comm::CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override {
+    return inner_->split(members, name);
+  }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
+  std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
+  void check_collectives(bool on) override { inner_->check_collectives(on); }
+
+ private:
+  comm::CommunicatorPtr inner_;
+  int64_t elements_ = 0;
+  std::vector<std::string> calls_;
+};
+
+}  // namespace smp::nn::testing
