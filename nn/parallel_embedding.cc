@@ -1,0 +1,130 @@
+#include "nn/parallel_embedding.h"
+
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
+#include <torch/nn/init.h>
+
+#include "nn/initialization.h"
+#include "nn/operators.h"
+#include "nn/tensor_group.h"
+#include "smp/core/error.h"
+
+namespace smp::nn {
+namespace {
+
+/// Counted from the start. Throws `UsageError` for a row that does not exist.
+std::optional<int64_t> checked_padding(const char* module, std::optional<int64_t> padding_idx,
+                                       int64_t num_embeddings) {
+  if (!padding_idx) return padding_idx;
+  SMP_CHECK_WITH(UsageError, *padding_idx >= -num_embeddings && *padding_idx < num_embeddings,
+                 module, ": padding_idx ", *padding_idx, " is none of the ", num_embeddings,
+                 " embeddings");
+  return *padding_idx < 0 ? *padding_idx + num_embeddings : *padding_idx;
+}
+
+/// Draws as `torch::nn::Embedding` does.
+void draw_rows(const at::Tensor& weight, const ParameterSplit& split, double std,
+               std::optional<int64_t> padding_idx) {
+  draw_part(weight, split, tensor_group()->rank(), [&](const at::Tensor& whole) {
+    torch::nn::init::normal_(whole, 0, std);
+    if (padding_idx) whole.select(0, *padding_idx).fill_(0);
+  });
+}
+
+void print_sizes(std::ostream& stream, const char* module, int64_t num_embeddings,
+                 int64_t embedding_dim, std::optional<int64_t> padding_idx, int ranks) {
+  stream << "smp::nn::" << module << "(num_embeddings=" << num_embeddings
+         << ", embedding_dim=" << embedding_dim;
+  if (padding_idx) stream << ", padding_idx=" << *padding_idx;
+  stream << ", ranks=" << ranks << ")";
+}
+
+}  // namespace
+
+VocabParallelEmbeddingImpl::VocabParallelEmbeddingImpl(
+    const VocabParallelEmbeddingOptions& options_)
+    : options(options_) {
+  VocabParallelEmbeddingImpl::reset();
+}
+
+std::map<std::string, ParameterSplit> VocabParallelEmbeddingImpl::split_parameters() const {
+  return {{"weight", {{options.num_embeddings(), options.embedding_dim()}, 0, 1, ranks_}}};
+}
+
+void VocabParallelEmbeddingImpl::reset() {
+  ranks_ = tensor_group()->size();
+  check_divides("VocabParallelEmbedding", "num_embeddings", options.num_embeddings(), ranks_);
+  options.padding_idx(
+      checked_padding("VocabParallelEmbedding", options.padding_idx(), options.num_embeddings()));
+  weight = register_parameter(
+      "weight", at::empty({options.num_embeddings() / ranks_, options.embedding_dim()}));
+  reset_parameters();
+}
+
+void VocabParallelEmbeddingImpl::reset_parameters() {
+  draw_rows(weight, split_parameters().at("weight"), options.init_std(), options.padding_idx());
+}
+
+void VocabParallelEmbeddingImpl::pretty_print(std::ostream& stream) const {
+  print_sizes(stream, "VocabParallelEmbedding", options.num_embeddings(), options.embedding_dim(),
+              options.padding_idx(), ranks_);
+}
+
+at::Tensor VocabParallelEmbeddingImpl::forward(const at::Tensor& indices) {
+  return reduce_from_group(divided_embedding(weight, indices, options.num_embeddings(),
+                                             options.padding_idx().value_or(-1),
+                                             options.scale_grad_by_freq()));
+}
+
+DistributedEmbeddingImpl::DistributedEmbeddingImpl(const DistributedEmbeddingOptions& options_)
+    : options(options_) {
+  DistributedEmbeddingImpl::reset();
+}
+
+std::map<std::string, ParameterSplit> DistributedEmbeddingImpl::split_parameters() const {
+  return {{"weight", {{options.num_embeddings(), options.embedding_dim()}, 1, 1, ranks_}}};
+}
+
+void DistributedEmbeddingImpl::reset() {
+  ranks_ = tensor_group()->size();
+  check_divides("DistributedEmbedding", "embedding_dim", options.embedding_dim(), ranks_);
+  SMP_CHECK_WITH(UsageError, !options.max_norm(),
+                 "DistributedEmbedding: max_norm is not supported: it would write the weight in "
+                 "the forward pass, and each rank has a part of every embedding only. Leave it "
+                 "out, and renormalise the weight after optimizer.step()");
+  SMP_CHECK_WITH(UsageError, !options.sparse(),
+                 "DistributedEmbedding: sparse gradients are not supported, since gradients are "
+                 "reduced as dense tensors. Use sparse(false)");
+  options.padding_idx(
+      checked_padding("DistributedEmbedding", options.padding_idx(), options.num_embeddings()));
+  weight = register_parameter(
+      "weight", at::empty({options.num_embeddings(), options.embedding_dim() / ranks_}));
+  reset_parameters();
+}
+
+void DistributedEmbeddingImpl::reset_parameters() {
+  const ParameterSplit split = split_parameters().at("weight");
+  const at::Tensor& given = options._weight();
+  if (!given.defined()) {
+    draw_rows(weight, split, options.initializer_range(), options.padding_idx());
+    return;
+  }
+  SMP_CHECK_WITH(UsageError, given.sizes() == at::IntArrayRef(split.sizes),
+                 "DistributedEmbedding: the weight given has sizes ", given.sizes(),
+                 ". Give the whole one, ", at::IntArrayRef(split.sizes));
+  draw_part(weight, split, tensor_group()->rank(),
+            [&](const at::Tensor& whole) { whole.copy_(given); });
+}
+
+void DistributedEmbeddingImpl::pretty_print(std::ostream& stream) const {
+  print_sizes(stream, "DistributedEmbedding", options.num_embeddings(), options.embedding_dim(),
+              options.padding_idx(), ranks_);
+}
+
+at::Tensor DistributedEmbeddingImpl::forward(const at::Tensor& indices) {
+  return gather_from_group(at::embedding(weight, indices, options.padding_idx().value_or(-1),
+                                         options.scale_grad_by_freq()),
+                           -1);
+}
+
+}  // namespace smp::nn

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <ostream>
+#include <string>
+
+#include "nn/split_module.h"
+
+namespace smp::nn {
+
+/// Options of `VocabParallelEmbedding`. Sizes are those of the whole.
+struct VocabParallelEmbeddingOptions {
+  VocabParallelEmbeddingOptions(int64_t num_embeddings, int64_t embedding_dim)
+      : num_embeddings_(num_embeddings), embedding_dim_(embedding_dim) {}
+
+  TORCH_ARG(int64_t, num_embeddings);
+  TORCH_ARG(int64_t, embedding_dim);
+  /// The row that starts as zeros and gets no gradient; counted from the end if negative.
+  TORCH_ARG(std::optional<int64_t>, padding_idx) = std::nullopt;
+  /// Whether gradients are divided by how often an index occurs in the input.
+  TORCH_ARG(bool, scale_grad_by_freq) = false;
+  /// Standard deviation of the normal distribution that the weight is drawn from; 1 as in
+  /// `torch::nn::Embedding`.
+  TORCH_ARG(double, init_std) = 1;
+};
+
+/// An embedding whose vocabulary is divided among the ranks of the tensor-parallel group: rank r
+/// has rows of `weight` [num_embeddings / ranks, embedding_dim]. Input indices of the whole, any
+/// shape; output [..., embedding_dim] whole. `weight` is what a tied vocabulary head needs. It
+/// begins with the values that `torch::nn::Embedding` draws from the same generator. Throws
+/// `UsageError` if num_embeddings is no multiple of the ranks.
+class VocabParallelEmbeddingImpl : public torch::nn::Cloneable<VocabParallelEmbeddingImpl>,
+                                   public SplitModule {
+ public:
+  VocabParallelEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
+      : VocabParallelEmbeddingImpl(VocabParallelEmbeddingOptions(num_embeddings, embedding_dim)) {}
+  explicit VocabParallelEmbeddingImpl(const VocabParallelEmbeddingOptions& options);
+
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+  at::Tensor forward(const at::Tensor& indices);
+  std::map<std::string, ParameterSplit> split_parameters() const override;
+
+  VocabParallelEmbeddingOptions options;
+  at::Tensor weight;
+
+ private:
+  int ranks_ = 1;
+};
+TORCH_MODULE(VocabParallelEmbedding);
+
+/// Options of `DistributedEmbedding`. Sizes are those of the whole.
+struct DistributedEmbeddingOptions {
+  DistributedEmbeddingOptions(int64_t num_embeddings, int64_t embedding_dim)
+      : num_embeddings_(num_embeddings), embedding_dim_(embedding_dim) {}
+
+  TORCH_ARG(int64_t, num_embeddings);
+  TORCH_ARG(int64_t, embedding_dim);
+  TORCH_ARG(std::optional<int64_t>, padding_idx) = std::nullopt;
+  /// Refused: it would write the weight in the forward pass.
+  TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
+  TORCH_ARG(double, norm_type) = 2;
+  TORCH_ARG(bool, scale_grad_by_freq) = false;
+  /// Refused: gradients are reduced as dense tensors.
+  TORCH_ARG(bool, sparse) = false;
+  /// Standard deviation of the normal distribution that the weight is drawn from.
+  TORCH_ARG(double, initializer_range) = 0.02;
+  /// The whole weight [num_embeddings, embedding_dim] to begin with, instead of drawn values.
+  TORCH_ARG(at::Tensor, _weight);
+};
+
+/// Takes the place of a `torch::nn::Embedding`: the channels of each embedding are divided among
+/// the ranks of the tensor-parallel group, and the output is gathered. Rank r has columns of
+/// `weight` [num_embeddings, embedding_dim / ranks]. Throws `UsageError` if embedding_dim is no
+/// multiple of the ranks, for `max_norm` and for `sparse`.
+class DistributedEmbeddingImpl : public torch::nn::Cloneable<DistributedEmbeddingImpl>,
+                                 public SplitModule {
+ public:
+  DistributedEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
+      : DistributedEmbeddingImpl(DistributedEmbeddingOptions(num_embeddings, embedding_dim)) {}
+  explicit DistributedEmbeddingImpl(const DistributedEmbeddingOptions& options);
+
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+  at::Tensor forward(const at::Tensor& indices);
+  std::map<std::string, ParameterSplit> split_parameters() const override;
+
+  DistributedEmbeddingOptions options;
+  at::Tensor weight;
+
+ private:
+  int ranks_ = 1;
+};
+TORCH_MODULE(DistributedEmbedding);
+
+}  // namespace smp::nn

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <ostream>
+#include <string>
+
+#include "nn/split_module.h"
+
+namespace smp::nn {
+
+/// Options of `ColumnParallelLinear`. Sizes are those of the whole.
+struct ColumnParallelLinearOptions {
+  ColumnParallelLinearOptions(int64_t in_features, int64_t out_features)
+      : in_features_(in_features), out_features_(out_features) {}
+
+  TORCH_ARG(int64_t, in_features);
+  TORCH_ARG(int64_t, out_features);
+  TORCH_ARG(bool, bias) = true;
+  /// How many equal blocks the output consists of: 3 for queries, keys and values in one, so that
+  /// every rank has its part of all three.
+  TORCH_ARG(int64_t, blocks) = 1;
+  /// Whether the output is made whole, instead of divided along its last dimension.
+  TORCH_ARG(bool, gather_output) = false;
+  /// Whether the input is divided along its last but one dimension, the sequence, instead of whole.
+  TORCH_ARG(bool, sequence_parallel) = false;
+  /// Standard deviation of the normal distribution that the weight is drawn from; by default it is
+  /// drawn as `torch::nn::Linear` draws it.
+  TORCH_ARG(std::optional<double>, init_std) = std::nullopt;
+};
+
+/// A linear layer whose outputs are divided among the ranks of the tensor-parallel group: rank r
+/// has rows of `weight` [out_features / ranks, in_features] and of `bias`. Input [..., in_features]
+/// whole (or, with `sequence_parallel`, this rank's part of the sequence); output [...,
+/// out_features / ranks], or whole with `gather_output`. Parameters begin with the values that
+/// `torch::nn::Linear` draws from the same generator. Throws `UsageError` if out_features is no
+/// multiple of blocks x ranks.
+class ColumnParallelLinearImpl : public torch::nn::Cloneable<ColumnParallelLinearImpl>,
+                                 public SplitModule {
+ public:
+  ColumnParallelLinearImpl(int64_t in_features, int64_t out_features)
+      : ColumnParallelLinearImpl(ColumnParallelLinearOptions(in_features, out_features)) {}
+  explicit ColumnParallelLinearImpl(const ColumnParallelLinearOptions& options);
+
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+  at::Tensor forward(const at::Tensor& input);
+  std::map<std::string, ParameterSplit> split_parameters() const override;
+
+  ColumnParallelLinearOptions options;
+  at::Tensor weight;
+  at::Tensor bias;  ///< undefined without
+
+ private:
+  ParameterSplit weight_split() const;
+  ParameterSplit bias_split() const;
+
+  int ranks_ = 1;
+};
+TORCH_MODULE(ColumnParallelLinear);
+
+/// Options of `RowParallelLinear` and `DistributedLinear`. Sizes are those of the whole.
+struct RowParallelLinearOptions {
+  RowParallelLinearOptions(int64_t in_features, int64_t out_features)
+      : in_features_(in_features), out_features_(out_features) {}
+
+  TORCH_ARG(int64_t, in_features);
+  TORCH_ARG(int64_t, out_features);
+  TORCH_ARG(bool, bias) = true;
+  /// Whether the input is divided along its last dimension already, instead of whole.
+  TORCH_ARG(bool, input_is_parallel) = true;
+  /// Whether the output is divided along its last but one dimension, the sequence, instead of
+  /// whole.
+  TORCH_ARG(bool, sequence_parallel) = false;
+  /// As in `ColumnParallelLinearOptions`.
+  TORCH_ARG(std::optional<double>, init_std) = std::nullopt;
+};
+
+/// What `RowParallelLinear` and `DistributedLinear` have in common.
+template <class Derived>
+class RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
+ public:
+  explicit RowDivided(const RowParallelLinearOptions& options);
+
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+  at::Tensor forward(const at::Tensor& input);
+  std::map<std::string, ParameterSplit> split_parameters() const override;
+
+  RowParallelLinearOptions options;
+  at::Tensor weight;
+  at::Tensor bias;  ///< undefined without
+
+ private:
+  int ranks_ = 1;
+};
+
+/// A linear layer whose inputs are divided among the ranks of the tensor-parallel group: rank r has
+/// columns of `weight` [out_features, in_features / ranks]; `bias` is whole and added once, to the
+/// sum over the ranks. Input [..., in_features / ranks], or whole without `input_is_parallel`;
+/// output [..., out_features] whole (or, with `sequence_parallel`, this rank's part of the
+/// sequence). Parameters begin with the values that `torch::nn::Linear` draws from the same
+/// generator. Throws `UsageError` if in_features is no multiple of the ranks.
+class RowParallelLinearImpl : public RowDivided<RowParallelLinearImpl> {
+ public:
+  RowParallelLinearImpl(int64_t in_features, int64_t out_features)
+      : RowDivided(RowParallelLinearOptions(in_features, out_features)) {}
+  explicit RowParallelLinearImpl(const RowParallelLinearOptions& options) : RowDivided(options) {}
+};
+TORCH_MODULE(RowParallelLinear);
+
+/// Takes the place of a `torch::nn::Linear`: input and output are whole, and the input channels of
+/// the weight are divided, as in `RowParallelLinear`.
+class DistributedLinearImpl : public RowDivided<DistributedLinearImpl> {
+ public:
+  DistributedLinearImpl(int64_t in_features, int64_t out_features)
+      : DistributedLinearImpl(RowParallelLinearOptions(in_features, out_features)) {}
+  /// `input_is_parallel` and `sequence_parallel` are taken to be false.
+  explicit DistributedLinearImpl(RowParallelLinearOptions options)
+      : RowDivided(options.input_is_parallel(false).sequence_parallel(false)) {}
+};
+TORCH_MODULE(DistributedLinear);
+
+}  // namespace smp::nn
