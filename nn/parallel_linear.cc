@@ -117,13 +117,13 @@ at::Tensor RowDivided<Derived>::forward(const at::Tensor& input) {
   if (ranks_ == 1) return at::linear(input, weight, bias);
   const at::Tensor part = options.input_is_parallel() ? input : scatter_to_group(input, -1);
   const at::Tensor term = at::linear(part, weight);
-  if (!options.sequence_parallel()) {
-    const at::Tensor sum = reduce_from_group(term);
-    return options.bias() ? sum + bias : sum;
-  }
-  const at::Tensor sum = reduce_scatter_from_group(term, -2);
+  const bool sliced = options.sequence_parallel();
+  const at::Tensor sum = sliced ? reduce_scatter_from_group(term, -2) : reduce_from_group(term);
+  if (!options.bias()) return sum;
   // Each rank adds it to its part of the sequence, and has that part of its gradient.
-  return options.bias() ? sum + copy_to_group(bias) : sum;
+  const at::Tensor added = sliced ? copy_to_group(bias) : bias;
+  // Under autocast the sum has a lower precision, in which a plain layer adds.
+  return added.scalar_type() == sum.scalar_type() ? sum + added : sum + added.to(sum.scalar_type());
 }
 
 template class RowDivided<RowParallelLinearImpl>;

@@ -32,6 +32,19 @@ inline void on_ranks(
   });
 }
 
+/// Calls `make` on the ranks of this group one after the other, each with the same seed: rank
+/// threads share the default generator. No rank goes on before all have returned.
+inline void make_in_turn(const std::function<void()>& make) {
+  const auto group = tensor_group();
+  for (int rank = 0; rank < group->size(); ++rank) {
+    if (rank == group->rank()) {
+      torch::manual_seed(7);
+      make();
+    }
+    group->barrier();
+  }
+}
+
 /// The indices along a dimension of `size` that rank `rank` holds.
 inline torch::Tensor held(int64_t size, int64_t blocks, int ranks, int rank) {
   std::vector<int64_t> indices;
@@ -119,8 +132,10 @@ class CountingGroup final : public comm::Communicator {
     return inner_->irecv(tensor, source, tag);
   }
   comm::WorkPtr start(const comm::Collective& call) override {
-    if (call.input.defined()) elements_ += call.input.numel();
-    calls_.push_back(call.name());
+    if (call.kind != comm::Collective::Kind::kBarrier) {
+      elements_ += call.input.numel();
+      calls_.push_back(call.name());
+    }
     return inner_->start(call);
   }
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {

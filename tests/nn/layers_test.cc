@@ -1,7 +1,12 @@
 // Linear layers, embeddings and the loss, against torch::nn's.
 
+#include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
+
 #include <sstream>
 
+#include "graph/deferred.h"
+#include "graph/recording.h"
 #include "nn/cross_entropy.h"
 #include "nn/operators.h"
 #include "nn/parallel_embedding.h"
@@ -110,6 +115,27 @@ TEST(Start, CanBeDrawnAgainAndCopied) {
   });
 }
 
+/// Construction without memory gives the same values, when they are needed.
+TEST(Start, IsTheSameWhenItIsDeferred) {
+  std::mutex generator;
+  on_ranks(2, [&](int) {
+    const std::lock_guard<std::mutex> lock(generator);
+    torch::manual_seed(7);
+    const ColumnParallelLinear plain(64, 128);
+    const Tensor next = torch::rand({3});
+    torch::manual_seed(7);
+    ColumnParallelLinear deferred{nullptr};
+    {
+      const graph::DeferredScope scope(graph::DeferredOptions().eager_bytes(0));
+      deferred = ColumnParallelLinear(64, 128);
+    }
+    EXPECT_EQ(deferred->weight.storage().nbytes(), 0u);
+    expect_equal(torch::rand({3}), next, "the generator afterwards");
+    expect_equal(graph::value_of(deferred->weight).detach(), plain->weight.detach(), "weight");
+    expect_equal(graph::value_of(deferred->bias).detach(), plain->bias.detach(), "bias");
+  });
+}
+
 // ---------------------------------------------------------------------------------------------
 // What they compute
 
@@ -199,6 +225,38 @@ TEST(Linear, InAGroupOfOneIsPlain) {
     expect_equal(rows(x).detach(), plain(x).detach(), "rows");
     expect_equal(columns(x).detach(), plain(x).detach(), "columns");
   });
+}
+
+/// Under autocast results have the type that a plain layer's have.
+TEST(Linear, UnderAutocast) {
+  torch::manual_seed(4);
+  const auto x = torch::randn({2, 4, 12});
+  torch::manual_seed(7);
+  torch::nn::Linear plain(12, 24);
+  const auto cast = [](const std::function<Tensor()>& run) {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    const auto restore =
+        c10::make_scope_exit([] { at::autocast::set_autocast_enabled(at::kCPU, false); });
+    return run();
+  };
+  const Tensor expected = cast([&] { return plain(x); });
+  EXPECT_EQ(expected.scalar_type(), torch::kBFloat16);
+  for (const bool sequence : {false, true}) {
+    const Outcome outcome = run_module<RowParallelLinear>(
+        2,
+        [&] {
+          return RowParallelLinear(
+              RowParallelLinearOptions(12, 24).input_is_parallel(false).sequence_parallel(
+                  sequence));
+        },
+        [&](RowParallelLinear& module) -> Tensors {
+          const Tensor y = cast([&] { return module(x); });
+          EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
+          return {(sequence ? gather_from_group(y, 1) : y).detach()};
+        },
+        torch::kFloat);
+    expect_close(outcome.outputs[0], expected.detach(), "output", 1.0 / 64);
+  }
 }
 
 template <class Holder>

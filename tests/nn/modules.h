@@ -2,7 +2,6 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -58,7 +57,6 @@ template <class Holder>
 Outcome run_module(int ranks, const std::function<Holder()>& make,
                    const std::function<Tensors(Holder&)>& use,
                    torch::Dtype dtype = torch::kDouble) {
-  std::mutex generator;  // rank threads share it
   std::vector<Named> parameters(ranks), gradients(ranks);
   std::vector<Tensors> outputs(ranks);
   std::map<std::string, ParameterSplit> splits;
@@ -68,16 +66,14 @@ Outcome run_module(int ranks, const std::function<Holder()>& make,
       ranks,
       [&](int rank) {
         Holder module{nullptr};
-        {
-          const std::lock_guard<std::mutex> lock(generator);
-          torch::manual_seed(7);
+        make_in_turn([&] {
           module = make();
           module->to(dtype);
           for (const auto& item : module->named_parameters()) {
             parameters[rank][item.key()] = item.value().detach().clone();
           }
           if (rank == 0) splits = splits_of(*module);
-        }
+        });
         const graph::KeyedRandomScope random({3, 0, 1, 2});
         outputs[rank] = use(module);
         for (const auto& item : module->named_parameters()) {
