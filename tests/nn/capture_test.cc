@@ -1,7 +1,8 @@
 // The operators of tensor parallelism are captured as one operator each, with and without data, and
 // replayed.
 
-#include "nn/operators.h"
+#include "nn/nn.h"
+#include "tests/graph/checkpointed.h"
 #include "tests/graph/harness.h"
 #include "tests/nn/harness.h"
 
@@ -59,6 +60,49 @@ TEST(Capture, OperatorsReplayWithTheirGradientsAndMasks) {
     Net net = nets[rank];
     graph::testing::expect_replay_equals_eager(*net, {ids}, {fresh}, function_of(net));
   });
+}
+
+TEST(Capture, OperatorsRunAgainInTheBackwardPass) {
+  const auto nets = make_nets();
+  std::vector<Tensors> microbatches;
+  for (int m = 0; m < 2; ++m) microbatches.push_back({torch::randint(12, {4, 6})});
+  on_ranks(2, [&](int rank) {
+    Net net = nets[rank];
+    graph::testing::expect_eager_bits(*net, microbatches, function_of(net));
+  });
+}
+
+/// Modules, with states divided along the sequence and with whole ones.
+TEST(Capture, ALanguageModelReplays) {
+  torch::manual_seed(2);
+  const auto make_tokens = [] { return torch::randint(12, {3, 6}); };
+  const Tensors first{make_tokens(), make_tokens()}, fresh{make_tokens(), make_tokens()};
+  for (const auto* optimize : {"speed", "memory"}) {
+    on_ranks(2, [&](int) {
+      DistributedTransformerLMHead model{nullptr};
+      make_in_turn([&] {
+        model = DistributedTransformerLMHead(DistributedTransformerLMHeadOptions()
+                                                 .num_layers(2)
+                                                 .num_attention_heads(2)
+                                                 .attention_head_size(4)
+                                                 .hidden_size(8)
+                                                 .intermediate_size(12)
+                                                 .vocab_size(12)
+                                                 .num_positions(6)
+                                                 .causal_mask_size(6)
+                                                 .use_alibi(true)
+                                                 .pre_layernorm(true)
+                                                 .optimize(optimize));
+      });
+      graph::testing::expect_replay_equals_eager(
+          *model, first, fresh, [&](const Tensors& in) -> Tensors {
+            const auto loss =
+                model->forward(DistributedTransformerLMHeadImpl::Five{in[0], {}, {}, {}, in[1]});
+            backward(loss);
+            return {loss};
+          });
+    });
+  }
 }
 
 TEST(Capture, EachIsOneOperator) {

@@ -1,0 +1,174 @@
+#include "nn/attention_layer.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/tensor.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "nn/initialization.h"
+#include "nn/operators.h"
+#include "nn/transformer_parts.h"
+
+namespace smp::nn {
+namespace {
+
+constexpr const char* kName = "DistributedAttentionLayer";
+constexpr int64_t kHeads = 1;  // the dimension of heads in [N, heads, S, channels]
+
+/// [N, S, count x heads x channels] as `count` tensors [N, heads, S, channels].
+std::vector<at::Tensor> by_heads(const at::Tensor& x, int64_t count, int64_t channels) {
+  return x.view({x.size(0), x.size(1), count, -1, channels}).permute({2, 0, 3, 1, 4}).unbind(0);
+}
+
+/// Of each head, as the paper defines them for a power of two; between them, every other one of
+/// the next power.
+std::vector<double> alibi_slopes(int64_t heads, int64_t bias_max) {
+  int64_t power = 1;
+  while (power < heads) power *= 2;
+  std::vector<double> of_power;
+  for (int64_t i = 1; i <= power; ++i) {
+    of_power.push_back(std::exp2(-static_cast<double>(bias_max * i) / static_cast<double>(power)));
+  }
+  if (power == heads) return of_power;
+  std::vector<double> slopes;
+  for (int64_t i = 1; i < power; i += 2) slopes.push_back(of_power[i]);
+  for (int64_t i = 0; i < power; i += 2) slopes.push_back(of_power[i]);
+  slopes.resize(heads);
+  return slopes;
+}
+
+}  // namespace
+
+DistributedAttentionLayerImpl::DistributedAttentionLayerImpl(
+    const DistributedAttentionLayerOptions& options_)
+    : options(options_) {
+  DistributedAttentionLayerImpl::reset();
+}
+
+void DistributedAttentionLayerImpl::reset() {
+  check_block(kName, options.pre_layernorm(), options.post_layernorm(), options.optimize());
+  check_divides(kName, "num_attention_heads", options.num_attention_heads(),
+                tensor_group()->size());
+  const Block<DistributedAttentionLayerOptions> block{options};
+  const int64_t channels = options.num_attention_heads() * options.attention_head_size();
+  if (options.pre_layernorm()) {
+    pre_layernorm = register_module("pre_layernorm", block.make_norm());
+  }
+  if (options.cross_attention()) {
+    query = register_module("query", block.make_entry(channels, 1));
+    // The states that it reads are whole.
+    key_value = register_module(
+        "key_value",
+        ColumnParallelLinear(ColumnParallelLinearOptions(options.hidden_size(), 2 * channels)
+                                 .blocks(2)
+                                 .init_std(block.init_std())));
+  } else {
+    query_key_value = register_module("query_key_value", block.make_entry(3 * channels, 3));
+  }
+  dense = register_module("dense", block.make_exit(channels));
+  if (options.post_layernorm()) layernorm = register_module("layernorm", block.make_norm());
+}
+
+void DistributedAttentionLayerImpl::pretty_print(std::ostream& stream) const {
+  stream << "smp::nn::" << kName << "(num_attention_heads=" << options.num_attention_heads()
+         << ", attention_head_size=" << options.attention_head_size()
+         << ", hidden_size=" << options.hidden_size() << ")";
+}
+
+at::Tensor DistributedAttentionLayerImpl::forward(
+    const std::tuple<at::Tensor, at::Tensor>& inputs) {
+  SMP_CHECK_WITH(UsageError, !options.cross_attention(), kName,
+                 ": with cross_attention its input is (hidden states, cross states, mask); got "
+                 "two tensors");
+  const bool sliced = slices(options.optimize());
+  const auto& [hidden, mask] = inputs;
+  return from_slice(run(to_slice(hidden, sliced), {}, mask), sliced);
+}
+
+at::Tensor DistributedAttentionLayerImpl::forward(
+    const std::tuple<at::Tensor, at::Tensor, at::Tensor>& inputs) {
+  SMP_CHECK_WITH(UsageError, options.cross_attention(), kName,
+                 ": without cross_attention its input is (hidden states, mask); got three tensors");
+  const bool sliced = slices(options.optimize());
+  const auto& [hidden, cross, mask] = inputs;
+  return from_slice(run(to_slice(hidden, sliced), cross, mask), sliced);
+}
+
+at::Tensor DistributedAttentionLayerImpl::run(const at::Tensor& hidden, const at::Tensor& cross,
+                                              const at::Tensor& mask) {
+  const bool sliced = slices(options.optimize());
+  const int64_t channels = options.attention_head_size();
+  const at::Tensor x = pre_layernorm ? normalised(pre_layernorm, hidden, sliced)
+                                     : hidden.to(dense->weight.scalar_type());
+  std::vector<at::Tensor> parts;
+  if (options.cross_attention()) {
+    parts = by_heads(query(x), 1, channels);
+    for (const at::Tensor& part : by_heads(key_value(cross), 2, channels)) parts.push_back(part);
+  } else {
+    parts = by_heads(query_key_value(x), 3, channels);
+  }
+  const at::Tensor context = attend(parts[0], parts[1], parts[2], mask);
+  const at::Tensor y = hidden_dropout(dense(context.transpose(1, 2).flatten(2)),
+                                      options.hidden_dropout_prob(), is_training(), sliced);
+  const at::Tensor sum = residual(hidden, y, options.fp32_residual_addition());
+  return layernorm ? normalised(layernorm, sum, sliced) : sum;
+}
+
+/// Arguments and result are [N, heads of this rank, S, channels].
+at::Tensor DistributedAttentionLayerImpl::attend(const at::Tensor& query, const at::Tensor& key,
+                                                 const at::Tensor& value, const at::Tensor& mask) {
+  const bool causal = options.causal_mask_size().has_value() && !options.cross_attention();
+  SMP_CHECK_WITH(UsageError, !causal || query.size(2) <= *options.causal_mask_size(), kName,
+                 ": a sequence of ", query.size(2), " tokens is longer than causal_mask_size ",
+                 options.causal_mask_size().value_or(0),
+                 ". Set it to the longest sequence that there is");
+  const double p = options.attention_dropout_prob();
+  const bool drops = is_training() && p > 0;
+  if (!drops && !mask.defined() && !options.use_alibi()) {
+    return at::scaled_dot_product_attention(query, key, value, {}, 0, causal);
+  }
+  const at::Tensor bias = score_bias(query, key.size(2), mask);
+  if (!drops) {
+    return at::scaled_dot_product_attention(query, key, value,
+                                            bias.defined() ? std::optional(bias) : std::nullopt);
+  }
+  const double scale = 1 / std::sqrt(static_cast<double>(options.attention_head_size()));
+  at::Tensor scores = at::matmul(query * scale, key.transpose(-2, -1));
+  if (bias.defined()) scores = scores + bias;
+  return at::matmul(divided_dropout(at::softmax(scores, -1), p, true, kHeads), value);
+}
+
+/// What is added to the scores: the mask, the causal mask and the linear biases; undefined if there
+/// are none.
+at::Tensor DistributedAttentionLayerImpl::score_bias(const at::Tensor& query, int64_t keys,
+                                                     const at::Tensor& mask) const {
+  at::Tensor bias = mask.defined() ? mask.to(query.scalar_type()) : mask;
+  const auto add = [&](const at::Tensor& term) { bias = bias.defined() ? bias + term : term; };
+  if (options.causal_mask_size() && !options.cross_attention()) {
+    add(at::full({keys, keys}, -std::numeric_limits<double>::infinity(), query.options()).triu(1));
+  }
+  if (options.use_alibi()) add(alibi(query, keys));
+  return bias;
+}
+
+/// [1, heads of this rank, S, keys]: minus the distance, times the slope of the head.
+at::Tensor DistributedAttentionLayerImpl::alibi(const at::Tensor& query, int64_t keys) const {
+  const auto options_of_query = query.options().requires_grad(false);
+  const at::Tensor slopes =
+      at::tensor(alibi_slopes(options.num_attention_heads(), options.alibi_bias_max()),
+                 options_of_query)
+          .view({1, -1, 1, 1});
+  const at::Tensor distance = (at::arange(keys, options_of_query) -
+                               at::arange(query.size(2), options_of_query).unsqueeze(1))
+                                  .abs();
+  return distance.neg() * scatter_to_group(slopes, kHeads);
+}
+
+}  // namespace smp::nn

@@ -1,0 +1,60 @@
+#include "nn/transformer_parts.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/dropout.h>
+#include <ATen/ops/layer_norm.h>
+
+#include "nn/operators.h"
+
+namespace smp::nn {
+namespace {
+
+constexpr int64_t kSequence = 1;
+
+}  // namespace
+
+void check_block(const char* module, bool pre_layernorm, bool post_layernorm,
+                 const std::string& optimize) {
+  SMP_CHECK_WITH(UsageError, pre_layernorm || post_layernorm, module,
+                 ": pre_layernorm and post_layernorm are both false. At least one of them must be "
+                 "true");
+  SMP_CHECK_WITH(UsageError, optimize == "speed" || optimize == "memory", module, ": optimize is \"",
+                 optimize, "\". Choose \"speed\" or \"memory\"");
+}
+
+at::Tensor to_slice(const at::Tensor& x, bool sliced) {
+  return sliced ? scatter_to_group(x, kSequence) : x;
+}
+
+at::Tensor from_slice(const at::Tensor& x, bool sliced) {
+  return sliced ? gather_from_group(x, kSequence) : x;
+}
+
+at::Tensor normalised(const torch::nn::LayerNorm& norm, const at::Tensor& x, bool sliced) {
+  at::Tensor weight = norm->weight, bias = norm->bias;
+  const auto type = weight.scalar_type();
+  if (sliced) {
+    weight = copy_to_group(weight);
+    bias = copy_to_group(bias);
+  }
+  if (x.scalar_type() == at::kFloat && type != at::kFloat) {
+    weight = weight.to(at::kFloat);
+    bias = bias.to(at::kFloat);
+  }
+  return at::layer_norm(x, norm->options.normalized_shape(), weight, bias, norm->options.eps())
+      .to(type);
+}
+
+at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced) {
+  return sliced ? divided_dropout(x, p, train, kSequence) : at::dropout(x, p, train);
+}
+
+at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32) {
+  const auto widened = [&](const at::Tensor& tensor) {
+    const auto type = tensor.scalar_type();
+    return fp32 && (type == at::kHalf || type == at::kBFloat16) ? tensor.to(at::kFloat) : tensor;
+  };
+  return widened(x) + widened(y);
+}
+
+}  // namespace smp::nn

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <optional>
+#include <string>
+
+#include "nn/parallel_linear.h"
+#include "nn/tensor_group.h"
+#include "nn/transformer_options.h"
+#include "smp/core/error.h"
+
+/// What the modules of a transformer share. With `sliced`, hidden states [N, S, H] are this rank's
+/// part of the sequence, dimension 1.
+namespace smp::nn {
+
+/// Throws `UsageError` unless one of the layer norms is on and `optimize` is known.
+void check_block(const char* module, bool pre_layernorm, bool post_layernorm,
+                 const std::string& optimize);
+
+/// Whether the states between divided regions are sliced.
+inline bool slices(const std::string& optimize) {
+  return optimize == "memory" && tensor_group()->size() > 1;
+}
+
+/// A block with these options.
+template <class Options>
+struct Block {
+  const Options& options;
+  bool sliced = slices(options.optimize());
+
+  torch::nn::LayerNorm make_norm() const {
+    return torch::nn::LayerNorm(
+        torch::nn::LayerNormOptions({options.hidden_size()}).eps(options.layernorm_epsilon()));
+  }
+
+  /// Hidden states, or a part of them, to `outputs` channels in `blocks` blocks.
+  ColumnParallelLinear make_entry(int64_t outputs, int64_t blocks) const {
+    return ColumnParallelLinear(ColumnParallelLinearOptions(options.hidden_size(), outputs)
+                                    .blocks(blocks)
+                                    .sequence_parallel(sliced)
+                                    .init_std(init_std()));
+  }
+
+  /// `inputs` channels back to hidden states.
+  RowParallelLinear make_exit(int64_t inputs) const {
+    return RowParallelLinear(RowParallelLinearOptions(inputs, options.hidden_size())
+                                 .sequence_parallel(sliced)
+                                 .init_std(init_std()));
+  }
+
+  std::optional<double> init_std() const {
+    return options.use_normal_initialization() ? std::optional(options.initializer_range())
+                                               : std::nullopt;
+  }
+};
+
+/// This rank's part of the sequence, or `x` itself unless `sliced`; and the way back.
+at::Tensor to_slice(const at::Tensor& x, bool sliced);
+at::Tensor from_slice(const at::Tensor& x, bool sliced);
+
+/// Layer norm, in the type of its weight; of float32 states in float32. The gradient of the
+/// parameters is whole, of sliced states, too.
+at::Tensor normalised(const torch::nn::LayerNorm& norm, const at::Tensor& x, bool sliced);
+
+/// Dropout of hidden states.
+at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced);
+
+/// The residual `x` and what a block made of it; half precision is added in float32 if `fp32`.
+at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32);
+
+}  // namespace smp::nn
