@@ -3,7 +3,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -16,37 +15,12 @@
 
 #include "graph/autocast.h"
 #include "graph/leaf.h"
+#include "graph/mode_scope.h"
 #include "graph/parameter_residency.h"
 #include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {
-
-/// Sets the recorded modes and restores the thread's own at the end.
-class ModeScope {
- public:
-  explicit ModeScope(const ExecutionMode& mode) : before_(ExecutionMode::current()) {
-    if (mode.inference) inference_.emplace(true);
-    at::GradMode::set_enabled(mode.grad);
-    set_autocast(mode);
-  }
-  ~ModeScope() {
-    set_autocast(before_);
-    inference_.reset();
-    at::GradMode::set_enabled(before_.grad);
-  }
-
- private:
-  static void set_autocast(const ExecutionMode& mode) {
-    at::autocast::set_autocast_enabled(at::kCPU, mode.autocast_cpu);
-    at::autocast::set_autocast_enabled(at::kCUDA, mode.autocast_cuda);
-    at::autocast::set_autocast_dtype(at::kCPU, mode.autocast_cpu_dtype);
-    at::autocast::set_autocast_dtype(at::kCUDA, mode.autocast_cuda_dtype);
-  }
-
-  ExecutionMode before_;
-  std::optional<c10::InferenceMode> inference_;
-};
 
 bool is_plain(const ExecutionMode& mode) {
   return mode.grad && !mode.inference && !mode.autocast_cpu && !mode.autocast_cuda;
