@@ -1,0 +1,498 @@
+#include "nn/rewrite/build.h"
+
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <utility>
+
+#include "graph/leaf.h"
+#include "graph/random.h"
+#include "graph/visit.h"
+#include "nn/rewrite/emitter.h"
+#include "nn/rewrite/shape_run.h"
+#include "smp/core/error.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::Argument;
+using graph::BackwardRoot;
+using graph::Graph;
+using graph::kUndefined;
+using graph::Operator;
+using graph::TensorMeta;
+using graph::Value;
+using graph::ValueId;
+
+c10::OperatorHandle find_operator(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+}
+
+TensorMeta contiguous(TensorMeta meta, c10::IntArrayRef sizes) {
+  meta.sizes.assign(sizes.begin(), sizes.end());
+  meta.strides.resize(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    meta.strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return meta;
+}
+
+Operator operator_of(Collective collective, const Layout& from, const Layout& to,
+                     ValueId argument) {
+  const auto make = [&](const char* name, std::vector<int64_t> numbers) {
+    Operator op(find_operator(name, ""));
+    op.arguments.push_back(Emitter::tensor(argument));
+    for (int64_t number : numbers) op.arguments.push_back(Emitter::constant(number));
+    return op;
+  };
+  switch (collective) {
+    case Collective::kCopy:
+      return make("smp::tp_copy", {});
+    case Collective::kReduce:
+      return make("smp::tp_reduce", {});
+    case Collective::kScatter:
+      return make("smp::tp_scatter", {to.dim, to.blocks});
+    case Collective::kGather:
+      return make("smp::tp_gather", {from.dim, from.blocks});
+    case Collective::kAllGather:
+      return make("smp::tp_all_gather", {from.dim});
+    case Collective::kReduceScatter:
+      return make("smp::tp_reduce_scatter", {to.dim});
+    case Collective::kAllToAll:
+      break;
+  }
+  return make("smp::tp_all_to_all", {to.dim, from.dim});
+}
+
+class Builder final : public Emitter {
+ public:
+  Builder(const Propagation& propagation, const Outcome& outcome, const DivideOptions& options)
+      : propagation_(propagation),
+        whole_(propagation.graph()),
+        outcome_(outcome),
+        options_(options),
+        ids_(whole_.values.size(), kUndefined) {
+    result_.operators.resize(whole_.operators.size());
+    for (const Operator& op : whole_.operators) result_.names.push_back(op.name());
+  }
+
+  DividedGraph run() {
+    add_givens();
+    for (size_t i = 0; i < whole_.operators.size(); ++i) add_call(i);
+    add_ends();
+    for (ValueId id : ids_) {
+      result_.values.emplace_back();
+      if (id != kUndefined) result_.values.back().push_back(id);
+    }
+    return std::move(result_);
+  }
+
+  // What rules write with.
+
+  ValueId argument(int position) override {
+    const Call& call = *call_;
+    return converted(call.tensors()[position], treatment_->arguments[position],
+                     call.has_gradient(position));
+  }
+
+  ValueId call(const char* name, const char* overload, std::vector<Argument> arguments) override {
+    Operator op = like_call(find_operator(name, overload));
+    op.arguments = std::move(arguments);
+    note_writes(op);
+    return add_on_shapes(std::move(op)).at(0);
+  }
+
+  ValueId call(const char* name, std::vector<Argument> arguments, c10::IntArrayRef sizes,
+               at::ScalarType dtype) override {
+    Operator op = like_call(find_operator(name, ""));
+    op.arguments = std::move(arguments);
+    TensorMeta meta = contiguous(graph().values[op.arguments[0].values[0]].meta, sizes);
+    meta.dtype = dtype;
+    meta.requires_grad = op.mode.grad && any_requires_grad(op);
+    return add_own(std::move(op), meta, Traffic());
+  }
+
+  ValueId reduce(ValueId value) override {
+    Operator op = like_call(find_operator("smp::tp_reduce", ""));
+    op.arguments = {tensor(value)};
+    const TensorMeta meta = contiguous(this->meta(value), this->meta(value).sizes);
+    const Traffic moved =
+        rewrite::traffic_of(Collective::kReduce, meta.nbytes(), false, options_.ranks);
+    return add_own(std::move(op), meta, moved);
+  }
+
+  const TensorMeta& meta(ValueId value) const override { return result_.graph.values[value].meta; }
+
+  void follow(const char* from, int to,
+              std::function<c10::IValue(const c10::IValue&)> change) override {
+    target(from).push_back({static_cast<int>(graph().operators.size()) - 1, to, std::move(change)});
+  }
+
+  void require(const char* from) override { target(from).push_back({-1, 0, nullptr}); }
+
+ private:
+  Graph& graph() { return result_.graph; }
+
+  std::vector<DividedGraph::Target>& target(const char* from) {
+    return result_.targets[{static_cast<int>(call_->index()), call_->argument(from)}];
+  }
+
+  void add_givens() {
+    std::map<int, int> set_of;
+    for (size_t v = 0; v < whole_.values.size(); ++v) {
+      const Value& value = whole_.values[v];
+      if (value.producer >= 0) continue;
+      const Layout& layout = outcome_.layouts[v];
+      TensorMeta meta = value.meta;
+      if (layout.is_divided()) {
+        meta = contiguous(meta, local_sizes(meta.sizes, layout, options_.ranks));
+      }
+      const auto [set, is_new] = set_of.try_emplace(value.alias_set, graph().alias_sets);
+      if (is_new) ++graph().alias_sets;
+      ids_[v] = add_value(value, meta, -1, set->second);
+      conversions_.add(static_cast<ValueId>(v), layout, ids_[v]);
+    }
+    for (ValueId input : whole_.inputs) {
+      graph().inputs.push_back(input == kUndefined ? kUndefined : ids_[input]);
+    }
+  }
+
+  ValueId add_value(Value value, const TensorMeta& meta, int producer, int alias_set) {
+    value.meta = meta;
+    value.producer = producer;
+    value.alias_set = alias_set;
+    graph().values.push_back(std::move(value));
+    return static_cast<ValueId>(graph().values.size() - 1);
+  }
+
+  /// What stands for one operator of the whole graph.
+  void add_call(size_t index) {
+    const Call& call = propagation_.calls()[index];
+    call_ = &call;
+    treatment_ = &outcome_.treatments[index];
+    std::vector<ValueId> results;
+    if (treatment_->emit != nullptr) {
+      results = treatment_->emit(*this, call, *treatment_);
+    } else {
+      results = add_same(call);
+    }
+    share_cost(call);
+    adopt_results(call, results);
+    for (int set : call.op().writes) forget(set);
+  }
+
+  /// The same operator, on what each rank has.
+  std::vector<ValueId> add_same(const Call& call) {
+    Operator op = call.op();
+    bool same_shapes = treatment_->constants.empty();
+    int position = 0;
+    for (Argument& argument : op.arguments) {
+      for (ValueId& value : argument.values) {
+        if (value == kUndefined) continue;
+        const TensorMeta& before = whole_.values[value].meta;
+        value = this->argument(position++);
+        same_shapes &= meta(value) == before;
+      }
+    }
+    for (const auto& [argument, constant] : treatment_->constants) {
+      op.arguments[argument].constant = constant;
+    }
+    const auto& same = call.op();
+    const std::map<int, int> sets = argument_sets(same, op);
+    for (int& set : op.writes) set = sets.at(set);
+    const bool copied = same_shapes || graph::is_leaf(same.handle) || whole_.makes_literal(same);
+    const int operator_index = static_cast<int>(graph().operators.size());
+    const auto results =
+        copied ? add_as_recorded(std::move(op), call, sets) : add_on_shapes(std::move(op));
+    for (size_t a = 0; a < same.arguments.size(); ++a) {
+      if (same.arguments[a].kind != Argument::Kind::kConstant) continue;
+      if (!graph::is_patchable(same.handle.schema(), a)) continue;
+      result_.targets[{static_cast<int>(call.index()), static_cast<int>(a)}].push_back(
+          {operator_index, static_cast<int>(a), nullptr});
+    }
+    return results;
+  }
+
+  /// The alias sets of an operator's arguments: as in the whole graph -> as here.
+  std::map<int, int> argument_sets(const Operator& recorded, const Operator& own) const {
+    std::map<int, int> sets;
+    for (size_t a = 0; a < recorded.arguments.size(); ++a) {
+      for (size_t i = 0; i < recorded.arguments[a].values.size(); ++i) {
+        const ValueId value = recorded.arguments[a].values[i];
+        if (value == kUndefined) continue;
+        const ValueId here = own.arguments[a].values[i];
+        sets.try_emplace(whole_.values[value].alias_set, result_.graph.values[here].alias_set);
+      }
+    }
+    return sets;
+  }
+
+  /// Results are as they were recorded: all arguments are, too.
+  std::vector<ValueId> add_as_recorded(Operator op, const Call& call, std::map<int, int> sets) {
+    std::vector<ShapeResult> results;
+    std::vector<int> own_sets;
+    for (ValueId result : call.op().results) {
+      ShapeResult shape;
+      shape.defined = result != kUndefined;
+      if (shape.defined) {
+        shape.meta = whole_.values[result].meta;
+        const int recorded = whole_.values[result].alias_set;
+        const auto [set, is_new] = sets.try_emplace(recorded, graph().alias_sets);
+        if (is_new) ++graph().alias_sets;
+        own_sets.push_back(set->second);
+      } else {
+        own_sets.push_back(-1);
+      }
+      results.push_back(std::move(shape));
+    }
+    op.result_is_argument = call.op().result_is_argument;
+    return append(std::move(op), results, own_sets);
+  }
+
+  /// Results follow from the arguments.
+  std::vector<ValueId> add_on_shapes(Operator op) {
+    const std::vector<ShapeResult> results = shapes_of(op);
+    std::vector<ValueId> arguments;
+    for (const Argument& argument : op.arguments) {
+      arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
+    }
+    std::vector<int> sets;
+    op.result_is_argument.clear();
+    for (const ShapeResult& result : results) {
+      op.result_is_argument.push_back(result.is_argument ? result.alias_of : -1);
+      sets.push_back(result.alias_of < 0 ? graph().alias_sets++
+                                         : graph().values[arguments[result.alias_of]].alias_set);
+    }
+    if (op.list_lengths.empty()) op.list_lengths.assign(results.size(), -1);
+    return append(std::move(op), results, sets);
+  }
+
+  /// A view that the local strides do not allow is a reshape.
+  std::vector<ShapeResult> shapes_of(Operator& op) const {
+    const bool is_view = op.name() == "aten::view";
+    try {
+      return run_on_shapes(result_.graph, op);
+    } catch (const c10::Error&) {
+      if (!is_view) throw;
+    }
+    op.handle = find_operator("aten::reshape", "");
+    return run_on_shapes(result_.graph, op);
+  }
+
+  /// Of an operator that no recorded one stands for.
+  void note_writes(Operator& op) const {
+    const auto& declared = op.handle.schema().arguments();
+    for (size_t i = 0; i < op.arguments.size(); ++i) {
+      const auto* alias = declared[i].alias_info();
+      if (alias == nullptr || !alias->isWrite()) continue;
+      for (ValueId value : op.arguments[i].values) {
+        if (value != kUndefined) op.writes.push_back(result_.graph.values[value].alias_set);
+      }
+    }
+  }
+
+  std::vector<ValueId> append(Operator op, const std::vector<ShapeResult>& results,
+                              const std::vector<int>& sets) {
+    const auto position = static_cast<int>(graph().operators.size());
+    op.first_result = static_cast<ValueId>(graph().values.size());
+    op.results.clear();
+    for (size_t r = 0; r < results.size(); ++r) {
+      op.results.push_back(
+          results[r].defined ? add_value(Value(), results[r].meta, position, sets[r]) : kUndefined);
+    }
+    set_reads_parameter(op);
+    std::vector<ValueId> ids(op.results.begin(), op.results.end());
+    result_.operators[call_->index()].push_back(position);
+    graph().operators.push_back(std::move(op));
+    return ids;
+  }
+
+  void set_reads_parameter(Operator& op) const {
+    op.reads_parameter = false;
+    graph::for_each_argument(op, [&](ValueId value) {
+      op.reads_parameter |= result_.graph.values[value].kind == graph::ValueKind::kParameter;
+    });
+  }
+
+  /// An operator in the place of the call.
+  Operator like_call(c10::OperatorHandle handle) const {
+    Operator op(std::move(handle));
+    op.mode = call_->op().mode;
+    op.scope = call_->op().scope;
+    if (graph::is_random(op.handle)) op.random_ordinal = call_->op().random_ordinal;
+    return op;
+  }
+
+  bool any_requires_grad(const Operator& op) const {
+    bool found = false;
+    graph::for_each_argument(op, [&](ValueId value) { found |= meta(value).requires_grad; });
+    return found;
+  }
+
+  /// Adds an operator of ours, with one new result.
+  ValueId add_own(Operator op, const TensorMeta& meta, const Traffic& moved) {
+    op.result_is_argument = {-1};
+    op.list_lengths = {-1};
+    const auto [forward, backward] = times_of(moved, options_);
+    op.cost = {forward, backward, meta.nbytes(), 0};
+    count(op.scope, moved);
+    ShapeResult result;
+    result.meta = meta;
+    return append(std::move(op), {result}, {graph().alias_sets++})[0];
+  }
+
+  void count(const std::string& scope, const Traffic& moved) {
+    if (moved.forward_calls + moved.backward_calls == 0) return;
+    result_.traffic += moved;
+    result_.traffic_of[scope] += moved;
+  }
+
+  /// A value in a layout, which is made where it is first asked for.
+  ValueId converted(ValueId value, const Layout& layout, bool has_gradient) {
+    return conversions_.get(value, layout, has_gradient, [&](const Conversion& step, ValueId from) {
+      return convert(value, step, from, has_gradient);
+    });
+  }
+
+  ValueId convert(ValueId value, const Conversion& step, ValueId from, bool has_gradient) {
+    Operator op = operator_of(step.collective, step.from, step.to, from);
+    op.mode = mode_of_conversion(value);
+    if (call_ != nullptr) op.scope = call_->op().scope;
+    const TensorMeta& whole = whole_.values[value].meta;
+    const TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
+    const Traffic moved =
+        rewrite::traffic_of(step.collective, whole.nbytes(), has_gradient, options_.ranks);
+    op.result_is_argument = {-1};
+    op.list_lengths = {-1};
+    const auto [forward, backward] = times_of(moved, options_);
+    op.cost = {forward, backward, meta.nbytes(), 0};
+    count(op.scope, moved);
+    op.first_result = static_cast<ValueId>(graph().values.size());
+    const auto position = static_cast<int>(graph().operators.size());
+    const ValueId id = add_value(Value(), meta, position, graph().alias_sets++);
+    op.results = {id};
+    set_reads_parameter(op);
+    graph().operators.push_back(std::move(op));
+    return id;
+  }
+
+  /// That of the reader, since it belongs to it, but with a history even if this reader needs none.
+  graph::ExecutionMode mode_of_conversion(ValueId value) const {
+    const int producer = whole_.values[value].producer;
+    graph::ExecutionMode made;
+    if (producer >= 0) made = whole_.operators[producer].mode;
+    graph::ExecutionMode mode = call_ == nullptr ? made : call_->op().mode;
+    mode.inference = made.inference;
+    mode.grad = !made.inference;
+    return mode;
+  }
+
+  /// The operators that stand for a call share what it costs, divided if they work on parts.
+  void share_cost(const Call& call) {
+    const auto is_part = [](const Layout& layout) {
+      return layout.is_divided() || layout.is_partial();
+    };
+    const bool parallel =
+        std::any_of(treatment_->arguments.begin(), treatment_->arguments.end(), is_part) ||
+        std::any_of(treatment_->results.begin(), treatment_->results.end(), is_part);
+    std::vector<int> sharing;
+    for (int index : result_.operators[call.index()]) {
+      const std::string& name = graph().operators[index].handle.operator_name().name;
+      if (name != "smp::tp_reduce") sharing.push_back(index);
+    }
+    const double share = 1.0 / ((parallel ? options_.ranks : 1) *
+                                std::max<double>(1, static_cast<double>(sharing.size())));
+    for (int index : sharing) {
+      Operator& op = graph().operators[index];
+      const graph::Cost& cost = call.op().cost;
+      op.cost.forward_us = cost.forward_us * share;
+      op.cost.backward_us = cost.backward_us * share;
+      op.cost.output_bytes = static_cast<int64_t>(static_cast<double>(cost.output_bytes) * share);
+      op.cost.saved_bytes = static_cast<int64_t>(static_cast<double>(cost.saved_bytes) * share);
+    }
+    if (treatment_->reduced_bytes > 0 && treatment_->results[0].is_whole()) count_loss();
+  }
+
+  /// Losses move what they need themselves.
+  void count_loss() {
+    const int last = result_.operators[call_->index()].back();
+    Operator& op = graph().operators[last];
+    if (op.handle.operator_name().name != "smp::tp_cross_entropy") return;
+    const Traffic moved =
+        rewrite::traffic_of(Collective::kReduce, treatment_->reduced_bytes, false, options_.ranks);
+    op.cost.forward_us += times_of(moved, options_).first;
+    count(op.scope, moved);
+  }
+
+  /// The results of the whole graph's operator are those of its last ones here.
+  void adopt_results(const Call& call, const std::vector<ValueId>& results) {
+    size_t defined = 0;
+    for (size_t r = 0; r < call.op().results.size(); ++r) {
+      const ValueId result = call.op().results[r];
+      if (result == kUndefined) continue;
+      const Layout& layout = treatment_->results[defined++];
+      const Value& whole = whole_.values[result];
+      const ValueId own = results.at(r);
+      const Sizes expected = local_sizes(whole.meta.sizes, layout, options_.ranks);
+      SMP_CHECK_WITH(UsageError, own != kUndefined && meta(own).sizes == expected,
+                     "the rule of operator ", call.op().name(), " says that its result is ",
+                     layout.to_string(), ", of sizes ", c10::IntArrayRef(expected),
+                     " on each rank, but on what it asks for the operator makes ",
+                     own == kUndefined ? "nothing" : meta(own).to_string(),
+                     ". Correct the rule (smp::tp_register)");
+      Value& value = graph().values[own];
+      if (value.producer >= 0 && treatment_->emit == nullptr) {
+        value.kind = whole.kind;
+        value.name = whole.name;
+        value.content = whole.content;
+      }
+      value.meta.requires_grad = whole.meta.requires_grad;
+      ids_[result] = own;
+      conversions_.add(result, layout, own);
+    }
+  }
+
+  void forget(int set) {
+    for (size_t v = 0; v < whole_.values.size(); ++v) {
+      if (whole_.values[v].alias_set != set || ids_[v] == kUndefined) continue;
+      conversions_.forget(static_cast<ValueId>(v), outcome_.layouts[v]);
+    }
+  }
+
+  void add_ends() {
+    call_ = nullptr;
+    const auto whole = [&](ValueId value) {
+      if (value == kUndefined) return kUndefined;
+      const bool has_gradient = whole_.trains() && whole_.values[value].meta.requires_grad;
+      return converted(value, Layout::whole(), has_gradient);
+    };
+    for (ValueId output : whole_.outputs) graph().outputs.push_back(whole(output));
+    for (const BackwardRoot& root : whole_.roots) {
+      BackwardRoot own;
+      own.value = whole(root.value);
+      own.gradient = whole(root.gradient);
+      graph().roots.push_back(own);
+    }
+  }
+
+  const Propagation& propagation_;
+  const Graph& whole_;
+  const Outcome& outcome_;
+  const DivideOptions& options_;
+  DividedGraph result_;
+  std::vector<ValueId> ids_;  // by value of the whole graph, in the layout that it is made in
+  Conversions<ValueId> conversions_;
+  const Call* call_ = nullptr;
+  const Treatment* treatment_ = nullptr;
+};
+
+}  // namespace
+
+DividedGraph build(const Propagation& propagation, const Outcome& outcome,
+                   const DivideOptions& options) {
+  return Builder(propagation, outcome, options).run();
+}
+
+}  // namespace smp::nn::rewrite

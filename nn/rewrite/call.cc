@@ -1,0 +1,127 @@
+#include "nn/rewrite/call.h"
+
+#include <set>
+
+#include "graph/visit.h"
+
+namespace smp::nn::rewrite {
+
+using graph::Argument;
+using graph::ValueId;
+
+Call::Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts)
+    : graph_(graph), index_(index), ranks_(ranks), layouts_(layouts) {
+  base_name_ = op().handle.operator_name().name;
+  in_place_ = base_name_.back() == '_' && !op().writes.empty();
+  if (in_place_) base_name_.pop_back();
+  for (const Argument& argument : op().arguments) {
+    const size_t before = tensors_.size();
+    for (ValueId value : argument.values) {
+      if (value != graph::kUndefined) tensors_.push_back(value);
+    }
+    first_position_.push_back(tensors_.size() > before ? static_cast<int>(before) : -1);
+  }
+  graph::for_each_result(op(), [&](ValueId value) { results_.push_back(value); });
+}
+
+int Call::argument(const char* name) const {
+  const auto& declared = op().handle.schema().arguments();
+  for (size_t i = 0; i < declared.size(); ++i) {
+    if (declared[i].name() == name) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+int Call::position(const char* name) const {
+  const int index = argument(name);
+  return index < 0 ? -1 : first_position_[index];
+}
+
+c10::IValue Call::constant(const char* name) const {
+  const int index = argument(name);
+  return index < 0 ? c10::IValue() : op().arguments[index].constant;
+}
+
+std::optional<std::vector<int64_t>> Call::integers(const char* name) const {
+  const c10::IValue value = constant(name);
+  if (value.isInt()) return std::vector<int64_t>{value.toInt()};
+  if (value.isIntList()) return value.toIntVector();
+  return std::nullopt;
+}
+
+bool Call::is_set(const char* name) const {
+  const c10::IValue value = constant(name);
+  return value.isBool() && value.toBool();
+}
+
+std::optional<int> Call::dimension(const char* name) const {
+  const auto value = integers(name);
+  if (!value || value->size() != 1) return std::nullopt;
+  const int own = static_cast<int>((*value)[0]);
+  return own < 0 ? own + dim(0) : own;
+}
+
+bool Call::is_contiguous(int position) const {
+  const graph::TensorMeta& own = meta(position);
+  int64_t stride = 1;
+  for (size_t d = own.sizes.size(); d-- > 0;) {
+    if (own.sizes[d] != 1 && own.strides[d] != stride) return false;
+    stride *= own.sizes[d];
+  }
+  return true;
+}
+
+bool Call::may_become(int position, const Layout& layout) const {
+  return layouts_.free[tensors_[position]] != 0 &&
+         can_divide(meta(position).sizes, layout.dim, layout.blocks, ranks_);
+}
+
+bool Call::has_gradient(int position) const {
+  return graph_.trains() && op().mode.grad && meta(position).requires_grad;
+}
+
+bool Call::is_free_of_gradient(int position) const {
+  return layout(position).is_whole() && !has_gradient(position);
+}
+
+int Call::first_divided() const {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (divided(static_cast<int>(i))) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+Treatment Call::all_whole() const {
+  Treatment treatment;
+  treatment.arguments.resize(tensors_.size());
+  treatment.results.resize(results_.size());
+  return treatment;
+}
+
+Treatment Call::all_shared() const {
+  Treatment treatment = all_whole();
+  for (Layout& layout : treatment.arguments) layout = Layout::shared();
+  return treatment;
+}
+
+bool is_rearrangement(const std::string& base_name) {
+  static const std::set<std::string> names = {
+      "aten::chunk",  "aten::clone",     "aten::contiguous", "aten::mT",
+      "aten::narrow", "aten::numpy_T",   "aten::permute",    "aten::reshape",
+      "aten::select", "aten::slice",     "aten::split",      "aten::t",
+      "aten::to",     "aten::transpose", "aten::unsqueeze",  "aten::view"};
+  return names.count(base_name) > 0;
+}
+
+bool comes_from_parameter(const graph::Graph& graph, ValueId value) {
+  while (true) {
+    const graph::Value& made = graph.values[value];
+    if (made.kind == graph::ValueKind::kParameter) return true;
+    if (made.producer < 0) return false;
+    const graph::Operator& op = graph.operators[made.producer];
+    if (!is_rearrangement(op.handle.operator_name().name)) return false;
+    value = op.arguments[0].values[0];
+  }
+}
+
+}  // namespace smp::nn::rewrite

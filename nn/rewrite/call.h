@@ -1,0 +1,128 @@
+#pragma once
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/graph.h"
+#include "nn/rewrite/layout.h"
+
+namespace smp::nn::rewrite {
+
+class Emitter;
+class Call;
+struct Treatment;
+
+/// The layouts of a graph's values, as far as they are known.
+struct Layouts {
+  std::vector<Layout> of;  ///< by value
+  std::vector<char> free;  ///< by value: a parameter that the first operator to need it may divide
+  /// By value: the operators that read it, ascending; at last `kAtEnd` if it is returned or
+  /// differentiated.
+  std::vector<std::vector<int>> users;
+  static constexpr int kAtEnd = std::numeric_limits<int>::max();
+};
+
+/// How an operator is run on the parts that a rank has.
+struct Treatment {
+  /// Makes the operators that stand for the call, and returns the values that stand for its results
+  /// (as many, `kUndefined` where they are).
+  using Emit = std::vector<graph::ValueId> (*)(Emitter&, const Call&, const Treatment&);
+
+  /// By tensor argument (as `Call::tensors` numbers them): how the operator needs it.
+  std::vector<Layout> arguments;
+  /// By defined result (as `Call::results` numbers them).
+  std::vector<Layout> results;
+  /// Constants that name sizes, by position in the schema: what they are on a rank.
+  std::vector<std::pair<int, c10::IValue>> constants;
+  /// Null: the same operator on the local arguments.
+  Emit emit = nullptr;
+  /// By position among the tensors: those that cost communication because they are not divided as
+  /// the others are. The pass tries to divide what makes them.
+  std::vector<int> wishes;
+  /// What moves inside `emit`: bytes that are summed over the ranks in the forward.
+  int64_t reduced_bytes = 0;
+  /// Why a divided argument had to be made whole, if a rule says so.
+  std::string obstacle;
+  /// Into how many parts a view could have divided it; 0 if that is not the reason.
+  int64_t obstacle_parts = 0;
+};
+
+/// One operator of the whole graph, and how its arguments lie on the ranks at present. What rules
+/// decide by.
+class Call {
+ public:
+  Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts);
+
+  const graph::Graph& graph() const { return graph_; }
+  const graph::Operator& op() const { return graph_.operators[index_]; }
+  size_t index() const { return index_; }
+  int ranks() const { return ranks_; }
+  /// "aten::linear": without overload, and without the underscore of one that works in place.
+  const std::string& base_name() const { return base_name_; }
+  bool in_place() const { return in_place_; }
+
+  /// The defined tensors among the arguments in their order, lists taken apart; and the results.
+  const std::vector<graph::ValueId>& tensors() const { return tensors_; }
+  const std::vector<graph::ValueId>& results() const { return results_; }
+  const graph::TensorMeta& meta(int position) const {
+    return graph_.values[tensors_[position]].meta;
+  }
+  const graph::TensorMeta& result_meta(int index = 0) const {
+    return graph_.values[results_[index]].meta;
+  }
+  int dim(int position) const { return static_cast<int>(meta(position).sizes.size()); }
+
+  /// The position among `tensors` of the schema's argument of that name; -1: undefined or none.
+  int position(const char* argument) const;
+  /// The position of the argument in the schema; -1: none.
+  int argument(const char* name) const;
+  /// A constant argument; None if there is none of that name.
+  c10::IValue constant(const char* name) const;
+  /// The integers of a constant: of a number one, of None nothing.
+  std::optional<std::vector<int64_t>> integers(const char* name) const;
+  bool is_set(const char* name) const;
+  /// A dimension counted from the front of the first tensor.
+  std::optional<int> dimension(const char* name) const;
+
+  const Layout& layout(int position) const { return layouts_.of[tensors_[position]]; }
+  bool divided(int position) const { return layout(position).is_divided(); }
+  bool is_contiguous(int position) const;
+  /// A parameter that is not used otherwise yet, and that may be divided so.
+  bool may_become(int position, const Layout& layout) const;
+  /// It is whole and no gradient flows back to it: a part of it costs nothing.
+  bool is_free_of_gradient(int position) const;
+  /// The gradient of what the argument holds is asked for at this operator.
+  bool has_gradient(int position) const;
+  /// The first divided argument; -1: none.
+  int first_divided() const;
+  /// The operators that read the argument, this one among them.
+  const std::vector<int>& users(int position) const { return layouts_.users[tensors_[position]]; }
+  const std::vector<int>& result_users() const { return layouts_.users[results_[0]]; }
+
+  /// All arguments and results whole.
+  Treatment all_whole() const;
+  /// All arguments shared, results whole: to be changed by a rule.
+  Treatment all_shared() const;
+
+ private:
+  const graph::Graph& graph_;
+  const size_t index_;
+  const int ranks_;
+  const Layouts& layouts_;
+  std::string base_name_;
+  bool in_place_ = false;
+  std::vector<graph::ValueId> tensors_;
+  std::vector<graph::ValueId> results_;
+  std::vector<int> first_position_;  // by argument of the schema
+};
+
+/// True for an operator ("aten::transpose") whose results have the elements of its first argument.
+bool is_rearrangement(const std::string& base_name);
+
+/// True for a parameter, and for what only rearranges one.
+bool comes_from_parameter(const graph::Graph& graph, graph::ValueId value);
+
+}  // namespace smp::nn::rewrite

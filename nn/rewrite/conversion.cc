@@ -1,0 +1,71 @@
+#include "nn/rewrite/conversion.h"
+
+#include "smp/core/error.h"
+
+namespace smp::nn::rewrite {
+
+Conversion first_conversion(const Layout& from, const Layout& to) {
+  SMP_INTERNAL_ASSERT(from != to && !to.is_partial(), from.to_string(), " to ", to.to_string());
+  const bool in_one_block = to.is_divided() && to.blocks == 1;
+  if (from.is_partial()) {
+    if (in_one_block) return {Collective::kReduceScatter, from, to};
+    return {Collective::kReduce, from, Layout::whole()};
+  }
+  if (from.is_divided()) {
+    if (from.blocks == 1 && in_one_block) return {Collective::kAllToAll, from, to};
+    if (from.blocks == 1 && to == Layout::shared()) return {Collective::kAllGather, from, to};
+    return {Collective::kGather, from, Layout::whole()};
+  }
+  SMP_INTERNAL_ASSERT(from.is_whole(), from.to_string(), " to ", to.to_string());
+  return {to.is_divided() ? Collective::kScatter : Collective::kCopy, from, to};
+}
+
+Traffic traffic_of(Collective collective, int64_t bytes, bool has_gradient, int ranks) {
+  const int64_t once = bytes / ranks * (ranks - 1);  // gather, or sum to parts
+  int64_t forward = 0, backward = 0;
+  switch (collective) {
+    case Collective::kCopy:
+      backward = 2 * once;
+      break;
+    case Collective::kReduce:
+      forward = 2 * once;
+      break;
+    case Collective::kScatter:
+      backward = once;
+      break;
+    case Collective::kGather:
+      forward = once;
+      break;
+    case Collective::kAllGather:
+    case Collective::kReduceScatter:
+      forward = backward = once;
+      break;
+    case Collective::kAllToAll:
+      forward = backward = once / ranks;
+      break;
+  }
+  Traffic traffic;
+  traffic.forward_calls = forward > 0 ? 1 : 0;
+  traffic.forward_bytes = forward;
+  traffic.backward_calls = has_gradient && backward > 0 ? 1 : 0;
+  traffic.backward_bytes = has_gradient ? backward : 0;
+  return traffic;
+}
+
+std::pair<double, double> times_of(const Traffic& traffic, const DivideOptions& options) {
+  const auto time = [&](int calls, int64_t bytes) {
+    return calls * options.latency_us + static_cast<double>(bytes) / options.bytes_per_us;
+  };
+  return {time(traffic.forward_calls, traffic.forward_bytes),
+          time(traffic.backward_calls, traffic.backward_bytes)};
+}
+
+Traffic& Traffic::operator+=(const Traffic& other) {
+  forward_calls += other.forward_calls;
+  backward_calls += other.backward_calls;
+  forward_bytes += other.forward_bytes;
+  backward_bytes += other.backward_bytes;
+  return *this;
+}
+
+}  // namespace smp::nn::rewrite

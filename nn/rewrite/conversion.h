@@ -1,0 +1,85 @@
+#pragma once
+
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "nn/rewrite/call.h"
+#include "nn/rewrite/divide.h"
+
+namespace smp::nn::rewrite {
+
+/// An operator that turns one layout of a value into another.
+enum class Collective : uint8_t {
+  kCopy,           ///< whole -> shared
+  kReduce,         ///< partial -> whole
+  kScatter,        ///< whole -> divided
+  kGather,         ///< divided -> whole
+  kAllGather,      ///< divided -> shared
+  kReduceScatter,  ///< partial -> divided
+  kAllToAll,       ///< divided -> divided along another dimension
+};
+
+struct Conversion {
+  Collective collective;
+  Layout from;
+  Layout to;
+};
+
+/// The first conversion on the way from one layout to another. They must differ.
+Conversion first_conversion(const Layout& from, const Layout& to);
+
+/// What it moves for a value of so many bytes (whole); backwards only with a gradient.
+Traffic traffic_of(Collective collective, int64_t bytes, bool has_gradient, int ranks);
+
+/// The predicted time of forward and backward.
+std::pair<double, double> times_of(const Traffic& traffic, const DivideOptions& options);
+
+/// Which layouts of values exist already while a graph is walked through: `Id` stands for a value
+/// in a layout.
+template <class Id>
+class Conversions {
+ public:
+  void add(graph::ValueId value, const Layout& layout, Id id) {
+    known_[value].emplace_back(layout, std::move(id));
+  }
+  /// What was written is converted anew; `home` is the layout it exists in.
+  void forget(graph::ValueId value, const Layout& home) {
+    const auto found = known_.find(value);
+    if (found == known_.end()) return;
+    auto& list = found->second;
+    std::vector<std::pair<Layout, Id>> kept;
+    for (auto& [layout, id] : list) {
+      if (layout == home) kept.emplace_back(layout, id);
+    }
+    list = std::move(kept);
+  }
+  /// Gives the value in a layout, with the conversions that are missing: `convert(conversion, id)`
+  /// makes one and returns its result.
+  template <class Convert>
+  Id get(graph::ValueId value, Layout wanted, bool has_gradient, const Convert& convert) {
+    if (!has_gradient && wanted == Layout::shared()) wanted = Layout::whole();
+    auto& list = known_.at(value);
+    const auto find = [&](const Layout& layout) {
+      for (size_t i = 0; i < list.size(); ++i) {
+        if (list[i].first == layout) return static_cast<int>(i);
+      }
+      return -1;
+    };
+    int at = find(wanted);
+    if (at >= 0) return list[at].second;
+    at = std::max(find(Layout::whole()), 0);
+    while (list[at].first != wanted) {
+      const Conversion next = first_conversion(list[at].first, wanted);
+      Id id = convert(next, list[at].second);
+      list.emplace_back(next.to, std::move(id));
+      at = static_cast<int>(list.size()) - 1;
+    }
+    return list[at].second;
+  }
+
+ private:
+  std::map<graph::ValueId, std::vector<std::pair<Layout, Id>>> known_;
+};
+
+}  // namespace smp::nn::rewrite

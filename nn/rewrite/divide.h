@@ -1,0 +1,103 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/tracer.h"
+#include "nn/parameter_split.h"
+
+namespace smp::nn::rewrite {
+
+/// What `divide` may do, and what it reckons with.
+struct DivideOptions {
+  int ranks = 1;  ///< of the tensor-parallel group
+  /// Names of the parameters whose modules are marked for tensor parallelism.
+  std::set<std::string> allowed;
+  /// How parameters are divided already, by earlier graphs: followed whatever it costs.
+  std::map<std::string, ParameterSplit> fixed;
+  double bytes_per_us = 5000;  ///< what a rank sends to the others
+  double latency_us = 20;      ///< of one collective
+  /// What a microbatch pays for a byte of a parameter that a rank holds: its gradient is computed,
+  /// added up and used (four passes at 5 GB/s).
+  double parameter_us_per_byte = 0.0008;
+};
+
+/// How a parameter is divided, or why it is not.
+struct ParameterDecision {
+  std::string name;
+  std::vector<int64_t> sizes;
+  int64_t bytes = 0;                    ///< of the whole
+  std::optional<ParameterSplit> split;  ///< nothing: every rank holds the whole
+  std::string reason;                   ///< of a whole one, a sentence without its full stop
+  /// A weight of a marked module, of products or an embedding, that stays whole.
+  bool skipped = false;
+};
+
+/// What the ranks of the group send each other for one microbatch.
+struct Traffic {
+  int forward_calls = 0;
+  int backward_calls = 0;
+  int64_t forward_bytes = 0;   ///< that each rank sends
+  int64_t backward_bytes = 0;  ///< that each rank sends
+
+  Traffic& operator+=(const Traffic& other);
+};
+
+/// The graph that each rank of a tensor-parallel group runs, on its parts of the parameters. What
+/// depends on the rank is inside the operators `smp::tp_*`.
+struct DividedGraph {
+  graph::Graph graph;
+  /// By operator of the whole graph: those that stand for it.
+  std::vector<std::vector<int>> operators;
+  /// By value of the whole graph: the one that stands for it.
+  std::vector<std::vector<graph::ValueId>> values;
+  std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
+  std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
+  Traffic traffic;
+  std::map<std::string, Traffic> traffic_of;  ///< by the scope of the operators that need it
+  double whole_us = 0;    ///< predicted time of a microbatch, all parameters whole
+  double divided_us = 0;  ///< the same as divided
+
+  /// Overrides of the whole graph's constants, as overrides of this graph's. Throws `UsageError`
+  /// for a number that decided how an operator was divided.
+  std::vector<graph::ConstantOverride> constants(
+      const std::vector<graph::ConstantOverride>& changes) const;
+  std::vector<graph::ContentOverride> contents(
+      const std::vector<graph::ContentOverride>& changes) const;
+
+  /// Where a constant of the whole graph is in this one.
+  struct Target {
+    int operator_index;  ///< -1: nowhere, it must stay as it was
+    int argument;
+    std::function<c10::IValue(const c10::IValue&)> change;  ///< null: as it is
+  };
+  /// By operator and argument of the whole graph.
+  std::map<std::pair<int, int>, std::vector<Target>> targets;
+  std::vector<std::string>
+      names;  ///< of the whole graph's operators with targets nowhere, by index
+};
+
+/// Why no parameter of the graph can be divided, as a sentence without its full stop; empty: some
+/// may.
+std::string why_not(const graph::Graph& whole, const DivideOptions& options);
+
+/// Divides the parameters of a captured graph among the ranks of a tensor-parallel group, where
+/// that is predicted to be worth it, and inserts the operators that communicate. A pure function:
+/// every rank gets the same graph. See docs/divided_graph.md.
+///
+/// `whole` has whole parameters; its costs, if they are filled in, weigh the choice, and those of
+/// the result follow from them. Inputs, outputs and the roots of backward are whole. Throws
+/// `UsageError` if a parameter that `fixed` names has other sizes, or if a registered rule is
+/// wrong.
+DividedGraph divide(const graph::Graph& whole, const DivideOptions& options);
+
+/// What became of every parameter, and what is moved, as a table.
+std::string report(const DividedGraph& divided);
+
+}  // namespace smp::nn::rewrite

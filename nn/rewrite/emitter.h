@@ -1,0 +1,40 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "nn/rewrite/call.h"
+
+namespace smp::nn::rewrite {
+
+/// What makes the operators of the divided graph that stand for one of the whole graph. They run in
+/// its mode and scope, and share its cost; random ones draw from its stream.
+class Emitter {
+ public:
+  virtual ~Emitter() = default;
+
+  /// The tensor argument at a position of the call, in the layout that the treatment asks for.
+  virtual graph::ValueId argument(int position) = 0;
+  /// Adds an operator; what its result is like follows from its arguments. Returns the result.
+  virtual graph::ValueId call(const char* name, const char* overload,
+                              std::vector<graph::Argument> arguments) = 0;
+  /// The same for an operator of ours, whose result is contiguous.
+  virtual graph::ValueId call(const char* name, std::vector<graph::Argument> arguments,
+                              c10::IntArrayRef sizes, at::ScalarType dtype) = 0;
+  /// The sum over the ranks of a value of the divided graph.
+  virtual graph::ValueId reduce(graph::ValueId value) = 0;
+  virtual const graph::TensorMeta& meta(graph::ValueId value) const = 0;
+
+  /// A number that the step function may change from step to step: argument `from` of the call is
+  /// argument `to` of the operator added last, after `change` (null: as it is).
+  virtual void follow(const char* from, int to,
+                      std::function<c10::IValue(const c10::IValue&)> change = nullptr) = 0;
+  /// Such a number that this form of the operator needs as it is.
+  virtual void require(const char* from) = 0;
+
+  static graph::Argument tensor(graph::ValueId value);
+  static graph::Argument constant(c10::IValue value);
+};
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,78 @@
+#include "nn/rewrite/layout.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <tuple>
+
+#include "smp/core/error.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+int64_t product(c10::IntArrayRef sizes, size_t first) {
+  int64_t result = 1;
+  for (size_t d = first; d < sizes.size(); ++d) result *= sizes[d];
+  return result;
+}
+
+}  // namespace
+
+std::string Layout::to_string() const {
+  switch (kind) {
+    case Kind::kWhole:
+      return "whole";
+    case Kind::kShared:
+      return "shared";
+    case Kind::kPartial:
+      return "partial";
+    case Kind::kDivided:
+      break;
+  }
+  return c10::str("divided(", dim, blocks > 1 ? c10::str(", ", blocks, " blocks") : "", ")");
+}
+
+bool Layout::operator<(const Layout& other) const {
+  return std::tie(kind, dim, blocks) < std::tie(other.kind, other.dim, other.blocks);
+}
+
+bool can_divide(c10::IntArrayRef sizes, int dim, int64_t blocks, int ranks) {
+  return dim >= 0 && dim < static_cast<int>(sizes.size()) && blocks >= 1 && sizes[dim] > 0 &&
+         sizes[dim] % (blocks * ranks) == 0;
+}
+
+Sizes local_sizes(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
+  Sizes local(sizes.begin(), sizes.end());
+  if (!layout.is_divided()) return local;
+  SMP_INTERNAL_ASSERT(can_divide(sizes, layout.dim, layout.blocks, ranks), sizes, " as ",
+                      layout.to_string(), " over ", ranks, " ranks");
+  local[layout.dim] /= ranks;
+  return local;
+}
+
+int64_t stride_of(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
+  return sizes[layout.dim] / (layout.blocks * ranks) * product(sizes, layout.dim + 1);
+}
+
+std::optional<Layout> through_view(c10::IntArrayRef from, const Layout& layout, c10::IntArrayRef to,
+                                   int ranks) {
+  const int64_t stride = stride_of(from, layout, ranks);
+  for (size_t d = 0; d < to.size(); ++d) {
+    const int64_t inner = product(to, d + 1);
+    if (inner == 0 || stride % inner != 0) continue;
+    const int64_t part = stride / inner;
+    if (to[d] % (part * ranks) != 0) continue;
+    return Layout::divided(static_cast<int>(d), to[d] / (part * ranks));
+  }
+  return std::nullopt;
+}
+
+int64_t parts_in_view(c10::IntArrayRef from, const Layout& layout, c10::IntArrayRef to, int ranks) {
+  const int64_t block = stride_of(from, layout, ranks) * ranks;
+  for (size_t d = to.size(); d-- > 0;) {
+    const int64_t inner = product(to, d + 1);
+    if (inner > 0 && to[d] * inner >= block) return block / inner;
+  }
+  return 1;
+}
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,293 @@
+#include "nn/rewrite/propagate.h"
+
+#include <algorithm>
+
+#include "graph/leaf.h"
+#include "graph/visit.h"
+#include "smp/core/error.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::Graph;
+using graph::Operator;
+using graph::Value;
+using graph::ValueId;
+using graph::ValueKind;
+
+/// Of each operator's time, what calling it takes, however little it has to do.
+constexpr double kCallUs = 1.0;
+// Where no times were measured: what moving bytes and multiplying takes, as of one core.
+constexpr double kBytesPerUs = 5000.0;
+constexpr double kProductsPerUs = 20000.0;
+
+bool is_measured(const Graph& graph) {
+  return std::any_of(graph.operators.begin(), graph.operators.end(),
+                     [](const Operator& op) { return op.cost.forward_us > 0; });
+}
+
+/// Multiplications of a product of matrices: elements of the result times the dimension summed
+/// over.
+double products_of(const Call& call) {
+  const std::string& name = call.base_name();
+  const auto numel = [&](int position) { return static_cast<double>(call.meta(position).numel()); };
+  if (call.results().empty()) return 0;
+  const auto result = static_cast<double>(call.result_meta().numel());
+  if (name == "aten::linear" || name == "aten::matmul" || name == "aten::mm" ||
+      name == "aten::bmm") {
+    return result * static_cast<double>(call.meta(0).sizes.back());
+  }
+  if (name == "aten::addmm" || name == "aten::baddbmm") {
+    return result * static_cast<double>(call.meta(1).sizes.back());
+  }
+  if (name.rfind("aten::conv", 0) == 0) {
+    return result * numel(1) / static_cast<double>(call.meta(1).sizes[0]);
+  }
+  if (name == "aten::scaled_dot_product_attention") {
+    const auto& keys = call.meta(1).sizes;
+    return 2 * result * static_cast<double>(keys[keys.size() - 2]);
+  }
+  return 0;
+}
+
+double estimated_time(const Call& call) {
+  const bool is_view =
+      call.op().writes.empty() && !call.results().empty() &&
+      std::any_of(call.tensors().begin(), call.tensors().end(), [&](ValueId value) {
+        return call.graph().values[value].alias_set ==
+               call.graph().values[call.results()[0]].alias_set;
+      });
+  if (is_view) return kCallUs;
+  int64_t bytes = 0;
+  const auto add = [&](ValueId value) { bytes += call.graph().values[value].meta.nbytes(); };
+  std::for_each(call.tensors().begin(), call.tensors().end(), add);
+  std::for_each(call.results().begin(), call.results().end(), add);
+  const double forward =
+      kCallUs + static_cast<double>(bytes) / kBytesPerUs + products_of(call) / kProductsPerUs;
+  return call.graph().trains() ? 3 * forward : forward;
+}
+
+bool is_parallel(const Treatment& treatment) {
+  const auto is_part = [](const Layout& layout) {
+    return layout.is_divided() || layout.is_partial();
+  };
+  return std::any_of(treatment.arguments.begin(), treatment.arguments.end(), is_part) ||
+         std::any_of(treatment.results.begin(), treatment.results.end(), is_part);
+}
+
+}  // namespace
+
+Propagation::Propagation(const Graph& graph, const DivideOptions& options)
+    : graph_(graph),
+      options_(options),
+      alias_sets_(graph.alias_sets),
+      lasting_(graph.alias_sets),
+      last_writes_(graph.alias_sets, -1) {
+  layouts_.users.resize(graph.values.size());
+  layouts_.of.resize(graph.values.size());
+  layouts_.free.resize(graph.values.size());
+  const bool measured = is_measured(graph);
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    calls_.emplace_back(graph, i, options.ranks, layouts_);
+    const Operator& op = graph.operators[i];
+    rules_.push_back(rule_of(op));
+    times_.push_back(measured ? op.cost.forward_us + (graph.trains() ? op.cost.backward_us : 0)
+                              : estimated_time(calls_.back()));
+    for (int set : op.writes) last_writes_[set] = static_cast<int>(i);
+    graph::for_each_argument(op, [&](ValueId value) {
+      auto& users = layouts_.users[value];
+      if (users.empty() || users.back() != static_cast<int>(i))
+        users.push_back(static_cast<int>(i));
+    });
+  }
+  const auto at_end = [&](ValueId value) {
+    if (value != graph::kUndefined) layouts_.users[value].push_back(Layouts::kAtEnd);
+  };
+  for (ValueId output : graph.outputs) at_end(output);
+  for (const graph::BackwardRoot& root : graph.roots) {
+    at_end(root.value);
+    at_end(root.gradient);
+  }
+  for (size_t v = 0; v < graph.values.size(); ++v) {
+    const Value& value = graph.values[v];
+    if (value.alias_set < 0) continue;
+    alias_sets_[value.alias_set].push_back(static_cast<ValueId>(v));
+    if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
+  }
+}
+
+bool Propagation::is_allowed(ValueId value) const {
+  return graph_.values[value].kind == ValueKind::kParameter &&
+         options_.allowed.count(graph_.values[value].name) > 0;
+}
+
+Outcome Propagation::run(const Pins& pins) {
+  whole_sets_.clear();
+  while (true) {
+    Outcome outcome;
+    if (attempt(pins, outcome)) return outcome;
+  }
+}
+
+/// False: a storage that is written turned out to need to be whole, which `whole_sets_` notes.
+bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
+  conversions_ = {};
+  outcome.treatments.reserve(calls_.size());
+  for (size_t v = 0; v < graph_.values.size(); ++v) {
+    const auto id = static_cast<ValueId>(v);
+    const auto pin = pins.find(id);
+    layouts_.of[v] = pin == pins.end() ? Layout::whole() : pin->second;
+    layouts_.free[v] = pin == pins.end() && is_allowed(id) ? 1 : 0;
+    if (graph_.values[v].producer < 0) conversions_.add(id, layouts_.of[v], 0);
+  }
+  for (size_t i = 0; i < calls_.size(); ++i) {
+    const size_t sets = whole_sets_.size();
+    Treatment treatment = treat(i);
+    if (whole_sets_.size() > sets) return false;
+    settle(calls_[i], treatment, outcome);
+    outcome.treatments.push_back(std::move(treatment));
+  }
+  finish(outcome);
+  return true;
+}
+
+/// What the operator's rule says, if that respects what is written; else all is whole.
+Treatment Propagation::treat(size_t index) {
+  const Call& call = calls_[index];
+  const auto is_whole = [&](ValueId value) { return layouts_.of[value].is_whole(); };
+  if (std::all_of(call.tensors().begin(), call.tensors().end(), is_whole)) return call.all_whole();
+  Treatment whole = call.all_whole();
+  if (rules_[index]) {
+    std::optional<Treatment> treatment = rules_[index](call);
+    if (treatment && respects_writes(call, *treatment)) return *treatment;
+    if (treatment) whole.wishes = treatment->wishes;
+  }
+  if (!respects_writes(call, whole)) {
+    for (int set : call.op().writes) whole_sets_.insert(set);
+    if (cuts_views(call, whole)) {
+      for (ValueId value : call.tensors()) whole_sets_.insert(graph_.values[value].alias_set);
+    }
+  }
+  return whole;
+}
+
+/// A result would be a view of a joined copy, and not see what is written later, or not be seen.
+bool Propagation::cuts_views(const Call& call, const Treatment& treatment) const {
+  for (size_t i = 0; i < call.tensors().size(); ++i) {
+    const ValueId value = call.tensors()[i];
+    const int set = graph_.values[value].alias_set;
+    const auto& own = call.op().writes;
+    const bool is_written_later = last_writes_[set] > static_cast<int>(call.index());
+    if (treatment.arguments[i] == layouts_.of[value] || !is_written_later ||
+        std::find(own.begin(), own.end(), set) != own.end()) {
+      continue;
+    }
+    for (ValueId result : call.results()) {
+      if (graph_.values[result].alias_set == set) return true;
+    }
+  }
+  return false;
+}
+
+/// An operator may write what is in the layout that it asks for, or a joined copy that is all that
+/// anybody sees from then on.
+bool Propagation::respects_writes(const Call& call, const Treatment& treatment) {
+  for (size_t r = 0; r < call.results().size(); ++r) {
+    const int set = graph_.values[call.results()[r]].alias_set;
+    if (whole_sets_.count(set) > 0 && !treatment.results[r].is_whole()) return false;
+  }
+  if (cuts_views(call, treatment)) return false;
+  const auto& writes = call.op().writes;
+  if (writes.empty()) return true;
+  for (size_t i = 0; i < call.tensors().size(); ++i) {
+    const ValueId value = call.tensors()[i];
+    const int set = graph_.values[value].alias_set;
+    if (std::find(writes.begin(), writes.end(), set) == writes.end()) continue;
+    const Layout& wanted = treatment.arguments[i];
+    const bool kept = wanted == layouts_.of[value];
+    if (!kept && (!wanted.is_whole() || is_read_after(call, value))) return false;
+    for (size_t r = 0; r < call.results().size(); ++r) {
+      const bool same = graph_.values[call.results()[r]].alias_set == set;
+      if (same && treatment.results[r] != wanted) return false;
+    }
+  }
+  return true;
+}
+
+/// Whether anybody sees the written storage otherwise than through the operator's results.
+bool Propagation::is_read_after(const Call& call, ValueId written) const {
+  const int set = graph_.values[written].alias_set;
+  if (lasting_[set]) return true;
+  const auto& values = alias_sets_[set];
+  return std::any_of(values.begin(), values.end(), [&](ValueId value) {
+    const auto& users = layouts_.users[value];
+    return graph_.values[value].producer < static_cast<int>(call.index()) && !users.empty() &&
+           users.back() > static_cast<int>(call.index());
+  });
+}
+
+/// Counts the time of an operator and of the conversions it needs, and notes what it makes.
+void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& outcome) {
+  const int index = static_cast<int>(call.index());
+  bool joins = false;
+  for (size_t i = 0; i < call.tensors().size(); ++i) {
+    const ValueId value = call.tensors()[i];
+    const Layout& wanted = treatment.arguments[i];
+    if (layouts_.free[value] != 0) {
+      layouts_.free[value] = 0;
+      if (wanted.is_divided()) {
+        layouts_.of[value] = wanted;
+        conversions_.add(value, wanted, 0);
+        conversions_.forget(value, wanted);
+      }
+    }
+    joins |= layouts_.of[value].is_divided() && !wanted.is_divided();
+    need(value, wanted, call.has_gradient(static_cast<int>(i)), outcome);
+  }
+  if (joins) outcome.obstacles.push_back({index, treatment.obstacle, treatment.obstacle_parts});
+  for (int wish : treatment.wishes) outcome.wishes.push_back(call.tensors()[wish]);
+  for (size_t r = 0; r < call.results().size(); ++r) {
+    layouts_.of[call.results()[r]] = treatment.results[r];
+    conversions_.add(call.results()[r], treatment.results[r], 0);
+  }
+  for (int set : call.op().writes) {
+    for (ValueId value : alias_sets_[set]) conversions_.forget(value, layouts_.of[value]);
+  }
+  const double time = times_[index];
+  const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
+  outcome.us += is_parallel(treatment) ? call_time + (time - call_time) / options_.ranks : time;
+  if (treatment.reduced_bytes > 0) {
+    const Traffic moved =
+        traffic_of(Collective::kReduce, treatment.reduced_bytes, false, options_.ranks);
+    outcome.us += times_of(moved, options_).first;
+  }
+}
+
+void Propagation::need(ValueId value, const Layout& layout, bool has_gradient, Outcome& outcome) {
+  const int64_t bytes = graph_.values[value].meta.nbytes();
+  conversions_.get(value, layout, has_gradient, [&](const Conversion& conversion, char) {
+    const Traffic moved = traffic_of(conversion.collective, bytes, has_gradient, options_.ranks);
+    const auto [forward, backward] = times_of(moved, options_);
+    outcome.us += forward + backward;
+    const bool joins = conversion.from.is_divided() && comes_from_parameter(graph_, value);
+    outcome.joined_parameters += joins ? 1 : 0;
+    return char{0};
+  });
+}
+
+void Propagation::finish(Outcome& outcome) {
+  for (size_t v = 0; v < graph_.values.size(); ++v) {
+    const Value& value = graph_.values[v];
+    const auto& users = layouts_.users[v];
+    if (!users.empty() && users.back() == Layouts::kAtEnd) {
+      need(static_cast<ValueId>(v), Layout::whole(), graph_.trains() && value.meta.requires_grad,
+           outcome);
+    }
+    if (value.kind != ValueKind::kParameter) continue;
+    const double held = static_cast<double>(value.meta.nbytes()) * options_.parameter_us_per_byte;
+    outcome.us += layouts_.of[v].is_divided() ? held / options_.ranks : held;
+  }
+  outcome.layouts = layouts_.of;
+}
+
+}  // namespace smp::nn::rewrite

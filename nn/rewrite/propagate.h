@@ -1,0 +1,69 @@
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "nn/rewrite/conversion.h"
+#include "nn/rewrite/rule.h"
+
+namespace smp::nn::rewrite {
+
+/// Layouts of parameters that are given, by value: divided, or whole.
+using Pins = std::map<graph::ValueId, Layout>;
+
+/// What an operator that had to have a divided value whole says about it.
+struct Obstacle {
+  int operator_index;
+  std::string text;  ///< may be empty
+  int64_t parts;     ///< see `Treatment::obstacle_parts`
+};
+
+/// How a graph runs with some parameters divided.
+struct Outcome {
+  double us = 0;                       ///< predicted time of a microbatch, with what memory costs
+  std::vector<Treatment> treatments;   ///< by operator
+  std::vector<Layout> layouts;         ///< by value, as its operator makes it
+  std::vector<graph::ValueId> wishes;  ///< see `Treatment::wishes`
+  std::vector<Obstacle> obstacles;
+  int joined_parameters = 0;  ///< how often a divided parameter has to be made whole
+};
+
+/// Finds out, operator by operator in program order, how a graph runs with some parameters divided.
+class Propagation {
+ public:
+  Propagation(const graph::Graph& graph, const DivideOptions& options);
+
+  Outcome run(const Pins& pins);
+
+  const graph::Graph& graph() const { return graph_; }
+  const std::vector<Call>& calls() const { return calls_; }
+  const std::vector<std::vector<int>>& users() const { return layouts_.users; }
+  /// A parameter that may be divided where nothing is said about it.
+  bool is_allowed(graph::ValueId value) const;
+
+ private:
+  bool attempt(const Pins& pins, Outcome& outcome);
+  Treatment treat(size_t index);
+  bool respects_writes(const Call& call, const Treatment& treatment);
+  bool cuts_views(const Call& call, const Treatment& treatment) const;
+  bool is_read_after(const Call& call, graph::ValueId written) const;
+  void settle(const Call& call, const Treatment& treatment, Outcome& outcome);
+  void need(graph::ValueId value, const Layout& layout, bool has_gradient, Outcome& outcome);
+  void finish(Outcome& outcome);
+
+  const graph::Graph& graph_;
+  const DivideOptions& options_;
+  Layouts layouts_;
+  std::vector<Call> calls_;
+  std::vector<Rule> rules_;
+  std::vector<double> times_;                            // of operators, undivided
+  std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
+  std::vector<bool> lasting_;                            // by alias set: outlives the microbatch
+  std::vector<int> last_writes_;                         // by alias set: the operator, or -1
+  std::set<int> whole_sets_;                             // storages that must not be divided
+  Conversions<char> conversions_;
+};
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,401 @@
+// Rules of products of matrices, embeddings and attention.
+
+#include <algorithm>
+#include <cmath>
+
+#include "nn/rewrite/builtin_rules.h"
+#include "nn/rewrite/emitter.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::ValueId;
+using Result = std::optional<Treatment>;
+
+/// `a` [.., rows, inner] times `b` [.., inner, columns], to which `bias` may be added.
+struct Product {
+  int a = 0;
+  int b = 1;
+  int bias = -1;
+  bool transposed = false;             ///< `b` is [columns, inner]
+  Treatment::Emit emit_sum = nullptr;  ///< where there is a bias, and `inner` is divided
+};
+
+/// What a dimension of an operand is in the product.
+enum class Role { kBatch, kRows, kInner, kColumns };
+
+class ProductRule {
+ public:
+  ProductRule(const Call& call, const Product& product) : call_(call), product_(product) {}
+
+  Result run() {
+    const int a = product_.a, b = product_.b;
+    if (call_.dim(a) < 1 || call_.dim(b) < 1) return std::nullopt;
+    treatment_ = call_.all_shared();
+    if (call_.divided(b)) {
+      const Layout& layout = call_.layout(b);
+      const Role role = role_in_b(layout.dim);
+      if (role == Role::kColumns) return columns(layout);
+      if (role == Role::kInner) return inner(layout.blocks);
+      return batch(layout.dim - call_.dim(b), layout.blocks);
+    }
+    if (!call_.divided(a)) return std::nullopt;
+    const Layout& layout = call_.layout(a);
+    const Role role = role_in_a(layout.dim);
+    if (role == Role::kInner) return inner(layout.blocks);
+    if (role == Role::kRows) return rows(layout);
+    return batch(layout.dim - call_.dim(a), layout.blocks);
+  }
+
+ private:
+  bool has_columns() const { return call_.dim(product_.b) >= 2; }
+  int result_dim() const { return static_cast<int>(call_.result_meta().sizes.size()); }
+
+  int inner_of_a() const { return call_.dim(product_.a) - 1; }
+  int inner_of_b() const {
+    if (!has_columns()) return 0;
+    return call_.dim(product_.b) - (product_.transposed ? 1 : 2);
+  }
+
+  /// With one matrix on the right, all but the last dimension of the left are rows.
+  Role role_in_a(int dim) const {
+    if (dim == inner_of_a()) return Role::kInner;
+    if (call_.dim(product_.b) <= 2 || dim == call_.dim(product_.a) - 2) return Role::kRows;
+    return Role::kBatch;
+  }
+
+  Role role_in_b(int dim) const {
+    if (dim == inner_of_b()) return Role::kInner;
+    return dim >= call_.dim(product_.b) - 2 ? Role::kColumns : Role::kBatch;
+  }
+
+  /// Asks for an operand in a layout; what costs communication is wished otherwise.
+  void ask(int position, const Layout& layout) {
+    treatment_.arguments[position] = layout;
+    const bool cheap = call_.layout(position) == layout || call_.may_become(position, layout) ||
+                       call_.is_free_of_gradient(position);
+    if (!cheap) treatment_.wishes.push_back(position);
+  }
+
+  Result refused() {
+    Treatment whole = call_.all_whole();
+    whole.wishes = treatment_.wishes;
+    return whole;
+  }
+
+  /// The bias, broadcast against a result that is divided so.
+  void ask_bias(const Layout& result) {
+    if (product_.bias < 0) return;
+    const int dim = result.dim - result_dim() + call_.dim(product_.bias);
+    const bool full = dim >= 0 && call_.meta(product_.bias).sizes[dim] > 1;
+    if (full) ask(product_.bias, Layout::divided(dim, result.blocks));
+  }
+
+  Result divided_result(int dim, int64_t blocks) {
+    treatment_.results[0] = Layout::divided(dim, blocks);
+    ask_bias(treatment_.results[0]);
+    return treatment_;
+  }
+
+  Result columns(const Layout& layout) {
+    treatment_.arguments[product_.b] = layout;
+    return divided_result(result_dim() - 1, layout.blocks);
+  }
+
+  Result rows(const Layout& layout) {
+    treatment_.arguments[product_.a] = layout;
+    const bool aligned_at_end = call_.dim(product_.b) > 2;
+    const int dim = aligned_at_end ? layout.dim - call_.dim(product_.a) + result_dim() : layout.dim;
+    return divided_result(dim, layout.blocks);
+  }
+
+  /// Both operands are divided along what is summed over, so every rank has a part of the sum.
+  Result inner(int64_t blocks) {
+    if (!comes_from_parameter(call_.graph(), call_.tensors()[product_.b]) &&
+        !comes_from_parameter(call_.graph(), call_.tensors()[product_.a])) {
+      return std::nullopt;  // the scores of attention, say: heads are not cut
+    }
+    ask(product_.a, Layout::divided(inner_of_a(), blocks));
+    ask(product_.b, Layout::divided(inner_of_b(), blocks));
+    // Cutting a weight that cannot be divided would move it: the other operand is joined instead.
+    const auto& wishes = treatment_.wishes;
+    if (std::find(wishes.begin(), wishes.end(), product_.b) != wishes.end()) return refused();
+    if (product_.bias < 0) {
+      treatment_.results[0] = Layout::partial();
+      return treatment_;
+    }
+    if (product_.emit_sum == nullptr) return std::nullopt;
+    treatment_.arguments[product_.bias] = Layout::whole();
+    treatment_.emit = product_.emit_sum;
+    treatment_.reduced_bytes = call_.result_meta().nbytes();
+    return treatment_;
+  }
+
+  /// Many products: those at `place` from the end of the operands belong to ranks.
+  Result batch(int place, int64_t blocks) {
+    for (int position : {product_.a, product_.b}) {
+      const int dim = place + call_.dim(position);
+      const bool broadcast = dim < 0 || call_.meta(position).sizes[dim] == 1;
+      if (!broadcast) ask(position, Layout::divided(dim, blocks));
+      if (broadcast && call_.divided(position)) return std::nullopt;
+    }
+    return divided_result(place + result_dim(), blocks);
+  }
+
+  const Call& call_;
+  const Product product_;
+  Treatment treatment_;
+};
+
+/// `linear` whose inner dimension is divided: the bias is added once, to the sum.
+std::vector<ValueId> emit_linear_sum(Emitter& emitter, const Call& call, const Treatment&) {
+  const auto part =
+      emitter.call("aten::linear", "",
+                   {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
+                    Emitter::constant(c10::IValue())});
+  const auto sum = emitter.reduce(part);
+  const auto bias = emitter.argument(call.position("bias"));
+  return {emitter.call("aten::add", "Tensor",
+                       {Emitter::tensor(sum), Emitter::tensor(bias), Emitter::constant(1)})};
+}
+
+/// `addmm` likewise: bias + alpha * sum.
+std::vector<ValueId> emit_addmm_sum(Emitter& emitter, const Call& call, const Treatment&) {
+  const auto part = emitter.call(
+      "aten::mm", "", {Emitter::tensor(emitter.argument(1)), Emitter::tensor(emitter.argument(2))});
+  const auto sum = emitter.reduce(part);
+  const auto bias = emitter.argument(0);
+  const auto result = emitter.call(
+      "aten::add", "Tensor",
+      {Emitter::tensor(bias), Emitter::tensor(sum), Emitter::constant(call.constant("alpha"))});
+  emitter.follow("alpha", 2);
+  emitter.require("beta");
+  return {result};
+}
+
+Result linear(const Call& call) {
+  return ProductRule(call, {0, 1, call.position("bias"), true, emit_linear_sum}).run();
+}
+
+Result matmul(const Call& call) { return ProductRule(call, {}).run(); }
+
+Result addmm(const Call& call) {
+  const bool plain = call.constant("beta").isInt() && call.constant("beta").toInt() == 1;
+  return ProductRule(call, {1, 2, 0, false, plain ? emit_addmm_sum : nullptr}).run();
+}
+
+Result baddbmm(const Call& call) {
+  Product product;
+  product.a = 1;
+  product.b = 2;
+  product.bias = 0;
+  if (call.in_place() && !call.divided(0)) return std::nullopt;
+  return ProductRule(call, product).run();
+}
+
+/// `conv1d` to `conv3d` without groups: divided by samples, by channels out or by channels in.
+std::vector<ValueId> emit_convolution_sum(Emitter& emitter, const Call& call, const Treatment&) {
+  std::vector<graph::Argument> arguments = call.op().arguments;
+  arguments[0] = Emitter::tensor(emitter.argument(0));
+  arguments[1] = Emitter::tensor(emitter.argument(1));
+  arguments[2] = Emitter::constant(c10::IValue());
+  const std::string& overload = call.op().handle.operator_name().overload_name;
+  const auto part = emitter.call(call.base_name().c_str(), overload.c_str(), std::move(arguments));
+  const auto sum = emitter.reduce(part);
+  std::vector<int64_t> shape(call.dim(0), 1);
+  shape[1] = -1;
+  const auto bias =
+      emitter.call("aten::view", "",
+                   {Emitter::tensor(emitter.argument(2)), Emitter::constant(std::move(shape))});
+  return {emitter.call("aten::add", "Tensor",
+                       {Emitter::tensor(sum), Emitter::tensor(bias), Emitter::constant(1)})};
+}
+
+Result convolution(const Call& call) {
+  const auto groups = call.integers("groups");
+  const bool has_bias = call.position("bias") >= 0;
+  if (call.dim(0) != call.dim(1) || !groups || (*groups)[0] != 1) return std::nullopt;
+  Treatment treatment = call.all_shared();
+  if (call.divided(1) && call.layout(1).dim == 0) {
+    const int64_t blocks = call.layout(1).blocks;
+    treatment.arguments[1] = call.layout(1);
+    if (has_bias) treatment.arguments[2] = Layout::divided(0, blocks);
+    treatment.results[0] = Layout::divided(1, blocks);
+    return treatment;
+  }
+  const int position = call.divided(1) ? 1 : 0;
+  const Layout& layout = call.layout(position);
+  if (!layout.is_divided() || layout.dim > 1) return std::nullopt;
+  if (layout.dim == 0) {
+    treatment.arguments[0] = treatment.results[0] = layout;
+    return treatment;
+  }
+  if (call.layout(1) != layout && !call.may_become(1, layout)) return std::nullopt;
+  treatment.arguments[0] = treatment.arguments[1] = layout;
+  if (call.layout(0) != layout && call.has_gradient(0)) treatment.wishes.push_back(0);
+  if (!has_bias) {
+    treatment.results[0] = Layout::partial();
+    return treatment;
+  }
+  treatment.arguments[2] = Layout::whole();
+  treatment.emit = emit_convolution_sum;
+  treatment.reduced_bytes = call.result_meta().nbytes();
+  return treatment;
+}
+
+/// Rows of the local part of the vocabulary, zero for others: terms of a sum.
+std::vector<ValueId> emit_embedding(Emitter& emitter, const Call& call, const Treatment&) {
+  return {emitter.call(
+      "smp::tp_embedding",
+      {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
+       Emitter::constant(call.meta(0).sizes[0]), Emitter::constant(call.constant("padding_idx")),
+       Emitter::constant(call.constant("scale_grad_by_freq")),
+       Emitter::constant(call.constant("sparse"))},
+      call.result_meta().sizes, call.result_meta().dtype)};
+}
+
+Result embedding(const Call& call) {
+  Treatment treatment = call.all_shared();
+  if (!call.divided(0)) {
+    if (!call.divided(1)) return std::nullopt;
+    treatment.arguments[1] = treatment.results[0] = call.layout(1);
+    return treatment;
+  }
+  const Layout& layout = call.layout(0);
+  treatment.arguments[0] = layout;
+  if (layout.dim == 1) {
+    const auto last = static_cast<int>(call.result_meta().sizes.size()) - 1;
+    treatment.results[0] = Layout::divided(last, layout.blocks);
+    return treatment;
+  }
+  if (layout.blocks != 1 || call.is_set("sparse")) return std::nullopt;
+  treatment.results[0] = Layout::partial();
+  treatment.emit = emit_embedding;
+  return treatment;
+}
+
+ValueId scaled(Emitter& emitter, ValueId value, double factor) {
+  return emitter.call("aten::mul", "Scalar", {Emitter::tensor(value), Emitter::constant(factor)});
+}
+
+/// What every query may look at: -inf where a key comes later.
+ValueId masked_by_order(Emitter& emitter, ValueId scores) {
+  const graph::TensorMeta meta = emitter.meta(scores);
+  const std::vector<int64_t> sizes(meta.sizes.end() - 2, meta.sizes.end());
+  const auto all =
+      emitter.call("aten::new_ones", "",
+                   {Emitter::tensor(scores), Emitter::constant(sizes), Emitter::constant(at::kBool),
+                    Emitter::constant(c10::IValue()), Emitter::constant(c10::IValue()),
+                    Emitter::constant(c10::IValue())});
+  const auto later =
+      emitter.call("aten::triu", "", {Emitter::tensor(all), Emitter::constant(int64_t{1})});
+  return emitter.call("aten::masked_fill", "Scalar",
+                      {Emitter::tensor(scores), Emitter::tensor(later),
+                       Emitter::constant(-std::numeric_limits<double>::infinity())});
+}
+
+ValueId masked(Emitter& emitter, const Call& call, ValueId scores) {
+  const int position = call.position("attn_mask");
+  if (position < 0) return scores;
+  const ValueId mask = emitter.argument(position);
+  if (call.meta(position).dtype != at::kBool) {
+    return emitter.call("aten::add", "Tensor",
+                        {Emitter::tensor(scores), Emitter::tensor(mask), Emitter::constant(1)});
+  }
+  const auto hidden = emitter.call("aten::logical_not", "", {Emitter::tensor(mask)});
+  return emitter.call("aten::masked_fill", "Scalar",
+                      {Emitter::tensor(scores), Emitter::tensor(hidden),
+                       Emitter::constant(-std::numeric_limits<double>::infinity())});
+}
+
+/// Attention with dropout, in the operators that libtorch makes it of on a CPU, so that the mask of
+/// all heads is drawn and each rank keeps that of its own.
+std::vector<ValueId> emit_attention(Emitter& emitter, const Call& call,
+                                    const Treatment& treatment) {
+  const auto width = static_cast<double>(call.meta(0).sizes.back());
+  const c10::IValue scale = call.constant("scale");
+  const double factor = std::sqrt(scale.isDouble() ? scale.toDouble() : 1 / std::sqrt(width));
+  const auto query = scaled(emitter, emitter.argument(0), factor);
+  const auto key = emitter.call("aten::transpose", "int",
+                                {Emitter::tensor(emitter.argument(1)),
+                                 Emitter::constant(int64_t{-2}), Emitter::constant(int64_t{-1})});
+  const auto keys = scaled(emitter, key, factor);
+  ValueId weights =
+      emitter.call("aten::matmul", "", {Emitter::tensor(query), Emitter::tensor(keys)});
+  if (call.is_set("is_causal")) weights = masked_by_order(emitter, weights);
+  weights = masked(emitter, call, weights);
+  weights = emitter.call(
+      "aten::_safe_softmax", "",
+      {Emitter::tensor(weights), Emitter::constant(int64_t{-1}), Emitter::constant(c10::IValue())});
+  const graph::TensorMeta meta = emitter.meta(weights);
+  const Layout& layout = treatment.arguments[0];
+  const auto kept =
+      emitter.call("smp::tp_dropout",
+                   {Emitter::tensor(weights), Emitter::constant(call.constant("dropout_p")),
+                    Emitter::constant(true), Emitter::constant(int64_t{layout.dim}),
+                    Emitter::constant(layout.blocks)},
+                   meta.sizes, meta.dtype);
+  emitter.follow("dropout_p", 1);
+  emitter.require("scale");
+  return {emitter.call("aten::matmul", "",
+                       {Emitter::tensor(kept), Emitter::tensor(emitter.argument(2))})};
+}
+
+/// Attention without dropout, as it is: a probability that comes later would draw other masks.
+std::vector<ValueId> emit_plain_attention(Emitter& emitter, const Call& call, const Treatment&) {
+  std::vector<graph::Argument> arguments = call.op().arguments;
+  for (graph::Argument& argument : arguments) {
+    if (argument.kind != graph::Argument::Kind::kTensor) continue;
+    const auto at = std::find(call.tensors().begin(), call.tensors().end(), argument.values[0]);
+    if (at == call.tensors().end()) continue;
+    argument.values = {emitter.argument(static_cast<int>(at - call.tensors().begin()))};
+  }
+  const auto result = emitter.call("aten::scaled_dot_product_attention", "", std::move(arguments));
+  emitter.follow("scale", call.argument("scale"));
+  emitter.require("dropout_p");
+  return {result};
+}
+
+/// Divided by samples or heads, never along a sequence or within a head.
+Result attention(const Call& call) {
+  const int first = call.first_divided();
+  if (first < 0 || first > 2) return std::nullopt;
+  const Layout layout = call.layout(first);
+  const int place = layout.dim - call.dim(first);
+  const bool drops = call.constant("dropout_p").toDouble() > 0;
+  const bool grouped = call.is_set("enable_gqa");
+  if (place >= -2 || (grouped && (drops || layout.blocks != 1))) return std::nullopt;
+  const c10::IValue scale = call.constant("scale");
+  if (drops && scale.isDouble() && scale.toDouble() < 0) return std::nullopt;
+  Treatment treatment = call.all_shared();
+  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
+    const int dim = place + call.dim(i);
+    if (dim < 0 || call.meta(i).sizes[dim] == 1) {
+      if (i <= 2) return std::nullopt;
+      continue;
+    }
+    if (!can_divide(call.meta(i).sizes, dim, layout.blocks, call.ranks())) return std::nullopt;
+    treatment.arguments[i] = Layout::divided(dim, layout.blocks);
+    if (call.layout(i) == treatment.arguments[i] || call.is_free_of_gradient(i)) continue;
+    treatment.wishes.push_back(i);
+  }
+  treatment.results[0] = treatment.arguments[0];
+  treatment.emit = drops ? emit_attention : emit_plain_attention;
+  return treatment;
+}
+
+}  // namespace
+
+RuleTable product_rules() {
+  RuleTable rules = {
+      {"aten::linear", linear},       {"aten::matmul", matmul},
+      {"aten::mm", matmul},           {"aten::bmm", matmul},
+      {"aten::addmm", addmm},         {"aten::baddbmm", baddbmm},
+      {"aten::embedding", embedding}, {"aten::scaled_dot_product_attention", attention}};
+  for (const char* name : {"conv1d", "conv2d", "conv3d"}) {
+    rules[std::string("aten::") + name] = convolution;
+  }
+  return rules;
+}
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,126 @@
+// Rules of operators for which others stand when they are divided: dropout and losses.
+
+#include "nn/rewrite/builtin_rules.h"
+#include "nn/rewrite/emitter.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::ValueId;
+using Result = std::optional<Treatment>;
+
+/// The mask of the whole is drawn, and each rank keeps its part.
+std::vector<ValueId> emit_dropout(Emitter& emitter, const Call& call, const Treatment& treatment) {
+  const ValueId input = emitter.argument(0);
+  const graph::TensorMeta meta = emitter.meta(input);
+  const Layout& layout = treatment.arguments[0];
+  const ValueId kept =
+      emitter.call("smp::tp_dropout",
+                   {Emitter::tensor(input), Emitter::constant(call.constant("p")),
+                    Emitter::constant(call.constant("train")),
+                    Emitter::constant(int64_t{layout.dim}), Emitter::constant(layout.blocks)},
+                   meta.sizes, meta.dtype);
+  emitter.follow("p", 1);
+  if (!call.in_place()) return {kept};
+  return {emitter.call("aten::copy_", "",
+                       {Emitter::tensor(input), Emitter::tensor(kept), Emitter::constant(false)})};
+}
+
+/// The mask of a whole tensor is drawn in the order of its memory, which must be that of its
+/// elements.
+Result dropout(const Call& call) {
+  if (!call.divided(0) || !call.is_contiguous(0)) return std::nullopt;
+  Treatment treatment = call.all_whole();
+  treatment.arguments[0] = treatment.results[0] = call.layout(0);
+  treatment.emit = emit_dropout;
+  return treatment;
+}
+
+/// Logits whose classes, dimension 1, are divided in one block.
+bool has_divided_classes(const Call& call) {
+  return call.divided(0) && call.dim(0) >= 2 && call.layout(0).dim == 1 &&
+         call.layout(0).blocks == 1;
+}
+
+/// Maxima, sums and the logits of the targets are summed over the ranks, never the logits.
+int64_t bytes_of_loss(const Call& call) {
+  const auto& meta = call.meta(0);
+  return 3 * meta.nbytes() / meta.sizes[1];
+}
+
+std::vector<ValueId> emit_cross_entropy(Emitter& emitter, const Call& call, const Treatment&) {
+  const int weight = call.position("weight");
+  const bool smooths = call.argument("label_smoothing") >= 0;
+  const auto result = emitter.call(
+      "smp::tp_cross_entropy",
+      {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
+       weight < 0 ? Emitter::constant(c10::IValue()) : Emitter::tensor(emitter.argument(weight)),
+       Emitter::constant(call.constant("reduction")),
+       Emitter::constant(call.constant("ignore_index")),
+       Emitter::constant(smooths ? call.constant("label_smoothing") : c10::IValue(0.0))},
+      call.result_meta().sizes, call.result_meta().dtype);
+  if (smooths) emitter.follow("label_smoothing", 5);
+  return {result};
+}
+
+Treatment loss_of_parts(const Call& call) {
+  Treatment treatment = call.all_whole();
+  treatment.arguments[0] = call.layout(0);
+  treatment.emit = emit_cross_entropy;
+  treatment.reduced_bytes = bytes_of_loss(call);
+  return treatment;
+}
+
+Result cross_entropy(const Call& call) {
+  const bool by_index = !at::isFloatingType(call.meta(1).dtype);
+  if (!has_divided_classes(call) || !by_index) return std::nullopt;
+  return loss_of_parts(call);
+}
+
+bool is_log_softmax(const graph::Operator& op) { return op.name() == "aten::log_softmax.int"; }
+
+bool is_nll_loss(const graph::Operator& op) {
+  const std::string name = op.name();
+  return name == "aten::nll_loss_nd" || name == "aten::nll_loss" || name == "aten::nll_loss2d";
+}
+
+/// Only likelihoods of targets are asked of it: the loss normalises the logits itself.
+std::vector<ValueId> emit_nothing(Emitter& emitter, const Call&, const Treatment&) {
+  return {emitter.argument(0)};
+}
+
+Result log_softmax(const Call& call) {
+  if (!has_divided_classes(call) || !call.constant("dtype").isNone() ||
+      *call.dimension("dim") != 1) {
+    return along_dims(call, "dim");
+  }
+  for (int user : call.result_users()) {
+    if (user == Layouts::kAtEnd) return std::nullopt;
+    const graph::Operator& op = call.graph().operators[user];
+    if (!is_nll_loss(op) || op.arguments[0].values[0] != call.results()[0]) return std::nullopt;
+  }
+  Treatment treatment = call.all_whole();
+  treatment.arguments[0] = treatment.results[0] = call.layout(0);
+  treatment.emit = emit_nothing;
+  return treatment;
+}
+
+Result nll_loss(const Call& call) {
+  const int producer = call.graph().values[call.tensors()[0]].producer;
+  const bool follows = producer >= 0 && is_log_softmax(call.graph().operators[producer]);
+  if (!has_divided_classes(call) || !follows) return std::nullopt;
+  return loss_of_parts(call);
+}
+
+}  // namespace
+
+RuleTable special_rules() {
+  return {{"aten::dropout", dropout},
+          {"aten::cross_entropy_loss", cross_entropy},
+          {"aten::log_softmax.int", log_softmax},
+          {"aten::nll_loss_nd", nll_loss},
+          {"aten::nll_loss", nll_loss},
+          {"aten::nll_loss2d", nll_loss}};
+}
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,124 @@
+#include "nn/rewrite/shape_run.h"
+
+#include <map>
+#include <optional>
+
+#include "graph/mode_scope.h"
+#include "graph/shapes.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::Argument;
+using graph::Graph;
+using graph::kUndefined;
+using graph::Operator;
+using graph::TensorMeta;
+using graph::ValueId;
+
+class ShapeRun {
+ public:
+  ShapeRun(const Graph& graph, const Operator& op) : graph_(graph), op_(op) {}
+
+  std::vector<ShapeResult> run() {
+    const graph::ModeScope mode(op_.mode);
+    torch::jit::Stack stack;
+    push_arguments(stack);
+    graph::call_on_shapes(op_.handle, stack, device());
+    std::vector<ShapeResult> results;
+    for (const c10::IValue& value : stack) {
+      if (value.isTensorList()) {
+        for (const at::Tensor& tensor : value.toTensorVector()) results.push_back(result(tensor));
+      } else {
+        results.push_back(result(value.toTensor()));
+      }
+    }
+    return results;
+  }
+
+ private:
+  /// A value has one tensor, however often it is an argument.
+  at::Tensor tensor(ValueId id) {
+    if (id == kUndefined) {
+      tensors_.emplace_back();
+      return {};
+    }
+    at::Tensor& own = of_value_[id];
+    if (!own.defined()) own = graph::make_shape_tensor(graph_.values[id].meta);
+    tensors_.push_back(own);
+    return own;
+  }
+
+  void push_arguments(torch::jit::Stack& stack) {
+    const auto& schema = op_.handle.schema();
+    for (size_t i = 0; i < op_.arguments.size(); ++i) {
+      const Argument& argument = op_.arguments[i];
+      switch (argument.kind) {
+        case Argument::Kind::kConstant: {
+          const bool is_device = schema.arguments()[i].name() == "device";
+          const bool replaced = is_device && argument.constant.isDevice();
+          stack.push_back(replaced ? c10::IValue(c10::Device(at::kMeta)) : argument.constant);
+          break;
+        }
+        case Argument::Kind::kTensor:
+          stack.emplace_back(tensor(argument.values[0]));
+          break;
+        case Argument::Kind::kTensorList: {
+          c10::List<at::Tensor> list;
+          for (ValueId id : argument.values) list.push_back(tensor(id));
+          stack.emplace_back(std::move(list));
+          break;
+        }
+        case Argument::Kind::kOptionalTensorList: {
+          c10::List<std::optional<at::Tensor>> list;
+          for (ValueId id : argument.values) {
+            const at::Tensor own = tensor(id);
+            list.push_back(own.defined() ? std::optional(own) : std::nullopt);
+          }
+          stack.emplace_back(std::move(list));
+          break;
+        }
+      }
+    }
+  }
+
+  /// Of the first argument that has dimensions, as of the results.
+  at::Device device() const {
+    for (const auto& [id, tensor] : of_value_) {
+      if (!graph_.values[id].meta.sizes.empty()) return graph_.values[id].meta.device;
+    }
+    return at::kCPU;
+  }
+
+  ShapeResult result(const at::Tensor& tensor) const {
+    ShapeResult result;
+    result.defined = tensor.defined();
+    if (!result.defined) return result;
+    result.meta = TensorMeta::of(tensor);
+    if (tensor.is_meta()) result.meta.device = device();
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (!tensors_[i].defined()) continue;
+      if (tensors_[i].is_same(tensor)) {
+        result.alias_of = static_cast<int>(i);
+        result.is_argument = true;
+        return result;
+      }
+      if (tensors_[i].storage().is_alias_of(tensor.storage()))
+        result.alias_of = static_cast<int>(i);
+    }
+    return result;
+  }
+
+  const Graph& graph_;
+  const Operator& op_;
+  std::map<ValueId, at::Tensor> of_value_;
+  std::vector<at::Tensor> tensors_;  // as `Operator::result_is_argument` counts them
+};
+
+}  // namespace
+
+std::vector<ShapeResult> run_on_shapes(const Graph& graph, const Operator& op) {
+  return ShapeRun(graph, op).run();
+}
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <vector>
+
+#include "graph/graph.h"
+
+namespace smp::nn::rewrite {
+
+/// One result of an operator that ran on shapes.
+struct ShapeResult {
+  bool defined = true;
+  graph::TensorMeta meta;
+  int alias_of = -1;  ///< the tensor argument (counted as in `Operator::result_is_argument`) whose
+                      ///< storage it lies on; -1: one of its own
+  bool is_argument = false;  ///< the very same tensor
+};
+
+/// What an operator of `graph` makes of its arguments, without computing anything. Throws what the
+/// operator does if the shapes do not fit.
+std::vector<ShapeResult> run_on_shapes(const graph::Graph& graph, const graph::Operator& op);
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,544 @@
+// Every rule by execution: a function is captured, divided among 2 and 4 ranks and run by them, and
+// its results and gradients are those of plain libtorch in one process, in float64. Which operators
+// communicate shows what was divided.
+
+#include <limits>
+
+#include "nn/rewrite/rule.h"
+#include "tests/nn/rewrite/harness.h"
+
+namespace smp::nn::rewrite::testing {
+namespace {
+
+using torch::Tensor;
+
+constexpr int64_t kBatch = 3, kLength = 5, kWidth = 8, kHidden = 48;
+
+torch::TensorOptions doubles() { return torch::kDouble; }
+
+/// Parameters for every rule to have gradients to get right.
+struct WeightsImpl : torch::nn::Module {
+  WeightsImpl() {
+    torch::manual_seed(3);
+    const auto add = [this](const char* name, std::vector<int64_t> sizes) {
+      return register_parameter(name, torch::randn(sizes, doubles()) * 0.5);
+    };
+    scale = add("scale", {1});
+    up = add("up", {kHidden, kWidth});
+    up_bias = add("up_bias", {kHidden});
+    other_up = add("other_up", {kHidden, kWidth});
+    down = add("down", {kWidth, kHidden});
+    down_bias = add("down_bias", {kWidth});
+    right = add("right", {kWidth, kHidden});
+    left = add("left", {kHidden, kWidth});
+    row = add("row", {kHidden});
+    of_head = add("of_head", {4});
+    table = add("table", {16, kWidth});
+    kernel = add("kernel", {8, 4, 3});
+    kernel_bias = add("kernel_bias", {8});
+    next_kernel = add("next_kernel", {4, 8, 1});
+    next_bias = add("next_bias", {4});
+    channels = add("channels", {8});
+  }
+  Tensor scale, up, up_bias, other_up, down, down_bias, right, left, row, of_head, table, kernel,
+      kernel_bias, next_kernel, next_bias, channels;
+};
+TORCH_MODULE(Weights);
+
+using Body = std::function<Tensor(Weights&, const Tensors&)>;
+
+struct Case {
+  std::string name;
+  std::map<std::string, std::pair<int, int>> fixed;  ///< dimension and blocks by parameter
+  Body body;
+  std::string expected;  ///< operators that communicate, on two ranks
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+/// Tokens are the second input, numbers the first and the third.
+Tensors inputs() {
+  torch::manual_seed(9);
+  return {torch::randn({kBatch, kLength, kWidth}, doubles()), torch::randint(16, {kBatch, kLength}),
+          torch::randn({kBatch, kLength, kHidden}, doubles()),
+          torch::randn({kBatch, 4, 6}, doubles())};
+}
+
+using OnHidden = std::function<Tensor(Weights&, Tensor)>;
+
+/// `body` of what a column-divided layer makes, [3, 5, 48] in `blocks` blocks.
+Case on_hidden(std::string name, int blocks, OnHidden body, std::string expected) {
+  return {std::move(name),
+          {{"up", {0, blocks}}},
+          [body](Weights& w, const Tensors& in) {
+            return body(w, torch::linear(in[0] * w->scale, w->up, w->up_bias));
+          },
+          std::move(expected)};
+}
+
+/// What is divided to the end is joined for the loss and for the output.
+const char kDivided[] = "copy gather gather";
+/// What an operator needs whole.
+const char kJoined[] = "copy gather";
+
+Tensor by_head(const Tensor& x) {
+  return x.view({kBatch, kLength, 4, kHidden / 4}).transpose(1, 2);
+}
+
+/// [3, 4 heads, 5, 4] of a fused projection.
+std::vector<Tensor> heads_of(const Tensor& x) {
+  const auto parts = x.view({kBatch, kLength, 3, 4, 4}).permute({2, 0, 3, 1, 4});
+  return {parts[0], parts[1], parts[2]};
+}
+
+std::vector<Case> elementwise_cases() {
+  return {
+      on_hidden(
+          "Unary", 1, [](Weights&, Tensor h) { return torch::gelu(h).tanh(); }, kDivided),
+      on_hidden(
+          "InPlace", 1, [](Weights&, Tensor h) { return h.mul_(2).add_(1).relu_(); }, kDivided),
+      on_hidden(
+          "Vector", 3, [](Weights& w, Tensor h) { return h * w->row; }, kDivided),
+      on_hidden(
+          "Row", 1, [](Weights& w, Tensor h) { return h * w->scale; }, "copy copy gather gather"),
+      on_hidden(
+          "Masked", 1,
+          [](Weights& w, Tensor h) {
+            return torch::where(h > 0, h, w->row).masked_fill(h > 1, 0.5);
+          },
+          kDivided),
+      {"InputWithoutGradient",
+       {{"up", {0, 1}}},
+       [](Weights& w, const Tensors& in) { return torch::linear(in[0], w->up) * in[2]; },
+       "scatter gather gather"},
+      {"WholeFactor",
+       {{"up", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return torch::linear(in[0], w->up) * (in[2] * w->scale);
+       },
+       "scatter gather gather"},
+      {"WholeSummand",
+       {{"up", {0, 1}}},
+       [](Weights& w, const Tensors& in) { return torch::linear(in[0], w->up) + in[2] * w->scale; },
+       "gather"},
+      {"TwoBranches",
+       {{"up", {0, 1}}, {"other_up", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto x = in[0] * w->scale;
+         return torch::silu(torch::linear(x, w->up)) * torch::linear(x, w->other_up);
+       },
+       kDivided},
+      on_hidden(
+          "Type", 1, [](Weights&, Tensor h) { return h.to(torch::kFloat).to(torch::kDouble); },
+          kDivided),
+      on_hidden(
+          "WrittenView", 1,
+          [](Weights& w, Tensor h) {
+            h.select(0, 0).mul_(2);
+            h.slice(1, 0, 2).add_(w->row);
+            return h.exp();
+          },
+          kDivided),
+      on_hidden(
+          "WrittenAcrossParts", 1,
+          [](Weights&, Tensor h) {
+            h.select(2, 5).zero_();
+            return h.exp();
+          },
+          "gather"),
+      {"SumOfPartials",
+       {{"up", {0, 1}}, {"down", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto h = torch::linear(in[0] * w->scale, w->up);
+         return torch::linear(h, w->down) + torch::linear(h.relu(), w->down) * 2;
+       },
+       "copy reduce"},
+  };
+}
+
+std::vector<Case> shape_cases() {
+  return {
+      on_hidden(
+          "View", 1,
+          [](Weights&, Tensor h) {
+            return h.view({kBatch, -1, 4, 12});
+          },
+          kDivided),
+      on_hidden(
+          "ViewOfBlocks", 3,
+          [](Weights&, Tensor h) {
+            return h.view({kBatch, kLength, 3, 16}).exp();
+          },
+          kDivided),
+      on_hidden(
+          "MergedWithBatch", 1,
+          [](Weights&, Tensor h) {
+            return h.contiguous().view({kBatch, kLength * 4, 12}).transpose(0, 1);
+          },
+          kDivided),
+      on_hidden(
+          "ViewAcrossParts", 1,
+          [](Weights&, Tensor h) {
+            return h.view({kBatch, kLength, 3, 16}).exp();
+          },
+          "copy gather"),
+      on_hidden(
+          "Flattened", 1, [](Weights&, Tensor h) { return h.flatten(0, 1).exp(); }, kDivided),
+      on_hidden(
+          "Unflattened", 1,
+          [](Weights&, Tensor h) {
+            return h.unflatten(2, {4, 12});
+          },
+          kDivided),
+      on_hidden(
+          "Reshaped", 1,
+          [](Weights&, Tensor h) {
+            return by_head(h).transpose(1, 2).reshape({kBatch, kLength, kHidden});
+          },
+          kDivided),
+      on_hidden(
+          "Permuted", 1,
+          [](Weights&, Tensor h) {
+            return h.permute({2, 0, 1}).movedim(0, 1).mT();
+          },
+          kDivided),
+      on_hidden(
+          "Selected", 3, [](Weights&, Tensor h) { return heads_of(h)[1].exp(); }, kDivided),
+      on_hidden(
+          "Chunked", 3,
+          [](Weights&, Tensor h) {
+            const auto parts = h.chunk(3, -1);
+            return parts[0] * parts[1] + parts[2];
+          },
+          kDivided),
+      on_hidden(
+          "Split", 3, [](Weights&, Tensor h) { return h.split(16, 2)[2].exp(); }, kDivided),
+      on_hidden(
+          "SplitWithSizes", 3,
+          [](Weights&, Tensor h) {
+            return h.split_with_sizes({32, 16}, 2)[0].exp();
+          },
+          kDivided),
+      on_hidden(
+          "ChunkedAcrossBlocks", 1, [](Weights&, Tensor h) { return h.chunk(3, -1)[0].exp(); },
+          kJoined),
+      on_hidden(
+          "Sliced", 3, [](Weights&, Tensor h) { return h.slice(2, 16, 48).exp(); }, kDivided),
+      on_hidden(
+          "Narrowed", 3,
+          [](Weights&, Tensor h) { return h.narrow(2, 32, 16).narrow(1, 1, 2).exp(); }, kDivided),
+      on_hidden(
+          "Unbound", 1, [](Weights&, Tensor h) { return h.unbind(1)[2].exp(); }, kDivided),
+      on_hidden(
+          "Glu", 2, [](Weights&, Tensor h) { return torch::glu(h, -1); }, kDivided),
+      on_hidden(
+          "Joined", 2,
+          [](Weights&, Tensor h) {
+            const auto parts = h.chunk(2, -1);
+            return torch::cat({-parts[1], parts[0], parts[1]}, -1);
+          },
+          kDivided),
+      on_hidden(
+          "JoinedRows", 1,
+          [](Weights&, Tensor h) {
+            return torch::cat({h, h.exp()}, 1);
+          },
+          kDivided),
+      on_hidden(
+          "Stacked", 1,
+          [](Weights&, Tensor h) {
+            return torch::stack({h, h.exp()}, 1);
+          },
+          kDivided),
+      on_hidden(
+          "Expanded", 1,
+          [](Weights&, Tensor h) {
+            return h.unsqueeze(1).expand({-1, 2, -1, -1}).exp();
+          },
+          kDivided),
+      on_hidden(
+          "Repeated", 1,
+          [](Weights&, Tensor h) {
+            return h.repeat({2, 1, 1, 1});
+          },
+          kDivided),
+      on_hidden(
+          "Squeezed", 1,
+          [](Weights&, Tensor h) { return h.unsqueeze(0).squeeze(0).unsqueeze(-1).squeeze(); },
+          kDivided),
+  };
+}
+
+std::vector<Case> reduction_cases() {
+  return {
+      on_hidden(
+          "Softmax", 1, [](Weights&, Tensor h) { return by_head(h).softmax(-1); }, kDivided),
+      on_hidden(
+          "SoftmaxAcrossParts", 1, [](Weights&, Tensor h) { return h.softmax(-1); }, kJoined),
+      on_hidden(
+          "Sum", 1,
+          [](Weights&, Tensor h) {
+            return h.sum(1) + h.sum(at::IntArrayRef({0, 1}), true)[0];
+          },
+          kDivided),
+      on_hidden(
+          "SumOfParts", 1, [](Weights&, Tensor h) { return h.sum(-1); }, "copy reduce"),
+      on_hidden(
+          "SumOfAll", 1, [](Weights&, Tensor h) { return h.exp().sum(); }, "copy reduce"),
+      on_hidden(
+          "MeanOfParts", 1, [](Weights&, Tensor h) { return h.mean(-1, true); }, "copy reduce"),
+      on_hidden(
+          "Mean", 1, [](Weights&, Tensor h) { return h.mean(1); }, kDivided),
+      on_hidden(
+          "Max", 1, [](Weights&, Tensor h) { return std::get<0>(h.max(1)); }, kDivided),
+      on_hidden(
+          "NormOfHeads", 1,
+          [](Weights& w, Tensor h) {
+            return torch::layer_norm(h.view({kBatch, kLength, 12, 4}), {4}, w->of_head, w->of_head);
+          },
+          "copy copy gather gather"),
+      on_hidden(
+          "NormAcrossParts", 1,
+          [](Weights& w, Tensor h) { return torch::layer_norm(h, {kHidden}, w->row, w->row); },
+          kJoined),
+      on_hidden(
+          "Triangle", 1, [](Weights&, Tensor h) { return by_head(h).tril(); }, kDivided),
+      {"GroupNorm",
+       {{"kernel", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto x = torch::conv1d(in[3] * w->scale, w->kernel, w->kernel_bias);
+         return torch::group_norm(x, 4, w->channels, w->channels).relu();
+       },
+       kDivided},
+  };
+}
+
+std::vector<Case> product_cases() {
+  return {
+      {"ColumnThenRow",
+       {{"up", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto h = torch::gelu(torch::linear(in[0] * w->scale, w->up, w->up_bias));
+         return torch::linear(h, w->down, w->down_bias);
+       },
+       "copy reduce"},
+      {"RowAlone",
+       {{"up", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return torch::linear(in[0] * w->scale, w->up, w->up_bias);
+       },
+       "scatter reduce"},
+      {"ColumnThenColumn",
+       {{"up", {0, 1}}, {"down", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return torch::linear(torch::linear(in[0] * w->scale, w->up), w->down, w->down_bias);
+       },
+       "copy all_gather gather gather"},
+      {"Matmul",
+       {{"right", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return in[0].mul(w->scale).matmul(w->right).matmul(w->left);
+       },
+       "copy reduce"},
+      {"Transposed",
+       {{"up", {0, 1}}, {"down", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return in[0].mul(w->scale).matmul(w->up.t()).relu().matmul(w->down.t());
+       },
+       "copy reduce"},
+      {"WeightOnTheLeft",
+       {{"up", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return w->up.matmul(in[0].mul(w->scale)[0].t()).relu();
+       },
+       kDivided},
+      {"Vector",
+       {{"up", {0, 1}}, {"row", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return torch::linear(in[0] * w->scale, w->up).matmul(w->row);
+       },
+       "copy reduce"},
+      {"Addmm",
+       {{"right", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto h = torch::addmm(w->up_bias, in[0].mul(w->scale).flatten(0, 1), w->right);
+         return torch::addmm(w->down_bias, h.relu(), w->left, 1, 2);
+       },
+       "copy reduce"},
+      on_hidden(
+          "Attention", 3,
+          [](Weights&, Tensor h) {
+            const auto qkv = heads_of(h);
+            const auto scores = qkv[0].matmul(qkv[1].transpose(-2, -1)) / 2.0;
+            return scores.softmax(-1).matmul(qkv[2]);
+          },
+          kDivided),
+      on_hidden(
+          "AttentionInOneDimension", 3,
+          [](Weights&, Tensor h) {
+            std::vector<Tensor> parts;
+            for (const auto& part : h.transpose(0, 1).chunk(3, -1)) {
+              parts.push_back(part.contiguous().view({kLength, kBatch * 4, 4}).transpose(0, 1));
+            }
+            const auto zeros = torch::zeros({1, kLength, kLength}, doubles());
+            const auto scores = torch::baddbmm(zeros, parts[0], parts[1].mT(), 1, 0.5);
+            return torch::bmm(scores.softmax(-1), parts[2])
+                .transpose(0, 1)
+                .reshape({kLength, kBatch, 16});
+          },
+          kDivided),
+      on_hidden(
+          "HeadsThatAreCut", 3,
+          [](Weights&, Tensor h) {
+            const auto parts = h.chunk(3, -1);
+            return torch::bmm(parts[0], parts[1].transpose(1, 2)).softmax(-1).bmm(parts[2]);
+          },
+          "copy gather gather copy gather gather"),
+      on_hidden(
+          "Fused", 3,
+          [](Weights&, Tensor h) {
+            const auto qkv = heads_of(h);
+            return torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.0, true);
+          },
+          kDivided),
+      on_hidden(
+          "FusedWithDropout", 3,
+          [](Weights&, Tensor h) {
+            const auto qkv = heads_of(h);
+            return torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.3, true);
+          },
+          "copy dropout gather gather"),
+      on_hidden(
+          "FusedWithMasks", 3,
+          [](Weights& w, Tensor h) {
+            const auto qkv = heads_of(h);
+            const auto visible = torch::ones({kLength, kLength}, torch::kBool).tril(1);
+            const auto bias = torch::ones({1, 4, 1, kLength}, doubles()) * w->scale;
+            return torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], visible, 0.2) +
+                   torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], bias, 0.1, false,
+                                                       0.7);
+          },
+          "copy dropout scatter dropout gather gather"),
+      on_hidden(
+          "GroupedQueries", 1,
+          [](Weights&, Tensor h) {
+            const auto q = by_head(h);
+            const auto k = h.slice(1, 0, 4).view({kBatch, 4, 4, 12}).transpose(1, 2);
+            return torch::scaled_dot_product_attention(q, k, k, {}, 0.0, false, std::nullopt, true);
+          },
+          kDivided),
+      {"Convolution",
+       {{"kernel", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto x = torch::conv1d(in[3] * w->scale, w->kernel, w->kernel_bias, 1, 1).relu();
+         return torch::conv1d(x, w->next_kernel, w->next_bias);
+       },
+       "copy reduce"},
+      {"ConvolutionWithoutBias",
+       {{"next_kernel", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         return torch::conv1d(torch::cat({in[3], in[3]}, 1) * w->scale, w->next_kernel);
+       },
+       "scatter reduce"},
+      {"EmbeddingRows",
+       {{"table", {0, 1}}},
+       [](Weights& w, const Tensors& in) { return torch::embedding(w->table, in[1], 3); },
+       "embedding reduce"},
+      {"EmbeddingColumns",
+       {{"table", {1, 1}}},
+       [](Weights& w, const Tensors& in) { return torch::embedding(w->table, in[1]); },
+       "gather gather"},
+  };
+}
+
+std::vector<Case> special_cases() {
+  const auto logits = [](Weights& w, const Tensors& in) {
+    return torch::linear(in[0].mul(w->scale).flatten(0, 1), w->table);
+  };
+  namespace F = torch::nn::functional;
+  const std::map<std::string, std::pair<int, int>> vocabulary = {{"table", {0, 1}}};
+  return {
+      on_hidden(
+          "Dropout", 3, [](Weights&, Tensor h) { return torch::dropout(h, 0.4, true); },
+          "copy dropout gather gather"),
+      on_hidden(
+          "DropoutInPlace", 1,
+          [](Weights&, Tensor h) { return torch::dropout_(h, 0.4, true).exp(); },
+          "copy dropout gather gather"),
+      {"CrossEntropy", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         return F::cross_entropy(logits(w, in), in[1].flatten());
+       },
+       "copy cross_entropy"},
+      {"CrossEntropyWithOptions", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         const auto weight = torch::linspace(0.5, 2, 16, doubles());
+         return F::cross_entropy(logits(w, in), in[1].flatten(),
+                                 F::CrossEntropyFuncOptions()
+                                     .weight(weight)
+                                     .ignore_index(3)
+                                     .reduction(torch::kSum)
+                                     .label_smoothing(0.1));
+       },
+       "copy cross_entropy"},
+      {"CrossEntropyOfImages", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         const auto x = torch::linear(in[0] * w->scale, w->table).transpose(1, 2);
+         return F::cross_entropy(x, in[1]);
+       },
+       "copy cross_entropy"},
+      {"LikelihoodOfLogSoftmax", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         return F::nll_loss(torch::log_softmax(logits(w, in), 1), in[1].flatten());
+       },
+       "copy cross_entropy"},
+      {"LogSoftmaxForOthers", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         const auto x = torch::log_softmax(logits(w, in), 1);
+         return F::nll_loss(x, in[1].flatten()) + x.mean();
+       },
+       "copy gather"},
+      {"TiedVocabulary", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         const auto x = torch::embedding(w->table, in[1]) * w->scale;
+         return F::cross_entropy(torch::linear(x, w->table).flatten(0, 1), in[1].flatten());
+       },
+       "embedding reduce copy cross_entropy"},
+  };
+}
+
+class RuleTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(RuleTest, EqualsOneProcess) {
+  Weights weights;
+  const TensorTable table = table_of(*weights);
+  const Body& body = GetParam().body;
+  const Function step = training([&](const Tensors& in) -> Tensors {
+    const auto result = body(weights, in);
+    return {result.square().norm().sqrt(), result};
+  });
+  const auto whole = capture(table, inputs(), step);
+  for (int ranks : {2, 4}) {
+    DivideOptions options = eager_options(table, ranks);
+    options.latency_us = 1e9;  // nothing is divided but what is fixed, and what follows from it
+    for (const auto& [name, how] : GetParam().fixed) {
+      options.fixed[name] = {table.at(name).tensor.sizes().vec(), how.first, how.second, ranks};
+    }
+    const DividedGraph divided = divide(*whole, options);
+    if (ranks == 2) {
+      EXPECT_EQ(collectives(divided.graph), GetParam().expected) << divided.graph.to_string();
+    }
+    expect_equals_plain(divided, *weights, table, inputs(), step, ranks);
+  }
+}
+
+std::string name_of(const ::testing::TestParamInfo<Case>& info) { return info.param.name; }
+
+INSTANTIATE_TEST_SUITE_P(Elementwise, RuleTest, ::testing::ValuesIn(elementwise_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(Shapes, RuleTest, ::testing::ValuesIn(shape_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(Reductions, RuleTest, ::testing::ValuesIn(reduction_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(Products, RuleTest, ::testing::ValuesIn(product_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(Special, RuleTest, ::testing::ValuesIn(special_cases()), name_of);
+
+}  // namespace
+}  // namespace smp::nn::rewrite::testing
