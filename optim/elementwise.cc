@@ -36,7 +36,7 @@ void Elementwise::check(const char* key, const char* usual) const {
                  "> : std::true_type {}; (optim/elementwise.h). If not, set \"", key, "\" to ",
                  usual);
   SMP_CHECK_WITH(UsageError, *answer, "optimizer ", name, " needs whole parameters, and with "
-                 "\"", key, "\" each replica updates its pieces of them. Use another optimizer, or "
+                 "\"", key, "\" each rank updates its pieces of them. Use another optimizer, or "
                  "set \"", key, "\" to ", usual);
 }
 

@@ -117,14 +117,14 @@ size_t first_other(const std::vector<std::string>& all) {
 StepFingerprints::StepFingerprints(const graph::Graph& graph)
     : graph(graph.fingerprint()), constants(graph.constants_fingerprint()) {}
 
-void check_agreement(comm::Communicator& pipeline, const StepTrace& step) {
-  if (pipeline.size() == 1) return;
+void check_agreement(comm::Communicator& group, const StepTrace& step, const AgreeingRanks& who) {
+  if (group.size() == 1) return;
   const std::string overrides = describe_overrides(step.constants, step.contents);
   const std::array<uint64_t, 4> mine = {step.fingerprints.graph, step.fingerprints.constants,
                                         XXH64(overrides.data(), overrides.size(), 0),
                                         hash_inputs(step.inputs)};
   const auto all = comm::all_gather_bytes(
-      pipeline, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
+      group, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
   const size_t other = first_other(all);
   if (other == all.size()) return;
   std::array<uint64_t, 4> first, second;
@@ -138,12 +138,12 @@ void check_agreement(comm::Communicator& pipeline, const StepTrace& step) {
       text += describe_constants(step.graph, step.constants[m], step.contents[m]);
     }
   }
-  const auto texts = comm::all_gather_bytes(pipeline, text);
+  const auto texts = comm::all_gather_bytes(group, text);
   const auto [a, b] = first_difference(texts[0], texts[other]);
-  const auto ranks = c10::str("pp rank 0 and pp rank ", other, " of one pipeline");
+  const auto ranks = c10::str(who.name, " 0 and ", who.name, " ", other, " of one pipeline");
   SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", step.name,
-                 "\" calls other operators on ", ranks, ". The first difference: pp rank 0 has \"",
-                 a, "\", pp rank ", other, " has \"", b,
+                 "\" calls other operators on ", ranks, ". The first difference: ", who.name,
+                 " 0 has \"", a, "\", ", who.name, " ", other, " has \"", b,
                  "\". All ranks of a pipeline must take the same way through the function: what it "
                  "branches on must not depend on the rank");
   SMP_CHECK_WITH(UsageError, first[1] == second[1] && first[2] == second[2], "step function \"",
@@ -152,8 +152,8 @@ void check_agreement(comm::Communicator& pipeline, const StepTrace& step) {
                  "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
   detail::fail<UsageError>("step function \"", step.name, "\" was given different batches on ",
                            ranks,
-                           ". All ranks of a pipeline must pass the same inputs; shard data by "
-                           "smp::dp_rank() and smp::dp_size(), not by smp::rank()");
+                           ". All ranks of a pipeline must pass the same inputs; shard data by ",
+                           who.share, ", not by smp::rank()");
 }
 
 void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {

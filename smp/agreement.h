@@ -30,9 +30,16 @@ struct StepTrace {
   const std::vector<at::Tensor>& inputs;  ///< of the whole batch
 };
 
-/// Throws a `UsageError` on all ranks of the pipeline unless they run the same graph with the same
-/// constants on the same inputs; it shows the first difference. Collective over `pipeline`.
-void check_agreement(comm::Communicator& pipeline, const StepTrace& step);
+/// What errors call the ranks that must agree ("pp rank"), and by what data are to be shared out.
+struct AgreeingRanks {
+  const char* name;
+  const char* share;
+};
+
+/// Throws a `UsageError` on all ranks of the group, those of a pipeline and of its tensor-parallel
+/// groups, unless they run the same graph with the same constants on the same inputs; it shows the
+/// first difference. Collective over `group`.
+void check_agreement(comm::Communicator& group, const StepTrace& step, const AgreeingRanks& ranks);
 
 /// Throws a `UsageError` on all replicas unless they run the same graph; it shows the first
 /// difference. For replicas that gather parameters together. Collective over `replicas`.

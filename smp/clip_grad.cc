@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,19 +49,22 @@ class Gradients {
     for (size_t i = 0; i < listed_.size(); ++i) {
       const Listed& listed = listed_[i];
       norms[i].dtype = gradient_type(runtime_.config(), listed.parameter);
-      const at::Tensor own = listed.slices == nullptr ? gradient(listed) : at::Tensor();
+      const bool is_whole = listed.slices == nullptr && listed.split == nullptr;
+      const at::Tensor own = is_whole ? gradient(listed) : at::Tensor();
       if (own.defined()) norms[i].norm = optim::gradient_norm(own, norm_type);
     }
     for (const auto& slices : slices_) add_norms_of_pieces(*slices, norm_type, norms);
+    add_norms_of_parts(norm_type, norms);
     return total_norm(padded(norms), norm_type, group(), fingerprint(numbers), call_);
   }
 
  private:
   struct Listed {
     at::Tensor parameter;
-    size_t entry;                           // among all parameters and buffers
-    dp::ParameterSlices* slices = nullptr;  // that divide it; null: it is whole
-    size_t index = 0;                       // among theirs
+    size_t entry;                               // among all parameters and buffers
+    dp::ParameterSlices* slices = nullptr;      // that divide it; null: it is whole
+    size_t index = 0;                           // among theirs
+    const nn::ParameterSplit* split = nullptr;  // of a tensor-parallel group; null: it is whole
   };
 
   void add(size_t position, const at::Tensor& parameter) {
@@ -70,6 +74,7 @@ class Gradients {
                    " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
                    "of them (not those of virtual_named_parameters())");
     Listed listed{parameter, static_cast<size_t>(entry - runtime_.table().entries().data())};
+    listed.split = runtime_.divided().find(parameter);
     for (const auto& slices : slices_) {
       if (const auto index = slices->find(parameter)) {
         listed.slices = slices.get();
@@ -104,6 +109,22 @@ class Gradients {
     }
   }
 
+  /// Norms of gradients of which the ranks of a tensor-parallel group have parts: each is put
+  /// together on one of them, so that the sum has the order that it has in one process.
+  void add_norms_of_parts(double norm_type, std::vector<GradientNorm>& norms) const {
+    comm::Communicator& group = *runtime_.group(CommGroup::kTp);
+    const bool from_parts = norm_type == 0 || norm_type == std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < listed_.size(); ++i) {
+      const Listed& listed = listed_[i];
+      if (listed.split == nullptr) continue;
+      const at::Tensor part = gradient(listed);
+      if (!part.defined()) continue;
+      const int root = static_cast<int>(i) % group.size();
+      const at::Tensor summed = from_parts ? part : join_on(root, group, *listed.split, part);
+      if (summed.defined()) norms[i].norm = optim::gradient_norm(summed, norm_type);
+    }
+  }
+
   /// As many as there are parameters and buffers, so that ranks that were given lists of other
   /// lengths find that out.
   std::vector<GradientNorm> padded(std::vector<GradientNorm> norms) const {
@@ -121,7 +142,7 @@ class Gradients {
 
   comm::Communicator& group() const {
     const bool divided = !slices_.empty();
-    return *runtime_.group(divided ? CommGroup::kWorld : CommGroup::kPp);
+    return *runtime_.group(divided ? CommGroup::kWorld : CommGroup::kMp);
   }
 
   std::string call_;

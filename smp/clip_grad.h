@@ -14,10 +14,11 @@ namespace smp {
 /// dimensions; a zero if there are no gradients.
 ///
 /// To be called after a step, with the same list on all ranks: all parameters of a model
-/// (`model->parameters()`), some of them, or those of several models. Collective over the pipeline,
-/// and over all ranks with `shard_optimizer_state` or sharded data parallelism. Without these it is
-/// one all-reduce of a number for each parameter; with them gradients are put together for it,
-/// since the bits of a sum depend on its order (infinity takes the pieces as they are).
+/// (`model->parameters()`), some of them, or those of several models. Collective over the pipeline
+/// and its tensor-parallel groups, and over all ranks with `shard_optimizer_state` or sharded data
+/// parallelism. It is one all-reduce of a number for each parameter; gradients of which ranks have
+/// parts or pieces are put together for it, since the bits of a sum depend on its order (infinity
+/// takes the parts as they are).
 ///
 /// Throws `UsageError` inside a step function, for tensors that are not parameters of a
 /// `DistributedModel`, and where ranks call it with other arguments.

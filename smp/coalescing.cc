@@ -41,6 +41,7 @@ class Chooser {
     const Config& config = runtime_.config();
     if (request_.per_microbatch) return "an argument slices itself (smp_slice)";
     if (config.pipeline() == "file") return "a schedule file is for one number of microbatches";
+    if (runtime_.is_tensor_parallel()) return "layers may be divided (tensor_parallel_degree)";
     if (config.load_partition()) return "a partition is loaded, which is for one graph";
     return graph::why_not_together(request_.graph);
   }
@@ -48,7 +49,7 @@ class Chooser {
   /// Numbers of microbatches to run as one, ascending: so many that a microbatch is left for each
   /// rank, and each gradient shard has whole ones.
   std::vector<int> factors() const {
-    const int64_t replicas = runtime_.group(CommGroup::kDp)->size();
+    const int64_t replicas = runtime_.replicas()->size();
     const int64_t shards = std::max<int64_t>(runtime_.gradient_shards() / replicas, 1);
     std::vector<int> result;
     for (int64_t factor = 2; factor <= request_.microbatches; ++factor) {
@@ -93,8 +94,8 @@ class Chooser {
   double predict(const graph::Graph& graph, int factor) {
     const int64_t left = request_.microbatches / factor;
     const double us = predicted_step_us(runtime_, graph, static_cast<int>(left));
-    predictions_ +=
-        c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ", partitioner::format_time(us));
+    predictions_ += c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ",
+                             partitioner::format_time(us));
     return us;
   }
 

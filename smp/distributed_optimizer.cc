@@ -32,6 +32,7 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
       pieces_(optimizer, *runtime_, set_state_),
       loss_scaling_(runtime_, pieces_) {
   if (shards_optimizer_state(*runtime_)) elementwise.check("shard_optimizer_state", "false");
+  if (runtime_->is_tensor_parallel()) elementwise.check("tensor_parallel_degree", "1");
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     elementwise.check("sharded_data_parallel_degree", "1");
   }

@@ -30,8 +30,8 @@ class OptimizerCore {
   using Read = std::function<std::map<std::string, optim::OptimizerState::Param>(
       const std::function<bool(const std::string&)>& wanted)>;
 
-  /// Throws `UsageError` for an optimizer that the configuration's `shard_optimizer_state` cannot
-  /// divide.
+  /// Throws `UsageError` for an optimizer that cannot update parts of parameters, where the
+  /// configuration divides them.
   OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
                 const optim::Elementwise& elementwise);
 
@@ -45,9 +45,9 @@ class OptimizerCore {
   optim::OptimizerState local_state_dict(bool gather_if_shard);
   void load_state_dict(const optim::OptimizerState& state);
 
-  /// The state of the parameters this rank owns, by name; of all of them before partitioning. With
-  /// `shard_optimizer_state`, every replica has that of some of them, and it is collective over
-  /// the replicas.
+  /// The state of the parameters this rank owns, by name; of all of them before partitioning. Of
+  /// what a tensor-parallel group divides, that of this rank's part. With `shard_optimizer_state`,
+  /// every replica has that of some of them, and it is collective over the replicas.
   optim::OptimizerState local_state();
 
   /// Restores a saved optimizer: options such as the learning rate now, the state of parameters
@@ -116,12 +116,13 @@ class DistributedOptimizer : public Base, public MixedPrecision<DistributedOptim
   void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
 
   /// Copies of the state of all parameters by name, and of the param groups, on every rank; of this
-  /// rank's before the first step. Collective over the pipeline, and over all ranks with
-  /// `shard_optimizer_state` or sharded data parallelism. Throws `UsageError` inside a step
-  /// function.
+  /// rank's before the first step. Collective over the pipeline and its tensor-parallel groups, and
+  /// over all ranks with `shard_optimizer_state` or sharded data parallelism. Throws `UsageError`
+  /// inside a step function.
   optim::OptimizerState state_dict() { return core_->state_dict(); }
 
-  /// Copies of the state of the parameters that this rank owns. Where replicas divide the state,
+  /// Copies of the state of the parameters that this rank owns, and of its parts of those that a
+  /// tensor-parallel group divides. Where replicas divide the state,
   /// with `gather_if_shard` all of it for these parameters, on every replica, collectively over
   /// them; without, this rank's pieces, under names such as "fc.weight[0:64]" that say which
   /// elements of the parameter's memory they are for. Throws `UsageError` before the first step.

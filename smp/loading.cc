@@ -36,6 +36,7 @@ class Load {
       : runtime_(runtime), path_(std::move(path)), options_(options) {
     tensors_ = tensors_of(runtime, models);
     expected_ = checkpoint::expectations(tensors_);
+    expect_whole(runtime, tensors_, expected_);
   }
 
   /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
@@ -174,7 +175,19 @@ class Load {
 
 }  // namespace
 
+void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTensor>& tensors,
+                  std::vector<ExpectedTensor>& expected) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    expected[i].spec.shape = runtime.divided().whole_sizes(tensors[i].tensor);
+  }
+}
+
 void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::Tensor()> read) {
+  if (const auto* split = runtime.divided().find(tensor)) {
+    read = [split = *split, rank = runtime.rank_in(CommGroup::kTp), whole = std::move(read)] {
+      return split.part(whole(), rank);
+    };
+  }
   if (const auto recording = graph::recording_of(tensor).first) {
     recording->set_source(tensor, std::move(read));
   } else if (const auto index = runtime.sharding ? runtime.sharding->find(tensor) : std::nullopt) {

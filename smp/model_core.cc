@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_set>
 
@@ -10,8 +11,10 @@
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "graph/tracer.h"
+#include "nn/split_module.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
+#include "smp/loading.h"
 #include "smp/loss_scaler.h"
 #include "smp/model_creation.h"
 #include "smp/optimizer_pieces.h"
@@ -149,7 +152,7 @@ std::shared_ptr<dp::ParameterSlices> ModelCore::slices() {
   std::vector<std::string> names;
   for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().find(tensor)->name);
   slices_ = std::make_shared<dp::ParameterSlices>(std::move(trained), std::move(names),
-                                                  runtime_->group(CommGroup::kDp), bucket_bytes());
+                                                  runtime_->replicas(), bucket_bytes());
   return slices_;
 }
 
@@ -174,6 +177,9 @@ ModelCore::TensorDict ModelCore::state_dict() const {
         copy = mine ? graph::value_of(item.value()).detach().cpu().contiguous().clone()
                     : at::empty(item.value().sizes(), item.value().options().device(at::kCPU));
         pipeline->broadcast(copy, root);
+        if (const auto* split = runtime_->divided().find(item.value())) {
+          copy = join_on_all(*runtime_->group(CommGroup::kTp), *split, copy);
+        }
       }
       result.insert(item.key(), copy);
     }
@@ -209,9 +215,12 @@ void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
     const at::Tensor* given = state.find(item.key());
     if (given == nullptr) {
       if (strict) problems += "\n  missing: " + item.key();
-    } else if (given->sizes() != item.value().sizes() || !fits(*given, item.value())) {
+      continue;
+    }
+    const auto sizes = runtime_->divided().whole_sizes(item.value());
+    if (given->sizes() != at::IntArrayRef(sizes) || !fits(*given, item.value())) {
       problems += c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
-                           item.value().sizes(), ", got ", given->scalar_type(), given->sizes());
+                           at::IntArrayRef(sizes), ", got ", given->scalar_type(), given->sizes());
     }
   }
   if (strict) {
@@ -227,18 +236,12 @@ void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
   for (const auto& item : own) {
     const at::Tensor* given = state.find(item.key());
     if (given == nullptr) continue;
-    if (const auto recording = graph::recording_of(item.value()).first) {
-      recording->set_source(item.value(), [given = *given, version = given->_version()] {
-        SMP_CHECK_WITH(UsageError, given._version() == version,
-                       "load_state_dict: a tensor that was given for a delayed parameter has "
-                       "changed before the first step, which needs it. Give a copy");
-        return given;
-      });
-    } else if (const auto shard = shard_of(item.value())) {
-      runtime_->sharding->parameters()->load(*shard, *given);
-    } else if (has_data(item.value())) {
-      item.value().detach().copy_(*given);
-    }
+    assign(*runtime_, item.value(), [given = *given, version = given->_version()] {
+      SMP_CHECK_WITH(UsageError, given._version() == version,
+                     "load_state_dict: a tensor that was given for a delayed parameter has "
+                     "changed before the first step, which needs it. Give a copy");
+      return given;
+    });
   }
 }
 
@@ -277,6 +280,13 @@ void ModelCore::cpu() {
   check_outside_step("cpu");
   if (!partitioned()) return materialize(*module_);
   at::NoGradGuard no_grad;
+  const auto divided = scaled_batch_reducer_named_parameters();
+  SMP_CHECK_WITH(UsageError, divided.is_empty(), "model->cpu(): \"",
+                 divided.is_empty() ? "" : divided.front().key(), "\" and ",
+                 static_cast<int64_t>(divided.size()) - 1,
+                 " other parameters are divided among the ranks of a tensor-parallel group, so the "
+                 "module cannot be used as a plain one. Load model->state_dict(), which has them "
+                 "whole, into a plain module");
   const auto pipeline = runtime_->group(CommGroup::kPp);
   if (runtime_->sharding) {
     runtime_->sharding->parameters()->take_back();  // what an earlier call gathered
@@ -291,6 +301,58 @@ void ModelCore::cpu() {
       if (!copy.is_alias_of(tensor)) tensor.detach().copy_(copy);
     }
   }
+}
+
+bool ModelCore::is_distributed_parameter(const at::Tensor& parameter) const {
+  return runtime_->divided().find(parameter) != nullptr;
+}
+
+torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::distributed_modules()
+    const {
+  torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> result;
+  for (const auto& item : module_->named_modules()) {
+    const auto own = item.value()->parameters(/*recurse=*/false);
+    const bool any = std::any_of(own.begin(), own.end(), [this](const at::Tensor& parameter) {
+      return is_distributed_parameter(parameter);
+    });
+    if (any) result.insert(item.key(), item.value());
+  }
+  return result;
+}
+
+ModelCore::TensorDict ModelCore::parameters_that_are(bool distributed) const {
+  TensorDict result;
+  for (const auto& item : named_parameters()) {
+    if (is_distributed_parameter(item.value()) == distributed) {
+      result.insert(item.key(), item.value());
+    }
+  }
+  return result;
+}
+
+ModelCore::TensorDict ModelCore::default_reducer_named_parameters() const {
+  return parameters_that_are(false);
+}
+
+ModelCore::TensorDict ModelCore::scaled_batch_reducer_named_parameters() const {
+  return parameters_that_are(true);
+}
+
+const std::string& ModelCore::tensor_parallelism_report() const {
+  return runtime_->tensor_parallelism_report;
+}
+
+std::vector<std::pair<std::string, nn::ParameterSplit>> ModelCore::split_parameters() const {
+  std::vector<std::pair<std::string, nn::ParameterSplit>> result;
+  for (const auto& item : module_->named_modules()) {
+    const auto* const split_module = dynamic_cast<const nn::SplitModule*>(item.value().get());
+    if (split_module == nullptr) continue;
+    const std::string path = item.key().empty() ? "" : item.key() + ".";
+    for (const auto& [name, split] : split_module->split_parameters()) {
+      result.emplace_back(full_name(path + name), split);
+    }
+  }
+  return result;
 }
 
 bool ModelCore::partitioned() const { return runtime_->partitioned; }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "graph/tensor_table.h"
@@ -93,15 +94,16 @@ class ModelCore {
   std::vector<at::Tensor> local_virtual_parameters();
   TensorDict virtual_named_parameters();
 
-  /// Copies of all parameters and buffers on every rank. Collective over the pipeline, and with
-  /// sharded data parallelism over the world: all ranks must call it, or the others wait until the
-  /// time-out.
+  /// Copies of all parameters and buffers, whole, on every rank. Collective over the pipeline and
+  /// its tensor-parallel groups, and with sharded data parallelism over the world: all ranks must
+  /// call it, or the others wait until the time-out.
   TensorDict state_dict() const;
-  /// Copies of what this rank owns: of a parameter that sharded data parallelism divides, its
-  /// shard, which has one dimension. Not collective.
+  /// Copies of what this rank owns: of a divided parameter its part, and of one that sharded data
+  /// parallelism divides, its shard, which has one dimension. Not collective.
   TensorDict local_state_dict() const;
   /// Copies values in. Before partitioning, and after, each rank takes what it holds; for
-  /// delayed parameters the tensors are kept until the first step, unchanged. Throws one
+  /// delayed parameters the tensors are kept until the first step, unchanged. Divided parameters
+  /// are given whole, and each rank takes its part. Throws one
   /// `CheckpointError` that lists all missing or unexpected names and other shapes or dtypes; then
   /// nothing has changed. `strict = false` accepts missing and unexpected names. With `fp16` or
   /// `bf16` other floating point types are rounded.
@@ -117,8 +119,26 @@ class ModelCore {
   void to(at::Device device);
   /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
   /// can be used as a plain module. Collective over the pipeline, as documented for SMP; with
-  /// sharded data parallelism over the world. Training goes on with the owners' values.
+  /// sharded data parallelism over the world. Training goes on with the owners' values. Throws
+  /// `UsageError` where parameters are divided among the ranks of a tensor-parallel group:
+  /// `state_dict` has them whole.
   void cpu();
+
+  /// Whether each rank of a tensor-parallel group has its own part of a parameter. Known for
+  /// modules of `smp::nn` from the start, for others after the first step.
+  bool is_distributed_parameter(const at::Tensor& parameter) const;
+  /// The modules that have such parameters themselves, by their path.
+  torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> distributed_modules() const;
+  /// The parameters that all ranks of a tensor-parallel group hold alike, and the distributed ones.
+  /// In SMP gradients of the former are reduced over the data-parallel group, and of the latter
+  /// over that of the replicas. Here the ranks of a tensor-parallel group run the same samples, so
+  /// that all are reduced over the replicas, and all are divided by the same number.
+  TensorDict default_reducer_named_parameters() const;
+  TensorDict scaled_batch_reducer_named_parameters() const;
+  /// Which parameters, of all models, the ranks of a tensor-parallel group divided, along which
+  /// dimension, and of the others why not. Empty before the first step and without tensor
+  /// parallelism.
+  const std::string& tensor_parallelism_report() const;
 
   /// True once the first step has divided the model among the ranks.
   bool partitioned() const;
@@ -148,6 +168,8 @@ class ModelCore {
   /// and without `shard_optimizer_state`.
   std::shared_ptr<dp::ParameterSlices> slices();
 
+  /// For the runtime: how parameters of `nn::SplitModule`s are divided, by full name.
+  std::vector<std::pair<std::string, nn::ParameterSplit>> split_parameters() const;
   /// For the runtime: adds parameters and buffers, runs hooks, keeps the report.
   void add_to(graph::TensorTable& table) const;
   void run_post_partition_hooks();
@@ -160,6 +182,7 @@ class ModelCore {
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
   TensorDict local(const TensorDict& all) const;
   std::optional<size_t> shard_of(const at::Tensor& parameter) const;
+  TensorDict parameters_that_are(bool distributed) const;
   void check_outside_step(const char* call) const;
 
   std::shared_ptr<torch::nn::Module> module_;

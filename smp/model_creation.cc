@@ -27,6 +27,9 @@ ModelCreation::ModelCreation(const ModelCreationOptions& options) {
     at_once_.emplace();
   }
   if (graph::current_partition() >= 0) pins_.emplace(graph::current_partition());
+  const auto marks = options.tensor_parallelism() ? options.tensor_parallelism()
+                                                  : TensorParallelismScope::current();
+  if (marks) marks_.emplace(*marks);
 }
 
 ModelCreation::~ModelCreation() = default;

@@ -10,6 +10,7 @@
 #include "graph/default_dtype.h"
 #include "graph/deferred.h"
 #include "smp/partition_scope.h"
+#include "smp/tensor_parallelism.h"
 
 namespace smp {
 
@@ -21,6 +22,9 @@ struct ModelCreationOptions {
   /// Make parameters later, and only those that this rank owns; by default as the configuration's
   /// `delayed_parameter_initialization` says.
   TORCH_ARG(std::optional<bool>, delayed) = std::nullopt;
+  /// Mark what is made for tensor parallelism, as `smp::tensor_parallelism` does; by default what
+  /// is in force around the scope.
+  TORCH_ARG(std::optional<bool>, tensor_parallelism) = std::nullopt;
   /// Draw the random numbers of each delayed parameter from a stream keyed by the seed and the
   /// parameter's name. Saves one drawing of all of them, and gives other weights than plain
   /// construction: the same for any number of stages.
@@ -40,8 +44,9 @@ class [[nodiscard]] ModelCreation {
  private:
   std::optional<graph::DefaultDtypeScope> dtype_;
   std::optional<graph::DeferredScope> delay_;
-  std::optional<graph::AtOnceScope> at_once_;  // within a scope that delays
-  std::optional<PartitionScope> pins_;         // of an outer smp::partition, within this scope
+  std::optional<graph::AtOnceScope> at_once_;    // within a scope that delays
+  std::optional<PartitionScope> pins_;           // of an outer smp::partition, within this scope
+  std::optional<TensorParallelismScope> marks_;  // given, or of an outer scope, within this one
 };
 
 /// Begins a scope in which to construct modules:

@@ -4,11 +4,13 @@
 #include <ATen/ops/eq.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "checkpoint/apply.h"
 #include "optim/grad_norm.h"
 #include "smp/clip_grad.h"
+#include "smp/divided_states.h"
 #include "smp/model_core.h"
 #include "smp/precision.h"
 #include "smp/sharding.h"
@@ -17,7 +19,7 @@
 namespace smp {
 
 bool shards_optimizer_state(const Runtime& runtime) {
-  return runtime.config().shard_optimizer_state() && runtime.group(CommGroup::kDp)->size() > 1;
+  return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
 }
 
 std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime) {
@@ -254,9 +256,23 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
       [](const at::Tensor& parameter, const Divided&) { parameter.mutable_grad().reset(); });
 }
 
+/// States that the optimizer made in its constructor are of parameters that were whole then.
+void OptimizerPieces::divide_states() {
+  const auto& divided = runtime_.divided().entries();
+  if (divided.empty() || std::exchange(states_are_divided_, true)) return;
+  const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto& entry) {
+    return entry.captured_whole && optimizer_.state().count(entry.tensor.unsafeGetTensorImpl()) > 0;
+  });
+  if (!any) return;
+  optim::OptimizerState state = optim::get_state(optimizer_, names());
+  cut_states_to_parts(runtime_, state);
+  set_state_(state, names());
+}
+
 /// States that the optimizer has for parameters become those of what stands in for them: Adagrad
 /// makes them in its constructor, and a checkpoint may have a state without a master.
 void OptimizerPieces::adopt_states() {
+  divide_states();
   bool has_replaced = false;
   for_each([&](const at::Tensor& parameter) {
     has_replaced = has_replaced || (!stand_in_for(parameter).is_same(parameter) &&
@@ -304,7 +320,7 @@ optim::OptimizerState OptimizerPieces::gather_state() {
     if (!find(runtime_.table().at(name).tensor)) whole.params.emplace(name, param);
   }
   if (slices_.empty()) return whole;
-  if (runtime_.rank_in(CommGroup::kDp) > 0) {
+  if (runtime_.replicas()->rank() > 0) {
     whole.params.clear();
     for (auto& group : whole.groups) group.params.clear();
   }
@@ -366,6 +382,7 @@ void OptimizerPieces::take_masters(optim::OptimizerState& state) {
 
 void OptimizerPieces::set_state(optim::OptimizerState whole, int64_t parameter_loads) {
   find_slices();
+  cut_states_to_parts(runtime_, whole);
   for (const auto& slices : slices_) cut_states(*slices, whole);
   take_masters(whole);
   parameter_loads_ = parameter_loads;

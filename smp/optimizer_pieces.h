@@ -93,6 +93,7 @@ class OptimizerPieces {
   void bind_pieces();
   void prepare();
   void make_masters();
+  void divide_states();
   void adopt_states();
   void forget_replaced();
   void clip() const;
@@ -108,6 +109,7 @@ class OptimizerPieces {
   bool has_masters_;
   MasterWeights masters_;
   int64_t parameter_loads_ = 0;  // when masters were last as the parameters
+  bool states_are_divided_ = false;
 };
 
 }  // namespace smp

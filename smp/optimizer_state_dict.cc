@@ -14,6 +14,7 @@
 #include "smp/complete_gradients.h"
 #include "smp/core/error.h"
 #include "smp/distributed_optimizer.h"
+#include "smp/divided_states.h"
 #include "smp/state_pieces.h"
 
 namespace smp {
@@ -104,7 +105,8 @@ std::set<std::string> names_in(const OptimizerState& state) {
 OptimizerState OptimizerCore::state_dict() {
   check_gradients_complete("optimizer.state_dict()");
   at::NoGradGuard no_grad;
-  const OptimizerState mine = local_state();
+  OptimizerState mine = local_state();
+  join_states_of_parts(*runtime_, mine, JoinOn::kAll);
   if (!runtime_->partitioned) return mine;
   return merge(*runtime_->group(divides() ? CommGroup::kWorld : CommGroup::kPp), mine);
 }
@@ -116,7 +118,7 @@ OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) {
                  "parameters among the ranks. Call it later, or state_dict()");
   at::NoGradGuard no_grad;
   if (!divides()) return local_state();
-  if (gather_if_shard) return merge(*runtime_->group(CommGroup::kDp), local_state());
+  if (gather_if_shard) return merge(*runtime_->replicas(), local_state());
   return own_part(pieces_.local_state());
 }
 
@@ -152,7 +154,9 @@ void OptimizerCore::check_fits(const OptimizerState& state) const {
   for (const auto& [name, param] : state.params) {
     const auto found = own.find(name);
     if (found == own.end() || found->second.sizes() == param.shape) continue;
-    problems += c10::str("\n  ", name, ": expected shape ", found->second.sizes(), ", got ",
+    const auto whole = runtime_->divided().whole_sizes(found->second);
+    if (whole == param.shape) continue;
+    problems += c10::str("\n  ", name, ": expected shape ", at::IntArrayRef(whole), ", got ",
                          at::IntArrayRef(param.shape));
   }
   SMP_CHECK_WITH(CheckpointError, problems.empty(),

@@ -1,83 +1,22 @@
 #include "smp/partition_scope.h"
 
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
 #include <optional>
 #include <sstream>
 
-#include "graph/intercept.h"
 #include "graph/partition_scope.h"
 #include "graph/tracer.h"
 #include "smp/core/error.h"
 #include "smp/runtime.h"
+#include "smp/tensor_notes.h"
 
 namespace smp {
 namespace {
 
-/// The pins of tensors. A tensor is known by its identity and by its storage: registering one may
-/// make another tensor on the same storage (`torch::empty` does), and `module->to(dtype)` gives
-/// the same tensor another storage. Nothing is kept alive.
-class Pins {
- public:
-  /// Of this thread: a rank that is a thread builds its own module.
-  static Pins& of_thread() {
-    static thread_local Pins pins;
-    return pins;
-  }
-
-  void set(const at::Tensor& tensor, int partition) {
-    drop_expired();
-    tensors_.insert_or_assign(tensor.unsafeGetTensorImpl(),
-                              Pin<c10::TensorImpl>{partition, weak(tensor)});
-    if (!tensor.has_storage()) return;
-    storages_.insert_or_assign(
-        tensor.storage().unsafeGetStorageImpl(),
-        Pin<c10::StorageImpl>{partition, c10::weak_intrusive_ptr<c10::StorageImpl>(
-                                             tensor.storage().getWeakStorageImpl())});
-  }
-
-  int find(const at::Tensor& tensor) const {
-    const auto found = tensors_.find(tensor.unsafeGetTensorImpl());
-    if (found != tensors_.end() && !found->second.object.expired()) return found->second.partition;
-    if (!tensor.has_storage()) return -1;
-    const auto storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
-    const bool known = storage != storages_.end() && !storage->second.object.expired();
-    return known ? storage->second.partition : -1;
-  }
-
- private:
-  template <class T>
-  struct Pin {
-    int partition;
-    c10::weak_intrusive_ptr<T> object;  // keeps the address from being used again
-  };
-
-  static c10::weak_intrusive_ptr<c10::TensorImpl> weak(const at::Tensor& tensor) {
-    return c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
-  }
-
-  /// Temporaries are noted too; they go whenever the tables have doubled.
-  void drop_expired() {
-    if (tensors_.size() + storages_.size() < limit_) return;
-    drop_expired(tensors_);
-    drop_expired(storages_);
-    limit_ = std::max(kLimit, 2 * (tensors_.size() + storages_.size()));
-  }
-
-  template <class Map>
-  static void drop_expired(Map& map) {
-    for (auto it = map.begin(); it != map.end();) {
-      it = it->second.object.expired() ? map.erase(it) : std::next(it);
-    }
-  }
-
-  static constexpr size_t kLimit = 1024;
-
-  size_t limit_ = kLimit;
-  ska::flat_hash_map<const c10::TensorImpl*, Pin<c10::TensorImpl>> tensors_;
-  ska::flat_hash_map<const c10::StorageImpl*, Pin<c10::StorageImpl>> storages_;
-};
+/// Of this thread: a rank that is a thread builds its own module.
+TensorNotes<int>& pins() {
+  static thread_local TensorNotes<int> pins;
+  return pins;
+}
 
 void check_partition(int partition) {
   SMP_CHECK_WITH(UsageError, partition >= 0, "smp::partition: expected a partition from 0 on, got ",
@@ -93,29 +32,17 @@ void check_partition(int partition) {
 
 /// Notes the results of all operators while it lives. Inside a step there is nothing to note: the
 /// capture itself asks for the partition in force.
-class PartitionScope::Impl final : public graph::OperatorInterceptor {
+class PartitionScope::Impl {
  public:
   explicit Impl(int partition) : scope_(partition) {
-    if (graph::Tracer::current() == nullptr) intercept_.emplace(*this);
-  }
-
-  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
-    intercept_->call_outer(op, stack);
-    const size_t returns = op.schema().returns().size();
-    for (size_t i = stack.size() - returns; i < stack.size(); ++i) note(stack[i]);
+    if (graph::Tracer::current() != nullptr) return;
+    noter_.emplace(
+        [](const at::Tensor& tensor) { pins().set(tensor, graph::current_partition()); });
   }
 
  private:
-  static void note(const c10::IValue& value) {
-    if (value.isTensor() && value.toTensor().defined()) {
-      Pins::of_thread().set(value.toTensor(), graph::current_partition());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) note(tensor);
-    }
-  }
-
   graph::PartitionScope scope_;
-  std::optional<graph::InterceptScope> intercept_;
+  std::optional<ResultNoter> noter_;
 };
 
 PartitionScope::PartitionScope(int partition) {
@@ -138,11 +65,11 @@ void detail::pin_module(const torch::nn::Module& module, int partition) {
                  module.name(), " has neither parameters nor buffers. Put a scope around its call "
                  "in forward: const auto scope = smp::partition(", partition, ");");
   for (const auto* tensors : {&parameters, &buffers}) {
-    for (const at::Tensor& tensor : *tensors) Pins::of_thread().set(tensor, partition);
+    for (const at::Tensor& tensor : *tensors) pins().set(tensor, partition);
   }
 }
 
-int pinned_partition(const at::Tensor& tensor) { return Pins::of_thread().find(tensor); }
+int pinned_partition(const at::Tensor& tensor) { return pins().find(tensor).value_or(-1); }
 
 static const Runtime& partitioned_runtime(const char* call) {
   const Runtime& runtime = Runtime::get();

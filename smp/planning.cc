@@ -40,7 +40,7 @@ class Planner {
         config_(runtime.config()),
         captured_(graph),
         ranks_(runtime.topology().pp_size()),
-        replicas_(runtime.topology().dp_size()),
+        replicas_(runtime.topology().rdp_size()),
         microbatches_(microbatches) {}
 
   /// The predicted time of a step.

@@ -13,14 +13,16 @@ namespace smp {
 namespace {
 
 /// The model's tensors by the names that the module itself gives them.
-std::vector<checkpoint::ExpectedTensor> expected_by(const ModelCore& model,
+std::vector<checkpoint::ExpectedTensor> expected_by(const Runtime& runtime, const ModelCore& model,
                                                     std::vector<checkpoint::NamedTensor> tensors) {
   const size_t prefix = model.full_name("").size();
   for (auto& tensor : tensors) {
     tensor.name.erase(0, prefix);
     for (std::string& alias : tensor.aliases) alias.erase(0, prefix);
   }
-  return checkpoint::expectations(tensors);
+  auto expected = checkpoint::expectations(tensors);
+  expect_whole(runtime, tensors, expected);
+  return expected;
 }
 
 }  // namespace
@@ -35,7 +37,8 @@ PretrainedReport load_pretrained(ModelCore& model, const std::string& path,
   std::shared_ptr<const checkpoint::PretrainedPlan> plan;
   together(*runtime.world(), [&] {
     plan = std::make_shared<checkpoint::PretrainedPlan>(
-        std::make_shared<checkpoint::PretrainedFiles>(path), expected_by(model, tensors), options);
+        std::make_shared<checkpoint::PretrainedFiles>(path), expected_by(runtime, model, tensors),
+        options);
     return "";
   });
   load_values(runtime, [&] {

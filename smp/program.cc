@@ -50,7 +50,7 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   const int ranks = pipeline_->size();
   auto step = plan_step(
       config, runtime_->schedule, *graph_, plan_, ranks,
-      step_model(config, ranks, static_cast<int>(microbatches_), runtime_->topology().dp_size())
+      step_model(config, ranks, static_cast<int>(microbatches_), runtime_->topology().rdp_size())
           .largest_region(planned.largest_region),
       settled);
   find_copies();
@@ -81,7 +81,7 @@ void Program::make_buckets() {
   const int shards = runtime_->gradient_shards();
   if (shards == shards_) return;
   shards_ = shards;
-  const auto replicas = runtime_->group(CommGroup::kDp);
+  const auto replicas = runtime_->replicas();
   std::map<std::string, graph::ValueId> id_of;
   for (size_t id = 0; id < graph_->values.size(); ++id) {
     const graph::Value& value = graph_->values[id];
@@ -140,9 +140,9 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
   options.divisor = bucket.divisor;
   options.backward_passes = bucket.backward_passes;
   options.gradients_as_summed = bucket.gradients_as_summed;
-  return std::make_unique<dp::ShardedGradients>(
-      sharding.parameters(), gradient_order(*runtime_, *graph_, parameters),
-      runtime_->group(CommGroup::kDp), sharding.twins(), options);
+  return std::make_unique<dp::ShardedGradients>(sharding.parameters(),
+                                                gradient_order(*runtime_, *graph_, parameters),
+                                                runtime_->replicas(), sharding.twins(), options);
 }
 
 void Program::begin_training() {
@@ -184,7 +184,7 @@ void Program::broadcast_buffers() {
     for (const at::Tensor& buffer : model->buffers()) {
       if (runtime_->owns(runtime_->table().find(buffer)->name)) buffers.push_back(buffer);
     }
-    dp::TensorBroadcast(std::move(buffers), runtime_->group(CommGroup::kDp)).run(0);
+    dp::TensorBroadcast(std::move(buffers), runtime_->replicas()).run(0);
   }
 }
 
@@ -293,8 +293,7 @@ Program::Outputs Program::run(Inputs inputs) {
     key.seed = runtime_->seed;
     key.step_function = static_cast<uint64_t>(inputs.step_ordinal);
     key.call = inputs.step_call;
-    key.global_microbatch =
-        static_cast<uint64_t>(runtime_->rank_in(CommGroup::kDp) * microbatches_ + m);
+    key.global_microbatch = global_microbatch(m);
     step.keys.push_back(key);
   }
   step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
@@ -331,6 +330,19 @@ Program::Outputs Program::run(Inputs inputs) {
   if (graph_->trains()) finish_training();
   share_outputs(outputs);
   return outputs;
+}
+
+/// The number, among the microbatches of all ranks, of one that this rank runs. With tensor
+/// parallelism it runs those of its group, rank by rank, if each was given a batch.
+uint64_t Program::global_microbatch(int64_t microbatch) const {
+  const int64_t each = microbatches_ / runtime_->batches();
+  const Topology& topology = runtime_->topology();
+  int64_t batch = runtime_->rank_in(CommGroup::kRdp);
+  if (runtime_->batches() > 1) {
+    const auto group = topology.members(CommGroup::kTp, runtime_->rank());
+    batch = topology.dp_rank(group[microbatch / each]);
+  }
+  return static_cast<uint64_t>(batch * each + microbatch % each);
 }
 
 /// Sends each rank's outputs to all ranks of the pipeline, in one message per rank.

@@ -72,6 +72,7 @@ class Program {
   void complete_stage(int stage);
   void finish_training();
   void share_outputs(Outputs& outputs) const;
+  uint64_t global_microbatch(int64_t microbatch) const;
   void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);
   void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;

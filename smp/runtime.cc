@@ -5,6 +5,7 @@
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
 #include "graph/offload_store.h"
+#include "nn/tensor_group.h"
 #include "smp/core/error.h"
 #include "smp/core/failure.h"
 #include "smp/model_core.h"
@@ -37,8 +38,12 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
     if (topology_.pp_size() > 1) {
       text += c10::str(" pp ", rank_in(CommGroup::kPp), "/", topology_.pp_size());
     }
-    if (topology_.dp_size() > 1) {
-      text += c10::str(" dp ", rank_in(CommGroup::kDp), "/", topology_.dp_size());
+    if (topology_.rdp_size() > 1) {
+      text += c10::str(is_tensor_parallel() ? " rdp " : " dp ", rank_in(CommGroup::kRdp), "/",
+                       topology_.rdp_size());
+    }
+    if (topology_.tp_size() > 1) {
+      text += c10::str(" tp ", rank_in(CommGroup::kTp), "/", topology_.tp_size());
     }
     return text;
   };
@@ -48,16 +53,30 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   world_->set_timeout(timeout);
   check_same_configuration();
   world_->check_collectives(config_.check_collectives());  // those split from it, too
+  make_groups(timeout);
+  nn::set_tensor_group([] { return get().group(CommGroup::kTp); });
+}
+
+void Runtime::make_groups(std::chrono::milliseconds timeout) {
+  const auto make = [&](std::string name, const std::vector<int>& members) {
+    name += "[";
+    for (int member : members) name += (name.back() == '[' ? "" : ",") + std::to_string(member);
+    auto group = world_->split(members, name + "]");
+    group->set_timeout(timeout);
+    return group;
+  };
   groups_[CommGroup::kWorld] = world_;
   for (CommGroup group :
        {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kMp, CommGroup::kDp}) {
-    const auto members = topology_.members(group, rank());
-    std::string name = to_string(group);
-    name += "[";
-    for (int member : members) name += (name.back() == '[' ? "" : ",") + std::to_string(member);
-    groups_[group] = world_->split(members, name + "]");
-    groups_[group]->set_timeout(timeout);
+    groups_[group] = make(to_string(group), topology_.members(group, rank()));
   }
+  same_parts_ = world_;
+  if (!is_tensor_parallel()) return;
+  std::vector<int> members;
+  for (int other = 0; other < world_->size(); ++other) {
+    if (topology_.tp_rank(other) == topology_.tp_rank(rank())) members.push_back(other);
+  }
+  same_parts_ = make("same parts", members);
 }
 
 void Runtime::check_same_configuration() const {
@@ -89,7 +108,7 @@ void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
 }
 
 void Runtime::use_device(at::Device device) {
-  for (CommGroup group : {CommGroup::kPp, CommGroup::kDp}) {
+  for (CommGroup group : {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kDp}) {
     groups_[group] = comm::make_device_communicator(groups_[group], device);
   }
 }
@@ -113,6 +132,31 @@ void Runtime::add_model(const std::shared_ptr<ModelCore>& model) {
   }
   model->add_to(table_);
   models_.push_back(model);
+  for (const auto& [name, split] : model->split_parameters()) {
+    if (split.ranks > 1) add_divided(name, split);
+  }
+}
+
+void Runtime::add_divided(const std::string& name, const nn::ParameterSplit& split,
+                          bool captured_whole) {
+  SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
+                 "\" is divided among ", split.ranks, " ranks, and \"tensor_parallel_degree\" is ",
+                 topology_.tp_size(), ". Construct modules of smp::nn after smp::init");
+  const auto& entry = table_.at(name);
+  if (const nn::ParameterSplit* known = divided_.find(entry.tensor)) {
+    SMP_CHECK_WITH(UsageError, *known == split, "parameter \"", name, "\" is tied to \"",
+                   entry.name, "\" and divided in another way: ", split.to_string(), " against ",
+                   known->to_string(),
+                   ". Modules that share a parameter must divide it alike; give them two "
+                   "parameters, or set tensor_parallel_degree to 1");
+    return;
+  }
+  SMP_CHECK_WITH(UsageError, entry.tensor.sizes() == at::IntArrayRef(split.local_sizes()),
+                 "parameter \"", name, "\" of shape ", entry.tensor.sizes(),
+                 " is said to be a part of ", split.to_string(), ", which would have shape ",
+                 at::IntArrayRef(split.local_sizes()),
+                 ". split_parameters() must tell how the module made it");
+  divided_.add(entry.name, entry.tensor, split, captured_whole);
 }
 
 std::vector<std::shared_ptr<ModelCore>> Runtime::models() const {
@@ -133,7 +177,7 @@ std::shared_ptr<graph::TensorStore> Runtime::activation_store() {
 
 int Runtime::gradient_shards() const {
   if (config_.gradient_shards() > 0) return static_cast<int>(config_.gradient_shards());
-  return saved_gradient_shards > 0 ? saved_gradient_shards : topology_.dp_size();
+  return saved_gradient_shards > 0 ? saved_gradient_shards : topology_.rdp_size() * batches();
 }
 
 void Runtime::fail(const std::string& reason) noexcept {

@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -19,6 +20,7 @@
 #include "pipeline/action.h"
 #include "smp/core/config.h"
 #include "smp/core/topology.h"
+#include "smp/divided_parameters.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -57,6 +59,16 @@ class Runtime {
   comm::CommunicatorPtr world() const { return world_; }
   /// The communicator of this rank's group; made at `init`.
   comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
+  /// The ranks that hold the same parameters as this one, and run other samples.
+  comm::CommunicatorPtr replicas() const { return group(CommGroup::kRdp); }
+  /// The ranks that have this one's parts of divided parameters before partitioning: those of its
+  /// tp_rank.
+  comm::CommunicatorPtr same_parts() const { return same_parts_; }
+  /// Whether layers may be divided.
+  bool is_tensor_parallel() const { return topology_.tp_size() > 1; }
+  /// From how many ranks a rank runs the batches in a step: those of its tensor-parallel group,
+  /// unless they are given one batch.
+  int batches() const { return config_.prescaled_batch() ? 1 : topology_.tp_size(); }
   /// From now on the groups whose ranks exchange tensors of the models take those of `device`, too.
   /// Collective over `world`; all ranks' devices are of one kind.
   void use_device(at::Device device);
@@ -69,6 +81,12 @@ class Runtime {
   std::vector<std::shared_ptr<ModelCore>> models() const;
   /// Parameters and buffers of all models by name.
   const graph::TensorTable& table() const { return table_; }
+  /// Those of its parameters of which this rank has a part.
+  const DividedParameters& divided() const { return divided_; }
+  /// Notes that a parameter, which has its local sizes already, is divided; `captured_whole`: see
+  /// `DividedParameters`.
+  void add_divided(const std::string& name, const nn::ParameterSplit& split,
+                   bool captured_whole = false);
 
   /// The number of a new step function, which is part of the keys of its random streams.
   int next_step_ordinal() { return step_ordinals_++; }
@@ -102,6 +120,9 @@ class Runtime {
   /// The first plan, and the graph in its order.
   std::shared_ptr<const graph::Graph> first_graph;
   std::shared_ptr<const partitioner::Plan> first_plan;
+  /// Which parameters the ranks of a tensor-parallel group divided, and why not the others; empty
+  /// before partitioning and without tensor parallelism.
+  std::string tensor_parallelism_report;
   /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
   std::string schedule;
   /// A program of this rank records the timeline.
@@ -135,7 +156,7 @@ class Runtime {
   }
 
   /// The configuration's `gradient_shards`, else the loaded checkpoint's, else the number of
-  /// replicas.
+  /// batches that all ranks are given.
   int gradient_shards() const;
 
   /// Tells the other ranks and the launcher that this rank has failed. Only the first call counts.
@@ -143,14 +164,17 @@ class Runtime {
 
  private:
   void check_same_configuration() const;
+  void make_groups(std::chrono::milliseconds timeout);
 
   Config config_;
   comm::CommunicatorPtr world_;
   Topology topology_;
   std::map<CommGroup, comm::CommunicatorPtr> groups_;
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
+  comm::CommunicatorPtr same_parts_;
   std::vector<std::weak_ptr<ModelCore>> models_;
   graph::TensorTable table_;
+  DividedParameters divided_;
   int step_ordinals_ = 0;
   std::shared_ptr<graph::TensorStore> activation_store_;
 };

@@ -11,6 +11,7 @@
 
 #include "smp/core/error.h"
 #include "smp/delayed.h"
+#include "smp/divided_states.h"
 #include "smp/runtime.h"
 #include "smp/sharding.h"
 #include "smp/together.h"
@@ -23,16 +24,19 @@ using checkpoint::NamedTensor;
 
 /// The ranks that write, numbered.
 struct Writers {
-  /// The stages of the first replica; where replicas have parts of the optimizer's state those of
-  /// all, and of the first that together have all parameters. Before partitioning every rank has
-  /// the whole model, so one writes it.
+  /// The stages of the first replica, with all ranks of their tensor-parallel groups; where
+  /// replicas have parts of the optimizer's state those of all, and of the first that together have
+  /// all parameters. Before partitioning every stage has the whole model, so the first writes it.
   Writers(const Runtime& runtime, bool writes_optimizer) {
     const int stages = runtime.group(CommGroup::kPp)->size();
+    const int parts = runtime.divided().empty() ? 1 : runtime.topology().tp_size();
     const bool all = writes_optimizer && shards_optimizer_state(runtime);
-    int replicas = all ? runtime.group(CommGroup::kDp)->size() : 1;
+    int replicas = all ? runtime.replicas()->size() : 1;
     if (runtime.sharding) replicas = runtime.sharding->parameters()->group()->size();
-    if (runtime.partitioned) count = stages * replicas;
-    mine = runtime.rank_in(CommGroup::kDp) * stages + runtime.rank_in(CommGroup::kPp);
+    count = (runtime.partitioned ? stages * replicas : 1) * parts;
+    const int place = runtime.replicas()->rank() * stages + runtime.rank_in(CommGroup::kPp);
+    const int part = runtime.rank_in(CommGroup::kTp);
+    mine = part < parts ? place * parts + part : count;
   }
 
   int count = 1;
@@ -53,21 +57,36 @@ NamedTensor gather_divided(const Sharding& sharding, NamedTensor tensor, size_t 
   return tensor;
 }
 
+/// The parameters that a tensor-parallel group divides, in turn by its ranks. Collective over it.
+NamedTensor gather_parts(const Runtime& runtime, NamedTensor tensor, size_t index) {
+  comm::Communicator& group = *runtime.group(CommGroup::kTp);
+  const auto& split = *runtime.divided().find(tensor.tensor);
+  tensor.tensor = join_on(static_cast<int>(index) % group.size(), group, split, tensor.tensor);
+  return tensor;
+}
+
 /// What this rank writes: the model's tensors are the first replica's, but for divided parameters.
 checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>& models,
                            const std::vector<OptimizerCore*>& optimizers) {
   checkpoint::Shard shard;
+  size_t parts = 0;
   for (auto& tensor : tensors_of(runtime, models)) {
     if (const auto index = divided(runtime, tensor.tensor)) {
       auto gathered = gather_divided(*runtime.sharding, tensor, *index);
       if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
       continue;
     }
-    const bool mine = runtime.rank_in(CommGroup::kDp) == 0 && runtime.owns(tensor.name);
-    if (mine) shard.model.push_back(std::move(tensor));
+    if (runtime.replicas()->rank() > 0 || !runtime.owns(tensor.name)) continue;
+    if (runtime.divided().find(tensor.tensor) != nullptr) {
+      tensor = gather_parts(runtime, std::move(tensor), parts++);
+    } else if (runtime.rank_in(CommGroup::kTp) > 0) {
+      continue;
+    }
+    if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
   }
   for (OptimizerCore* optimizer : optimizers) {
-    const auto state = optimizer->local_state();
+    auto state = optimizer->local_state();
+    join_states_of_parts(runtime, state, JoinOn::kOne);
     shard.optimizer = optim::to_json(state);
     shard.optimizer_tensors = optim::tensors_of(state);
     const auto scale = optimizer->loss_scaling().state();
@@ -140,10 +159,11 @@ class MergedModel {
     const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
     for (const NamedTensor& tensor : tensors_of(runtime, models)) {
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
+      specs_.back().second.shape = runtime.divided().whole_sizes(tensor.tensor);
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
       const int stage = runtime.partitioned ? runtime.owner.at(tensor.name) : 0;
       sources_.push_back(owners[stage]);
-      values_.push_back(value_of(runtime, tensor.tensor));
+      values_.push_back(value_of(runtime, tensor));
     }
   }
 
@@ -185,12 +205,19 @@ class MergedModel {
 
   /// How this rank gets the value, if it has it; for divided parameters collective over the ranks
   /// that have them together, of which the first gets it.
-  static std::function<at::Tensor()> value_of(const Runtime& runtime, const at::Tensor& tensor) {
+  static std::function<at::Tensor()> value_of(const Runtime& runtime, const NamedTensor& named) {
+    const at::Tensor& tensor = named.tensor;
     if (const auto index = divided(runtime, tensor)) {
       const auto parameters = runtime.sharding->parameters();
       return [parameters, index = *index] { return parameters->full_on(0, index); };
     }
-    return [tensor] { return tensor; };
+    const auto* split = runtime.divided().find(tensor);
+    if (split == nullptr) return [tensor] { return tensor; };
+    if (runtime.replicas()->rank() > 0 || !runtime.owns(named.name))
+      return [] { return at::Tensor(); };
+    return [tensor, split = *split, group = runtime.group(CommGroup::kTp)] {
+      return join_on(0, *group, split, tensor);
+    };
   }
 
   std::vector<size_t> order() const { return checkpoint::SafetensorsWriter::order_of(specs_); }

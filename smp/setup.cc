@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "graph/profile.h"
@@ -38,6 +39,9 @@ std::string describe_models(const Runtime& runtime) {
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
     if (graph::is_deferred(entry.tensor)) out << " (delayed)";
+    if (const auto* split = runtime.divided().find(entry.tensor)) {
+      out << ", a part of " << split->to_string();
+    }
     out << "\n";
   }
   for (const auto& modules : checkpointed_modules(runtime)) {
@@ -79,7 +83,8 @@ void broadcast_values(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     if (graph::is_deferred(entry.tensor)) continue;
     const at::Tensor copy = entry.tensor.detach().cpu().contiguous();
-    runtime.world()->broadcast(copy, 0);
+    const bool is_part = runtime.divided().find(entry.tensor) != nullptr;
+    (is_part ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
     if (!copy.is_alias_of(entry.tensor)) entry.tensor.detach().copy_(copy);
   }
 }
@@ -95,6 +100,21 @@ void settle_seed(Runtime& runtime) {
   std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
   runtime.seed = seed;
   runtime.seed_is_set = true;
+}
+
+/// Whether the graph cannot run on one rank alone, since ranks of a tensor-parallel group have
+/// divided its parameters or exchange values in it.
+bool runs_in_group(const Runtime& runtime, const graph::Graph& graph) {
+  const auto is_part = [&](const graph::Value& value) {
+    return value.kind == ValueKind::kParameter &&
+           runtime.divided().find(runtime.table().at(value.name).tensor) != nullptr;
+  };
+  const auto exchanges = [](const graph::Operator& op) {
+    return op.name().rfind("smp::tp_", 0) == 0;
+  };
+  return runtime.is_tensor_parallel() &&
+         (std::any_of(graph.values.begin(), graph.values.end(), is_part) ||
+          std::any_of(graph.operators.begin(), graph.operators.end(), exchanges));
 }
 
 /// A measurement on a busy machine is best repeated.
@@ -144,7 +164,7 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
   }
   const Config& config = runtime.config();
   const bool times = config.trace_execution_times();
-  if (config.skip_tracing()) {
+  if (config.skip_tracing() || runs_in_group(runtime, graph)) {
     partitioner::estimate_costs(graph, nullptr);
   } else if (runtime.rank() == 0) {
     const BufferRestorer restorer(runtime);
@@ -212,7 +232,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   const std::string report =
       partitioner::report(graph, planned.plan,
                           step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
-                                     runtime.topology().dp_size())
+                                     runtime.topology().rdp_size())
                               .largest_region(planned.largest_region));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
   for (const auto& model : runtime.models()) {

@@ -13,13 +13,14 @@ namespace smp {
 
 /// What the first step does before it captures: compares the models of all ranks, gives every
 /// rank the parameters and buffers of world rank 0 (but for delayed parameters, which are made once
-/// they have owners), and settles the seed. Collective over the world. Throws `UsageError` without
+/// they have owners, and for parts of divided ones, which come from the first rank that has the
+/// same), and settles the seed. Collective over the world. Throws `UsageError` without
 /// a model, and when models differ between ranks.
 void prepare_models(Runtime& runtime);
 
-/// Measures the graph's costs on world rank 0, or estimates them if the configuration says so, and
-/// sends them to all ranks. Collective over the world; all ranks have captured the same graph
-/// (checked). `checksums` are of the recorded run.
+/// Measures the graph's costs on world rank 0, or estimates them if the configuration says so or
+/// the graph needs a tensor-parallel group to run, and sends them to all ranks. Collective over the
+/// world; all ranks have captured the same graph (checked). `checksums` are of the recorded run.
 void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                         const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                         const std::vector<uint64_t>& checksums, const std::string& step_name);

@@ -21,3 +21,4 @@
 #include "smp/save_load.h"
 #include "smp/step.h"
 #include "smp/step_output.h"
+#include "smp/tensor_parallelism.h"

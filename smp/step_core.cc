@@ -16,6 +16,7 @@
 #include "graph/tracer.h"
 #include "partitioner/cost.h"
 #include "smp/agreement.h"
+#include "smp/batch_exchange.h"
 #include "smp/coalescing.h"
 #include "smp/core/error.h"
 #include "smp/core/log.h"
@@ -85,7 +86,13 @@ class StepCore::Impl {
     std::unique_ptr<Program> program;
   };
 
+  /// The batches that a rank runs: its own, or those of its tensor-parallel group in the order of
+  /// the ranks.
+  using Batches = std::vector<StepCall>;
+
   StepResults run_checked(const StepCall& given);
+  Batches exchange(StepCall call) const;
+  int64_t microbatches_run() const { return microbatches() * runtime_->batches(); }
   bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
   Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
@@ -93,7 +100,7 @@ class StepCore::Impl {
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   graph::TraceResult trace_one(const StepCall& call, int microbatch,
                                const std::vector<at::Tensor>& inputs, bool execute);
-  void agree(const Traced& traced, const StepCall& call);
+  void agree(const Traced& traced, const Batches& batches);
   graph::RandomKey random_key() const;
   std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
   void forget_oldest();
@@ -103,6 +110,7 @@ class StepCore::Impl {
                                                    bool measured);
   Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
                             std::vector<std::vector<at::Tensor>> inputs) const;
+  StepResults own_outputs(StepResults outputs) const;
 
   std::shared_ptr<Runtime> runtime_;
   StepOptions options_;
@@ -145,20 +153,49 @@ StepResults StepCore::Impl::run(const StepCall& call) {
 StepResults StepCore::Impl::run_checked(const StepCall& given) {
   if (!runtime_->partitioned) prepare_models(*runtime_);
   check_inputs(given);
-  const StepCall call = with_step_values(*runtime_, given);
-  auto inputs = split(call, microbatches());
+  const Batches batches = exchange(with_step_values(*runtime_, given));
+  const StepCall& call = batches.front();
+  std::vector<std::vector<at::Tensor>> inputs;
+  for (const StepCall& batch : batches) {
+    for (auto& microbatch : split(batch, microbatches())) inputs.push_back(std::move(microbatch));
+  }
   const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
-  agree(traced, call);
+  agree(traced, batches);
   const Prepared& prepared = prepare(traced, call, inputs);
   Program::Inputs step = inputs_of(prepared, call, traced, std::move(inputs));
   step.step_call = runtime_->step_calls[ordinal_]++;
   StepResults results = prepared.program->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
+  results = own_outputs(std::move(results));
   if (traced.found->trains()) {
     ++runtime_->training_steps;
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;
+}
+
+StepCore::Impl::Batches StepCore::Impl::exchange(StepCall call) const {
+  if (runtime_->batches() == 1) return {std::move(call)};
+  SMP_CHECK_WITH(UsageError, !call.per_microbatch, "step function \"", name_,
+                 "\": an argument slices itself (smp_slice), so the ranks of a tensor-parallel "
+                 "group cannot be given each other's. Give them one batch and set "
+                 "\"prescaled_batch\": true");
+  Batches batches;
+  for (auto& tensors : exchange_batches(*runtime_->group(CommGroup::kTp), call.tensors, name_)) {
+    batches.push_back(call);
+    batches.back().tensors = std::move(tensors);
+  }
+  return batches;
+}
+
+/// Of the microbatches of this rank's own batch.
+StepResults StepCore::Impl::own_outputs(StepResults outputs) const {
+  if (runtime_->batches() == 1) return outputs;
+  const int64_t first = runtime_->rank_in(CommGroup::kTp) * microbatches();
+  for (auto& of_output : outputs) {
+    of_output = {of_output.begin() + first, of_output.begin() + first + microbatches()};
+  }
+  return outputs;
 }
 
 /// The inputs and constants of a step, for the microbatches that run.
@@ -324,13 +361,21 @@ void StepCore::Impl::forget_oldest() {
   graphs_.erase(graphs_.begin());
 }
 
-/// Throws on all ranks of the pipeline unless they are about to run the same; on all replicas, too,
-/// where they have to.
-void StepCore::Impl::agree(const Traced& traced, const StepCall& call) {
+/// Throws on all ranks of the pipeline and its tensor-parallel groups unless they are about to run
+/// the same; on all replicas, too, where they have to.
+void StepCore::Impl::agree(const Traced& traced, const Batches& batches) {
   const auto fingerprints = fingerprints_.try_emplace(traced.found.get(), *traced.found).first;
-  const StepTrace step = {name_,           *traced.found,   fingerprints->second,
-                          traced.constants, traced.contents, call.tensors};
-  check_agreement(*runtime_->group(CommGroup::kPp), step);
+  std::vector<at::Tensor> inputs;
+  for (const StepCall& batch : batches) {
+    inputs.insert(inputs.end(), batch.tensors.begin(), batch.tensors.end());
+  }
+  const StepTrace step = {name_,           *traced.found, fingerprints->second, traced.constants,
+                          traced.contents, inputs};
+  const bool one_batch = runtime_->is_tensor_parallel() && runtime_->batches() == 1;
+  check_agreement(
+      *runtime_->group(CommGroup::kMp), step,
+      {runtime_->is_tensor_parallel() ? "mp rank" : "pp rank",
+       one_batch ? "smp::rdp_rank() and smp::rdp_size()" : "smp::dp_rank() and smp::dp_size()"});
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     check_same_operators(*runtime_->group(CommGroup::kDp), step);
   }
@@ -360,7 +405,7 @@ std::shared_ptr<const graph::Coalesced> StepCore::Impl::coalesce(const Traced& t
 StepCore::Impl::Prepared& StepCore::Impl::prepare(
     const Traced& traced, const StepCall& call,
     const std::vector<std::vector<at::Tensor>>& inputs) {
-  Prepared& prepared = programs_[{traced.found.get(), microbatches()}];
+  Prepared& prepared = programs_[{traced.found.get(), microbatches_run()}];
   if (prepared.program != nullptr) return prepared;
   const bool first = !runtime_->partitioned;
   const bool measured = first && !has_delayed(*runtime_);
@@ -374,7 +419,7 @@ StepCore::Impl::Prepared& StepCore::Impl::prepare(
   std::shared_ptr<const graph::Graph> runs = traced.found;
   if (prepared.coalesced) runs = {prepared.coalesced, &prepared.coalesced->graph};
   const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
-  const auto count = static_cast<int>(microbatches() / factor);
+  const auto count = static_cast<int>(microbatches_run() / factor);
   if (first) save_first_graph(*runtime_, *runs);
   // The guard compares with the graph as captured; the steps run it in the plan's order.
   auto planned = make_plan(*runtime_, runs, count);

@@ -131,8 +131,14 @@ class Config {
   SMP_CONFIG_ARG(double, timeout_seconds);
   /// Whether ranks compare their calls before every collective, between hosts too.
   SMP_CONFIG_ARG(bool, check_collectives);
-  /// The number of ranks that share a layer; 1 in this version.
+  /// Among how many ranks layers are divided; 1: not.
   SMP_CONFIG_ARG(int64_t, tensor_parallel_degree);
+  /// Whether the ranks of a tensor-parallel group are given one batch, not one each.
+  SMP_CONFIG_ARG(bool, prescaled_batch);
+  /// Which modules of the user may be divided: "auto" or "marked".
+  SMP_CONFIG_ARG(std::string, tensor_parallelism);
+  /// Whether a marked module that cannot be divided is an error.
+  SMP_CONFIG_ARG(bool, strict_tensor_parallelism);
   /// Over how many replicas parameters, gradients and optimizer state are sharded; 1: not.
   SMP_CONFIG_ARG(int64_t, sharded_data_parallel_degree);
   /// The size of sharded gradient buckets, in elements.
@@ -222,6 +228,7 @@ class Config {
   void check_values(std::vector<std::string>& problems) const;
   void check_schedule_rules(std::vector<std::string>& problems) const;
   void check_data_parallel_rules(std::vector<std::string>& problems) const;
+  void check_tensor_parallel_rules(int64_t degree, std::vector<std::string>& problems) const;
   void check_partition_rules(std::vector<std::string>& problems) const;
   void check_precision_rules(std::vector<std::string>& problems) const;
   std::string at(const std::string& name, const std::string& text) const;

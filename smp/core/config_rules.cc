@@ -138,6 +138,7 @@ void Config::check_data_parallel_rules(std::vector<std::string>& problems) const
     problems.push_back(
         at("tensor_parallel_degree", "`tensor_parallel_degree` > 1 needs `ddp` to be set as well"));
   }
+  if (tensor && *tensor > 1) check_tensor_parallel_rules(*tensor, problems);
   if (if_valid<bool>("shard_optimizer_state") == true && !ddp) {
     problems.push_back(
         at("shard_optimizer_state", "`shard_optimizer_state` needs `ddp` to be set as well"));
@@ -158,8 +159,24 @@ void Config::check_data_parallel_rules(std::vector<std::string>& problems) const
   if (if_valid<bool>("gradient_accumulation_fusion") == true) {
     refuse("\"gradient_accumulation_fusion\" to be false, got true.");
   }
-  if (tensor && *tensor > 1 && if_valid<bool>("prescaled_batch") == false) {
-    refuse("\"prescaled_batch\" to be true with tensor parallelism, got false.");
+}
+
+/// What does not go together with layers that are divided among `degree` ranks.
+void Config::check_tensor_parallel_rules(int64_t degree, std::vector<std::string>& problems) const {
+  const auto refuse = [&](const std::string& text) {
+    problems.push_back(
+        at("tensor_parallel_degree", c10::str("a degree of ", degree, " needs ", text)));
+  };
+  if (if_valid<bool>("shard_optimizer_state") == true) {
+    refuse("\"shard_optimizer_state\" to be false, got true.");
+  }
+  const auto sharded = if_valid<int64_t>("sharded_data_parallel_degree");
+  if (sharded && *sharded > 1) {
+    refuse(c10::str("\"sharded_data_parallel_degree\" to be 1, got ", *sharded, "."));
+  }
+  for (const char* file : {"partition_file", "graph_file"}) {
+    if (!is_set(file)) continue;
+    refuse(c10::str("\"", file, "\" to be unset: the file does not say how layers are divided."));
   }
 }
 

@@ -113,11 +113,12 @@ std::vector<Parameter> pipeline_rows() {
            "(checked), or only the `first` does and the others pass dummies of the right shape.")
           .values({"all", "first"})
           .without("first"),
-      text("numerics", "exact",
-           "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
-           "`fast` allows other rounding, and other random numbers for a sample, never other "
-           "mathematics: where the samples of a batch are independent, several microbatches may run "
-           "as one (see docs/schedules.md).")
+      text(
+          "numerics", "exact",
+          "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
+          "`fast` allows other rounding, and other random numbers for a sample, never other "
+          "mathematics: where the samples of a batch are independent, several microbatches may run "
+          "as one (see docs/schedules.md).")
           .values({"exact", "fast"}),
       boolean("gradient_accumulation_fusion", false,
               "Add the gradients of weights of linear layers to the gradient buffer inside the "
@@ -237,11 +238,12 @@ std::vector<Parameter> rank_rows() {
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0),
-      boolean("check_collectives", false,
-              "Compare the calls of all ranks before every collective, so that ranks that call "
-              "different ones get an error that says which rank called what, instead of a wait "
-              "that never ends (see docs/collectives.md). Ranks of one host always do; between "
-              "hosts it costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
+      boolean(
+          "check_collectives", false,
+          "Compare the calls of all ranks before every collective, so that ranks that call "
+          "different ones get an error that says which rank called what, instead of a wait "
+          "that never ends (see docs/collectives.md). Ranks of one host always do; between "
+          "hosts it costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
   };
 }
 
@@ -285,15 +287,23 @@ std::vector<Parameter> memory_rows() {
 
 std::vector<Parameter> tensor_and_sharding_rows() {
   return {
-      integer(
-          "tensor_parallel_degree", int64_t{1},
-          "Over how many ranks the layers of distributed modules are divided. More than 1 needs "
-          "`ddp`.")
-          .at_least(1)
-          .default_only(),
+      integer("tensor_parallel_degree", int64_t{1},
+              "Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than "
+              "1 needs `ddp`, and neither `shard_optimizer_state` nor `partition_file` nor "
+              "`graph_file`.")
+          .at_least(1),
       boolean("prescaled_batch", false,
-              "The ranks of a tensor-parallel group feed the same batch instead of their own.")
-          .default_only(),
+              "The ranks of a tensor-parallel group are given one batch, shared out by "
+              "`smp::rdp_rank()`, instead of one each, by `smp::dp_rank()`."),
+      text("tensor_parallelism", "auto",
+           "Which modules of the program may be divided by rewriting what was captured: the "
+           "`marked` ones, made under `smp::tensor_parallelism` or given to "
+           "`smp::set_tensor_parallelism`, or, with `auto`, all if none is marked and none is a "
+           "distributed module of `smp::nn`.")
+          .values({"auto", "marked"}),
+      boolean("strict_tensor_parallelism", false,
+              "A marked module with parameters that cannot be divided is an error; otherwise the "
+              "report says so."),
       integer("sharded_data_parallel_degree", int64_t{1},
               "Over how many replicas parameters, gradients and optimizer state are sharded (see "
               "docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 "

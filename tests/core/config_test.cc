@@ -228,8 +228,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
        R"("input_source": "first" is not available in this version. Use "all" (the default).)"},
       {R"({"ddp": true, "ddp_dist_backend": "nccl"})",
        R"("ddp_dist_backend": "nccl" is not available in this version. Use "auto" (the default).)"},
-      {R"({"ddp": true, "tensor_parallel_degree": 2})",
-       R"("tensor_parallel_degree": 2 is not available in this version. Use 1 (the default).)"},
       {R"({"contiguous": false})",
        R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
       {R"({"horovod": true})",
@@ -242,11 +240,8 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
 
 // Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
 TEST(Config, NoMissingFeatureIsIgnored) {
-  for (const char* setting :
-       {"\"fp16_params\": true", "\"prescaled_batch\": true"}) {
-    const std::string error = validation_error(std::string("{") + setting + "}");
-    EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
-  }
+  const std::string error = validation_error(R"({"fp16_params": true})");
+  EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
 }
 
 TEST(Config, UnknownKeys) {
@@ -306,9 +301,24 @@ TEST(Config, RulesBetweenParameters) {
       "\"sharded_data_parallel_degree\": a degree of 2 needs \"gradient_accumulation_fusion\" to "
       "be false, got true."));
   EXPECT_TRUE(mentions(
-      R"({"sharded_data_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": true})",
-      "\"sharded_data_parallel_degree\": a degree of 2 needs \"prescaled_batch\" to be true with "
-      "tensor parallelism, got false."));
+      R"({"sharded_data_parallel_degree": 2, "tensor_parallel_degree": 4, "ddp": true})",
+      "\"tensor_parallel_degree\": a degree of 4 needs \"sharded_data_parallel_degree\" to be 1, "
+      "got 2."));
+  EXPECT_TRUE(mentions(
+      R"({"shard_optimizer_state": true, "tensor_parallel_degree": 2, "ddp": true})",
+      "\"tensor_parallel_degree\": a degree of 2 needs \"shard_optimizer_state\" to be false, got "
+      "true."));
+  for (const std::string file : {"partition_file", "graph_file"}) {
+    EXPECT_TRUE(mentions("{\"" + file + "\": \"a\", \"tensor_parallel_degree\": 2, \"ddp\": true}",
+                         "\"tensor_parallel_degree\": a degree of 2 needs \"" + file +
+                             "\" to be unset: the file does not say how layers are divided."));
+  }
+  EXPECT_EQ(
+      validation_error(R"({"tensor_parallel_degree": 2, "ddp": true, "prescaled_batch": true})"),
+      "<no error>");
+  EXPECT_EQ(validation_error(R"({"tensor_parallelism": "some"})"),
+            "[smp] smp.json: \"tensor_parallelism\": tensor_parallelism must be a value in: "
+            "['auto', 'marked']. (got \"some\")");
   EXPECT_TRUE(mentions(R"({"bf16": true, "fp16": true})",
                        "\"bf16\": FP16 and BF16 cannot be simultaneously enabled."));
   EXPECT_EQ(validation_error(R"({"bf16": true})"), "<no error>");
@@ -504,11 +514,13 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
             R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
-            R"("placement_strategy":"cluster","sdp_gradient_clipping":1.0,)"
+            R"("placement_strategy":"cluster","prescaled_batch":false,"sdp_gradient_clipping":1.0,)"
             R"("sdp_hierarchical_allgather":true,"sdp_max_live_parameters":1000000000,)"
             R"("sdp_param_persistence_threshold":1000000,"sdp_reduce_bucket_size":500000000,)"
             R"("seed":-1,"shard_optimizer_state":false,"sharded_data_parallel_degree":1,)"
-            R"("skip_tracing":false,"timeout_seconds":300.0,"trace_execution_times":true,)"
+            R"("skip_tracing":false,"strict_tensor_parallelism":false,)"
+            R"("tensor_parallel_degree":1,"tensor_parallelism":"auto",)"
+            R"("timeout_seconds":300.0,"trace_execution_times":true,)"
             R"("trace_memory_usage":false,"virtual_stages":0})");
   Config::from_json(Config().to_json(), "defaults").validate();
 

@@ -542,10 +542,9 @@ TEST(ShardedParameters, OptimizersAreElementwise) {
     DistributedModel<Mlp> model(net);
     DistributedOptimizer<torch::optim::LBFGS> optimizer(model->parameters());
   });
-  expect_has(text,
-             {"needs whole parameters, and with \"sharded_data_parallel_degree\" each replica "
-              "updates its pieces of them. Use another optimizer, or set "
-              "\"sharded_data_parallel_degree\" to 1"});
+  expect_has(text, {"needs whole parameters, and with \"sharded_data_parallel_degree\" each rank "
+                    "updates its pieces of them. Use another optimizer, or set "
+                    "\"sharded_data_parallel_degree\" to 1"});
 }
 
 /// A rank that fails while the other gathers.

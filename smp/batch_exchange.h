@@ -1,0 +1,19 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace smp {
+
+/// The inputs of a step by rank of a tensor-parallel group, whose ranks are each given a batch and
+/// run all of them. Collective over the group. Throws a `UsageError` on all of its ranks where
+/// inputs differ in number, sizes or type; `step_name` is for it. Internal.
+std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
+                                                      const std::vector<at::Tensor>& mine,
+                                                      const std::string& step_name);
+
+}  // namespace smp

@@ -1,0 +1,64 @@
+#include "smp/tensor_parallelism.h"
+
+#include <utility>
+
+#include "graph/tracer.h"
+#include "smp/core/error.h"
+#include "smp/runtime.h"
+#include "smp/tensor_notes.h"
+
+namespace smp {
+namespace {
+
+/// Of this thread: a rank that is a thread builds its own module.
+TensorNotes<bool>& marks() {
+  static thread_local TensorNotes<bool> marks;
+  return marks;
+}
+
+std::optional<bool>& innermost() {
+  static thread_local std::optional<bool> enabled;
+  return enabled;
+}
+
+}  // namespace
+
+/// Notes the results of all operators while it lives.
+class TensorParallelismScope::Impl {
+ public:
+  explicit Impl(bool enabled) : before_(std::exchange(innermost(), enabled)) {
+    if (graph::Tracer::current() != nullptr) return;
+    noter_.emplace([](const at::Tensor& tensor) { marks().set(tensor, *innermost()); });
+  }
+  ~Impl() { innermost() = before_; }
+
+ private:
+  std::optional<bool> before_;
+  std::optional<ResultNoter> noter_;
+};
+
+TensorParallelismScope::TensorParallelismScope(bool enabled)
+    : impl_(std::make_unique<Impl>(enabled)) {}
+
+TensorParallelismScope::~TensorParallelismScope() = default;
+
+std::optional<bool> TensorParallelismScope::current() { return innermost(); }
+
+TensorParallelismScope tensor_parallelism(bool enabled) { return TensorParallelismScope(enabled); }
+
+void detail::mark_module(const torch::nn::Module& module, bool enabled) {
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned,
+                 "smp::set_tensor_parallelism was called after the first step, which divided the "
+                 "models among the ranks; call it before");
+  const auto parameters = module.parameters();
+  SMP_CHECK_WITH(UsageError, !parameters.empty(), "smp::set_tensor_parallelism: module ",
+                 module.name(), " has no parameters that could be divided. Give it the module that "
+                 "holds them");
+  for (const at::Tensor& parameter : parameters) marks().set(parameter, enabled);
+}
+
+std::optional<bool> tensor_parallelism_mark(const at::Tensor& tensor) {
+  return marks().find(tensor);
+}
+
+}  // namespace smp

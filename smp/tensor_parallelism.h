@@ -1,0 +1,63 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <type_traits>
+
+namespace smp {
+
+/// What `tensor_parallelism` returns; it lasts as long as it lives. Belongs to the thread that made
+/// it.
+class TensorParallelismScope {
+ public:
+  explicit TensorParallelismScope(bool enabled);
+  ~TensorParallelismScope();
+  TensorParallelismScope(const TensorParallelismScope&) = delete;
+  TensorParallelismScope& operator=(const TensorParallelismScope&) = delete;
+
+  /// What the innermost scope of this thread says; nothing outside of all.
+  static std::optional<bool> current();
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Marks what is made while the returned scope lives, or with `enabled = false` unmarks it: the
+/// layers of marked modules may be divided among the ranks of a tensor-parallel group, as far as
+/// the step function's graph allows and it is predicted to pay (docs/tensor_parallelism.md). Of
+/// nested scopes the innermost wins. Without a mark in the program the configuration's
+/// `tensor_parallelism` decides. As documented for SMP's `smp.tensor_parallelism`.
+///
+/// Example:
+/// \code
+///   {
+///     const auto scope = smp::tensor_parallelism();
+///     blocks = register_module("blocks", torch::nn::Sequential(Block(), Block()));
+///   }
+/// \endcode
+[[nodiscard]] TensorParallelismScope tensor_parallelism(bool enabled = true);
+
+namespace detail {
+void mark_module(const torch::nn::Module& module, bool enabled);
+}  // namespace detail
+
+/// Marks `module` (a holder, a module or a pointer to one) and its submodules, or unmarks them; the
+/// last call for a module wins, also over scopes. To be called before the first step. Throws
+/// `UsageError` after it, and for a module without parameters.
+template <class M>
+void set_tensor_parallelism(const M& module, bool enabled = true) {
+  if constexpr (std::is_base_of_v<torch::nn::Module, M>) {
+    detail::mark_module(module, enabled);
+  } else {
+    detail::mark_module(*module, enabled);
+  }
+}
+
+/// What a scope or `set_tensor_parallelism` said about a parameter; nothing if none did. Internal.
+std::optional<bool> tensor_parallelism_mark(const at::Tensor& tensor);
+
+}  // namespace smp

@@ -1,0 +1,253 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "optim/state_dict.h"
+#include "smp/runtime.h"
+#include "tests/smp/tensor_parallel.h"
+
+// Checkpoints do not say among how many ranks layers were divided.
+namespace smp {
+namespace {
+
+using namespace testing;
+
+using Model = DistributedModel<std::shared_ptr<DividedModel>>;
+using Optimizer = DistributedOptimizer<torch::optim::AdamW>;
+
+/// A rank of a run: the model, the optimizer, and a step of training on the batch of that number.
+struct Rank {
+  Model& model;
+  Optimizer& optimizer;
+  std::function<void(int)> train;
+};
+
+/// Everything of model and optimizer, whole.
+Named everything(const Rank& rank) {
+  Named result = to_map(rank.model->state_dict());
+  const auto state = rank.optimizer.state_dict();
+  for (const auto& [name, tensor] : optim::tensors_of(state)) result[name] = tensor.clone();
+  return result;
+}
+
+class TensorParallelCheckpoint : public ::testing::Test {
+ protected:
+  TensorParallelCheckpoint() {
+    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = std::string(::testing::TempDir()) + "/tensor_parallel." + info->name();
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directories(folder_);
+    torch::set_num_threads(1);
+  }
+  ~TensorParallelCheckpoint() override { std::filesystem::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+
+  /// Plays the ranks of a layout. The seed of the weights is `seed`.
+  static void run(const TensorLayout& layout, const std::function<void(Rank&)>& body,
+                  uint64_t seed = 5, const Config& more = Config()) {
+    const bool half = more.bf16();
+    run_as_threads(layout.ranks(), config_of(layout).bf16(half), [&] {
+      auto net = make_model<DividedModel>(seed);
+      if (half) net->to(torch::kFloat);
+      Model model(net);
+      Optimizer optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+      auto step_function = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = torch::nn::functional::cross_entropy(model(x).flatten(0, 1), y.flatten());
+        model->backward(loss);
+        return loss;
+      });
+      Rank rank{model, optimizer, [&](int i) {
+                  const auto batch = token_batch(i);
+                  optimizer.zero_grad();
+                  step_function(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+                  optimizer.step();
+                }};
+      body(rank);
+    });
+  }
+
+  /// What all ranks agree that they hold after `body`.
+  static Named outcome(const TensorLayout& layout, const std::function<void(Rank&)>& body,
+                       uint64_t seed = 5, const Config& more = Config()) {
+    Named result;
+    std::mutex mutex;
+    run(
+        layout,
+        [&](Rank& rank) {
+          body(rank);
+          const Named held = everything(rank);
+          const std::lock_guard lock(mutex);
+          if (result.empty()) result = held;
+          expect_equal(held, result, "of rank " + std::to_string(smp::rank()));
+        },
+        seed, more);
+    return result;
+  }
+
+ private:
+  std::string folder_;
+};
+
+TEST_F(TensorParallelCheckpoint, OtherDegreesAndStagesGoOn) {
+  const auto uninterrupted = outcome({1}, [](Rank& rank) {
+    for (int i = 0; i < 6; ++i) rank.train(i);
+  });
+  const auto first = outcome({4}, [&](Rank& rank) {
+    rank.train(0);
+    rank.train(1);
+    save(path("a"), rank.model, rank.optimizer);
+  });
+  const auto second = outcome(
+      {1, 2},
+      [&](Rank& rank) {
+        const auto loaded = load(path("a"), rank.model, rank.optimizer);
+        EXPECT_EQ(loaded.step, 2);
+        rank.train(2);
+        rank.train(3);
+        save(path("b"), rank.model, rank.optimizer);
+      },
+      6);
+  const auto third = outcome(
+      {2, 2, 2, true},
+      [&](Rank& rank) {
+        rank.train(0);  // after the first step loading takes another way
+        load(path("b"), rank.model, rank.optimizer);
+        rank.train(4);
+        rank.train(5);
+      },
+      7);
+  EXPECT_EQ(first.size(), uninterrupted.size());
+  expect_close(third, uninterrupted, "value", 1e-10);
+}
+
+/// Nothing but the layout changes: before the first step and after, and from one file.
+TEST_F(TensorParallelCheckpoint, KeepsEveryBit) {
+  const auto saved = outcome({2, 2}, [&](Rank& rank) {
+    rank.train(0);
+    save(path("all"), rank.model, rank.optimizer);
+    save_async(path("async"), rank.model, rank.optimizer).wait();
+    save_checkpoint(path("tagged"), "full", rank.model, SaveCheckpointOptions().partial(false));
+    save_checkpoint(path("tagged"), "async", rank.model,
+                    SaveCheckpointOptions().partial(false).asynchronous(true))
+        .wait();
+  });
+  for (const TensorLayout& layout : {TensorLayout{1}, TensorLayout{4}, TensorLayout{2, 1, 2}}) {
+    for (const std::string name : {"all", "async"}) {
+      SCOPED_TRACE(c10::str(layout, ", ", name));
+      const auto loaded = outcome(
+          layout,
+          [&](Rank& rank) {
+            rank.train(1);
+            load(path(name), rank.model, rank.optimizer);
+          },
+          6);
+      expect_equal(loaded, saved, "value");
+    }
+  }
+  Named model;
+  for (const auto& [name, tensor] : saved) {
+    if (name.find('/') == std::string::npos) model[name] = tensor;
+  }
+  for (const std::string tag : {"full", "async"}) {
+    const auto plain = make_model<PlainModel>(9);
+    load_into_module(path("tagged/" + tag), *plain);
+    expect_equal(state_of(*plain), model, "value in a plain module from " + tag);
+  }
+  run({2, 1, 2}, [&](Rank& rank) {
+    resume_from_checkpoint(path("tagged"), "full", rank.model, LoadOptions().partial(false));
+    expect_equal(to_map(rank.model->state_dict()), model, "value from one file");
+    rank.train(0);
+  });
+}
+
+/// Before the first step every stage has all of its parts.
+TEST_F(TensorParallelCheckpoint, IsSavedBeforeTheFirstStep) {
+  run({2, 2}, [&](Rank& rank) {
+    save(path("a"), rank.model);
+    save_checkpoint(path("tagged"), "full", rank.model, SaveCheckpointOptions().partial(false));
+  });
+  const auto expected = state_of(*make_model<PlainModel>(5));
+  for (const std::string name : {"a", "tagged/full"}) {
+    const auto plain = make_model<PlainModel>(9);
+    load_into_module(path(name), *plain);
+    expect_equal(state_of(*plain), expected, "value from " + name);
+  }
+}
+
+/// Master weights are divided and joined as parameters are.
+TEST_F(TensorParallelCheckpoint, KeepsMasterWeights) {
+  const auto half = Config().bf16(true);
+  const auto saved = outcome(
+      {2, 2},
+      [&](Rank& rank) {
+        rank.train(0);
+        rank.train(1);
+        save(path("a"), rank.model, rank.optimizer);
+      },
+      5, half);
+  EXPECT_EQ(saved.count("block0.up/master"), 1u);
+  EXPECT_EQ(saved.at("block0.up/master").sizes(), (std::vector<int64_t>{32, 8}));
+  for (const TensorLayout& layout : {TensorLayout{1}, TensorLayout{4}}) {
+    const auto loaded = outcome(
+        layout,
+        [&](Rank& rank) {
+          rank.train(1);
+          load(path("a"), rank.model, rank.optimizer);
+        },
+        6, half);
+    expect_equal(loaded, saved, "value");
+  }
+}
+
+TEST_F(TensorParallelCheckpoint, OptimizerStatesGoIntoOtherDegrees) {
+  optim::OptimizerState whole;
+  std::mutex mutex;
+  const auto saved = outcome({4}, [&](Rank& rank) {
+    rank.train(0);
+    const auto state = rank.optimizer.state_dict();
+    const auto local = rank.optimizer.local_state_dict();
+    EXPECT_EQ(state.params.at("block1.down").tensors.at("exp_avg").sizes(),
+              (std::vector<int64_t>{8, 16}));
+    EXPECT_EQ(local.params.at("block1.down").tensors.at("exp_avg").sizes(),
+              (std::vector<int64_t>{8, 4}));
+    const auto before = everything(rank);
+    rank.optimizer.load_state_dict(local);  // of this rank
+    expect_equal(everything(rank), before, "value after the local one");
+    const std::lock_guard lock(mutex);
+    whole = state;
+  });
+  const auto loaded = outcome(
+      {2, 2},
+      [&](Rank& rank) {
+        rank.train(1);
+        rank.optimizer.load_state_dict(whole);
+      },
+      6);
+  for (const auto& [name, tensor] : saved) {
+    if (name.find('/') != std::string::npos) expect_equal(loaded.at(name), tensor, name);
+  }
+}
+
+/// A rank that did another number of steps is found out.
+TEST_F(TensorParallelCheckpoint, RefusesOtherStatesInAGroup) {
+  const auto text = error_of<UsageError>([&] {
+    run({2}, [&](Rank& rank) {
+      rank.train(0);
+      if (tp_rank() == 1) rank.optimizer.step();
+      rank.optimizer.state_dict();
+    });
+  });
+  expect_has(text, {"the optimizer's state differs between the ranks of a tensor-parallel group: "
+                    "tp rank 0 has parameter \"block0.",
+                    "{\"step\":1}", "{\"step\":2}", "Call optimizer.step() on all ranks alike"});
+}
+
+}  // namespace
+}  // namespace smp
