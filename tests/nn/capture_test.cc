@@ -1,6 +1,7 @@
 // The operators of tensor parallelism are captured as one operator each, with and without data, and
 // replayed.
 
+#include "graph/split_backward.h"
 #include "nn/nn.h"
 #include "tests/graph/checkpointed.h"
 #include "tests/graph/harness.h"
@@ -69,6 +70,30 @@ TEST(Capture, OperatorsRunAgainInTheBackwardPass) {
   on_ranks(2, [&](int rank) {
     Net net = nets[rank];
     graph::testing::expect_eager_bits(*net, microbatches, function_of(net));
+  });
+}
+
+/// The two halves of a backward pass communicate in their turn, and give what one pass gives.
+TEST(Capture, BackwardPassesCanBeSplit) {
+  const auto nets = make_nets();
+  const auto ids = torch::randint(12, {4, 6});
+  on_ranks(2, [&](int rank) {
+    Net net = nets[rank];
+    graph::testing::Checkpointed step(*net, {ids}, function_of(net));
+    step.set_regions([](int) { return -1; });
+    auto whole = step.forward({ids}, {});
+    const auto expected = graph::testing::Checkpointed::backward(whole);
+    auto run = step.forward({ids}, {});
+    std::unique_ptr<graph::SplitBackward> split;
+    {
+      const auto starts = std::move(run.starts);
+      split = std::make_unique<graph::SplitBackward>(
+          starts, run.gradients,
+          std::vector<std::shared_ptr<graph::GradientSink>>{run.sinks.at("words")});
+    }
+    split->run_weights();
+    graph::testing::expect_equal(graph::testing::Checkpointed::gradients(run), expected,
+                                 "gradient");
   });
 }
 

@@ -311,6 +311,52 @@ TEST(TransformerLayer, MovesWhatTheFormulaSays) {
   EXPECT_EQ(elements, 6 * kStates / 2 + 4 * kStates + 6 * kHidden);
 }
 
+/// Several layers, called by the convention of one.
+TEST(Transformer, IsLayersOneAfterTheOther) {
+  for (const bool cross : {false, true}) {
+    Case test;
+    test.cross = cross;
+    test.mask = true;
+    const Inputs inputs = inputs_of(test);
+    for (const auto* optimize : {"speed", "memory"}) {
+      const auto options = DistributedTransformerOptions()
+                               .num_layers(2)
+                               .num_attention_heads(kHeads)
+                               .attention_head_size(kChannels)
+                               .hidden_size(kHidden)
+                               .intermediate_size(kInner)
+                               .attention_dropout_prob(0)
+                               .hidden_dropout_prob(0)
+                               .add_cross_attention(cross)
+                               .optimize(optimize);
+      const Outcome outcome = run_module<DistributedTransformer>(
+          2, [&] { return DistributedTransformer(options); },
+          [&](DistributedTransformer& model) {
+            const Tensor hidden = inputs.hidden.clone().requires_grad_();
+            if (!cross) {
+              return backward_of(std::get<0>(model->forward(
+                                     DistributedTransformerImpl::Pair{hidden, inputs.mask})),
+                                 inputs, hidden, {});
+            }
+            const Tensor states = inputs.cross.clone().requires_grad_();
+            return backward_of(std::get<0>(model->forward(DistributedTransformerImpl::Four{
+                                   hidden, states, inputs.mask, inputs.cross_mask})),
+                               inputs, hidden, states);
+          });
+      Named parameters = leaves(outcome.parameters);
+      const Plain plain = plain_of(test, parameters);
+      const Tensor hidden = inputs.hidden.clone().requires_grad_();
+      const Tensor states = cross ? inputs.cross.clone().requires_grad_() : Tensor();
+      const auto layer = [&](const Tensor& x, const char* name) {
+        return plain.layer(x, states, inputs.mask, inputs.cross_mask, name);
+      };
+      const Tensors expected = backward_of(layer(layer(hidden, "seq_layers.0."), "seq_layers.1."),
+                                           inputs, hidden, states);
+      expect_close(outcome, expected, gradients_of(parameters), optimize);
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------------------------
 // Attention and output layers on their own
 
