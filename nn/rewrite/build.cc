@@ -443,6 +443,9 @@ class Builder final : public Emitter {
                      own == kUndefined ? "nothing" : meta(own).to_string(),
                      ". Correct the rule (smp::tp_register)");
       Value& value = graph().values[own];
+      SMP_INTERNAL_ASSERT(value.meta.dtype == whole.meta.dtype, "what stands for ",
+                          call.op().name(), " makes ", value.meta.to_string(), " instead of ",
+                          whole.meta.to_string());
       if (value.producer >= 0 && treatment_->emit == nullptr) {
         value.kind = whole.kind;
         value.name = whole.name;

@@ -147,6 +147,15 @@ class ProductRule {
   Treatment treatment_;
 };
 
+/// The bias in the type of the sum, as autocast has it in the operator that adds both.
+ValueId bias_like(Emitter& emitter, ValueId bias, ValueId sum) {
+  const at::ScalarType dtype = emitter.meta(sum).dtype;
+  if (emitter.meta(bias).dtype == dtype) return bias;
+  return emitter.call("aten::to", "dtype",
+                      {Emitter::tensor(bias), Emitter::constant(dtype), Emitter::constant(false),
+                       Emitter::constant(false), Emitter::constant(c10::IValue())});
+}
+
 /// `linear` whose inner dimension is divided: the bias is added once, to the sum.
 std::vector<ValueId> emit_linear_sum(Emitter& emitter, const Call& call, const Treatment&) {
   const auto part =
@@ -154,7 +163,7 @@ std::vector<ValueId> emit_linear_sum(Emitter& emitter, const Call& call, const T
                    {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
                     Emitter::constant(c10::IValue())});
   const auto sum = emitter.reduce(part);
-  const auto bias = emitter.argument(call.position("bias"));
+  const auto bias = bias_like(emitter, emitter.argument(call.position("bias")), sum);
   return {emitter.call("aten::add", "Tensor",
                        {Emitter::tensor(sum), Emitter::tensor(bias), Emitter::constant(1)})};
 }
@@ -164,7 +173,7 @@ std::vector<ValueId> emit_addmm_sum(Emitter& emitter, const Call& call, const Tr
   const auto part = emitter.call(
       "aten::mm", "", {Emitter::tensor(emitter.argument(1)), Emitter::tensor(emitter.argument(2))});
   const auto sum = emitter.reduce(part);
-  const auto bias = emitter.argument(0);
+  const auto bias = bias_like(emitter, emitter.argument(0), sum);
   const auto result = emitter.call(
       "aten::add", "Tensor",
       {Emitter::tensor(bias), Emitter::tensor(sum), Emitter::constant(call.constant("alpha"))});
@@ -204,9 +213,11 @@ std::vector<ValueId> emit_convolution_sum(Emitter& emitter, const Call& call, co
   const auto sum = emitter.reduce(part);
   std::vector<int64_t> shape(call.dim(0), 1);
   shape[1] = -1;
-  const auto bias =
+  const auto bias = bias_like(
+      emitter,
       emitter.call("aten::view", "",
-                   {Emitter::tensor(emitter.argument(2)), Emitter::constant(std::move(shape))});
+                   {Emitter::tensor(emitter.argument(2)), Emitter::constant(std::move(shape))}),
+      sum);
   return {emitter.call("aten::add", "Tensor",
                        {Emitter::tensor(sum), Emitter::tensor(bias), Emitter::constant(1)})};
 }

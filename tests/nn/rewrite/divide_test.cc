@@ -163,6 +163,10 @@ TEST(DivideTest, ModesAreKept) {
     const std::string line = divided.graph.line(i);
     EXPECT_NE(line.find("bf16[2, 4] autocast_cpu(bf16)"), std::string::npos) << line;
   }
+  for (size_t v = 0; v < whole->values.size(); ++v) {
+    const auto& got = divided.graph.values[divided.values[v].at(0)];
+    EXPECT_EQ(got.meta.dtype, whole->values[v].meta.dtype) << divided.graph.to_string();
+  }
 }
 
 TEST(DivideTest, CostsAreDivided) {

@@ -173,6 +173,53 @@ inline void expect_equals_plain(const DividedGraph& divided, torch::nn::Module& 
   }
 }
 
+/// What the divided graph says of its values, sizes, strides, types and whether they need
+/// gradients, is what its operators make: plans and channels are made of it.
+inline void expect_metas_hold(const DividedGraph& divided, const TensorTable& table,
+                              const Tensors& inputs, int ranks) {
+  const Graph& graph = divided.graph;
+  std::vector<TensorTable> tables;
+  for (int rank = 0; rank < ranks; ++rank) tables.push_back(local_table(table, divided, rank));
+  std::vector<std::string> differences(ranks);
+  comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& group) {
+    at::set_num_threads(1);
+    const TensorGroupScope scope(group);
+    std::vector<int> all(graph.operators.size());
+    std::iota(all.begin(), all.end(), 0);
+    std::vector<graph::ValueId> keep(graph.values.size());
+    std::iota(keep.begin(), keep.end(), 0);
+    graph::Segment segment(graph, all, keep);
+    graph::Environment environment(graph.values.size());
+    std::set<int> written;
+    for (const auto& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
+    for (size_t id = 0; id < graph.values.size(); ++id) {
+      const auto& value = graph.values[id];
+      if (value.kind == graph::ValueKind::kInput) {
+        environment[id] = inputs[std::stoi(value.name)].clone();
+      } else if (value.content.defined()) {
+        environment[id] = value.content.clone();
+      } else if (value.producer < 0) {
+        environment[id] = tables[group->rank()].at(value.name).tensor;
+      }
+    }
+    segment.run(environment, kKey);
+    for (size_t id = 0; id < graph.values.size(); ++id) {
+      graph::TensorMeta made = graph::TensorMeta::of(environment[id]);
+      const graph::TensorMeta& said = graph.values[id].meta;
+      // Writing may make a tensor need a gradient after its value was noted.
+      if (written.count(graph.values[id].alias_set) > 0) made.requires_grad = said.requires_grad;
+      for (size_t d = 0; d < made.sizes.size(); ++d) {
+        if (made.sizes[d] == 1 && said.sizes == made.sizes) made.strides[d] = said.strides[d];
+      }
+      if (made == said) continue;
+      differences[group->rank()] +=
+          c10::str("%", id, " is ", made.to_string(), made.requires_grad ? " grad" : "", ", not ",
+                   said.to_string(), said.requires_grad ? " grad" : "", "\n");
+    }
+  });
+  for (const std::string& text : differences) EXPECT_EQ(text, "") << graph.to_string();
+}
+
 /// "smp::tp_copy", without their prefix, in the order of the graph.
 inline std::string collectives(const Graph& graph) {
   std::string names;

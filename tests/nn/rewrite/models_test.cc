@@ -26,6 +26,7 @@ DividedGraph divided_as_plain(const Prepared& model, int ranks) {
   const auto whole = capture(table, model.inputs, step);
   DividedGraph divided = divide(*whole, eager_options(table, ranks));
   expect_equals_plain(divided, *model.module, table, model.inputs, step, ranks);
+  expect_metas_hold(divided, table, model.inputs, ranks);
   return divided;
 }
 

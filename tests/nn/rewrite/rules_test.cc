@@ -529,6 +529,7 @@ TEST_P(RuleTest, EqualsOneProcess) {
       EXPECT_EQ(collectives(divided.graph), GetParam().expected) << divided.graph.to_string();
     }
     expect_equals_plain(divided, *weights, table, inputs(), step, ranks);
+    expect_metas_hold(divided, table, inputs(), ranks);
   }
 }
 
