@@ -73,7 +73,8 @@ class Builder final : public Emitter {
         whole_(propagation.graph()),
         outcome_(outcome),
         options_(options),
-        ids_(whole_.values.size(), kUndefined) {
+        ids_(whole_.values.size(), kUndefined),
+        conversions_(whole_.values.size()) {
     result_.operators.resize(whole_.operators.size());
     for (const Operator& op : whole_.operators) result_.names.push_back(op.name());
   }

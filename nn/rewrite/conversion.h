@@ -1,6 +1,6 @@
 #pragma once
 
-#include <map>
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -40,26 +40,28 @@ std::pair<double, double> times_of(const Traffic& traffic, const DivideOptions& 
 template <class Id>
 class Conversions {
  public:
+  /// For a graph of so many values.
+  explicit Conversions(size_t values) : known_(values) {}
+
+  void clear() {
+    for (auto& list : known_) list.clear();
+  }
   void add(graph::ValueId value, const Layout& layout, Id id) {
     known_[value].emplace_back(layout, std::move(id));
   }
   /// What was written is converted anew; `home` is the layout it exists in.
   void forget(graph::ValueId value, const Layout& home) {
-    const auto found = known_.find(value);
-    if (found == known_.end()) return;
-    auto& list = found->second;
-    std::vector<std::pair<Layout, Id>> kept;
-    for (auto& [layout, id] : list) {
-      if (layout == home) kept.emplace_back(layout, id);
-    }
-    list = std::move(kept);
+    auto& list = known_[value];
+    list.erase(std::remove_if(list.begin(), list.end(),
+                              [&](const auto& known) { return known.first != home; }),
+               list.end());
   }
   /// Gives the value in a layout, with the conversions that are missing: `convert(conversion, id)`
   /// makes one and returns its result.
   template <class Convert>
   Id get(graph::ValueId value, Layout wanted, bool has_gradient, const Convert& convert) {
     if (!has_gradient && wanted == Layout::shared()) wanted = Layout::whole();
-    auto& list = known_.at(value);
+    auto& list = known_[value];
     const auto find = [&](const Layout& layout) {
       for (size_t i = 0; i < list.size(); ++i) {
         if (list[i].first == layout) return static_cast<int>(i);
@@ -79,7 +81,7 @@ class Conversions {
   }
 
  private:
-  std::map<graph::ValueId, std::vector<std::pair<Layout, Id>>> known_;
+  std::vector<std::vector<std::pair<Layout, Id>>> known_;  // by value
 };
 
 }  // namespace smp::nn::rewrite

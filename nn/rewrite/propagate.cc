@@ -82,7 +82,8 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
       options_(options),
       alias_sets_(graph.alias_sets),
       lasting_(graph.alias_sets),
-      last_writes_(graph.alias_sets, -1) {
+      last_writes_(graph.alias_sets, -1),
+      conversions_(graph.values.size()) {
   layouts_.users.resize(graph.values.size());
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
@@ -131,7 +132,7 @@ Outcome Propagation::run(const Pins& pins) {
 
 /// False: a storage that is written turned out to need to be whole, which `whole_sets_` notes.
 bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
-  conversions_ = {};
+  conversions_.clear();
   outcome.treatments.reserve(calls_.size());
   for (size_t v = 0; v < graph_.values.size(); ++v) {
     const auto id = static_cast<ValueId>(v);

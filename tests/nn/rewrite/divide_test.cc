@@ -4,6 +4,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "graph/leaf.h"
 #include "nn/rewrite/rule.h"
 #include "tests/nn/rewrite/harness.h"
 
@@ -139,6 +140,32 @@ TEST(DivideTest, OneCopyForAllReaders) {
 TEST(DivideTest, EvaluationNeedsNoCopy) {
   AttentionImpl net(2);
   EXPECT_EQ(collectives(divided_attention(net, 2, /*trains=*/false).graph), "reduce");
+}
+
+TEST(DivideTest, LeavesGetWholeTensors) {
+  TwoLayersImpl net(4, 6);
+  const TensorTable table = table_of(net);
+  auto call = c10::make_intrusive<graph::LeafCall>();
+  call->module = "Sorted";
+  call->function = [](graph::LeafCall&, const Tensors& in) -> Tensors {
+    return {std::get<0>(in[0].sort(1))};
+  };
+  const auto whole = capture(table, batch(4), training([&](const Tensors& in) -> Tensors {
+                               return {net.down(graph::call_leaf(call, {net.up(in[0])})[0]).sum()};
+                             }));
+  DivideOptions options = eager_options(table, 2);
+  options.fixed["up.weight"] = {{6, 4}, 0, 1, 2};
+  const DividedGraph divided = divide(*whole, options);
+  for (size_t i = 0; i < whole->operators.size(); ++i) {
+    if (!graph::is_leaf(whole->operators[i].handle)) continue;
+    const auto& leaf = divided.graph.operators[divided.operators[i].at(0)];
+    EXPECT_EQ(divided.graph.values[leaf.arguments[2].values[0]].meta.sizes[1], 6);
+    EXPECT_EQ(divided.graph.values[leaf.results[0]].meta.sizes[1], 6);
+    // The call of each step reaches the operator.
+    EXPECT_EQ(divided.constants({{static_cast<int>(i), 0, c10::IValue()}}).size(), 1u);
+    return;
+  }
+  FAIL() << "no leaf in\n" << whole->to_string();
 }
 
 /// What is inserted runs in the modes of what needs it.
