@@ -37,8 +37,8 @@ bool is_product(const std::string& base) {
 
 class Chooser {
  public:
-  Chooser(Propagation& propagation, const Pins& fixed)
-      : propagation_(propagation), graph_(propagation.graph()), fixed_(fixed) {
+  Chooser(Propagation& propagation, const Pins& fixed, bool insist)
+      : propagation_(propagation), graph_(propagation.graph()), fixed_(fixed), insist_(insist) {
     choice_.pins = fixed;
   }
 
@@ -94,6 +94,7 @@ class Chooser {
   void reconsider(ValueId weight) {
     std::optional<Try> shortest;
     const auto keep = [&](Try made) {
+      if (insist_ && !made.outcome.layouts[weight].is_divided()) return;
       const double bound = shortest ? shortest->outcome.us : best_.us;
       if (made.outcome.us < bound * (1 - kTie) && !is_refused(made.outcome)) {
         shortest = std::move(made);
@@ -130,9 +131,10 @@ class Chooser {
       }
       if (is_refused(grown->outcome)) continue;
       slower = std::min(slower, grown->outcome.us);
-      if (grown->outcome.us < (shortest ? shortest->outcome.us : best_.us) * (1 - kTie)) {
-        shortest = std::move(grown);
-      }
+      const double longest =
+          insist_ ? std::numeric_limits<double>::infinity() : best_.us * (1 - kTie);
+      const double bound = shortest ? shortest->outcome.us * (1 - kTie) : longest;
+      if (grown->outcome.us < bound) shortest = std::move(grown);
     }
     if (shortest) {
       choice_.pins = std::move(shortest->pins);
@@ -356,6 +358,7 @@ class Chooser {
   Propagation& propagation_;
   const Graph& graph_;
   const Pins& fixed_;
+  const bool insist_;
   Choice choice_;
   Outcome best_;
 };
@@ -381,8 +384,8 @@ bool is_weight(const Propagation& propagation, ValueId value) {
   return false;
 }
 
-Choice choose(Propagation& propagation, const Pins& fixed) {
-  return Chooser(propagation, fixed).run();
+Choice choose(Propagation& propagation, const Pins& fixed, bool insist) {
+  return Chooser(propagation, fixed, insist).run();
 }
 
 }  // namespace smp::nn::rewrite

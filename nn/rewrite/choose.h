@@ -22,7 +22,8 @@ bool is_weight(const Propagation& propagation, graph::ValueId value);
 /// divide it along its dimensions, in one block or in as many as the operators behind it suggest;
 /// with each try, weights of other branches that meet this one (`Outcome::wishes`) are divided too
 /// where that helps. The try with the shortest predicted time is kept if it is shorter than
-/// without; ties go to what was tried first. Attention whose heads cannot be divided is left alone.
-Choice choose(Propagation& propagation, const Pins& fixed);
+/// without, or if it has to be (`insist`); ties go to what was tried first. Attention whose heads
+/// cannot be divided is left alone.
+Choice choose(Propagation& propagation, const Pins& fixed, bool insist);
 
 }  // namespace smp::nn::rewrite

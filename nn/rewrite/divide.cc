@@ -109,7 +109,7 @@ std::string why_not(const Graph& whole, const DivideOptions& options) {
 DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   SMP_INTERNAL_ASSERT(options.ranks > 1, "a graph divided among ", options.ranks, " ranks");
   Propagation propagation(whole, options);
-  const Choice choice = choose(propagation, fixed_pins(whole, options));
+  const Choice choice = choose(propagation, fixed_pins(whole, options), options.insist);
   const Outcome outcome = propagation.run(choice.pins);
   DividedGraph divided = build(propagation, outcome, options);
   divided.whole_us = choice.whole_us;

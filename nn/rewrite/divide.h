@@ -21,6 +21,8 @@ struct DivideOptions {
   std::set<std::string> allowed;
   /// How parameters are divided already, by earlier graphs: followed whatever it costs.
   std::map<std::string, ParameterSplit> fixed;
+  /// Every weight that can be divided is: the predicted time decides how, not whether.
+  bool insist = false;
   double bytes_per_us = 5000;  ///< what a rank sends to the others
   double latency_us = 20;      ///< of one collective
   /// What a microbatch pays for a byte of a parameter that a rank holds: its gradient is computed,

@@ -231,6 +231,21 @@ TEST(DivideTest, SlowNetworksDivideNothing) {
   EXPECT_NE(decision.reason.find("us a microbatch instead of"), std::string::npos);
 }
 
+/// However slow the network is, what is divided is divided in the fastest way.
+TEST(DivideTest, SlowNetworksDivideWhereTheUserInsists) {
+  TwoLayersImpl net(64, 256);
+  const TensorTable table = table_of(net);
+  const auto whole = capture(table, batch(64), step_of(net));
+  DivideOptions options = eager_options(table, 2);
+  options.latency_us = 1e6;
+  options.insist = true;
+  const DividedGraph divided = divide(*whole, options);
+  EXPECT_EQ(collectives(divided.graph), "reduce");
+  EXPECT_EQ(decision_of(divided, "up.weight").split->dim, 0);
+  EXPECT_EQ(decision_of(divided, "down.weight").split->dim, 1);
+  EXPECT_GT(divided.divided_us, divided.whole_us);
+}
+
 TEST(DivideTest, TrafficIsThatOfTheFormula) {
   TwoLayersImpl net(8, 16);
   const TensorTable table = table_of(net);

@@ -2,6 +2,7 @@
 // process, in float64, with dropout on.
 
 #include "examples/gpt/gpt_model.h"
+#include "partitioner/partition.h"
 #include "tests/nn/rewrite/harness.h"
 #include "tests/zoo/models_convolutional.h"
 #include "tests/zoo/models_irregular.h"
@@ -95,6 +96,39 @@ TEST(ModelTest, GptWithFusedProjection) {
     EXPECT_EQ(collectives(divided.graph), "dropout gather" + block + block + " copy cross_entropy")
         << divided.graph.to_string();
   }
+}
+
+/// A pipeline's stages are made of it as of any graph; `partition` verifies its plans.
+TEST(ModelTest, DividedGraphsArePartitioned) {
+  for (bool tied : {false, true}) {
+    const Prepared gpt = make_gpt(tied, 4);
+    const TensorTable table = table_of(*gpt.module);
+    const auto whole = capture(table, gpt.inputs, training(gpt.step));
+    const DividedGraph divided = divide(*whole, eager_options(table, 2));
+    const auto plan = partitioner::partition(divided.graph, partitioner::PartitionOptions(2));
+    EXPECT_EQ(plan.stages(), 2);
+    EXPECT_EQ(plan.owner.size(), divided.decisions.size());
+  }
+}
+
+/// On a slow network dividing does not pay: if it has to be, then as Megatron
+/// does.
+TEST(ModelTest, GptDividedByForce) {
+  const Prepared gpt = make_gpt(false, 4);
+  const TensorTable table = table_of(*gpt.module);
+  const Function step = training(gpt.step);
+  const auto whole = graph::testing::trace(table, gpt.inputs, step, false).recorded;
+  DivideOptions options;
+  options.ranks = 2;
+  options.latency_us = 1000;
+  options.allowed = eager_options(table, 2).allowed;
+  EXPECT_TRUE(divide(*whole, options).parameters.empty());
+  options.insist = true;
+  const DividedGraph divided = divide(*whole, options);
+  const std::string block = " copy dropout reduce copy reduce";
+  EXPECT_EQ(collectives(divided.graph), "dropout gather" + block + block + " copy cross_entropy")
+      << divided.graph.to_string();
+  expect_equals_plain(divided, *gpt.module, table, gpt.inputs, step, 2);
 }
 
 TEST(ModelTest, GptWithTiedVocabulary) {

@@ -131,8 +131,9 @@ std::vector<Case> elementwise_cases() {
       on_hidden(
           "Type", 1, [](Weights&, Tensor h) { return h.to(torch::kFloat).to(torch::kDouble); },
           kDivided),
-      on_hidden("TruthOfAll", 1, [](Weights&, Tensor h) { return h * (h > 1).any(); },
-                "copy gather gather gather"),
+      on_hidden(
+          "TruthOfAll", 1, [](Weights&, Tensor h) { return h * (h > 1).any(); },
+          "copy gather gather gather"),
       on_hidden(
           "WrittenView", 1,
           [](Weights& w, Tensor h) {
