@@ -1,8 +1,8 @@
 #include "nn/rewrite/build.h"
 
 #include <algorithm>
-#include <memory>
-#include <set>
+#include <map>
+#include <optional>
 #include <utility>
 
 #include "graph/leaf.h"
@@ -37,6 +37,18 @@ TensorMeta contiguous(TensorMeta meta, c10::IntArrayRef sizes) {
     stride *= std::max<int64_t>(sizes[d], 1);
   }
   return meta;
+}
+
+/// The dimensions with more than one element, by the memory between two neighbours: the order in
+/// which a tensor made like this one is filled.
+std::vector<int64_t> memory_order(const TensorMeta& meta) {
+  std::vector<int64_t> order;
+  for (size_t d = 0; d < meta.sizes.size(); ++d) {
+    if (meta.sizes[d] != 1) order.push_back(static_cast<int64_t>(d));
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return meta.strides[a] > meta.strides[b]; });
+  return order;
 }
 
 Operator operator_of(Collective collective, const Layout& from, const Layout& to,
@@ -184,8 +196,64 @@ class Builder final : public Emitter {
     for (int set : call.op().writes) forget(set);
   }
 
+  /// Random numbers are drawn in the order of memory, which joining and summing may have changed:
+  /// the value in the order that was recorded.
+  ValueId in_memory_order(ValueId value, const TensorMeta& recorded) {
+    std::vector<int64_t> order = memory_order(recorded);
+    if (order == memory_order(meta(value))) return value;
+    for (size_t d = 0; d < recorded.sizes.size(); ++d) {
+      if (recorded.sizes[d] == 1) order.push_back(static_cast<int64_t>(d));
+    }
+    std::vector<int64_t> back(order.size());
+    for (size_t i = 0; i < order.size(); ++i) back[order[i]] = static_cast<int64_t>(i);
+    const ValueId sorted = call("aten::permute", "", {tensor(value), constant(std::move(order))});
+    const ValueId dense =
+        call("aten::contiguous", "", {tensor(sorted), constant(at::MemoryFormat::Contiguous)});
+    return call("aten::permute", "", {tensor(dense), constant(std::move(back))});
+  }
+
+  /// A whole random operator, if it must be given tensors in another order of memory; else nothing.
+  std::optional<std::vector<ValueId>> add_reordered(const Call& call) {
+    const bool is_plain = call.op().random_ordinal >= 0 && !graph::is_leaf(call.op().handle) &&
+                          call.results().size() == 1;
+    if (!is_plain || call.tensors().empty()) return std::nullopt;
+    const ValueId first = argument(0);
+    const TensorMeta& recorded = call.meta(0);
+    if (meta(first).sizes != recorded.sizes) return std::nullopt;
+    const ValueId ordered = in_memory_order(first, recorded);
+    if (ordered == first) return std::nullopt;
+    Operator op = like_call(call.op().handle);
+    op.arguments = call.op().arguments;
+    int position = 0;
+    for (Argument& own : op.arguments) {
+      for (ValueId& value : own.values) {
+        if (value == kUndefined) continue;
+        value = position == 0 ? ordered : argument(position);
+        ++position;
+      }
+    }
+    note_writes(op);
+    const ValueId made = add_on_shapes(std::move(op)).at(0);
+    follow_all(call);
+    if (!call.in_place()) return std::vector<ValueId>{made};
+    return std::vector<ValueId>{
+        this->call("aten::copy_", "", {tensor(first), tensor(made), constant(false)})};
+  }
+
+  /// The numbers of the call that may change are those of the operator added last.
+  void follow_all(const Call& call) {
+    const auto& schema = call.op().handle.schema();
+    for (size_t a = 0; a < call.op().arguments.size(); ++a) {
+      if (call.op().arguments[a].kind != Argument::Kind::kConstant) continue;
+      if (graph::is_patchable(schema, a)) {
+        follow(schema.arguments()[a].name().c_str(), static_cast<int>(a), nullptr);
+      }
+    }
+  }
+
   /// The same operator, on what each rank has.
   std::vector<ValueId> add_same(const Call& call) {
+    if (auto results = add_reordered(call)) return std::move(*results);
     Operator op = call.op();
     bool same_shapes = treatment_->constants.empty();
     int position = 0;
@@ -204,15 +272,9 @@ class Builder final : public Emitter {
     const std::map<int, int> sets = argument_sets(same, op);
     for (int& set : op.writes) set = sets.at(set);
     const bool copied = same_shapes || graph::is_leaf(same.handle) || whole_.makes_literal(same);
-    const int operator_index = static_cast<int>(graph().operators.size());
     const auto results =
         copied ? add_as_recorded(std::move(op), call, sets) : add_on_shapes(std::move(op));
-    for (size_t a = 0; a < same.arguments.size(); ++a) {
-      if (same.arguments[a].kind != Argument::Kind::kConstant) continue;
-      if (!graph::is_patchable(same.handle.schema(), a)) continue;
-      result_.targets[{static_cast<int>(call.index()), static_cast<int>(a)}].push_back(
-          {operator_index, static_cast<int>(a), nullptr});
-    }
+    follow_all(call);
     return results;
   }
 

@@ -468,6 +468,18 @@ std::vector<Case> special_cases() {
           "DropoutInPlace", 1,
           [](Weights&, Tensor h) { return torch::dropout_(h, 0.4, true).exp(); },
           "copy dropout gather gather"),
+      // Masks are drawn in the order of memory, which joining has changed.
+      on_hidden(
+          "DropoutInAnotherOrder", 1,
+          [](Weights&, Tensor h) { return torch::dropout(h.transpose(1, 2).exp(), 0.4, true); },
+          "copy gather"),
+      on_hidden(
+          "DropoutInPlaceInAnotherOrder", 1,
+          [](Weights&, Tensor h) {
+            auto x = h.transpose(1, 2).sin();
+            return torch::dropout_(x, 0.4, true);
+          },
+          "copy gather"),
       {"CrossEntropy", vocabulary,
        [=](Weights& w, const Tensors& in) {
          return F::cross_entropy(logits(w, in), in[1].flatten());
