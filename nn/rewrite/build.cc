@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "graph/leaf.h"
@@ -272,10 +273,41 @@ class Builder final : public Emitter {
     const std::map<int, int> sets = argument_sets(same, op);
     for (int& set : op.writes) set = sets.at(set);
     const bool copied = same_shapes || graph::is_leaf(same.handle) || whole_.makes_literal(same);
-    const auto results =
+    auto results =
         copied ? add_as_recorded(std::move(op), call, sets) : add_on_shapes(std::move(op));
     follow_all(call);
+    if (!copied) keep_apart(call, results);
     return results;
+  }
+
+  /// Where the recorded operator copied and this one does not have to (a reshape of a tensor that
+  /// is contiguous here), a write must not reach both. Nor may it reach one only where the recorded
+  /// results were views.
+  void keep_apart(const Call& call, std::vector<ValueId>& results) {
+    std::map<int, int> here;  // alias sets of arguments: here -> recorded
+    std::set<int> recorded;
+    for (size_t i = 0; i < call.tensors().size(); ++i) {
+      const int set = whole_.values[call.tensors()[i]].alias_set;
+      here[graph().values[argument(static_cast<int>(i))].alias_set] = set;
+      recorded.insert(set);
+    }
+    for (size_t r = 0; r < results.size(); ++r) {
+      const ValueId result = call.op().results[r];
+      if (result == kUndefined) continue;
+      const int set = whole_.values[result].alias_set;
+      const auto lies_on = here.find(graph().values[results[r]].alias_set);
+      const bool shares = lies_on != here.end();
+      const bool shared = recorded.count(set) > 0;
+      if (shares == shared) continue;
+      SMP_INTERNAL_ASSERT(shares || !propagation_.is_written_after(set, call.index()),
+                          "what stands for ", call.op().name(),
+                          " copies a tensor that is written later");
+      if (!shares || !(propagation_.is_written_after(set, call.index()) ||
+                       propagation_.is_written_after(lies_on->second, call.index()))) {
+        continue;
+      }
+      results[r] = this->call("aten::clone", "", {tensor(results[r]), constant(c10::IValue())});
+    }
   }
 
   /// The alias sets of an operator's arguments: as in the whole graph -> as here.

@@ -178,8 +178,7 @@ bool Propagation::cuts_views(const Call& call, const Treatment& treatment) const
     const ValueId value = call.tensors()[i];
     const int set = graph_.values[value].alias_set;
     const auto& own = call.op().writes;
-    const bool is_written_later = last_writes_[set] > static_cast<int>(call.index());
-    if (treatment.arguments[i] == layouts_.of[value] || !is_written_later ||
+    if (treatment.arguments[i] == layouts_.of[value] || !is_written_after(set, call.index()) ||
         std::find(own.begin(), own.end(), set) != own.end()) {
       continue;
     }

@@ -42,6 +42,10 @@ class Propagation {
   const std::vector<std::vector<int>>& users() const { return layouts_.users; }
   /// A parameter that may be divided where nothing is said about it.
   bool is_allowed(graph::ValueId value) const;
+  /// True if an operator after that one writes a storage.
+  bool is_written_after(int alias_set, size_t operator_index) const {
+    return last_writes_[alias_set] > static_cast<int>(operator_index);
+  }
 
  private:
   bool attempt(const Pins& pins, Outcome& outcome);

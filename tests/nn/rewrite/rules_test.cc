@@ -134,6 +134,15 @@ std::vector<Case> elementwise_cases() {
       on_hidden(
           "TruthOfAll", 1, [](Weights&, Tensor h) { return h * (h > 1).any(); },
           "copy gather gather gather"),
+      // A reshape that copied the captured tensor is a view of the joined one.
+      on_hidden(
+          "WrittenCopy", 1,
+          [](Weights& w, Tensor h) {
+            const auto x = h.transpose(0, 1).contiguous().transpose(0, 1);
+            const auto copy = x.reshape({kBatch, 15, 16}).mul_(2);
+            return torch::layer_norm(x, {kHidden}, w->row) + copy.view(h.sizes());
+          },
+          "copy gather"),
       on_hidden(
           "WrittenView", 1,
           [](Weights& w, Tensor h) {
