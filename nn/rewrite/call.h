@@ -44,9 +44,7 @@ struct Treatment {
   std::vector<int> wishes;
   /// What moves inside `emit`: bytes that are summed over the ranks in the forward.
   int64_t reduced_bytes = 0;
-  /// Why a divided argument had to be made whole, if a rule says so.
-  std::string obstacle;
-  /// Into how many parts a view could have divided it; 0 if that is not the reason.
+  /// Of a view that needs a divided argument whole: into how many parts it could divide it; else 0.
   int64_t obstacle_parts = 0;
 };
 

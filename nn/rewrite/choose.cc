@@ -8,8 +8,6 @@
 #include <tuple>
 #include <utility>
 
-#include "graph/visit.h"
-
 namespace smp::nn::rewrite {
 namespace {
 

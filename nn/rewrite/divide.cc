@@ -30,7 +30,8 @@ Pins fixed_pins(const Graph& whole, const DivideOptions& options) {
     if (value.kind != ValueKind::kParameter || found == options.fixed.end()) continue;
     const ParameterSplit& split = found->second;
     const c10::IntArrayRef sizes(value.meta.sizes);
-    SMP_CHECK_WITH(UsageError, sizes == c10::IntArrayRef(split.sizes) && split.ranks == options.ranks,
+    const bool same = sizes == c10::IntArrayRef(split.sizes) && split.ranks == options.ranks;
+    SMP_CHECK_WITH(UsageError, same,
                    "parameter \"", value.name, "\" is divided as ", split.to_string(),
                    ", but this step function reads it with sizes ", sizes, " on ", options.ranks,
                    " ranks. Parameters keep their sizes, and the way they are divided, once a step "

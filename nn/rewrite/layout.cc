@@ -2,8 +2,6 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <tuple>
-
 #include "smp/core/error.h"
 
 namespace smp::nn::rewrite {
@@ -29,10 +27,6 @@ std::string Layout::to_string() const {
       break;
   }
   return c10::str("divided(", dim, blocks > 1 ? c10::str(", ", blocks, " blocks") : "", ")");
-}
-
-bool Layout::operator<(const Layout& other) const {
-  return std::tie(kind, dim, blocks) < std::tie(other.kind, other.dim, other.blocks);
 }
 
 bool can_divide(c10::IntArrayRef sizes, int dim, int64_t blocks, int ranks) {

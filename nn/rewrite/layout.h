@@ -43,7 +43,6 @@ struct Layout {
     return kind == other.kind && dim == other.dim && blocks == other.blocks;
   }
   bool operator!=(const Layout& other) const { return !(*this == other); }
-  bool operator<(const Layout& other) const;
 };
 
 using Sizes = c10::SmallVector<int64_t, 5>;

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 
-#include "graph/leaf.h"
 #include "graph/visit.h"
-#include "smp/core/error.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -244,7 +242,7 @@ void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& 
     joins |= layouts_.of[value].is_divided() && !wanted.is_divided();
     need(value, wanted, call.has_gradient(static_cast<int>(i)), outcome);
   }
-  if (joins) outcome.obstacles.push_back({index, treatment.obstacle, treatment.obstacle_parts});
+  if (joins) outcome.obstacles.push_back({index, treatment.obstacle_parts});
   for (int wish : treatment.wishes) outcome.wishes.push_back(call.tensors()[wish]);
   for (size_t r = 0; r < call.results().size(); ++r) {
     layouts_.of[call.results()[r]] = treatment.results[r];

@@ -2,7 +2,6 @@
 
 #include <map>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "nn/rewrite/conversion.h"
@@ -13,11 +12,10 @@ namespace smp::nn::rewrite {
 /// Layouts of parameters that are given, by value: divided, or whole.
 using Pins = std::map<graph::ValueId, Layout>;
 
-/// What an operator that had to have a divided value whole says about it.
+/// An operator that had to have a divided value whole.
 struct Obstacle {
   int operator_index;
-  std::string text;  ///< may be empty
-  int64_t parts;     ///< see `Treatment::obstacle_parts`
+  int64_t parts;  ///< see `Treatment::obstacle_parts`
 };
 
 /// How a graph runs with some parameters divided.

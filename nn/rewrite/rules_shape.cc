@@ -5,6 +5,7 @@
 #include <set>
 
 #include "nn/rewrite/builtin_rules.h"
+#include "nn/rewrite/emitter.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -48,14 +49,30 @@ Result reshapes(const Call& call) {
   if (!layout) {
     Treatment treatment = call.all_whole();
     treatment.obstacle_parts = parts_in_view(from, call.layout(0), to, call.ranks());
-    treatment.obstacle = c10::str("a dimension of ", treatment.obstacle_parts,
-                                  " cannot be divided among ", call.ranks(), " ranks");
     return treatment;
   }
   Treatment treatment = divided_like(call, *layout);
   localize(call, "size", 0, treatment);
   localize(call, "shape", 0, treatment);
   if (call.argument("sizes") >= 0) localize(call, "sizes", *call.dimension("dim"), treatment);
+  return treatment;
+}
+
+/// `view_as` and `reshape_as`: of the other tensor only the sizes matter.
+std::vector<graph::ValueId> emit_reshape(Emitter& emitter, const Call& call,
+                                         const Treatment& treatment) {
+  const char* name = call.base_name() == "aten::view_as" ? "aten::view" : "aten::reshape";
+  return {emitter.call(name, "",
+                       {Emitter::tensor(emitter.argument(0)),
+                        Emitter::constant(local_list(call.result_meta().sizes, treatment.results[0],
+                                                     call.ranks()))})};
+}
+
+Result reshapes_as(const Call& call) {
+  if (!call.divided(0)) return std::nullopt;
+  Result treatment = reshapes(call);
+  treatment->arguments[1] = call.layout(1);
+  if (treatment->results[0].is_divided()) treatment->emit = emit_reshape;
   return treatment;
 }
 
@@ -291,6 +308,8 @@ RuleTable shape_rules() {
                            "unsafe_chunk", "unsafe_split.Tensor"}) {
     rules[std::string("aten::") + name] = splits;
   }
+  rules["aten::view_as"] = reshapes_as;
+  rules["aten::reshape_as"] = reshapes_as;
   rules["aten::unsqueeze"] = unsqueezes;
   rules["aten::expand"] = expands;
   rules["aten::repeat"] = repeats;

@@ -269,6 +269,13 @@ std::vector<Case> shape_cases() {
           },
           kDivided),
       on_hidden(
+          "Like", 1,
+          [](Weights&, Tensor h) {
+            const auto heads = h.exp().view({kBatch, kLength, 4, 12});
+            return heads.view_as(h) * heads.transpose(2, 3).reshape_as(h);
+          },
+          "copy gather scatter gather gather"),
+      on_hidden(
           "Repeated", 1,
           [](Weights&, Tensor h) {
             return h.repeat({2, 1, 1, 1});
