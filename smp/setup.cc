@@ -19,6 +19,7 @@
 #include "smp/core/heap.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
+#include "smp/dividing.h"
 #include "smp/first_difference.h"
 #include "smp/model_core.h"
 #include "smp/partition_scope.h"
@@ -212,7 +213,8 @@ static void settle_owners(Runtime& runtime, const graph::Graph& graph,
   }
 }
 
-void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches) {
+void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
+                      const Splits& splits) {
   const graph::Graph& graph = *planned.graph;
   settle_owners(runtime, graph, planned.plan);
   runtime.first_graph = planned.graph;
@@ -227,6 +229,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   if (runtime.config().sharded_data_parallel_degree() > 1) {
     runtime.sharding = std::make_shared<Sharding>(runtime);
   }
+  divide_parameters(runtime, splits);
   return_freed_memory();  // what belongs to other ranks now, and what the capture took
   make_own_parameters(runtime);
   const std::string report =

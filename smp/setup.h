@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,10 +30,14 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
 /// world rank 0. Throws `ConfigError` if it cannot be written.
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph);
 
+/// Parameters by name, with how they are to be divided among the ranks of a tensor-parallel group.
+using Splits = std::map<std::string, nn::ParameterSplit>;
+
 /// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
-/// own, makes delayed parameters that this one owns, keeps the report, and runs the post-partition
-/// hooks.
-void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches);
+/// own, divides parameters, makes delayed ones that this rank owns, keeps the report, and runs the
+/// post-partition hooks.
+void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
+                      const Splits& splits);
 
 /// Copies of all buffers, put back when it goes: captures are invisible.
 class BufferRestorer {

@@ -22,3 +22,4 @@
 #include "smp/step.h"
 #include "smp/step_output.h"
 #include "smp/tensor_parallelism.h"
+#include "smp/tp_register.h"

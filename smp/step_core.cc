@@ -21,6 +21,7 @@
 #include "smp/core/error.h"
 #include "smp/core/log.h"
 #include "smp/delayed.h"
+#include "smp/dividing.h"
 #include "smp/model_core.h"
 #include "smp/program.h"
 #include "smp/runtime.h"
@@ -82,7 +83,8 @@ class StepCore::Impl {
 
   /// What runs a graph, perhaps several microbatches as one.
   struct Prepared {
-    std::shared_ptr<const graph::Coalesced> coalesced;  // null: as captured
+    std::shared_ptr<const graph::Coalesced> coalesced;         // null: one by one
+    std::shared_ptr<const nn::rewrite::DividedGraph> divided;  // null: as captured
     std::unique_ptr<Program> program;
   };
 
@@ -213,6 +215,10 @@ Program::Inputs StepCore::Impl::inputs_of(const Prepared& prepared, const StepCa
     for (auto& list : step.constants) list = prepared.coalesced->constants(list);
     for (auto& list : step.contents) list = prepared.coalesced->contents(list);
   }
+  if (prepared.divided) {
+    for (auto& list : step.constants) list = prepared.divided->constants(list);
+    for (auto& list : step.contents) list = prepared.divided->contents(list);
+  }
   return step;
 }
 
@@ -294,6 +300,7 @@ graph::TraceResult StepCore::Impl::trace_one(const StepCall& call, int microbatc
   for (auto it = graphs_.rbegin(); !execute && it != graphs_.rend(); ++it) {
     options.candidates.push_back(it->get());
   }
+  const WholeShapes whole_shapes(runtime_->divided());
   const FlagScope tracing(runtime_->tracing, execute);
   graph::Tracer tracer(std::move(options));
   return tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
@@ -418,12 +425,17 @@ StepCore::Impl::Prepared& StepCore::Impl::prepare(
   prepared.coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
   std::shared_ptr<const graph::Graph> runs = traced.found;
   if (prepared.coalesced) runs = {prepared.coalesced, &prepared.coalesced->graph};
+  prepared.divided = divide_graph(*runtime_, *traced.found, name_);
+  if (prepared.divided) runs = {prepared.divided, &prepared.divided->graph};
   const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
   const auto count = static_cast<int>(microbatches_run() / factor);
   if (first) save_first_graph(*runtime_, *runs);
   // The guard compares with the graph as captured; the steps run it in the plan's order.
   auto planned = make_plan(*runtime_, runs, count);
-  if (first) apply_first_plan(*runtime_, planned, count);
+  if (first) {
+    apply_first_plan(*runtime_, planned, count,
+                     prepared.divided ? prepared.divided->parameters : Splits());
+  }
   std::unordered_set<int> written;
   for (const auto& op : runs->operators) written.insert(op.writes.begin(), op.writes.end());
   for (const auto& value : runs->values) {

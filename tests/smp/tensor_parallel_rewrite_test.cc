@@ -1,0 +1,280 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <set>
+#include <string>
+
+#include "smp/runtime.h"
+#include "tests/smp/models.h"
+#include "tests/smp/tensor_parallel_run.h"
+
+// Models that know nothing of tensor parallelism, divided by rewriting what was captured of them.
+namespace smp {
+namespace {
+
+using namespace testing;
+
+struct TiedGpt : TinyGptImpl {
+  TiedGpt() : TinyGptImpl(/*tied=*/true) {}
+};
+
+struct UntiedGpt : TinyGptImpl {
+  UntiedGpt() : TinyGptImpl(/*tied=*/false) {}
+};
+
+/// The names of the parameters that are divided.
+std::set<std::string> divided_names() {
+  std::set<std::string> names;
+  for (const auto& entry : Runtime::get().divided().entries()) names.insert(entry.name);
+  return names;
+}
+
+void mark(torch::nn::Module& net) { set_tensor_parallelism(net); }
+
+template <class Net>
+void check(const TensorLayout& layout) {
+  SCOPED_TRACE(c10::str(layout));
+  const auto got = run_on_ranks<Net>(layout, [](Net& net) { mark(net); });
+  expect_close(got, run_plain<Net>());
+  expect_same(run_on_ranks<Net>(layout, [](Net& net) { mark(net); }), got);
+}
+
+class TensorParallelRewrite : public ::testing::TestWithParam<TensorLayout> {};
+
+TEST_P(TensorParallelRewrite, IsThatOfOneProcess) { check<PlainModel>(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelRewrite,
+                         ::testing::Values(TensorLayout{2}, TensorLayout{4}, TensorLayout{2, 2},
+                                           TensorLayout{4, 2}, TensorLayout{2, 1, 2},
+                                           TensorLayout{2, 2, 2}, TensorLayout{2, 2, 2, true},
+                                           TensorLayout{4, 1, 2, true}));
+
+TEST(TensorParallelRewriteOfGpt, IsThatOfOneProcess) {
+  check<UntiedGpt>({2, 2});
+  check<TiedGpt>({2, 2});
+  check<TiedGpt>({2, 1, 1, true});
+}
+
+TEST(TensorParallelRewriteOfGpt, RunsAgainInTheBackwardPass) {
+  const TensorLayout layout{2, 2};
+  const auto kept = run_on_ranks<UntiedGpt>(layout, [](UntiedGpt& net) { mark(net); });
+  const auto again = run_on_ranks<UntiedGpt>(layout, [](UntiedGpt& net) {
+    mark(net);
+    set_activation_checkpointing(*net.up[1]);
+    set_activation_checkpointing(*net.down[1]);
+  });
+  expect_same(again, kept);
+}
+
+using Model = DistributedModel<std::shared_ptr<PlainModel>>;
+
+/// Optimizers, code in the step and later graphs see what they should.
+TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
+  const TensorLayout layout{2, 2};
+  run_as_threads(4, config_of(layout), [&] {
+    const auto net = make_model<PlainModel>(5);
+    mark(*net);
+    Model model(net);
+    DistributedOptimizer<torch::optim::Adagrad> optimizer(model->parameters(), 0.1);
+    const auto up = net->blocks[0]->up;
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      EXPECT_EQ(up.sizes(), (std::vector<int64_t>{32, 8}));
+      auto loss = net->loss(x, y);
+      model->backward(loss);
+      return loss;
+    });
+    const auto batch = token_batch(0);
+    EXPECT_FALSE(model->is_distributed_parameter(up));
+    train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    EXPECT_TRUE(up.is_same(net->blocks[0]->up));
+    EXPECT_EQ(up.sizes(), (std::vector<int64_t>{16, 8}));
+    EXPECT_TRUE(model->is_distributed_parameter(up));
+    optimizer.step();
+    EXPECT_EQ(optimizer.state_dict().params.at("block0.up").tensors.at("sum").sizes(),
+              (std::vector<int64_t>{32, 8}));
+    // A shorter sequence and a mode: other graphs.
+    const auto shorter = [&](const torch::Tensor& ids) {
+      return own_batch(layout, ids).narrow(1, 0, 3);
+    };
+    const auto losses = train(shorter(batch[0]), shorter(batch[1]));
+    EXPECT_TRUE(std::isfinite(losses.reduce_mean().item<double>()));
+    model->eval();
+    train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    EXPECT_EQ(up.sizes(), (std::vector<int64_t>{16, 8}));
+  });
+}
+
+TEST(TensorParallelRewriteOfAModel, IsMadeLateAndThenDivided) {
+  const TensorLayout layout{2, 2};
+  const auto expected = state_of(*make_model<PlainModel>(5));
+  run_as_threads(4, config_of(layout), [&] {
+    std::shared_ptr<PlainModel> net;
+    {
+      static std::mutex mutex;
+      const std::lock_guard lock(mutex);
+      torch::manual_seed(5);
+      const auto scope = model_creation(
+          ModelCreationOptions().delayed(true).eager_bytes(0).tensor_parallelism(true));
+      net = std::make_shared<PlainModel>();
+      net->to(torch::kDouble);
+    }
+    Model model(net);
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    const auto batch = token_batch(0);
+    evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    EXPECT_EQ(divided_names().count("block0.up"), 1u);
+    expect_equal(to_map(model->state_dict()), expected, "value");
+  });
+}
+
+/// A part is no place to read the whole from.
+TEST(TensorParallelRewriteOfAModel, HasNoDataInSteps) {
+  const auto text = error_of_run<c10::Error>(2, config_of({2}), [] {
+    const auto net = make_model<PlainModel>(5, /*layers=*/1);
+    mark(*net);
+    Model model(net);
+    bool reads = false;
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) {
+      if (reads) net->blocks[0]->up.const_data_ptr<double>();
+      return net->loss(x, y);
+    });
+    const auto batch = token_batch(0);
+    evaluate(own_batch({2}, batch[0]), own_batch({2}, batch[1]));
+    reads = true;
+    evaluate(own_batch({2}, batch[0]), own_batch({2}, batch[1]));
+  });
+  expect_has(text, {"the data of a parameter was read or written in a step function, which runs on "
+                    "tensors without data. Read it outside of the step"});
+}
+
+/// Saved by 4 x 1 and loaded by 1 x 2 and 2 x 2 ranks.
+TEST(TensorParallelRewriteOfAModel, IsSavedWhole) {
+  const std::string folder = std::string(::testing::TempDir()) + "/tensor_parallel_rewrite";
+  std::filesystem::remove_all(folder);
+  Named saved;
+  std::mutex mutex;
+  const auto run = [&](const TensorLayout& layout, uint64_t seed, bool steps_before, bool saves) {
+    run_as_threads(layout.ranks(), config_of(layout), [&] {
+      const auto net = make_model<PlainModel>(seed);
+      mark(*net);
+      Model model(net);
+      DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
+      auto train = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = net->loss(x, y);
+        model->backward(loss);
+        return loss;
+      });
+      auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+      const auto batch = token_batch(0);
+      const auto x = own_batch(layout, batch[0]), y = own_batch(layout, batch[1]);
+      if (steps_before) {
+        train(x, y);
+        optimizer.step();
+      }
+      saves ? save(folder, model, optimizer) : void(load(folder, model, optimizer));
+      evaluate(x, y);  // the first step divides, and takes what was loaded
+      Named held = to_map(model->state_dict());
+      for (const auto& [name, tensor] : optim::tensors_of(optimizer.state_dict())) {
+        held[name] = tensor;
+      }
+      const std::lock_guard lock(mutex);
+      if (saves && saved.empty()) saved = held;
+      expect_equal(held, saved, "value");
+    });
+  };
+  run({4}, 6, true, true);
+  for (const TensorLayout& layout : {TensorLayout{1, 2}, TensorLayout{2, 2}}) {
+    run(layout, 8, true, false);
+    run(layout, 9, false, false);
+  }
+  std::filesystem::remove_all(folder);
+}
+
+/// What is divided after a step on a net that `prepare` has marked.
+std::pair<std::set<std::string>, std::string> after_a_step(
+    const std::function<void(PlainModel&)>& prepare, const Config& more = Config(),
+    const TensorLayout& layout = {2}) {
+  std::pair<std::set<std::string>, std::string> result;
+  std::mutex mutex;
+  auto config = config_of(layout).tensor_parallelism(more.tensor_parallelism());
+  config.strict_tensor_parallelism(more.strict_tensor_parallelism());
+  run_as_threads(layout.ranks(), config, [&] {
+    const auto net = make_model<PlainModel>(5, /*layers=*/2);
+    prepare(*net);
+    Model model(net);
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    const auto batch = token_batch(0);
+    evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    const std::lock_guard lock(mutex);
+    result = {divided_names(), model->tensor_parallelism_report()};
+  });
+  return result;
+}
+
+TEST(TensorParallelMarks, DecideWhatIsDivided) {
+  const auto [one, report] = after_a_step([](PlainModel& net) { mark(*net.blocks[1]); });
+  EXPECT_EQ(one.count("block1.up"), 1u);
+  EXPECT_EQ(one.count("block1.down"), 1u);
+  for (const auto& name : one) EXPECT_EQ(name.rfind("block1.", 0), 0u) << name;
+  expect_has(report,
+             {"Tensor parallelism among 2 ranks.", "block1.up ", "along dimension 0 in 2 blocks",
+              "whole: its module is not marked for tensor parallelism"});
+  const auto [none, why] = after_a_step([](PlainModel&) {}, Config().tensor_parallelism("marked"));
+  EXPECT_TRUE(none.empty());
+  expect_has(why, {"Nothing is divided by rewriting what was captured: no module with a weight of "
+                   "products or embeddings is marked for tensor parallelism"});
+  const auto unmarked = after_a_step([](PlainModel& net) {
+    mark(net);
+    set_tensor_parallelism(*net.blocks[0], false);
+  });
+  EXPECT_EQ(unmarked.first.count("block0.up"), 0u);
+  EXPECT_EQ(unmarked.first.count("block1.up"), 1u);
+}
+
+TEST(TensorParallelMarks, ComeFromScopes) {
+  std::mutex mutex;
+  run_as_threads(2, config_of({2}), [&] {
+    std::shared_ptr<PlainModel> net;
+    {
+      const std::lock_guard lock(mutex);
+      torch::manual_seed(5);
+      const auto scope = tensor_parallelism();
+      net = std::make_shared<PlainModel>(1);
+      const auto off = tensor_parallelism(false);
+      net->tokens = net->replace_module("tokens", torch::nn::Embedding(11, 8));
+    }
+    EXPECT_EQ(tensor_parallelism_mark(net->blocks[0]->down), true);
+    EXPECT_EQ(tensor_parallelism_mark(net->head->weight), true);
+    EXPECT_EQ(tensor_parallelism_mark(net->tokens->weight), false);
+    EXPECT_EQ(tensor_parallelism_mark(torch::zeros({2})), std::nullopt);
+  });
+}
+
+/// Three ranks divide none of the sizes.
+TEST(TensorParallelMarks, AreKeptUnderStrict) {
+  const auto text = error_of<UsageError>([] {
+    after_a_step([](PlainModel& net) { mark(*net.head); }, Config().strict_tensor_parallelism(true),
+                 {3, 1, 1, true});
+  });
+  expect_has(text, {"with \"strict_tensor_parallelism\", parameters of marked modules cannot be "
+                    "divided among 3 ranks:",
+                    "head.weight: ", "set \"strict_tensor_parallelism\" to false"});
+  const auto norm = error_of<UsageError>([] {
+    after_a_step([](PlainModel& net) { mark(*net.blocks[0]->norm); },
+                 Config().strict_tensor_parallelism(true));
+  });
+  expect_has(norm,
+             {"cannot be divided among 2 ranks:\n  all: no module with a weight of products or "
+              "embeddings is marked for tensor parallelism\nTake the mark"});
+}
+
+TEST(TensorParallelMarks, AreTheSameOnAllRanks) {
+  const auto text = error_of<UsageError>(
+      [] { after_a_step([](PlainModel& net) { mark(*net.blocks[rank()]); }); });
+  expect_has(text, {"the ranks would divide layers differently. Mark the same modules for tensor "
+                    "parallelism on every rank"});
+}
+
+}  // namespace
+}  // namespace smp
