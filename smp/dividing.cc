@@ -41,14 +41,6 @@ void keep_part(const at::Tensor& tensor, const nn::ParameterSplit& split, int ra
 using nn::rewrite::DividedGraph;
 using nn::rewrite::DivideOptions;
 
-/// How often exchanging values is reckoned ten times cheaper for marked modules.
-constexpr int kDiscounts = 4;
-
-int64_t count_skipped(const DividedGraph& divided) {
-  return std::count_if(divided.decisions.begin(), divided.decisions.end(),
-                       [](const auto& decision) { return decision.skipped; });
-}
-
 /// Decides what may be divided of a graph, and says what was.
 class Divider {
  public:
@@ -64,7 +56,7 @@ class Divider {
   std::shared_ptr<const DividedGraph> run() {
     auto divided = std::make_shared<DividedGraph>();
     const std::string obstacle = nn::rewrite::why_not(captured_, options_);
-    if (obstacle.empty()) *divided = divide();
+    if (obstacle.empty()) *divided = nn::rewrite::divide(captured_, options_);
     for (auto& decision : divided->decisions) {
       if (unfit_.count(decision.name) == 0) continue;
       decision.reason = "its memory is shared with another tensor, or has gaps";
@@ -79,34 +71,15 @@ class Divider {
   }
 
  private:
-  /// A mark is the user's choice: where dividing a marked weight is not predicted to pay,
-  /// exchanging values is reckoned cheaper until it does.
-  DividedGraph divide() const {
-    DividedGraph best = nn::rewrite::divide(captured_, options_);
-    DivideOptions cheaper = options_;
-    bool discounted = false;
-    for (int i = 0; marked_ && i < kDiscounts && count_skipped(best) > 0; ++i) {
-      cheaper.latency_us /= 10;
-      cheaper.bytes_per_us *= 10;
-      DividedGraph next = nn::rewrite::divide(captured_, cheaper);
-      if (count_skipped(next) >= count_skipped(best)) continue;
-      best = std::move(next);
-      discounted = true;
-    }
-    if (!discounted) return best;
-    DivideOptions settled = options_;  // the plan is made with what exchanging costs
-    settled.fixed = best.parameters;
-    return nn::rewrite::divide(captured_, settled);
-  }
-
-  /// Which parameters may be divided by the marks and by what they are.
+  /// Which parameters may be divided by the marks and by what they are. A mark is the user's
+  /// choice.
   void allow() {
     const auto& entries = runtime_.table().entries();
-    marked_ = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
+    options_.insist = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
       return tensor_parallelism_mark(entry.tensor) == true;
     });
-    const bool all =
-        !marked_ && runtime_.config().tensor_parallelism() == "auto" && runtime_.divided().empty();
+    const bool all = !options_.insist && runtime_.config().tensor_parallelism() == "auto" &&
+                     runtime_.divided().empty();
     for (const auto& entry : entries) {
       const bool may = tensor_parallelism_mark(entry.tensor).value_or(all) &&
                        runtime_.divided().find(entry.tensor) == nullptr;
@@ -138,7 +111,7 @@ class Divider {
 
   void check_strict(const DividedGraph& divided, const std::string& obstacle) const {
     if (!runtime_.config().strict_tensor_parallelism()) return;
-    std::string skipped = marked_ && !obstacle.empty() ? "\n  all: " + obstacle : "";
+    std::string skipped = options_.insist && !obstacle.empty() ? "\n  all: " + obstacle : "";
     for (const auto& decision : divided.decisions) {
       if (decision.skipped) skipped += "\n  " + decision.name + ": " + decision.reason;
     }
@@ -191,7 +164,6 @@ class Divider {
   const std::string& step_name_;
   DivideOptions options_;
   std::set<std::string> unfit_;
-  bool marked_ = false;  // some module is
 };
 
 }  // namespace
