@@ -67,6 +67,25 @@ TEST(TensorParallelRewriteOfGpt, RunsAgainInTheBackwardPass) {
   expect_same(again, kept);
 }
 
+/// Schedules that split backward passes, visit ranks twice or change, and steps without guard.
+TEST(TensorParallelRewriteOfGpt, IsTheSameHoweverItRuns) {
+  const TensorLayout layout{2, 2};
+  const auto run = [&](const std::function<Config(Config)>& more) {
+    return run_on_ranks<UntiedGpt>(
+        layout, [](UntiedGpt& net) { mark(net); }, more);
+  };
+  const auto expected = run([](Config config) { return config; });
+  for (const char* pipeline : {"simple", "1f1b", "zb_h1", "interleaved_1f1b", "zbv", "auto"}) {
+    SCOPED_TRACE(pipeline);
+    expect_same(run([&](Config config) { return config.pipeline(pipeline); }), expected);
+  }
+  expect_same(run([](Config config) { return config.guard("first_step"); }), expected);
+  expect_same(run([](Config config) { return config.numerics("fast"); }), expected);
+  expect_close(run([](Config config) { return config.gradient_accumulation_fusion(true); }),
+               expected);
+  expect_close(run([](Config config) { return config.gradient_shards(1); }), expected);
+}
+
 using Model = DistributedModel<std::shared_ptr<PlainModel>>;
 
 /// Optimizers, code in the step and later graphs see what they should.
