@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # usage: examples_test.sh SMPRUN GPT MNIST CONFIG_2X2 CONFIG_1X1 MNIST_MANUAL CONFIG_MANUAL
+#   CONFIG_TENSOR_2X2
 # Runs the examples as a user would, small, under smprun and alone, and compares what they print.
 set -uo pipefail
 smprun=$PWD/$1 gpt=$PWD/$2 mnist=$PWD/$3 two_by_two=$PWD/$4 one_by_one=$PWD/$5
-mnist_manual=$PWD/$6 manual=$PWD/$7
+mnist_manual=$PWD/$6 manual=$PWD/$7 tensor=$PWD/$8
 cd "$TEST_TMPDIR" || exit 1
 export TERM=dumb HOME=$TEST_TMPDIR
 failures=0
@@ -41,6 +42,23 @@ train stopped four --checkpoint-dir stopped --resume
 same "stopped and resumed" four.losses stopped.losses
 train resumed_one one --checkpoint-dir copy --resume
 same "stopped, and resumed by one process" four.losses resumed_one.losses
+
+# Stages of two ranks that divide their layers: the same up to rounding, and from a checkpoint of one.
+close() {
+  python3 - "$2" "$3" <<'PYTHON' || fail "$1: the losses of $2 and $3 are not close"
+import sys
+a, b = ([float.fromhex(line.split()[-1]) for line in open(name)] for name in sys.argv[1:])
+sys.exit(len(a) != len(b) or any(abs(x - y) > 1e-5 * abs(x) for x, y in zip(a, b)))
+PYTHON
+}
+tensor() { "$smprun" --np 4 --config "$tensor" "$gpt" "$@"; }
+train divided tensor --checkpoint-dir divided --stop-after 3
+grep -q 'Tensor parallelism among 2 ranks' divided.log || { cat divided.log; fail "no report"; }
+cp -r divided whole && cp divided.losses whole.losses
+train divided tensor --checkpoint-dir divided --resume
+close "divided layers" one.losses divided.losses
+train whole one --checkpoint-dir whole --resume
+close "divided layers, then whole ones" one.losses whole.losses
 
 "$gpt" --data /nonexistent --config "$one_by_one" >missing.log 2>&1 && fail "expected an error status"
 grep -q '^gpt: text data: expected a text file, got "/nonexistent"' missing.log ||
