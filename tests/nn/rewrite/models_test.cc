@@ -2,6 +2,7 @@
 // process, in float64, with dropout on.
 
 #include "examples/gpt/gpt_model.h"
+#include "graph/serialize.h"
 #include "partitioner/partition.h"
 #include "tests/nn/rewrite/harness.h"
 #include "tests/zoo/models_convolutional.h"
@@ -98,7 +99,7 @@ TEST(ModelTest, GptWithFusedProjection) {
   }
 }
 
-/// A pipeline's stages are made of it as of any graph; `partition` verifies its plans.
+/// Stages are made of it and files written as of any graph; `partition` verifies its plans.
 TEST(ModelTest, DividedGraphsArePartitioned) {
   for (bool tied : {false, true}) {
     const Prepared gpt = make_gpt(tied, 4);
@@ -107,6 +108,9 @@ TEST(ModelTest, DividedGraphsArePartitioned) {
     const DividedGraph divided = divide(*whole, eager_options(table, 2));
     const auto plan = partitioner::partition(divided.graph, partitioner::PartitionOptions(2));
     EXPECT_EQ(plan.stages(), 2);
+    const auto read = graph::graph_from_json(graph::graph_to_json(divided.graph), "a test");
+    EXPECT_EQ(read.to_string(), divided.graph.to_string());
+    EXPECT_EQ(read.constants_fingerprint(), divided.graph.constants_fingerprint());
     EXPECT_EQ(plan.owner.size(), divided.decisions.size());
   }
 }
