@@ -56,6 +56,16 @@ TEST(TensorParallelRewriteOfGpt, IsThatOfOneProcess) {
   check<TiedGpt>({2, 1, 1, true});
 }
 
+/// Sums that are grouped by rank differ in their last digits.
+TEST(TensorParallelRewriteOfGpt, IsCloseInSinglePrecision) {
+  const auto in_float = [](TiedGpt& net) { net.to(torch::kFloat); };
+  const auto marked = [](TiedGpt& net) {
+    net.to(torch::kFloat);
+    mark(net);
+  };
+  expect_close(run_on_ranks<TiedGpt>({2, 2}, marked), run_plain<TiedGpt>(in_float), 2e-5);
+}
+
 TEST(TensorParallelRewriteOfGpt, RunsAgainInTheBackwardPass) {
   const TensorLayout layout{2, 2};
   const auto kept = run_on_ranks<UntiedGpt>(layout, [](UntiedGpt& net) { mark(net); });

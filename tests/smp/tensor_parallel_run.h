@@ -32,9 +32,10 @@ struct Outcome {
 };
 
 template <class Net>
-Outcome run_plain() {
+Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
   Outcome result;
   const auto net = make_model<Net>(5);
+  prepare(*net);
   const auto parameters = unique_parameters(*net);
   torch::optim::SGD optimizer(parameters, kOptions);
   const auto loss_of = [&](const Tensors& batch, int m) {
@@ -159,23 +160,23 @@ Outcome run_on_ranks(
   return result;
 }
 
-inline void expect_close(const Outcome& got, const Outcome& expected) {
+inline void expect_close(const Outcome& got, const Outcome& expected, double tolerance = 1e-12) {
   for (int step = 0; step < kSteps; ++step) {
     const std::string in_step = " in step " + std::to_string(step);
     for (int m = 0; m < kMicrobatches; ++m) {
       expect_close(got.losses[step][m], expected.losses[step][m],
-                   "loss of microbatch " + std::to_string(m) + in_step);
+                   "loss of microbatch " + std::to_string(m) + in_step, tolerance);
     }
-    expect_close(got.gradients[step], expected.gradients[step], "gradient" + in_step);
-    EXPECT_NEAR(got.norms[step], expected.norms[step], 1e-12 * expected.norms[step]) << in_step;
+    expect_close(got.gradients[step], expected.gradients[step], "gradient" + in_step, tolerance);
+    EXPECT_NEAR(got.norms[step], expected.norms[step], tolerance * expected.norms[step]) << in_step;
     EXPECT_GT(expected.norms[step], kMaxNorm) << "clipping did nothing" << in_step;
-    EXPECT_NEAR(got.largest[step], expected.largest[step], 1e-12 * expected.largest[step]);
+    EXPECT_NEAR(got.largest[step], expected.largest[step], tolerance * expected.largest[step]);
   }
   for (int m = 0; m < kMicrobatches; ++m) {
     expect_close(got.evaluations[m], expected.evaluations[m],
-                 "evaluation of microbatch " + std::to_string(m));
+                 "evaluation of microbatch " + std::to_string(m), tolerance);
   }
-  expect_close(got.weights, expected.weights, "value");
+  expect_close(got.weights, expected.weights, "value", tolerance);
 }
 
 inline void expect_same(const Outcome& got, const Outcome& expected) {
