@@ -16,7 +16,7 @@ import random
 import statistics
 import sys
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "pipeline"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "pipeline"))
 from compare import MODELS, ROOT, Contender, arguments, interval, single  # noqa: E402
 
 STYLES = ["plain", "loss", "sequence"]
