@@ -1,0 +1,78 @@
+#include "graph/requires_grad.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "graph/visit.h"
+
+namespace smp::graph {
+namespace {
+
+/// Views that autograd does not follow.
+bool cuts_gradient(const std::string& name) {
+  static const std::array<const char*, 3> kNames = {"aten::detach", "aten::detach_",
+                                                    "aten::variable_data"};
+  return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
+}
+
+}  // namespace
+
+bool records_history(const Graph& graph, const Operator& op) {
+  if (!op.mode.grad || op.mode.inference) return false;
+  return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
+    return value != kUndefined && graph.values[value].meta.requires_grad;
+  });
+}
+
+RequiresGrad::RequiresGrad(const Graph& graph)
+    : family_(graph.values.size()), since_(graph.values.size(), kNever) {
+  find_families(graph);
+  find_since(graph);
+}
+
+ValueId RequiresGrad::root(ValueId value) {
+  while (family_[value] != value) value = family_[value] = family_[family_[value]];
+  return value;
+}
+
+/// Union-find, flattened at the end.
+void RequiresGrad::find_families(const Graph& graph) {
+  for (size_t v = 0; v < family_.size(); ++v) family_[v] = static_cast<ValueId>(v);
+  for (const Operator& op : graph.operators) {
+    if (cuts_gradient(op.name())) continue;
+    for_each_result(op, [&](ValueId result) {
+      for_each_argument(op, [&](ValueId argument) {
+        const int set = graph.values[result].alias_set;
+        if (set >= 0 && set == graph.values[argument].alias_set) {
+          family_[root(result)] = root(argument);
+        }
+      });
+    });
+  }
+  for (size_t v = 0; v < family_.size(); ++v) family_[v] = root(static_cast<ValueId>(v));
+}
+
+void RequiresGrad::find_since(const Graph& graph) {
+  std::vector<std::vector<ValueId>> members(graph.values.size());
+  for (size_t v = 0; v < graph.values.size(); ++v) {
+    members[family_[v]].push_back(static_cast<ValueId>(v));
+    if (graph.values[v].meta.requires_grad) since_[v] = graph.values[v].producer;
+  }
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const Operator& op = graph.operators[i];
+    if (op.writes.empty() || !records_history(graph, op)) continue;
+    for_each_result(op, [&](ValueId result) {
+      const Value& written = graph.values[result];
+      const bool writes =
+          std::find(op.writes.begin(), op.writes.end(), written.alias_set) != op.writes.end();
+      if (!writes || !written.meta.requires_grad) return;
+      const int index = static_cast<int>(i);
+      for (ValueId member : members[family_[result]]) {
+        if (graph.values[member].producer < index) since_[member] = std::min(since_[member], index);
+      }
+    });
+  }
+}
+
+}  // namespace smp::graph

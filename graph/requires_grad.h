@@ -1,0 +1,38 @@
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "graph/graph.h"
+
+namespace smp::graph {
+
+/// From when on the values of a graph require grad. `TensorMeta::requires_grad` says what they did
+/// when they were made, but in-place writes are seen through views: after `out[0].copy_(w)` the
+/// tensor `out` requires grad. A tensor that is written under no_grad keeps its history.
+class RequiresGrad {
+ public:
+  static constexpr int kNever = std::numeric_limits<int>::max();
+
+  explicit RequiresGrad(const Graph& graph);
+
+  /// The operator after which the value requires grad: its producer, or the first one that writes
+  /// something that does to it; -1: from the start; kNever.
+  int since(ValueId value) const { return since_[value]; }
+
+  /// One of the values that autograd links to this one by views, the same for all of them.
+  ValueId family(ValueId value) const { return family_[value]; }
+
+ private:
+  void find_families(const Graph& graph);
+  void find_since(const Graph& graph);
+  ValueId root(ValueId value);
+
+  std::vector<ValueId> family_;
+  std::vector<int> since_;
+};
+
+/// True if the operator records a backward function for some result.
+bool records_history(const Graph& graph, const Operator& op);
+
+}  // namespace smp::graph
