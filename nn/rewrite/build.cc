@@ -107,8 +107,10 @@ class Builder final : public Emitter {
 
   ValueId argument(int position) override {
     const Call& call = *call_;
-    return converted(call.tensors()[position], treatment_->arguments[position],
-                     call.has_gradient(position));
+    const ValueId id = converted(call.tensors()[position], treatment_->arguments[position],
+                                 {call.requires_grad(position), call.has_gradient(position)});
+    if (call.requires_grad(position)) requires_grad_.insert(id);
+    return id;
   }
 
   ValueId call(const char* name, const char* overload, std::vector<Argument> arguments) override {
@@ -131,7 +133,8 @@ class Builder final : public Emitter {
   ValueId reduce(ValueId value) override {
     Operator op = like_call(find_operator("smp::tp_reduce", ""));
     op.arguments = {tensor(value)};
-    const TensorMeta meta = contiguous(this->meta(value), this->meta(value).sizes);
+    TensorMeta meta = contiguous(this->meta(value), this->meta(value).sizes);
+    meta.requires_grad = op.mode.grad && any_requires_grad(op);
     const Traffic moved =
         rewrite::traffic_of(Collective::kReduce, meta.nbytes(), false, options_.ranks);
     return add_own(std::move(op), meta, moved);
@@ -368,12 +371,12 @@ class Builder final : public Emitter {
   std::vector<ShapeResult> shapes_of(Operator& op) const {
     const bool is_view = op.name() == "aten::view";
     try {
-      return run_on_shapes(result_.graph, op);
+      return run_on_shapes(result_.graph, op, requires_grad_);
     } catch (const c10::Error&) {
       if (!is_view) throw;
     }
     op.handle = find_operator("aten::reshape", "");
-    return run_on_shapes(result_.graph, op);
+    return run_on_shapes(result_.graph, op, requires_grad_);
   }
 
   /// Of an operator that no recorded one stands for.
@@ -422,7 +425,9 @@ class Builder final : public Emitter {
 
   bool any_requires_grad(const Operator& op) const {
     bool found = false;
-    graph::for_each_argument(op, [&](ValueId value) { found |= meta(value).requires_grad; });
+    graph::for_each_argument(op, [&](ValueId value) {
+      found |= meta(value).requires_grad || requires_grad_.count(value) > 0;
+    });
     return found;
   }
 
@@ -444,21 +449,28 @@ class Builder final : public Emitter {
     result_.traffic_of[scope] += moved;
   }
 
+  /// What a value has of gradients where it is read.
+  struct Gradient {
+    bool required;  ///< it requires grad
+    bool sent;      ///< and its reader sends one back
+  };
+
   /// A value in a layout, which is made where it is first asked for.
-  ValueId converted(ValueId value, const Layout& layout, bool has_gradient) {
-    return conversions_.get(value, layout, has_gradient, [&](const Conversion& step, ValueId from) {
-      return convert(value, step, from, has_gradient);
-    });
+  ValueId converted(ValueId value, const Layout& layout, Gradient gradient) {
+    return conversions_.get(
+        value, layout, gradient.sent,
+        [&](const Conversion& step, ValueId from) { return convert(value, step, from, gradient); });
   }
 
-  ValueId convert(ValueId value, const Conversion& step, ValueId from, bool has_gradient) {
+  ValueId convert(ValueId value, const Conversion& step, ValueId from, Gradient gradient) {
     Operator op = operator_of(step.collective, step.from, step.to, from);
     op.mode = mode_of_conversion(value);
     if (call_ != nullptr) op.scope = call_->op().scope;
     const TensorMeta& whole = whole_.values[value].meta;
-    const TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
+    TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
+    meta.requires_grad = gradient.required && op.mode.grad;
     const Traffic moved =
-        rewrite::traffic_of(step.collective, whole.nbytes(), has_gradient, options_.ranks);
+        rewrite::traffic_of(step.collective, whole.nbytes(), gradient.sent, options_.ranks);
     op.result_is_argument = {-1};
     op.list_lengths = {-1};
     const auto [forward, backward] = times_of(moved, options_);
@@ -563,8 +575,8 @@ class Builder final : public Emitter {
     call_ = nullptr;
     const auto whole = [&](ValueId value) {
       if (value == kUndefined) return kUndefined;
-      const bool has_gradient = whole_.trains() && whole_.values[value].meta.requires_grad;
-      return converted(value, Layout::whole(), has_gradient);
+      const bool required = propagation_.requires_grad_at_end(value);
+      return converted(value, Layout::whole(), {required, required && whole_.trains()});
     };
     for (ValueId output : whole_.outputs) graph().outputs.push_back(whole(output));
     for (const BackwardRoot& root : whole_.roots) {
@@ -582,6 +594,7 @@ class Builder final : public Emitter {
   DividedGraph result_;
   std::vector<ValueId> ids_;  // by value of the whole graph, in the layout that it is made in
   Conversions<ValueId> conversions_;
+  std::set<ValueId> requires_grad_;  // of the divided graph, though some were made without
   const Call* call_ = nullptr;
   const Treatment* treatment_ = nullptr;
 };

@@ -76,10 +76,6 @@ bool Call::may_become(int position, const Layout& layout) const {
          can_divide(meta(position).sizes, layout.dim, layout.blocks, ranks_);
 }
 
-bool Call::has_gradient(int position) const {
-  return graph_.trains() && op().mode.grad && meta(position).requires_grad;
-}
-
 bool Call::is_free_of_gradient(int position) const {
   return layout(position).is_whole() && !has_gradient(position);
 }

@@ -23,6 +23,9 @@ struct Layouts {
   /// differentiated.
   std::vector<std::vector<int>> users;
   static constexpr int kAtEnd = std::numeric_limits<int>::max();
+  /// By value: the operator after which it requires grad, see `graph::RequiresGrad::since`. That is
+  /// later than it was made if something that requires grad is written into a view of it.
+  std::vector<int> requires_grad_since;
 };
 
 /// How an operator is run on the parts that a rank has.
@@ -92,8 +95,14 @@ class Call {
   bool may_become(int position, const Layout& layout) const;
   /// It is whole and no gradient flows back to it: a part of it costs nothing.
   bool is_free_of_gradient(int position) const;
-  /// The gradient of what the argument holds is asked for at this operator.
-  bool has_gradient(int position) const;
+  /// What the argument holds when the operator is called requires grad.
+  bool requires_grad(int position) const {
+    return layouts_.requires_grad_since[tensors_[position]] < static_cast<int>(index_);
+  }
+  /// And this operator sends a gradient back to it.
+  bool has_gradient(int position) const {
+    return graph_.trains() && op().mode.grad && requires_grad(position);
+  }
   /// The first divided argument; -1: none.
   int first_divided() const;
   /// The operators that read the argument, this one among them.

@@ -204,7 +204,7 @@ class Chooser {
       for (size_t i = made_by.tensors().size(); i-- > 0;) {
         const ValueId argument = made_by.tensors()[i];
         if (ends && !comes_from_parameter(graph_, argument)) continue;
-        if (graph_.values[argument].meta.requires_grad) open.emplace_back(argument, depth + 1);
+        if (made_by.requires_grad(static_cast<int>(i))) open.emplace_back(argument, depth + 1);
       }
     }
     return found;

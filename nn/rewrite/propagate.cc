@@ -85,6 +85,7 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   layouts_.users.resize(graph.values.size());
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
+  const graph::RequiresGrad requires_grad(graph);
   const bool measured = is_measured(graph);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     calls_.emplace_back(graph, i, options.ranks, layouts_);
@@ -109,6 +110,7 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   }
   for (size_t v = 0; v < graph.values.size(); ++v) {
     const Value& value = graph.values[v];
+    layouts_.requires_grad_since.push_back(requires_grad.since(static_cast<ValueId>(v)));
     if (value.alias_set < 0) continue;
     alias_sets_[value.alias_set].push_back(static_cast<ValueId>(v));
     if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
@@ -278,8 +280,8 @@ void Propagation::finish(Outcome& outcome) {
     const Value& value = graph_.values[v];
     const auto& users = layouts_.users[v];
     if (!users.empty() && users.back() == Layouts::kAtEnd) {
-      need(static_cast<ValueId>(v), Layout::whole(), graph_.trains() && value.meta.requires_grad,
-           outcome);
+      const auto id = static_cast<ValueId>(v);
+      need(id, Layout::whole(), graph_.trains() && requires_grad_at_end(id), outcome);
     }
     if (value.kind != ValueKind::kParameter) continue;
     const double held = static_cast<double>(value.meta.nbytes()) * options_.parameter_us_per_byte;

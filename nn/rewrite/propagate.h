@@ -4,6 +4,7 @@
 #include <set>
 #include <vector>
 
+#include "graph/requires_grad.h"
 #include "nn/rewrite/conversion.h"
 #include "nn/rewrite/rule.h"
 
@@ -40,6 +41,9 @@ class Propagation {
   const std::vector<std::vector<int>>& users() const { return layouts_.users; }
   /// A parameter that may be divided where nothing is said about it.
   bool is_allowed(graph::ValueId value) const;
+  bool requires_grad_at_end(graph::ValueId value) const {
+    return layouts_.requires_grad_since[value] != graph::RequiresGrad::kNever;
+  }
   /// True if an operator after that one writes a storage.
   bool is_written_after(int alias_set, size_t operator_index) const {
     return last_writes_[alias_set] > static_cast<int>(operator_index);

@@ -18,7 +18,8 @@ using graph::ValueId;
 
 class ShapeRun {
  public:
-  ShapeRun(const Graph& graph, const Operator& op) : graph_(graph), op_(op) {}
+  ShapeRun(const Graph& graph, const Operator& op, const std::set<ValueId>& requires_grad)
+      : graph_(graph), op_(op), requires_grad_(requires_grad) {}
 
   std::vector<ShapeResult> run() {
     const graph::ModeScope mode(op_.mode);
@@ -44,7 +45,11 @@ class ShapeRun {
       return {};
     }
     at::Tensor& own = of_value_[id];
-    if (!own.defined()) own = graph::make_shape_tensor(graph_.values[id].meta);
+    if (!own.defined()) {
+      TensorMeta meta = graph_.values[id].meta;
+      meta.requires_grad |= requires_grad_.count(id) > 0;
+      own = graph::make_shape_tensor(meta);
+    }
     tensors_.push_back(own);
     return own;
   }
@@ -111,14 +116,16 @@ class ShapeRun {
 
   const Graph& graph_;
   const Operator& op_;
+  const std::set<ValueId>& requires_grad_;
   std::map<ValueId, at::Tensor> of_value_;
   std::vector<at::Tensor> tensors_;  // as `Operator::result_is_argument` counts them
 };
 
 }  // namespace
 
-std::vector<ShapeResult> run_on_shapes(const Graph& graph, const Operator& op) {
-  return ShapeRun(graph, op).run();
+std::vector<ShapeResult> run_on_shapes(const Graph& graph, const Operator& op,
+                                       const std::set<ValueId>& requires_grad) {
+  return ShapeRun(graph, op, requires_grad).run();
 }
 
 }  // namespace smp::nn::rewrite

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <set>
 #include <vector>
 
 #include "graph/graph.h"
@@ -16,7 +17,9 @@ struct ShapeResult {
 };
 
 /// What an operator of `graph` makes of its arguments, without computing anything. Throws what the
-/// operator does if the shapes do not fit.
-std::vector<ShapeResult> run_on_shapes(const graph::Graph& graph, const graph::Operator& op);
+/// operator does if the shapes do not fit. Values in `requires_grad` do, though some were made
+/// without.
+std::vector<ShapeResult> run_on_shapes(const graph::Graph& graph, const graph::Operator& op,
+                                       const std::set<graph::ValueId>& requires_grad);
 
 }  // namespace smp::nn::rewrite

@@ -158,6 +158,25 @@ std::vector<Case> elementwise_cases() {
             return h.exp();
           },
           "gather"),
+      // Tensors that require grad only since something was written into a part of them.
+      {"FilledBySlices",
+       {{"up", {0, 1}}, {"other_up", {0, 1}}, {"down", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto x = in[0] * w->scale;
+         const auto filled = torch::zeros({kBatch, 2, kWidth}, doubles());
+         filled.slice(1, 0, 1).copy_(x.slice(1, 0, 1));
+         filled.select(1, 1).copy_(x.select(1, 3));
+         return torch::linear(filled, w->up) * torch::linear(filled, w->other_up);
+       },
+       kDivided},
+      {"FilledWhereDivided",
+       {{"up", {0, 1}}, {"down", {0, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto filled = torch::zeros_like(torch::linear(in[0], w->up).detach());
+         filled.slice(1, 0, 2).copy_(torch::linear(in[0], w->up).slice(1, 2, 4));
+         return torch::linear(filled, w->down);
+       },
+       "all_gather gather gather"},
       {"SumOfPartials",
        {{"up", {0, 1}}, {"down", {1, 1}}},
        [](Weights& w, const Tensors& in) {
