@@ -110,6 +110,8 @@ class Builder final : public Emitter {
     const ValueId id = converted(call.tensors()[position], treatment_->arguments[position],
                                  {call.requires_grad(position), call.has_gradient(position)});
     if (call.requires_grad(position)) requires_grad_.insert(id);
+    recorded_sets_[graph().values[id].alias_set] =
+        whole_.values[call.tensors()[position]].alias_set;
     return id;
   }
 
@@ -189,9 +191,11 @@ class Builder final : public Emitter {
     const Call& call = propagation_.calls()[index];
     call_ = &call;
     treatment_ = &outcome_.treatments[index];
+    recorded_sets_.clear();
     std::vector<ValueId> results;
     if (treatment_->emit != nullptr) {
       results = treatment_->emit(*this, call, *treatment_);
+      keep_apart(call, results);
     } else {
       results = add_same(call);
     }
@@ -287,19 +291,14 @@ class Builder final : public Emitter {
   /// is contiguous here), a write must not reach both. Nor may it reach one only where the recorded
   /// results were views.
   void keep_apart(const Call& call, std::vector<ValueId>& results) {
-    std::map<int, int> here;  // alias sets of arguments: here -> recorded
     std::set<int> recorded;
-    for (size_t i = 0; i < call.tensors().size(); ++i) {
-      const int set = whole_.values[call.tensors()[i]].alias_set;
-      here[graph().values[argument(static_cast<int>(i))].alias_set] = set;
-      recorded.insert(set);
-    }
+    for (ValueId value : call.tensors()) recorded.insert(whole_.values[value].alias_set);
     for (size_t r = 0; r < results.size(); ++r) {
       const ValueId result = call.op().results[r];
-      if (result == kUndefined) continue;
+      if (result == kUndefined || results[r] == kUndefined) continue;
       const int set = whole_.values[result].alias_set;
-      const auto lies_on = here.find(graph().values[results[r]].alias_set);
-      const bool shares = lies_on != here.end();
+      const auto lies_on = recorded_sets_.find(graph().values[results[r]].alias_set);
+      const bool shares = lies_on != recorded_sets_.end();
       const bool shared = recorded.count(set) > 0;
       if (shares == shared) continue;
       SMP_INTERNAL_ASSERT(shares || !propagation_.is_written_after(set, call.index()),
@@ -594,7 +593,8 @@ class Builder final : public Emitter {
   DividedGraph result_;
   std::vector<ValueId> ids_;  // by value of the whole graph, in the layout that it is made in
   Conversions<ValueId> conversions_;
-  std::set<ValueId> requires_grad_;  // of the divided graph, though some were made without
+  std::set<ValueId> requires_grad_;   // of the divided graph, though some were made without
+  std::map<int, int> recorded_sets_;  // of the call's arguments: alias set here -> recorded
   const Call* call_ = nullptr;
   const Treatment* treatment_ = nullptr;
 };

@@ -42,6 +42,8 @@ struct Treatment {
   std::vector<std::pair<int, c10::IValue>> constants;
   /// Null: the same operator on the local arguments.
   Emit emit = nullptr;
+  /// `emit` writes what the operator writes: without this it must not stand for one that writes.
+  bool emit_writes = false;
   /// By position among the tensors: those that cost communication because they are not divided as
   /// the others are. The pass tries to divide what makes them.
   std::vector<int> wishes;

@@ -50,6 +50,7 @@ int64_t stride_of(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
 std::optional<Layout> through_view(c10::IntArrayRef from, const Layout& layout, c10::IntArrayRef to,
                                    int ranks) {
   const int64_t stride = stride_of(from, layout, ranks);
+  if (stride == 0) return std::nullopt;  // no elements
   for (size_t d = 0; d < to.size(); ++d) {
     const int64_t inner = product(to, d + 1);
     if (inner == 0 || stride % inner != 0) continue;

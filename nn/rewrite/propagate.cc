@@ -199,6 +199,7 @@ bool Propagation::respects_writes(const Call& call, const Treatment& treatment) 
   if (cuts_views(call, treatment)) return false;
   const auto& writes = call.op().writes;
   if (writes.empty()) return true;
+  if (treatment.emit != nullptr && !treatment.emit_writes) return false;
   for (size_t i = 0; i < call.tensors().size(); ++i) {
     const ValueId value = call.tensors()[i];
     const int set = graph_.values[value].alias_set;

@@ -139,7 +139,8 @@ class ProductRule {
       if (!broadcast) ask(position, Layout::divided(dim, blocks));
       if (broadcast && call_.divided(position)) return std::nullopt;
     }
-    return divided_result(place + result_dim(), blocks);
+    const int rows_left_out = call_.dim(product_.a) == 1 ? 1 : 0;
+    return divided_result(place + result_dim() + rows_left_out, blocks);
   }
 
   const Call& call_;
@@ -190,7 +191,8 @@ Result matmul(const Call& call) { return ProductRule(call, {}).run(); }
 
 Result addmm(const Call& call) {
   const bool plain = call.constant("beta").isInt() && call.constant("beta").toInt() == 1;
-  return ProductRule(call, {1, 2, 0, false, plain ? emit_addmm_sum : nullptr}).run();
+  const bool can_sum = plain && !call.in_place();
+  return ProductRule(call, {1, 2, 0, false, can_sum ? emit_addmm_sum : nullptr}).run();
 }
 
 Result baddbmm(const Call& call) {

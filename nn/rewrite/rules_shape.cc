@@ -28,17 +28,28 @@ Result stays_partial(const Call& call) {
   return divided_like(call, Layout::partial());
 }
 
-c10::IValue local_list(c10::IntArrayRef sizes, const Layout& layout, int ranks, size_t first = 0) {
+c10::IValue local_list(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
   const Sizes local = local_sizes(sizes, layout, ranks);
-  return std::vector<int64_t>(local.begin() + static_cast<int64_t>(first), local.end());
+  return std::vector<int64_t>(local.begin(), local.end());
 }
 
 /// Replaces the constant that holds the result's sizes, where there is one.
-void localize(const Call& call, const char* name, size_t first, Treatment& treatment) {
+void localize(const Call& call, const char* name, Treatment& treatment) {
   const int index = call.argument(name);
   if (index < 0) return;
   treatment.constants.emplace_back(
-      index, local_list(call.result_meta().sizes, treatment.results[0], call.ranks(), first));
+      index, local_list(call.result_meta().sizes, treatment.results[0], call.ranks()));
+}
+
+/// That of `unflatten` has those of one dimension of its argument.
+void localize_unflattened(const Call& call, Treatment& treatment) {
+  const auto named = call.integers("sizes");
+  if (!named) return;
+  const Sizes local = local_sizes(call.result_meta().sizes, treatment.results[0], call.ranks());
+  const auto first = local.begin() + *call.dimension("dim");
+  treatment.constants.emplace_back(
+      call.argument("sizes"),
+      std::vector<int64_t>(first, first + static_cast<int64_t>(named->size())));
 }
 
 Result reshapes(const Call& call) {
@@ -52,9 +63,9 @@ Result reshapes(const Call& call) {
     return treatment;
   }
   Treatment treatment = divided_like(call, *layout);
-  localize(call, "size", 0, treatment);
-  localize(call, "shape", 0, treatment);
-  if (call.argument("sizes") >= 0) localize(call, "sizes", *call.dimension("dim"), treatment);
+  localize(call, "size", treatment);
+  localize(call, "shape", treatment);
+  localize_unflattened(call, treatment);
   return treatment;
 }
 
@@ -81,7 +92,7 @@ Result expands(const Call& call) {
   Layout layout = call.layout(0);
   layout.dim += static_cast<int>(call.result_meta().sizes.size()) - call.dim(0);
   Treatment treatment = divided_like(call, layout);
-  localize(call, "size", 0, treatment);
+  localize(call, "size", treatment);
   return treatment;
 }
 

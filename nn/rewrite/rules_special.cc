@@ -33,6 +33,7 @@ Result dropout(const Call& call) {
   Treatment treatment = call.all_whole();
   treatment.arguments[0] = treatment.results[0] = call.layout(0);
   treatment.emit = emit_dropout;
+  treatment.emit_writes = call.in_place();
   return treatment;
 }
 
@@ -63,7 +64,8 @@ std::vector<ValueId> emit_cross_entropy(Emitter& emitter, const Call& call, cons
   return {result};
 }
 
-Treatment loss_of_parts(const Call& call) {
+Result loss_of_parts(const Call& call) {
+  if (call.meta(1).dtype != at::kLong) return std::nullopt;  // libtorch checks and refuses others
   Treatment treatment = call.all_whole();
   treatment.arguments[0] = call.layout(0);
   treatment.emit = emit_cross_entropy;
@@ -72,16 +74,28 @@ Treatment loss_of_parts(const Call& call) {
 }
 
 Result cross_entropy(const Call& call) {
-  const bool by_index = !at::isFloatingType(call.meta(1).dtype);
-  if (!has_divided_classes(call) || !by_index) return std::nullopt;
+  if (!has_divided_classes(call)) return std::nullopt;
   return loss_of_parts(call);
 }
 
-bool is_log_softmax(const graph::Operator& op) { return op.name() == "aten::log_softmax.int"; }
+/// A log-softmax of classes, dimension 1, in the type of the logits: autocast may run it in
+/// another.
+bool is_log_softmax(const graph::Graph& graph, const graph::Operator& op) {
+  if (op.name() != "aten::log_softmax.int" || !op.arguments[2].constant.isNone()) return false;
+  const graph::TensorMeta& logits = graph.values[op.arguments[0].values[0]].meta;
+  const int64_t dim = op.arguments[1].constant.toInt();
+  const auto dims = static_cast<int64_t>(logits.sizes.size());
+  return (dim < 0 ? dim + dims : dim) == 1 &&
+         graph.values[op.results[0]].meta.dtype == logits.dtype;
+}
 
-bool is_nll_loss(const graph::Operator& op) {
+/// A loss of these likelihoods for which one of their logits can stand.
+bool is_loss_of(const graph::Graph& graph, const graph::Operator& op, ValueId likelihoods) {
   const std::string name = op.name();
-  return name == "aten::nll_loss_nd" || name == "aten::nll_loss" || name == "aten::nll_loss2d";
+  const bool is_loss =
+      name == "aten::nll_loss_nd" || name == "aten::nll_loss" || name == "aten::nll_loss2d";
+  return is_loss && op.arguments[0].values[0] == likelihoods &&
+         graph.values[op.arguments[1].values[0]].meta.dtype == at::kLong;
 }
 
 /// Only likelihoods of targets are asked of it: the loss normalises the logits itself.
@@ -90,14 +104,13 @@ std::vector<ValueId> emit_nothing(Emitter& emitter, const Call&, const Treatment
 }
 
 Result log_softmax(const Call& call) {
-  if (!has_divided_classes(call) || !call.constant("dtype").isNone() ||
-      *call.dimension("dim") != 1) {
+  if (!has_divided_classes(call) || !is_log_softmax(call.graph(), call.op())) {
     return along_dims(call, "dim");
   }
   for (int user : call.result_users()) {
     if (user == Layouts::kAtEnd) return std::nullopt;
     const graph::Operator& op = call.graph().operators[user];
-    if (!is_nll_loss(op) || op.arguments[0].values[0] != call.results()[0]) return std::nullopt;
+    if (!is_loss_of(call.graph(), op, call.results()[0])) return std::nullopt;
   }
   Treatment treatment = call.all_whole();
   treatment.arguments[0] = treatment.results[0] = call.layout(0);
@@ -107,7 +120,8 @@ Result log_softmax(const Call& call) {
 
 Result nll_loss(const Call& call) {
   const int producer = call.graph().values[call.tensors()[0]].producer;
-  const bool follows = producer >= 0 && is_log_softmax(call.graph().operators[producer]);
+  const bool follows =
+      producer >= 0 && is_log_softmax(call.graph(), call.graph().operators[producer]);
   if (!has_divided_classes(call) || !follows) return std::nullopt;
   return loss_of_parts(call);
 }

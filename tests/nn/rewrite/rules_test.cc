@@ -143,6 +143,22 @@ std::vector<Case> elementwise_cases() {
             return torch::layer_norm(x, {kHidden}, w->row) + copy.view(h.sizes());
           },
           "copy gather"),
+      // On four ranks, each with one head, the copies would be views.
+      on_hidden(
+          "WrittenCopyOfHeads", 1,
+          [](Weights&, Tensor h) {
+            const auto heads = by_head(h);
+            return heads.contiguous().mul_(2).exp() + heads;
+          },
+          kDivided),
+      on_hidden(
+          "WrittenCopyLike", 1,
+          [](Weights&, Tensor h) {
+            const auto heads = by_head(h);
+            const auto copy = heads.reshape_as(torch::zeros({kBatch, 4 * kLength, 12}));
+            return copy.mul_(2).exp().view(heads.sizes()) + heads;
+          },
+          kDivided),
       on_hidden(
           "WrittenView", 1,
           [](Weights& w, Tensor h) {
@@ -219,6 +235,12 @@ std::vector<Case> shape_cases() {
           "Unflattened", 1,
           [](Weights&, Tensor h) {
             return h.unflatten(2, {4, 12});
+          },
+          kDivided),
+      on_hidden(
+          "UnflattenedInFront", 1,
+          [](Weights&, Tensor h) {
+            return h.unflatten(1, {5, 1}).exp();
           },
           kDivided),
       on_hidden(
@@ -396,6 +418,21 @@ std::vector<Case> product_cases() {
          return torch::linear(in[0] * w->scale, w->up).matmul(w->row);
        },
        "copy reduce"},
+      on_hidden(
+          "VectorTimesBatch", 1,
+          [](Weights&, Tensor h) { return torch::arange(kLength, doubles()).matmul(by_head(h)); },
+          kDivided),
+      // What is written is seen through the view.
+      {"AddmmInPlace",
+       {{"right", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto x = in[0].mul(w->scale).flatten(0, 1);
+         auto sum = x.clone();
+         const auto view = sum.view({kBatch, kLength, kWidth});
+         sum.addmm_(x.matmul(w->right).relu(), w->left);
+         return view.exp();
+       },
+       "copy gather"},
       {"Addmm",
        {{"right", {1, 1}}},
        [](Weights& w, const Tensors& in) {
@@ -542,6 +579,28 @@ std::vector<Case> special_cases() {
          return F::nll_loss(torch::log_softmax(logits(w, in), 1), in[1].flatten());
        },
        "copy cross_entropy"},
+      {"LikelihoodOfWrittenLogits", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         const auto x = logits(w, in);
+         const auto scores = torch::log_softmax(x.detach(), 1);
+         x.mul_(2);
+         const auto loss = F::nll_loss(scores, in[1].flatten());
+         return loss + x.exp().mean();
+       },
+       "copy cross_entropy reduce"},
+      {"LikelihoodOfAnotherSoftmax", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         return F::nll_loss(torch::log_softmax(logits(w, in), 0), in[1].flatten());
+       },
+       "copy gather"},
+      {"LikelihoodOfOtherTypes", vocabulary,
+       [=](Weights& w, const Tensors& in) {
+         const auto target = in[1].flatten().to(torch::kByte);
+         const auto x = logits(w, in);
+         return F::nll_loss(torch::log_softmax(x, 1), target) +
+                F::nll_loss(torch::log_softmax(x, 1, torch::kFloat), in[1].flatten());
+       },
+       "copy gather"},
       {"LogSoftmaxForOthers", vocabulary,
        [=](Weights& w, const Tensors& in) {
          const auto x = torch::log_softmax(logits(w, in), 1);
