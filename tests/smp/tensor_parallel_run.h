@@ -7,7 +7,9 @@
 #include <functional>
 #include <limits>
 #include <mutex>
+#include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "smp/divided_parameters.h"
@@ -21,6 +23,17 @@ constexpr int kSteps = 3;
 constexpr double kMaxNorm = 0.5;
 inline const torch::optim::SGDOptions kOptions = torch::optim::SGDOptions(0.5).momentum(0.9);
 
+/// The batch of all ranks together in a step: what a net's `step_batch` makes, tokens otherwise.
+template <class Net, class = void>
+struct BatchOf {
+  static Tensors make(int number) { return token_batch(number); }
+};
+
+template <class Net>
+struct BatchOf<Net, std::void_t<decltype(Net::step_batch(0))>> {
+  static Tensors make(int number) { return Net::step_batch(number); }
+};
+
 /// What a run leaves behind.
 struct Outcome {
   std::vector<Tensors> losses;   // by step, then global microbatch
@@ -29,6 +42,7 @@ struct Outcome {
   std::vector<double> largest;   // by step: the norm of order infinity
   Tensors evaluations;           // by global microbatch, at the end
   Named weights;
+  std::set<std::string> divided;  // names of parameters
 };
 
 template <class Net>
@@ -43,7 +57,7 @@ Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
   };
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
-    const auto batch = token_batch(step);
+    const auto batch = BatchOf<Net>::make(step);
     result.losses.push_back(plain_backward(parameters, 1, kMicrobatches, [&](int m) {
       const KeyedRandom random(kSeed, 0, step, m);
       return loss_of(batch, m);
@@ -64,7 +78,9 @@ Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
   }
   net->eval();
   torch::NoGradGuard no_grad;
-  for (int m = 0; m < kMicrobatches; ++m) result.evaluations.push_back(loss_of(token_batch(0), m));
+  for (int m = 0; m < kMicrobatches; ++m) {
+    result.evaluations.push_back(loss_of(BatchOf<Net>::make(0), m));
+  }
   result.weights = state_of(*net);
   return result;
 }
@@ -123,7 +139,7 @@ Outcome run_on_ranks(
     std::vector<double> norms, largest;
     for (int i = 0; i < kSteps; ++i) {
       optimizer.zero_grad();
-      const auto batch = token_batch(i);
+      const auto batch = BatchOf<Net>::make(i);
       const auto losses = train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
       EXPECT_EQ(losses.outputs().size(), kMicrobatches / layout.batches());
       note(result.losses[i], losses);
@@ -144,10 +160,11 @@ Outcome run_on_ranks(
       optimizer.step();
     }
     model->eval();
-    const auto batch = token_batch(0);
+    const auto batch = BatchOf<Net>::make(0);
     note(result.evaluations, evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1])));
     const auto state = to_map(model->state_dict());
     const std::lock_guard lock(mutex);
+    for (const auto& entry : Runtime::get().divided().entries()) result.divided.insert(entry.name);
     if (result.weights.empty()) {
       result.weights = state;
       result.norms = norms;
