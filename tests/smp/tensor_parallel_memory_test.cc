@@ -1,0 +1,311 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "graph/allocations.h"
+#include "smp/runtime.h"
+#include "tests/nn/harness.h"
+#include "tests/smp/tensor_parallel_run.h"
+#include "tests/smp/tensor_parallel_transformer.h"
+
+// What a rank holds, keeps and sends where layers are divided, against the formulas of
+// docs/tensor_parallelism.md.
+namespace smp {
+namespace {
+
+using namespace testing;
+using nn::testing::CountingGroup;
+
+Config config_for(const TensorLayout& layout, int microbatches) {
+  return config_of(layout).microbatches(microbatches);
+}
+
+torch::Tensor token_ids(const DecoderSizes& sizes, int microbatches) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  return torch::randint(sizes.vocabulary, {microbatches * sizes.samples, sizes.length}, generator,
+                        torch::kLong);
+}
+
+using Model = DistributedModel<std::shared_ptr<Decoder>>;
+
+void mark_all(Decoder& net) { set_tensor_parallelism(net); }
+
+void mark_blocks(Decoder& net) {
+  for (const auto& block : net.blocks) set_tensor_parallelism(*block);
+}
+
+/// Trains a decoder of float32 on each rank of a layout. `with` gets the model and what runs one
+/// step.
+void train_decoder(const TensorLayout& layout, const DecoderSizes& sizes, int microbatches,
+                   const std::string& pipeline, const std::function<void(Decoder&)>& mark,
+                   const std::function<void(Model&, const std::function<void()>&)>& with) {
+  torch::set_num_threads(1);
+  const auto ids = token_ids(sizes, microbatches);
+  run_as_threads(layout.ranks(), config_for(layout, microbatches).pipeline(pipeline), [&] {
+    const auto net = make_model<Decoder>(5, sizes);
+    net->to(torch::kFloat);
+    mark(*net);
+    Model model(net);
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = net->loss(x, y);
+      model->backward(loss);
+      return loss;
+    });
+    with(model, [&] { train(ids, ids); });
+  });
+}
+
+/// Rows of queries, keys, values, hidden channels and vocabulary, and columns of what comes after.
+/// (Positions are divided if the embeddings that they are added to are divided by columns.)
+bool must_be_divided(const std::string& name) {
+  static const std::set<std::string> ends = {"qkv.weight",  "qkv.bias",     "projection.weight",
+                                             "up.weight",   "up.bias",      "down.weight",
+                                             "head.weight", "tokens.weight"};
+  for (const auto& end : ends) {
+    if (name.size() >= end.size() && name.substr(name.size() - end.size()) == end) return true;
+  }
+  return false;
+}
+
+size_t storage_bytes(const Tensors& tensors) {
+  std::set<const void*> seen;
+  size_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    const auto storage = tensor.storage();
+    if (seen.insert(storage.unsafeGetStorageImpl()).second) bytes += storage.nbytes();
+  }
+  return bytes;
+}
+
+class TensorParallelMemory : public ::testing::TestWithParam<TensorLayout> {};
+
+/// divided / T + whole, to the byte, of parameters, gradients and both moments of Adam.
+TEST_P(TensorParallelMemory, OfParametersIsThatOfTheFormula) {
+  const auto layout = GetParam();
+  const DecoderSizes sizes;
+  const auto plain = state_of(*make_model<Decoder>(5, sizes));
+  std::mutex mutex;
+  std::vector<std::set<std::string>> names(layout.ranks());
+  train_decoder(layout, sizes, 2, "interleaved", mark_all, [&](Model& model, const auto& run) {
+    DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters());
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      run();
+      optimizer.step();
+    }
+    const std::lock_guard lock(mutex);
+    size_t expected = 0, parameters = 0, gradients = 0;
+    Tensors held;
+    for (const auto& item : model->local_named_parameters()) {
+      const bool divided = model->is_distributed_parameter(item.value());
+      if (item.key() != "positions") {
+        EXPECT_EQ(divided, layout.degree > 1 && must_be_divided(item.key())) << item.key();
+      }
+      const int parts = divided ? layout.degree : 1;
+      expected += plain.at(item.key()).numel() / parts * sizeof(float);
+      parameters += item.value().nbytes();
+      gradients += item.value().grad().nbytes();
+      held.push_back(item.value());
+      names[rank()].insert(item.key());
+    }
+    EXPECT_EQ(parameters, expected);
+    EXPECT_EQ(storage_bytes(held), expected);  // nothing of the whole is left behind
+    EXPECT_EQ(gradients, expected);
+    size_t moments = 0;
+    for (const auto& [name, state] : optimizer.local_state_dict().params) {
+      EXPECT_EQ(state.tensors.size(), 2u) << name;
+      for (const auto& [field, tensor] : state.tensors) moments += tensor.nbytes();
+    }
+    EXPECT_EQ(moments, 2 * expected);
+  });
+  std::set<std::string> all;
+  for (const auto& of_rank : names) all.insert(of_rank.begin(), of_rank.end());
+  EXPECT_EQ(all.size(), plain.size());
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelMemory,
+                         ::testing::Values(TensorLayout{1, 1, 1, true}, TensorLayout{2, 1, 1, true},
+                                           TensorLayout{4, 1, 1, true}, TensorLayout{2, 2, 1, true},
+                                           TensorLayout{2, 1, 2, true}));
+
+/// The most that a rank allocates in a step in which all forwards come before all backwards.
+double peak_of_a_step(int degree, const DecoderSizes& sizes, int microbatches) {
+  double peak = 0;
+  std::mutex mutex;
+  train_decoder({degree, 1, 1, true}, sizes, microbatches, "simple", mark_all,
+                [&](Model& model, const auto& run) {
+                  run();  // captures
+                  run();  // gradients stay in place from here on
+                  const graph::Allocations allocations;
+                  run();
+                  const std::lock_guard lock(mutex);
+                  if (tp_rank() == 0) peak = static_cast<double>(allocations.peak());
+                  (void)model;
+                });
+  return peak;
+}
+
+/// What a layer keeps of a microbatch from its forward to its backward: both layer norms' inputs
+/// and outputs are whole; queries, keys and values, the result of attention, and hidden channels
+/// before and after their activation are divided.
+double kept_by_formula(int degree, const DecoderSizes& sizes) {
+  const auto tokens = static_cast<double>(sizes.samples * sizes.length);
+  const auto width = static_cast<double>(sizes.width), heads = static_cast<double>(sizes.heads);
+  const double statistics = 4 + heads / degree;  // of norms, and a sum for each head
+  return sizeof(float) * tokens * (4 * width + (3 + 1 + 4 + 4) * width / degree + statistics);
+}
+
+TEST(TensorParallelActivations, AreThoseOfTheFormulaWithinATenth) {
+  DecoderSizes small{/*layers=*/1, /*samples=*/4, /*length=*/32, /*width=*/64};
+  DecoderSizes large = small;
+  large.layers = 3;
+  for (const int degree : {1, 2, 4}) {
+    const auto more = [&](const DecoderSizes& sizes) {
+      return (peak_of_a_step(degree, sizes, 6) - peak_of_a_step(degree, sizes, 2)) / 4;
+    };
+    const double measured = (more(large) - more(small)) / 2;
+    const double expected = kept_by_formula(degree, small);
+    std::cout << degree << " ranks: a layer keeps " << measured << " B of a microbatch, by formula "
+              << expected << std::endl;
+    EXPECT_NEAR(measured / expected, 1, 0.1);
+  }
+}
+
+/// What a rank gives to its group in one step, the second one.
+struct Sent {
+  int64_t elements = 0;
+  std::map<std::string, int64_t> calls;
+};
+
+Sent sent_in_a_step(int degree, const DecoderSizes& sizes, int microbatches) {
+  std::vector<Sent> by_rank(degree);
+  train_decoder({degree, 1, 1, true}, sizes, microbatches, "interleaved", mark_blocks,
+                [&](Model& model, const auto& run) {
+                  run();
+                  const auto group = std::make_shared<CountingGroup>(nn::tensor_group());
+                  const nn::TensorGroupScope scope(group);
+                  run();
+                  auto& sent = by_rank[tp_rank()];
+                  sent.elements = group->elements();
+                  for (const auto& call : group->calls()) ++sent.calls[call];
+                  (void)model;
+                });
+  for (const auto& sent : by_rank) {
+    EXPECT_EQ(sent.elements, by_rank[0].elements);
+    EXPECT_EQ(sent.calls, by_rank[0].calls);
+  }
+  return by_rank[0];
+}
+
+/// Two all-reduces of [samples, length, width] forward and two backward in every layer, and nothing
+/// else.
+TEST(TensorParallelTraffic, IsFourSumsOfALayerAndMicrobatch) {
+  DecoderSizes sizes;
+  const int64_t states = sizes.samples * sizes.length * sizes.width;
+  for (const int degree : {2, 4}) {
+    for (const int microbatches : {1, 3}) {
+      for (const int layers : {1, 3}) {
+        SCOPED_TRACE(::testing::Message() << degree << " ranks, " << microbatches
+                                          << " microbatches, " << layers << " layers");
+        sizes.layers = layers;
+        const int64_t sums = 4 * layers * microbatches;
+        const auto sent = sent_in_a_step(degree, sizes, microbatches);
+        EXPECT_EQ(sent.calls, (std::map<std::string, int64_t>{{"all_reduce", sums}}));
+        EXPECT_EQ(sent.elements, sums * states);
+      }
+    }
+  }
+}
+
+torch::Tensor gate(const torch::Tensor& x, const torch::Tensor& y) { return x * torch::sigmoid(y); }
+
+/// Layers around an operator that the rewrite knows by its rule, or not.
+struct OwnOperator : torch::nn::Module {
+  explicit OwnOperator(const char* name)
+      : gate_of(c10::Dispatcher::singleton()
+                    .findSchemaOrThrow(name, "")
+                    .typed<torch::Tensor(const torch::Tensor&, const torch::Tensor&)>()) {
+    left = register_module("left", torch::nn::Linear(8, 32));
+    right = register_module("right", torch::nn::Linear(8, 32));
+    down = register_module("down", torch::nn::Linear(32, 8));
+  }
+
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    return 4 * torch::mse_loss(x + down(gate_of.call(left(x), right(x))), y);
+  }
+
+  static Tensors step_batch(int number) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + number);
+    const auto draw = [&] {
+      return torch::randn({kMicrobatches * kSamples, 8}, generator, torch::kDouble);
+    };
+    const auto x = draw();
+    return {x, draw()};
+  }
+
+  c10::TypedOperatorHandle<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> gate_of;
+  torch::nn::Linear left{nullptr}, right{nullptr}, down{nullptr};
+};
+
+struct WithRule : OwnOperator {
+  WithRule() : OwnOperator("tensor_parallel_test::gate") {}
+};
+
+struct WithoutRule : OwnOperator {
+  WithoutRule() : OwnOperator("tensor_parallel_test::unknown_gate") {}
+};
+
+/// Trains as one process does; returns what is called in the group in one step.
+template <class Net>
+std::set<std::string> check_own_operator() {
+  const TensorLayout layout{2, 1, 1, true};
+  const auto mark = [](Net& net) { set_tensor_parallelism(net); };
+  const auto got = run_on_ranks<Net>(layout, mark);
+  expect_close(got, run_plain<Net>());
+  expect_close(run_on_ranks<Net>({4, 2}, mark), run_plain<Net>());
+  for (const char* name : {"left.weight", "right.weight", "down.weight"}) {
+    EXPECT_EQ(got.divided.count(name), 1u) << name;
+  }
+  std::set<std::string> calls;
+  run_as_threads(2, config_of(layout), [&] {
+    const auto net = make_model<Net>(5);
+    mark(*net);
+    DistributedModel<std::shared_ptr<Net>> model(net);
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = net->loss(x, y);
+      model->backward(loss);
+      return loss;
+    });
+    const auto batch = Net::step_batch(0);
+    train(batch[0], batch[1]);
+    const auto group = std::make_shared<CountingGroup>(nn::tensor_group());
+    const nn::TensorGroupScope scope(group);
+    train(batch[0], batch[1]);
+    if (tp_rank() == 0) calls.insert(group->calls().begin(), group->calls().end());
+  });
+  return calls;
+}
+
+TEST(TensorParallelRegister, DividesTheUsersOperator) {
+  tp_register("tensor_parallel_test::gate", nn::rewrite::elementwise);
+  EXPECT_EQ(check_own_operator<WithRule>(), std::set<std::string>{"all_reduce"});
+  // It gets whole arguments, which are gathered for it.
+  EXPECT_EQ(check_own_operator<WithoutRule>().count("all_gather"), 1u);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(tensor_parallel_test, library) {
+  library.def("gate(Tensor x, Tensor y) -> Tensor", &gate);
+  library.def("unknown_gate(Tensor x, Tensor y) -> Tensor", &gate);
+}
+
+}  // namespace smp
