@@ -149,7 +149,11 @@ at::Tensor DistributedAttentionLayerImpl::attend(const at::Tensor& query, const 
 /// are none.
 at::Tensor DistributedAttentionLayerImpl::score_bias(const at::Tensor& query, int64_t keys,
                                                      const at::Tensor& mask) const {
-  at::Tensor bias = mask.defined() ? mask.to(query.scalar_type()) : mask;
+  at::Tensor bias = mask;
+  if (mask.defined()) {
+    const bool trains = mask.requires_grad();  // by the heads of all ranks
+    bias = (trains ? copy_to_group(mask) : mask).to(query.scalar_type());
+  }
   const auto add = [&](const at::Tensor& term) { bias = bias.defined() ? bias + term : term; };
   if (options.causal_mask_size() && !options.cross_attention()) {
     add(at::full({keys, keys}, -std::numeric_limits<double>::infinity(), query.options()).triu(1));

@@ -6,6 +6,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_real.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -27,10 +28,13 @@ using at::Tensor;
 
 Tensor copy(const Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
 
+/// What is sent of a complex tensor: communicators know real numbers.
+Tensor as_real(const Tensor& x) { return x.is_complex() ? at::view_as_real(x) : x; }
+
 Tensor reduce(const Tensor& x) {
   const auto group = tensor_group();
   const Tensor result = copy(x);
-  if (!x.is_meta()) group->all_reduce(result);
+  if (!x.is_meta()) group->all_reduce(as_real(result));
   return result;
 }
 
@@ -46,13 +50,14 @@ Tensor gather(const Tensor& x, int64_t dim, int64_t blocks) {
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.insert(sizes.begin(), group->size());
   const Tensor parts = at::empty(sizes, x.options());
-  group->all_gather(parts, x.contiguous());
+  group->all_gather(as_real(parts), as_real(x.resolve_conj().contiguous()));
   return dim == 0 && blocks == 1 ? parts.view(split.sizes) : split.join(parts.unbind(0));
 }
 
 /// The parts of `x` along `dim`, one after the other: [ranks, sizes of a part].
 Tensor parts_along(const Tensor& x, int64_t dim, int ranks) {
-  return x.unflatten(dim, {ranks, x.size(dim) / ranks}).movedim(dim, 0).contiguous();
+  const Tensor parts = x.unflatten(dim, {ranks, x.size(dim) / ranks}).movedim(dim, 0);
+  return parts.resolve_conj().contiguous();
 }
 
 Tensor all_gather(const Tensor& x, int64_t dim) { return gather(x, dim, /*blocks=*/1); }
@@ -61,7 +66,9 @@ Tensor reduce_scatter(const Tensor& x, int64_t dim) {
   const auto group = tensor_group();
   const ParameterSplit split = split_of_whole(x, dim, /*blocks=*/1, group->size());
   const Tensor result = at::empty(split.local_sizes(), x.options());
-  if (!x.is_meta()) group->reduce_scatter(result, parts_along(x, dim, group->size()));
+  if (!x.is_meta()) {
+    group->reduce_scatter(as_real(result), as_real(parts_along(x, dim, group->size())));
+  }
   return result;
 }
 
@@ -71,7 +78,7 @@ Tensor all_to_all(const Tensor& x, int64_t split_dim, int64_t join_dim) {
   normal_dim("smp::tp_all_to_all", x, join_dim);
   const Tensor sent = parts_along(x, split_dim, group->size());
   const Tensor received = at::empty_like(sent);
-  if (!x.is_meta()) group->all_to_all(received, {}, sent, {});
+  if (!x.is_meta()) group->all_to_all(as_real(received), {}, as_real(sent), {});
   return at::cat(received.unbind(0), join_dim);
 }
 

@@ -148,6 +148,20 @@ TEST(Operators, IntegersAreMoved) {
   });
 }
 
+TEST(Operators, ComplexNumbersAreSummedAndMoved) {
+  torch::manual_seed(4);
+  const auto x = torch::randn({2, 4, 6}, torch::kComplexDouble);  // by rank
+  on_ranks(2, [&](int rank) {
+    const Tensor own = x[rank].conj();
+    const Tensor sum = x[0].conj() + x[1].conj();
+    expect_equal(call("smp::tp_reduce", own), sum, "sum");
+    expect_equal(call("smp::tp_reduce_scatter", own, 1), part_of(sum, 1, 1, 2, rank), "part");
+    expect_equal(call("smp::tp_gather", own, 0, 1), x.conj().flatten(0, 1).resolve_conj(), "whole");
+    const Tensors all{x[0].conj().resolve_conj(), x[1].conj().resolve_conj()};
+    expect_equal(call("smp::tp_all_to_all", own, 0, 1), exchanged(all, 0, 1, rank), "exchanged");
+  });
+}
+
 TEST(Operators, AreNotCalledInAGroupOfOne) {
   on_ranks(1, [](int) {
     const Tensor x = torch::randn({2, 3});

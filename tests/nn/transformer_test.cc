@@ -380,13 +380,13 @@ TEST(AttentionLayer, IsThatOfPlainLibtorch) {
           ranks, [&] { return DistributedAttentionLayer(options); },
           [&](DistributedAttentionLayer& layer) {
             const Tensor hidden = inputs.hidden.clone().requires_grad_();
-            if (!cross) {
-              return backward_of(layer->forward(std::make_tuple(hidden, inputs.mask)), inputs,
-                                 hidden, {});
-            }
-            const Tensor states = inputs.cross.clone().requires_grad_();
-            return backward_of(layer->forward(std::make_tuple(hidden, states, inputs.cross_mask)),
-                               inputs, hidden, states);
+            const Tensor mask = (cross ? inputs.cross_mask : inputs.mask).clone().requires_grad_();
+            const Tensor states = cross ? inputs.cross.clone().requires_grad_() : Tensor();
+            const Tensor result = cross ? layer->forward(std::make_tuple(hidden, states, mask))
+                                        : layer->forward(std::make_tuple(hidden, mask));
+            Tensors found = backward_of(result, inputs, hidden, states);
+            found.push_back(mask.grad());
+            return found;
           });
       Named with_prefix;
       for (const auto& [name, tensor] : outcome.parameters) with_prefix["a." + name] = tensor;
@@ -394,9 +394,10 @@ TEST(AttentionLayer, IsThatOfPlainLibtorch) {
       const Plain plain = plain_of(test, parameters);
       const Tensor hidden = inputs.hidden.clone().requires_grad_();
       const Tensor states = cross ? inputs.cross.clone().requires_grad_() : Tensor();
-      const Tensors expected =
-          backward_of(plain.attention(hidden, states, cross ? inputs.cross_mask : inputs.mask, "a"),
-                      inputs, hidden, states);
+      const Tensor mask = (cross ? inputs.cross_mask : inputs.mask).clone().requires_grad_();
+      Tensors expected =
+          backward_of(plain.attention(hidden, states, mask, "a"), inputs, hidden, states);
+      expected.push_back(mask.grad());
       Named gradients;
       for (const auto& [name, gradient] : gradients_of(parameters)) {
         gradients[name.substr(2)] = gradient;
