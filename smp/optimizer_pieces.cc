@@ -259,7 +259,7 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
 /// States that the optimizer made in its constructor are of parameters that were whole then.
 void OptimizerPieces::divide_states() {
   const auto& divided = runtime_.divided().entries();
-  if (divided.empty() || std::exchange(states_are_divided_, true)) return;
+  if (!runtime_.partitioned || divided.empty() || std::exchange(states_are_divided_, true)) return;
   const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto& entry) {
     return entry.captured_whole && optimizer_.state().count(entry.tensor.unsafeGetTensorImpl()) > 0;
   });

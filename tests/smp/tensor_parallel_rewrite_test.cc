@@ -134,6 +134,42 @@ TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
   });
 }
 
+/// A module that is divided from the start, and layers that the first step divides.
+struct MixedModel : torch::nn::Module {
+  MixedModel() {
+    block = register_module("block", std::make_shared<DividedBlock>(8, 16, 0.0));
+    up = register_module("up", torch::nn::Linear(8, 16));
+    down = register_module("down", torch::nn::Linear(16, 8));
+  }
+  std::shared_ptr<DividedBlock> block;
+  torch::nn::Linear up{nullptr}, down{nullptr};
+};
+
+/// Adagrad makes its states in its constructor, where parameters are still whole.
+TEST(TensorParallelRewriteOfAModel, DividesStatesThatWereReadBefore) {
+  run_as_threads(2, config_of({2}), [&] {
+    const auto net = make_model<MixedModel>(5);
+    mark(*net->up);
+    mark(*net->down);
+    DistributedModel<std::shared_ptr<MixedModel>> model(net);
+    DistributedOptimizer<torch::optim::Adagrad> optimizer(model->parameters(), 0.1);
+    const auto sizes = [](const optim::OptimizerState& state) {
+      return state.params.at("up.weight").tensors.at("sum").sizes().vec();
+    };
+    const std::vector<int64_t> whole{16, 8}, part{8, 8};
+    EXPECT_EQ(sizes(optimizer.state_dict()), whole);
+    auto train = step([&](torch::Tensor x) {
+      auto loss = net->down(net->up(net->block->forward(x)).relu()).square().mean();
+      model->backward(loss);
+      return loss;
+    });
+    train(torch::ones({4, 8}, torch::kDouble));
+    optimizer.step();
+    EXPECT_EQ(sizes(optimizer.local_state_dict()), part);
+    EXPECT_EQ(sizes(optimizer.state_dict()), whole);
+  });
+}
+
 TEST(TensorParallelRewriteOfAModel, IsMadeLateAndThenDivided) {
   const TensorLayout layout{2, 2};
   const auto expected = state_of(*make_model<PlainModel>(5));
