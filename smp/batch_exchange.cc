@@ -13,6 +13,8 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
   std::string text;
   for (const at::Tensor& tensor : tensors) {
     text += c10::str(text.empty() ? "" : ", ", tensor.scalar_type(), tensor.sizes());
+    // Kernels may round by them, so they are kept.
+    if (!tensor.is_contiguous()) text += c10::str(" with strides ", tensor.strides());
   }
   return text.empty() ? "nothing" : text;
 }
@@ -25,7 +27,7 @@ void check_alike(comm::Communicator& group, const std::vector<at::Tensor>& mine,
                    "\" was given inputs of other shapes on the ranks of a tensor-parallel group, "
                    "which run the batches of all together: tp rank 0 has ", all[0], ", tp rank ", r,
                    " has ", all[r],
-                   ". Give them batches of one size, or one batch and \"prescaled_batch\": true");
+                   ". Give them batches of one size and order in memory (contiguous()), or one batch and \"prescaled_batch\": true");
   }
 }
 

@@ -1,5 +1,7 @@
 #include "smp/dividing.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -166,11 +168,32 @@ class Divider {
   std::set<std::string> unfit_;
 };
 
+/// All ranks compute what is whole, each for itself: on processors it stays alike only if the same
+/// kernels add in the same order.
+void check_same_kernels(Runtime& runtime) {
+  const auto& entries = runtime.table().entries();
+  const bool on_processors = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
+    return entry.kind == graph::ValueKind::kParameter && entry.tensor.is_cpu();
+  });
+  if (!on_processors) return;
+  const std::string mine =
+      c10::str(at::get_num_threads(), " threads and CPU capability ", at::get_cpu_capability());
+  const auto all = comm::all_gather_bytes(*runtime.group(CommGroup::kTp), mine);
+  for (size_t r = 0; r < all.size(); ++r) {
+    SMP_CHECK_WITH(UsageError, all[r] == all[0],
+                   "the ranks of a tensor-parallel group would round differently what all of them "
+                   "compute: tp rank 0 computes with ", all[0], ", tp rank ", r, " with ", all[r],
+                   ". On all of them, set one number of threads (OMP_NUM_THREADS, "
+                   "at::set_num_threads) and one ATEN_CPU_CAPABILITY");
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::Graph& captured,
                                                  const std::string& step_name) {
   if (!runtime.is_tensor_parallel()) return nullptr;
+  if (!runtime.partitioned) check_same_kernels(runtime);
   return Divider(runtime, captured, step_name).run();
 }
 

@@ -1,3 +1,4 @@
+#include <ATen/Version.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -29,7 +30,39 @@ TEST(TensorParallelRefusal, BatchesOfOtherSizes) {
   expect_has(text, {"step function \"step 0\" was given inputs of other shapes on the ranks of a "
                     "tensor-parallel group, which run the batches of all together: tp rank 0 has "
                     "Long[4, 5], Long[4, 5], tp rank 1 has Long[8, 5], Long[8, 5]. Give them "
-                    "batches of one size, or one batch and \"prescaled_batch\": true"});
+                    "batches of one size and order in memory (contiguous()), or one batch and "
+                    "\"prescaled_batch\": true"});
+}
+
+TEST(TensorParallelRefusal, BatchesInAnotherOrderInMemory) {
+  const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
+    const auto net = make_model<DividedModel>(5);
+    DistributedModel<Divided> model(net);
+    auto evaluate = make_evaluation(*net);
+    const auto ids = torch::zeros({4, 5}, torch::kLong);
+    evaluate(ids, tp_rank() == 0 ? ids : torch::zeros({5, 4}, torch::kLong).t());
+  });
+  expect_has(text, {"tp rank 0 has Long[4, 5], Long[4, 5], tp rank 1 has Long[4, 5], "
+                    "Long[4, 5] with strides [1, 4]. Give them"});
+}
+
+/// What is whole is computed by all ranks, each for itself, and must not drift apart.
+TEST(TensorParallelRefusal, OtherNumbersOfThreads) {
+  const int before = at::get_num_threads();
+  const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
+    at::get_num_threads();  // a thread's first call takes over what any thread has set
+    at::set_num_threads(1 + tp_rank());
+    const auto net = make_model<DividedModel>(5);
+    DistributedModel<Divided> model(net);
+    auto evaluate = make_evaluation(*net);
+    const auto ids = torch::zeros({4, 5}, torch::kLong);
+    evaluate(ids, ids);
+  });
+  at::set_num_threads(before);
+  const std::string capability = at::get_cpu_capability();
+  expect_has(text, {"tp rank 0 computes with 1 threads and CPU capability " + capability +
+                        ", tp rank 1 with 2 threads and CPU capability " + capability,
+                    "set one number of threads (OMP_NUM_THREADS, at::set_num_threads)"});
 }
 
 TEST(TensorParallelRefusal, OtherBatchesOfOnePrescaledGroup) {
