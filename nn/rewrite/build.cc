@@ -497,18 +497,12 @@ class Builder final : public Emitter {
 
   /// The operators that stand for a call share what it costs, divided if they work on parts.
   void share_cost(const Call& call) {
-    const auto is_part = [](const Layout& layout) {
-      return layout.is_divided() || layout.is_partial();
-    };
-    const bool parallel =
-        std::any_of(treatment_->arguments.begin(), treatment_->arguments.end(), is_part) ||
-        std::any_of(treatment_->results.begin(), treatment_->results.end(), is_part);
     std::vector<int> sharing;
     for (int index : result_.operators[call.index()]) {
       const std::string& name = graph().operators[index].handle.operator_name().name;
       if (name != "smp::tp_reduce") sharing.push_back(index);
     }
-    const double share = 1.0 / ((parallel ? options_.ranks : 1) *
+    const double share = 1.0 / ((works_on_parts(*treatment_) ? options_.ranks : 1) *
                                 std::max<double>(1, static_cast<double>(sharing.size())));
     for (int index : sharing) {
       Operator& op = graph().operators[index];

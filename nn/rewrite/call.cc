@@ -1,5 +1,6 @@
 #include "nn/rewrite/call.h"
 
+#include <algorithm>
 #include <set>
 
 #include "graph/visit.h"
@@ -8,6 +9,14 @@ namespace smp::nn::rewrite {
 
 using graph::Argument;
 using graph::ValueId;
+
+bool works_on_parts(const Treatment& treatment) {
+  const auto is_part = [](const Layout& layout) {
+    return layout.is_divided() || layout.is_partial();
+  };
+  return std::any_of(treatment.arguments.begin(), treatment.arguments.end(), is_part) ||
+         std::any_of(treatment.results.begin(), treatment.results.end(), is_part);
+}
 
 Call::Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts)
     : graph_(graph), index_(index), ranks_(ranks), layouts_(layouts) {

@@ -53,6 +53,9 @@ struct Treatment {
   int64_t obstacle_parts = 0;
 };
 
+/// True if the ranks share the work: an argument or a result is divided or partial.
+bool works_on_parts(const Treatment& treatment);
+
 /// One operator of the whole graph, and how its arguments lie on the ranks at present. What rules
 /// decide by.
 class Call {

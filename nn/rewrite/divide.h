@@ -23,6 +23,9 @@ struct DivideOptions {
   std::map<std::string, ParameterSplit> fixed;
   /// Every weight that can be divided is: the predicted time decides how, not whether.
   bool insist = false;
+  /// Choose by times that follow from sizes alone, so that every run chooses the same, instead of
+  /// by the graph's costs, which may be measured.
+  bool estimate = false;
   double bytes_per_us = 5000;  ///< what a rank sends to the others
   double latency_us = 20;      ///< of one collective
   /// What a microbatch pays for a byte of a parameter that a rank holds: its gradient is computed,
@@ -93,7 +96,7 @@ std::string why_not(const graph::Graph& whole, const DivideOptions& options);
 /// that is predicted to be worth it, and inserts the operators that communicate. A pure function:
 /// every rank gets the same graph. See docs/divided_graph.md.
 ///
-/// `whole` has whole parameters; its costs, if they are filled in, weigh the choice, and those of
+/// `whole` has whole parameters; its costs weigh the choice unless `estimate` is set, and those of
 /// the result follow from them. Inputs, outputs and the roots of backward are whole. Throws
 /// `UsageError` if a parameter that `fixed` names has other sizes, or if a registered rule is
 /// wrong.

@@ -15,14 +15,9 @@ using graph::ValueKind;
 
 /// Of each operator's time, what calling it takes, however little it has to do.
 constexpr double kCallUs = 1.0;
-// Where no times were measured: what moving bytes and multiplying takes, as of one core.
+// What moving bytes and multiplying takes, as of one core (`DivideOptions::estimate`).
 constexpr double kBytesPerUs = 5000.0;
 constexpr double kProductsPerUs = 20000.0;
-
-bool is_measured(const Graph& graph) {
-  return std::any_of(graph.operators.begin(), graph.operators.end(),
-                     [](const Operator& op) { return op.cost.forward_us > 0; });
-}
 
 /// Multiplications of a product of matrices: elements of the result times the dimension summed
 /// over.
@@ -65,14 +60,6 @@ double estimated_time(const Call& call) {
   return call.graph().trains() ? 3 * forward : forward;
 }
 
-bool is_parallel(const Treatment& treatment) {
-  const auto is_part = [](const Layout& layout) {
-    return layout.is_divided() || layout.is_partial();
-  };
-  return std::any_of(treatment.arguments.begin(), treatment.arguments.end(), is_part) ||
-         std::any_of(treatment.results.begin(), treatment.results.end(), is_part);
-}
-
 }  // namespace
 
 Propagation::Propagation(const Graph& graph, const DivideOptions& options)
@@ -86,13 +73,13 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
   const graph::RequiresGrad requires_grad(graph);
-  const bool measured = is_measured(graph);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     calls_.emplace_back(graph, i, options.ranks, layouts_);
     const Operator& op = graph.operators[i];
     rules_.push_back(rule_of(op));
-    times_.push_back(measured ? op.cost.forward_us + (graph.trains() ? op.cost.backward_us : 0)
-                              : estimated_time(calls_.back()));
+    times_.push_back(options.estimate
+                         ? estimated_time(calls_.back())
+                         : op.cost.forward_us + (graph.trains() ? op.cost.backward_us : 0));
     for (int set : op.writes) last_writes_[set] = static_cast<int>(i);
     graph::for_each_argument(op, [&](ValueId value) {
       auto& users = layouts_.users[value];
@@ -256,7 +243,7 @@ void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& 
   }
   const double time = times_[index];
   const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
-  outcome.us += is_parallel(treatment) ? call_time + (time - call_time) / options_.ranks : time;
+  outcome.us += works_on_parts(treatment) ? call_time + (time - call_time) / options_.ranks : time;
   if (treatment.reduced_bytes > 0) {
     const Traffic moved =
         traffic_of(Collective::kReduce, treatment.reduced_bytes, false, options_.ranks);

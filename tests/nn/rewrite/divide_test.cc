@@ -231,6 +231,24 @@ TEST(DivideTest, SlowNetworksDivideNothing) {
   EXPECT_NE(decision.reason.find("us a microbatch instead of"), std::string::npos);
 }
 
+/// Measured times differ from run to run; what is divided must not.
+TEST(DivideTest, EstimatesFollowFromSizes) {
+  const auto divided = [](int64_t width, double measured_us) {
+    TwoLayersImpl net(width, 4 * width);
+    const TensorTable table = table_of(net);
+    const auto whole = capture(table, batch(width), step_of(net));
+    for (auto& op : whole->operators) op.cost.forward_us = op.cost.backward_us = measured_us;
+    DivideOptions options = eager_options(table, 2);
+    options.parameter_us_per_byte = 0;
+    options.latency_us = 10;
+    options.estimate = true;
+    return divide(*whole, options).parameters;
+  };
+  EXPECT_EQ(divided(512, 0).size(), 3);  // the bias behind the sum is whole
+  EXPECT_EQ(divided(512, 1e6), divided(512, 0));
+  EXPECT_TRUE(divided(8, 1e6).empty());
+}
+
 /// However slow the network is, what is divided is divided in the fastest way.
 TEST(DivideTest, SlowNetworksDivideWhereTheUserInsists) {
   TwoLayersImpl net(64, 256);
