@@ -34,7 +34,8 @@ at::Tensor snapshot(const at::Tensor& tensor) { return tensor.detach().clone(); 
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  // Tensors without elements have no memory, which memcmp must not be given.
+  return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
