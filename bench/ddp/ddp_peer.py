@@ -6,7 +6,6 @@ Started by compare.py with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the 
 import argparse
 import pathlib
 import sys
-import time
 import types
 
 import torch
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "pipeline"))
-from peer import VOCABULARY, Part  # noqa: E402
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from peers import VOCABULARY, make_batch, take_steps, whole  # noqa: E402
 
 
 class ConvNet(nn.Module):
@@ -41,12 +40,10 @@ def make(options):
         x = torch.randn(options.batch, 1, 28, 28)
         y = torch.randint(10, (options.batch,))
         return ConvNet(), lambda model: nn.functional.nll_loss(model(x), y)
-    shape = types.SimpleNamespace(layers=8, width=512, heads=8, sequence=128)
-    x = torch.randint(VOCABULARY, (options.batch, shape.sequence))
-    y = torch.randint(VOCABULARY, (options.batch, shape.sequence))
-    net = Part(shape, True, True, shape.layers)
-    return net, lambda model: nn.functional.cross_entropy(model(x).view(-1, VOCABULARY),
-                                                          y.view(-1))
+    shape = types.SimpleNamespace(layers=8, width=512, heads=8, sequence=128, batch=options.batch)
+    x, y = make_batch(shape)
+    return whole(shape), lambda model: nn.functional.cross_entropy(
+        model(x).view(-1, VOCABULARY), y.view(-1))
 
 
 def main():
@@ -71,23 +68,7 @@ def main():
             dist.barrier()
         optimizer.step()
 
-    if rank == 0:
-        print("set up", flush=True)
-        sys.stdin.readline()
-    dist.barrier()
-    for _ in range(3):
-        step()
-    if rank == 0:
-        print("ready", flush=True)
-    for _ in range(options.steps):
-        if rank == 0 and not sys.stdin.readline():
-            break
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        if rank == 0:
-            print(time.perf_counter() - start, flush=True)
-    dist.destroy_process_group()
+    take_steps(step, options.steps)
 
 
 if __name__ == "__main__":

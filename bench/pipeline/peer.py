@@ -4,69 +4,20 @@ Started by compare.py with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the 
 """
 
 import argparse
-import os
+import pathlib
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-VOCABULARY = 256
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from peers import VOCABULARY, Part, make_batch, take_steps  # noqa: E402
 
 # Before the first step torch sends something over every edge, which gloo does not need, and which
 # fails where both stages of an edge are on one rank.
 pipelining.PipelineStage._get_init_p2p_neighbors_ops = lambda self: []
-
-
-class Attention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.contract(nn.functional.gelu(self.expand(self.norm2(x))))
-
-
-class Part(nn.Module):
-    """Some blocks, the embeddings before the first and the head after the last."""
-
-    def __init__(self, options, first, last, blocks):
-        super().__init__()
-        self.first, self.last = first, last
-        if first:
-            self.token = nn.Embedding(VOCABULARY, options.width)
-            self.position = nn.Embedding(options.sequence, options.width)
-        self.blocks = nn.ModuleList(Block(options.width, options.heads) for _ in range(blocks))
-        if last:
-            self.norm = nn.LayerNorm(options.width)
-            self.head = nn.Linear(options.width, VOCABULARY, bias=False)
-
-    def forward(self, x):
-        if self.first:
-            x = self.token(x) + self.position(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) if self.last else x
 
 
 SCHEDULES = {
@@ -120,8 +71,7 @@ def main():
     schedule = schedule_class(stages[0] if per_rank == 1 else stages, options.microbatches,
                               loss_fn=loss_of)
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.01)
-    x = torch.randint(VOCABULARY, (options.batch, options.sequence))
-    y = torch.randint(VOCABULARY, (options.batch, options.sequence))
+    x, y = make_batch(options)
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
 
@@ -134,23 +84,7 @@ def main():
             schedule.step(*inputs)
         optimizer.step()
 
-    if rank == 0:
-        print("set up", flush=True)
-        sys.stdin.readline()
-    dist.barrier()
-    for _ in range(3):
-        step()
-    if rank == 0:
-        print("ready", flush=True)
-    for _ in range(options.steps):
-        if rank == 0 and not sys.stdin.readline():
-            break
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        if rank == 0:
-            print(time.perf_counter() - start, flush=True)
-    dist.destroy_process_group()
+    take_steps(step, options.steps)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Started by compare.py with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the 
 
 import argparse
 import contextlib
+import pathlib
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInp
                                                RowwiseParallel, SequenceParallel, loss_parallel,
                                                parallelize_module)
 
-VOCABULARY = 256
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from peers import make_batch, take_steps, whole  # noqa: E402
 
 
 class Attention(nn.Module):
@@ -36,35 +37,6 @@ class Attention(nn.Module):
                    for f in (self.q, self.k, self.v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.contract(nn.functional.gelu(self.expand(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, options):
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, options.width)
-        self.position = nn.Embedding(options.sequence, options.width)
-        self.blocks = nn.ModuleList(Block(options.width, options.heads)
-                                    for _ in range(options.layers))
-        self.norm = nn.LayerNorm(options.width)
-        self.head = nn.Linear(options.width, VOCABULARY, bias=False)
-
-    def forward(self, x):
-        x = self.token(x) + self.position(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def plan_of_block(sequence):
@@ -111,13 +83,11 @@ def main():
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = GPT(options)
+    model = whole(options, Attention)
     divide(model, mesh, options.style)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randint(VOCABULARY, (options.batch, options.sequence))
-    y = torch.randint(VOCABULARY, (options.batch, options.sequence))
+    x, y = make_batch(options)
     size = options.batch // options.microbatches
     on_parts = loss_parallel if options.style != "plain" else contextlib.nullcontext
 
@@ -131,23 +101,7 @@ def main():
                 (loss / options.microbatches).backward()
         optimizer.step()
 
-    if rank == 0:
-        print("set up", flush=True)
-        sys.stdin.readline()
-    dist.barrier()
-    for _ in range(3):
-        step()
-    if rank == 0:
-        print("ready", flush=True)
-    for _ in range(options.steps):
-        if rank == 0 and not sys.stdin.readline():
-            break
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        if rank == 0:
-            print(time.perf_counter() - start, flush=True)
-    dist.destroy_process_group()
+    take_steps(step, options.steps)
 
 
 if __name__ == "__main__":
