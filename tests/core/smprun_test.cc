@@ -1,32 +1,27 @@
 // Runs the real launcher with real processes.
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <chrono>
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
+
+#include "tests/command.h"
 
 namespace smp::tools {
 namespace {
 
 namespace fs = std::filesystem;
 
-struct Outcome {
-  int exit_status = 0;
-  std::string output;  // stdout and stderr
-  double seconds = 0;
+using smp::testing::Outcome;
 
-  std::string last_line() const {
-    const size_t end = output.find_last_not_of('\n');
-    const size_t start = output.rfind('\n', end);
-    return output.substr(start + 1, end - start);
-  }
-};
+std::string last_line(const std::string& output) {
+  const size_t end = output.find_last_not_of('\n');
+  const size_t start = output.rfind('\n', end);
+  return output.substr(start + 1, end - start);
+}
 
 class Smprun : public ::testing::Test {
  protected:
@@ -38,19 +33,8 @@ class Smprun : public ::testing::Test {
     std::ofstream(config_) << R"({"partitions": 2})";
   }
 
-  Outcome run(const std::string& shell_command) {
-    const auto start = std::chrono::steady_clock::now();
-    Outcome outcome;
-    FILE* pipe = popen((shell_command + " 2>&1").c_str(), "r");
-    char buffer[4096];
-    size_t count = 0;
-    while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0)
-      outcome.output.append(buffer, count);
-    const int status = pclose(pipe);
-    outcome.exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    outcome.seconds =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    return outcome;
+  static Outcome run(const std::string& shell_command) {
+    return smp::testing::run_command(shell_command + " 2>&1");
   }
 
   std::string command(const std::string& mode) const {
@@ -80,15 +64,15 @@ class Smprun : public ::testing::Test {
 
 TEST_F(Smprun, HandsTheParametersToTheRanks) {
   const Outcome outcome = run(command("pass"));
-  EXPECT_EQ(outcome.exit_status, 0) << outcome.output;
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_EQ(outcome.output, "{\"partitions\":2}\n{\"partitions\":2}\n");
   EXPECT_FALSE(left_a_folder());
 }
 
 TEST_F(Smprun, NamesTheFirstCauseLast) {
   const Outcome outcome = run(command("record"));
-  EXPECT_EQ(outcome.exit_status, 3) << outcome.output;
-  EXPECT_EQ(outcome.last_line(),
+  EXPECT_EQ(outcome.status, 3) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output),
             "smprun: first cause: rank 1: the loss of microbatch 3 is not finite");
   EXPECT_LT(outcome.seconds, 30) << "the rank that waits was not ended";
   EXPECT_FALSE(runs(0));
@@ -97,8 +81,8 @@ TEST_F(Smprun, NamesTheFirstCauseLast) {
 
 TEST_F(Smprun, ExplainsARankThatLeftNoMessage) {
   const Outcome outcome = run(command("crash"));
-  EXPECT_EQ(outcome.exit_status, 139) << outcome.output;
-  EXPECT_EQ(outcome.last_line(),
+  EXPECT_EQ(outcome.status, 139) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output),
             "smprun: first cause: no rank left a message; mpirun ended with exit status 139, as it "
             "does when a rank is ended by signal 11 (Segmentation fault)");
   EXPECT_FALSE(runs(0));
@@ -109,8 +93,8 @@ TEST_F(Smprun, SendsSignalsOn) {
   const Outcome outcome =
       run("{ " + command("wait") + " & launcher=$!; until [ -s " + pid + "0 ] && [ -s " + pid +
           "1 ]; do sleep 0.1; done; kill -TERM $launcher; wait $launcher; }");
-  EXPECT_NE(outcome.exit_status, 0) << outcome.output;
-  EXPECT_EQ(outcome.last_line(), "smprun: stopped by signal 15 (Terminated)");
+  EXPECT_NE(outcome.status, 0) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output), "smprun: stopped by signal 15 (Terminated)");
   EXPECT_FALSE(runs(0));
   EXPECT_FALSE(runs(1));
   EXPECT_FALSE(left_a_folder());
@@ -119,7 +103,7 @@ TEST_F(Smprun, SendsSignalsOn) {
 TEST_F(Smprun, DryRunStartsNothing) {
   const Outcome outcome =
       run("tools/smprun_bin --dry-run --np 4 tests/core/failing_rank --config x");
-  EXPECT_EQ(outcome.exit_status, 0);
+  EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.output.find("mpirun -np 4 "), 0u) << outcome.output;
   const std::string end = " tests/core/failing_rank --config x\n";
   EXPECT_EQ(outcome.output.rfind(end), outcome.output.size() - end.size()) << outcome.output;
@@ -127,22 +111,23 @@ TEST_F(Smprun, DryRunStartsNothing) {
 
 TEST_F(Smprun, UsageErrors) {
   const Outcome none = run("tools/smprun_bin --np 2");
-  EXPECT_EQ(none.exit_status, 2);
+  EXPECT_EQ(none.status, 2);
   EXPECT_EQ(none.output.find("smprun: expected a program to run, got none.\n"), 0u);
   EXPECT_EQ(run("tools/smprun_bin --unknown 2 p")
                 .output.find("smprun: expected a program to run, got --unknown.\n"),
             0u);
   std::ofstream(config_) << R"({"microbatches": 2})";
   const Outcome bad = run(command("pass"));
-  EXPECT_EQ(bad.exit_status, 2);
-  EXPECT_EQ(bad.last_line(), "[smp] " + config_.string() +
-                                 ": 'partitions' is a required parameter. Set it to the number of "
-                                 "pipeline partitions.");
+  EXPECT_EQ(bad.status, 2);
+  EXPECT_EQ(last_line(bad.output),
+            "[smp] " + config_.string() +
+                ": 'partitions' is a required parameter. Set it to the number of "
+                "pipeline partitions.");
 }
 
 TEST_F(Smprun, SaysWhatToInstallWithoutMpirun) {
   const Outcome outcome = run("PATH=/nonexistent tools/smprun_bin --np 2 p");
-  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.status, 2);
   EXPECT_EQ(outcome.output,
             "[smp] mpirun: not found in PATH. Install Open MPI (on Debian and Ubuntu: the package "
             "openmpi-bin).\n");
@@ -152,7 +137,7 @@ TEST_F(Smprun, SaysWhatCannotBeStarted) {
   fs::create_directory(folder_ / "bin");
   std::ofstream(folder_ / "bin/mpirun") << "not executable";
   const Outcome outcome = run("PATH=" + (folder_ / "bin").string() + " tools/smprun_bin --np 2 p");
-  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.status, 2);
   EXPECT_EQ(outcome.output,
             "[smp] mpirun: cannot be started: Permission denied. Check what is called so in PATH; "
             "smprun --dry-run prints the command.\n");
@@ -161,7 +146,7 @@ TEST_F(Smprun, SaysWhatCannotBeStarted) {
 TEST_F(Smprun, SaysWhereItNeedsAFolder) {
   const std::string missing = (folder_ / "missing").string();
   const Outcome outcome = run("TMPDIR=" + missing + " " + command("pass"));
-  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.status, 2);
   EXPECT_EQ(outcome.output.find("[smp] smprun: cannot create the folder " + missing + "/smprun-"),
             0u)
       << outcome.output;
@@ -184,7 +169,7 @@ TEST_F(Smprun, ScriptFindsTheLauncher) {
     fs::create_symlink(fs::path("/usr/bin") / tool, folder_ / "bin" / tool);
   }
   const Outcome missing = run("PATH=" + (folder_ / "bin").string() + " " + script);
-  EXPECT_EQ(missing.exit_status, 2);
+  EXPECT_EQ(missing.status, 2);
   EXPECT_EQ(
       missing.output,
       "smprun: " + (root / "bazel-bin/tools/smprun_bin").string() +
@@ -193,7 +178,7 @@ TEST_F(Smprun, ScriptFindsTheLauncher) {
   fs::create_directories(root / "bazel-bin/tools");
   fs::create_symlink(fs::absolute("tools/smprun_bin"), root / "bazel-bin/tools/smprun_bin");
   const Outcome found = run(script);
-  EXPECT_EQ(found.exit_status, 0);
+  EXPECT_EQ(found.status, 0);
   EXPECT_EQ(found.output.find("mpirun -np 3 "), 0u) << found.output;
 }
 

@@ -1,37 +1,20 @@
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
-#include <chrono>
-#include <cstdio>
 #include <fstream>
 #include <string>
 #include <vector>
 
-namespace {
+#include "tests/command.h"
 
-struct Outcome {
-  int status;
-  double seconds;
-  std::string output;
-};
+namespace smp::testing {
+namespace {
 
 /// Runs the failing program on two replicas through the launcher.
 Outcome run(const std::string& how) {
   const std::string config = ::testing::TempDir() + "replica_" + how + ".json";
   std::ofstream(config) << R"({"partitions": 1, "ddp": true, "timeout_seconds": 4})";
-  const std::string command =
-      "tools/smprun_bin --config " + config + " --np 2 tests/dp/failing_replica " + how + " 2>&1";
-  const auto start = std::chrono::steady_clock::now();
-  FILE* pipe = popen(command.c_str(), "r");
-  Outcome outcome;
-  std::array<char, 4096> buffer;
-  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) outcome.output += buffer.data();
-  const int status = pclose(pipe);
-  outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  const auto end = std::chrono::steady_clock::now();
-  outcome.seconds = std::chrono::duration<double>(end - start).count();
-  return outcome;
+  return run_command("tools/smprun_bin --config " + config + " --np 2 tests/dp/failing_replica " +
+                     how + " 2>&1");
 }
 
 /// Starting two processes that load libtorch takes some seconds on a busy machine.
@@ -70,3 +53,4 @@ TEST(ReplicaFailure, AnotherNumberOfBatches) {
 }
 
 }  // namespace
+}  // namespace smp::testing

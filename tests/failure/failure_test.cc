@@ -3,7 +3,7 @@
 #include <fstream>
 #include <string>
 
-#include "tests/failure/command.h"
+#include "tests/command.h"
 
 namespace {
 

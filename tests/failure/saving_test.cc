@@ -7,7 +7,7 @@
 #include <string>
 
 #include "checkpoint/reader.h"
-#include "tests/failure/command.h"
+#include "tests/command.h"
 
 namespace smp::testing {
 namespace {

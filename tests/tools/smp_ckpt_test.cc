@@ -2,10 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <torch/torch.h>
 
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -14,20 +12,17 @@
 #include "checkpoint/catalog.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
+#include "tests/command.h"
 
 namespace smp::tools {
 namespace {
 
 namespace fs = std::filesystem;
 using checkpoint::Reader;
+using smp::testing::Outcome;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-
-struct Outcome {
-  int status = 0;
-  std::string output;  // stdout and stderr
-};
 
 class SmpCkpt : public ::testing::Test {
  protected:
@@ -62,15 +57,7 @@ class SmpCkpt : public ::testing::Test {
   }
 
   static Outcome run(const std::string& arguments) {
-    Outcome outcome;
-    FILE* pipe = popen(("tools/smp_ckpt " + arguments + " 2>&1").c_str(), "r");
-    char buffer[4096];
-    size_t count = 0;
-    while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0)
-      outcome.output.append(buffer, count);
-    const int status = pclose(pipe);
-    outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    return outcome;
+    return smp::testing::run_command("tools/smp_ckpt " + arguments + " 2>&1");
   }
 
   static Outcome expect_done(const std::string& arguments) {

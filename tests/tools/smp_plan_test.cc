@@ -1,9 +1,7 @@
 // Runs the real tool on graphs that a program saved.
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -14,6 +12,7 @@
 #include "partitioner/best_order.h"
 #include "partitioner/order.h"
 #include "smp/smp.h"
+#include "tests/command.h"
 #include "tests/smp/models.h"
 #include "tools/forecast.h"
 
@@ -22,11 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-struct Outcome {
-  int exit_status = 0;
-  std::string output;  // stdout and stderr
-};
+using smp::testing::Outcome;
 
 std::string contents(const fs::path& path) {
   std::ifstream in(path);
@@ -64,21 +59,12 @@ class SmpPlan : public ::testing::Test {
   }
 
   static Outcome run(const std::string& arguments) {
-    Outcome outcome;
-    FILE* pipe = popen(("tools/smp_plan " + arguments + " 2>&1").c_str(), "r");
-    char buffer[4096];
-    size_t count = 0;
-    while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0) {
-      outcome.output.append(buffer, count);
-    }
-    const int status = pclose(pipe);
-    outcome.exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    return outcome;
+    return smp::testing::run_command("tools/smp_plan " + arguments + " 2>&1");
   }
 
   static json run_json(const std::string& arguments) {
     const Outcome outcome = run(arguments + " --format json");
-    EXPECT_EQ(outcome.exit_status, 0) << outcome.output;
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
     return json::parse(outcome.output);
   }
 
@@ -87,7 +73,7 @@ class SmpPlan : public ::testing::Test {
 
 TEST_F(SmpPlan, DrawsASchedule) {
   const Outcome drawn = run("--schedule zb_h1 --stages 3 --microbatches 4");
-  EXPECT_EQ(drawn.exit_status, 0);
+  EXPECT_EQ(drawn.status, 0);
   EXPECT_EQ(drawn.output.find("zb_h1, 3 ranks, 4 microbatches\n\nrank 0 F0"), 0u) << drawn.output;
 }
 
@@ -110,8 +96,8 @@ TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
         Config().partitions(3).microbatches(8).pipeline(pipeline).memory_weight(0.2);
     const auto options = partition_options(config, 3, 8, /*replicas=*/1);
     const auto plan = partitioner::partition_in_best_order(graph, options);
-    const Forecast expected = forecast(config, "", partitioner::reordered(graph, plan.order), plan,
-                                       3, options.step());
+    const Forecast expected =
+        forecast(config, "", partitioner::reordered(graph, plan.order), plan, 3, options.step());
     const json got =
         run_json(file + " --stages 3 --microbatches 8 --memory-weight 0.2 --pipeline " + pipeline);
     EXPECT_EQ(got["schedule"], pipeline);
@@ -150,7 +136,7 @@ TEST_F(SmpPlan, TiedParametersAndEdges) {
 TEST_F(SmpPlan, Text) {
   const std::string file = save_graph(1);
   const Outcome plan = run(file + " --stages 2 --microbatches 4");
-  EXPECT_EQ(plan.exit_status, 0);
+  EXPECT_EQ(plan.status, 0);
   for (const char* expected :
        {"Partition assignments: 2 stages, ", ", 4 microbatches\n", "Time and memory\n",
         "Edges between stages\n", "\nCuts: ", "  0|1  after operator ",
@@ -166,7 +152,7 @@ TEST_F(SmpPlan, Text) {
 TEST_F(SmpPlan, ComparesNumbersOfStages) {
   const std::string file = save_graph(1);
   const Outcome text = run(file + " --microbatches 8 --compare 1,2,500");
-  EXPECT_EQ(text.exit_status, 0);
+  EXPECT_EQ(text.status, 0);
   for (const char* column : {"  partitions ", " step ", " speedup* ", " idle ", " memory** "}) {
     EXPECT_NE(text.output.find(column), std::string::npos) << text.output;
   }
@@ -193,7 +179,7 @@ TEST_F(SmpPlan, ParametersComeFromAFileAndTheCommandLine) {
 TEST_F(SmpPlan, Picture) {
   const std::string file = save_graph(1);
   const Outcome picture = run(file + " --stages 3 --microbatches 4 --format svg --title 'a<b'");
-  EXPECT_EQ(picture.exit_status, 0);
+  EXPECT_EQ(picture.status, 0);
   EXPECT_EQ(picture.output.find("<svg "), 0u);
   EXPECT_NE(picture.output.find("</svg>\n"), std::string::npos);
   for (const char* expected : {">a&lt;b<", ">Stage 0<", ">Stage 2<", ">partition 1<",
@@ -204,7 +190,7 @@ TEST_F(SmpPlan, Picture) {
 
 TEST_F(SmpPlan, SavesThePlan) {
   const std::string file = save_graph(1);
-  EXPECT_EQ(run(file + " --stages 2 --save-plan " + path("plan.json")).exit_status, 0);
+  EXPECT_EQ(run(file + " --stages 2 --save-plan " + path("plan.json")).status, 0);
   const json plan = json::parse(contents(path("plan.json")));
   EXPECT_EQ(plan["stages"].size(), 2u);
 }
@@ -214,13 +200,13 @@ TEST_F(SmpPlan, Errors) {
             "[smp] " + path("none.json") +
                 ": cannot read the saved graph: No such file or directory. Give the path of a JSON "
                 "file.\n");
-  EXPECT_EQ(run(path("none.json")).exit_status, 2);
+  EXPECT_EQ(run(path("none.json")).status, 2);
   const std::string file = save_graph(1);
   EXPECT_EQ(run(file + " --stages 0").output,
             "[smp] program: \"partitions\": The number of partitions must be a positive integer. "
             "(got 0)\n");
   const Outcome many = run(file + " --stages 500");
-  EXPECT_EQ(many.exit_status, 2);
+  EXPECT_EQ(many.status, 2);
   EXPECT_EQ(many.output.find("[smp] cannot divide "), 0u) << many.output;
   EXPECT_EQ(run(file + " --compare 1,2 --format svg").output,
             "[smp] smp_plan: --compare has no picture: expected --format text or json, got svg.\n");

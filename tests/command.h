@@ -2,7 +2,6 @@
 
 #include <sys/wait.h>
 
-#include <array>
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -11,18 +10,19 @@ namespace smp::testing {
 
 /// What a command did.
 struct Outcome {
-  int status;
-  double seconds;
+  int status = 0;  ///< the exit status, or 128 and the signal that ended it
+  double seconds = 0;
   std::string output;
 };
 
-/// Runs a shell command to its end.
+/// Runs a shell command to its end. Ends with "2>&1" where the output shall hold errors, too.
 inline Outcome run_command(const std::string& command) {
   const auto start = std::chrono::steady_clock::now();
   FILE* pipe = popen(command.c_str(), "r");
   Outcome outcome;
-  std::array<char, 4096> buffer;
-  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) outcome.output += buffer.data();
+  char buffer[4096];
+  size_t count = 0;
+  while ((count = fread(buffer, 1, sizeof(buffer), pipe)) > 0) outcome.output.append(buffer, count);
   const int status = pclose(pipe);
   outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   const auto end = std::chrono::steady_clock::now();
