@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -12,6 +13,8 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <limits>
 #include <vector>
 
 namespace smp::testing {
@@ -24,6 +27,7 @@ char folder[4096] = "";
 Fault fault = Fault::kNone;
 int64_t faulty_call = 0;
 std::atomic<int64_t> calls{0};
+uint64_t space = std::numeric_limits<uint64_t>::max();  // of all files in the folder
 std::array<std::atomic<bool>, kDescriptors> watched{};
 
 bool is_watched(const char* path) {
@@ -76,13 +80,29 @@ ssize_t write_flipped(int descriptor, const void* data, size_t size) {
   return syscall(SYS_write, descriptor, copy.data(), size);
 }
 
+/// How many of `size` bytes still fit into the folder.
+size_t room_for(size_t size) {
+  if (space == std::numeric_limits<uint64_t>::max()) return size;
+  uint64_t used = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+    if (entry.is_regular_file()) used += entry.file_size();
+  }
+  return used < space ? std::min<uint64_t>(size, space - used) : 0;
+}
+
 }  // namespace
 
 void inject(const std::string& path, Fault what, int64_t call) {
+  space = std::numeric_limits<uint64_t>::max();
   std::snprintf(folder, sizeof(folder), "%s", path.c_str());
   fault = what;
   faulty_call = call;
   calls = 0;
+}
+
+void limit_space(const std::string& path, uint64_t bytes) {
+  inject(path, Fault::kNone, 0);
+  space = bytes;
 }
 
 int64_t calls_so_far() { return calls; }
@@ -128,6 +148,12 @@ ssize_t write(int descriptor, const void* data, size_t size) {
       case Fault::kNone:
         break;
     }
+    const size_t room = room_for(size);
+    if (room == 0 && size > 0) {
+      errno = ENOSPC;
+      return -1;
+    }
+    size = room;
   }
   return syscall(SYS_write, descriptor, data, size);
 }

@@ -19,6 +19,10 @@ enum class Fault {
 /// Counts calls on what is in `folder` from now on; the `call`-th, from 0, is the faulty one.
 void inject(const std::string& folder, Fault fault, int64_t call);
 
+/// From now on the files in `folder` have no more than `bytes` together: a write stores what there
+/// is room for, and fails with ENOSPC where that is nothing. Until `inject` is called.
+void limit_space(const std::string& folder, uint64_t bytes);
+
 /// Counted since `inject`.
 int64_t calls_so_far();
 

@@ -28,6 +28,7 @@ namespace fs = std::filesystem;
 using smp::testing::calls_so_far;
 using smp::testing::Fault;
 using smp::testing::inject;
+using smp::testing::limit_space;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
@@ -155,7 +156,9 @@ TEST_F(SavesTest, DiskThatStoresOtherBitsIsFoundOut) {
   EXPECT_GT(found, calls / 2);
 }
 
-/// Saves on a disk of 256 KiB, first what fits and then what does not. For a process of its own.
+constexpr uint64_t kSmallDisk = 256 << 10;
+
+/// Saves on a small disk, first what fits and then what does not.
 std::string fill_small_disk(const std::string& folder) {
   save(folder + "/c", 1);
   const std::string error = checkpoint_error([&] { save(folder + "/c", 2, 40'000); });
@@ -166,6 +169,13 @@ std::string fill_small_disk(const std::string& folder) {
   return value_of(folder + "/c") == 3 ? "" : "the disk stays full";
 }
 
+/// What fits is written before the disk is full, as the kernel does it, and removing makes room.
+TEST_F(SavesTest, SmallDiskIsCleared) {
+  fs::create_directories(path("disk"));
+  limit_space(path("disk"), kSmallDisk);
+  EXPECT_EQ(fill_small_disk(path("disk")), "");
+}
+
 /// Gives this process a small disk of its own at `folder`; false where that is not allowed.
 bool mount_small_disk(const std::string& folder) {
   const uid_t user = getuid();
@@ -174,7 +184,8 @@ bool mount_small_disk(const std::string& folder) {
     spill("/proc/self/uid_map", "0 " + std::to_string(user) + " 1");
   }
   mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr);
-  return mount("none", folder.c_str(), "tmpfs", 0, "size=256k") == 0;
+  const std::string size = "size=" + std::to_string(kSmallDisk);
+  return mount("none", folder.c_str(), "tmpfs", 0, size.c_str()) == 0;
 }
 
 TEST_F(SavesTest, SmallDiskKeepsThePreviousCheckpoint) {
@@ -197,8 +208,8 @@ TEST_F(SavesTest, SmallDiskKeepsThePreviousCheckpoint) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status));
   if (WEXITSTATUS(status) == kNotAllowed) {
-    GTEST_SKIP() << "this machine lets the test mount no file system; "
-                    "FullDiskAtAnyFileCallLosesNothing has the kernel's answers faked";
+    GTEST_SKIP() << "this machine lets the test mount no file system; SmallDiskIsCleared and "
+                    "FullDiskAtAnyFileCallLosesNothing have the kernel's answers faked";
   }
   EXPECT_EQ(WEXITSTATUS(status), 0);
 }
