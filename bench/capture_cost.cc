@@ -6,11 +6,11 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <functional>
 #include <vector>
 
+#include "bench/measure.h"
 #include "examples/gpt/gpt_model.h"
 #include "graph/tracer.h"
 #include "partitioner/best_order.h"
@@ -24,18 +24,11 @@ using smp::graph::Tracer;
 constexpr int64_t kSequence = 16;
 constexpr int kStages = 64;
 
-double milliseconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  const auto end = std::chrono::steady_clock::now();
-  return std::chrono::duration<double, std::milli>(end - start).count();
-}
-
+/// Of milliseconds.
 double median(int rounds, const std::function<void()>& body) {
   std::vector<double> times;
-  for (int i = 0; i < rounds; ++i) times.push_back(milliseconds(body));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
+  for (int i = 0; i < rounds; ++i) times.push_back(1e3 * bench::seconds(body));
+  return bench::median(times);
 }
 
 /// A step function that trains a GPT, captured by hand.

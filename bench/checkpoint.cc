@@ -21,24 +21,16 @@
 #include <thread>
 #include <vector>
 
+#include "bench/measure.h"
 #include "smp/smp.h"
 
 namespace {
 
 namespace fs = std::filesystem;
+using bench::median;
+using bench::seconds;
 
 constexpr int kRounds = 7;
-
-double seconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 /// Resident memory of the process, in MiB.
 double resident() {

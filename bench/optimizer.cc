@@ -8,8 +8,6 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -17,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "bench/measure.h"
 #include "optim/fused.h"
 #include "optim/lamb.h"
 #include "optim/novograd.h"
@@ -25,19 +24,10 @@
 namespace {
 
 using Tensors = std::vector<torch::Tensor>;
+using bench::quantile;
+using bench::seconds;
 
 constexpr int kRounds = 15;
-
-double seconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
-}
 
 /// Memory to copy, of twice the bytes of the parameters.
 class Copy {

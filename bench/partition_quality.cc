@@ -9,14 +9,15 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
+#include "bench/measure.h"
 #include "bench/partition_models.h"
 #include "smp/smp.h"
 
 namespace {
 
+using bench::median;
 using bench::Model;
 
 constexpr int kRanks = 2, kRounds = 9, kSteps = 6;
@@ -92,11 +93,6 @@ double measure(const std::function<std::shared_ptr<Model>()>& make, bool automat
     }
   });
   return best;
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 template <class M>

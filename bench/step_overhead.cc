@@ -6,31 +6,21 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <functional>
 #include <vector>
 
+#include "bench/measure.h"
 #include "examples/gpt/gpt_model.h"
 #include "graph/tracer.h"
 #include "smp/smp.h"
 
 namespace {
 
+using bench::median;
+using bench::seconds;
+
 constexpr int kRounds = 31;
 constexpr int64_t kMicrobatches = 4;
-
-double milliseconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  const auto end = std::chrono::steady_clock::now();
-  return std::chrono::duration<double, std::milli>(end - start).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 void measure(int64_t layers, int64_t width, int64_t batch) {
   const auto options =
@@ -68,8 +58,8 @@ void measure(int64_t layers, int64_t width, int64_t batch) {
   }
   std::vector<double> plain_times, smp_times, ratios;
   for (int i = 0; i < kRounds; ++i) {
-    plain_times.push_back(milliseconds(plain_step));
-    smp_times.push_back(milliseconds(smp_step));
+    plain_times.push_back(1e3 * seconds(plain_step));
+    smp_times.push_back(1e3 * seconds(smp_step));
     ratios.push_back(smp_times.back() / plain_times.back());
   }
   std::sort(ratios.begin(), ratios.end());
@@ -101,7 +91,7 @@ void measure_guard() {
   const double operators = static_cast<double>(recorded.recorded->operators.size());
   std::vector<double> times;
   for (int i = 0; i < 200; ++i) {
-    times.push_back(milliseconds([&] { trace({recorded.recorded.get()}); }));
+    times.push_back(1e3 * seconds([&] { trace({recorded.recorded.get()}); }));
   }
   std::printf("guard: %.2f us per operator (%.0f operators)\n", 1e3 * median(times) / operators,
               operators);

@@ -19,18 +19,19 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "bench/measure.h"
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/shm/futex.h"
 
 namespace {
 
+using bench::median;
 using smp::comm::Channels;
 using smp::comm::ChannelSpec;
 using smp::comm::CommunicatorPtr;
@@ -48,11 +49,6 @@ at::Tensor bytes_tensor(int64_t bytes) {
   const at::Tensor tensor = at::empty({bytes}, at::TensorOptions(at::kByte));
   std::memset(tensor.mutable_data_ptr(), 1, static_cast<size_t>(bytes));
   return tensor;
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 // A way to bring messages of one length from a tensor of one rank to a tensor of the other.

@@ -27,21 +27,18 @@
 #include <vector>
 
 #include "bench/collectives/floor.h"
+#include "bench/measure.h"
 #include "comm/mpi/mpi_communicator.h"
 
 namespace {
 
 using smp::comm::CommunicatorPtr;
 using Clock = std::chrono::steady_clock;
+using bench::median;
+using bench::quantile;
 
 constexpr int kRounds = 15;
 constexpr double kMicrosecondsOfARound = 20'000;
-
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
-}
-double median(const std::vector<double>& values) { return quantile(values, 0.5); }
 
 struct Contender {
   Contender(std::string name, std::function<void()> call = {})

@@ -4,11 +4,10 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <functional>
-#include <iostream>
 #include <string>
 
+#include "bench/contender.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/mnist_ddp/net.h"
 #include "smp/ddp.h"
@@ -24,27 +23,9 @@ struct Options {
 
 constexpr double kRate = 0.01;
 
-double seconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-/// Waits for a line before the first and before each further step.
 void serve(const Options& options, const std::function<void()>& step) {
-  const bool speaks = smp::rank() == 0;
-  std::string line;
-  if (speaks) std::cout << "set up" << std::endl;
-  if (speaks) std::getline(std::cin, line);
-  smp::barrier();
-  for (int64_t i = 0; i < options.warm; ++i) step();
-  if (speaks) std::cout << "ready" << std::endl;
-  for (int64_t i = 0; i < options.steps; ++i) {
-    if (speaks && !std::getline(std::cin, line)) break;
-    smp::barrier();
-    const double time = seconds(step);
-    if (speaks) std::cout << time << std::endl;
-  }
+  bench::take_steps(
+      options.warm, options.steps, smp::rank() == 0, [] { smp::barrier(); }, step);
 }
 
 /// `loss(model)` of a batch of its own on each rank.

@@ -4,11 +4,9 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
-#include <functional>
-#include <iostream>
 #include <string>
 
+#include "bench/contender.h"
 #include "examples/gpt/gpt_model.h"
 #include "smp/smp.h"
 
@@ -20,29 +18,6 @@ struct Options {
   int64_t batch = 16, microbatches = 8, warm = 3, steps = 30;
   int threads = 1;
 };
-
-double seconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-/// Waits for a line before the first and before each further step.
-void serve(const Options& options, bool speaks, const std::function<void()>& barrier,
-           const std::function<void()>& step) {
-  std::string line;
-  if (speaks) std::cout << "set up" << std::endl;
-  if (speaks) std::getline(std::cin, line);
-  barrier();
-  for (int64_t i = 0; i < options.warm; ++i) step();
-  if (speaks) std::cout << "ready" << std::endl;
-  for (int64_t i = 0; i < options.steps; ++i) {
-    if (speaks && !std::getline(std::cin, line)) break;
-    barrier();
-    const double time = seconds(step);
-    if (speaks) std::cout << time << std::endl;
-  }
-}
 
 class Trainer {
  public:
@@ -61,8 +36,8 @@ class Trainer {
   void run_plain() {
     torch::optim::SGD optimizer(net_->parameters(), kRate);
     const int64_t size = options_.batch / options_.microbatches;
-    serve(
-        options_, true, [] {},
+    bench::take_steps(
+        options_.warm, options_.steps, true, [] {},
         [&] {
           optimizer.zero_grad();
           for (int64_t m = 0; m < options_.microbatches; ++m) {
@@ -82,8 +57,8 @@ class Trainer {
       model->backward(loss);
       return loss;
     });
-    serve(
-        options_, smp::rank() == 0, [] { smp::barrier(); },
+    bench::take_steps(
+        options_.warm, options_.steps, smp::rank() == 0, [] { smp::barrier(); },
         [&] {
           optimizer.zero_grad();
           train(x_, y_);
