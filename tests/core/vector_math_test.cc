@@ -13,6 +13,7 @@
 #include <string>
 
 #include "comm/threads/run_ranks.h"
+#include "smp/init.h"
 
 namespace smp {
 namespace {
@@ -64,6 +65,13 @@ class VectorMath : public ::testing::Test {
 TEST_F(VectorMath, KnowsTheCpuOncePrepared) {
   EXPECT_EQ(plain_, computed_after([this] {
               prepare_vector_math();
+              pretend(other_);
+            }));
+}
+
+TEST_F(VectorMath, IsPreparedByInit) {
+  EXPECT_EQ(plain_, computed_after([this] {
+              init();
               pretend(other_);
             }));
 }
