@@ -20,15 +20,19 @@ constexpr const char* kPartial = "_partial";
 constexpr const char* kRemoved = ".removed";
 constexpr const char* kNewest = "newest";
 
+/// Whether a folder is one that a save or a removal renames on its way.
+bool is_transient(const std::string& name) {
+  return c10::ends_with(name, temporary_folder("")) || c10::ends_with(name, replaced_folder("")) ||
+         c10::ends_with(name, kRemoved);
+}
+
 /// A folder without an index is no checkpoint, or an unfinished one.
 std::vector<CatalogEntry> list(const std::string& folder) {
   std::vector<CatalogEntry> entries;
   for (const auto& item : fs::directory_iterator(folder)) {
     const fs::path index = item.path() / kIndexFile;
     const std::string name = item.path().filename().string();
-    const bool finished =
-        item.is_directory() && fs::exists(index) && !c10::ends_with(name, temporary_folder("")) &&
-        !c10::ends_with(name, replaced_folder("")) && !c10::ends_with(name, kRemoved);
+    const bool finished = item.is_directory() && fs::exists(index) && !is_transient(name);
     if (finished) entries.push_back({name, fs::last_write_time(index)});
   }
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
@@ -49,9 +53,7 @@ void remove_checkpoint(const fs::path& checkpoint) {
 
 std::string folder_name(const std::string& tag, bool partial) {
   const bool usable = !tag.empty() && tag.find('/') == std::string::npos && tag != "." &&
-                      tag != ".." && tag != kNewest && !is_partial(tag) &&
-                      !c10::ends_with(tag, temporary_folder("")) &&
-                      !c10::ends_with(tag, replaced_folder("")) && !c10::ends_with(tag, kRemoved);
+                      tag != ".." && tag != kNewest && !is_partial(tag) && !is_transient(tag);
   SMP_CHECK_WITH(UsageError, usable, "\"", tag,
                  "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
                  " and without the endings _partial, .tmp, .replaced and .removed.");
