@@ -14,13 +14,24 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 
-/// Functions that compute the gradient of each argument by a formula of its own.
+/// Functions that compute the gradient of each argument by a formula of its own. (The last one is
+/// nn's operator smp::tp_gathered_linear.)
 bool is_divisible(const Node& node) {
-  static const std::set<std::string> names = {
-      "AddBackward0", "AddmmBackward0", "BaddbmmBackward0",         "BmmBackward0",
-      "CatBackward0", "DivBackward0",   "ConvolutionBackward0",     "MmBackward0",
-      "MulBackward0", "MvBackward0",    "NativeLayerNormBackward0", "StackBackward0",
-      "SubBackward0", "WhereBackward0"};
+  static const std::set<std::string> names = {"AddBackward0",
+                                              "AddmmBackward0",
+                                              "BaddbmmBackward0",
+                                              "BmmBackward0",
+                                              "CatBackward0",
+                                              "DivBackward0",
+                                              "ConvolutionBackward0",
+                                              "MmBackward0",
+                                              "MulBackward0",
+                                              "MvBackward0",
+                                              "NativeLayerNormBackward0",
+                                              "StackBackward0",
+                                              "SubBackward0",
+                                              "WhereBackward0",
+                                              "torch::autograd::CppNode<smp::nn::GatheredLinear>"};
   return names.count(node.name()) > 0;
 }
 

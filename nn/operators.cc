@@ -3,6 +3,7 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/linear.h>
 
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
@@ -68,6 +69,15 @@ Tensor all_gather_to_group(const Tensor& x, int64_t dim) {
 Tensor reduce_scatter_from_group(const Tensor& x, int64_t dim) {
   static const auto op = typed_operator<OfDim>("smp::tp_reduce_scatter");
   return alone() ? x : op.call(x, normal_dim("reduce_scatter_from_group", x, dim));
+}
+
+Tensor gathered_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                       int64_t dim) {
+  static const auto op =
+      typed_operator<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t)>(
+          "smp::tp_gathered_linear");
+  if (alone()) return at::linear(x, weight, bias);
+  return op.call(x, weight, bias, normal_dim("gathered_linear", x, dim));
 }
 
 Tensor all_to_all_in_group(const Tensor& x, int64_t split_dim, int64_t join_dim) {

@@ -41,6 +41,15 @@ at::Tensor all_gather_to_group(const at::Tensor& x, int64_t dim);
 /// gathered (smp::tp_reduce_scatter).
 at::Tensor reduce_scatter_from_group(const at::Tensor& x, int64_t dim);
 
+/// Sequence parallelism: `at::linear` of all_gather_to_group(x, dim), with the same bits, that
+/// keeps this rank's part `x` for the backward pass instead of the whole, and gathers it again
+/// there if the weight needs a gradient (smp::tp_gathered_linear). `weight` [outputs, channels of
+/// x] and `bias` [outputs] are this rank's; the gradient of `x` is the rank's part of the sum over
+/// the ranks. Under autocast `x` is cast before it is gathered. Throws `UsageError` if `dim` is the
+/// last dimension.
+at::Tensor gathered_linear(const at::Tensor& x, const at::Tensor& weight,
+                           const std::optional<at::Tensor>& bias, int64_t dim);
+
 /// Divides `x` along `split_dim`, gives rank r the r-th part, and joins those received along
 /// `join_dim` in the order of the ranks; gradients go the way back (smp::tp_all_to_all). So a
 /// tensor divided along `join_dim` becomes one divided along `split_dim`.

@@ -18,6 +18,7 @@ struct NetImpl : torch::nn::Module {
   NetImpl() {
     words = register_parameter("words", torch::randn({kWords / 2, kWidth}));
     up = register_parameter("up", torch::randn({kWidth, kWidth}));
+    shift = register_parameter("shift", torch::randn({kWidth}));
   }
 
   std::vector<Tensor> forward(const Tensor& ids) {
@@ -25,6 +26,7 @@ struct NetImpl : torch::nn::Module {
     x = divided_dropout(torch::relu(torch::matmul(copy_to_group(x), up)), 0.3, true, -1, 2);
     x = reduce_scatter_from_group(torch::matmul(x, up.t()), 1);
     x = divided_dropout(torch::tanh(x), 0.2, is_training(), 1);
+    x = reduce_scatter_from_group(gathered_linear(x, up, shift, 1), 1);
     x = all_gather_to_group(x, 1);
     x = gather_from_group(scatter_to_group(reduce_from_group(x), 2, 2) * 2, 2, 2);
     x = scatter_to_group(x, 0);
@@ -36,7 +38,7 @@ struct NetImpl : torch::nn::Module {
   }
 
   static constexpr int64_t kWords = 12, kWidth = 8;
-  Tensor words, up;
+  Tensor words, up, shift;
 };
 TORCH_MODULE(Net);
 
@@ -146,8 +148,9 @@ TEST(Capture, EachIsOneOperator) {
     }
     EXPECT_EQ(names, (std::vector<std::string>{
                          "smp::tp_embedding", "smp::tp_reduce", "smp::tp_copy", "smp::tp_dropout",
-                         "smp::tp_reduce_scatter", "smp::tp_dropout", "smp::tp_all_gather",
-                         "smp::tp_reduce", "smp::tp_scatter", "smp::tp_gather", "smp::tp_scatter",
+                         "smp::tp_reduce_scatter", "smp::tp_dropout", "smp::tp_gathered_linear",
+                         "smp::tp_reduce_scatter", "smp::tp_all_gather", "smp::tp_reduce",
+                         "smp::tp_scatter", "smp::tp_gather", "smp::tp_scatter",
                          "smp::tp_all_to_all", "smp::tp_all_to_all", "smp::tp_gather",
                          "smp::tp_copy", "smp::tp_cross_entropy"}));
     EXPECT_EQ(random, (std::vector<std::string>{"smp::tp_dropout 0", "smp::tp_dropout 1"}));

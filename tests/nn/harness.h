@@ -113,13 +113,13 @@ inline void expect_has(const std::string& text, std::initializer_list<std::strin
   }
 }
 
-/// Another communicator's operations, with the elements that this rank gives to collectives
-/// counted.
+/// Another communicator's operations, with what this rank gives to collectives counted.
 class CountingGroup final : public comm::Communicator {
  public:
   explicit CountingGroup(comm::CommunicatorPtr inner) : inner_(std::move(inner)) {}
 
   int64_t elements() const { return elements_; }
+  int64_t bytes() const { return bytes_; }
   const std::vector<std::string>& calls() const { return calls_; }
 
   int rank() const override { return inner_->rank(); }
@@ -134,6 +134,7 @@ class CountingGroup final : public comm::Communicator {
   comm::WorkPtr start(const comm::Collective& call) override {
     if (call.kind != comm::Collective::Kind::kBarrier) {
       elements_ += call.input.numel();
+      bytes_ += static_cast<int64_t>(call.input.nbytes());
       calls_.push_back(call.name());
     }
     return inner_->start(call);
@@ -155,7 +156,7 @@ class CountingGroup final : public comm::Communicator {
 
  private:
   comm::CommunicatorPtr inner_;
-  int64_t elements_ = 0;
+  int64_t elements_ = 0, bytes_ = 0;
   std::vector<std::string> calls_;
 };
 
