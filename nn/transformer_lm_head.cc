@@ -24,24 +24,8 @@ at::Tensor additive(const at::Tensor& mask, at::ScalarType type) {
 }
 
 DistributedTransformerOptions transformer_options(const DistributedTransformerLMHeadOptions& from) {
-  return DistributedTransformerOptions()
-      .hidden_size(from.hidden_size())
-      .hidden_dropout_prob(from.hidden_dropout_prob())
-      .layernorm_epsilon(from.layernorm_epsilon())
-      .initializer_range(from.initializer_range())
-      .use_normal_initialization(from.use_normal_initialization())
-      .pre_layernorm(from.pre_layernorm())
-      .post_layernorm(from.post_layernorm())
-      .fp32_residual_addition(from.fp32_residual_addition())
-      .optimize(from.optimize())
-      .num_attention_heads(from.num_attention_heads())
-      .attention_head_size(from.attention_head_size())
-      .attention_dropout_prob(from.attention_dropout_prob())
-      .causal_mask_size(from.causal_mask_size())
-      .use_alibi(from.use_alibi())
-      .alibi_bias_max(from.alibi_bias_max())
-      .intermediate_size(from.intermediate_size())
-      .activation(from.activation())
+  return output_options(from,
+                        attention_options(from, block_options<DistributedTransformerOptions>(from)))
       .num_layers(from.num_layers())
       .add_cross_attention(from.add_cross_attention());
 }

@@ -56,6 +56,37 @@ struct Block {
   }
 };
 
+/// Options of one module from those of another that has it inside: those of every block, then those
+/// of attention and of the output layer, on top of `to`.
+template <class To, class From>
+To block_options(const From& from) {
+  return To()
+      .hidden_size(from.hidden_size())
+      .hidden_dropout_prob(from.hidden_dropout_prob())
+      .layernorm_epsilon(from.layernorm_epsilon())
+      .initializer_range(from.initializer_range())
+      .use_normal_initialization(from.use_normal_initialization())
+      .pre_layernorm(from.pre_layernorm())
+      .post_layernorm(from.post_layernorm())
+      .fp32_residual_addition(from.fp32_residual_addition())
+      .optimize(from.optimize());
+}
+
+template <class To, class From>
+To attention_options(const From& from, To to) {
+  return to.num_attention_heads(from.num_attention_heads())
+      .attention_head_size(from.attention_head_size())
+      .attention_dropout_prob(from.attention_dropout_prob())
+      .causal_mask_size(from.causal_mask_size())
+      .use_alibi(from.use_alibi())
+      .alibi_bias_max(from.alibi_bias_max());
+}
+
+template <class To, class From>
+To output_options(const From& from, To to) {
+  return to.intermediate_size(from.intermediate_size()).activation(from.activation());
+}
+
 /// This rank's part of the sequence, or `x` itself unless `sliced`; and the way back.
 at::Tensor to_slice(const at::Tensor& x, bool sliced);
 at::Tensor from_slice(const at::Tensor& x, bool sliced);
