@@ -63,12 +63,7 @@ void DistributedAttentionLayerImpl::reset() {
   }
   if (options.cross_attention()) {
     query = register_module("query", block.make_entry(channels, 1));
-    // The states that it reads are whole.
-    key_value = register_module(
-        "key_value",
-        ColumnParallelLinear(ColumnParallelLinearOptions(options.hidden_size(), 2 * channels)
-                                 .blocks(2)
-                                 .init_std(block.init_std())));
+    key_value = register_module("key_value", block.make_entry(2 * channels, 2));
   } else {
     query_key_value = register_module("query_key_value", block.make_entry(3 * channels, 3));
   }
@@ -87,35 +82,37 @@ at::Tensor DistributedAttentionLayerImpl::forward(
   SMP_CHECK_WITH(UsageError, !options.cross_attention(), kName,
                  ": with cross_attention its input is (hidden states, cross states, mask); got "
                  "two tensors");
-  const bool sliced = slices(options.optimize());
   const auto& [hidden, mask] = inputs;
-  return from_slice(run(to_slice(hidden, sliced), {}, mask), sliced);
+  const bool sliced = slices(kName, options.optimize(), hidden.size(1));
+  return from_slice(run(to_slice(hidden, sliced), {}, mask, sliced), sliced);
 }
 
 at::Tensor DistributedAttentionLayerImpl::forward(
     const std::tuple<at::Tensor, at::Tensor, at::Tensor>& inputs) {
   SMP_CHECK_WITH(UsageError, options.cross_attention(), kName,
                  ": without cross_attention its input is (hidden states, mask); got three tensors");
-  const bool sliced = slices(options.optimize());
   const auto& [hidden, cross, mask] = inputs;
-  return from_slice(run(to_slice(hidden, sliced), cross, mask), sliced);
+  const bool sliced = slices(kName, options.optimize(), hidden.size(1));
+  return from_slice(run(to_slice(hidden, sliced), cross, mask, sliced), sliced);
 }
 
 at::Tensor DistributedAttentionLayerImpl::run(const at::Tensor& hidden, const at::Tensor& cross,
-                                              const at::Tensor& mask) {
-  const bool sliced = slices(options.optimize());
+                                              const at::Tensor& mask, bool sliced) {
   const int64_t channels = options.attention_head_size();
   const at::Tensor x = pre_layernorm ? normalised(pre_layernorm, hidden, sliced)
                                      : hidden.to(dense->weight.scalar_type());
   std::vector<at::Tensor> parts;
   if (options.cross_attention()) {
-    parts = by_heads(query(x), 1, channels);
-    for (const at::Tensor& part : by_heads(key_value(cross), 2, channels)) parts.push_back(part);
+    parts = by_heads(query->run(x, sliced), 1, channels);
+    // Sliced, too, if the ranks divide them, so that no layer keeps the whole for its backward pass.
+    const bool slices_cross = sliced && cross.size(1) % tensor_group()->size() == 0;
+    const at::Tensor both = key_value->run(to_slice(cross, slices_cross), slices_cross);
+    for (const at::Tensor& part : by_heads(both, 2, channels)) parts.push_back(part);
   } else {
-    parts = by_heads(query_key_value(x), 3, channels);
+    parts = by_heads(query_key_value->run(x, sliced), 3, channels);
   }
   const at::Tensor context = attend(parts[0], parts[1], parts[2], mask);
-  const at::Tensor y = hidden_dropout(dense(context.transpose(1, 2).flatten(2)),
+  const at::Tensor y = hidden_dropout(dense->run(context.transpose(1, 2).flatten(2), sliced),
                                       options.hidden_dropout_prob(), is_training(), sliced);
   const at::Tensor sum = residual(hidden, y, options.fp32_residual_addition());
   return layernorm ? normalised(layernorm, sum, sliced) : sum;

@@ -38,9 +38,10 @@ class DistributedAttentionLayerImpl : public torch::nn::Cloneable<DistributedAtt
   /// With cross attention: (hidden states [N, S1, H], cross states [N, S2, H], mask [N, 1, 1, S2]).
   at::Tensor forward(const std::tuple<at::Tensor, at::Tensor, at::Tensor>& inputs);
 
-  /// As forward(), with hidden states as they are between layers: with `optimize("memory")` this
-  /// rank's part of the sequence. The cross states are whole; undefined without cross attention.
-  at::Tensor run(const at::Tensor& hidden, const at::Tensor& cross, const at::Tensor& mask);
+  /// As forward(), with hidden states as they are between layers: with `sliced` this rank's part of
+  /// the sequence. The cross states are whole; undefined without cross attention.
+  at::Tensor run(const at::Tensor& hidden, const at::Tensor& cross, const at::Tensor& mask,
+                 bool sliced);
 
   DistributedAttentionLayerOptions options;
   ColumnParallelLinear query_key_value{nullptr}, query{nullptr}, key_value{nullptr};

@@ -96,7 +96,8 @@ struct GatheredLinear : torch::autograd::Function<GatheredLinear> {
       const Tensor whole = call_all_gather(x, dim);
       of_weight = gradient_of_weight(gradient, whole.view({-1, whole.size(-1)}), weight);
     }
-    if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)) of_bias = gradient.sum(0);
+    if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2))
+      of_bias = gradient.sum(0);
     return {of_x, of_weight, of_bias, Tensor()};
   }
 };

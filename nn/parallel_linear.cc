@@ -64,9 +64,12 @@ void ColumnParallelLinearImpl::pretty_print(std::ostream& stream) const {
 }
 
 at::Tensor ColumnParallelLinearImpl::forward(const at::Tensor& input) {
-  const at::Tensor whole =
-      options.sequence_parallel() ? all_gather_to_group(input, -2) : copy_to_group(input);
-  const at::Tensor output = at::linear(whole, weight, bias);
+  return run(input, options.sequence_parallel());
+}
+
+at::Tensor ColumnParallelLinearImpl::run(const at::Tensor& input, bool sliced) {
+  const at::Tensor output = sliced ? gathered_linear(input, weight, bias, -2)
+                                   : at::linear(copy_to_group(input), weight, bias);
   return options.gather_output() ? gather_from_group(output, -1, options.blocks()) : output;
 }
 
@@ -114,10 +117,14 @@ void RowDivided<Derived>::pretty_print(std::ostream& stream) const {
 
 template <class Derived>
 at::Tensor RowDivided<Derived>::forward(const at::Tensor& input) {
+  return run(input, options.sequence_parallel());
+}
+
+template <class Derived>
+at::Tensor RowDivided<Derived>::run(const at::Tensor& input, bool sliced) {
   if (ranks_ == 1) return at::linear(input, weight, bias);
   const at::Tensor part = options.input_is_parallel() ? input : scatter_to_group(input, -1);
   const at::Tensor term = at::linear(part, weight);
-  const bool sliced = options.sequence_parallel();
   const at::Tensor sum = sliced ? reduce_scatter_from_group(term, -2) : reduce_from_group(term);
   if (!options.bias()) return sum;
   // Each rank adds it to its part of the sequence, and has that part of its gradient.

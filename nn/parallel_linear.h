@@ -28,6 +28,7 @@ struct ColumnParallelLinearOptions {
   /// Whether the output is made whole, instead of divided along its last dimension.
   TORCH_ARG(bool, gather_output) = false;
   /// Whether the input is divided along its last but one dimension, the sequence, instead of whole.
+  /// It is gathered for the product, forward and backward; this rank's part is what is kept.
   TORCH_ARG(bool, sequence_parallel) = false;
   /// Standard deviation of the normal distribution that the weight is drawn from; by default it is
   /// drawn as `torch::nn::Linear` draws it.
@@ -51,6 +52,8 @@ class ColumnParallelLinearImpl : public torch::nn::Cloneable<ColumnParallelLinea
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
   at::Tensor forward(const at::Tensor& input);
+  /// forward() with `sliced` in place of the option `sequence_parallel`.
+  at::Tensor run(const at::Tensor& input, bool sliced);
   std::map<std::string, ParameterSplit> split_parameters() const override;
 
   ColumnParallelLinearOptions options;
@@ -92,6 +95,8 @@ class RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
   at::Tensor forward(const at::Tensor& input);
+  /// forward() with `sliced` in place of the option `sequence_parallel`.
+  at::Tensor run(const at::Tensor& input, bool sliced);
   std::map<std::string, ParameterSplit> split_parameters() const override;
 
   RowParallelLinearOptions options;

@@ -13,14 +13,31 @@ comm::CommunicatorPtr& of_thread() {
   return group;
 }
 
-/// How to find the group without a scope; ranks may be threads.
-struct Provider {
-  std::mutex mutex;
-  std::function<comm::CommunicatorPtr()> find;
+/// What the program's runtime knows of the calling rank; ranks may be threads.
+template <class T>
+class Provider {
+ public:
+  void set(std::function<T()> find) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    find_ = std::move(find);
+  }
+  std::function<T()> get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return find_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::function<T()> find_;
 };
 
-Provider& provider() {
-  static Provider of_process;
+Provider<comm::CommunicatorPtr>& group_provider() {
+  static Provider<comm::CommunicatorPtr> of_process;
+  return of_process;
+}
+
+Provider<std::string>& optimize_provider() {
+  static Provider<std::string> of_process;
   return of_process;
 }
 
@@ -28,10 +45,7 @@ Provider& provider() {
 
 comm::CommunicatorPtr tensor_group() {
   if (of_thread()) return of_thread();
-  const auto find = [] {
-    const std::lock_guard<std::mutex> lock(provider().mutex);
-    return provider().find;
-  }();
+  const auto find = group_provider().get();
   SMP_CHECK_WITH(UsageError, find != nullptr,
                  "a tensor-parallel operator or module was used before smp::init; call "
                  "smp::init(config) at the start of main()");
@@ -39,8 +53,16 @@ comm::CommunicatorPtr tensor_group() {
 }
 
 void set_tensor_group(std::function<comm::CommunicatorPtr()> provider_of_program) {
-  const std::lock_guard<std::mutex> lock(provider().mutex);
-  provider().find = std::move(provider_of_program);
+  group_provider().set(std::move(provider_of_program));
+}
+
+std::string default_optimize() {
+  const auto find = optimize_provider().get();
+  return find == nullptr ? "memory" : find();
+}
+
+void set_default_optimize(std::function<std::string()> provider_of_program) {
+  optimize_provider().set(std::move(provider_of_program));
 }
 
 TensorGroupScope::TensorGroupScope(comm::CommunicatorPtr group)

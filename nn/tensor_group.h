@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include "comm/communicator.h"
 
@@ -14,6 +15,14 @@ comm::CommunicatorPtr tensor_group();
 /// Tells how to find the group of the calling rank; `smp::init` does. It may be called from any
 /// rank's thread.
 void set_tensor_group(std::function<comm::CommunicatorPtr()> provider);
+
+/// What modules favour whose option `optimize` says nothing, "memory" or "speed": what the
+/// program's runtime says, or "memory" without one.
+std::string default_optimize();
+
+/// Tells what `default_optimize` returns on the calling rank; `smp::init` does. It may be called
+/// from any rank's thread.
+void set_default_optimize(std::function<std::string()> provider);
 
 /// The tensor-parallel group of this thread until the end of the block, whatever the runtime says.
 class TensorGroupScope {

@@ -10,6 +10,10 @@
 namespace smp::nn {
 namespace {
 
+constexpr const char* kOutputLayer = "DistributedTransformerOutputLayer";
+constexpr const char* kLayer = "DistributedTransformerLayer";
+constexpr const char* kTransformer = "DistributedTransformer";
+
 void check_arity(const char* module, bool add_cross_attention, bool expected) {
   SMP_CHECK_WITH(UsageError, add_cross_attention == expected, module,
                  ": its input is (hidden states, attention mask) and, with add_cross_attention, "
@@ -20,19 +24,19 @@ void check_arity(const char* module, bool add_cross_attention, bool expected) {
 /// The forward of a layer, or of several: into slices, through them, and back.
 template <class Module>
 DistributedTransformerLayerImpl::Pair forward_pair(
-    Module& module, const DistributedTransformerLayerImpl::Pair& inputs) {
-  const bool sliced = slices(module.options.optimize());
+    const char* name, Module& module, const DistributedTransformerLayerImpl::Pair& inputs) {
   const auto& [hidden, mask] = inputs;
-  return {from_slice(module.run(to_slice(hidden, sliced), {}, mask, {}), sliced), mask};
+  const bool sliced = slices(name, module.options.optimize(), hidden.size(1));
+  return {from_slice(module.run(to_slice(hidden, sliced), {}, mask, {}, sliced), sliced), mask};
 }
 
 template <class Module>
 DistributedTransformerLayerImpl::Four forward_four(
-    Module& module, const DistributedTransformerLayerImpl::Four& inputs) {
-  const bool sliced = slices(module.options.optimize());
+    const char* name, Module& module, const DistributedTransformerLayerImpl::Four& inputs) {
   const auto& [hidden, cross, mask, cross_mask] = inputs;
-  return {from_slice(module.run(to_slice(hidden, sliced), cross, mask, cross_mask), sliced), cross,
-          mask, cross_mask};
+  const bool sliced = slices(name, module.options.optimize(), hidden.size(1));
+  const at::Tensor result = module.run(to_slice(hidden, sliced), cross, mask, cross_mask, sliced);
+  return {from_slice(result, sliced), cross, mask, cross_mask};
 }
 
 }  // namespace
@@ -47,11 +51,11 @@ DistributedTransformerOutputLayerImpl::DistributedTransformerOutputLayerImpl(
 }
 
 void DistributedTransformerOutputLayerImpl::reset() {
-  constexpr const char* kName = "DistributedTransformerOutputLayer";
-  check_block(kName, options.pre_layernorm(), options.post_layernorm(), options.optimize());
-  check_divides(kName, "intermediate_size", options.intermediate_size(), tensor_group()->size());
+  check_block(kOutputLayer, options.pre_layernorm(), options.post_layernorm(), options.optimize());
+  check_divides(kOutputLayer, "intermediate_size", options.intermediate_size(),
+                tensor_group()->size());
   SMP_CHECK_WITH(UsageError, options.activation() == "gelu" || options.activation() == "relu",
-                 kName, ": activation is \"", options.activation(),
+                 kOutputLayer, ": activation is \"", options.activation(),
                  "\". Choose \"gelu\" or \"relu\"");
   const Block<DistributedTransformerOutputLayerOptions> block{options};
   if (options.pre_layernorm()) {
@@ -63,24 +67,23 @@ void DistributedTransformerOutputLayerImpl::reset() {
 }
 
 void DistributedTransformerOutputLayerImpl::pretty_print(std::ostream& stream) const {
-  stream << "smp::nn::DistributedTransformerOutputLayer(hidden_size=" << options.hidden_size()
+  stream << "smp::nn::" << kOutputLayer << "(hidden_size=" << options.hidden_size()
          << ", intermediate_size=" << options.intermediate_size()
          << ", activation=" << options.activation() << ")";
 }
 
 at::Tensor DistributedTransformerOutputLayerImpl::forward(const at::Tensor& hidden) {
-  const bool sliced = slices(options.optimize());
-  return from_slice(run(to_slice(hidden, sliced)), sliced);
+  const bool sliced = slices(kOutputLayer, options.optimize(), hidden.size(1));
+  return from_slice(run(to_slice(hidden, sliced), sliced), sliced);
 }
 
-at::Tensor DistributedTransformerOutputLayerImpl::run(const at::Tensor& hidden) {
-  const bool sliced = slices(options.optimize());
+at::Tensor DistributedTransformerOutputLayerImpl::run(const at::Tensor& hidden, bool sliced) {
   const at::Tensor x = pre_layernorm ? normalised(pre_layernorm, hidden, sliced)
                                      : hidden.to(dense2->weight.scalar_type());
-  const at::Tensor inner = dense1(x);
+  const at::Tensor inner = dense1->run(x, sliced);
   const at::Tensor active = options.activation() == "gelu" ? at::gelu(inner) : at::relu(inner);
-  const at::Tensor y =
-      hidden_dropout(dense2(active), options.hidden_dropout_prob(), is_training(), sliced);
+  const at::Tensor y = hidden_dropout(dense2->run(active, sliced), options.hidden_dropout_prob(),
+                                      is_training(), sliced);
   const at::Tensor sum = residual(hidden, y, options.fp32_residual_addition());
   return layernorm ? normalised(layernorm, sum, sliced) : sum;
 }
@@ -109,25 +112,25 @@ void DistributedTransformerLayerImpl::reset() {
 }
 
 void DistributedTransformerLayerImpl::pretty_print(std::ostream& stream) const {
-  stream << "smp::nn::DistributedTransformerLayer";
+  stream << "smp::nn::" << kLayer;
 }
 
 DistributedTransformerLayerImpl::Pair DistributedTransformerLayerImpl::forward(const Pair& inputs) {
-  check_arity("DistributedTransformerLayer", options.add_cross_attention(), false);
-  return forward_pair(*this, inputs);
+  check_arity(kLayer, options.add_cross_attention(), false);
+  return forward_pair(kLayer, *this, inputs);
 }
 
 DistributedTransformerLayerImpl::Four DistributedTransformerLayerImpl::forward(const Four& inputs) {
-  check_arity("DistributedTransformerLayer", options.add_cross_attention(), true);
-  return forward_four(*this, inputs);
+  check_arity(kLayer, options.add_cross_attention(), true);
+  return forward_four(kLayer, *this, inputs);
 }
 
 at::Tensor DistributedTransformerLayerImpl::run(const at::Tensor& hidden, const at::Tensor& cross,
                                                 const at::Tensor& mask,
-                                                const at::Tensor& cross_mask) {
-  at::Tensor x = attention->run(hidden, {}, mask);
-  if (cross_attention) x = cross_attention->run(x, cross, cross_mask);
-  return output->run(x);
+                                                const at::Tensor& cross_mask, bool sliced) {
+  at::Tensor x = attention->run(hidden, {}, mask, sliced);
+  if (cross_attention) x = cross_attention->run(x, cross, cross_mask, sliced);
+  return output->run(x, sliced);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -154,23 +157,25 @@ void DistributedTransformerImpl::reset() {
 }
 
 void DistributedTransformerImpl::pretty_print(std::ostream& stream) const {
-  stream << "smp::nn::DistributedTransformer";
+  stream << "smp::nn::" << kTransformer;
 }
 
 DistributedTransformerImpl::Pair DistributedTransformerImpl::forward(const Pair& inputs) {
-  check_arity("DistributedTransformer", options.add_cross_attention(), false);
-  return forward_pair(*this, inputs);
+  check_arity(kTransformer, options.add_cross_attention(), false);
+  return forward_pair(kTransformer, *this, inputs);
 }
 
 DistributedTransformerImpl::Four DistributedTransformerImpl::forward(const Four& inputs) {
-  check_arity("DistributedTransformer", options.add_cross_attention(), true);
-  return forward_four(*this, inputs);
+  check_arity(kTransformer, options.add_cross_attention(), true);
+  return forward_four(kTransformer, *this, inputs);
 }
 
 at::Tensor DistributedTransformerImpl::run(at::Tensor hidden, const at::Tensor& cross,
-                                           const at::Tensor& mask, const at::Tensor& cross_mask) {
+                                           const at::Tensor& mask, const at::Tensor& cross_mask,
+                                           bool sliced) {
   for (const auto& layer : *seq_layers) {
-    hidden = layer->as<DistributedTransformerLayerImpl>()->run(hidden, cross, mask, cross_mask);
+    hidden =
+        layer->as<DistributedTransformerLayerImpl>()->run(hidden, cross, mask, cross_mask, sliced);
   }
   return hidden;
 }

@@ -33,9 +33,9 @@ class DistributedTransformerOutputLayerImpl
 
   /// Hidden states [N, S, H] to hidden states.
   at::Tensor forward(const at::Tensor& hidden);
-  /// The same with hidden states as they are between layers: with `optimize("memory")` this rank's
-  /// part of the sequence.
-  at::Tensor run(const at::Tensor& hidden);
+  /// The same with hidden states as they are between layers: with `sliced` this rank's part of the
+  /// sequence.
+  at::Tensor run(const at::Tensor& hidden, bool sliced);
 
   DistributedTransformerOutputLayerOptions options;
   ColumnParallelLinear dense1{nullptr};
@@ -62,10 +62,10 @@ class DistributedTransformerLayerImpl
   /// With add_cross_attention: (hidden states [N, S1, H], cross states [N, S2, H], attention mask
   /// [N, 1, 1, S1], cross mask [N, 1, 1, S2]) to the same with new hidden states.
   Four forward(const Four& inputs);
-  /// The new hidden states, as they are between layers: with `optimize("memory")` this rank's part
-  /// of the sequence.
+  /// The new hidden states, as they are between layers: with `sliced` this rank's part of the
+  /// sequence.
   at::Tensor run(const at::Tensor& hidden, const at::Tensor& cross, const at::Tensor& mask,
-                 const at::Tensor& cross_mask);
+                 const at::Tensor& cross_mask, bool sliced);
 
   DistributedTransformerLayerOptions options;
   DistributedAttentionLayer attention{nullptr}, cross_attention{nullptr};
@@ -89,7 +89,7 @@ class DistributedTransformerImpl : public torch::nn::Cloneable<DistributedTransf
   Pair forward(const Pair& inputs);
   Four forward(const Four& inputs);
   at::Tensor run(at::Tensor hidden, const at::Tensor& cross, const at::Tensor& mask,
-                 const at::Tensor& cross_mask);
+                 const at::Tensor& cross_mask, bool sliced);
 
   DistributedTransformerOptions options;
   torch::nn::ModuleList seq_layers{nullptr};

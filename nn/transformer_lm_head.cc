@@ -107,14 +107,15 @@ at::Tensor DistributedTransformerLMHeadImpl::run(const at::Tensor& embedded, con
   SMP_CHECK_WITH(UsageError, options.add_lm_head() || !labels.defined(), kName,
                  ": labels were given, but add_lm_head is false. Leave them undefined, or use "
                  "add_lm_head(true)");
-  const bool sliced = slices(options.optimize());
+  const bool sliced = slices(kName, options.optimize(), embedded.size(1));
   const auto type = word_embedding->weight.scalar_type();
   at::Tensor x = transformer->run(to_slice(embedded, sliced), cross, additive(mask, type),
-                                  additive(cross_mask, type));
+                                  additive(cross_mask, type), sliced);
   x = layernorm ? normalised(layernorm, x, sliced) : x.to(type);
   if (!options.add_lm_head()) return from_slice(x, sliced);
-  const at::Tensor entered = sliced ? all_gather_to_group(x, 1) : copy_to_group(x);
-  const at::Tensor logits = at::linear(entered, word_embedding->weight);
+  const at::Tensor& weight = word_embedding->weight;
+  const at::Tensor logits =
+      sliced ? gathered_linear(x, weight, std::nullopt, 1) : at::linear(copy_to_group(x), weight);
   if (!labels.defined()) return gather_from_group(logits, -1);
   return divided_cross_entropy(logits.flatten(0, 1), labels.flatten(), std::nullopt,
                                at::Reduction::Mean);

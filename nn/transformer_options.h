@@ -24,7 +24,9 @@ namespace smp::nn {
 // fp32_residual_addition     residuals of half precision are added, and stay, in float32
 // optimize                   "speed": between the divided regions all ranks compute the same.
 //                            "memory": there each has a part of the sequence, whose length must be
-//                            a multiple of the ranks; saves the memory of these activations
+//                            a multiple of the ranks; saves the memory of these activations. None:
+//                            what the configuration says ("memory" by default), but as "speed" for
+//                            a sequence of another length
 #define SMP_NN_BLOCK_OPTIONS                          \
   TORCH_ARG(int64_t, hidden_size) = 1024;             \
   TORCH_ARG(double, hidden_dropout_prob) = 0.1;       \
@@ -34,7 +36,7 @@ namespace smp::nn {
   TORCH_ARG(bool, pre_layernorm) = false;             \
   TORCH_ARG(bool, post_layernorm) = true;             \
   TORCH_ARG(bool, fp32_residual_addition) = false;    \
-  TORCH_ARG(std::string, optimize) = "speed"
+  TORCH_ARG(std::optional<std::string>, optimize) = std::nullopt
 
 // num_attention_heads     of all ranks; a multiple of the ranks
 // attention_head_size     channels of one head

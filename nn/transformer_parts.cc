@@ -4,22 +4,49 @@
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/layer_norm.h>
 
+#include <mutex>
+#include <set>
+
 #include "nn/operators.h"
+#include "smp/core/log.h"
 
 namespace smp::nn {
 namespace {
 
 constexpr int64_t kSequence = 1;
 
+/// Whether the program has not asked for `module` before; ranks may be threads.
+bool is_first_of(const char* module) {
+  static std::mutex mutex;
+  static std::set<std::string> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known.insert(module).second;
+}
+
 }  // namespace
 
 void check_block(const char* module, bool pre_layernorm, bool post_layernorm,
-                 const std::string& optimize) {
+                 const std::optional<std::string>& optimize) {
   SMP_CHECK_WITH(UsageError, pre_layernorm || post_layernorm, module,
                  ": pre_layernorm and post_layernorm are both false. At least one of them must be "
                  "true");
-  SMP_CHECK_WITH(UsageError, optimize == "speed" || optimize == "memory", module, ": optimize is \"",
-                 optimize, "\". Choose \"speed\" or \"memory\"");
+  SMP_CHECK_WITH(UsageError, !optimize || *optimize == "speed" || *optimize == "memory", module,
+                 ": optimize is \"", optimize.value_or(""),
+                 "\". Choose \"speed\" or \"memory\"");
+}
+
+bool slices(const char* module, const std::optional<std::string>& optimize, int64_t length) {
+  const auto group = tensor_group();
+  if (group->size() == 1 || optimize.value_or(default_optimize()) != "memory") return false;
+  if (optimize || length % group->size() == 0) return true;
+  if (group->rank() == 0 && is_first_of(module)) {
+    log_warning(c10::str(
+        module, ": a sequence of ", length, " tokens cannot be divided among the ", group->size(),
+        " ranks of the tensor-parallel group, so such calls run as with optimize(\"speed\"), with "
+        "activations that all ranks keep whole. Pad to a multiple of ",
+        group->size(), " to save their memory. Said once for each kind of module"));
+  }
+  return false;
 }
 
 at::Tensor to_slice(const at::Tensor& x, bool sliced) {

@@ -17,37 +17,34 @@ namespace smp::nn {
 
 /// Throws `UsageError` unless one of the layer norms is on and `optimize` is known.
 void check_block(const char* module, bool pre_layernorm, bool post_layernorm,
-                 const std::string& optimize);
+                 const std::optional<std::string>& optimize);
 
-/// Whether the states between divided regions are sliced.
-inline bool slices(const std::string& optimize) {
-  return optimize == "memory" && tensor_group()->size() > 1;
-}
+/// Whether a call of `module` on sequences of `length` tokens slices the states between divided
+/// regions. Where the options leave it to the configuration, only if the ranks divide the length;
+/// a warning says so the first time that they do not.
+bool slices(const char* module, const std::optional<std::string>& optimize, int64_t length);
 
 /// A block with these options.
 template <class Options>
 struct Block {
   const Options& options;
-  bool sliced = slices(options.optimize());
 
   torch::nn::LayerNorm make_norm() const {
     return torch::nn::LayerNorm(
         torch::nn::LayerNormOptions({options.hidden_size()}).eps(options.layernorm_epsilon()));
   }
 
-  /// Hidden states, or a part of them, to `outputs` channels in `blocks` blocks.
+  /// Hidden states to `outputs` channels in `blocks` blocks.
   ColumnParallelLinear make_entry(int64_t outputs, int64_t blocks) const {
     return ColumnParallelLinear(ColumnParallelLinearOptions(options.hidden_size(), outputs)
                                     .blocks(blocks)
-                                    .sequence_parallel(sliced)
                                     .init_std(init_std()));
   }
 
   /// `inputs` channels back to hidden states.
   RowParallelLinear make_exit(int64_t inputs) const {
-    return RowParallelLinear(RowParallelLinearOptions(inputs, options.hidden_size())
-                                 .sequence_parallel(sliced)
-                                 .init_std(init_std()));
+    return RowParallelLinear(
+        RowParallelLinearOptions(inputs, options.hidden_size()).init_std(init_std()));
   }
 
   std::optional<double> init_std() const {

@@ -55,6 +55,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   world_->check_collectives(config_.check_collectives());  // those split from it, too
   make_groups(timeout);
   nn::set_tensor_group([] { return get().group(CommGroup::kTp); });
+  nn::set_default_optimize([] { return get().config().optimize(); });
 }
 
 void Runtime::make_groups(std::chrono::milliseconds timeout) {

@@ -12,7 +12,7 @@ namespace {
 
 using torch::Tensor;
 
-constexpr int64_t kHidden = 16, kHeads = 4, kChannels = 6, kInner = 24, kLength = 8, kCross = 5,
+constexpr int64_t kHidden = 16, kHeads = 4, kChannels = 6, kInner = 24, kLength = 8, kCross = 6,
                   kBatch = 3;
 
 // ---------------------------------------------------------------------------------------------
@@ -101,6 +101,7 @@ struct Case {
   std::string activation = "gelu";
   double attention_dropout = 0, dropout = 0;
   bool train = true;
+  int64_t length = kLength;
 };
 
 std::vector<Case> layer_cases() {
@@ -136,7 +137,8 @@ std::vector<Case> layer_cases() {
   return cases;
 }
 
-DistributedTransformerLayerOptions options_of(const Case& test, const std::string& optimize) {
+DistributedTransformerLayerOptions options_of(const Case& test,
+                                              const std::optional<std::string>& optimize) {
   return DistributedTransformerLayerOptions()
       .num_attention_heads(kHeads)
       .attention_head_size(kChannels)
@@ -173,8 +175,8 @@ struct Inputs {
 Inputs inputs_of(const Case& test, torch::Dtype dtype = torch::kDouble) {
   torch::manual_seed(1);
   Inputs inputs;
-  inputs.hidden = torch::randn({kBatch, kLength, kHidden}, torch::kDouble).to(dtype);
-  inputs.of_result = torch::randn({kBatch, kLength, kHidden}, torch::kDouble).to(dtype);
+  inputs.hidden = torch::randn({kBatch, test.length, kHidden}, torch::kDouble).to(dtype);
+  inputs.of_result = torch::randn({kBatch, test.length, kHidden}, torch::kDouble).to(dtype);
   const auto cross = torch::randn({kBatch, kCross, kHidden}, torch::kDouble).to(dtype);
   const auto mask = torch::randn({kBatch, 1, 1, kLength}, torch::kDouble).to(dtype);
   const auto cross_mask = torch::randn({kBatch, 1, 1, kCross}, torch::kDouble).to(dtype);
@@ -193,7 +195,7 @@ Tensors backward_of(const Tensor& result, const Inputs& inputs, const Tensor& hi
   return found;
 }
 
-Outcome run_layer(const Case& test, int ranks, const std::string& optimize,
+Outcome run_layer(const Case& test, int ranks, const std::optional<std::string>& optimize,
                   torch::Dtype dtype = torch::kDouble) {
   const Inputs inputs = inputs_of(test, dtype);
   return run_module<DistributedTransformerLayer>(
@@ -287,28 +289,94 @@ TEST(TransformerLayer, BeginsWithTheSameValuesForAllDegrees) {
   }
 }
 
-/// What rank 0 gives to collectives in a forward and backward pass, in elements of hidden states.
-std::vector<std::string> moved(const std::string& optimize, int64_t* elements) {
-  const Outcome outcome = run_layer(layer_cases()[1], 2, optimize);
+/// What rank 0 gives to collectives in a forward and backward pass.
+std::vector<std::string> moved(const Case& test, const std::optional<std::string>& optimize,
+                               int64_t* elements) {
+  const Outcome outcome = run_layer(test, 2, optimize);
   *elements = outcome.groups[0]->elements();
   return outcome.groups[0]->calls();
+}
+
+int64_t count_of(const std::vector<std::string>& calls, const char* name) {
+  return std::count(calls.begin(), calls.end(), name);
 }
 
 TEST(TransformerLayer, MovesWhatTheFormulaSays) {
   constexpr int64_t kStates = kBatch * kLength * kHidden;
   int64_t elements = 0;
+  const Case test = layer_cases()[1];
   // Two sums each way, of whole states.
-  EXPECT_EQ(moved("speed", &elements), std::vector<std::string>(4, "all_reduce"));
+  EXPECT_EQ(moved(test, "speed", &elements), std::vector<std::string>(4, "all_reduce"));
   EXPECT_EQ(elements, 4 * kStates);
-  const auto calls = moved("memory", &elements);
-  const auto count = [&](const char* name) { return std::count(calls.begin(), calls.end(), name); };
+  const auto calls = moved(test, "memory", &elements);
   // Forward, two gathers of a half and two reductions of a whole, and the gather at the end;
-  // backward their reverse, where the scatter at the beginning is a gather.
-  EXPECT_EQ(count("all_gather"), 2 + 1 + 2 + 1);
-  EXPECT_EQ(count("reduce_scatter"), 2 + 2);
+  // backward their reverse, where the scatter at the beginning is a gather, and the two gathers of
+  // the forward pass again.
+  EXPECT_EQ(count_of(calls, "all_gather"), 2 + 1 + 2 + 1 + 2);
+  EXPECT_EQ(count_of(calls, "reduce_scatter"), 2 + 2);
   // And the gradients of two norms' weights and biases, and of the two biases after sums.
-  EXPECT_EQ(count("all_reduce"), 6);
-  EXPECT_EQ(elements, 6 * kStates / 2 + 4 * kStates + 6 * kHidden);
+  EXPECT_EQ(count_of(calls, "all_reduce"), 6);
+  EXPECT_EQ(elements, 8 * kStates / 2 + 4 * kStates + 6 * kHidden);
+}
+
+/// States of cross attention are gathered for their product, forward and backward; their gradient
+/// is summed, and gathered for the whole that was given.
+TEST(TransformerLayer, SlicesTheStatesOfCrossAttention) {
+  constexpr int64_t kStates = kBatch * kLength * kHidden, kOther = kBatch * kCross * kHidden;
+  Case test;
+  test.cross = true;
+  int64_t elements = 0;
+  EXPECT_EQ(moved(test, "speed", &elements), std::vector<std::string>(7, "all_reduce"));
+  EXPECT_EQ(elements, 6 * kStates + kOther);
+  const auto calls = moved(test, "memory", &elements);
+  EXPECT_EQ(count_of(calls, "all_gather"), 3 + 1 + 3 + 1 + 3 + 3);
+  EXPECT_EQ(count_of(calls, "reduce_scatter"), 3 + 3 + 1);
+  EXPECT_EQ(count_of(calls, "all_reduce"), 9);
+  EXPECT_EQ(elements, 11 * kStates / 2 + 6 * kStates + 3 * kOther / 2 + kOther + 9 * kHidden);
+}
+
+TEST(TransformerLayer, FollowsTheConfigurationWhereItsOptionsSayNothing) {
+  const Case test = layer_cases()[1];
+  int64_t elements = 0;
+  const auto memory = moved(test, "memory", &elements);
+  EXPECT_EQ(moved(test, std::nullopt, &elements), memory);  // without a runtime
+  for (const char* configured : {"speed", "memory"}) {
+    set_default_optimize([=] { return configured; });
+    EXPECT_EQ(moved(test, std::nullopt, &elements), moved(test, configured, &elements));
+    EXPECT_EQ(moved(test, "memory", &elements), memory);
+  }
+  set_default_optimize(nullptr);
+}
+
+int count_of(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+/// By the configuration it is no error that the ranks do not divide a sequence: such a call runs as
+/// with "speed", and the first one says so. (No other test calls this module with such a sequence.)
+TEST(TransformerLayer, IsWholeForASequenceThatTheRanksDoNotDivide) {
+  Case test = layer_cases()[1];
+  test.length = 7;
+  const Outcome expected = run_layer(test, 2, "speed");
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 2; ++i) {
+    const Outcome outcome = run_layer(test, 2, std::nullopt);
+    EXPECT_EQ(outcome.groups[0]->calls(), expected.groups[0]->calls());
+    expect_equal(outcome.outputs[0], expected.outputs[0], "output");
+    for (const auto& [name, gradient] : expected.gradients) {
+      expect_equal(outcome.gradients.at(name), gradient, name);
+    }
+    expect_as_plain(test, outcome, "a sequence of 7", 1e-12);
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(count_of(log,
+                     "warning: DistributedTransformerLayer: a sequence of 7 tokens cannot be "
+                     "divided among the 2 ranks of the tensor-parallel group, so such calls run as "
+                     "with optimize(\"speed\")"),
+            1)
+      << log;
 }
 
 /// Several layers, called by the convention of one.
@@ -449,8 +517,11 @@ TEST(OutputLayer, AddsResidualsInFloat32) {
                              .post_layernorm(false);
     for (const bool fp32 : {false, true}) {
       auto with = options;
-      DistributedTransformerOutputLayer layer(with.fp32_residual_addition(fp32));
-      layer->to(torch::kBFloat16);
+      DistributedTransformerOutputLayer layer{nullptr};
+      make_in_turn([&] {
+        layer = DistributedTransformerOutputLayer(with.fp32_residual_addition(fp32));
+        layer->to(torch::kBFloat16);
+      });
       const auto x = torch::arange(2 * kHidden).view({1, 2, kHidden}).to(torch::kBFloat16);
       const auto normed = layer->pre_layernorm(x);
       const auto y = layer->dense2(torch::gelu(layer->dense1(normed)));
@@ -672,6 +743,7 @@ TEST(Transformer, DefaultsAreTheDocumentedOnes) {
   EXPECT_TRUE(options.post_layernorm());
   EXPECT_FALSE(options.use_alibi());
   EXPECT_EQ(options.alibi_bias_max(), 8);
+  EXPECT_FALSE(options.optimize().has_value());  // the configuration says
 }
 
 TEST(Transformer, SaysWhatItIs) {
