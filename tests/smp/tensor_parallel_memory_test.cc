@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "graph/allocations.h"
+#include "nn/nn.h"
 #include "smp/runtime.h"
 #include "tests/nn/harness.h"
 #include "tests/smp/tensor_parallel_run.h"
@@ -34,7 +35,9 @@ torch::Tensor token_ids(const DecoderSizes& sizes, int microbatches) {
                         torch::kLong);
 }
 
-using Model = DistributedModel<std::shared_ptr<Decoder>>;
+template <class Net>
+using ModelOf = DistributedModel<std::shared_ptr<Net>>;
+using Model = ModelOf<Decoder>;
 
 void mark_all(Decoder& net) { set_tensor_parallelism(net); }
 
@@ -42,18 +45,47 @@ void mark_blocks(Decoder& net) {
   for (const auto& block : net.blocks) set_tensor_parallelism(*block);
 }
 
+/// The decoder made of the modules of smp::nn, which divide states along the sequence.
+struct ModuleDecoder : torch::nn::Module {
+  explicit ModuleDecoder(const DecoderSizes& sizes)
+      : gpt(nn::DistributedTransformerLMHeadOptions()
+                .num_layers(sizes.layers)
+                .num_attention_heads(sizes.heads)
+                .attention_head_size(sizes.width / sizes.heads)
+                .hidden_size(sizes.width)
+                .intermediate_size(4 * sizes.width)
+                .vocab_size(sizes.vocabulary)
+                .num_positions(sizes.length)
+                .causal_mask_size(sizes.length)
+                .attention_dropout_prob(0)
+                .hidden_dropout_prob(0)
+                .pre_layernorm(true)
+                .post_layernorm(false)) {
+    register_module("gpt", gpt);
+  }
+
+  torch::Tensor loss(torch::Tensor ids, torch::Tensor targets) {
+    return gpt->forward(nn::DistributedTransformerLMHeadImpl::Five{ids, {}, {}, {}, targets});
+  }
+
+  nn::DistributedTransformerLMHead gpt;
+};
+
+void mark_nothing(ModuleDecoder&) {}
+
 /// Trains a decoder of float32 on each rank of a layout. `with` gets the model and what runs one
 /// step.
+template <class Net>
 void train_decoder(const TensorLayout& layout, const DecoderSizes& sizes, int microbatches,
-                   const std::string& pipeline, const std::function<void(Decoder&)>& mark,
-                   const std::function<void(Model&, const std::function<void()>&)>& with) {
+                   const std::string& pipeline, const std::function<void(Net&)>& mark,
+                   const std::function<void(ModelOf<Net>&, const std::function<void()>&)>& with) {
   torch::set_num_threads(1);
   const auto ids = token_ids(sizes, microbatches);
   run_as_threads(layout.ranks(), config_for(layout, microbatches).pipeline(pipeline), [&] {
-    const auto net = make_model<Decoder>(5, sizes);
+    const auto net = make_model<Net>(5, sizes);
     net->to(torch::kFloat);
     mark(*net);
-    Model model(net);
+    ModelOf<Net> model(net);
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = net->loss(x, y);
       model->backward(loss);
@@ -94,38 +126,39 @@ TEST_P(TensorParallelMemory, OfParametersIsThatOfTheFormula) {
   const auto plain = state_of(*make_model<Decoder>(5, sizes));
   std::mutex mutex;
   std::vector<std::set<std::string>> names(layout.ranks());
-  train_decoder(layout, sizes, 2, "interleaved", mark_all, [&](Model& model, const auto& run) {
-    DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters());
-    for (int i = 0; i < 2; ++i) {
-      optimizer.zero_grad();
-      run();
-      optimizer.step();
-    }
-    const std::lock_guard lock(mutex);
-    size_t expected = 0, parameters = 0, gradients = 0;
-    Tensors held;
-    for (const auto& item : model->local_named_parameters()) {
-      const bool divided = model->is_distributed_parameter(item.value());
-      if (item.key() != "positions") {
-        EXPECT_EQ(divided, layout.degree > 1 && must_be_divided(item.key())) << item.key();
-      }
-      const int parts = divided ? layout.degree : 1;
-      expected += plain.at(item.key()).numel() / parts * sizeof(float);
-      parameters += item.value().nbytes();
-      gradients += item.value().grad().nbytes();
-      held.push_back(item.value());
-      names[rank()].insert(item.key());
-    }
-    EXPECT_EQ(parameters, expected);
-    EXPECT_EQ(storage_bytes(held), expected);  // nothing of the whole is left behind
-    EXPECT_EQ(gradients, expected);
-    size_t moments = 0;
-    for (const auto& [name, state] : optimizer.local_state_dict().params) {
-      EXPECT_EQ(state.tensors.size(), 2u) << name;
-      for (const auto& [field, tensor] : state.tensors) moments += tensor.nbytes();
-    }
-    EXPECT_EQ(moments, 2 * expected);
-  });
+  train_decoder<Decoder>(
+      layout, sizes, 2, "interleaved", mark_all, [&](Model& model, const auto& run) {
+        DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters());
+        for (int i = 0; i < 2; ++i) {
+          optimizer.zero_grad();
+          run();
+          optimizer.step();
+        }
+        const std::lock_guard lock(mutex);
+        size_t expected = 0, parameters = 0, gradients = 0;
+        Tensors held;
+        for (const auto& item : model->local_named_parameters()) {
+          const bool divided = model->is_distributed_parameter(item.value());
+          if (item.key() != "positions") {
+            EXPECT_EQ(divided, layout.degree > 1 && must_be_divided(item.key())) << item.key();
+          }
+          const int parts = divided ? layout.degree : 1;
+          expected += plain.at(item.key()).numel() / parts * sizeof(float);
+          parameters += item.value().nbytes();
+          gradients += item.value().grad().nbytes();
+          held.push_back(item.value());
+          names[rank()].insert(item.key());
+        }
+        EXPECT_EQ(parameters, expected);
+        EXPECT_EQ(storage_bytes(held), expected);  // nothing of the whole is left behind
+        EXPECT_EQ(gradients, expected);
+        size_t moments = 0;
+        for (const auto& [name, state] : optimizer.local_state_dict().params) {
+          EXPECT_EQ(state.tensors.size(), 2u) << name;
+          for (const auto& [field, tensor] : state.tensors) moments += tensor.nbytes();
+        }
+        EXPECT_EQ(moments, 2 * expected);
+      });
   std::set<std::string> all;
   for (const auto& of_rank : names) all.insert(of_rank.begin(), of_rank.end());
   EXPECT_EQ(all.size(), plain.size());
@@ -137,25 +170,47 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelMemory,
                                            TensorLayout{2, 1, 2, true}));
 
 /// The most that a rank allocates in a step in which all forwards come before all backwards.
-double peak_of_a_step(int degree, const DecoderSizes& sizes, int microbatches) {
+template <class Net>
+double peak_of_a_step(int degree, const DecoderSizes& sizes, int microbatches,
+                      const std::function<void(Net&)>& mark) {
   double peak = 0;
   std::mutex mutex;
-  train_decoder({degree, 1, 1, true}, sizes, microbatches, "simple", mark_all,
-                [&](Model& model, const auto& run) {
-                  run();  // captures
-                  run();  // gradients stay in place from here on
-                  const graph::Allocations allocations;
-                  run();
-                  const std::lock_guard lock(mutex);
-                  if (tp_rank() == 0) peak = static_cast<double>(allocations.peak());
-                  (void)model;
-                });
+  train_decoder<Net>({degree, 1, 1, true}, sizes, microbatches, "simple", mark,
+                     [&](ModelOf<Net>& model, const auto& run) {
+                       run();  // captures
+                       run();  // gradients stay in place from here on
+                       const graph::Allocations allocations;
+                       run();
+                       const std::lock_guard lock(mutex);
+                       if (tp_rank() == 0) peak = static_cast<double>(allocations.peak());
+                       (void)model;
+                     });
   return peak;
 }
 
-/// What a layer keeps of a microbatch from its forward to its backward: both layer norms' inputs
-/// and outputs are whole; queries, keys and values, the result of attention, and hidden channels
-/// before and after their activation are divided.
+/// What a layer keeps of a microbatch from its forward to its backward, by what one more microbatch
+/// adds to the peak and one more layer to that.
+template <class Net>
+double kept_by_a_layer(int degree, const DecoderSizes& sizes,
+                       const std::function<void(Net&)>& mark) {
+  DecoderSizes small = sizes, large = sizes;
+  small.layers = 1;
+  large.layers = 3;
+  const auto of_microbatch = [&](const DecoderSizes& of) {
+    return (peak_of_a_step<Net>(degree, of, 6, mark) - peak_of_a_step<Net>(degree, of, 2, mark)) /
+           4;
+  };
+  return (of_microbatch(large) - of_microbatch(small)) / 2;
+}
+
+void expect_within_a_tenth(int degree, double measured, double expected) {
+  std::cout << degree << " ranks: a layer keeps " << measured << " B of a microbatch, by formula "
+            << expected << std::endl;
+  EXPECT_NEAR(measured / expected, 1, 0.1);
+}
+
+/// Both layer norms' inputs and outputs are whole; queries, keys and values, the result of
+/// attention, and hidden channels before and after their activation are divided.
 double kept_by_formula(int degree, const DecoderSizes& sizes) {
   const auto tokens = static_cast<double>(sizes.samples * sizes.length);
   const auto width = static_cast<double>(sizes.width), heads = static_cast<double>(sizes.heads);
@@ -163,19 +218,21 @@ double kept_by_formula(int degree, const DecoderSizes& sizes) {
   return sizeof(float) * tokens * (4 * width + (3 + 1 + 4 + 4) * width / degree + statistics);
 }
 
+constexpr DecoderSizes kMeasured{/*layers=*/1, /*samples=*/4, /*length=*/32, /*width=*/64};
+
 TEST(TensorParallelActivations, AreThoseOfTheFormulaWithinATenth) {
-  DecoderSizes small{/*layers=*/1, /*samples=*/4, /*length=*/32, /*width=*/64};
-  DecoderSizes large = small;
-  large.layers = 3;
   for (const int degree : {1, 2, 4}) {
-    const auto more = [&](const DecoderSizes& sizes) {
-      return (peak_of_a_step(degree, sizes, 6) - peak_of_a_step(degree, sizes, 2)) / 4;
-    };
-    const double measured = (more(large) - more(small)) / 2;
-    const double expected = kept_by_formula(degree, small);
-    std::cout << degree << " ranks: a layer keeps " << measured << " B of a microbatch, by formula "
-              << expected << std::endl;
-    EXPECT_NEAR(measured / expected, 1, 0.1);
+    expect_within_a_tenth(degree, kept_by_a_layer<Decoder>(degree, kMeasured, mark_all),
+                          kept_by_formula(degree, kMeasured));
+  }
+}
+
+/// Everything is divided, along the sequence, the heads or the hidden channels.
+TEST(TensorParallelActivations, OfSlicedStatesAreThoseOfTheFormulaWithinATenth) {
+  const double whole = kept_by_formula(1, kMeasured);
+  for (const int degree : {1, 2, 4}) {
+    expect_within_a_tenth(degree, kept_by_a_layer<ModuleDecoder>(degree, kMeasured, mark_nothing),
+                          whole / degree);
   }
 }
 
@@ -185,19 +242,21 @@ struct Sent {
   std::map<std::string, int64_t> calls;
 };
 
-Sent sent_in_a_step(int degree, const DecoderSizes& sizes, int microbatches) {
+template <class Net>
+Sent sent_in_a_step(int degree, const DecoderSizes& sizes, int microbatches,
+                    const std::function<void(Net&)>& mark) {
   std::vector<Sent> by_rank(degree);
-  train_decoder({degree, 1, 1, true}, sizes, microbatches, "interleaved", mark_blocks,
-                [&](Model& model, const auto& run) {
-                  run();
-                  const auto group = std::make_shared<CountingGroup>(nn::tensor_group());
-                  const nn::TensorGroupScope scope(group);
-                  run();
-                  auto& sent = by_rank[tp_rank()];
-                  sent.elements = group->elements();
-                  for (const auto& call : group->calls()) ++sent.calls[call];
-                  (void)model;
-                });
+  train_decoder<Net>({degree, 1, 1, true}, sizes, microbatches, "interleaved", mark,
+                     [&](ModelOf<Net>& model, const auto& run) {
+                       run();
+                       const auto group = std::make_shared<CountingGroup>(nn::tensor_group());
+                       const nn::TensorGroupScope scope(group);
+                       run();
+                       auto& sent = by_rank[tp_rank()];
+                       sent.elements = group->elements();
+                       for (const auto& call : group->calls()) ++sent.calls[call];
+                       (void)model;
+                     });
   for (const auto& sent : by_rank) {
     EXPECT_EQ(sent.elements, by_rank[0].elements);
     EXPECT_EQ(sent.calls, by_rank[0].calls);
@@ -217,9 +276,38 @@ TEST(TensorParallelTraffic, IsFourSumsOfALayerAndMicrobatch) {
                                           << " microbatches, " << layers << " layers");
         sizes.layers = layers;
         const int64_t sums = 4 * layers * microbatches;
-        const auto sent = sent_in_a_step(degree, sizes, microbatches);
+        const auto sent = sent_in_a_step<Decoder>(degree, sizes, microbatches, mark_blocks);
         EXPECT_EQ(sent.calls, (std::map<std::string, int64_t>{{"all_reduce", sums}}));
         EXPECT_EQ(sent.elements, sums * states);
+      }
+    }
+  }
+}
+
+/// With states that are sliced, in every layer and microbatch: forward, two gathers and two
+/// reductions of [samples, length, width]; backward their reverse and the two gathers again; and
+/// the sums of the gradients of two norms and of two biases. Besides these: the sum of embeddings
+/// and the gather of its gradient; the last norm; the head's gather, forward and backward, and its
+/// reduction; and three numbers of each token for the loss.
+TEST(TensorParallelTraffic, OfSlicedStatesIsThatOfTheFormula) {
+  DecoderSizes sizes;
+  const int64_t tokens = sizes.samples * sizes.length, states = tokens * sizes.width;
+  for (const int degree : {2, 4}) {
+    for (const int microbatches : {1, 3}) {
+      for (const int layers : {1, 3}) {
+        SCOPED_TRACE(::testing::Message() << degree << " ranks, " << microbatches
+                                          << " microbatches, " << layers << " layers");
+        sizes.layers = layers;
+        const auto sent = sent_in_a_step<ModuleDecoder>(degree, sizes, microbatches, mark_nothing);
+        const int64_t gathers = 6 * layers + 3, reductions = 4 * layers + 1;
+        const int64_t sums = 6 * layers + 1 + 2 + 2;  // words, last norm, loss
+        EXPECT_EQ(sent.calls,
+                  (std::map<std::string, int64_t>{{"all_gather", microbatches * gathers},
+                                                  {"reduce_scatter", microbatches * reductions},
+                                                  {"all_reduce", microbatches * sums}}));
+        EXPECT_EQ(sent.elements,
+                  microbatches * (gathers * states / degree + reductions * states + states +
+                                  (6 * layers + 2) * sizes.width + 3 * tokens));
       }
     }
   }
