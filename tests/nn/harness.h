@@ -13,9 +13,13 @@
 #include "graph/random.h"
 #include "nn/tensor_group.h"
 #include "smp/core/error.h"
+#include "tests/error_of.h"
 
 /// What the tests of operators and modules share: ranks, and what one process makes of their parts.
 namespace smp::nn::testing {
+
+using smp::testing::error_of;
+using smp::testing::expect_has;
 
 using Tensors = std::vector<torch::Tensor>;
 
@@ -90,27 +94,6 @@ inline void expect_close(const torch::Tensor& got, const torch::Tensor& expected
   const double scale = expected.abs().max().to(torch::kDouble).item<double>();
   const double difference = (got - expected).abs().max().to(torch::kDouble).item<double>();
   EXPECT_LE(difference, relative * scale) << what << ", whose largest element is " << scale;
-}
-
-/// Runs `action`, which must throw an E, and returns the text.
-template <class E>
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "an error of another type: " << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
-
-inline void expect_has(const std::string& text, std::initializer_list<std::string> parts) {
-  for (const auto& part : parts) {
-    EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
-  }
 }
 
 /// Another communicator's operations, with what this rank gives to collectives counted.

@@ -3,15 +3,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <exception>
 #include <functional>
-#include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "smp/smp.h"
+#include "tests/error_of.h"
 
 /// What the tests of the public interface share: a small model, plain libtorch loops to compare
 /// with, and checks of error texts.
@@ -164,31 +163,10 @@ inline Tensors plain_backward(const Tensors& parameters, int replicas, int micro
   return losses;
 }
 
-/// Runs `action`, which must throw an E, and returns the text.
-template <class E>
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "an error of another type: " << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
-
 /// Runs `program` on ranks played by threads; the run must end with an E. Returns its text.
 template <class E>
 std::string error_of_run(int ranks, const Config& config, const std::function<void()>& program) {
   return error_of<E>([&] { run_as_threads(ranks, config, program); });
-}
-
-inline void expect_has(const std::string& text, std::initializer_list<std::string> parts) {
-  for (const auto& part : parts) {
-    EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
-  }
 }
 
 constexpr uint64_t kSeed = 11;

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <functional>
+#include <initializer_list>
+#include <string>
+
+/// Checks of error texts.
+namespace smp::testing {
+
+/// Runs `action`, which must throw an E, and returns the text.
+template <class E>
+std::string error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "an error of another type: " << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "no error";
+  return "";
+}
+
+/// `text` has each of these in it.
+inline void expect_has(const std::string& text, std::initializer_list<std::string> parts) {
+  for (const auto& part : parts) {
+    EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
+  }
+}
+
+}  // namespace smp::testing
