@@ -75,6 +75,45 @@ TEST(Capture, OperatorsRunAgainInTheBackwardPass) {
   });
 }
 
+/// A linear layer on slices, whose parameters are those of a rank of two.
+struct SlicedImpl : torch::nn::Module {
+  SlicedImpl() {
+    weight = register_parameter("weight", torch::randn({6, 8}));
+    bias = register_parameter("bias", torch::randn({6}));
+  }
+
+  std::vector<Tensor> forward(const Tensor& x) {
+    Tensor y;
+    {
+      const Autocast autocast;
+      y = gathered_linear(x, weight, bias, 1);
+    }
+    return {y, reduce_from_group(y.to(torch::kFloat).square().sum())};
+  }
+
+  Tensor weight, bias;
+};
+TORCH_MODULE(Sliced);
+
+TEST(Capture, GatheredProductsReplayUnderAutocast) {
+  torch::manual_seed(3);
+  const std::vector<Sliced> nets{Sliced(), Sliced()};
+  const auto x = torch::randn({2, 3, 8}), fresh = torch::randn({2, 3, 8});
+  on_ranks(2, [&](int rank) {
+    Sliced net = nets[rank];
+    const auto function = [&](const Tensors& in) {
+      const auto out = net(in[0]);
+      backward(out[1]);
+      return out;
+    };
+    graph::testing::expect_replay_equals_eager(*net, {x}, {fresh}, function);
+    const auto traced = graph::testing::trace(graph::testing::table_of(*net), {x}, function);
+    const auto& op = traced.recorded->operators.front();
+    EXPECT_EQ(op.name(), "smp::tp_gathered_linear");
+    EXPECT_EQ(traced.recorded->values[op.results[0]].meta.dtype, torch::kBFloat16);
+  });
+}
+
 /// The two halves of a backward pass communicate in their turn, and give what one pass gives.
 TEST(Capture, BackwardPassesCanBeSplit) {
   const auto nets = make_nets();

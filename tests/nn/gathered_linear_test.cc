@@ -1,8 +1,6 @@
 // A linear layer of what the ranks have together, which keeps a part of it: against one process,
 // which has the whole.
 
-#include <ATen/autocast_mode.h>
-
 #include <map>
 #include <utility>
 
@@ -266,19 +264,6 @@ TEST(GatheredLinear, CanBeDifferentiatedTwice) {
     expect_close(got[2], expected[2 + 2 * r], "bias");
   });
 }
-
-/// bfloat16 on this thread until the end of the block.
-class Autocast {
- public:
-  Autocast() {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-  }
-};
 
 TEST(GatheredLinear, IsCastUnderAutocastAndGathersTheLowerPrecision) {
   torch::set_num_threads(1);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -95,6 +96,19 @@ inline void expect_close(const torch::Tensor& got, const torch::Tensor& expected
   const double difference = (got - expected).abs().max().to(torch::kDouble).item<double>();
   EXPECT_LE(difference, relative * scale) << what << ", whose largest element is " << scale;
 }
+
+/// Autocast to bfloat16 on this thread until the end of the block.
+class Autocast {
+ public:
+  Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::increment_nesting();
+  }
+  ~Autocast() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  }
+};
 
 /// Another communicator's operations, with what this rank gives to collectives counted.
 class CountingGroup final : public comm::Communicator {
