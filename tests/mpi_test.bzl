@@ -1,5 +1,7 @@
 """Tests whose ranks are processes."""
 
+load("//tests:precompiled.bzl", "torch_cc_binary")
+
 def smp_mpi_test(name, ranks, srcs, deps = [], seconds = 60, tags = [], **kwargs):
     """A GoogleTest program that runs on every rank of an MPI job.
 
@@ -16,7 +18,7 @@ def smp_mpi_test(name, ranks, srcs, deps = [], seconds = 60, tags = [], **kwargs
       **kwargs: passed to cc_binary.
     """
     program = name + "_program"
-    native.cc_binary(
+    torch_cc_binary(
         name = program,
         testonly = True,
         srcs = srcs,
