@@ -1,6 +1,5 @@
 #include "partitioner/cuts.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
@@ -188,9 +187,3 @@ TEST(SplitWeights, NamesTheParameterWhoseTransposeWouldCross) {
 
 }  // namespace
 }  // namespace smp::partitioner::testing
-
-int main(int argc, char** argv) {
-  at::set_num_threads(1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

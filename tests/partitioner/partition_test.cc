@@ -1,6 +1,5 @@
 #include "partitioner/partition.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
@@ -660,9 +659,3 @@ TEST(Stability, EqualBlocksAreDividedAlikeWithoutAPreviousPlan) {
 
 }  // namespace
 }  // namespace smp::partitioner::testing
-
-int main(int argc, char** argv) {
-  at::set_num_threads(1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -1,6 +1,5 @@
 #include "partitioner/pins.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -268,9 +267,3 @@ TEST(PinErrors, NoRoomBetweenTwoPins) {
 
 }  // namespace
 }  // namespace smp::partitioner::testing
-
-int main(int argc, char** argv) {
-  at::set_num_threads(1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

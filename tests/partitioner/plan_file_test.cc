@@ -1,6 +1,5 @@
 #include "partitioner/plan_file.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -291,9 +290,3 @@ TEST(Predict, WholeParametersAndTheirSumsHaveTheirLimits) {
 
 }  // namespace
 }  // namespace smp::partitioner::testing
-
-int main(int argc, char** argv) {
-  at::set_num_threads(1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

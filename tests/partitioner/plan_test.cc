@@ -1,6 +1,5 @@
 #include "partitioner/plan.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -342,9 +341,3 @@ TEST_F(Verified, PlanPrints) {
 
 }  // namespace
 }  // namespace smp::partitioner::testing
-
-int main(int argc, char** argv) {
-  at::set_num_threads(1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -1,6 +1,5 @@
 #include "partitioner/report.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
@@ -118,9 +117,3 @@ TEST(Format, UnitsOfBytesAndCounts) {
 
 }  // namespace
 }  // namespace smp::partitioner::testing
-
-int main(int argc, char** argv) {
-  at::set_num_threads(1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}
