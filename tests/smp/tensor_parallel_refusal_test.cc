@@ -15,15 +15,19 @@ using namespace testing;
 
 using Divided = std::shared_ptr<DividedModel>;
 
-auto make_evaluation(DividedModel& net) {
-  return step([&net](torch::Tensor x, torch::Tensor y) { return net.loss(x, y); });
+void evaluate(DividedModel& net, const torch::Tensor& x, const torch::Tensor& y) {
+  step([&](torch::Tensor x, torch::Tensor y) { return net.loss(x, y); })(x, y);
+}
+
+/// In the first step of a model of its own.
+void evaluate(const torch::Tensor& x, const torch::Tensor& y) {
+  const auto net = make_model<DividedModel>(5);
+  DistributedModel<Divided> model(net);
+  evaluate(*net, x, y);
 }
 
 TEST(TensorParallelRefusal, BatchesOfOtherSizes) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
-    const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
-    auto evaluate = make_evaluation(*net);
     const auto ids = torch::zeros({4 * (1 + tp_rank()), 5}, torch::kLong);
     evaluate(ids, ids);
   });
@@ -36,9 +40,6 @@ TEST(TensorParallelRefusal, BatchesOfOtherSizes) {
 
 TEST(TensorParallelRefusal, BatchesInAnotherOrderInMemory) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
-    const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
-    auto evaluate = make_evaluation(*net);
     const auto ids = torch::zeros({4, 5}, torch::kLong);
     evaluate(ids, tp_rank() == 0 ? ids : torch::zeros({5, 4}, torch::kLong).t());
   });
@@ -52,9 +53,6 @@ TEST(TensorParallelRefusal, OtherNumbersOfThreads) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
     at::get_num_threads();  // a thread's first call takes over what any thread has set
     at::set_num_threads(1 + tp_rank());
-    const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
-    auto evaluate = make_evaluation(*net);
     const auto ids = torch::zeros({4, 5}, torch::kLong);
     evaluate(ids, ids);
   });
@@ -67,9 +65,6 @@ TEST(TensorParallelRefusal, OtherNumbersOfThreads) {
 
 TEST(TensorParallelRefusal, OtherBatchesOfOnePrescaledGroup) {
   const auto text = error_of_run<UsageError>(2, config_of({2, 1, 1, true}), [] {
-    const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
-    auto evaluate = make_evaluation(*net);
     const auto ids = torch::full({8, 5}, tp_rank(), torch::kLong);
     evaluate(ids, ids);
   });
@@ -130,9 +125,8 @@ TEST(TensorParallelRefusal, APlainModuleOnEveryRank) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
     const auto net = make_model<DividedModel>(5);
     DistributedModel<Divided> model(net);
-    auto evaluate = make_evaluation(*net);
     const auto ids = torch::zeros({4, 5}, torch::kLong);
-    evaluate(ids, ids);
+    evaluate(*net, ids, ids);
     model->cpu();
   });
   expect_has(text,
@@ -192,9 +186,8 @@ TEST(TensorParallelRefusal, MarkingAfterTheFirstStep) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
     const auto net = make_model<DividedModel>(5);
     DistributedModel<Divided> model(net);
-    auto evaluate = make_evaluation(*net);
     const auto ids = torch::zeros({4, 5}, torch::kLong);
-    evaluate(ids, ids);
+    evaluate(*net, ids, ids);
     set_tensor_parallelism(*net);
   });
   expect_has(text, {"smp::set_tensor_parallelism was called after the first step"});
