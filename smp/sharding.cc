@@ -148,7 +148,7 @@ class ShardedResidency final : public graph::ParameterResidency {
 Sharding::Sharding(const Runtime& runtime) {
   const Config& config = runtime.config();
   const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
-  const auto replicas = runtime.group(CommGroup::kDp);
+  const auto replicas = runtime.replicas();
   std::vector<int> shards, twins;
   const int first = replicas->rank() / degree * degree;
   for (int rank = first; rank < first + degree; ++rank) shards.push_back(rank);

@@ -384,7 +384,7 @@ void StepCore::Impl::agree(const Traced& traced, const Batches& batches) {
       {runtime_->is_tensor_parallel() ? "mp rank" : "pp rank",
        one_batch ? "smp::rdp_rank() and smp::rdp_size()" : "smp::dp_rank() and smp::dp_size()"});
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
-    check_same_operators(*runtime_->group(CommGroup::kDp), step);
+    check_same_operators(*runtime_->replicas(), step);
   }
 }
 
