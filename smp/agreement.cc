@@ -105,13 +105,6 @@ std::string describe_constants(const graph::Graph& graph,
   return out.str();
 }
 
-/// Which of the ranks' texts is the first that is not rank 0's; their number if there is none.
-size_t first_other(const std::vector<std::string>& all) {
-  size_t other = 0;
-  while (other < all.size() && all[other] == all[0]) ++other;
-  return other;
-}
-
 }  // namespace
 
 StepFingerprints::StepFingerprints(const graph::Graph& graph)
@@ -126,7 +119,7 @@ void check_agreement(comm::Communicator& group, const StepTrace& step, const Agr
   const auto all = comm::all_gather_bytes(
       group, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
   const size_t other = first_other(all);
-  if (other == all.size()) return;
+  if (other == 0) return;
   std::array<uint64_t, 4> first, second;
   std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
   std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
@@ -161,7 +154,7 @@ void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
   const auto all = comm::all_gather_bytes(
       replicas, std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
   const size_t other = first_other(all);
-  if (other == all.size()) return;
+  if (other == 0) return;
   const auto texts = comm::all_gather_bytes(replicas, describe_graph(step.graph));
   const auto [a, b] = first_difference(texts[0], texts[other]);
   detail::fail<UsageError>(

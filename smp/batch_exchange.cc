@@ -5,6 +5,7 @@
 #include "graph/graph.h"
 #include "pipeline/message.h"
 #include "smp/core/error.h"
+#include "smp/first_difference.h"
 
 namespace smp {
 namespace {
@@ -22,13 +23,13 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
 void check_alike(comm::Communicator& group, const std::vector<at::Tensor>& mine,
                  const std::string& step_name) {
   const auto all = comm::all_gather_bytes(group, describe(mine));
-  for (size_t r = 0; r < all.size(); ++r) {
-    SMP_CHECK_WITH(UsageError, all[r] == all[0], "step function \"", step_name,
-                   "\" was given inputs of other shapes on the ranks of a tensor-parallel group, "
-                   "which run the batches of all together: tp rank 0 has ", all[0], ", tp rank ", r,
-                   " has ", all[r],
-                   ". Give them batches of one size and order in memory (contiguous()), or one batch and \"prescaled_batch\": true");
-  }
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
+                 "\" was given inputs of other shapes on the ranks of a tensor-parallel group, "
+                 "which run the batches of all together: tp rank 0 has ", all[0], ", tp rank ",
+                 other, " has ", all[other],
+                 ". Give them batches of one size and order in memory (contiguous()), or one batch "
+                 "and \"prescaled_batch\": true");
 }
 
 }  // namespace

@@ -32,14 +32,6 @@ std::string hash_of(const std::string& text) {
   return std::string(reinterpret_cast<const char*>(&hash), sizeof(hash));
 }
 
-/// The first rank of the group whose text differs from rank 0's, by hash; 0 if none does.
-size_t first_other(comm::Communicator& group, const std::string& text) {
-  const auto all = comm::all_gather_bytes(group, hash_of(text));
-  const auto other =
-      std::find_if(all.begin(), all.end(), [&](const auto& hash) { return hash != all[0]; });
-  return other == all.end() ? 0 : static_cast<size_t>(other - all.begin());
-}
-
 }  // namespace
 
 bool has_delayed(const Runtime& runtime) {
@@ -57,7 +49,7 @@ void agree_on_construction(const Runtime& runtime) {
   }
   // Other ranks keep other parts of what is divided, which is other operators.
   comm::Communicator& alike = *runtime.same_parts();
-  if (const size_t other = first_other(alike, text)) {
+  if (const size_t other = first_other(comm::all_gather_bytes(alike, hash_of(text)))) {
     const auto texts = comm::all_gather_bytes(alike, text);
     const auto [a, b] = first_difference(texts[0], texts[other]);
     detail::fail<UsageError>(
@@ -67,7 +59,7 @@ void agree_on_construction(const Runtime& runtime) {
         ". Construct the same model on every rank; if a constructor reads "
         "random numbers, call torch::manual_seed first");
   }
-  if (first_other(*runtime.world(), states) == 0) return;
+  if (first_other(comm::all_gather_bytes(*runtime.world(), hash_of(states))) == 0) return;
   for (const auto& recording : all) {
     recording->set_states(comm::broadcast_bytes(*runtime.world(), recording->states(), 0));
   }

@@ -32,14 +32,12 @@ std::string describe(const Runtime& runtime, const OptimizerState& state) {
 
 void check_alike(const Runtime& runtime, const OptimizerState& state) {
   const auto all = comm::all_gather_bytes(*runtime.group(CommGroup::kTp), describe(runtime, state));
-  for (size_t r = 1; r < all.size(); ++r) {
-    if (all[r] == all[0]) continue;
-    const auto [a, b] = first_difference(all[0], all[r]);
-    detail::fail<UsageError>(
-        "the optimizer's state differs between the ranks of a tensor-parallel group: tp rank 0 "
-        "has ",
-        a, ", tp rank ", r, " has ", b, ". Call optimizer.step() on all ranks alike");
-  }
+  const size_t other = first_other(all);
+  if (other == 0) return;
+  const auto [a, b] = first_difference(all[0], all[other]);
+  detail::fail<UsageError>(
+      "the optimizer's state differs between the ranks of a tensor-parallel group: tp rank 0 has ",
+      a, ", tp rank ", other, " has ", b, ". Call optimizer.step() on all ranks alike");
 }
 
 /// Leaves what is not divided to the first rank of the group.

@@ -1,5 +1,6 @@
 #include "smp/first_difference.h"
 
+#include <algorithm>
 #include <sstream>
 
 namespace smp {
@@ -14,6 +15,12 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
     if (!more_y) y = "(nothing)";
     if (x != y || (!more_x && !more_y)) return {x, y};
   }
+}
+
+size_t first_other(const std::vector<std::string>& texts) {
+  const auto other = std::find_if(texts.begin(), texts.end(),
+                                  [&](const std::string& text) { return text != texts[0]; });
+  return other == texts.end() ? 0 : static_cast<size_t>(other - texts.begin());
 }
 
 }  // namespace smp

@@ -1,12 +1,17 @@
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace smp {
 
 /// The first line in which two texts differ, of each; "(nothing)" where a text has ended. Equal
 /// texts give twice "(nothing)".
 std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b);
+
+/// Of texts by rank, the first rank whose text is not rank 0's; 0 if they are all alike.
+size_t first_other(const std::vector<std::string>& texts);
 
 }  // namespace smp

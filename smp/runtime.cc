@@ -8,6 +8,7 @@
 #include "nn/tensor_group.h"
 #include "smp/core/error.h"
 #include "smp/core/failure.h"
+#include "smp/first_difference.h"
 #include "smp/model_core.h"
 
 namespace smp {
@@ -82,11 +83,10 @@ void Runtime::make_groups(std::chrono::milliseconds timeout) {
 
 void Runtime::check_same_configuration() const {
   const auto all = comm::all_gather_bytes(*world_, config_.to_json());
-  for (size_t r = 0; r < all.size(); ++r) {
-    SMP_CHECK_WITH(ConfigError, all[r] == all[0], "the configuration differs between ranks. Rank 0 "
-                   "has ", all[0], ", rank ", r, " has ", all[r],
-                   ". Start all ranks with the same configuration");
-  }
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(ConfigError, other == 0, "the configuration differs between ranks. Rank 0 has ",
+                 all[0], ", rank ", other, " has ", all[other],
+                 ". Start all ranks with the same configuration");
 }
 
 Runtime& Runtime::get() { return *get_shared(); }

@@ -12,6 +12,7 @@
 #include "smp/core/error.h"
 #include "smp/delayed.h"
 #include "smp/divided_states.h"
+#include "smp/first_difference.h"
 #include "smp/runtime.h"
 #include "smp/sharding.h"
 #include "smp/together.h"
@@ -274,11 +275,10 @@ checkpoint::RunState begin(const Runtime& runtime, const SaveRequest& request, s
     if (runtime.rank() == 0) checkpoint::Writer(request.path).begin();
     return mine;
   });
-  for (size_t r = 0; r < all.size(); ++r) {
-    SMP_CHECK_WITH(UsageError, all[r] == all[0],
-                   "ranks save different checkpoints: rank 0 calls ", all[0], ", rank ", r,
-                   " calls ", all[r], ". Give the same arguments on every rank");
-  }
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
+                 ", rank ", other, " calls ", all[other],
+                 ". Give the same arguments on every rank");
   return run;
 }
 

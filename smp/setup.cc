@@ -55,12 +55,11 @@ std::string describe_models(const Runtime& runtime) {
 
 void check_same_models(const Runtime& runtime) {
   const auto all = comm::all_gather_bytes(*runtime.world(), describe_models(runtime));
-  for (size_t r = 0; r < all.size(); ++r) {
-    if (all[r] == all[0]) continue;
-    const auto [a, b] = first_difference(all[0], all[r]);
-    detail::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", r,
-                             " has ", b, ". Build the same model on every rank");
-  }
+  const size_t other = first_other(all);
+  if (other == 0) return;
+  const auto [a, b] = first_difference(all[0], all[other]);
+  detail::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", other,
+                           " has ", b, ". Build the same model on every rank");
 }
 
 /// The device of this rank's models.
@@ -157,12 +156,11 @@ void prepare_models(Runtime& runtime) {
 void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                         const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                         const std::vector<uint64_t>& checksums, const std::string& step_name) {
-  const auto texts = comm::all_gather_bytes(*runtime.world(), std::to_string(graph.fingerprint()));
-  for (size_t r = 0; r < texts.size(); ++r) {
-    SMP_CHECK_WITH(UsageError, texts[r] == texts[0], "step function \"", step_name,
-                   "\" calls other operators on rank ", r, " than on rank 0 in its first step. All "
-                   "replicas must begin with the same step function on inputs of the same shape");
-  }
+  const size_t other =
+      first_other(comm::all_gather_bytes(*runtime.world(), std::to_string(graph.fingerprint())));
+  SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
+                 "\" calls other operators on rank ", other, " than on rank 0 in its first step. "
+                 "All replicas must begin with the same step function on inputs of the same shape");
   const Config& config = runtime.config();
   const bool times = config.trace_execution_times();
   if (config.skip_tracing() || runs_in_group(runtime, graph)) {
