@@ -11,6 +11,7 @@
 #include "comm/threads/thread_communicator.h"
 #include "smp/core/env.h"
 #include "smp/core/error.h"
+#include "smp/core/vector_math.h"
 
 namespace smp::comm {
 namespace {
@@ -41,6 +42,7 @@ Launcher launcher() {
 }
 
 CommunicatorPtr make_world(std::chrono::milliseconds timeout) {
+  prepare_vector_math();
   switch (launcher()) {
     case Launcher::kMpirun:
     case Launcher::kSrun:

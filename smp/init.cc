@@ -12,7 +12,6 @@
 #include "smp/core/error.h"
 #include "smp/core/failure.h"
 #include "smp/core/heap.h"
-#include "smp/core/vector_math.h"
 #include "smp/runtime.h"
 
 namespace smp {
@@ -66,7 +65,6 @@ void init(const Config& config) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists(),
                  "smp::init was called twice; call it once at the start of main()");
   previous_terminate = std::set_terminate(&on_terminate);
-  prepare_vector_math();
   const auto world = comm::make_world(meeting_timeout(config));
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
