@@ -6,6 +6,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/untrusted_json.h"
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -159,7 +160,7 @@ TensorSpec parse_spec(const Node& node) {
     spec.dtype = dtype_from_name(dtype);
     byte_size(spec);
   } catch (const CheckpointError& error) {
-    node.fail(error.what() + error_prefix().size());
+    node.fail(text_without_prefix(error));
   }
   return spec;
 }

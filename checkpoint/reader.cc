@@ -8,6 +8,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/writer.h"
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -161,7 +162,7 @@ std::vector<std::string> Reader::find_damage(Section section, int part, int part
       }
     } catch (const CheckpointError& error) {
       unreadable = entry->file;
-      damage.push_back(c10::str(entry->file, ": ", error.what() + error_prefix().size()));
+      damage.push_back(c10::str(entry->file, ": ", text_without_prefix(error)));
     }
   }
   return damage;

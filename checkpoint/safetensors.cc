@@ -12,6 +12,7 @@
 
 #include "checkpoint/untrusted_json.h"
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -232,7 +233,7 @@ void SafetensorsReader::parse_header(const std::string& header) {
     if (name == kMetadataKey) {
       continue;
     }
-    const auto fail = [&, &name = name](const char* what) {
+    const auto fail = [&, &name = name](const std::string& what) {
       detail::fail<CheckpointError>("\"", file_.path(), "\" has a malformed header: tensor \"",
                                     name, "\": ", what);
     };
@@ -243,7 +244,7 @@ void SafetensorsReader::parse_header(const std::string& header) {
     } catch (const nlohmann::json::exception& error) {
       fail(error.what());
     } catch (const CheckpointError& error) {
-      fail(error.what() + error_prefix().size());
+      fail(text_without_prefix(error));
     }
   }
 }

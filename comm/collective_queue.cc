@@ -1,17 +1,9 @@
 #include "comm/collective_queue.h"
 
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 
 namespace smp::comm {
-namespace {
-
-// What set_error_context() was given on this thread, which error_prefix() puts into brackets.
-std::string error_context() {
-  const std::string prefix = error_prefix();
-  return prefix.substr(1, prefix.size() - 3);
-}
-
-}  // namespace
 
 class CollectiveQueue::QueuedWork final : public Work {
  public:

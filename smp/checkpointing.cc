@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 #include "smp/core/log.h"
 #include "smp/together.h"
 
@@ -18,14 +19,10 @@ namespace {
 /// earlier.
 constexpr std::chrono::hours kLongestWrite{6};
 
-/// "[smp rank 3] " without the brackets.
-std::string context_of(const std::string& prefix) { return prefix.substr(1, prefix.size() - 3); }
-
 }  // namespace
 
 SaveUnderWay::SaveUnderWay(std::function<void()> write)
-    : future_(std::async(std::launch::async, [write = std::move(write),
-                                              context = context_of(error_prefix())] {
+    : future_(std::async(std::launch::async, [write = std::move(write), context = error_context()] {
                 set_error_context(context);
                 const at::NoGradGuard no_grad;
                 write();
@@ -49,7 +46,7 @@ std::string SaveUnderWay::unseen_error() {
   try {
     future_.get();
   } catch (const Error& error) {
-    return error.what() + error_prefix().size();
+    return text_without_prefix(error);
   } catch (const std::exception& error) {
     return error.what();
   }

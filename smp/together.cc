@@ -4,6 +4,7 @@
 #include <set>
 
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 
 namespace smp {
 namespace {
@@ -19,9 +20,9 @@ Outcome outcome_of(const std::function<std::string()>& action) {
   } catch (const CommError&) {
     throw;  // the ranks cannot talk any more
   } catch (const UsageError& error) {
-    return kMisused + std::string(error.what() + error_prefix().size());
+    return kMisused + text_without_prefix(error);
   } catch (const Error& error) {
-    return kFailed + std::string(error.what() + error_prefix().size());
+    return kFailed + text_without_prefix(error);
   } catch (const c10::Error& error) {
     return kFailed + std::string(error.what_without_backtrace());
   } catch (const std::exception& error) {

@@ -7,6 +7,7 @@
 
 #include "checkpoint/catalog.h"
 #include "smp/core/error.h"
+#include "smp/core/error_context.h"
 
 namespace smp::tools {
 namespace {
@@ -100,7 +101,7 @@ std::string list_checkpoints(const std::string& folder) {
           << index.files.size() << (index.files.size() == 1 ? " file" : " files") << ", "
           << (index.optimizer.contains("state") ? "model and optimizer" : "model");
     } catch (const CheckpointError& error) {
-      out << error.what() + error_prefix().size();
+      out << text_without_prefix(error);
     }
     out << (entry.name == newest ? " (newest)\n" : "\n");
   }
