@@ -7,10 +7,8 @@
 #include <utility>
 
 #include "graph/leaf.h"
-#include "graph/random.h"
 #include "graph/visit.h"
-#include "nn/rewrite/emitter.h"
-#include "nn/rewrite/shape_run.h"
+#include "nn/rewrite/graph_writer.h"
 #include "smp/core/error.h"
 
 namespace smp::nn::rewrite {
@@ -25,21 +23,6 @@ using graph::TensorMeta;
 using graph::Value;
 using graph::ValueId;
 
-c10::OperatorHandle find_operator(const char* name, const char* overload) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-}
-
-TensorMeta contiguous(TensorMeta meta, c10::IntArrayRef sizes) {
-  meta.sizes.assign(sizes.begin(), sizes.end());
-  meta.strides.resize(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    meta.strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
-  }
-  return meta;
-}
-
 /// The dimensions with more than one element, by the memory between two neighbours: the order in
 /// which a tensor made like this one is filled.
 std::vector<int64_t> memory_order(const TensorMeta& meta) {
@@ -52,40 +35,11 @@ std::vector<int64_t> memory_order(const TensorMeta& meta) {
   return order;
 }
 
-Operator operator_of(Collective collective, const Layout& from, const Layout& to,
-                     ValueId argument) {
-  const auto make = [&](const char* name, std::vector<int64_t> numbers) {
-    Operator op(find_operator(name, ""));
-    op.arguments.push_back(Emitter::tensor(argument));
-    for (int64_t number : numbers) op.arguments.push_back(Emitter::constant(number));
-    return op;
-  };
-  switch (collective) {
-    case Collective::kCopy:
-      return make("smp::tp_copy", {});
-    case Collective::kReduce:
-      return make("smp::tp_reduce", {});
-    case Collective::kScatter:
-      return make("smp::tp_scatter", {to.dim, to.blocks});
-    case Collective::kGather:
-      return make("smp::tp_gather", {from.dim, from.blocks});
-    case Collective::kAllGather:
-      return make("smp::tp_all_gather", {from.dim});
-    case Collective::kReduceScatter:
-      return make("smp::tp_reduce_scatter", {to.dim});
-    case Collective::kAllToAll:
-      break;
-  }
-  return make("smp::tp_all_to_all", {to.dim, from.dim});
-}
-
-class Builder final : public Emitter {
+class Builder final : public GraphWriter {
  public:
   Builder(const Propagation& propagation, const Outcome& outcome, const DivideOptions& options)
-      : propagation_(propagation),
-        whole_(propagation.graph()),
+      : GraphWriter(propagation, options),
         outcome_(outcome),
-        options_(options),
         ids_(whole_.values.size(), kUndefined),
         conversions_(whole_.values.size()) {
     result_.operators.resize(whole_.operators.size());
@@ -115,49 +69,7 @@ class Builder final : public Emitter {
     return id;
   }
 
-  ValueId call(const char* name, const char* overload, std::vector<Argument> arguments) override {
-    Operator op = like_call(find_operator(name, overload));
-    op.arguments = std::move(arguments);
-    note_writes(op);
-    return add_on_shapes(std::move(op)).at(0);
-  }
-
-  ValueId call(const char* name, std::vector<Argument> arguments, c10::IntArrayRef sizes,
-               at::ScalarType dtype) override {
-    Operator op = like_call(find_operator(name, ""));
-    op.arguments = std::move(arguments);
-    TensorMeta meta = contiguous(graph().values[op.arguments[0].values[0]].meta, sizes);
-    meta.dtype = dtype;
-    meta.requires_grad = op.mode.grad && any_requires_grad(op);
-    return add_own(std::move(op), meta, Traffic());
-  }
-
-  ValueId reduce(ValueId value) override {
-    Operator op = like_call(find_operator("smp::tp_reduce", ""));
-    op.arguments = {tensor(value)};
-    TensorMeta meta = contiguous(this->meta(value), this->meta(value).sizes);
-    meta.requires_grad = op.mode.grad && any_requires_grad(op);
-    const Traffic moved =
-        rewrite::traffic_of(Collective::kReduce, meta.nbytes(), false, options_.ranks);
-    return add_own(std::move(op), meta, moved);
-  }
-
-  const TensorMeta& meta(ValueId value) const override { return result_.graph.values[value].meta; }
-
-  void follow(const char* from, int to,
-              std::function<c10::IValue(const c10::IValue&)> change) override {
-    target(from).push_back({static_cast<int>(graph().operators.size()) - 1, to, std::move(change)});
-  }
-
-  void require(const char* from) override { target(from).push_back({-1, 0, nullptr}); }
-
  private:
-  Graph& graph() { return result_.graph; }
-
-  std::vector<DividedGraph::Target>& target(const char* from) {
-    return result_.targets[{static_cast<int>(call_->index()), call_->argument(from)}];
-  }
-
   void add_givens() {
     std::map<int, int> set_of;
     for (size_t v = 0; v < whole_.values.size(); ++v) {
@@ -176,14 +88,6 @@ class Builder final : public Emitter {
     for (ValueId input : whole_.inputs) {
       graph().inputs.push_back(input == kUndefined ? kUndefined : ids_[input]);
     }
-  }
-
-  ValueId add_value(Value value, const TensorMeta& meta, int producer, int alias_set) {
-    value.meta = meta;
-    value.producer = producer;
-    value.alias_set = alias_set;
-    graph().values.push_back(std::move(value));
-    return static_cast<ValueId>(graph().values.size() - 1);
   }
 
   /// What stands for one operator of the whole graph.
@@ -348,151 +252,11 @@ class Builder final : public Emitter {
     return append(std::move(op), results, own_sets);
   }
 
-  /// Results follow from the arguments.
-  std::vector<ValueId> add_on_shapes(Operator op) {
-    const std::vector<ShapeResult> results = shapes_of(op);
-    std::vector<ValueId> arguments;
-    for (const Argument& argument : op.arguments) {
-      arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
-    }
-    std::vector<int> sets;
-    op.result_is_argument.clear();
-    for (const ShapeResult& result : results) {
-      op.result_is_argument.push_back(result.is_argument ? result.alias_of : -1);
-      sets.push_back(result.alias_of < 0 ? graph().alias_sets++
-                                         : graph().values[arguments[result.alias_of]].alias_set);
-    }
-    if (op.list_lengths.empty()) op.list_lengths.assign(results.size(), -1);
-    return append(std::move(op), results, sets);
-  }
-
-  /// A view that the local strides do not allow is a reshape.
-  std::vector<ShapeResult> shapes_of(Operator& op) const {
-    const bool is_view = op.name() == "aten::view";
-    try {
-      return run_on_shapes(result_.graph, op, requires_grad_);
-    } catch (const c10::Error&) {
-      if (!is_view) throw;
-    }
-    op.handle = find_operator("aten::reshape", "");
-    return run_on_shapes(result_.graph, op, requires_grad_);
-  }
-
-  /// Of an operator that no recorded one stands for.
-  void note_writes(Operator& op) const {
-    const auto& declared = op.handle.schema().arguments();
-    for (size_t i = 0; i < op.arguments.size(); ++i) {
-      const auto* alias = declared[i].alias_info();
-      if (alias == nullptr || !alias->isWrite()) continue;
-      for (ValueId value : op.arguments[i].values) {
-        if (value != kUndefined) op.writes.push_back(result_.graph.values[value].alias_set);
-      }
-    }
-  }
-
-  std::vector<ValueId> append(Operator op, const std::vector<ShapeResult>& results,
-                              const std::vector<int>& sets) {
-    const auto position = static_cast<int>(graph().operators.size());
-    op.first_result = static_cast<ValueId>(graph().values.size());
-    op.results.clear();
-    for (size_t r = 0; r < results.size(); ++r) {
-      op.results.push_back(
-          results[r].defined ? add_value(Value(), results[r].meta, position, sets[r]) : kUndefined);
-    }
-    set_reads_parameter(op);
-    std::vector<ValueId> ids(op.results.begin(), op.results.end());
-    result_.operators[call_->index()].push_back(position);
-    graph().operators.push_back(std::move(op));
-    return ids;
-  }
-
-  void set_reads_parameter(Operator& op) const {
-    op.reads_parameter = false;
-    graph::for_each_argument(op, [&](ValueId value) {
-      op.reads_parameter |= result_.graph.values[value].kind == graph::ValueKind::kParameter;
-    });
-  }
-
-  /// An operator in the place of the call.
-  Operator like_call(c10::OperatorHandle handle) const {
-    Operator op(std::move(handle));
-    op.mode = call_->op().mode;
-    op.scope = call_->op().scope;
-    if (graph::is_random(op.handle)) op.random_ordinal = call_->op().random_ordinal;
-    return op;
-  }
-
-  bool any_requires_grad(const Operator& op) const {
-    bool found = false;
-    graph::for_each_argument(op, [&](ValueId value) {
-      found |= meta(value).requires_grad || requires_grad_.count(value) > 0;
-    });
-    return found;
-  }
-
-  /// Adds an operator of ours, with one new result.
-  ValueId add_own(Operator op, const TensorMeta& meta, const Traffic& moved) {
-    op.result_is_argument = {-1};
-    op.list_lengths = {-1};
-    const auto [forward, backward] = times_of(moved, options_);
-    op.cost = {forward, backward, meta.nbytes(), 0};
-    count(op.scope, moved);
-    ShapeResult result;
-    result.meta = meta;
-    return append(std::move(op), {result}, {graph().alias_sets++})[0];
-  }
-
-  void count(const std::string& scope, const Traffic& moved) {
-    if (moved.forward_calls + moved.backward_calls == 0) return;
-    result_.traffic += moved;
-    result_.traffic_of[scope] += moved;
-  }
-
-  /// What a value has of gradients where it is read.
-  struct Gradient {
-    bool required;  ///< it requires grad
-    bool sent;      ///< and its reader sends one back
-  };
-
   /// A value in a layout, which is made where it is first asked for.
   ValueId converted(ValueId value, const Layout& layout, Gradient gradient) {
     return conversions_.get(
         value, layout, gradient.sent,
         [&](const Conversion& step, ValueId from) { return convert(value, step, from, gradient); });
-  }
-
-  ValueId convert(ValueId value, const Conversion& step, ValueId from, Gradient gradient) {
-    Operator op = operator_of(step.collective, step.from, step.to, from);
-    op.mode = mode_of_conversion(value);
-    if (call_ != nullptr) op.scope = call_->op().scope;
-    const TensorMeta& whole = whole_.values[value].meta;
-    TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
-    meta.requires_grad = gradient.required && op.mode.grad;
-    const Traffic moved =
-        rewrite::traffic_of(step.collective, whole.nbytes(), gradient.sent, options_.ranks);
-    op.result_is_argument = {-1};
-    op.list_lengths = {-1};
-    const auto [forward, backward] = times_of(moved, options_);
-    op.cost = {forward, backward, meta.nbytes(), 0};
-    count(op.scope, moved);
-    op.first_result = static_cast<ValueId>(graph().values.size());
-    const auto position = static_cast<int>(graph().operators.size());
-    const ValueId id = add_value(Value(), meta, position, graph().alias_sets++);
-    op.results = {id};
-    set_reads_parameter(op);
-    graph().operators.push_back(std::move(op));
-    return id;
-  }
-
-  /// That of the reader, since it belongs to it, but with a history even if this reader needs none.
-  graph::ExecutionMode mode_of_conversion(ValueId value) const {
-    const int producer = whole_.values[value].producer;
-    graph::ExecutionMode made;
-    if (producer >= 0) made = whole_.operators[producer].mode;
-    graph::ExecutionMode mode = call_ == nullptr ? made : call_->op().mode;
-    mode.inference = made.inference;
-    mode.grad = !made.inference;
-    return mode;
   }
 
   /// The operators that stand for a call share what it costs, divided if they work on parts.
@@ -580,17 +344,10 @@ class Builder final : public Emitter {
     }
   }
 
-  const Propagation& propagation_;
-  const Graph& whole_;
   const Outcome& outcome_;
-  const DivideOptions& options_;
-  DividedGraph result_;
   std::vector<ValueId> ids_;  // by value of the whole graph, in the layout that it is made in
   Conversions<ValueId> conversions_;
-  std::set<ValueId> requires_grad_;   // of the divided graph, though some were made without
   std::map<int, int> recorded_sets_;  // of the call's arguments: alias set here -> recorded
-  const Call* call_ = nullptr;
-  const Treatment* treatment_ = nullptr;
 };
 
 }  // namespace

@@ -1,0 +1,243 @@
+#include "nn/rewrite/graph_writer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "graph/random.h"
+#include "graph/visit.h"
+
+namespace smp::nn::rewrite {
+
+using graph::Argument;
+using graph::Graph;
+using graph::kUndefined;
+using graph::Operator;
+using graph::TensorMeta;
+using graph::Value;
+using graph::ValueId;
+
+namespace {
+
+c10::OperatorHandle find_operator(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+}
+
+Operator operator_of(Collective collective, const Layout& from, const Layout& to,
+                     ValueId argument) {
+  const auto make = [&](const char* name, std::vector<int64_t> numbers) {
+    Operator op(find_operator(name, ""));
+    op.arguments.push_back(Emitter::tensor(argument));
+    for (int64_t number : numbers) op.arguments.push_back(Emitter::constant(number));
+    return op;
+  };
+  switch (collective) {
+    case Collective::kCopy:
+      return make("smp::tp_copy", {});
+    case Collective::kReduce:
+      return make("smp::tp_reduce", {});
+    case Collective::kScatter:
+      return make("smp::tp_scatter", {to.dim, to.blocks});
+    case Collective::kGather:
+      return make("smp::tp_gather", {from.dim, from.blocks});
+    case Collective::kAllGather:
+      return make("smp::tp_all_gather", {from.dim});
+    case Collective::kReduceScatter:
+      return make("smp::tp_reduce_scatter", {to.dim});
+    case Collective::kAllToAll:
+      break;
+  }
+  return make("smp::tp_all_to_all", {to.dim, from.dim});
+}
+
+}  // namespace
+
+TensorMeta contiguous(TensorMeta meta, c10::IntArrayRef sizes) {
+  meta.sizes.assign(sizes.begin(), sizes.end());
+  meta.strides.resize(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    meta.strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return meta;
+}
+
+ValueId GraphWriter::call(const char* name, const char* overload, std::vector<Argument> arguments) {
+  Operator op = like_call(find_operator(name, overload));
+  op.arguments = std::move(arguments);
+  note_writes(op);
+  return add_on_shapes(std::move(op)).at(0);
+}
+
+ValueId GraphWriter::call(const char* name, std::vector<Argument> arguments, c10::IntArrayRef sizes,
+                          at::ScalarType dtype) {
+  Operator op = like_call(find_operator(name, ""));
+  op.arguments = std::move(arguments);
+  TensorMeta meta = contiguous(graph().values[op.arguments[0].values[0]].meta, sizes);
+  meta.dtype = dtype;
+  meta.requires_grad = op.mode.grad && any_requires_grad(op);
+  return add_own(std::move(op), meta, Traffic());
+}
+
+ValueId GraphWriter::reduce(ValueId value) {
+  Operator op = like_call(find_operator("smp::tp_reduce", ""));
+  op.arguments = {tensor(value)};
+  TensorMeta meta = contiguous(this->meta(value), this->meta(value).sizes);
+  meta.requires_grad = op.mode.grad && any_requires_grad(op);
+  const Traffic moved =
+      rewrite::traffic_of(Collective::kReduce, meta.nbytes(), false, options_.ranks);
+  return add_own(std::move(op), meta, moved);
+}
+
+void GraphWriter::follow(const char* from, int to,
+                         std::function<c10::IValue(const c10::IValue&)> change) {
+  target(from).push_back({static_cast<int>(graph().operators.size()) - 1, to, std::move(change)});
+}
+
+void GraphWriter::require(const char* from) { target(from).push_back({-1, 0, nullptr}); }
+
+std::vector<DividedGraph::Target>& GraphWriter::target(const char* from) {
+  return result_.targets[{static_cast<int>(call_->index()), call_->argument(from)}];
+}
+
+ValueId GraphWriter::add_value(Value value, const TensorMeta& meta, int producer, int alias_set) {
+  value.meta = meta;
+  value.producer = producer;
+  value.alias_set = alias_set;
+  graph().values.push_back(std::move(value));
+  return static_cast<ValueId>(graph().values.size() - 1);
+}
+
+std::vector<ValueId> GraphWriter::add_on_shapes(Operator op) {
+  const std::vector<ShapeResult> results = shapes_of(op);
+  std::vector<ValueId> arguments;
+  for (const Argument& argument : op.arguments) {
+    arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
+  }
+  std::vector<int> sets;
+  op.result_is_argument.clear();
+  for (const ShapeResult& result : results) {
+    op.result_is_argument.push_back(result.is_argument ? result.alias_of : -1);
+    sets.push_back(result.alias_of < 0 ? graph().alias_sets++
+                                       : graph().values[arguments[result.alias_of]].alias_set);
+  }
+  if (op.list_lengths.empty()) op.list_lengths.assign(results.size(), -1);
+  return append(std::move(op), results, sets);
+}
+
+/// A view that the local strides do not allow is a reshape.
+std::vector<ShapeResult> GraphWriter::shapes_of(Operator& op) const {
+  const bool is_view = op.name() == "aten::view";
+  try {
+    return run_on_shapes(result_.graph, op, requires_grad_);
+  } catch (const c10::Error&) {
+    if (!is_view) throw;
+  }
+  op.handle = find_operator("aten::reshape", "");
+  return run_on_shapes(result_.graph, op, requires_grad_);
+}
+
+void GraphWriter::note_writes(Operator& op) const {
+  const auto& declared = op.handle.schema().arguments();
+  for (size_t i = 0; i < op.arguments.size(); ++i) {
+    const auto* alias = declared[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    for (ValueId value : op.arguments[i].values) {
+      if (value != kUndefined) op.writes.push_back(result_.graph.values[value].alias_set);
+    }
+  }
+}
+
+std::vector<ValueId> GraphWriter::append(Operator op, const std::vector<ShapeResult>& results,
+                                         const std::vector<int>& sets) {
+  const auto position = static_cast<int>(graph().operators.size());
+  op.first_result = static_cast<ValueId>(graph().values.size());
+  op.results.clear();
+  for (size_t r = 0; r < results.size(); ++r) {
+    op.results.push_back(results[r].defined ? add_value(Value(), results[r].meta, position, sets[r])
+                                            : kUndefined);
+  }
+  set_reads_parameter(op);
+  std::vector<ValueId> ids(op.results.begin(), op.results.end());
+  result_.operators[call_->index()].push_back(position);
+  graph().operators.push_back(std::move(op));
+  return ids;
+}
+
+void GraphWriter::set_reads_parameter(Operator& op) const {
+  op.reads_parameter = false;
+  graph::for_each_argument(op, [&](ValueId value) {
+    op.reads_parameter |= result_.graph.values[value].kind == graph::ValueKind::kParameter;
+  });
+}
+
+Operator GraphWriter::like_call(c10::OperatorHandle handle) const {
+  Operator op(std::move(handle));
+  op.mode = call_->op().mode;
+  op.scope = call_->op().scope;
+  if (graph::is_random(op.handle)) op.random_ordinal = call_->op().random_ordinal;
+  return op;
+}
+
+bool GraphWriter::any_requires_grad(const Operator& op) const {
+  bool found = false;
+  graph::for_each_argument(op, [&](ValueId value) {
+    found |= meta(value).requires_grad || requires_grad_.count(value) > 0;
+  });
+  return found;
+}
+
+/// Adds an operator of ours, with one new result.
+ValueId GraphWriter::add_own(Operator op, const TensorMeta& meta, const Traffic& moved) {
+  op.result_is_argument = {-1};
+  op.list_lengths = {-1};
+  const auto [forward, backward] = times_of(moved, options_);
+  op.cost = {forward, backward, meta.nbytes(), 0};
+  count(op.scope, moved);
+  ShapeResult result;
+  result.meta = meta;
+  return append(std::move(op), {result}, {graph().alias_sets++})[0];
+}
+
+void GraphWriter::count(const std::string& scope, const Traffic& moved) {
+  if (moved.forward_calls + moved.backward_calls == 0) return;
+  result_.traffic += moved;
+  result_.traffic_of[scope] += moved;
+}
+
+ValueId GraphWriter::convert(ValueId value, const Conversion& step, ValueId from,
+                             Gradient gradient) {
+  Operator op = operator_of(step.collective, step.from, step.to, from);
+  op.mode = mode_of_conversion(value);
+  if (call_ != nullptr) op.scope = call_->op().scope;
+  const TensorMeta& whole = whole_.values[value].meta;
+  TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
+  meta.requires_grad = gradient.required && op.mode.grad;
+  const Traffic moved =
+      rewrite::traffic_of(step.collective, whole.nbytes(), gradient.sent, options_.ranks);
+  op.result_is_argument = {-1};
+  op.list_lengths = {-1};
+  const auto [forward, backward] = times_of(moved, options_);
+  op.cost = {forward, backward, meta.nbytes(), 0};
+  count(op.scope, moved);
+  op.first_result = static_cast<ValueId>(graph().values.size());
+  const auto position = static_cast<int>(graph().operators.size());
+  const ValueId id = add_value(Value(), meta, position, graph().alias_sets++);
+  op.results = {id};
+  set_reads_parameter(op);
+  graph().operators.push_back(std::move(op));
+  return id;
+}
+
+/// That of the reader, since it belongs to it, but with a history even if this reader needs none.
+graph::ExecutionMode GraphWriter::mode_of_conversion(ValueId value) const {
+  const int producer = whole_.values[value].producer;
+  graph::ExecutionMode made;
+  if (producer >= 0) made = whole_.operators[producer].mode;
+  graph::ExecutionMode mode = call_ == nullptr ? made : call_->op().mode;
+  mode.inference = made.inference;
+  mode.grad = !made.inference;
+  return mode;
+}
+
+}  // namespace smp::nn::rewrite

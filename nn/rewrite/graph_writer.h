@@ -1,0 +1,80 @@
+#pragma once
+
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "nn/rewrite/conversion.h"
+#include "nn/rewrite/emitter.h"
+#include "nn/rewrite/propagate.h"
+#include "nn/rewrite/shape_run.h"
+
+namespace smp::nn::rewrite {
+
+/// Writes operators and values of the divided graph: what rules emit, and what turns one layout
+/// into another. Whoever derives from it sets `call_` and `treatment_`, which say what the written
+/// operators stand for.
+class GraphWriter : public Emitter {
+ public:
+  graph::ValueId call(const char* name, const char* overload,
+                      std::vector<graph::Argument> arguments) override;
+  graph::ValueId call(const char* name, std::vector<graph::Argument> arguments,
+                      c10::IntArrayRef sizes, at::ScalarType dtype) override;
+  graph::ValueId reduce(graph::ValueId value) override;
+  const graph::TensorMeta& meta(graph::ValueId value) const override {
+    return result_.graph.values[value].meta;
+  }
+  void follow(const char* from, int to,
+              std::function<c10::IValue(const c10::IValue&)> change) override;
+  void require(const char* from) override;
+
+ protected:
+  GraphWriter(const Propagation& propagation, const DivideOptions& options)
+      : propagation_(propagation), whole_(propagation.graph()), options_(options) {}
+
+  graph::Graph& graph() { return result_.graph; }
+
+  graph::ValueId add_value(graph::Value value, const graph::TensorMeta& meta, int producer,
+                           int alias_set);
+  /// Adds an operator whose results follow from its arguments.
+  std::vector<graph::ValueId> add_on_shapes(graph::Operator op);
+  /// Adds an operator with results of these shapes, in these alias sets.
+  std::vector<graph::ValueId> append(graph::Operator op, const std::vector<ShapeResult>& results,
+                                     const std::vector<int>& sets);
+  /// An operator in the place of the call.
+  graph::Operator like_call(c10::OperatorHandle handle) const;
+  /// Notes the storages that an operator writes, by its schema.
+  void note_writes(graph::Operator& op) const;
+  void count(const std::string& scope, const Traffic& moved);
+
+  /// What a value has of gradients where it is read.
+  struct Gradient {
+    bool required;  ///< it requires grad
+    bool sent;      ///< and its reader sends one back
+  };
+  /// Adds what turns `from`, which stands for a value of the whole graph, into another layout.
+  graph::ValueId convert(graph::ValueId value, const Conversion& step, graph::ValueId from,
+                         Gradient gradient);
+
+  const Propagation& propagation_;
+  const graph::Graph& whole_;
+  const DivideOptions& options_;
+  DividedGraph result_;
+  std::set<graph::ValueId> requires_grad_;  // of the divided graph, though some were made without
+  const Call* call_ = nullptr;              // null: at the end
+  const Treatment* treatment_ = nullptr;
+
+ private:
+  std::vector<DividedGraph::Target>& target(const char* from);
+  std::vector<ShapeResult> shapes_of(graph::Operator& op) const;
+  void set_reads_parameter(graph::Operator& op) const;
+  bool any_requires_grad(const graph::Operator& op) const;
+  graph::ValueId add_own(graph::Operator op, const graph::TensorMeta& meta, const Traffic& moved);
+  graph::ExecutionMode mode_of_conversion(graph::ValueId value) const;
+};
+
+/// The same tensor with other sizes, contiguous.
+graph::TensorMeta contiguous(graph::TensorMeta meta, c10::IntArrayRef sizes);
+
+}  // namespace smp::nn::rewrite
