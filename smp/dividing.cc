@@ -50,6 +50,7 @@ class Divider {
       : runtime_(runtime), captured_(captured), step_name_(step_name) {
     options_.ranks = runtime.topology().tp_size();
     options_.estimate = true;  // runs that divided differently would add in another order
+    options_.streams = runtime.config().optimize() == "memory";
     for (const auto& entry : runtime.divided().entries()) {
       if (entry.captured_whole) options_.fixed.emplace(entry.name, entry.split);
     }

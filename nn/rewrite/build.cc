@@ -264,7 +264,7 @@ class Builder final : public GraphWriter {
     std::vector<int> sharing;
     for (int index : result_.operators[call.index()]) {
       const std::string& name = graph().operators[index].handle.operator_name().name;
-      if (name != "smp::tp_reduce") sharing.push_back(index);
+      if (name != "smp::tp_reduce" && name != "smp::tp_reduce_scatter") sharing.push_back(index);
     }
     const double share = 1.0 / ((works_on_parts(*treatment_) ? options_.ranks : 1) *
                                 std::max<double>(1, static_cast<double>(sharing.size())));
@@ -276,17 +276,19 @@ class Builder final : public GraphWriter {
       op.cost.output_bytes = static_cast<int64_t>(static_cast<double>(cost.output_bytes) * share);
       op.cost.saved_bytes = static_cast<int64_t>(static_cast<double>(cost.saved_bytes) * share);
     }
-    if (treatment_->reduced_bytes > 0 && treatment_->results[0].is_whole()) count_loss();
+    if (treatment_->reduced_bytes > 0 || treatment_->gathered >= 0) count_inside();
   }
 
-  /// Losses move what they need themselves.
-  void count_loss() {
+  /// Losses and linear layers that gather their input move it themselves.
+  void count_inside() {
     const int last = result_.operators[call_->index()].back();
     Operator& op = graph().operators[last];
-    if (op.handle.operator_name().name != "smp::tp_cross_entropy") return;
-    const Traffic moved =
-        rewrite::traffic_of(Collective::kReduce, treatment_->reduced_bytes, false, options_.ranks);
-    op.cost.forward_us += times_of(moved, options_).first;
+    const std::string& name = op.handle.operator_name().name;
+    if (name != "smp::tp_cross_entropy" && name != "smp::tp_gathered_linear") return;
+    const Traffic moved = traffic_inside(*call_, *treatment_);
+    const auto [forward, backward] = times_of(moved, options_);
+    op.cost.forward_us += forward;
+    op.cost.backward_us += backward;
     count(op.scope, moved);
   }
 
@@ -318,7 +320,17 @@ class Builder final : public GraphWriter {
       value.meta.requires_grad = whole.meta.requires_grad;
       ids_[result] = own;
       conversions_.add(result, layout, own);
+      if (outcome_.layouts[result] != layout) bring_home(result, layout);
     }
+  }
+
+  /// A result whose layout was chosen otherwise than its operator makes it.
+  void bring_home(ValueId result, const Layout& made) {
+    const Layout& home = outcome_.layouts[result];
+    const bool required = whole_.values[result].meta.requires_grad;
+    const bool sent = required && whole_.trains() && call_->op().mode.grad;
+    ids_[result] = converted(result, home, {required, sent});
+    if (!made.is_whole()) conversions_.forget(result, home);
   }
 
   void forget(int set) {

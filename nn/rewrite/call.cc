@@ -89,6 +89,11 @@ bool Call::is_free_of_gradient(int position) const {
   return layout(position).is_whole() && !has_gradient(position);
 }
 
+std::optional<Layout> Call::pin() const {
+  const auto found = layouts_.pins->find(results_[0]);
+  return found == layouts_.pins->end() ? std::nullopt : std::optional(found->second);
+}
+
 int Call::first_divided() const {
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (divided(static_cast<int>(i))) return static_cast<int>(i);
@@ -107,6 +112,17 @@ Treatment Call::all_shared() const {
   Treatment treatment = all_whole();
   for (Layout& layout : treatment.arguments) layout = Layout::shared();
   return treatment;
+}
+
+bool is_product(const std::string& base_name) {
+  static const std::set<std::string> names = {"aten::addmm",
+                                              "aten::baddbmm",
+                                              "aten::bmm",
+                                              "aten::linear",
+                                              "aten::matmul",
+                                              "aten::mm",
+                                              "aten::scaled_dot_product_attention"};
+  return names.count(base_name) > 0 || base_name.rfind("aten::conv", 0) == 0;
 }
 
 bool is_rearrangement(const std::string& base_name) {

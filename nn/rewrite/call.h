@@ -1,6 +1,7 @@
 #pragma once
 
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,9 +16,17 @@ class Emitter;
 class Call;
 struct Treatment;
 
+/// Layouts that are given, by value: that of a parameter, divided or whole, and that to which the
+/// result of an operator is brought where it is made.
+using Pins = std::map<graph::ValueId, Layout>;
+
 /// The layouts of a graph's values, as far as they are known.
 struct Layouts {
   std::vector<Layout> of;  ///< by value
+  /// By value: an activation that is divided because a pin says so, or because what it is made of
+  /// is, element for element.
+  std::vector<char> in_stream;
+  const Pins* pins = nullptr;
   std::vector<char> free;  ///< by value: a parameter that the first operator to need it may divide
   /// By value: the operators that read it, ascending; at last `kAtEnd` if it is returned or
   /// differentiated.
@@ -34,6 +43,12 @@ struct Treatment {
   /// (as many, `kUndefined` where they are).
   using Emit = std::vector<graph::ValueId> (*)(Emitter&, const Call&, const Treatment&);
 
+  /// An argument that costs communication because it is not divided as the others are.
+  struct Wish {
+    int position;   ///< among the tensors
+    Layout layout;  ///< in which it would cost nothing
+  };
+
   /// By tensor argument (as `Call::tensors` numbers them): how the operator needs it.
   std::vector<Layout> arguments;
   /// By defined result (as `Call::results` numbers them).
@@ -44,11 +59,13 @@ struct Treatment {
   Emit emit = nullptr;
   /// `emit` writes what the operator writes: without this it must not stand for one that writes.
   bool emit_writes = false;
-  /// By position among the tensors: those that cost communication because they are not divided as
-  /// the others are. The pass tries to divide what makes them.
-  std::vector<int> wishes;
-  /// What moves inside `emit`: bytes that are summed over the ranks in the forward.
+  /// The pass tries to divide what makes these.
+  std::vector<Wish> wishes;
+  /// What moves inside `emit`: bytes that are summed over the ranks in the forward, to parts if the
+  /// result is divided.
   int64_t reduced_bytes = 0;
+  /// The argument whose parts `emit` gathers, again in the backward pass; -1: none.
+  int gathered = -1;
   /// Of a view that needs a divided argument whole: into how many parts it could divide it; else 0.
   int64_t obstacle_parts = 0;
 };
@@ -95,6 +112,10 @@ class Call {
 
   const Layout& layout(int position) const { return layouts_.of[tensors_[position]]; }
   bool divided(int position) const { return layout(position).is_divided(); }
+  /// See `Layouts::in_stream`.
+  bool in_stream(int position) const { return layouts_.in_stream[tensors_[position]] != 0; }
+  /// The layout to which the first result will be brought; nothing if it stays as it is made.
+  std::optional<Layout> pin() const;
   bool is_contiguous(int position) const;
   /// A parameter that is not used otherwise yet, and that may be divided so.
   bool may_become(int position, const Layout& layout) const;
@@ -107,6 +128,11 @@ class Call {
   /// And this operator sends a gradient back to it.
   bool has_gradient(int position) const {
     return graph_.trains() && op().mode.grad && requires_grad(position);
+  }
+  /// The same of a result.
+  bool result_has_gradient(int index = 0) const {
+    return graph_.trains() && op().mode.grad &&
+           layouts_.requires_grad_since[results_[index]] <= static_cast<int>(index_);
   }
   /// The first divided argument; -1: none.
   int first_divided() const;
@@ -130,6 +156,9 @@ class Call {
   std::vector<graph::ValueId> results_;
   std::vector<int> first_position_;  // by argument of the schema
 };
+
+/// True for a product of matrices, a convolution or attention ("aten::linear").
+bool is_product(const std::string& base_name);
 
 /// True for an operator ("aten::transpose") whose results have the elements of its first argument.
 bool is_rearrangement(const std::string& base_name);

@@ -27,12 +27,6 @@ bool is_one_of(const std::string& name, std::initializer_list<const char*> names
   return std::any_of(names.begin(), names.end(), [&](const char* own) { return name == own; });
 }
 
-bool is_product(const std::string& base) {
-  return is_one_of(base, {"aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::addmm",
-                          "aten::baddbmm", "aten::scaled_dot_product_attention"}) ||
-         base.rfind("aten::conv", 0) == 0;
-}
-
 class Chooser {
  public:
   Chooser(Propagation& propagation, const Pins& fixed, bool insist)
@@ -162,8 +156,8 @@ class Chooser {
     std::set<ValueId> considered = {seed};
     while (true) {
       std::optional<ValueId> next;
-      for (ValueId wish : current.outcome.wishes) {
-        for (ValueId weight : origins(wish)) {
+      for (const Wish& wish : current.outcome.wishes) {
+        for (ValueId weight : origins(wish.value)) {
           const bool open = is_open(weight, current.pins, current.outcome);
           if (!next && open && considered.insert(weight).second) next = weight;
         }

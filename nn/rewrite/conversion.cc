@@ -52,6 +52,25 @@ Traffic traffic_of(Collective collective, int64_t bytes, bool has_gradient, int 
   return traffic;
 }
 
+Traffic traffic_inside(const Call& call, const Treatment& treatment) {
+  Traffic moved;
+  if (treatment.reduced_bytes > 0) {
+    const bool to_parts = treatment.results[0].is_divided();
+    moved +=
+        traffic_of(to_parts ? Collective::kReduceScatter : Collective::kReduce,
+                   treatment.reduced_bytes, to_parts && call.result_has_gradient(), call.ranks());
+  }
+  if (treatment.gathered >= 0) {
+    const int64_t bytes = call.meta(treatment.gathered).nbytes();
+    moved += traffic_of(Collective::kAllGather, bytes, call.has_gradient(treatment.gathered),
+                        call.ranks());
+    const Traffic again = traffic_of(Collective::kGather, bytes, false, call.ranks());
+    moved.backward_calls += again.forward_calls;
+    moved.backward_bytes += again.forward_bytes;
+  }
+  return moved;
+}
+
 std::pair<double, double> times_of(const Traffic& traffic, const DivideOptions& options) {
   const auto time = [&](int calls, int64_t bytes) {
     return calls * options.latency_us + static_cast<double>(bytes) / options.bytes_per_us;

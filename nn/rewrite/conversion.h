@@ -32,6 +32,11 @@ Conversion first_conversion(const Layout& from, const Layout& to);
 /// What it moves for a value of so many bytes (whole); backwards only with a gradient.
 Traffic traffic_of(Collective collective, int64_t bytes, bool has_gradient, int ranks);
 
+/// What moves inside the operators that stand for a call: for sums, and for what is gathered, in
+/// the forward pass and again for the weight's gradient, while that of the input is summed to
+/// parts.
+Traffic traffic_inside(const Call& call, const Treatment& treatment);
+
 /// The predicted time of forward and backward.
 std::pair<double, double> times_of(const Traffic& traffic, const DivideOptions& options);
 

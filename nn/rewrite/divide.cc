@@ -7,6 +7,7 @@
 #include "nn/rewrite/build.h"
 #include "nn/rewrite/choose.h"
 #include "nn/rewrite/propagate.h"
+#include "nn/rewrite/streams.h"
 #include "smp/core/error.h"
 
 namespace smp::nn::rewrite {
@@ -64,7 +65,10 @@ std::string reason_of(const Propagation& propagation, const Choice& choice, cons
   if (users[0] == Layouts::kAtEnd) return "the step function returns it";
   const Call& reader = propagation.calls()[users[0]];
   if (is_added_to_sum(reader, outcome, id)) return "it is added once, to the sum over the ranks";
-  return c10::str("operator ", reader.op().name(), " uses it on whole values");
+  const bool of_parts = works_on_parts(outcome.treatments[users[0]]);
+  return c10::str(
+      "operator ", reader.op().name(),
+      of_parts ? " needs all of it for each part of what it works on" : " uses it on whole values");
 }
 
 void decide(const Propagation& propagation, const Choice& choice, const Outcome& outcome,
@@ -111,8 +115,16 @@ DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   SMP_INTERNAL_ASSERT(options.ranks > 1, "a graph divided among ", options.ranks, " ranks");
   Propagation propagation(whole, options);
   const Choice choice = choose(propagation, fixed_pins(whole, options), options.insist);
-  const Outcome outcome = propagation.run(choice.pins);
+  Streams streams;
+  streams.outcome = propagation.run(choice.pins);
+  const int64_t kept_bytes = streams.outcome.kept_bytes;
+  if (options.streams) streams = choose_streams(propagation, choice.pins, options);
+  const Outcome& outcome = streams.outcome;
   DividedGraph divided = build(propagation, outcome, options);
+  divided.ranks = options.ranks;
+  divided.streams = std::move(streams.decisions);
+  divided.kept_bytes = outcome.kept_bytes;
+  divided.kept_bytes_with_whole_streams = kept_bytes;
   divided.whole_us = choice.whole_us;
   divided.divided_us = outcome.us;
   decide(propagation, choice, outcome, options, divided);

@@ -31,6 +31,11 @@ struct DivideOptions {
   /// What a microbatch pays for a byte of a parameter that a rank holds: its gradient is computed,
   /// added up and used (four passes at 5 GB/s).
   double parameter_us_per_byte = 0.0008;
+  /// Divide the activations between divided layers, too (`optimize: "memory"`).
+  bool streams = false;
+  /// What a byte of an activation is worth, for `streams`, that a rank need not keep of a
+  /// microbatch until its backward pass: five saved make up for one us.
+  double activation_us_per_byte = 0.2;
 };
 
 /// How a parameter is divided, or why it is not.
@@ -42,6 +47,17 @@ struct ParameterDecision {
   std::string reason;                   ///< of a whole one, a sentence without its full stop
   /// A weight of a marked module, of products or an embedding, that stays whole.
   bool skipped = false;
+};
+
+/// Activations between divided layers that belong together, element for element: those of the
+/// residual stream of a transformer, say.
+struct StreamDecision {
+  std::string first;           ///< the module where it begins
+  std::string last;            ///< and where it ends, or the last of several like it
+  int streams = 1;             ///< so many alike, one after the other
+  std::vector<int64_t> sizes;  ///< of its first activation
+  int dim = -1;                ///< along which each rank has its part; -1: every rank has all of it
+  std::string reason;          ///< of a whole one, a sentence without its full stop
 };
 
 /// What the ranks of the group send each other for one microbatch.
@@ -58,12 +74,17 @@ struct Traffic {
 /// depends on the rank is inside the operators `smp::tp_*`.
 struct DividedGraph {
   graph::Graph graph;
+  int ranks = 1;  ///< of the group
   /// By operator of the whole graph: those that stand for it.
   std::vector<std::vector<int>> operators;
   /// By value of the whole graph: the one that stands for it.
   std::vector<std::vector<graph::ValueId>> values;
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
+  std::vector<StreamDecision> streams;               ///< with `DivideOptions::streams`
+  /// Of activations, that a rank keeps of a microbatch until its backward pass: predicted from
+  /// sizes. The second: if all streams were whole.
+  int64_t kept_bytes = 0, kept_bytes_with_whole_streams = 0;
   Traffic traffic;
   std::map<std::string, Traffic> traffic_of;  ///< by the scope of the operators that need it
   double whole_us = 0;    ///< predicted time of a microbatch, all parameters whole

@@ -24,6 +24,8 @@ class Emitter {
                               c10::IntArrayRef sizes, at::ScalarType dtype) = 0;
   /// The sum over the ranks of a value of the divided graph.
   virtual graph::ValueId reduce(graph::ValueId value) = 0;
+  /// Each rank's part of that sum, along a dimension.
+  virtual graph::ValueId reduce_scatter(graph::ValueId value, int dim) = 0;
   virtual const graph::TensorMeta& meta(graph::ValueId value) const = 0;
 
   /// A number that the step function may change from step to step: argument `from` of the call is

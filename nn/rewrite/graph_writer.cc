@@ -82,11 +82,14 @@ ValueId GraphWriter::call(const char* name, std::vector<Argument> arguments, c10
 ValueId GraphWriter::reduce(ValueId value) {
   Operator op = like_call(find_operator("smp::tp_reduce", ""));
   op.arguments = {tensor(value)};
-  TensorMeta meta = contiguous(this->meta(value), this->meta(value).sizes);
-  meta.requires_grad = op.mode.grad && any_requires_grad(op);
-  const Traffic moved =
-      rewrite::traffic_of(Collective::kReduce, meta.nbytes(), false, options_.ranks);
-  return add_own(std::move(op), meta, moved);
+  return add_sum(std::move(op), meta(value).sizes, Collective::kReduce);
+}
+
+ValueId GraphWriter::reduce_scatter(ValueId value, int dim) {
+  Operator op = like_call(find_operator("smp::tp_reduce_scatter", ""));
+  op.arguments = {tensor(value), constant(int64_t{dim})};
+  const Sizes sizes = local_sizes(meta(value).sizes, Layout::divided(dim), options_.ranks);
+  return add_sum(std::move(op), sizes, Collective::kReduceScatter);
 }
 
 void GraphWriter::follow(const char* from, int to,
@@ -197,6 +200,17 @@ ValueId GraphWriter::add_own(Operator op, const TensorMeta& meta, const Traffic&
   ShapeResult result;
   result.meta = meta;
   return append(std::move(op), {result}, {graph().alias_sets++})[0];
+}
+
+/// Adds a sum over the ranks of the operator's argument.
+ValueId GraphWriter::add_sum(Operator op, c10::IntArrayRef sizes, Collective collective) {
+  const TensorMeta& whole = this->meta(op.arguments[0].values[0]);
+  TensorMeta meta = contiguous(whole, sizes);
+  meta.requires_grad = op.mode.grad && any_requires_grad(op);
+  const bool has_gradient = whole_.trains() && meta.requires_grad;
+  const Traffic moved =
+      rewrite::traffic_of(collective, whole.nbytes(), has_gradient, options_.ranks);
+  return add_own(std::move(op), meta, moved);
 }
 
 void GraphWriter::count(const std::string& scope, const Traffic& moved) {

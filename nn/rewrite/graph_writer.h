@@ -22,6 +22,7 @@ class GraphWriter : public Emitter {
   graph::ValueId call(const char* name, std::vector<graph::Argument> arguments,
                       c10::IntArrayRef sizes, at::ScalarType dtype) override;
   graph::ValueId reduce(graph::ValueId value) override;
+  graph::ValueId reduce_scatter(graph::ValueId value, int dim) override;
   const graph::TensorMeta& meta(graph::ValueId value) const override {
     return result_.graph.values[value].meta;
   }
@@ -71,6 +72,7 @@ class GraphWriter : public Emitter {
   void set_reads_parameter(graph::Operator& op) const;
   bool any_requires_grad(const graph::Operator& op) const;
   graph::ValueId add_own(graph::Operator op, const graph::TensorMeta& meta, const Traffic& moved);
+  graph::ValueId add_sum(graph::Operator op, c10::IntArrayRef sizes, Collective collective);
   graph::ExecutionMode mode_of_conversion(graph::ValueId value) const;
 };
 

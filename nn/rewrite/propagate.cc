@@ -1,6 +1,7 @@
 #include "nn/rewrite/propagate.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "graph/visit.h"
 
@@ -70,6 +71,7 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
       last_writes_(graph.alias_sets, -1),
       conversions_(graph.values.size()) {
   layouts_.users.resize(graph.values.size());
+  layouts_.in_stream.resize(graph.values.size());
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
   const graph::RequiresGrad requires_grad(graph);
@@ -98,10 +100,14 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   for (size_t v = 0; v < graph.values.size(); ++v) {
     const Value& value = graph.values[v];
     layouts_.requires_grad_since.push_back(requires_grad.since(static_cast<ValueId>(v)));
+    const bool is_number = c10::isFloatingType(value.meta.dtype);
+    is_activation_.push_back(value.kind == ValueKind::kResult && is_number &&
+                             !comes_from_parameter(graph, static_cast<ValueId>(v)));
     if (value.alias_set < 0) continue;
     alias_sets_[value.alias_set].push_back(static_cast<ValueId>(v));
     if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
   }
+  for (const Call& call : calls_) kept_.push_back(kept_by(call));
 }
 
 bool Propagation::is_allowed(ValueId value) const {
@@ -120,11 +126,15 @@ Outcome Propagation::run(const Pins& pins) {
 /// False: a storage that is written turned out to need to be whole, which `whole_sets_` notes.
 bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
   conversions_.clear();
+  layouts_.pins = &pins;
+  std::fill(layouts_.in_stream.begin(), layouts_.in_stream.end(), 0);
+  kept_as_.assign(graph_.values.size(), 0);
   outcome.treatments.reserve(calls_.size());
   for (size_t v = 0; v < graph_.values.size(); ++v) {
     const auto id = static_cast<ValueId>(v);
     const auto pin = pins.find(id);
-    layouts_.of[v] = pin == pins.end() ? Layout::whole() : pin->second;
+    const bool given = pin != pins.end() && graph_.values[v].producer < 0;
+    layouts_.of[v] = given ? pin->second : Layout::whole();
     layouts_.free[v] = pin == pins.end() && is_allowed(id) ? 1 : 0;
     if (graph_.values[v].producer < 0) conversions_.add(id, layouts_.of[v], 0);
   }
@@ -233,22 +243,92 @@ void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& 
     need(value, wanted, call.has_gradient(static_cast<int>(i)), outcome);
   }
   if (joins) outcome.obstacles.push_back({index, treatment.obstacle_parts});
-  for (int wish : treatment.wishes) outcome.wishes.push_back(call.tensors()[wish]);
-  for (size_t r = 0; r < call.results().size(); ++r) {
-    layouts_.of[call.results()[r]] = treatment.results[r];
-    conversions_.add(call.results()[r], treatment.results[r], 0);
+  bool meets_stream = false, in_stream = false;
+  for (size_t i = 0; i < call.tensors().size(); ++i) {
+    const Layout& home = layouts_.of[call.tensors()[i]];
+    const bool own = home.is_divided() && call.in_stream(static_cast<int>(i));
+    meets_stream |= own;
+    in_stream |= own && treatment.arguments[i] == home && static_cast<int>(i) != treatment.gathered;
   }
+  for (const Treatment::Wish& wish : treatment.wishes) {
+    outcome.wishes.push_back({call.tensors()[wish.position], wish.layout, meets_stream});
+  }
+  for (size_t r = 0; r < call.results().size(); ++r) {
+    settle_result(call, treatment, r, in_stream, outcome);
+  }
+  keep(call, treatment, outcome);
   for (int set : call.op().writes) {
     for (ValueId value : alias_sets_[set]) conversions_.forget(value, layouts_.of[value]);
   }
   const double time = times_[index];
   const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
   outcome.us += works_on_parts(treatment) ? call_time + (time - call_time) / options_.ranks : time;
-  if (treatment.reduced_bytes > 0) {
-    const Traffic moved =
-        traffic_of(Collective::kReduce, treatment.reduced_bytes, false, options_.ranks);
-    outcome.us += times_of(moved, options_).first;
+  const auto [forward, backward] = times_of(traffic_inside(call, treatment), options_);
+  outcome.us += forward + backward;
+}
+
+/// Notes in which layout a result is from here on: that of its pin, if it has one.
+void Propagation::settle_result(const Call& call, const Treatment& treatment, size_t r,
+                                bool in_stream, Outcome& outcome) {
+  const ValueId value = call.results()[r];
+  const Layout& made = treatment.results[r];
+  layouts_.of[value] = made;
+  layouts_.in_stream[value] = in_stream && made.is_divided() ? 1 : 0;
+  conversions_.add(value, made, 0);
+  const auto pin = layouts_.pins->find(value);
+  if (pin == layouts_.pins->end() || whole_sets_.count(graph_.values[value].alias_set) > 0) return;
+  const Layout& home = pin->second;
+  layouts_.in_stream[value] = 1;
+  if (home == made) return;
+  need(value, home, call.result_has_gradient(static_cast<int>(r)), outcome);
+  layouts_.of[value] = home;
+  if (!made.is_whole()) conversions_.forget(value, home);
+}
+
+/// Counts what the operator's backward pass needs.
+void Propagation::keep(const Call& call, const Treatment& treatment, Outcome& outcome) {
+  const Kept& kept = kept_[call.index()];
+  for (int position : kept.arguments) {
+    keep(call.tensors()[position], treatment.arguments[position], outcome);
   }
+  for (int r : kept.results) keep(call.results()[r], treatment.results[r], outcome);
+  if (!kept.mask) return;
+  const int64_t bytes = call.result_meta().nbytes();
+  outcome.kept_bytes += treatment.results[0].is_divided() ? bytes / options_.ranks : bytes;
+}
+
+void Propagation::keep(ValueId value, const Layout& layout, Outcome& outcome) {
+  if (is_activation_[value] == 0) return;
+  // Joined it is another tensor than in parts; a copy for a divided region shares nothing either.
+  const auto form = static_cast<char>(1 << static_cast<int>(layout.kind));
+  if ((kept_as_[value] & form) != 0) return;
+  kept_as_[value] = static_cast<char>(kept_as_[value] | form);
+  const int64_t bytes = graph_.values[value].meta.nbytes();
+  outcome.kept_bytes += layout.is_divided() ? bytes / options_.ranks : bytes;
+}
+
+void Propagation::recall(const Outcome& outcome) {
+  layouts_.of = outcome.layouts;
+  layouts_.in_stream = outcome.in_stream;
+  layouts_.pins = &no_pins_;
+}
+
+std::optional<Layout> Propagation::carried(size_t operator_index, int position,
+                                           const Layout& layout, ValueId result) {
+  const Call& call = calls_[operator_index];
+  if (!rules_[operator_index]) return std::nullopt;
+  const ValueId value = call.tensors()[position];
+  const Layout own = std::exchange(layouts_.of[value], layout);
+  const char in_stream = std::exchange(layouts_.in_stream[value], 1);
+  const auto treatment = rules_[operator_index](call);
+  const bool follows =
+      treatment && respects_writes(call, *treatment) && treatment->arguments[position] == layout;
+  layouts_.of[value] = own;
+  layouts_.in_stream[value] = in_stream;
+  if (!follows) return std::nullopt;
+  const auto at = std::find(call.results().begin(), call.results().end(), result);
+  const Layout& made = treatment->results[at - call.results().begin()];
+  return made.is_divided() ? std::optional(made) : std::nullopt;
 }
 
 void Propagation::need(ValueId value, const Layout& layout, bool has_gradient, Outcome& outcome) {
@@ -276,6 +356,7 @@ void Propagation::finish(Outcome& outcome) {
     outcome.us += layouts_.of[v].is_divided() ? held / options_.ranks : held;
   }
   outcome.layouts = layouts_.of;
+  outcome.in_stream = layouts_.in_stream;
 }
 
 }  // namespace smp::nn::rewrite

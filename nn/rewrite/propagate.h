@@ -6,12 +6,10 @@
 
 #include "graph/requires_grad.h"
 #include "nn/rewrite/conversion.h"
+#include "nn/rewrite/kept.h"
 #include "nn/rewrite/rule.h"
 
 namespace smp::nn::rewrite {
-
-/// Layouts of parameters that are given, by value: divided, or whole.
-using Pins = std::map<graph::ValueId, Layout>;
 
 /// An operator that had to have a divided value whole.
 struct Obstacle {
@@ -19,12 +17,22 @@ struct Obstacle {
   int64_t parts;  ///< see `Treatment::obstacle_parts`
 };
 
+/// A value that costs communication because it is not divided so.
+struct Wish {
+  graph::ValueId value;
+  Layout layout;
+  bool by_stream;  ///< it meets a value of a stream
+};
+
 /// How a graph runs with some parameters divided.
 struct Outcome {
-  double us = 0;                       ///< predicted time of a microbatch, with what memory costs
-  std::vector<Treatment> treatments;   ///< by operator
-  std::vector<Layout> layouts;         ///< by value, as its operator makes it
-  std::vector<graph::ValueId> wishes;  ///< see `Treatment::wishes`
+  double us = 0;  ///< predicted time of a microbatch, with what memory of parameters costs
+  /// Of activations, that a rank keeps of a microbatch until its backward pass: predicted.
+  int64_t kept_bytes = 0;
+  std::vector<Treatment> treatments;  ///< by operator
+  std::vector<Layout> layouts;        ///< by value, as it is where it was made
+  std::vector<char> in_stream;        ///< see `Layouts`
+  std::vector<Wish> wishes;
   std::vector<Obstacle> obstacles;
   int joined_parameters = 0;  ///< how often a divided parameter has to be made whole
 };
@@ -35,6 +43,13 @@ class Propagation {
   Propagation(const graph::Graph& graph, const DivideOptions& options);
 
   Outcome run(const Pins& pins);
+
+  /// How a result of an operator would be divided if the argument at that position were divided so,
+  /// as a stream, and all others were as in the outcome last given to `recall`; nothing if the
+  /// operator could not follow.
+  std::optional<Layout> carried(size_t operator_index, int position, const Layout& layout,
+                                graph::ValueId result);
+  void recall(const Outcome& outcome);
 
   const graph::Graph& graph() const { return graph_; }
   const std::vector<Call>& calls() const { return calls_; }
@@ -56,6 +71,10 @@ class Propagation {
   bool cuts_views(const Call& call, const Treatment& treatment) const;
   bool is_read_after(const Call& call, graph::ValueId written) const;
   void settle(const Call& call, const Treatment& treatment, Outcome& outcome);
+  void settle_result(const Call& call, const Treatment& treatment, size_t r, bool in_stream,
+                     Outcome& outcome);
+  void keep(const Call& call, const Treatment& treatment, Outcome& outcome);
+  void keep(graph::ValueId value, const Layout& layout, Outcome& outcome);
   void need(graph::ValueId value, const Layout& layout, bool has_gradient, Outcome& outcome);
   void finish(Outcome& outcome);
 
@@ -65,11 +84,15 @@ class Propagation {
   std::vector<Call> calls_;
   std::vector<Rule> rules_;
   std::vector<double> times_;                            // of operators, undivided
+  std::vector<Kept> kept_;                               // of operators
+  std::vector<char> is_activation_;                      // by value
+  std::vector<char> kept_as_;                            // by value: the forms that are kept
   std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
   std::vector<bool> lasting_;                            // by alias set: outlives the microbatch
   std::vector<int> last_writes_;                         // by alias set: the operator, or -1
   std::set<int> whole_sets_;                             // storages that must not be divided
   Conversions<char> conversions_;
+  const Pins no_pins_;
 };
 
 }  // namespace smp::nn::rewrite

@@ -57,6 +57,31 @@ Row row_of(const std::string& scope, const Traffic& traffic) {
           text_of_bytes(traffic.backward_bytes)};
 }
 
+Row row_of(const StreamDecision& decision, int ranks) {
+  std::string name = decision.first.empty() ? "(no module)" : decision.first;
+  if (decision.last != decision.first) name += " to " + decision.last;
+  if (decision.streams > 1) name += c10::str(" (", decision.streams, " alike)");
+  std::vector<int64_t> local = decision.sizes;
+  if (decision.dim >= 0) local[decision.dim] /= ranks;
+  return {name, text_of(decision.sizes), text_of(local),
+          decision.dim < 0 ? "whole: " + decision.reason
+                           : c10::str("divided along dimension ", decision.dim)};
+}
+
+/// Which activations between divided layers are divided, and what that saves.
+void add_streams(const DividedGraph& divided, std::ostream& out) {
+  if (divided.streams.empty()) return;
+  std::vector<Row> rows = {{"activations between divided layers", "sizes", "on a rank", ""}};
+  for (const StreamDecision& decision : divided.streams) {
+    rows.push_back(row_of(decision, divided.ranks));
+  }
+  add_table(rows, out);
+  out << "Of a microbatch a rank keeps about " << text_of_bytes(divided.kept_bytes)
+      << " of activations until its backward pass, "
+      << text_of_bytes(divided.kept_bytes_with_whole_streams)
+      << " with all between divided layers whole\n";
+}
+
 }  // namespace
 
 std::string report(const DividedGraph& divided) {
@@ -72,6 +97,7 @@ std::string report(const DividedGraph& divided) {
       << " divided; a rank holds " << text_of_bytes(local) << " of " << text_of_bytes(whole)
       << "\n";
   add_table(parameters, out);
+  add_streams(divided, out);
   out << "Predicted for a microbatch: " << std::llround(divided.divided_us) << " us instead of "
       << std::llround(divided.whole_us) << "\n";
   if (divided.traffic_of.empty()) return out.str();

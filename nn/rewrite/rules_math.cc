@@ -181,12 +181,23 @@ const char* const kAlongDim[] = {"all.dim",
                                  "var.correction",
                                  "var.dim"};
 
+/// The divided argument that the others follow: what is divided as a stream is, if it may; -1:
+/// none.
+int leading(const Call& call) {
+  const int first = call.first_divided();
+  if (call.in_place() && first == 0) return first;
+  for (int i = std::max(first, 0); i < static_cast<int>(call.tensors().size()); ++i) {
+    if (call.divided(i) && call.in_stream(i)) return i;
+  }
+  return first;
+}
+
 }  // namespace
 
 std::optional<Treatment> elementwise(const Call& call) {
-  const int first = call.first_divided();
+  const int first = leading(call);
   if (first < 0) return linear_on_partial(call);
-  if (call.results().empty() || (call.in_place() && first != 0)) return std::nullopt;
+  if (call.results().empty()) return std::nullopt;
   const auto& result = call.result_meta().sizes;
   const int place = call.layout(first).dim - call.dim(first);  // from the end
   const int64_t blocks = call.layout(first).blocks;
@@ -208,12 +219,14 @@ std::optional<Treatment> elementwise(const Call& call) {
     if (call.layout(i) == wanted || call.may_become(i, wanted) || call.is_free_of_gradient(i)) {
       continue;
     }
-    treatment.wishes.push_back(i);
-    refused.wishes.push_back(i);
+    treatment.wishes.push_back({i, wanted});
+    refused.wishes.push_back({i, wanted});
     costs |= call.dim(i) == static_cast<int>(result.size());
   }
+  if (call.in_place() && !call.divided(0))
+    return call.in_stream(first) ? Result(refused) : Result();
   // A residual stream that is whole stays so: what is added to it is joined.
-  if (costs && is_sum(call)) return refused;
+  if (costs && is_sum(call) && !call.in_stream(first)) return refused;
   for (Layout& layout : treatment.results) layout = Layout::divided(result_dim, blocks);
   return treatment;
 }

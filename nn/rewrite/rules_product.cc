@@ -12,13 +12,27 @@ namespace {
 using graph::ValueId;
 using Result = std::optional<Treatment>;
 
+/// How a sum over the ranks is wanted, if in parts that can be had without the whole.
+std::optional<Layout> layout_of_sum(const Call& call) {
+  const auto pin = call.pin();
+  const bool in_parts = pin && pin->is_divided() && pin->blocks == 1;
+  return in_parts ? pin : std::nullopt;
+}
+
+/// That sum.
+ValueId sum_of(Emitter& emitter, ValueId terms, const Treatment& treatment) {
+  const Layout& layout = treatment.results[0];
+  return layout.is_divided() ? emitter.reduce_scatter(terms, layout.dim) : emitter.reduce(terms);
+}
+
 /// `a` [.., rows, inner] times `b` [.., inner, columns], to which `bias` may be added.
 struct Product {
   int a = 0;
   int b = 1;
   int bias = -1;
-  bool transposed = false;             ///< `b` is [columns, inner]
-  Treatment::Emit emit_sum = nullptr;  ///< where there is a bias, and `inner` is divided
+  bool transposed = false;                  ///< `b` is [columns, inner]
+  Treatment::Emit emit_sum = nullptr;       ///< where there is a bias, and `inner` is divided
+  Treatment::Emit emit_gathered = nullptr;  ///< where `a` is divided by rows, and `b` by columns
 };
 
 /// What a dimension of an operand is in the product.
@@ -74,7 +88,7 @@ class ProductRule {
     treatment_.arguments[position] = layout;
     const bool cheap = call_.layout(position) == layout || call_.may_become(position, layout) ||
                        call_.is_free_of_gradient(position);
-    if (!cheap) treatment_.wishes.push_back(position);
+    if (!cheap) treatment_.wishes.push_back({position, layout});
   }
 
   Result refused() {
@@ -99,7 +113,22 @@ class ProductRule {
 
   Result columns(const Layout& layout) {
     treatment_.arguments[product_.b] = layout;
-    return divided_result(result_dim() - 1, layout.blocks);
+    divided_result(result_dim() - 1, layout.blocks);
+    if (gathers_inside()) {
+      treatment_.arguments[product_.a] = call_.layout(product_.a);
+      treatment_.gathered = product_.a;
+      treatment_.emit = product_.emit_gathered;
+    }
+    return treatment_;
+  }
+
+  /// Of an input whose rows are a stream's, a rank keeps its part for the weight's gradient.
+  bool gathers_inside() const {
+    const int a = product_.a, b = product_.b;
+    return call_.in_stream(a) && call_.divided(a) && call_.layout(a).blocks == 1 &&
+           call_.layout(a).dim != inner_of_a() && call_.dim(b) == 2 && call_.has_gradient(b) &&
+           (product_.bias < 0 || call_.dim(product_.bias) == 1) &&
+           product_.emit_gathered != nullptr;
   }
 
   Result rows(const Layout& layout) {
@@ -119,13 +148,19 @@ class ProductRule {
     ask(product_.b, Layout::divided(inner_of_b(), blocks));
     // Cutting a weight that cannot be divided would move it: the other operand is joined instead.
     const auto& wishes = treatment_.wishes;
-    if (std::find(wishes.begin(), wishes.end(), product_.b) != wishes.end()) return refused();
+    const auto is_of_b = [&](const Treatment::Wish& wish) { return wish.position == product_.b; };
+    if (std::any_of(wishes.begin(), wishes.end(), is_of_b)) return refused();
     if (product_.bias < 0) {
       treatment_.results[0] = Layout::partial();
       return treatment_;
     }
     if (product_.emit_sum == nullptr) return std::nullopt;
     treatment_.arguments[product_.bias] = Layout::whole();
+    if (const auto layout = layout_of_sum(call_)) {
+      treatment_.results[0] = *layout;
+      treatment_.arguments[product_.bias] = Layout::shared();
+      ask_bias(*layout);
+    }
     treatment_.emit = product_.emit_sum;
     treatment_.reduced_bytes = call_.result_meta().nbytes();
     return treatment_;
@@ -158,22 +193,24 @@ ValueId bias_like(Emitter& emitter, ValueId bias, ValueId sum) {
 }
 
 /// `linear` whose inner dimension is divided: the bias is added once, to the sum.
-std::vector<ValueId> emit_linear_sum(Emitter& emitter, const Call& call, const Treatment&) {
+std::vector<ValueId> emit_linear_sum(Emitter& emitter, const Call& call,
+                                     const Treatment& treatment) {
   const auto part =
       emitter.call("aten::linear", "",
                    {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
                     Emitter::constant(c10::IValue())});
-  const auto sum = emitter.reduce(part);
+  const auto sum = sum_of(emitter, part, treatment);
   const auto bias = bias_like(emitter, emitter.argument(call.position("bias")), sum);
   return {emitter.call("aten::add", "Tensor",
                        {Emitter::tensor(sum), Emitter::tensor(bias), Emitter::constant(1)})};
 }
 
 /// `addmm` likewise: bias + alpha * sum.
-std::vector<ValueId> emit_addmm_sum(Emitter& emitter, const Call& call, const Treatment&) {
+std::vector<ValueId> emit_addmm_sum(Emitter& emitter, const Call& call,
+                                    const Treatment& treatment) {
   const auto part = emitter.call(
       "aten::mm", "", {Emitter::tensor(emitter.argument(1)), Emitter::tensor(emitter.argument(2))});
-  const auto sum = emitter.reduce(part);
+  const auto sum = sum_of(emitter, part, treatment);
   const auto bias = bias_like(emitter, emitter.argument(0), sum);
   const auto result = emitter.call(
       "aten::add", "Tensor",
@@ -183,16 +220,65 @@ std::vector<ValueId> emit_addmm_sum(Emitter& emitter, const Call& call, const Tr
   return {result};
 }
 
-Result linear(const Call& call) {
-  return ProductRule(call, {0, 1, call.position("bias"), true, emit_linear_sum}).run();
+/// The parts of the input, divided by rows, times this rank's columns of `weight` [columns, inner].
+ValueId gathered_linear(Emitter& emitter, const Call& call, const Treatment& treatment, ValueId x,
+                        ValueId weight, const graph::Argument& bias) {
+  const Sizes sizes = local_sizes(call.result_meta().sizes, treatment.results[0], call.ranks());
+  const int dim = treatment.arguments[treatment.gathered].dim;
+  return emitter.call(
+      "smp::tp_gathered_linear",
+      {Emitter::tensor(x), Emitter::tensor(weight), bias, Emitter::constant(int64_t{dim})}, sizes,
+      call.result_meta().dtype);
 }
 
-Result matmul(const Call& call) { return ProductRule(call, {}).run(); }
+std::vector<ValueId> emit_gathered_linear(Emitter& emitter, const Call& call,
+                                          const Treatment& treatment) {
+  const int bias = call.position("bias");
+  const auto x = emitter.argument(0), weight = emitter.argument(1);
+  return {gathered_linear(
+      emitter, call, treatment, x, weight,
+      bias < 0 ? Emitter::constant(c10::IValue()) : Emitter::tensor(emitter.argument(bias)))};
+}
+
+/// `mm`, and `matmul` with one matrix on the right: what `torch::nn::Linear` makes of more than two
+/// dimensions.
+std::vector<ValueId> emit_gathered_matmul(Emitter& emitter, const Call& call,
+                                          const Treatment& treatment) {
+  const auto x = emitter.argument(0);
+  const auto weight = emitter.call("aten::t", "", {Emitter::tensor(emitter.argument(1))});
+  return {gathered_linear(emitter, call, treatment, x, weight, Emitter::constant(c10::IValue()))};
+}
+
+std::vector<ValueId> emit_gathered_addmm(Emitter& emitter, const Call& call,
+                                         const Treatment& treatment) {
+  const auto x = emitter.argument(1);
+  const auto weight = emitter.call("aten::t", "", {Emitter::tensor(emitter.argument(2))});
+  const auto result =
+      gathered_linear(emitter, call, treatment, x, weight, Emitter::tensor(emitter.argument(0)));
+  emitter.require("alpha");
+  emitter.require("beta");
+  return {result};
+}
+
+Result linear(const Call& call) {
+  return ProductRule(call,
+                     {0, 1, call.position("bias"), true, emit_linear_sum, emit_gathered_linear})
+      .run();
+}
+
+Result matmul(const Call& call) {
+  return ProductRule(call, {0, 1, -1, false, nullptr, emit_gathered_matmul}).run();
+}
 
 Result addmm(const Call& call) {
-  const bool plain = call.constant("beta").isInt() && call.constant("beta").toInt() == 1;
-  const bool can_sum = plain && !call.in_place();
-  return ProductRule(call, {1, 2, 0, false, can_sum ? emit_addmm_sum : nullptr}).run();
+  const auto is_one = [&](const char* name) {
+    return call.constant(name).isInt() && call.constant(name).toInt() == 1;
+  };
+  const bool can_sum = is_one("beta") && !call.in_place();
+  const bool plain = can_sum && is_one("alpha");
+  return ProductRule(call, {1, 2, 0, false, can_sum ? emit_addmm_sum : nullptr,
+                            plain ? emit_gathered_addmm : nullptr})
+      .run();
 }
 
 Result baddbmm(const Call& call) {
@@ -205,14 +291,15 @@ Result baddbmm(const Call& call) {
 }
 
 /// `conv1d` to `conv3d` without groups: divided by samples, by channels out or by channels in.
-std::vector<ValueId> emit_convolution_sum(Emitter& emitter, const Call& call, const Treatment&) {
+std::vector<ValueId> emit_convolution_sum(Emitter& emitter, const Call& call,
+                                          const Treatment& treatment) {
   std::vector<graph::Argument> arguments = call.op().arguments;
   arguments[0] = Emitter::tensor(emitter.argument(0));
   arguments[1] = Emitter::tensor(emitter.argument(1));
   arguments[2] = Emitter::constant(c10::IValue());
   const std::string& overload = call.op().handle.operator_name().overload_name;
   const auto part = emitter.call(call.base_name().c_str(), overload.c_str(), std::move(arguments));
-  const auto sum = emitter.reduce(part);
+  const auto sum = sum_of(emitter, part, treatment);
   std::vector<int64_t> shape(call.dim(0), 1);
   shape[1] = -1;
   const auto bias = bias_like(
@@ -245,12 +332,17 @@ Result convolution(const Call& call) {
   }
   if (call.layout(1) != layout && !call.may_become(1, layout)) return std::nullopt;
   treatment.arguments[0] = treatment.arguments[1] = layout;
-  if (call.layout(0) != layout && call.has_gradient(0)) treatment.wishes.push_back(0);
+  if (call.layout(0) != layout && call.has_gradient(0)) treatment.wishes.push_back({0, layout});
   if (!has_bias) {
     treatment.results[0] = Layout::partial();
     return treatment;
   }
   treatment.arguments[2] = Layout::whole();
+  const auto sum = layout_of_sum(call);
+  if (sum && sum->dim != 1) {
+    treatment.results[0] = *sum;
+    treatment.arguments[2] = Layout::shared();
+  }
   treatment.emit = emit_convolution_sum;
   treatment.reduced_bytes = call.result_meta().nbytes();
   return treatment;
@@ -390,7 +482,7 @@ Result attention(const Call& call) {
     if (!can_divide(call.meta(i).sizes, dim, layout.blocks, call.ranks())) return std::nullopt;
     treatment.arguments[i] = Layout::divided(dim, layout.blocks);
     if (call.layout(i) == treatment.arguments[i] || call.is_free_of_gradient(i)) continue;
-    treatment.wishes.push_back(i);
+    treatment.wishes.push_back({i, treatment.arguments[i]});
   }
   treatment.results[0] = treatment.arguments[0];
   treatment.emit = drops ? emit_attention : emit_plain_attention;

@@ -264,7 +264,7 @@ Result joins(const Call& call) {
   const int64_t block = call.meta(first).sizes[layout.dim] / layout.blocks;
   Treatment refused = call.all_whole();
   for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
-    if (!call.divided(i) && !call.is_free_of_gradient(i)) refused.wishes.push_back(i);
+    if (!call.divided(i) && !call.is_free_of_gradient(i)) refused.wishes.push_back({i, layout});
     if (call.dim(i) != call.dim(first)) return std::nullopt;
     Layout own = call.divided(i) ? call.layout(i) : layout;
     const int64_t size = call.meta(i).sizes[layout.dim];
@@ -276,7 +276,8 @@ Result joins(const Call& call) {
     treatment.arguments[i] = own;
     blocks += own.blocks;
   }
-  if (!refused.wishes.empty()) return refused;
+  if (!refused.wishes.empty() && !call.in_stream(first)) return refused;
+  treatment.wishes = refused.wishes;
   treatment.results[0] = dim == layout.dim ? Layout::divided(dim, blocks) : layout;
   return treatment;
 }
@@ -290,9 +291,9 @@ Result stacks(const Call& call) {
   Treatment treatment = call.all_whole();
   for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
     if (call.layout(i) == layout || call.is_free_of_gradient(i)) continue;
-    treatment.wishes.push_back(i);
+    treatment.wishes.push_back({i, layout});
   }
-  if (!treatment.wishes.empty()) return treatment;
+  if (!treatment.wishes.empty() && !call.in_stream(first)) return treatment;
   std::fill(treatment.arguments.begin(), treatment.arguments.end(), layout);
   treatment.results[0] = Layout::divided(layout.dim + (dim <= layout.dim ? 1 : 0), layout.blocks);
   return treatment;

@@ -1,5 +1,7 @@
 // Rules of operators for which others stand when they are divided: dropout and losses.
 
+#include <algorithm>
+
 #include "nn/rewrite/builtin_rules.h"
 #include "nn/rewrite/emitter.h"
 
@@ -26,13 +28,34 @@ std::vector<ValueId> emit_dropout(Emitter& emitter, const Call& call, const Trea
                        {Emitter::tensor(input), Emitter::tensor(kept), Emitter::constant(false)})};
 }
 
+/// One that drops nothing hands on its argument, as it was recorded.
+std::vector<ValueId> emit_no_dropout(Emitter& emitter, const Call& call, const Treatment&) {
+  const ValueId same =
+      emitter.call("aten::dropout", "",
+                   {Emitter::tensor(emitter.argument(0)), Emitter::constant(call.constant("p")),
+                    Emitter::constant(call.constant("train"))});
+  emitter.require("p");
+  return {same};
+}
+
+bool is_written_later(const Call& call, int alias_set) {
+  const auto& operators = call.graph().operators;
+  return std::any_of(operators.begin() + static_cast<int64_t>(call.index()) + 1, operators.end(),
+                     [&](const graph::Operator& op) {
+                       return std::find(op.writes.begin(), op.writes.end(), alias_set) !=
+                              op.writes.end();
+                     });
+}
+
 /// The mask of a whole tensor is drawn in the order of its memory, which must be that of its
 /// elements.
 Result dropout(const Call& call) {
   if (!call.divided(0) || !call.is_contiguous(0)) return std::nullopt;
   Treatment treatment = call.all_whole();
   treatment.arguments[0] = treatment.results[0] = call.layout(0);
-  treatment.emit = emit_dropout;
+  const int set = call.graph().values[call.results()[0]].alias_set;
+  const bool same = !call.in_place() && set == call.graph().values[call.tensors()[0]].alias_set;
+  treatment.emit = same && is_written_later(call, set) ? emit_no_dropout : emit_dropout;
   treatment.emit_writes = call.in_place();
   return treatment;
 }

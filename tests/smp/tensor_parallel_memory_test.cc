@@ -77,11 +77,13 @@ void mark_nothing(ModuleDecoder&) {}
 /// step.
 template <class Net>
 void train_decoder(const TensorLayout& layout, const DecoderSizes& sizes, int microbatches,
-                   const std::string& pipeline, const std::function<void(Net&)>& mark,
+                   const std::string& pipeline, const std::string& optimize,
+                   const std::function<void(Net&)>& mark,
                    const std::function<void(ModelOf<Net>&, const std::function<void()>&)>& with) {
   torch::set_num_threads(1);
   const auto ids = token_ids(sizes, microbatches);
-  run_as_threads(layout.ranks(), config_for(layout, microbatches).pipeline(pipeline), [&] {
+  const auto config = config_for(layout, microbatches).pipeline(pipeline).optimize(optimize);
+  run_as_threads(layout.ranks(), config, [&] {
     const auto net = make_model<Net>(5, sizes);
     net->to(torch::kFloat);
     mark(*net);
@@ -126,39 +128,41 @@ TEST_P(TensorParallelMemory, OfParametersIsThatOfTheFormula) {
   const auto plain = state_of(*make_model<Decoder>(5, sizes));
   std::mutex mutex;
   std::vector<std::set<std::string>> names(layout.ranks());
-  train_decoder<Decoder>(
-      layout, sizes, 2, "interleaved", mark_all, [&](Model& model, const auto& run) {
-        DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters());
-        for (int i = 0; i < 2; ++i) {
-          optimizer.zero_grad();
-          run();
-          optimizer.step();
-        }
-        const std::lock_guard lock(mutex);
-        size_t expected = 0, parameters = 0, gradients = 0;
-        Tensors held;
-        for (const auto& item : model->local_named_parameters()) {
-          const bool divided = model->is_distributed_parameter(item.value());
-          if (item.key() != "positions") {
-            EXPECT_EQ(divided, layout.degree > 1 && must_be_divided(item.key())) << item.key();
-          }
-          const int parts = divided ? layout.degree : 1;
-          expected += plain.at(item.key()).numel() / parts * sizeof(float);
-          parameters += item.value().nbytes();
-          gradients += item.value().grad().nbytes();
-          held.push_back(item.value());
-          names[rank()].insert(item.key());
-        }
-        EXPECT_EQ(parameters, expected);
-        EXPECT_EQ(storage_bytes(held), expected);  // nothing of the whole is left behind
-        EXPECT_EQ(gradients, expected);
-        size_t moments = 0;
-        for (const auto& [name, state] : optimizer.local_state_dict().params) {
-          EXPECT_EQ(state.tensors.size(), 2u) << name;
-          for (const auto& [field, tensor] : state.tensors) moments += tensor.nbytes();
-        }
-        EXPECT_EQ(moments, 2 * expected);
-      });
+  const auto with = [&](Model& model, const auto& run) {
+    DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters());
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      run();
+      optimizer.step();
+    }
+    const std::lock_guard lock(mutex);
+    size_t expected = 0, parameters = 0, gradients = 0;
+    Tensors held;
+    for (const auto& item : model->local_named_parameters()) {
+      const bool divided = model->is_distributed_parameter(item.value());
+      if (item.key() != "positions") {
+        EXPECT_EQ(divided, layout.degree > 1 && must_be_divided(item.key())) << item.key();
+      }
+      const int parts = divided ? layout.degree : 1;
+      expected += plain.at(item.key()).numel() / parts * sizeof(float);
+      parameters += item.value().nbytes();
+      gradients += item.value().grad().nbytes();
+      held.push_back(item.value());
+      names[rank()].insert(item.key());
+    }
+    EXPECT_EQ(parameters, expected);
+    EXPECT_EQ(storage_bytes(held), expected);  // nothing of the whole is left behind
+    EXPECT_EQ(gradients, expected);
+    size_t moments = 0;
+    for (const auto& [name, state] : optimizer.local_state_dict().params) {
+      EXPECT_EQ(state.tensors.size(), 2u) << name;
+      for (const auto& [field, tensor] : state.tensors) moments += tensor.nbytes();
+    }
+    EXPECT_EQ(moments, 2 * expected);
+  };
+  for (const char* optimize : {"speed", "memory"}) {
+    train_decoder<Decoder>(layout, sizes, 2, "interleaved", optimize, mark_all, with);
+  }
   std::set<std::string> all;
   for (const auto& of_rank : names) all.insert(of_rank.begin(), of_rank.end());
   EXPECT_EQ(all.size(), plain.size());
@@ -172,10 +176,10 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelMemory,
 /// The most that a rank allocates in a step in which all forwards come before all backwards.
 template <class Net>
 double peak_of_a_step(int degree, const DecoderSizes& sizes, int microbatches,
-                      const std::function<void(Net&)>& mark) {
+                      const std::string& optimize, const std::function<void(Net&)>& mark) {
   double peak = 0;
   std::mutex mutex;
-  train_decoder<Net>({degree, 1, 1, true}, sizes, microbatches, "simple", mark,
+  train_decoder<Net>({degree, 1, 1, true}, sizes, microbatches, "simple", optimize, mark,
                      [&](ModelOf<Net>& model, const auto& run) {
                        run();  // captures
                        run();  // gradients stay in place from here on
@@ -191,13 +195,14 @@ double peak_of_a_step(int degree, const DecoderSizes& sizes, int microbatches,
 /// What a layer keeps of a microbatch from its forward to its backward, by what one more microbatch
 /// adds to the peak and one more layer to that.
 template <class Net>
-double kept_by_a_layer(int degree, const DecoderSizes& sizes,
+double kept_by_a_layer(int degree, const DecoderSizes& sizes, const std::string& optimize,
                        const std::function<void(Net&)>& mark) {
   DecoderSizes small = sizes, large = sizes;
   small.layers = 1;
   large.layers = 3;
   const auto of_microbatch = [&](const DecoderSizes& of) {
-    return (peak_of_a_step<Net>(degree, of, 6, mark) - peak_of_a_step<Net>(degree, of, 2, mark)) /
+    return (peak_of_a_step<Net>(degree, of, 6, optimize, mark) -
+            peak_of_a_step<Net>(degree, of, 2, optimize, mark)) /
            4;
   };
   return (of_microbatch(large) - of_microbatch(small)) / 2;
@@ -209,30 +214,35 @@ void expect_within_a_tenth(int degree, double measured, double expected) {
   EXPECT_NEAR(measured / expected, 1, 0.1);
 }
 
-/// Both layer norms' inputs and outputs are whole; queries, keys and values, the result of
-/// attention, and hidden channels before and after their activation are divided.
-double kept_by_formula(int degree, const DecoderSizes& sizes) {
+/// Queries, keys and values, the result of attention, and hidden channels before and after their
+/// activation are divided; both layer norms' inputs and outputs are whole, or divided, too.
+double kept_by_formula(int degree, const DecoderSizes& sizes, bool in_parts) {
   const auto tokens = static_cast<double>(sizes.samples * sizes.length);
   const auto width = static_cast<double>(sizes.width), heads = static_cast<double>(sizes.heads);
-  const double statistics = 4 + heads / degree;  // of norms, and a sum for each head
-  return sizeof(float) * tokens * (4 * width + (3 + 1 + 4 + 4) * width / degree + statistics);
+  const double statistics = 4;  // of norms
+  const double between = (4 * width + statistics) / (in_parts ? degree : 1);
+  // And a sum for each head.
+  return sizeof(float) * tokens * (between + ((3 + 1 + 4 + 4) * width + heads) / degree);
 }
 
 constexpr DecoderSizes kMeasured{/*layers=*/1, /*samples=*/4, /*length=*/32, /*width=*/64};
 
 TEST(TensorParallelActivations, AreThoseOfTheFormulaWithinATenth) {
-  for (const int degree : {1, 2, 4}) {
-    expect_within_a_tenth(degree, kept_by_a_layer<Decoder>(degree, kMeasured, mark_all),
-                          kept_by_formula(degree, kMeasured));
+  for (const std::string optimize : {"speed", "memory"}) {
+    for (const int degree : {1, 2, 4}) {
+      SCOPED_TRACE(optimize);
+      expect_within_a_tenth(degree, kept_by_a_layer<Decoder>(degree, kMeasured, optimize, mark_all),
+                            kept_by_formula(degree, kMeasured, optimize == "memory"));
+    }
   }
 }
 
 /// Everything is divided, along the sequence, the heads or the hidden channels.
 TEST(TensorParallelActivations, OfSlicedStatesAreThoseOfTheFormulaWithinATenth) {
-  const double whole = kept_by_formula(1, kMeasured);
   for (const int degree : {1, 2, 4}) {
-    expect_within_a_tenth(degree, kept_by_a_layer<ModuleDecoder>(degree, kMeasured, mark_nothing),
-                          whole / degree);
+    expect_within_a_tenth(degree,
+                          kept_by_a_layer<ModuleDecoder>(degree, kMeasured, "memory", mark_nothing),
+                          kept_by_formula(degree, kMeasured, /*in_parts=*/true));
   }
 }
 
@@ -244,9 +254,9 @@ struct Sent {
 
 template <class Net>
 Sent sent_in_a_step(int degree, const DecoderSizes& sizes, int microbatches,
-                    const std::function<void(Net&)>& mark) {
+                    const std::string& optimize, const std::function<void(Net&)>& mark) {
   std::vector<Sent> by_rank(degree);
-  train_decoder<Net>({degree, 1, 1, true}, sizes, microbatches, "interleaved", mark,
+  train_decoder<Net>({degree, 1, 1, true}, sizes, microbatches, "interleaved", optimize, mark,
                      [&](ModelOf<Net>& model, const auto& run) {
                        run();
                        const auto group = std::make_shared<CountingGroup>(nn::tensor_group());
@@ -276,7 +286,8 @@ TEST(TensorParallelTraffic, IsFourSumsOfALayerAndMicrobatch) {
                                           << " microbatches, " << layers << " layers");
         sizes.layers = layers;
         const int64_t sums = 4 * layers * microbatches;
-        const auto sent = sent_in_a_step<Decoder>(degree, sizes, microbatches, mark_blocks);
+        const auto sent =
+            sent_in_a_step<Decoder>(degree, sizes, microbatches, "speed", mark_blocks);
         EXPECT_EQ(sent.calls, (std::map<std::string, int64_t>{{"all_reduce", sums}}));
         EXPECT_EQ(sent.elements, sums * states);
       }
@@ -298,7 +309,8 @@ TEST(TensorParallelTraffic, OfSlicedStatesIsThatOfTheFormula) {
         SCOPED_TRACE(::testing::Message() << degree << " ranks, " << microbatches
                                           << " microbatches, " << layers << " layers");
         sizes.layers = layers;
-        const auto sent = sent_in_a_step<ModuleDecoder>(degree, sizes, microbatches, mark_nothing);
+        const auto sent =
+            sent_in_a_step<ModuleDecoder>(degree, sizes, microbatches, "memory", mark_nothing);
         const int64_t gathers = 6 * layers + 3, reductions = 4 * layers + 1;
         const int64_t sums = 6 * layers + 1 + 2 + 2;  // words, last norm, loss
         EXPECT_EQ(sent.calls,
@@ -309,6 +321,36 @@ TEST(TensorParallelTraffic, OfSlicedStatesIsThatOfTheFormula) {
                   microbatches * (gathers * states / degree + reductions * states + states +
                                   (6 * layers + 2) * sizes.width + 3 * tokens));
       }
+    }
+  }
+}
+
+/// Of [samples, length, width], forward two sums to parts and two gathers in every layer; backward
+/// the same, and both gathers again; and sums of the gradients of norms' parameters and of biases
+/// that are added to parts. What a further layer sends: at the ends of the stream there is more.
+TEST(TensorParallelTraffic, IsOfPartsBetweenDividedLayers) {
+  DecoderSizes one{/*layers=*/1, /*samples=*/4};
+  DecoderSizes three = one;
+  three.layers = 3;
+  const int64_t states = one.samples * one.length * one.width;
+  for (const int degree : {2, 4}) {
+    for (const int microbatches : {1, 3}) {
+      SCOPED_TRACE(::testing::Message() << degree << " ranks, " << microbatches << " microbatches");
+      const auto less = sent_in_a_step<Decoder>(degree, one, microbatches, "memory", mark_blocks);
+      const auto more = sent_in_a_step<Decoder>(degree, three, microbatches, "memory", mark_blocks);
+      const int64_t layers = 2 * microbatches;
+      std::map<std::string, int64_t> calls;
+      for (const auto& [name, count] : more.calls) {
+        const auto before = less.calls.find(name);
+        const int64_t further = count - (before == less.calls.end() ? 0 : before->second);
+        if (further != 0) calls[name] = further;
+      }
+      EXPECT_EQ(calls, (std::map<std::string, int64_t>{{"reduce_scatter", 4 * layers},
+                                                       {"all_gather", 6 * layers},
+                                                       {"all_reduce", 6 * layers}}));
+      // What a rank gives: all of it to a sum to parts, its part to a gather.
+      const int64_t of_layer = 4 * states + 6 * states / degree + 6 * one.width;
+      EXPECT_EQ(more.elements - less.elements, layers * of_layer);
     }
   }
 }
@@ -363,7 +405,7 @@ std::set<std::string> check_own_operator() {
     EXPECT_EQ(got.divided.count(name), 1u) << name;
   }
   std::set<std::string> calls;
-  run_as_threads(2, config_of(layout), [&] {
+  run_as_threads(2, config_of(layout).optimize("speed"), [&] {
     const auto net = make_model<Net>(5);
     mark(*net);
     DistributedModel<std::shared_ptr<Net>> model(net);

@@ -65,6 +65,9 @@ struct Vit : torch::nn::Module {
             "block1.qkv.weight"};
   }
 
+  /// Whether ranks have parts between divided layers: of samples, there are five positions.
+  static bool has_streams(int ranks) { return kSamples % ranks == 0; }
+
   static constexpr int64_t kWidth = 16, kClasses = 8;
   torch::nn::Conv2d patches{nullptr};
   torch::Tensor token, positions;
@@ -112,6 +115,7 @@ struct Skips : torch::nn::Module {
   static Tensors step_batch(int number) { return random_batch(number, {kAll, 8, 8}, {kAll, 8, 8}); }
 
   static std::set<std::string> must_be_divided() { return {"wide.weight", "narrow.weight"}; }
+  static bool has_streams(int) { return true; }
 
   torch::nn::Linear in{nullptr}, down0{nullptr}, down1{nullptr}, wide{nullptr}, narrow{nullptr},
       up1{nullptr}, up0{nullptr}, out{nullptr};
@@ -122,8 +126,8 @@ struct WideMlp : torch::nn::Module {
   WideMlp() {
     layers = register_module(
         "layers", torch::nn::Sequential(torch::nn::Linear(8, 32), torch::nn::Tanh(),
-                                        torch::nn::Dropout(0.1), torch::nn::Linear(32, 16),
-                                        torch::nn::ReLU(), torch::nn::Linear(16, 32),
+                                        torch::nn::Dropout(0.1), torch::nn::Linear(32, 64),
+                                        torch::nn::ReLU(), torch::nn::Linear(64, 32),
                                         torch::nn::GELU(), torch::nn::Linear(32, 4)));
   }
 
@@ -134,6 +138,7 @@ struct WideMlp : torch::nn::Module {
   static Tensors step_batch(int number) { return random_batch(number, {kAll, 8}, {kAll, 4}); }
 
   static std::set<std::string> must_be_divided() { return {"layers.0.weight", "layers.3.weight"}; }
+  static bool has_streams(int ranks) { return kSamples % ranks == 0; }
 
   torch::nn::Sequential layers{nullptr};
 };
@@ -159,14 +164,90 @@ struct Normalised : torch::nn::Module {
   static Tensors step_batch(int number) { return random_batch(number, {kAll, 6, 8}, {kAll, 6, 4}); }
 
   static std::set<std::string> must_be_divided() { return {"up.weight", "down.weight"}; }
+  static bool has_streams(int) { return false; }
 
   torch::nn::Linear up{nullptr}, down{nullptr}, wide{nullptr}, head{nullptr};
   torch::nn::BatchNorm1d norm{nullptr}, wide_norm{nullptr};
 };
 
+/// A decoder with dropout, whose sequences four ranks can share.
+struct Gpt : torch::nn::Module {
+  Gpt() {
+    tokens = register_module("tokens", torch::nn::Embedding(kVocabulary, kWidth));
+    positions = register_parameter("positions", torch::randn({kLength, kWidth}));
+    for (int i = 0; i < 2; ++i) {
+      blocks.push_back(
+          register_module("block" + std::to_string(i),
+                          std::make_shared<TransformerBlock>(kWidth, 4, 0.1, /*causal=*/true)));
+    }
+    last = register_module("last", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+    head = register_module("head", torch::nn::Linear(kWidth, kVocabulary));
+  }
+
+  torch::Tensor loss(torch::Tensor ids, torch::Tensor targets) {
+    auto x = torch::dropout(tokens(ids) + positions, 0.1, is_training());
+    for (const auto& block : blocks) x = block->forward(x);
+    const auto logits = head(last(x));
+    return kScale * torch::nn::functional::cross_entropy(logits.flatten(0, 1), targets.flatten());
+  }
+
+  static Tensors step_batch(int number) {
+    const auto batch =
+        random_batch(number, {kAll, kLength, kVocabulary}, {kAll, kLength, kVocabulary});
+    return {batch[0].argmax(2), batch[1].argmax(2)};
+  }
+
+  static std::set<std::string> must_be_divided() {
+    return {"block0.qkv.weight", "block0.projection.weight", "block1.up.weight", "head.weight"};
+  }
+
+  static bool has_streams(int) { return true; }
+
+  static constexpr int64_t kWidth = 16, kLength = 8, kVocabulary = 12;
+  torch::nn::Embedding tokens{nullptr};
+  torch::Tensor positions;
+  std::vector<std::shared_ptr<TransformerBlock>> blocks;
+  torch::nn::LayerNorm last{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+/// libtorch's own layers, which normalise behind each sum, on [length, samples, width].
+struct Encoder : torch::nn::Module {
+  Encoder() {
+    in = register_module("in", torch::nn::Linear(8, 16));
+    layers = register_module(
+        "layers",
+        torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(
+            torch::nn::TransformerEncoderLayerOptions(16, 4).dim_feedforward(32).dropout(0.1), 2)));
+    out = register_module("out", torch::nn::Linear(16, 4));
+  }
+
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    const auto z = layers(in(x).transpose(0, 1)).transpose(0, 1);
+    return kScale * torch::mse_loss(out(z), y);
+  }
+
+  static Tensors step_batch(int number) {
+    return random_batch(number, {kAll, kLength, 8}, {kAll, kLength, 4});
+  }
+
+  static std::set<std::string> must_be_divided() {
+    return {"layers.layers.0.self_attn.in_proj_weight", "layers.layers.1.linear1.weight",
+            "layers.layers.1.linear2.weight"};
+  }
+
+  static bool has_streams(int) { return true; }
+
+  static constexpr int64_t kLength = 8;
+  torch::nn::Linear in{nullptr}, out{nullptr};
+  torch::nn::TransformerEncoder layers{nullptr};
+};
+
 template <class Net>
-Outcome run_marked(const TensorLayout& layout) {
-  return run_on_ranks<Net>(layout, [](Net& net) { set_tensor_parallelism(net); });
+Outcome run_marked(const TensorLayout& layout, const std::string& optimize = "memory") {
+  return run_on_ranks<Net>(
+      layout, [](Net& net) { set_tensor_parallelism(net); },
+      [&](Config config) { return config.optimize(optimize); });
 }
 
 template <class Net>
@@ -177,16 +258,24 @@ void expect_divided(const Outcome& got) {
 /// As in one process, and the same in a second run.
 template <class Net>
 void check(const TensorLayout& layout) {
-  const auto got = run_marked<Net>(layout);
-  expect_divided<Net>(got);
-  expect_close(got, run_plain<Net>());
-  expect_same(run_marked<Net>(layout), got);
+  const auto expected = run_plain<Net>();
+  for (const char* optimize : {"speed", "memory"}) {
+    SCOPED_TRACE(optimize);
+    const auto got = run_marked<Net>(layout, optimize);
+    expect_divided<Net>(got);
+    expect_close(got, expected);
+    expect_same(run_marked<Net>(layout, optimize), got);
+    const bool in_parts = optimize == std::string("memory") && Net::has_streams(layout.degree);
+    EXPECT_EQ(divided_streams(got.report) > 0, in_parts) << got.report;
+  }
 }
 
 class TensorParallelModels : public ::testing::TestWithParam<TensorLayout> {};
 
 TEST_P(TensorParallelModels, TrainAVisionTransformer) { check<Vit>(GetParam()); }
 TEST_P(TensorParallelModels, TrainSkips) { check<Skips>(GetParam()); }
+TEST_P(TensorParallelModels, TrainADecoder) { check<Gpt>(GetParam()); }
+TEST_P(TensorParallelModels, TrainAnEncoder) { check<Encoder>(GetParam()); }
 TEST_P(TensorParallelModels, TrainAPerceptron) { check<WideMlp>(GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelModels,
@@ -211,14 +300,34 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelBatchNorm,
 /// Recomputed blocks send and add the same.
 TEST(TensorParallelCheckpointing, ChangesNothing) {
   for (const TensorLayout& layout : {TensorLayout{2}, TensorLayout{4, 2}}) {
-    SCOPED_TRACE(c10::str(layout));
-    const auto again = run_on_ranks<Vit>(layout, [](Vit& net) {
-      set_tensor_parallelism(net);
-      for (const auto& block : net.blocks) set_activation_checkpointing(*block);
-    });
-    expect_divided<Vit>(again);
-    expect_same(again, run_marked<Vit>(layout));
-    expect_close(again, run_plain<Vit>());
+    for (const char* optimize : {"speed", "memory"}) {
+      SCOPED_TRACE(c10::str(layout, ", ", optimize));
+      const auto again = run_on_ranks<Gpt>(
+          layout,
+          [](Gpt& net) {
+            set_tensor_parallelism(net);
+            for (const auto& block : net.blocks) set_activation_checkpointing(*block);
+          },
+          [&](Config config) { return config.optimize(optimize); });
+      expect_divided<Gpt>(again);
+      expect_same(again, run_marked<Gpt>(layout, optimize));
+      expect_close(again, run_plain<Gpt>());
+    }
+  }
+}
+
+/// Forwards and backwards in other orders, and backwards in two halves, of which the second gathers
+/// what the first one does not need.
+TEST(TensorParallelSchedules, ChangeNothing) {
+  const TensorLayout layout{2, 2};
+  const auto expected = run_marked<Gpt>(layout);
+  EXPECT_GT(divided_streams(expected.report), 0);
+  for (const char* pipeline : {"simple", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"}) {
+    SCOPED_TRACE(pipeline);
+    const auto got = run_on_ranks<Gpt>(
+        layout, [](Gpt& net) { set_tensor_parallelism(net); },
+        [&](Config config) { return config.optimize("memory").pipeline(pipeline); });
+    expect_same(got, expected);
   }
 }
 

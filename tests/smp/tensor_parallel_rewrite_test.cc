@@ -35,9 +35,21 @@ void mark(torch::nn::Module& net) { set_tensor_parallelism(net); }
 template <class Net>
 void check(const TensorLayout& layout) {
   SCOPED_TRACE(c10::str(layout));
-  const auto got = run_on_ranks<Net>(layout, [](Net& net) { mark(net); });
-  expect_close(got, run_plain<Net>());
-  expect_same(run_on_ranks<Net>(layout, [](Net& net) { mark(net); }), got);
+  const auto expected = run_plain<Net>();
+  for (const char* optimize : {"speed", "memory"}) {
+    SCOPED_TRACE(optimize);
+    const auto run = [&] {
+      return run_on_ranks<Net>(
+          layout, [](Net& net) { mark(net); },
+          [&](Config config) { return config.optimize(optimize); });
+    };
+    const auto got = run();
+    expect_close(got, expected);
+    expect_same(run(), got);
+    // In parts go samples: neither they nor positions are a multiple of four.
+    const bool in_parts = optimize == std::string("memory") && kSamples % layout.degree == 0;
+    EXPECT_EQ(divided_streams(got.report) > 0, in_parts) << got.report;
+  }
 }
 
 class TensorParallelRewrite : public ::testing::TestWithParam<TensorLayout> {};

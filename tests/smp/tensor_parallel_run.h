@@ -43,7 +43,22 @@ struct Outcome {
   Tensors evaluations;           // by global microbatch, at the end
   Named weights;
   std::set<std::string> divided;  // names of parameters
+  std::string report;
 };
+
+/// How many of the streams of activations that a report names are divided.
+inline int divided_streams(const std::string& report) {
+  const size_t begin = report.find("activations between divided layers");
+  if (begin == std::string::npos) return 0;
+  const std::string streams =
+      report.substr(begin, report.find("Of a microbatch a rank keeps", begin) - begin);
+  int count = 0;
+  for (size_t at = 0; (at = streams.find("divided along dimension", at)) != std::string::npos;
+       ++at) {
+    ++count;
+  }
+  return count;
+}
 
 template <class Net>
 Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
@@ -167,6 +182,7 @@ Outcome run_on_ranks(
     for (const auto& entry : Runtime::get().divided().entries()) result.divided.insert(entry.name);
     if (result.weights.empty()) {
       result.weights = state;
+      result.report = model->tensor_parallelism_report();
       result.norms = norms;
       result.largest = largest;
     }

@@ -42,6 +42,14 @@ inline DivideOptions eager_options(const TensorTable& table, int ranks) {
   return options;
 }
 
+/// The same, and whatever lies between divided layers is divided where it can be.
+inline DivideOptions memory_options(const TensorTable& table, int ranks) {
+  DivideOptions options = eager_options(table, ranks);
+  options.streams = true;
+  options.activation_us_per_byte = 100;
+  return options;
+}
+
 /// A step that differentiates the first tensor that `body` returns.
 inline Function training(const Function& body) {
   return [body](const Tensors& inputs) {

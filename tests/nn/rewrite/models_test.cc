@@ -21,7 +21,8 @@ struct Prepared {
   Function step;
 };
 
-/// The divided graph of a model for `ranks`, after it was found to give what one process does.
+/// The divided graph of a model for `ranks`, after it was found to give what one process does; so
+/// does the one in which activations between divided layers are divided, too.
 DividedGraph divided_as_plain(const Prepared& model, int ranks) {
   const TensorTable table = table_of(*model.module);
   const Function step = training(model.step);
@@ -29,6 +30,11 @@ DividedGraph divided_as_plain(const Prepared& model, int ranks) {
   DividedGraph divided = divide(*whole, eager_options(table, ranks));
   expect_equals_plain(divided, *model.module, table, model.inputs, step, ranks);
   expect_metas_hold(divided, table, model.inputs, ranks);
+  const DividedGraph in_parts = divide(*whole, memory_options(table, ranks));
+  if (in_parts.graph.to_string() != divided.graph.to_string()) {
+    expect_equals_plain(in_parts, *model.module, table, model.inputs, step, ranks);
+    expect_metas_hold(in_parts, table, model.inputs, ranks);
+  }
   return divided;
 }
 

@@ -11,9 +11,9 @@ namespace {
 using torch::Tensor;
 
 constexpr int kPrograms = 300;
-constexpr int64_t kBatch = 2, kLength = 3, kWidth = 24;
+constexpr int64_t kBatch = 4, kLength = 6, kWidth = 24;
 
-/// Square weights, so that any operator may follow any other on [2, 3, 24].
+/// Square weights, so that any operator may follow any other on [4, 6, 24].
 struct WeightsImpl : torch::nn::Module {
   WeightsImpl() {
     torch::manual_seed(4);
@@ -176,7 +176,7 @@ TEST_P(RandomTest, EqualsOneProcess) {
   Weights weights;
   const TensorTable table = table_of(*weights);
   constexpr int kEach = kPrograms / 10;
-  int divided_parameters = 0;
+  int divided_parameters = 0, divided_streams = 0;
   for (int i = 0; i < kEach; ++i) {
     const auto seed = static_cast<uint32_t>(GetParam() * kEach + i);
     SCOPED_TRACE(seed);
@@ -207,9 +207,18 @@ TEST_P(RandomTest, EqualsOneProcess) {
     divided_parameters += static_cast<int>(divided.parameters.size());
     expect_equals_plain(divided, *weights, table, inputs, step, ranks);
     expect_metas_hold(divided, table, inputs, ranks);
+    options.streams = true;
+    options.activation_us_per_byte = random() % 2 == 0 ? 100 : 0;
+    const DividedGraph in_parts = divide(*whole, options);
+    for (const StreamDecision& stream : in_parts.streams) divided_streams += stream.dim >= 0;
+    if (in_parts.graph.to_string() != divided.graph.to_string()) {
+      expect_equals_plain(in_parts, *weights, table, inputs, step, ranks);
+      expect_metas_hold(in_parts, table, inputs, ranks);
+    }
     if (HasFailure()) return;
   }
   EXPECT_GT(divided_parameters, kEach);
+  EXPECT_GT(divided_streams, kEach / 3);
 }
 
 INSTANTIATE_TEST_SUITE_P(Programs, RandomTest, ::testing::Range(0, 10));

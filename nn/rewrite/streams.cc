@@ -1,0 +1,278 @@
+#include "nn/rewrite/streams.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::Graph;
+using graph::Value;
+using graph::ValueId;
+
+/// A prediction that is not better by this fraction is a tie.
+constexpr double kTie = 1e-9;
+/// How far a search follows the values of the graph.
+constexpr int kReach = 12;
+/// A try that still meets activations that are whole after so many walks is left as it is.
+constexpr int kMostWalks = 8;
+
+class StreamChooser {
+ public:
+  StreamChooser(Propagation& propagation, const Pins& pins, const DivideOptions& options)
+      : propagation_(propagation), graph_(propagation.graph()), options_(options) {
+    best_ = {pins, propagation.run(pins)};
+    considered_.resize(graph_.values.size());
+  }
+
+  Streams run() {
+    for (ValueId seed : seeds()) {
+      if (considered_[seed] == 0 && best_.outcome.in_stream[seed] == 0) consider(seed);
+    }
+    return {std::move(best_.outcome), std::move(decisions_)};
+  }
+
+ private:
+  struct Try {
+    Pins pins;
+    Outcome outcome;
+  };
+
+  const Call& call(size_t index) const { return propagation_.calls()[index]; }
+
+  double cost_of(const Outcome& outcome) const {
+    return outcome.us + static_cast<double>(outcome.kept_bytes) * options_.activation_us_per_byte;
+  }
+
+  /// What could be divided for its own sake, in program order: sums over the ranks that are made
+  /// whole, and what products with divided weights read whole.
+  std::vector<ValueId> seeds() const {
+    std::vector<ValueId> found;
+    std::set<ValueId> seen;
+    const auto add = [&](ValueId value) {
+      const Value& own = graph_.values[value];
+      const bool fits = own.producer >= 0 && own.meta.sizes.size() >= 2 &&
+                        c10::isFloatingType(own.meta.dtype) && !comes_from_parameter(graph_, value);
+      if (fits && seen.insert(value).second) found.push_back(value);
+    };
+    for (size_t i = 0; i < graph_.operators.size(); ++i) {
+      const Treatment& treatment = best_.outcome.treatments[i];
+      const bool multiplies = is_product(call(i).base_name());
+      for (size_t p = 0; p < call(i).tensors().size(); ++p) {
+        const ValueId value = call(i).tensors()[p];
+        const Layout& wanted = treatment.arguments[p];
+        const bool is_all = wanted.is_whole() || wanted == Layout::shared();
+        const bool is_sum = best_.outcome.layouts[value].is_partial() && is_all;
+        const bool is_read = multiplies && works_on_parts(treatment) && is_all;
+        if (is_sum || is_read) add(value);
+      }
+      if (multiplies && treatment.reduced_bytes > 0) add(call(i).results()[0]);
+    }
+    return found;
+  }
+
+  void consider(ValueId seed) {
+    const auto& sizes = graph_.values[seed].meta.sizes;
+    std::optional<Try> cheapest;
+    bool can_be_divided = false;
+    int best_dim = -1;
+    for (int dim = 0; dim + 1 < static_cast<int>(sizes.size()); ++dim) {
+      if (!can_divide(sizes, dim, 1, options_.ranks)) continue;
+      can_be_divided = true;
+      std::optional<Try> grown = grow(seed, Layout::divided(dim));
+      if (!grown) continue;
+      for (size_t v = 0; v < considered_.size(); ++v) {
+        considered_[v] = static_cast<char>(considered_[v] | grown->outcome.in_stream[v]);
+      }
+      if (grown->outcome.joined_parameters > best_.outcome.joined_parameters) continue;
+      const double bound = cheapest ? cost_of(cheapest->outcome) * (1 - kTie)
+                                    : std::numeric_limits<double>::infinity();
+      if (cost_of(grown->outcome) >= bound) continue;
+      cheapest = std::move(grown);
+      best_dim = dim;
+    }
+    if (cheapest && cost_of(cheapest->outcome) < cost_of(best_.outcome) * (1 - kTie)) {
+      note(seed, *cheapest, best_dim);
+      best_ = std::move(*cheapest);
+      return;
+    }
+    std::string reason = "the operators around it work on whole values";
+    if (!can_be_divided) {
+      reason =
+          c10::str("no dimension before its last can be divided among ", options_.ranks, " ranks");
+    } else if (cheapest) {
+      reason = too_dear(cheapest->outcome);
+    }
+    note_whole(seed, reason);
+  }
+
+  std::string too_dear(const Outcome& outcome) const {
+    return c10::str("in parts, a microbatch is predicted to take ",
+                    static_cast<int64_t>(outcome.us), " us instead of ",
+                    static_cast<int64_t>(best_.outcome.us), ", and a rank to keep ",
+                    outcome.kept_bytes, " B of it instead of ", best_.outcome.kept_bytes);
+  }
+
+  /// Divides a value and all that meets it, element for element; nothing if nobody can make it so.
+  std::optional<Try> grow(ValueId seed, const Layout& layout) {
+    Try made = {best_.pins, {}};
+    propagation_.recall(best_.outcome);
+    visited_.clear();
+    pin_origins(seed, layout, best_.outcome, made.pins, 0);
+    if (made.pins.size() == best_.pins.size()) return std::nullopt;
+    for (int walk = 0; walk < kMostWalks; ++walk) {
+      made.outcome = propagation_.run(made.pins);
+      const size_t before = made.pins.size();
+      propagation_.recall(made.outcome);
+      visited_.clear();
+      for (const Wish& wish : made.outcome.wishes) {
+        if (!wish.by_stream || !wish.layout.is_divided()) continue;
+        pin_origins(wish.value, wish.layout, made.outcome, made.pins, 0);
+      }
+      if (made.pins.size() == before) break;
+    }
+    return made;
+  }
+
+  /// Pins the values that an activation is made of, element for element, where they come from: from
+  /// a sum over the ranks, from what is divided otherwise, or from an operator that needs its
+  /// arguments whole. False: nobody can make it so.
+  bool pin_origins(ValueId value, const Layout& layout, const Outcome& outcome, Pins& pins,
+                   int depth) {
+    const Value& made = graph_.values[value];
+    if (made.producer < 0 || comes_from_parameter(graph_, value)) return false;
+    const Layout& home = outcome.layouts[value];
+    if (pins.count(value) > 0 || home == layout) return true;
+    if (!visited_.insert(value).second) return false;
+    const bool begins = !home.is_whole() || outcome.treatments[made.producer].reduced_bytes > 0;
+    const bool can_begin = can_be_brought(value, layout);
+    bool pinned = false;
+    if (!(begins && can_begin) && depth < kReach) {
+      for (const auto& [argument, own] : origins(value, layout)) {
+        pinned |= pin_origins(argument, own, outcome, pins, depth + 1);
+      }
+    }
+    if (pinned || !can_begin) return pinned;
+    pins[value] = layout;
+    return true;
+  }
+
+  /// The arguments of which the value has all elements, as they must be divided for it to be.
+  std::vector<std::pair<ValueId, Layout>> origins(ValueId value, const Layout& layout) {
+    std::vector<std::pair<ValueId, Layout>> found;
+    const Value& made = graph_.values[value];
+    const Call& made_by = call(made.producer);
+    for (size_t p = 0; p < made_by.tensors().size(); ++p) {
+      const ValueId argument = made_by.tensors()[p];
+      const Value& own = graph_.values[argument];
+      if (own.producer < 0 || own.meta.numel() != made.meta.numel() ||
+          comes_from_parameter(graph_, argument)) {
+        continue;
+      }
+      for (const Layout& option : options_of(own.meta.sizes, layout, made.meta.sizes)) {
+        const auto result = propagation_.carried(made.producer, static_cast<int>(p), option, value);
+        if (!result || *result != layout) continue;
+        found.emplace_back(argument, option);
+        break;
+      }
+    }
+    return found;
+  }
+
+  /// How an argument may be divided for a result to be divided so: in the same way, as a view of
+  /// it, or along any dimension.
+  std::vector<Layout> options_of(c10::IntArrayRef sizes, const Layout& layout,
+                                 c10::IntArrayRef of_result) const {
+    std::vector<Layout> options;
+    if (sizes == of_result) options.push_back(layout);
+    if (const auto view = through_view(of_result, layout, sizes, options_.ranks)) {
+      options.push_back(*view);
+    }
+    for (int dim = 0; dim < static_cast<int>(sizes.size()); ++dim) {
+      options.push_back(Layout::divided(dim, layout.blocks));
+    }
+    const auto fits = [&](const Layout& option) {
+      return can_divide(sizes, option.dim, option.blocks, options_.ranks);
+    };
+    options.erase(std::remove_if(options.begin(), options.end(), std::not_fn(fits)), options.end());
+    return options;
+  }
+
+  /// Parts can be made of it where it is made: it lies on a storage of its own.
+  bool can_be_brought(ValueId value, const Layout& layout) const {
+    const Value& made = graph_.values[value];
+    const Call& made_by = call(made.producer);
+    if (!can_divide(made.meta.sizes, layout.dim, layout.blocks, options_.ranks) ||
+        !made_by.op().writes.empty()) {
+      return false;
+    }
+    const auto& tensors = made_by.tensors();
+    return std::none_of(tensors.begin(), tensors.end(), [&](ValueId argument) {
+      return graph_.values[argument].alias_set == made.alias_set;
+    });
+  }
+
+  const std::string& scope_of(ValueId value) const {
+    return graph_.operators[graph_.values[value].producer].scope;
+  }
+
+  void note(ValueId seed, const Try& made, int dim) {
+    std::vector<std::pair<int, ValueId>> new_pins;  // in program order
+    for (const auto& [value, layout] : made.pins) {
+      if (best_.pins.count(value) == 0) new_pins.emplace_back(graph_.values[value].producer, value);
+    }
+    std::sort(new_pins.begin(), new_pins.end());
+    StreamDecision decision;
+    decision.first = scope_of(new_pins.front().second);
+    decision.last = scope_of(new_pins.back().second);
+    const auto& sizes = graph_.values[seed].meta.sizes;
+    decision.sizes.assign(sizes.begin(), sizes.end());
+    decision.dim = dim;
+    add(std::move(decision));
+  }
+
+  void note_whole(ValueId seed, std::string reason) {
+    StreamDecision decision;
+    decision.first = decision.last = scope_of(seed);
+    const auto& sizes = graph_.values[seed].meta.sizes;
+    decision.sizes.assign(sizes.begin(), sizes.end());
+    decision.reason = std::move(reason);
+    add(std::move(decision));
+  }
+
+  /// Adds it to the one before, if that is alike.
+  void add(StreamDecision decision) {
+    if (!decisions_.empty()) {
+      StreamDecision& before = decisions_.back();
+      if (before.sizes == decision.sizes && before.dim == decision.dim &&
+          before.reason == decision.reason) {
+        before.last = decision.last;
+        ++before.streams;
+        return;
+      }
+    }
+    decisions_.push_back(std::move(decision));
+  }
+
+  Propagation& propagation_;
+  const Graph& graph_;
+  const DivideOptions& options_;
+  Try best_;
+  std::vector<char> considered_;  // by value: it was tried in parts
+  std::set<ValueId> visited_;
+  std::vector<StreamDecision> decisions_;
+};
+
+}  // namespace
+
+Streams choose_streams(Propagation& propagation, const Pins& pins, const DivideOptions& options) {
+  return StreamChooser(propagation, pins, options).run();
+}
+
+}  // namespace smp::nn::rewrite
