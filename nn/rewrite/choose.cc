@@ -35,8 +35,9 @@ class Chooser {
   }
 
   Choice run() {
+    choice_.whole_us = propagation_.run(choice_.pins).us;
+    propagation_.expect_streams(true);
     best_ = propagation_.run(choice_.pins);
-    choice_.whole_us = best_.us;
     const std::vector<ValueId> weights = weights_in_order();
     for (ValueId seed : weights) {
       if (propagation_.is_allowed(seed) && is_open(seed, choice_.pins, best_)) consider(seed);
@@ -44,6 +45,7 @@ class Chooser {
     for (ValueId weight : weights) {
       if (choice_.pins.count(weight) > 0 && fixed_.count(weight) == 0) reconsider(weight);
     }
+    propagation_.expect_streams(false);
     // What a later choice divided was not refused after all.
     for (auto it = choice_.refusals.begin(); it != choice_.refusals.end();) {
       it = best_.layouts[it->first].is_divided() ? choice_.refusals.erase(it) : std::next(it);

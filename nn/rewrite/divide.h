@@ -55,7 +55,7 @@ struct StreamDecision {
   std::string first;           ///< the module where it begins
   std::string last;            ///< and where it ends, or the last of several like it
   int streams = 1;             ///< so many alike, one after the other
-  std::vector<int64_t> sizes;  ///< of its first activation
+  std::vector<int64_t> sizes;  ///< of the activation that was tried first
   int dim = -1;                ///< along which each rank has its part; -1: every rank has all of it
   std::string reason;          ///< of a whole one, a sentence without its full stop
 };

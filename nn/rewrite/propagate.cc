@@ -44,6 +44,18 @@ double products_of(const Call& call) {
   return 0;
 }
 
+/// True for what is no product, and makes an activation of which ranks may have parts along a
+/// dimension before the last.
+bool may_be_in_stream(const Call& call) {
+  if (call.results().empty() || is_product(call.base_name())) return false;
+  const auto& sizes = call.result_meta().sizes;
+  bool divisible = false;
+  for (int dim = 0; dim + 1 < static_cast<int>(sizes.size()); ++dim) {
+    divisible |= can_divide(sizes, dim, 1, call.ranks());
+  }
+  return divisible && !comes_from_parameter(call.graph(), call.results()[0]);
+}
+
 double estimated_time(const Call& call) {
   const bool is_view =
       call.op().writes.empty() && !call.results().empty() &&
@@ -107,7 +119,10 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
     alias_sets_[value.alias_set].push_back(static_cast<ValueId>(v));
     if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
   }
-  for (const Call& call : calls_) kept_.push_back(kept_by(call));
+  for (const Call& call : calls_) {
+    kept_.push_back(kept_by(call));
+    may_be_in_stream_.push_back(may_be_in_stream(call) ? 1 : 0);
+  }
 }
 
 bool Propagation::is_allowed(ValueId value) const {
@@ -262,7 +277,9 @@ void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& 
   }
   const double time = times_[index];
   const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
-  outcome.us += works_on_parts(treatment) ? call_time + (time - call_time) / options_.ranks : time;
+  const bool in_parts =
+      works_on_parts(treatment) || (expects_streams_ && may_be_in_stream_[call.index()] != 0);
+  outcome.us += in_parts ? call_time + (time - call_time) / options_.ranks : time;
   const auto [forward, backward] = times_of(traffic_inside(call, treatment), options_);
   outcome.us += forward + backward;
 }

@@ -43,6 +43,10 @@ class Propagation {
   Propagation(const graph::Graph& graph, const DivideOptions& options);
 
   Outcome run(const Pins& pins);
+  /// From here on, with `DivideOptions::streams`: whether what is computed on whole activations,
+  /// and could be on parts of them, takes as long as on parts. So weights are divided as is best
+  /// when activations between them are divided, too.
+  void expect_streams(bool on) { expects_streams_ = on && options_.streams; }
 
   /// How a result of an operator would be divided if the argument at that position were divided so,
   /// as a stream, and all others were as in the outcome last given to `recall`; nothing if the
@@ -86,6 +90,7 @@ class Propagation {
   std::vector<double> times_;                            // of operators, undivided
   std::vector<Kept> kept_;                               // of operators
   std::vector<char> is_activation_;                      // by value
+  std::vector<char> may_be_in_stream_;                   // by operator: its result may be
   std::vector<char> kept_as_;                            // by value: the forms that are kept
   std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
   std::vector<bool> lasting_;                            // by alias set: outlives the microbatch
@@ -93,6 +98,7 @@ class Propagation {
   std::set<int> whole_sets_;                             // storages that must not be divided
   Conversions<char> conversions_;
   const Pins no_pins_;
+  bool expects_streams_ = false;
 };
 
 }  // namespace smp::nn::rewrite

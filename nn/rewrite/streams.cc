@@ -51,13 +51,15 @@ class StreamChooser {
   }
 
   /// What could be divided for its own sake, in program order: sums over the ranks that are made
-  /// whole, and what products with divided weights read whole.
+  /// whole, and what products with divided weights read whole. (Of what needs no gradient every
+  /// rank has the input that it is made of.)
   std::vector<ValueId> seeds() const {
     std::vector<ValueId> found;
     std::set<ValueId> seen;
     const auto add = [&](ValueId value) {
       const Value& own = graph_.values[value];
-      const bool fits = own.producer >= 0 && own.meta.sizes.size() >= 2 &&
+      const bool counts = !graph_.trains() || propagation_.requires_grad_at_end(value);
+      const bool fits = own.producer >= 0 && own.meta.sizes.size() >= 2 && counts &&
                         c10::isFloatingType(own.meta.dtype) && !comes_from_parameter(graph_, value);
       if (fits && seen.insert(value).second) found.push_back(value);
     };

@@ -164,7 +164,7 @@ struct Normalised : torch::nn::Module {
   static Tensors step_batch(int number) { return random_batch(number, {kAll, 6, 8}, {kAll, 6, 4}); }
 
   static std::set<std::string> must_be_divided() { return {"up.weight", "down.weight"}; }
-  static bool has_streams(int) { return false; }
+  static bool has_streams(int) { return true; }
 
   torch::nn::Linear up{nullptr}, down{nullptr}, wide{nullptr}, head{nullptr};
   torch::nn::BatchNorm1d norm{nullptr}, wide_norm{nullptr};

@@ -218,7 +218,7 @@ TEST_P(RandomTest, EqualsOneProcess) {
     if (HasFailure()) return;
   }
   EXPECT_GT(divided_parameters, kEach);
-  EXPECT_GT(divided_streams, kEach / 3);
+  EXPECT_GT(divided_streams, kEach / 6);
 }
 
 INSTANTIATE_TEST_SUITE_P(Programs, RandomTest, ::testing::Range(0, 10));

@@ -188,7 +188,9 @@ TEST(StreamsTest, KeepWhatTheFormulaSays) {
   for (const char* line :
        {"activations between divided layers  sizes      on a rank",
         "table to down                       [2, 3, 4]  [1, 3, 4]  divided along dimension 0",
-        "Of a microbatch a rank keeps about ", "with all between divided layers whole",
+        "Of a microbatch a rank keeps about 672 B of activations until its backward pass, 960 B "
+        "with "
+        "all between divided layers whole",
         "whole: operator aten::layer_norm needs all of it for each part of what it works on"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
   }
