@@ -22,12 +22,13 @@ from contenders import (GPT, MODELS, Contender, arguments, closing, middle, sing
 STYLES = ["plain", "loss", "sequence"]
 
 
-def ours(model, ranks):
+def ours(optimize, model, ranks):
     parameters = {"partitions": 1, "tensor_parallel_degree": ranks, "ddp": True,
-                  "prescaled_batch": True, "microbatches": model["microbatches"],
-                  "timeout_seconds": 3600}
-    return Contender("smp", [(smprun(ranks, GPT, *arguments(model)),
-                              {"SM_HP_MP_PARAMETERS": json.dumps(parameters)})], ranks)
+                  "prescaled_batch": True, "optimize": optimize,
+                  "microbatches": model["microbatches"], "timeout_seconds": 3600}
+    environment = {"SM_HP_MP_PARAMETERS": json.dumps(parameters)}
+    return Contender(f"smp, {optimize}",
+                     [(smprun(ranks, GPT, *arguments(model)), environment)], ranks)
 
 
 def torch_peer(python, style, model, ranks, port):
@@ -53,7 +54,7 @@ def main():
 
 def compare(options, model, contenders):
     contenders += [single("one thread", model, 1), single("two threads", model, 2),
-                   ours(model, options.ranks)]
+                   ours("speed", model, options.ranks), ours("memory", model, options.ranks)]
     peers = []
     for style in STYLES if options.torch_python else []:
         peers.append(torch_peer(options.torch_python, style, model, options.ranks,
