@@ -329,7 +329,7 @@ class Builder final : public GraphWriter {
     const Layout& home = outcome_.layouts[result];
     const bool required = whole_.values[result].meta.requires_grad;
     const bool sent = required && whole_.trains() && call_->op().mode.grad;
-    ids_[result] = converted(result, home, {required, sent});
+    converted(result, home, {required, sent});
     if (!made.is_whole()) conversions_.forget(result, home);
   }
 
@@ -357,7 +357,7 @@ class Builder final : public GraphWriter {
   }
 
   const Outcome& outcome_;
-  std::vector<ValueId> ids_;  // by value of the whole graph, in the layout that it is made in
+  std::vector<ValueId> ids_;  // by value of the whole graph, as its operator makes it
   Conversions<ValueId> conversions_;
   std::map<int, int> recorded_sets_;  // of the call's arguments: alias set here -> recorded
 };

@@ -77,7 +77,8 @@ struct DividedGraph {
   int ranks = 1;  ///< of the group
   /// By operator of the whole graph: those that stand for it.
   std::vector<std::vector<int>> operators;
-  /// By value of the whole graph: the one that stands for it.
+  /// By value of the whole graph: the one that stands for it, as its operator makes it (which may
+  /// be brought to another layout at once).
   std::vector<std::vector<graph::ValueId>> values;
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order

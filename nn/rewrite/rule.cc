@@ -46,6 +46,15 @@ Rule find(const RuleTable& rules, const graph::Operator& op) {
   return nullptr;
 }
 
+/// True for the overloads that are given the tensor of their result ("out", "int_out", "out_mode";
+/// not "dtype_layout").
+bool writes_another(const std::string& overload) {
+  const std::string end = "_out";
+  return overload.rfind("out", 0) == 0 ||
+         (overload.size() >= end.size() &&
+          overload.compare(overload.size() - end.size(), end.size(), end) == 0);
+}
+
 }  // namespace
 
 void register_rule(const std::string& operator_name, Rule rule) {
@@ -54,8 +63,7 @@ void register_rule(const std::string& operator_name, Rule rule) {
 }
 
 Rule rule_of(const graph::Operator& op) {
-  const std::string& overload = op.handle.operator_name().overload_name;
-  if (overload.find("out") != std::string::npos) return nullptr;  // writes another tensor
+  if (writes_another(op.handle.operator_name().overload_name)) return nullptr;
   {
     const std::lock_guard<std::mutex> lock(registered().mutex);
     if (const Rule own = find(registered().rules, op)) return own;

@@ -457,5 +457,63 @@ TEST(StreamsTest, LaterGraphsChooseAnew) {
   expect_equals_plain(evaluated, net, table, ids(2, 4), evaluate, 2);
 }
 
+/// Two divided layers of width 8 behind one that is not marked, and one before the loss.
+struct BetweenImpl : torch::nn::Module {
+  BetweenImpl() {
+    in = register_module("in", torch::nn::Linear(8, 8));
+    up = register_module("up", torch::nn::Linear(8, 16));
+    down = register_module("down", torch::nn::Linear(16, 8));
+    to(torch::kDouble);
+  }
+  /// `aten::linear` with a bias.
+  Tensor block(const Tensor& x) {
+    return torch::linear(torch::relu(torch::linear(x, up->weight, up->bias)), down->weight,
+                         down->bias);
+  }
+  /// What is not named in `whole` may be divided.
+  DivideOptions options(const std::vector<std::string>& whole = {}) {
+    DivideOptions options = memory_options(table_of(*this), 2);
+    options.allowed.erase("in.weight");
+    options.allowed.erase("in.bias");
+    for (const std::string& name : whole) options.allowed.erase(name);
+    return options;
+  }
+  torch::nn::Linear in{nullptr}, up{nullptr}, down{nullptr};
+};
+
+/// Host data that a stream meets takes other values with every step.
+TEST(StreamsTest, LiteralsFollow) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  std::vector<double> data(32, 0.5);
+  const Tensors in = {torch::randn({4, 8}, torch::kDouble)};
+  const Function step = training([&](const Tensors& x) -> Tensors {
+    const Tensor y =
+        torch::tanh(net.in(x[0])) + torch::sin(torch::tensor(data, torch::kDouble).view({4, 8}));
+    return {net.block(y).square().sum()};
+  });
+  const TensorTable table = table_of(net);
+  const auto whole = capture(table, in, step);
+  DividedGraph divided = divide(*whole, net.options());
+  EXPECT_EQ(dims(divided), "0") << report(divided);
+  std::iota(data.begin(), data.end(), 0.25);
+  int literals = 0;
+  for (size_t v = 0; v < whole->values.size(); ++v) {
+    if (whole->values[v].kind != graph::ValueKind::kLiteral) continue;
+    ++literals;
+    const auto id = static_cast<graph::ValueId>(v);
+    for (const auto& change : divided.contents({{id, torch::tensor(data, torch::kDouble)}})) {
+      ASSERT_TRUE(divided.graph.values[change.value].content.defined())
+          << divided.graph.to_string();
+      divided.graph.values[change.value].content = change.content;
+    }
+  }
+  EXPECT_EQ(literals, 1);
+  EXPECT_NE(divided.graph.to_string().find("aten::to.dtype_layout"), std::string::npos);
+  EXPECT_EQ(count(divided.graph, "smp::tp_scatter"), 2) << divided.graph.to_string();
+
+  expect_equals_plain(divided, net, table, in, step, 2);
+}
+
 }  // namespace
 }  // namespace smp::nn::rewrite::testing
