@@ -363,6 +363,9 @@ Result embedding(const Call& call) {
   Treatment treatment = call.all_shared();
   if (!call.divided(0)) {
     if (!call.divided(1)) return std::nullopt;
+    // How often an index occurs is not known of parts; and sparse gradients are not summed.
+    const bool of_all = call.is_set("scale_grad_by_freq") || call.is_set("sparse");
+    if (of_all && call.has_gradient(0)) return std::nullopt;
     treatment.arguments[1] = treatment.results[0] = call.layout(1);
     return treatment;
   }

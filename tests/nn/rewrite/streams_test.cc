@@ -515,5 +515,32 @@ TEST(StreamsTest, LiteralsFollow) {
   expect_equals_plain(divided, net, table, in, step, 2);
 }
 
+/// How often an index occurs is known where all of them are.
+TEST(StreamsTest, IndicesAreJoinedForGradientsByFrequency) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  const Tensor codes = net.register_parameter("codes", torch::randn({3, 8}, torch::kDouble));
+  const Tensor table = net.register_parameter("table", torch::randn({3, 8}, torch::kDouble));
+  for (const bool by_frequency : {true, false}) {
+    const DividedGraph divided = divided_as_plain(
+        net, {torch::randn({4, 3, 8}, torch::kDouble)},
+        [&](const Tensors& in) -> Tensors {
+          const Tensor x = torch::tanh(net.in(in[0]));
+          const Tensor y = x + net.block(x);
+          const Tensor nearest = (y.unsqueeze(2) - codes).square().sum(-1).argmin(-1);
+          const Tensor rows = torch::embedding(table, nearest, -1, by_frequency);
+          return {net.block(y + rows).square().sum()};
+        },
+        net.options({"codes", "table"}));
+    EXPECT_NE(dims(divided).find('0'), std::string::npos) << report(divided);
+    for (size_t i = 0; i < divided.graph.operators.size(); ++i) {
+      if (divided.graph.operators[i].name() != "aten::embedding") continue;
+      const std::string line = divided.graph.line(i);
+      const char* sizes = by_frequency ? "f64[4, 3, 8]" : "f64[2, 3, 8]";
+      EXPECT_NE(line.find(sizes), std::string::npos) << line;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace smp::nn::rewrite::testing
