@@ -20,8 +20,6 @@ using graph::ValueId;
 constexpr double kTie = 1e-9;
 /// How far a search follows the values of the graph.
 constexpr int kReach = 12;
-/// A try that still meets activations that are whole after so many walks is left as it is.
-constexpr int kMostWalks = 8;
 
 class StreamChooser {
  public:
@@ -128,16 +126,15 @@ class StreamChooser {
     visited_.clear();
     pin_origins(seed, layout, best_.outcome, made.pins, 0);
     if (made.pins.size() == best_.pins.size()) return std::nullopt;
-    for (int walk = 0; walk < kMostWalks; ++walk) {
+    for (size_t before = best_.pins.size(); made.pins.size() > before;) {
+      before = made.pins.size();
       made.outcome = propagation_.run(made.pins);
-      const size_t before = made.pins.size();
       propagation_.recall(made.outcome);
       visited_.clear();
       for (const Wish& wish : made.outcome.wishes) {
         if (!wish.by_stream || !wish.layout.is_divided()) continue;
         pin_origins(wish.value, wish.layout, made.outcome, made.pins, 0);
       }
-      if (made.pins.size() == before) break;
     }
     return made;
   }

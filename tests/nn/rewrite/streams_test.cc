@@ -542,5 +542,28 @@ TEST(StreamsTest, IndicesAreJoinedForGradientsByFrequency) {
   }
 }
 
+/// However many layers add their input to their result, the whole chain is one stream.
+TEST(StreamsTest, ManySumsInPlace) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  const DividedGraph divided = divided_as_plain(
+      net, {torch::randn({2, 4, 8}, torch::kDouble)},
+      [&](const Tensors& in) -> Tensors {
+        Tensor y = torch::tanh(net.in(in[0]));
+        for (int i = 0; i < 12; ++i) {
+          Tensor z = net.block(y);
+          z += y;
+          y = torch::tanh(z);
+        }
+        return {y.square().sum()};
+      },
+      net.options());
+  EXPECT_EQ(dims(divided), "0") << report(divided);
+  EXPECT_EQ(divided.streams.at(0).streams, 1);
+  EXPECT_EQ(count(divided.graph, "smp::tp_gathered_linear"), 12) << divided.graph.to_string();
+  EXPECT_EQ(count(divided.graph, "smp::tp_reduce_scatter"), 12);
+  EXPECT_EQ(count(divided.graph, "smp::tp_gather"), 0);
+}
+
 }  // namespace
 }  // namespace smp::nn::rewrite::testing
