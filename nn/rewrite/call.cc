@@ -70,15 +70,16 @@ std::optional<int> Call::dimension(const char* name) const {
   return own < 0 ? own + dim(0) : own;
 }
 
-bool Call::is_contiguous(int position) const {
-  const graph::TensorMeta& own = meta(position);
+bool is_contiguous(const graph::TensorMeta& meta) {
   int64_t stride = 1;
-  for (size_t d = own.sizes.size(); d-- > 0;) {
-    if (own.sizes[d] != 1 && own.strides[d] != stride) return false;
-    stride *= own.sizes[d];
+  for (size_t d = meta.sizes.size(); d-- > 0;) {
+    if (meta.sizes[d] != 1 && meta.strides[d] != stride) return false;
+    stride *= meta.sizes[d];
   }
   return true;
 }
+
+bool Call::is_contiguous(int position) const { return rewrite::is_contiguous(meta(position)); }
 
 bool Call::may_become(int position, const Layout& layout) const {
   return layouts_.free[tensors_[position]] != 0 &&
@@ -89,9 +90,12 @@ bool Call::is_free_of_gradient(int position) const {
   return layout(position).is_whole() && !has_gradient(position);
 }
 
-std::optional<Layout> Call::pin() const {
-  const auto found = layouts_.pins->find(results_[0]);
-  return found == layouts_.pins->end() ? std::nullopt : std::optional(found->second);
+std::optional<Layout> Call::pin(int index) const {
+  const ValueId result = results_[index];
+  const auto found = layouts_.pins->find(result);
+  const bool holds = found != layouts_.pins->end() &&
+                     layouts_.whole_sets.count(graph_.values[result].alias_set) == 0;
+  return holds ? std::optional(found->second) : std::nullopt;
 }
 
 int Call::first_divided() const {

@@ -3,6 +3,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,8 @@ struct Layouts {
   /// is, element for element.
   std::vector<char> in_stream;
   const Pins* pins = nullptr;
+  /// Storages that are written so that they must not be divided, whatever a pin says.
+  std::set<int> whole_sets;
   std::vector<char> free;  ///< by value: a parameter that the first operator to need it may divide
   /// By value: the operators that read it, ascending; at last `kAtEnd` if it is returned or
   /// differentiated.
@@ -69,6 +72,9 @@ struct Treatment {
   /// Of a view that needs a divided argument whole: into how many parts it could divide it; else 0.
   int64_t obstacle_parts = 0;
 };
+
+/// True if elements lie in memory in their order, without gaps.
+bool is_contiguous(const graph::TensorMeta& meta);
 
 /// True if the ranks share the work: an argument or a result is divided or partial.
 bool works_on_parts(const Treatment& treatment);
@@ -114,8 +120,8 @@ class Call {
   bool divided(int position) const { return layout(position).is_divided(); }
   /// See `Layouts::in_stream`.
   bool in_stream(int position) const { return layouts_.in_stream[tensors_[position]] != 0; }
-  /// The layout to which the first result will be brought; nothing if it stays as it is made.
-  std::optional<Layout> pin() const;
+  /// The layout to which a result will be brought; nothing if it stays as it is made.
+  std::optional<Layout> pin(int index = 0) const;
   bool is_contiguous(int position) const;
   /// A parameter that is not used otherwise yet, and that may be divided so.
   bool may_become(int position, const Layout& layout) const;

@@ -131,14 +131,15 @@ bool Propagation::is_allowed(ValueId value) const {
 }
 
 Outcome Propagation::run(const Pins& pins) {
-  whole_sets_.clear();
+  layouts_.whole_sets.clear();
   while (true) {
     Outcome outcome;
     if (attempt(pins, outcome)) return outcome;
   }
 }
 
-/// False: a storage that is written turned out to need to be whole, which `whole_sets_` notes.
+/// False: a storage that is written turned out to need to be whole, which `Layouts::whole_sets`
+/// notes.
 bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
   conversions_.clear();
   layouts_.pins = &pins;
@@ -154,9 +155,9 @@ bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
     if (graph_.values[v].producer < 0) conversions_.add(id, layouts_.of[v], 0);
   }
   for (size_t i = 0; i < calls_.size(); ++i) {
-    const size_t sets = whole_sets_.size();
+    const size_t sets = layouts_.whole_sets.size();
     Treatment treatment = treat(i);
-    if (whole_sets_.size() > sets) return false;
+    if (layouts_.whole_sets.size() > sets) return false;
     settle(calls_[i], treatment, outcome);
     outcome.treatments.push_back(std::move(treatment));
   }
@@ -176,9 +177,10 @@ Treatment Propagation::treat(size_t index) {
     if (treatment) whole.wishes = treatment->wishes;
   }
   if (!respects_writes(call, whole)) {
-    for (int set : call.op().writes) whole_sets_.insert(set);
+    for (int set : call.op().writes) layouts_.whole_sets.insert(set);
     if (cuts_views(call, whole)) {
-      for (ValueId value : call.tensors()) whole_sets_.insert(graph_.values[value].alias_set);
+      for (ValueId value : call.tensors())
+        layouts_.whole_sets.insert(graph_.values[value].alias_set);
     }
   }
   return whole;
@@ -204,9 +206,15 @@ bool Propagation::cuts_views(const Call& call, const Treatment& treatment) const
 /// An operator may write what is in the layout that it asks for, or a joined copy that is all that
 /// anybody sees from then on.
 bool Propagation::respects_writes(const Call& call, const Treatment& treatment) {
+  bool in_stream = false;
+  for (size_t i = 0; i < call.tensors().size(); ++i) {
+    in_stream |= call.divided(static_cast<int>(i)) && call.in_stream(static_cast<int>(i));
+  }
   for (size_t r = 0; r < call.results().size(); ++r) {
     const int set = graph_.values[call.results()[r]].alias_set;
-    if (whole_sets_.count(set) > 0 && !treatment.results[r].is_whole()) return false;
+    const bool must_be_whole =
+        layouts_.whole_sets.count(set) > 0 || (in_stream && needs_strides(set));
+    if (must_be_whole && !treatment.results[r].is_whole()) return false;
   }
   if (cuts_views(call, treatment)) return false;
   const auto& writes = call.op().writes;
@@ -292,9 +300,9 @@ void Propagation::settle_result(const Call& call, const Treatment& treatment, si
   layouts_.of[value] = made;
   layouts_.in_stream[value] = in_stream && made.is_divided() ? 1 : 0;
   conversions_.add(value, made, 0);
-  const auto pin = layouts_.pins->find(value);
-  if (pin == layouts_.pins->end() || whole_sets_.count(graph_.values[value].alias_set) > 0) return;
-  const Layout& home = pin->second;
+  const auto pin = call.pin(static_cast<int>(r));
+  if (!pin) return;
+  const Layout& home = *pin;
   layouts_.in_stream[value] = 1;
   if (home == made) return;
   need(value, home, call.result_has_gradient(static_cast<int>(r)), outcome);

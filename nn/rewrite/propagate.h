@@ -68,6 +68,13 @@ class Propagation {
     return last_writes_[alias_set] > static_cast<int>(operator_index);
   }
 
+  /// True of a storage that is written and was not made contiguous: views of contiguous parts,
+  /// which is what streams are, may be copies that a write does not reach.
+  bool needs_strides(int alias_set) const {
+    if (alias_set < 0 || last_writes_[alias_set] < 0) return false;
+    return !is_contiguous(graph_.values[alias_sets_[alias_set].front()].meta);
+  }
+
  private:
   bool attempt(const Pins& pins, Outcome& outcome);
   Treatment treat(size_t index);
@@ -95,7 +102,6 @@ class Propagation {
   std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
   std::vector<bool> lasting_;                            // by alias set: outlives the microbatch
   std::vector<int> last_writes_;                         // by alias set: the operator, or -1
-  std::set<int> whole_sets_;                             // storages that must not be divided
   Conversions<char> conversions_;
   const Pins no_pins_;
   bool expects_streams_ = false;

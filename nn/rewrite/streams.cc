@@ -80,7 +80,7 @@ class StreamChooser {
   void consider(ValueId seed) {
     const auto& sizes = graph_.values[seed].meta.sizes;
     std::optional<Try> cheapest;
-    bool can_be_divided = false;
+    bool can_be_divided = false, joins_parameters = false;
     int best_dim = -1;
     for (int dim = 0; dim + 1 < static_cast<int>(sizes.size()); ++dim) {
       if (!can_divide(sizes, dim, 1, options_.ranks)) continue;
@@ -90,7 +90,10 @@ class StreamChooser {
       for (size_t v = 0; v < considered_.size(); ++v) {
         considered_[v] = static_cast<char>(considered_[v] | grown->outcome.in_stream[v]);
       }
-      if (grown->outcome.joined_parameters > best_.outcome.joined_parameters) continue;
+      if (grown->outcome.joined_parameters > best_.outcome.joined_parameters) {
+        joins_parameters = true;
+        continue;
+      }
       const double bound = cheapest ? cost_of(cheapest->outcome) * (1 - kTie)
                                     : std::numeric_limits<double>::infinity();
       if (cost_of(grown->outcome) >= bound) continue;
@@ -108,6 +111,8 @@ class StreamChooser {
           c10::str("no dimension before its last can be divided among ", options_.ranks, " ranks");
     } else if (cheapest) {
       reason = too_dear(cheapest->outcome);
+    } else if (joins_parameters) {
+      reason = "in parts, divided parameters would have to be joined for each microbatch";
     }
     note_whole(seed, reason);
   }
@@ -211,6 +216,7 @@ class StreamChooser {
         !made_by.op().writes.empty()) {
       return false;
     }
+    if (propagation_.needs_strides(made.alias_set)) return false;
     const auto& tensors = made_by.tensors();
     return std::none_of(tensors.begin(), tensors.end(), [&](ValueId argument) {
       return graph_.values[argument].alias_set == made.alias_set;

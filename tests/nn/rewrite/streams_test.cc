@@ -542,6 +542,23 @@ TEST(StreamsTest, IndicesAreJoinedForGradientsByFrequency) {
   }
 }
 
+/// A value that lies in memory otherwise than its parts would, and is written through a view.
+TEST(StreamsTest, WritesThroughViewsOfOtherStrides) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  const Tensor slope = net.register_parameter("slope", torch::full({1}, 0.3, torch::kDouble));
+  const DividedGraph divided = divided_as_plain(
+      net, {torch::randn({4, 4, 8}, torch::kDouble)},
+      [&](const Tensors& in) -> Tensors {
+        const Tensor x = torch::prelu(net.in(in[0]).transpose(0, 1), slope) * 1.5;
+        Tensor flat = x.transpose(0, 1).view({-1, 8});
+        torch::sigmoid_(flat);
+        return {net.block(x).square().sum()};
+      },
+      net.options({"slope"}));
+  EXPECT_EQ(count(divided.graph, "aten::sigmoid_"), 1) << divided.graph.to_string();
+}
+
 /// However many layers add their input to their result, the whole chain is one stream.
 TEST(StreamsTest, ManySumsInPlace) {
   torch::manual_seed(1);
@@ -563,6 +580,30 @@ TEST(StreamsTest, ManySumsInPlace) {
   EXPECT_EQ(count(divided.graph, "smp::tp_gathered_linear"), 12) << divided.graph.to_string();
   EXPECT_EQ(count(divided.graph, "smp::tp_reduce_scatter"), 12);
   EXPECT_EQ(count(divided.graph, "smp::tp_gather"), 0);
+}
+
+/// A sum over the ranks that is written along the divided dimension stays whole, and it alone.
+TEST(StreamsTest, SumsThatMustStayWholeAreCut) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  const DividedGraph divided = divided_as_plain(
+      net, {torch::randn({3, 4, 8}, torch::kDouble)},
+      [&](const Tensors& in) -> Tensors {
+        const Tensor x = torch::tanh(net.in(in[0]));
+        const Tensor y = x + net.block(x);
+        const Tensor z = net.block(torch::tanh(y));
+        z.select(1, 0).zero_();
+        return {net.block(y + z).square().sum()};
+      },
+      net.options());
+  EXPECT_EQ(dims(divided), "1-1") << report(divided);
+  EXPECT_EQ(count(divided.graph, "smp::tp_reduce_scatter"), 2) << divided.graph.to_string();
+  EXPECT_EQ(divided.parameters.count("down.weight"), 1u) << report(divided);
+  for (const auto& op : divided.graph.operators) {
+    if (op.name() != "smp::tp_gather") continue;
+    const auto& joined = divided.graph.values[op.arguments[0].values[0]];
+    EXPECT_NE(joined.kind, graph::ValueKind::kParameter) << divided.graph.to_string();
+  }
 }
 
 }  // namespace
