@@ -3,6 +3,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -24,16 +25,17 @@ namespace {
 using at::Tensor;
 
 // ---------------------------------------------------------------------------------------------
-// Kernels, of any device; on the meta device they give shapes. Results are contiguous.
+// Kernels, of any device; on the meta device they give shapes. Results are contiguous, but for that
+// of `tp_copy`, which is a view.
 
-Tensor copy(const Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+Tensor copy(const Tensor& x) { return at::alias(x); }
 
 /// What is sent of a complex tensor: communicators know real numbers.
 Tensor as_real(const Tensor& x) { return x.is_complex() ? at::view_as_real(x) : x; }
 
 Tensor reduce(const Tensor& x) {
   const auto group = tensor_group();
-  const Tensor result = copy(x);
+  const Tensor result = x.clone(at::MemoryFormat::Contiguous);
   if (!x.is_meta()) group->all_reduce(as_real(result));
   return result;
 }
@@ -115,6 +117,23 @@ struct LinearMap : torch::autograd::Function<LinearMap> {
   }
 };
 
+/// `tp_copy`: what it is given, of which libtorch makes a view for a function that returns its
+/// argument. Autograd refuses to write such a view in place, since the gradient of what was there
+/// before would be lost.
+struct Copy : torch::autograd::Function<Copy> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Map& adjoint) {
+    context->saved_data["adjoint"] =
+        c10::IValue::make_capsule(c10::make_intrusive<Adjoint>(adjoint, tensor_group()));
+    return x;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {LinearMap::backward(context, gradients)[0], Tensor()};
+  }
+};
+
 using OfTensor = Tensor(const Tensor&);
 using OfDim = Tensor(const Tensor&, int64_t);
 using OfTwoDims = Tensor(const Tensor&, int64_t, int64_t);
@@ -149,7 +168,7 @@ Map call_all_to_all(int64_t split_dim, int64_t join_dim) {
   return [=](const Tensor& x) { return op.call(x, split_dim, join_dim); };
 }
 
-Tensor copy_autograd(const Tensor& x) { return LinearMap::apply(x, &call_copy, &call_reduce); }
+Tensor copy_autograd(const Tensor& x) { return Copy::apply(x, &call_reduce); }
 
 /// The gradient is whole and enters a divided region: tp_copy, of which only a second derivative
 /// would see more than its argument.
@@ -181,7 +200,7 @@ Tensor all_to_all_autograd(const Tensor& x, int64_t split_dim, int64_t join_dim)
 }
 
 TORCH_LIBRARY_FRAGMENT(smp, m) {
-  m.def("tp_copy(Tensor x) -> Tensor");
+  m.def("tp_copy(Tensor(a) x) -> Tensor(a)");
   m.def("tp_reduce(Tensor x) -> Tensor");
   m.def("tp_scatter(Tensor x, int dim, int blocks) -> Tensor");
   m.def("tp_gather(Tensor x, int dim, int blocks) -> Tensor");

@@ -1,6 +1,7 @@
 #include "nn/rewrite/graph_writer.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "graph/random.h"
@@ -221,22 +222,49 @@ void GraphWriter::count(const std::string& scope, const Traffic& moved) {
 
 ValueId GraphWriter::convert(ValueId value, const Conversion& step, ValueId from,
                              Gradient gradient) {
+  const bool shares = step.collective == Collective::kCopy;
+  if (shares && is_written_later(value)) from = add_clone(value, from, gradient);
   Operator op = operator_of(step.collective, step.from, step.to, from);
   op.mode = mode_of_conversion(value);
-  if (call_ != nullptr) op.scope = call_->op().scope;
   const TensorMeta& whole = whole_.values[value].meta;
-  TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
+  TensorMeta meta = shares ? this->meta(from)
+                           : contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
   meta.requires_grad = gradient.required && op.mode.grad;
   const Traffic moved =
       rewrite::traffic_of(step.collective, whole.nbytes(), gradient.sent, options_.ranks);
+  const int set = shares ? graph().values[from].alias_set : graph().alias_sets++;
+  const ValueId id = add_conversion(std::move(op), meta, set, shares ? 0 : meta.nbytes());
+  Operator& added = graph().operators.back();
+  std::tie(added.cost.forward_us, added.cost.backward_us) = times_of(moved, options_);
+  count(added.scope, moved);
+  return id;
+}
+
+/// What `tp_copy` shares memory with must not change while it is used.
+bool GraphWriter::is_written_later(ValueId value) const {
+  return call_ != nullptr &&
+         propagation_.is_written_after(whole_.values[value].alias_set, call_->index());
+}
+
+ValueId GraphWriter::add_clone(ValueId value, ValueId from, Gradient gradient) {
+  Operator op(find_operator("aten::clone", ""));
+  op.arguments = {tensor(from), constant(at::MemoryFormat::Contiguous)};
+  op.mode = mode_of_conversion(value);
+  TensorMeta meta = contiguous(this->meta(from), this->meta(from).sizes);
+  meta.requires_grad = gradient.required && op.mode.grad;
+  return add_conversion(std::move(op), meta, graph().alias_sets++, meta.nbytes());
+}
+
+/// Adds an operator that stands for none of the whole graph.
+ValueId GraphWriter::add_conversion(Operator op, const TensorMeta& meta, int alias_set,
+                                    int64_t output_bytes) {
+  if (call_ != nullptr) op.scope = call_->op().scope;
   op.result_is_argument = {-1};
   op.list_lengths = {-1};
-  const auto [forward, backward] = times_of(moved, options_);
-  op.cost = {forward, backward, meta.nbytes(), 0};
-  count(op.scope, moved);
+  op.cost = {0, 0, output_bytes, 0};
   op.first_result = static_cast<ValueId>(graph().values.size());
   const auto position = static_cast<int>(graph().operators.size());
-  const ValueId id = add_value(Value(), meta, position, graph().alias_sets++);
+  const ValueId id = add_value(Value(), meta, position, alias_set);
   op.results = {id};
   set_reads_parameter(op);
   graph().operators.push_back(std::move(op));

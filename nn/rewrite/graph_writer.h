@@ -73,6 +73,10 @@ class GraphWriter : public Emitter {
   bool any_requires_grad(const graph::Operator& op) const;
   graph::ValueId add_own(graph::Operator op, const graph::TensorMeta& meta, const Traffic& moved);
   graph::ValueId add_sum(graph::Operator op, c10::IntArrayRef sizes, Collective collective);
+  bool is_written_later(graph::ValueId value) const;
+  graph::ValueId add_clone(graph::ValueId value, graph::ValueId from, Gradient gradient);
+  graph::ValueId add_conversion(graph::Operator op, const graph::TensorMeta& meta, int alias_set,
+                                int64_t output_bytes);
   graph::ExecutionMode mode_of_conversion(graph::ValueId value) const;
 };
 

@@ -113,8 +113,9 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
     const Value& value = graph.values[v];
     layouts_.requires_grad_since.push_back(requires_grad.since(static_cast<ValueId>(v)));
     const bool is_number = c10::isFloatingType(value.meta.dtype);
+    comes_from_parameter_.push_back(comes_from_parameter(graph, static_cast<ValueId>(v)) ? 1 : 0);
     is_activation_.push_back(value.kind == ValueKind::kResult && is_number &&
-                             !comes_from_parameter(graph, static_cast<ValueId>(v)));
+                             comes_from_parameter_.back() == 0);
     if (value.alias_set < 0) continue;
     alias_sets_[value.alias_set].push_back(static_cast<ValueId>(v));
     if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
@@ -144,7 +145,8 @@ bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
   conversions_.clear();
   layouts_.pins = &pins;
   std::fill(layouts_.in_stream.begin(), layouts_.in_stream.end(), 0);
-  kept_as_.assign(graph_.values.size(), 0);
+  kept_as_.resize(graph_.values.size());
+  for (auto& forms : kept_as_) forms.clear();
   outcome.treatments.reserve(calls_.size());
   for (size_t v = 0; v < graph_.values.size(); ++v) {
     const auto id = static_cast<ValueId>(v);
@@ -323,11 +325,15 @@ void Propagation::keep(const Call& call, const Treatment& treatment, Outcome& ou
 }
 
 void Propagation::keep(ValueId value, const Layout& layout, Outcome& outcome) {
-  if (is_activation_[value] == 0) return;
-  // Joined it is another tensor than in parts; a copy for a divided region shares nothing either.
-  const auto form = static_cast<char>(1 << static_cast<int>(layout.kind));
-  if ((kept_as_[value] & form) != 0) return;
-  kept_as_[value] = static_cast<char>(kept_as_[value] | form);
+  // A copy for a divided region lies on the memory of the whole; joined, or in other parts, it is
+  // another tensor.
+  const Layout form = layout == Layout::shared() ? Layout::whole() : layout;
+  const bool is_parameter = comes_from_parameter_[value] != 0;
+  if (!is_parameter && is_activation_[value] == 0) return;
+  if (is_parameter && form == layouts_.of[value]) return;  // that is held anyhow
+  auto& forms = kept_as_[value];
+  if (std::find(forms.begin(), forms.end(), form) != forms.end()) return;
+  forms.push_back(form);
   const int64_t bytes = graph_.values[value].meta.nbytes();
   outcome.kept_bytes += layout.is_divided() ? bytes / options_.ranks : bytes;
 }

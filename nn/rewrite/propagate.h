@@ -98,7 +98,8 @@ class Propagation {
   std::vector<Kept> kept_;                               // of operators
   std::vector<char> is_activation_;                      // by value
   std::vector<char> may_be_in_stream_;                   // by operator: its result may be
-  std::vector<char> kept_as_;                            // by value: the forms that are kept
+  std::vector<char> comes_from_parameter_;               // by value
+  std::vector<std::vector<Layout>> kept_as_;             // by value: the forms that are kept
   std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
   std::vector<bool> lasting_;                            // by alias set: outlives the microbatch
   std::vector<int> last_writes_;                         // by alias set: the operator, or -1

@@ -139,6 +139,20 @@ TEST(Operators, ForwardAndBackwardAreThoseOfOneProcess) {
   }
 }
 
+/// A copy is free, and who writes it is told that it is none.
+TEST(Operators, CopiesShareMemory) {
+  on_ranks(2, [&](int) {
+    const Tensor x = torch::ones({2, 3}, torch::requires_grad());
+    Tensor y = call("smp::tp_copy", x);
+    EXPECT_EQ(y.data_ptr(), x.data_ptr());
+    EXPECT_EQ(y.sizes(), x.sizes());
+    expect_has(error_of<c10::Error>([&] { y.add_(1); }),
+               {"is a view and is being modified inplace", "custom Function"});
+    const torch::NoGradGuard no_grad;
+    EXPECT_EQ(call("smp::tp_copy", x).data_ptr(), x.data_ptr());
+  });
+}
+
 TEST(Operators, IntegersAreMoved) {
   const auto whole = torch::arange(24).view({4, 6});
   on_ranks(2, [&](int rank) {

@@ -606,5 +606,48 @@ TEST(StreamsTest, SumsThatMustStayWholeAreCut) {
   }
 }
 
+/// What is whole and enters a divided region is not copied, unless it is written afterwards.
+TEST(StreamsTest, WholeWeightsAreShared) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  const DividedGraph divided = divided_as_plain(
+      net, {torch::randn({4, 3, 8}, torch::kDouble)},
+      [&](const Tensors& in) -> Tensors {
+        const Tensor x = torch::tanh(net.in(in[0]));
+        const Tensor y = torch::linear(x + net.block(x), net.in->weight);  // whole, on the stream
+        return {net.block(y).square().sum()};
+      },
+      net.options());
+  EXPECT_EQ(dims(divided), "0") << report(divided);
+  EXPECT_EQ(count(divided.graph, "aten::clone"), 0) << divided.graph.to_string();
+  int copies = 0;
+  for (const auto& op : divided.graph.operators) {
+    if (op.name() != "smp::tp_copy") continue;
+    ++copies;
+    const auto& values = divided.graph.values;
+    EXPECT_EQ(values[op.results[0]].alias_set, values[op.arguments[0].values[0]].alias_set);
+    EXPECT_EQ(op.cost.output_bytes, 0);
+  }
+  EXPECT_GE(copies, 1) << divided.graph.to_string();
+}
+
+/// A value that is read in a divided region and written behind it.
+TEST(StreamsTest, WhatIsWrittenLaterIsCopied) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  DivideOptions options = net.options();
+  options.streams = false;
+  const DividedGraph divided = divided_as_plain(
+      net, {torch::randn({4, 3, 8}, torch::kDouble)},
+      [&](const Tensors& in) -> Tensors {
+        Tensor x = net.in(in[0]);
+        const Tensor y = torch::linear(x, net.up->weight.detach());  // keeps no `x`
+        x.mul_(2);
+        return {net.block(x).sum() + y.square().sum()};
+      },
+      options);
+  EXPECT_EQ(count(divided.graph, "aten::clone"), 1) << divided.graph.to_string();
+}
+
 }  // namespace
 }  // namespace smp::nn::rewrite::testing
