@@ -156,12 +156,12 @@ std::vector<Parameter> partition_rows() {
               "The partition of what is outside every partition scope. Required when "
               "`auto_partition` is false; must be less than `partitions`.")
           .at_least(0),
-      text(
-          "optimize", "memory",
-          "What to favour. It selects the default of `memory_weight`; and how the transformers of "
-          "`smp::nn` run on tensor-parallel ranks, where their own option `optimize` does not say: "
-          "with `memory` each rank has a part of the sequence between the divided regions, with "
-          "`speed` all of it, for less communication.")
+      text("optimize", "memory",
+           "What to favour. It selects the default of `memory_weight`; and what tensor-parallel "
+           "ranks hold of activations between divided layers: with `memory` each has its part of "
+           "the samples or positions, with `speed` all of them, for less communication (see "
+           "docs/tensor_parallelism.md). Transformers of `smp::nn` have an option of their own, "
+           "which wins.")
           .values({"memory", "speed"}),
       number("memory_weight", {},
              "How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 "
