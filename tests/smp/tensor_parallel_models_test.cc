@@ -164,7 +164,8 @@ struct Normalised : torch::nn::Module {
   static Tensors step_batch(int number) { return random_batch(number, {kAll, 6, 8}, {kAll, 6, 4}); }
 
   static std::set<std::string> must_be_divided() { return {"up.weight", "down.weight"}; }
-  static bool has_streams(int) { return true; }
+  /// Between sums and norms nothing is kept that the layers behind do not keep anyway.
+  static bool has_streams(int) { return false; }
 
   torch::nn::Linear up{nullptr}, down{nullptr}, wide{nullptr}, head{nullptr};
   torch::nn::BatchNorm1d norm{nullptr}, wide_norm{nullptr};
