@@ -69,6 +69,9 @@ struct Treatment {
   int64_t reduced_bytes = 0;
   /// The argument whose parts `emit` gathers, again in the backward pass; -1: none.
   int gathered = -1;
+  /// Parameters that it needs in parts are cut, not divided for good: for a stream's sake, which
+  /// may be divided otherwise in later graphs.
+  bool cuts_parameters = false;
   /// Of a view that needs a divided argument whole: into how many parts it could divide it; else 0.
   int64_t obstacle_parts = 0;
 };

@@ -258,7 +258,7 @@ void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& 
     const Layout& wanted = treatment.arguments[i];
     if (layouts_.free[value] != 0) {
       layouts_.free[value] = 0;
-      if (wanted.is_divided()) {
+      if (wanted.is_divided() && !treatment.cuts_parameters) {
         layouts_.of[value] = wanted;
         conversions_.add(value, wanted, 0);
         conversions_.forget(value, wanted);

@@ -206,6 +206,7 @@ std::optional<Treatment> elementwise(const Call& call) {
     return std::nullopt;
   }
   Treatment treatment = call.all_shared();
+  treatment.cuts_parameters = call.in_stream(first);
   Treatment refused = call.all_whole();
   bool costs = false;
   for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {

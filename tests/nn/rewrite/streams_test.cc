@@ -649,5 +649,22 @@ TEST(StreamsTest, WhatIsWrittenLaterIsCopied) {
   EXPECT_EQ(count(divided.graph, "aten::clone"), 1) << divided.graph.to_string();
 }
 
+/// Parameters keep their layouts, streams do not: one that is added to a stream is cut.
+TEST(StreamsTest, ParametersAreNotDividedForStreams) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  const Tensor positions = net.register_parameter("positions", torch::rand({4, 8}, torch::kDouble));
+  const DividedGraph divided = divided_as_plain(
+      net, {torch::randn({3, 4, 8}, torch::kDouble)},
+      [&](const Tensors& in) -> Tensors {
+        const Tensor x = torch::tanh(net.in(in[0]));
+        return {net.block(x + net.block(x) + positions).square().sum()};
+      },
+      net.options());
+  EXPECT_EQ(dims(divided), "1") << report(divided);
+  EXPECT_EQ(divided.parameters.count("positions"), 0u) << report(divided);
+  EXPECT_EQ(divided.parameters.count("up.bias"), 1u) << report(divided);
+}
+
 }  // namespace
 }  // namespace smp::nn::rewrite::testing
