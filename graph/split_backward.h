@@ -19,8 +19,8 @@ namespace smp::graph {
 /// *divided* function is one that leads to an input as well as to weights: the first part asks it
 /// for the gradients on the way to inputs only and keeps the gradient that it was given; the second
 /// part starts there. Only functions whose formulas for the two have nothing in common (matrix
-/// products, also of gathered inputs, convolutions, sums, products, layer norm) are divided; what others send to weights is
-/// computed in the first part and kept.
+/// products, also of gathered inputs, convolutions, sums, products, layer norm) are divided; what
+/// others send to weights is computed in the first part and kept.
 class SplitBackward {
  public:
   /// Runs the first part from `starts` with `gradients` (as `run_backward` does) and gives the

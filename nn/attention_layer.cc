@@ -104,7 +104,8 @@ at::Tensor DistributedAttentionLayerImpl::run(const at::Tensor& hidden, const at
   std::vector<at::Tensor> parts;
   if (options.cross_attention()) {
     parts = by_heads(query->run(x, sliced), 1, channels);
-    // Sliced, too, if the ranks divide them, so that no layer keeps the whole for its backward pass.
+    // Sliced, too, if the ranks divide them, so that no layer keeps the whole for its backward
+    // pass.
     const bool slices_cross = sliced && cross.size(1) % tensor_group()->size() == 0;
     const at::Tensor both = key_value->run(to_slice(cross, slices_cross), slices_cross);
     for (const at::Tensor& part : by_heads(both, 2, channels)) parts.push_back(part);

@@ -17,8 +17,8 @@ namespace smp::nn {
 // last); in the operators' arguments they never are. In a group of one rank, each is plain
 // libtorch's (or returns `x` itself) and no operator of ours is called.
 
-/// Enters a whole `x` into a divided region: the same values, on the memory of `x`; the gradients of
-/// all ranks are summed (smp::tp_copy, Megatron's f). The result must not be written in place:
+/// Enters a whole `x` into a divided region: the same values, on the memory of `x`; the gradients
+/// of all ranks are summed (smp::tp_copy, Megatron's f). The result must not be written in place:
 /// where gradients are recorded, autograd refuses.
 at::Tensor copy_to_group(const at::Tensor& x);
 

@@ -1,8 +1,8 @@
 // Saves that go wrong: killed at each file call, on a full disk, on a disk that stores other bits.
 
 #include <ATen/Functions.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sched.h>
