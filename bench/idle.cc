@@ -27,8 +27,8 @@
 #include "pipeline/measured_costs.h"
 #include "pipeline/simulator.h"
 #include "pipeline/walk.h"
-#include "smp/pipeline_choice.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
+#include "runtime/step/pipeline_choice.h"
 #include "smp/smp.h"
 
 namespace {

@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -9,7 +9,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/index.h"
 #include "checkpoint/writer.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/untrusted_json.h"
-#include "smp/core/error.h"
-#include "smp/core/error_context.h"
+#include "core/error.h"
+#include "core/error_context.h"
 
 namespace smp::checkpoint {
 namespace {

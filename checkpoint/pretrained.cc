@@ -7,7 +7,7 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/weight_map.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/writer.h"
-#include "smp/core/error.h"
-#include "smp/core/error_context.h"
+#include "core/error.h"
+#include "core/error_context.h"
 
 namespace smp::checkpoint {
 namespace {

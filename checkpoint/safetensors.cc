@@ -11,8 +11,8 @@
 #include <set>
 
 #include "checkpoint/untrusted_json.h"
-#include "smp/core/error.h"
-#include "smp/core/error_context.h"
+#include "core/error.h"
+#include "core/error_context.h"
 
 namespace smp::checkpoint {
 namespace {

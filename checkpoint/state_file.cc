@@ -15,7 +15,7 @@
 #include <memory>
 
 #include "checkpoint/file.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 namespace {

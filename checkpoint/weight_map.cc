@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/untrusted_json.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 

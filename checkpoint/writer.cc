@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "checkpoint/file.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "comm/reduce.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

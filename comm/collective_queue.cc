@@ -1,7 +1,7 @@
 #include "comm/collective_queue.h"
 
-#include "smp/core/error.h"
-#include "smp/core/error_context.h"
+#include "core/error.h"
+#include "core/error_context.h"
 
 namespace smp::comm {
 

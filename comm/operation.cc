@@ -4,7 +4,7 @@
 #include <string_view>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "comm/vectorize.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "comm/reduce.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

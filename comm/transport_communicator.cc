@@ -9,7 +9,7 @@
 
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -9,9 +9,9 @@
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/store/store_communicator.h"
 #include "comm/threads/thread_communicator.h"
-#include "smp/core/env.h"
-#include "smp/core/error.h"
-#include "smp/core/vector_math.h"
+#include "core/env.h"
+#include "core/error.h"
+#include "core/vector_math.h"
 
 namespace smp::comm {
 namespace {

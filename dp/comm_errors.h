@@ -1,6 +1,6 @@
 #pragma once
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::dp {
 

@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "core/error.h"
 #include "dp/comm_errors.h"
 #include "dp/program_defaults.h"
-#include "smp/core/error.h"
 
 namespace smp::dp {
 namespace {

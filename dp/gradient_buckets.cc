@@ -8,8 +8,8 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "dp/gradient_shards.h"
-#include "smp/core/error.h"
 
 namespace smp::dp {
 namespace {

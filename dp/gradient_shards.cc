@@ -2,7 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::dp {
 

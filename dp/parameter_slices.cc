@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::dp {
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::dp {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::dp {
 namespace {

@@ -13,8 +13,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/error.h"
 #include "dp/comm_errors.h"
-#include "smp/core/error.h"
 
 namespace smp::dp {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::dp {
 namespace {

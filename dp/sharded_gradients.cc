@@ -10,10 +10,10 @@
 #include <map>
 #include <utility>
 
+#include "core/error.h"
 #include "dp/bucket_layout.h"
 #include "dp/comm_errors.h"
 #include "dp/gradient_shards.h"
-#include "smp/core/error.h"
 
 namespace smp::dp {
 

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
 #include "dp/bucket_layout.h"
 #include "dp/comm_errors.h"
 #include "graph/storage.h"
-#include "smp/core/error.h"
 
 namespace smp::dp {
 namespace {

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <set>
 
+#include "core/error.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

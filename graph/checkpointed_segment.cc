@@ -5,10 +5,10 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/leaf.h"
 #include "graph/saved_tensors.h"
 #include "graph/visit.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

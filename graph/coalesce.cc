@@ -6,8 +6,8 @@
 #include <map>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/visit.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

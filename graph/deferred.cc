@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "graph/intercept.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"
 #include "graph/recording.h"
 #include "graph/shapes.h"
 #include "graph/stack_tensors.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

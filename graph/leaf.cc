@@ -13,8 +13,8 @@
 #include <memory>
 #include <unordered_set>
 
+#include "core/error.h"
 #include "graph/random.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

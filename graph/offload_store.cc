@@ -14,9 +14,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/layout.h"
 #include "graph/scratch_file.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::graph {
 

@@ -11,12 +11,12 @@
 #include <numeric>
 #include <unordered_set>
 
+#include "core/error.h"
 #include "graph/allocations.h"
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
 #include "graph/devices.h"
 #include "graph/visit.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -12,12 +12,12 @@
 #include <set>
 #include <sstream>
 
+#include "core/error.h"
 #include "graph/content.h"
 #include "graph/default_dtype.h"
 #include "graph/random.h"
 #include "graph/stack_tensors.h"
 #include "graph/storage.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

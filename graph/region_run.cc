@@ -7,9 +7,9 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "graph/layout.h"
 #include "graph/parameter_residency.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -13,11 +13,11 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "core/error.h"
 #include "graph/autocast.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
 #include "graph/parameter_residency.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -15,9 +15,9 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "smp/core/error.h"
-#include "smp/core/json.h"
-#include "smp/core/json_reader.h"
+#include "core/error.h"
+#include "core/json.h"
+#include "core/json_reader.h"
 
 namespace smp::graph {
 namespace {

@@ -8,9 +8,9 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "core/error.h"
 #include "graph/random.h"
 #include "graph/storage.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -1,6 +1,6 @@
 #include "graph/tensor_table.h"
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::graph {
 

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <string_view>
 
+#include "core/error.h"
 #include "graph/content.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

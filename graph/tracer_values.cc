@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <string_view>
 
+#include "core/error.h"
 #include "graph/content.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

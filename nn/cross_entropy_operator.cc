@@ -18,9 +18,9 @@
 #include <optional>
 #include <vector>
 
+#include "core/error.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
-#include "smp/core/error.h"
 
 namespace smp::nn {
 namespace {

@@ -7,9 +7,9 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "core/error.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
-#include "smp/core/error.h"
 
 namespace smp::nn {
 namespace {

@@ -12,9 +12,9 @@
 #include <optional>
 #include <utility>
 
+#include "core/error.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
-#include "smp/core/error.h"
 
 namespace smp::nn {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::nn {
 

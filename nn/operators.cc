@@ -5,9 +5,9 @@
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
 
+#include "core/error.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
-#include "smp/core/error.h"
 
 namespace smp::nn {
 namespace {

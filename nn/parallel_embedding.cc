@@ -4,10 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/nn/init.h>
 
+#include "core/error.h"
 #include "nn/initialization.h"
 #include "nn/operators.h"
 #include "nn/tensor_group.h"
-#include "smp/core/error.h"
 
 namespace smp::nn {
 namespace {

@@ -3,7 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <c10/util/StringUtil.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::nn {
 namespace {

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::nn {
 namespace {

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <set>
 
+#include "core/log.h"
 #include "nn/operators.h"
-#include "smp/core/log.h"
 
 namespace smp::nn {
 namespace {

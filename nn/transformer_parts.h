@@ -6,10 +6,10 @@
 #include <optional>
 #include <string>
 
+#include "core/error.h"
 #include "nn/parallel_linear.h"
 #include "nn/tensor_group.h"
 #include "nn/transformer_options.h"
-#include "smp/core/error.h"
 
 /// What the modules of a transformer share. With `sliced`, hidden states [N, S, H] are this rank's
 /// part of the sequence, dimension 1.

@@ -2,7 +2,7 @@
 
 #include <c10/util/Type.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::optim {
 namespace {

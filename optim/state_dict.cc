@@ -9,8 +9,8 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "optim/state_dict_fields.h"
-#include "smp/core/error.h"
 
 namespace smp::optim {
 namespace {

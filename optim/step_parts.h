@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 // What the steps of optimizers have in common.
 namespace smp::optim::detail {

@@ -6,13 +6,13 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "partitioner/order.h"
 #include "partitioner/order_search.h"
 #include "partitioner/pins.h"
 #include "partitioner/predict.h"
 #include "partitioner/stage_list.h"
 #include "partitioner/transfer_cost.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 namespace {

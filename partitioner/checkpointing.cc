@@ -7,9 +7,9 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/checkpointed_segment.h"
 #include "partitioner/data_flow.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 namespace {

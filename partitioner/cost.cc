@@ -5,8 +5,8 @@
 #include <tuple>
 #include <utility>
 
+#include "core/error.h"
 #include "partitioner/data_flow.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 namespace {

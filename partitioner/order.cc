@@ -6,13 +6,13 @@
 #include <numeric>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/leaf.h"
 #include "partitioner/cost.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/gradient_flow.h"
 #include "partitioner/recompute.h"
 #include "partitioner/transfer_cost.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "partitioner/complete.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
@@ -18,7 +19,6 @@
 #include "partitioner/split.h"
 #include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 namespace {
@@ -396,9 +396,9 @@ class Partitioner {
     const std::optional<int64_t> least = smallest_memory_limit(problem);
     SMP_INTERNAL_ASSERT(least.has_value(), "no split although all bounds can be kept");
     problem.memory_limit = *least;
-    fail_memory(finish(stages_of(pieces, *split(problem))),
-                fmt::format("the least limit that would do is {} bytes, with which",
-                            *least + working()));
+    fail_memory(
+        finish(stages_of(pieces, *split(problem))),
+        fmt::format("the least limit that would do is {} bytes, with which", *least + working()));
   }
 
   [[noreturn]] void explain_too_few(int possible) const {

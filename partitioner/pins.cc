@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "core/error.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/gradient_flow.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 namespace {

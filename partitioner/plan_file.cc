@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
+#include "core/json.h"
+#include "core/json_reader.h"
 #include "partitioner/complete.h"
 #include "partitioner/modules.h"
 #include "partitioner/order.h"
 #include "partitioner/verify.h"
-#include "smp/core/error.h"
-#include "smp/core/json.h"
-#include "smp/core/json_reader.h"
 
 namespace smp::partitioner {
 namespace {

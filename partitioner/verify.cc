@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
+#include "core/error.h"
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
-#include "smp/core/error.h"
 
 namespace smp::partitioner {
 namespace {

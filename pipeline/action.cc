@@ -3,7 +3,7 @@
 #include <cctype>
 #include <charconv>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::pipeline {
 namespace {

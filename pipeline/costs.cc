@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::pipeline {
 namespace {

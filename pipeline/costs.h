@@ -38,8 +38,8 @@ struct StageCosts {
   std::vector<double> kept;
   /// The part of it that a split backward keeps between its halves, by stage; empty: all of it.
   std::vector<double> kept_for_weights;
-  /// What the first half adds before it lets go of the rest, by stage: the gradients that the second
-  /// half starts from, which are in `kept_for_weights`, too; empty: none.
+  /// What the first half adds before it lets go of the rest, by stage: the gradients that the
+  /// second half starts from, which are in `kept_for_weights`, too; empty: none.
   std::vector<double> gradients_for_weights;
 
   /// Whether the halves of a backward have costs.

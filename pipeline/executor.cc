@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
 #include "pipeline/edge_of.h"
 #include "pipeline/timeline.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

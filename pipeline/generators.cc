@@ -5,8 +5,8 @@
 #include <numeric>
 #include <set>
 
+#include "core/error.h"
 #include "pipeline/generator_checks.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

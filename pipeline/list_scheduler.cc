@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "pipeline/generator_checks.h"
 #include "pipeline/generators.h"
 #include "pipeline/order_timing.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

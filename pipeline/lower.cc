@@ -3,10 +3,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "pipeline/generators.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/error.h"
 #include "pipeline/copy_stream.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

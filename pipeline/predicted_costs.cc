@@ -95,7 +95,7 @@ class CostPredictor {
   /// goes.
   void let_go_of_sent() {
     if (!graph_.trains()) return;  // nothing is kept
-    std::set<int> counted;  // alias sets
+    std::set<int> counted;         // alias sets
     for (const auto& hop : plan_.transfers) {
       const graph::Value& value = graph_.values[hop.value];
       const int maker = maker_of(graph_, value);

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::pipeline {
 namespace {

@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::pipeline {
 namespace {

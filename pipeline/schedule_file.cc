@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "smp/core/error.h"
-#include "smp/core/json.h"
-#include "smp/core/json_reader.h"
+#include "core/error.h"
+#include "core/json.h"
+#include "core/json_reader.h"
 
 namespace smp::pipeline {
 namespace {

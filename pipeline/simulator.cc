@@ -4,9 +4,9 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/error.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

@@ -3,9 +3,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "pipeline/generator_checks.h"
 #include "pipeline/generators.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

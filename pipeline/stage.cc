@@ -7,9 +7,9 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/leaf.h"
 #include "graph/operator_traits.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 

@@ -11,9 +11,9 @@
 #include <tuple>
 #include <utility>
 
+#include "core/error.h"
 #include "partitioner/format.h"
 #include "partitioner/table.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

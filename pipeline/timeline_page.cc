@@ -8,10 +8,10 @@
 #include <fstream>
 #include <vector>
 
+#include "core/error.h"
+#include "core/svg.h"
 #include "pipeline/timeline_picture.h"
 #include "pipeline/trace.h"
-#include "smp/core/error.h"
-#include "smp/core/svg.h"
 
 namespace smp::pipeline {
 namespace {

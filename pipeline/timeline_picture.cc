@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "smp/core/error.h"
-#include "smp/core/svg.h"
+#include "core/error.h"
+#include "core/svg.h"
 
 namespace smp::pipeline {
 namespace {

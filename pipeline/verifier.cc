@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "core/error.h"
 #include "pipeline/walk.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

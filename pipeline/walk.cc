@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::pipeline {
 namespace {

@@ -8,10 +8,10 @@
 #include <memory>
 #include <optional>
 
+#include "core/error.h"
 #include "partitioner/checkpointing.h"
-#include "smp/core/error.h"
+#include "runtime/runtime.h"
 #include "smp/model_core.h"
-#include "smp/runtime.h"
 
 namespace smp {
 namespace {

@@ -6,11 +6,11 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "optim/grad_norm.h"
-#include "smp/complete_gradients.h"
-#include "smp/core/error.h"
-#include "smp/runtime.h"
-#include "smp/unscale.h"
+#include "runtime/runtime.h"
+#include "runtime/update/complete_gradients.h"
+#include "runtime/update/unscale.h"
 
 namespace smp::amp {
 namespace {

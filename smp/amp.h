@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "smp/step_value.h"
+#include "runtime/step/step_value.h"
 
 namespace smp::amp {
 

@@ -2,7 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 
 namespace smp::amp {
 namespace {

@@ -12,15 +12,15 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/error.h"
 #include "dp/parameter_slices.h"
 #include "optim/grad_norm.h"
-#include "smp/complete_gradients.h"
-#include "smp/core/error.h"
-#include "smp/grad_norm.h"
-#include "smp/optimizer_pieces.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/runtime.h"
+#include "runtime/update/complete_gradients.h"
+#include "runtime/update/grad_norm.h"
+#include "runtime/update/optimizer_pieces.h"
 #include "smp/precision.h"
-#include "smp/runtime.h"
-#include "smp/sharding.h"
 
 namespace smp {
 namespace {

@@ -1,8 +1,8 @@
 #include "smp/ddp.h"
 
 #include "dp/program_defaults.h"
+#include "runtime/runtime.h"
 #include "smp/model_core.h"
-#include "smp/runtime.h"
 
 namespace smp::detail {
 namespace {

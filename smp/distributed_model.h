@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "smp/model_core.h"
 #include "smp/precision.h"
 

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "optim/grad_norm.h"
+#include "runtime/update/complete_gradients.h"
+#include "runtime/update/state_pieces.h"
 #include "smp/clip_grad.h"
-#include "smp/complete_gradients.h"
-#include "smp/core/error.h"
 #include "smp/model_core.h"
-#include "smp/state_pieces.h"
 
 namespace smp {
 namespace {

@@ -12,10 +12,10 @@
 
 #include "optim/elementwise.h"
 #include "optim/state_dict.h"
-#include "smp/loss_scaling.h"
+#include "runtime/runtime.h"
+#include "runtime/update/loss_scaling.h"
+#include "runtime/update/optimizer_pieces.h"
 #include "smp/mixed_precision.h"
-#include "smp/optimizer_pieces.h"
-#include "smp/runtime.h"
 
 namespace smp {
 

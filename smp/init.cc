@@ -9,10 +9,10 @@
 
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
-#include "smp/core/error.h"
-#include "smp/core/failure.h"
-#include "smp/core/heap.h"
-#include "smp/runtime.h"
+#include "core/error.h"
+#include "core/failure.h"
+#include "core/heap.h"
+#include "runtime/runtime.h"
 
 namespace smp {
 namespace {

@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "smp/core/config.h"
-#include "smp/core/topology.h"
+#include "core/config.h"
+#include "core/topology.h"
 
 namespace c10d {
 class ProcessGroup;

@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "smp/step_value.h"
+#include "runtime/step/step_value.h"
 
 namespace smp {
 

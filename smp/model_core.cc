@@ -8,19 +8,19 @@
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
+#include "core/error.h"
+#include "core/log.h"
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "graph/tracer.h"
 #include "nn/split_module.h"
-#include "smp/core/error.h"
-#include "smp/core/log.h"
-#include "smp/loading.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/storage.h"
+#include "runtime/save/loading.h"
+#include "runtime/update/optimizer_pieces.h"
 #include "smp/loss_scaler.h"
 #include "smp/model_creation.h"
-#include "smp/optimizer_pieces.h"
 #include "smp/precision.h"
-#include "smp/sharding.h"
-#include "smp/storage.h"
 
 namespace smp {
 namespace {

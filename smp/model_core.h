@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "graph/tensor_table.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 
 namespace smp {
 

@@ -2,10 +2,10 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "core/error.h"
 #include "graph/partition_scope.h"
 #include "graph/recording.h"
-#include "smp/core/error.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 
 namespace smp {
 

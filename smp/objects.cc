@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "comm/objects/objects.h"
-#include "smp/core/error.h"
-#include "smp/runtime.h"
+#include "core/error.h"
+#include "runtime/runtime.h"
 
 namespace smp::detail {
 namespace {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "comm/objects/archive.h"
-#include "smp/core/topology.h"
+#include "core/topology.h"
 
 namespace smp {
 

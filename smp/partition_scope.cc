@@ -3,11 +3,11 @@
 #include <optional>
 #include <sstream>
 
+#include "core/error.h"
 #include "graph/partition_scope.h"
 #include "graph/tracer.h"
-#include "smp/core/error.h"
-#include "smp/runtime.h"
-#include "smp/tensor_notes.h"
+#include "runtime/parameters/tensor_notes.h"
+#include "runtime/runtime.h"
 
 namespace smp {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "graph/recording.h"
-#include "smp/master_weights.h"
+#include "runtime/update/master_weights.h"
 #include "smp/model_creation.h"
 
 namespace smp {

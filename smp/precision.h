@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "smp/core/config.h"
+#include "core/config.h"
 #include "smp/structure.h"
 
 namespace smp {

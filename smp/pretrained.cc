@@ -2,12 +2,12 @@
 
 #include <memory>
 
-#include "smp/checkpointing.h"
-#include "smp/core/error.h"
-#include "smp/loading.h"
-#include "smp/runtime.h"
-#include "smp/saving.h"
-#include "smp/together.h"
+#include "core/error.h"
+#include "runtime/runtime.h"
+#include "runtime/save/checkpointing.h"
+#include "runtime/save/loading.h"
+#include "runtime/save/saving.h"
+#include "runtime/save/together.h"
 
 namespace smp {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "comm/communicator.h"
 #include "comm/world.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::smddp {
 namespace {

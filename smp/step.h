@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "smp/step_core.h"
 #include "smp/structure.h"
 

@@ -9,24 +9,24 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
+#include "core/log.h"
 #include "graph/coalesce.h"
 #include "graph/kept.h"
 #include "graph/random.h"
 #include "graph/replay.h"
 #include "graph/tracer.h"
 #include "partitioner/cost.h"
-#include "smp/agreement.h"
-#include "smp/batch_exchange.h"
-#include "smp/coalescing.h"
-#include "smp/core/error.h"
-#include "smp/core/log.h"
-#include "smp/delayed.h"
-#include "smp/dividing.h"
+#include "runtime/parameters/delayed.h"
+#include "runtime/parameters/dividing.h"
+#include "runtime/runtime.h"
+#include "runtime/step/agreement.h"
+#include "runtime/step/batch_exchange.h"
+#include "runtime/step/coalescing.h"
+#include "runtime/step/program.h"
+#include "runtime/step/setup.h"
+#include "runtime/step/step_value.h"
 #include "smp/model_core.h"
-#include "smp/program.h"
-#include "smp/runtime.h"
-#include "smp/setup.h"
-#include "smp/step_value.h"
 
 namespace smp {
 namespace {

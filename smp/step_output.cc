@@ -3,7 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp {
 

@@ -2,10 +2,10 @@
 
 #include <utility>
 
+#include "core/error.h"
 #include "graph/tracer.h"
-#include "smp/core/error.h"
-#include "smp/runtime.h"
-#include "smp/tensor_notes.h"
+#include "runtime/parameters/tensor_notes.h"
+#include "runtime/runtime.h"
 
 namespace smp {
 namespace {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "comm/world.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace {
 

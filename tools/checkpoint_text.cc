@@ -6,8 +6,8 @@
 #include <sstream>
 
 #include "checkpoint/catalog.h"
-#include "smp/core/error.h"
-#include "smp/core/error_context.h"
+#include "core/error.h"
+#include "core/error_context.h"
 
 namespace smp::tools {
 namespace {

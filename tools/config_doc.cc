@@ -1,6 +1,6 @@
 #include "tools/config_doc.h"
 
-#include "smp/core/schema.h"
+#include "core/schema.h"
 
 namespace smp::tools {
 namespace {
@@ -8,7 +8,7 @@ namespace {
 constexpr const char* kIntroduction =
     R"(# Configuration
 
-<!-- Generated from smp/core/schema_table.cc: bazel run //tools:config_doc > docs/configuration.md -->
+<!-- Generated from core/schema_table.cc: bazel run //tools:config_doc > docs/configuration.md -->
 
 ## Where parameters come from
 

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <sstream>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::tools {
 namespace {

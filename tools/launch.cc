@@ -2,10 +2,10 @@
 
 #include <cstring>
 
-#include "smp/core/config_file.h"
-#include "smp/core/error.h"
-#include "smp/core/failure.h"
-#include "smp/core/topology.h"
+#include "core/config_file.h"
+#include "core/error.h"
+#include "core/failure.h"
+#include "core/topology.h"
 
 namespace smp::tools {
 namespace {

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/svg.h"
 #include "partitioner/format.h"
-#include "smp/core/svg.h"
 #include "tools/plan_boxes.h"
 
 namespace smp::tools {

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/error.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
@@ -16,7 +17,6 @@
 #include "partitioner/order.h"
 #include "partitioner/report.h"
 #include "partitioner/table.h"
-#include "smp/core/error.h"
 
 namespace smp::tools {
 namespace {

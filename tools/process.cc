@@ -9,7 +9,7 @@
 #include <csignal>
 #include <cstring>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 extern char** environ;
 

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "smp/core/config.h"
+#include "core/config.h"
 
 namespace smp::tools {
 

@@ -10,14 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "core/config.h"
+#include "core/error.h"
+#include "core/json.h"
+#include "core/schema.h"
 #include "graph/serialize.h"
 #include "partitioner/best_order.h"
 #include "partitioner/order.h"
 #include "partitioner/plan_file.h"
-#include "smp/core/config.h"
-#include "smp/core/error.h"
-#include "smp/core/json.h"
-#include "smp/core/schema.h"
 #include "tools/forecast.h"
 #include "tools/plan_picture.h"
 #include "tools/plan_text.h"

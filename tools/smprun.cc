@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <iostream>
 
-#include "smp/core/config_file.h"
-#include "smp/core/env.h"
-#include "smp/core/error.h"
-#include "smp/core/failure.h"
+#include "core/config_file.h"
+#include "core/env.h"
+#include "core/error.h"
+#include "core/failure.h"
 #include "tools/launch.h"
 #include "tools/process.h"
 

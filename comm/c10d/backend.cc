@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "comm/store/store_communicator.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 

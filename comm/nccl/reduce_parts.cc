@@ -9,7 +9,7 @@
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 

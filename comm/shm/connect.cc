@@ -9,8 +9,8 @@
 #include "comm/message_channel.h"
 #include "comm/shm/shared_channel.h"
 #include "comm/shm/shared_memory.h"
-#include "smp/core/error.h"
-#include "smp/core/log.h"
+#include "core/error.h"
+#include "core/log.h"
 
 namespace smp::comm {
 namespace {

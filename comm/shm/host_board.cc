@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/shm/futex.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

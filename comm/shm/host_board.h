@@ -43,8 +43,8 @@ static_assert(sizeof(Card) == 64);
 /// (acquire), so nothing is ever locked.
 ///
 /// A card of collective s is overwritten at s + 2. A rank gets there only when all have entered
-/// s + 1, even after a time-out in s + 1, so nobody reads the card of s any more; the same holds for
-/// the small data beside it.
+/// s + 1, even after a time-out in s + 1, so nobody reads the card of s any more; the same holds
+/// for the small data beside it.
 class HostBoard {
  public:
   /// How far a rank is; numbers of steps since the board was made.

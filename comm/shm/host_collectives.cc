@@ -8,7 +8,7 @@
 #include "comm/reduce.h"
 #include "comm/shm/host_exchange.h"
 #include "comm/shm/host_reduction.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

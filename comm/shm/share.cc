@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "smp/core/error.h"
-#include "smp/core/log.h"
+#include "core/error.h"
+#include "core/log.h"
 
 namespace smp::comm {
 namespace {

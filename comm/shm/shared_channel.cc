@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/shm/futex.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

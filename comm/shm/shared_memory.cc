@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "comm/cuda/pinned_memory.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -15,8 +15,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/cores.h"
-#include "smp/core/env.h"
-#include "smp/core/error.h"
+#include "core/env.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

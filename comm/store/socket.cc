@@ -14,7 +14,7 @@
 #include <cstring>
 #include <memory>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

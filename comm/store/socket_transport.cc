@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::comm {
 namespace {

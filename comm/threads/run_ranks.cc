@@ -8,8 +8,8 @@
 
 #include "comm/threads/thread_communicator.h"
 #include "comm/threads/thread_world.h"
-#include "smp/core/error.h"
-#include "smp/core/vector_math.h"
+#include "core/error.h"
+#include "core/vector_math.h"
 
 namespace smp::comm {
 namespace {

@@ -6,10 +6,10 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
 #include "nn/rewrite/graph_writer.h"
-#include "smp/core/error.h"
 
 namespace smp::nn::rewrite {
 namespace {

@@ -1,6 +1,6 @@
 #include "nn/rewrite/conversion.h"
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::nn::rewrite {
 

@@ -4,11 +4,11 @@
 
 #include <utility>
 
+#include "core/error.h"
 #include "nn/rewrite/build.h"
 #include "nn/rewrite/choose.h"
 #include "nn/rewrite/propagate.h"
 #include "nn/rewrite/streams.h"
-#include "smp/core/error.h"
 
 namespace smp::nn::rewrite {
 namespace {

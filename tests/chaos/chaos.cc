@@ -12,7 +12,7 @@
 
 #include "comm/message_channel.h"
 #include "comm/threads/run_ranks.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 
 namespace smp::testing {
 namespace {

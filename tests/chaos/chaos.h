@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "comm/communicator.h"
-#include "smp/core/config.h"
+#include "core/config.h"
 
 /// Ranks whose actions and transfers take as long as they like: for tests of what must not depend
 /// on timing.

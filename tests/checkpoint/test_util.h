@@ -9,7 +9,7 @@
 #include <sstream>
 #include <string>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::checkpoint {
 

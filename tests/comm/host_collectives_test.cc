@@ -16,7 +16,7 @@
 #include <string>
 #include <thread>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "tests/comm/test_tensors.h"
 
 namespace smp::comm {

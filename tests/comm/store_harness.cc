@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/store/store_communicator.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "tests/comm/harness.h"
 
 namespace smp::comm {

@@ -1,4 +1,4 @@
-#include "smp/core/config.h"
+#include "core/config.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <limits>
 #include <sstream>
 
-#include "smp/core/config_file.h"
+#include "core/config_file.h"
 #include "tests/core/error_text.h"
 
 namespace smp {

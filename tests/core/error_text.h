@@ -3,7 +3,7 @@
 #include <functional>
 #include <string>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::testing {
 

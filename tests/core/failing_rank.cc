@@ -11,8 +11,8 @@
 #include <string>
 #include <thread>
 
-#include "smp/core/env.h"
-#include "smp/core/failure.h"
+#include "core/env.h"
+#include "core/failure.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "smp/core/heap.h"
+#include "core/heap.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

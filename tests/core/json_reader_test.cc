@@ -1,8 +1,8 @@
-#include "smp/core/json_reader.h"
+#include "core/json_reader.h"
 
 #include <gtest/gtest.h>
 
-#include "smp/core/json.h"
+#include "core/json.h"
 #include "tests/core/error_text.h"
 
 namespace smp {

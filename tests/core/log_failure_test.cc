@@ -5,9 +5,9 @@
 #include <filesystem>
 #include <fstream>
 
-#include "smp/core/error.h"
-#include "smp/core/failure.h"
-#include "smp/core/log.h"
+#include "core/error.h"
+#include "core/failure.h"
+#include "core/log.h"
 
 namespace smp {
 namespace {

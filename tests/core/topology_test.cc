@@ -1,4 +1,4 @@
-#include "smp/core/topology.h"
+#include "core/topology.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Each case runs in a process of its own, since MKL looks at the CPU once a process.
-#include "smp/core/vector_math.h"
+#include "core/vector_math.h"
 
 #include <ATen/Context.h>
 #include <ATen/ops/linspace.h>

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/threads/run_ranks.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "tests/device/fake_device.h"
 
 namespace smp::testing {

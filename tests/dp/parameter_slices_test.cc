@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "comm/threads/run_ranks.h"
+#include "core/error.h"
 #include "dp/gradient_buckets.h"
-#include "smp/core/error.h"
 #include "tests/dp/error_of.h"
 
 namespace smp::dp {

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "comm/threads/run_ranks.h"
+#include "core/error.h"
 #include "dp/parameter_window.h"
 #include "dp/sharded_gradients.h"
-#include "smp/core/error.h"
 #include "tests/dp/error_of.h"
 
 namespace smp::dp {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-/// What libFuzzer calls with inputs that it makes up, and `replay.cc` with those of a folder. Errors
-/// of the library are what damaged input shall lead to; everything else ends the process.
+/// What libFuzzer calls with inputs that it makes up, and `replay.cc` with those of a folder.
+/// Errors of the library are what damaged input shall lead to; everything else ends the process.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace smp::testing {

@@ -1,7 +1,7 @@
 // The index of a checkpoint, with its checksum put right, which no fuzzer would guess.
 
 #include "checkpoint/index.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "tests/fuzz/fuzz_target.h"
 
 namespace {
@@ -23,6 +23,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   parse(text);
   const size_t key = text.find("\"checksum\": \"");
-  if (key != std::string::npos && key + 13 + 16 <= size) parse(smp::checkpoint::with_checksum(text));
+  if (key != std::string::npos && key + 13 + 16 <= size)
+    parse(smp::checkpoint::with_checksum(text));
   return 0;
 }

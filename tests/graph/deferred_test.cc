@@ -11,9 +11,9 @@
 #include <thread>
 #include <vector>
 
+#include "core/error.h"
 #include "graph/default_dtype.h"
 #include "graph/recording.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "graph/autograd_entry.h"
 #include "graph/profile.h"
 #include "graph/random.h"
 #include "graph/replay.h"
 #include "graph/tracer.h"
-#include "smp/core/error.h"
 
 namespace smp::graph::testing {
 

@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "graph/layout.h"
 #include "graph/scratch_file.h"
-#include "smp/core/error.h"
 
 namespace smp::graph {
 namespace {

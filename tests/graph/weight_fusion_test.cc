@@ -132,13 +132,15 @@ TEST_F(WeightFusionTest, BatchesOfSequences) {
 }
 
 TEST_F(WeightFusionTest, WeightThatIsNotTransposed) {
-  expect_fused({randn({5, 8}), {weight({8, 3})},
+  expect_fused({randn({5, 8}),
+                {weight({8, 3})},
                 [](const torch::Tensor& x, const Tensors& w) { return x.mm(w[0]); }},
                1);
 }
 
 TEST_F(WeightFusionTest, FactorOfAddmm) {
-  expect_fused({randn({5, 8}), {weight({8, 3}), weight({3})},
+  expect_fused({randn({5, 8}),
+                {weight({8, 3}), weight({3})},
                 [](const torch::Tensor& x, const Tensors& w) {
                   return torch::addmm(w[1], x, w[0], /*beta=*/0.5, /*alpha=*/-2);
                 }},
@@ -146,7 +148,8 @@ TEST_F(WeightFusionTest, FactorOfAddmm) {
 }
 
 TEST_F(WeightFusionTest, WeightThatIsUsedInSeveralWays) {
-  expect_fused({randn({8, 8}), {weight({8, 8})},
+  expect_fused({randn({8, 8}),
+                {weight({8, 8})},
                 [](const torch::Tensor& x, const Tensors& w) {
                   return F::linear(F::linear(x, w[0]) + w[0], w[0]) * w[0].sin();
                 }},
@@ -156,7 +159,8 @@ TEST_F(WeightFusionTest, WeightThatIsUsedInSeveralWays) {
 TEST_F(WeightFusionTest, EmbeddingTiedToTheHead) {
   const auto tokens = torch::tensor({{1, 3, 3}, {0, 2, 3}});
   for (const int64_t padding : {-1, 3}) {
-    expect_fused({randn({2, 3, 4}), {weight({5, 4})},
+    expect_fused({randn({2, 3, 4}),
+                  {weight({5, 4})},
                   [=](const torch::Tensor& x, const Tensors& w) {
                     return F::linear(torch::embedding(w[0], tokens, padding) + x, w[0]);
                   }},
@@ -165,7 +169,8 @@ TEST_F(WeightFusionTest, EmbeddingTiedToTheHead) {
 }
 
 TEST_F(WeightFusionTest, LeavesOtherWaysToWeightsAlone) {
-  expect_fused({randn({2, 3, 8, 8}), {weight({4, 3, 3, 3}), weight({4}), weight({8})},
+  expect_fused({randn({2, 3, 8, 8}),
+                {weight({4, 3, 3, 3}), weight({4}), weight({8})},
                 [](const torch::Tensor& x, const Tensors& w) {
                   return torch::conv2d(x, w[0], w[1]).sum({2, 3}).matmul(w[2].view({4, 2}));
                 }},

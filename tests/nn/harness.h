@@ -11,9 +11,9 @@
 
 #include "comm/communicator.h"
 #include "comm/threads/run_ranks.h"
+#include "core/error.h"
 #include "graph/random.h"
 #include "nn/tensor_group.h"
-#include "smp/core/error.h"
 #include "tests/error_of.h"
 
 /// What the tests of operators and modules share: ranks, and what one process makes of their parts.

@@ -11,7 +11,7 @@
 #include <sstream>
 #include <vector>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::optim {
 namespace {

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 #include "tests/optim/reference.h"
 
 namespace smp::optim {

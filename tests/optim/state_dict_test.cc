@@ -9,7 +9,7 @@
 #include <limits>
 #include <memory>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::optim {
 namespace {

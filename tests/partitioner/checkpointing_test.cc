@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "partitioner/complete.h"
-#include "smp/core/error.h"
 #include "tests/partitioner/graph_builder.h"
 
 namespace smp::partitioner {

@@ -11,11 +11,11 @@
 #include <set>
 #include <utility>
 
+#include "core/error.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/plan_file.h"
 #include "partitioner/verify.h"
-#include "smp/core/error.h"
 #include "tests/partitioner/error_of.h"
 #include "tests/partitioner/random_graph.h"
 

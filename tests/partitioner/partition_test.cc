@@ -14,13 +14,13 @@
 #include <set>
 #include <tuple>
 
+#include "core/error.h"
 #include "partitioner/complete.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
-#include "smp/core/error.h"
 #include "tests/partitioner/error_of.h"
 #include "tests/partitioner/random_graph.h"
 

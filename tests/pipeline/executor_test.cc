@@ -5,8 +5,8 @@
 #include <string>
 
 #include "comm/threads/thread_communicator.h"
+#include "core/error.h"
 #include "pipeline/generators.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 namespace {

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "pipeline/generators.h"
 #include "pipeline/schedule.h"
 #include "pipeline/verifier.h"
-#include "smp/core/error.h"
 
 namespace smp::pipeline {
 

@@ -10,7 +10,7 @@
 #include <optional>
 #include <sstream>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp::random_programs {
 namespace {

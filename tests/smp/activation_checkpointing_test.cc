@@ -11,7 +11,7 @@
 
 #include "graph/allocations.h"
 #include "graph/offload_store.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 

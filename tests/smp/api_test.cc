@@ -7,7 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/threads/run_ranks.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <thread>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"

@@ -4,9 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smp/core/error.h"
+#include "core/error.h"
+#include "runtime/runtime.h"
 #include "smp/init.h"
-#include "smp/runtime.h"
 
 namespace smp {
 

@@ -5,8 +5,8 @@
 #include <mutex>
 
 #include "graph/allocations.h"
-#include "smp/pipeline_choice.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
+#include "runtime/step/pipeline_choice.h"
 #include "tests/smp/oracle.h"
 
 namespace smp::testing {
@@ -43,8 +43,9 @@ struct Peaks {
 /// What is predicted of the program that runs: as `Program` does it.
 std::vector<double> predicted_peaks(const Runtime& runtime) {
   const auto& config = runtime.config();
-  const auto step = plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan,
-                              kRanks, step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
+  const auto step =
+      plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, kRanks,
+                step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
   return step.simulation.peak_memory;
 }
 

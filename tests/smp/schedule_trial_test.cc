@@ -1,7 +1,7 @@
 // Which schedules "auto" tries, and which one it keeps: without ranks, on steps made of known
 // costs.
 
-#include "smp/schedule_trial.h"
+#include "runtime/step/schedule_trial.h"
 
 #include <gtest/gtest.h>
 

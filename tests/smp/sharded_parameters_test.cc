@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "smp/sharding.h"
+#include "runtime/parameters/sharding.h"
 #include "smp/smp.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"

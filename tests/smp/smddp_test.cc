@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <numeric>
 
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp {
 namespace {

@@ -1,4 +1,4 @@
-#include "smp/state_pieces.h"
+#include "runtime/update/state_pieces.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "comm/threads/run_ranks.h"
-#include "smp/core/error.h"
+#include "core/error.h"
 
 namespace smp {
 namespace {

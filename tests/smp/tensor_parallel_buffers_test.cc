@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel_run.h"
 
 // Buffers that steps write, where layers are divided and there are replicas.

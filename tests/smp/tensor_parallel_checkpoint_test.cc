@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "optim/state_dict.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel.h"
 
 // Checkpoints do not say among how many ranks layers were divided.

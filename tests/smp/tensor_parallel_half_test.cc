@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/recipe.h"
 
 // Half precision where layers are divided, against one plain process.

@@ -12,7 +12,7 @@
 
 #include "graph/allocations.h"
 #include "nn/nn.h"
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/nn/harness.h"
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_transformer.h"

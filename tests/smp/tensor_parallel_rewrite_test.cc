@@ -5,7 +5,7 @@
 #include <set>
 #include <string>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
 

@@ -12,8 +12,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "smp/divided_parameters.h"
-#include "smp/runtime.h"
+#include "runtime/parameters/divided_parameters.h"
+#include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel.h"
 
 /// Training a language model on ranks that divide its layers, and in one plain process.

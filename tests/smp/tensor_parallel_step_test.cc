@@ -4,7 +4,7 @@
 #include <mutex>
 #include <vector>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel_run.h"
 
 // Training on ranks that divide layers among them, against one plain libtorch process.

@@ -7,10 +7,10 @@
 #include <iterator>
 #include <string>
 
+#include "core/config.h"
+#include "core/error.h"
 #include "pipeline/generators.h"
 #include "pipeline/schedule_file.h"
-#include "smp/core/config.h"
-#include "smp/core/error.h"
 
 namespace smp::tools {
 namespace {

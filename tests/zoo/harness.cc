@@ -2,7 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "smp/runtime.h"
+#include "runtime/runtime.h"
 
 namespace smp::zoo {
 namespace {

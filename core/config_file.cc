@@ -1,0 +1,159 @@
+#include "core/config_file.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <vector>
+
+#include "core/error.h"
+#include "core/json.h"
+
+namespace smp {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kSupported = "['dataparallel', 'modelparallel']";
+
+// An object of the file with its place, for messages.
+struct Node {
+  const json& object;
+  std::string source;
+  std::string path;
+
+  std::string where(const std::string& key) const {
+    return source + ": \"" + path + (path.empty() ? "" : ".") + key + "\": ";
+  }
+};
+
+void check_keys(const Node& node, const std::vector<std::string>& known) {
+  for (const auto& [key, value] : node.object.items()) {
+    const bool is_known = std::find(known.begin(), known.end(), key) != known.end();
+    SMP_CHECK_WITH(ConfigError, is_known, node.where(key), "unknown key. Did you mean \"",
+                   nearest_name(key, known), "\"?");
+  }
+}
+
+void check_enabled(const Node& node, const char* what) {
+  const json enabled = node.object.value("enabled", json(nullptr));
+  SMP_CHECK_WITH(ConfigError, enabled == json(true), node.where("enabled"), "expected true, got ",
+                 enabled.is_null() ? "nothing" : enabled.dump(), ". ", what);
+}
+
+// The rules that the estimator applies before it looks at the strategy.
+Node strategy_node(const json& root, const std::string& source) {
+  const Node top{root, source, ""};
+  check_keys(top, {"smdistributed", "mpi"});
+  static const json none = json::object();
+  const auto found = root.find("smdistributed");
+  const json& strategies = found != root.end() ? *found : none;
+  SMP_CHECK_WITH(ConfigError, strategies.is_object(), top.where("smdistributed"),
+                 "smdistributed strategy requires a dictionary (got ", strategies.dump(), ")");
+  SMP_CHECK_WITH(ConfigError, strategies.size() <= 1, top.where("smdistributed"),
+                 "Cannot use more than 1 smdistributed strategy. \nChoose one of the following "
+                 "supported strategies:",
+                 kSupported);
+  const std::string name = strategies.empty() ? "" : strategies.begin().key();
+  SMP_CHECK_WITH(ConfigError, name == "modelparallel" || name == "dataparallel",
+                 top.where("smdistributed"), "Invalid smdistributed strategy provided: ",
+                 name.empty() ? "none" : name, " \nSupported strategies: ", kSupported);
+  const Node node{strategies.begin().value(), source, "smdistributed." + name};
+  SMP_CHECK_WITH(ConfigError, node.object.is_object(), top.where(node.path),
+                 "expected an object, got ", node.object.dump(), ".");
+  return node;
+}
+
+void read_custom_mpi_options(const Node& node, Distribution& result) {
+  if (!node.object.contains("custom_mpi_options")) return;
+  const json& options = node.object["custom_mpi_options"];
+  SMP_CHECK_WITH(ConfigError, options.is_string(), node.where("custom_mpi_options"),
+                 "expected a string with options of mpirun, got ", options.dump(), ".");
+  result.custom_mpi_options = options.get<std::string>();
+}
+
+void read_mpi(const json& root, const std::string& source, Distribution& result) {
+  if (!root.contains("mpi")) return;
+  const Node node{root["mpi"], source, "mpi"};
+  SMP_CHECK_WITH(ConfigError, node.object.is_object(), Node{root, source, ""}.where("mpi"),
+                 "expected an object, got ", node.object.dump(), ".");
+  check_keys(node, {"enabled", "processes_per_host", "custom_mpi_options"});
+  check_enabled(node, "Ranks are started by MPI: set it to true.");
+  if (node.object.contains("processes_per_host")) {
+    const json& count = node.object["processes_per_host"];
+    SMP_CHECK_WITH(ConfigError, count.is_number_integer() && count > 0,
+                   node.where("processes_per_host"), "expected an integer >= 1, got ", count.dump(),
+                   ". Set it to the number of ranks.");
+    result.processes_per_host = count.get<int64_t>();
+  }
+  read_custom_mpi_options(node, result);
+}
+
+// `parameters` given as the path of another file.
+json parameters_file(const std::string& file, const std::string& folder) {
+  const std::string path = (std::filesystem::path(folder) / file).string();
+  SMP_CHECK_WITH(ConfigError, std::filesystem::is_regular_file(path),
+                 "Expected a string path to an existing modelparallel config, or a dictionary. "
+                 "Received: ",
+                 file, ".");
+  try {
+    return parse_json(read_file(path, "the configuration file"), path);
+  } catch (const ConfigError& error) {
+    throw ConfigError(std::string(error.what_without_backtrace()) + "\nCannot parse " + file +
+                      " as a json file.");
+  }
+}
+
+}  // namespace
+
+void Distribution::read(const std::string& text, const std::string& source_name,
+                        const std::string& folder) {
+  const json root = parse_json(text, source_name);
+  SMP_CHECK_WITH(ConfigError, root.is_object(), source_name,
+                 ": expected a JSON object with the parameters, got ", root.dump(), ".");
+  json parameters = root;
+  Node node{parameters, source_name, ""};
+  if (root.contains("smdistributed") || root.contains("mpi")) {
+    const Node chosen = strategy_node(root, source_name);
+    if (root["smdistributed"].contains("dataparallel")) strategy = Strategy::kDataParallel;
+    check_keys(chosen, {"enabled",
+                        strategy == Strategy::kDataParallel ? "custom_mpi_options" : "parameters"});
+    check_enabled(chosen, "Set it to true, or start the program without this file.");
+    read_mpi(root, source_name, *this);
+    if (strategy == Strategy::kDataParallel) {
+      read_custom_mpi_options(chosen, *this);
+      return;
+    }
+    parameters = chosen.object.value("parameters", json::object());
+    node.path = "smdistributed.modelparallel.parameters";
+  }
+  if (parameters.is_string()) {
+    const std::string file = parameters.get<std::string>();
+    parameters = parameters_file(file, folder);
+    node.source = file;
+    node.path.clear();
+  }
+  SMP_CHECK_WITH(ConfigError, parameters.is_object(), node.source, ": \"", node.path,
+                 "\": Expected a string path to an existing modelparallel config, or a dictionary. "
+                 "Received: ",
+                 parameters.dump(), ".");
+  parameters_json = parameters.dump();
+  config.file_.source = node.source;
+  for (const auto& [key, value] : parameters.items()) {
+    config.file_.settings.push_back(
+        {key, node.path + (node.path.empty() ? "" : ".") + key, to_value(value)});
+  }
+}
+
+Distribution Distribution::from_file(const std::string& path) {
+  Distribution result;
+  result.read(read_file(path, "the configuration file"), path,
+              std::filesystem::path(path).parent_path().string());
+  return result;
+}
+
+Distribution Distribution::from_json(const std::string& text, const std::string& source_name) {
+  Distribution result;
+  result.read(text, source_name, "");
+  return result;
+}
+
+}  // namespace smp

@@ -1,0 +1,13 @@
+#include "core/env.h"
+
+#include <cstdlib>
+
+namespace smp {
+
+std::optional<std::string> env(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return value;
+}
+
+}  // namespace smp

@@ -1,0 +1,26 @@
+#include "core/error.h"
+
+namespace smp {
+namespace {
+
+std::string& context() {
+  thread_local std::string value;
+  return value;
+}
+
+}  // namespace
+
+void set_error_context(std::string value) { context() = std::move(value); }
+
+std::string error_prefix() { return context().empty() ? "[smp] " : "[" + context() + "] "; }
+
+namespace detail {
+
+void fail_internal(const char* file, int line, const char* condition, const std::string& message) {
+  throw Error(c10::str(error_prefix(), "internal error at ", file, ":", line, ": ", condition,
+                       message.empty() ? "" : ": ", message,
+                       ". This is a bug in smp; please report it with this message."));
+}
+
+}  // namespace detail
+}  // namespace smp

@@ -1,0 +1,122 @@
+#include "core/json.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <vector>
+
+#include "core/error.h"
+
+namespace smp {
+namespace {
+
+using nlohmann::json;
+
+// Functions that recur over a value could not bear any depth.
+constexpr int kMaxDepth = 256;
+
+// Follows the objects that are open while the parser runs, to see keys that occur twice; the
+// parser itself silently keeps the last.
+class DuplicateKeys {
+ public:
+  void operator()(json::parse_event_t event, const json& parsed) {
+    if (event == json::parse_event_t::object_start) {
+      open_.emplace_back();
+    } else if (event == json::parse_event_t::object_end) {
+      open_.pop_back();
+    } else if (event == json::parse_event_t::key) {
+      Object& object = open_.back();
+      object.current = parsed.get<std::string>();
+      if (!object.seen.insert(object.current).second && first_.empty()) first_ = path();
+    }
+  }
+
+  /// The path of the first key that occurred twice, or empty.
+  const std::string& first() const { return first_; }
+
+ private:
+  struct Object {
+    std::set<std::string> seen;
+    std::string current;
+  };
+
+  std::string path() const {
+    std::string text;
+    for (const Object& object : open_) text += (text.empty() ? "" : ".") + object.current;
+    return text;
+  }
+
+  std::vector<Object> open_;
+  std::string first_;
+};
+
+// "line 3, column 5" of the byte (1-based) at which the parser stopped.
+std::string position(const std::string& text, size_t byte) {
+  const std::string before = text.substr(0, byte > 0 ? byte - 1 : 0);
+  const auto line = 1 + std::count(before.begin(), before.end(), '\n');
+  const size_t line_start = before.rfind('\n') + 1;  // npos + 1 is 0: the first line
+  return c10::str("line ", line, ", column ", before.size() - line_start + 1);
+}
+
+// nlohmann's messages start with a tag and its own position; the reason is after that.
+std::string reason(const json::exception& error) {
+  const std::string what = error.what();
+  const size_t at = what.find(": ");
+  return at == std::string::npos ? what : what.substr(at + 2);
+}
+
+}  // namespace
+
+json parse_json(const std::string& text, const std::string& source_name) {
+  DuplicateKeys duplicates;
+  int deepest = 0;
+  const auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
+    deepest = std::max(deepest, depth);
+    duplicates(event, parsed);
+    return true;
+  };
+  json parsed;
+  try {
+    parsed = json::parse(text, watch);
+  } catch (const json::parse_error& error) {
+    SMP_CHECK_WITH(ConfigError, false, source_name, ": malformed JSON at ",
+                   position(text, error.byte), ": ", reason(error),
+                   ". Correct the text at that position.");
+  } catch (const json::out_of_range& error) {
+    detail::fail<ConfigError>(source_name, ": a number is too large for JSON: ", reason(error),
+                              ". Write a smaller one.");
+  }
+  SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
+                 kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
+  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", duplicates.first(),
+                 "\": expected each key once, got it twice in one object. Remove one of the two.");
+  return parsed;
+}
+
+std::string read_file(const std::string& path, const std::string& what) {
+  std::ifstream in(path, std::ios::binary);
+  const bool is_folder = std::filesystem::is_directory(path);  // which opens, but does not read
+  SMP_CHECK_WITH(ConfigError, in && !is_folder, path, ": cannot read ", what, ": ",
+                 is_folder ? "it is a folder" : std::strerror(errno),
+                 ". Give the path of a JSON file.");
+  return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+Value to_value(const json& value) {
+  if (value.is_boolean()) return value.get<bool>();
+  if (value.is_string()) return value.get<std::string>();
+  if (value.is_number_unsigned() &&
+      value.get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
+    return value.get<double>();
+  }
+  if (value.is_number_integer()) return value.get<int64_t>();
+  if (value.is_number_float()) return value.get<double>();
+  return OtherJson(value.dump());
+}
+
+}  // namespace smp

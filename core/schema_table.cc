@@ -1,0 +1,361 @@
+#include <utility>
+
+#include "core/schema.h"
+
+namespace smp {
+namespace {
+
+// Builds one row; each method adds what is not the rule.
+class Row {
+ public:
+  Row(std::string name, ParameterType type, Value default_value, std::string doc) {
+    row_.name = std::move(name);
+    row_.type = type;
+    row_.default_value = std::move(default_value);
+    row_.doc = std::move(doc);
+  }
+  Row alias(std::string name) { return with(&Parameter::alias, std::move(name)); }
+  Row default_text(std::string text) { return with(&Parameter::default_text, std::move(text)); }
+  Row at_least(double minimum) { return with(&Parameter::minimum, minimum); }
+  Row at_most(double maximum) { return with(&Parameter::maximum, maximum); }
+  Row above(double minimum) { return at_least(minimum).with(&Parameter::exclusive_minimum, true); }
+  Row values(std::vector<std::string> all) { return with(&Parameter::values, std::move(all)); }
+  Row without(std::string value) {
+    row_.unavailable_values.push_back(std::move(value));
+    return *this;
+  }
+  Row or_integer(double minimum) { return at_least(minimum).with(&Parameter::or_integer, true); }
+  Row needs(std::string name) { return with(&Parameter::needs, std::move(name)); }
+  Row error(std::string text) { return with(&Parameter::error, std::move(text)); }
+  Row default_only() { return with(&Parameter::availability, Availability::kDefaultOnly); }
+  Row tensorflow_only() { return with(&Parameter::availability, Availability::kTensorFlowOnly); }
+
+  operator Parameter() const { return row_; }
+
+ private:
+  template <class Member, class T>
+  Row with(Member member, T value) {
+    row_.*member = std::move(value);
+    return *this;
+  }
+
+  Parameter row_;
+};
+
+Row boolean(std::string name, bool default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kBool, default_value, std::move(doc));
+}
+
+Row integer(std::string name, Value default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kInt, std::move(default_value), std::move(doc));
+}
+
+Row number(std::string name, Value default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kNumber, std::move(default_value), std::move(doc));
+}
+
+Row text(std::string name, Value default_value, std::string doc) {
+  return Row(std::move(name), ParameterType::kString, std::move(default_value), std::move(doc));
+}
+
+constexpr const char* kPositive = "The number of {key} must be a positive integer.";
+
+std::vector<Parameter> pipeline_rows() {
+  return {
+      integer("partitions", int64_t{1},
+              "The number of pipeline partitions: each is run by one rank of a replica. The number "
+              "of ranks must be a multiple of it. The launcher requires it.")
+          .alias("pipeline_parallel_degree")
+          .at_least(1)
+          .error(kPositive),
+      integer("microbatches", int64_t{1},
+              "Into how many microbatches a step splits its batch. The batch dimension must be "
+              "divisible by it. With 1 there is no pipelining.")
+          .at_least(1)
+          .error(kPositive),
+      text(
+          "pipeline", "interleaved",
+          "The schedule (docs/schedules.md). `simple` runs all forwards before the first backward; "
+          "`interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, "
+          "`zb_h1` and `zb_h2` keep fewer microbatches or fill idle time with split backwards; "
+          "`interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several "
+          "stages (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts "
+          "the step with each and takes the shortest, measures in the first steps, and takes "
+          "another one if that is better by what was measured; `file` loads it from "
+          "`schedule_file`. All give the same numbers, bit for bit. A step function without "
+          "`backward` gets a forward-only schedule by itself.")
+          .values({"simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
+                   "breadth_first", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "list", "auto", "file"}),
+      integer("virtual_stages", int64_t{0},
+              "How many stages each rank has, for schedules that visit a rank several times: "
+              "`interleaved_1f1b`, `breadth_first` and, with two, `zbv` and `dualpipe_v`; any "
+              "other schedule may have them too. More stages shorten the time in which ranks wait "
+              "for the first microbatch, and send more. 0 means two for these four and one for "
+              "the others.")
+          .at_least(0),
+      text("schedule_file", {},
+           "The schedule of `\"pipeline\": \"file\"`: CSV, JSON or the text that is printed (see "
+           "docs/schedules.md)."),
+      text("timeline", {},
+           "An HTML page: world rank 0 writes there what each rank did when in three training "
+           "steps (the third to the fifth of the first step function that trains), and beside it, "
+           "with the ending .json, a trace for Perfetto (see docs/timeline.md)."),
+      integer("active_microbatches", {},
+              "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
+          .default_text("partitions + 2")
+          .at_least(1)
+          .error(kPositive),
+      boolean("deterministic_server", false,
+              "In SMP 1.x: serve requests in the same order on all data-parallel ranks. Here every "
+              "schedule is a fixed program, so both values mean the same."),
+      text("input_source", "all",
+           "Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch "
+           "(checked), or only the `first` does and the others pass dummies of the right shape.")
+          .values({"all", "first"})
+          .without("first"),
+      text(
+          "numerics", "exact",
+          "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
+          "`fast` allows other rounding, and other random numbers for a sample, never other "
+          "mathematics: where the samples of a batch are independent, several microbatches may run "
+          "as one (see docs/schedules.md).")
+          .values({"exact", "fast"}),
+      boolean("gradient_accumulation_fusion", false,
+              "Add the gradients of weights of linear layers to the gradient buffer inside the "
+              "matrix product, instead of making each and adding it: saves memory and a pass over "
+              "it, and rounds differently (see docs/architecture.md, Numerics)."),
+      text("guard", "every_step",
+           "In which steps a step function runs again, on tensors without data, to see whether it "
+           "still does what was captured: in `every_step`, in the `first_step` only, or in every "
+           "N-th. In a step without guard the operators and numbers of the last guarded one are "
+           "replayed: side effects of the function, numbers that it changed (a loss weight) and "
+           "`train()` or `eval()` are not seen, and what it returns besides tensors is what the "
+           "last guarded step returned. Inputs of other shapes, and arguments with `smp_slice`, "
+           "are guarded always.")
+          .values({"every_step", "first_step"})
+          .or_integer(1)
+          .error("{key} must be 'every_step', 'first_step' or a positive integer."),
+      integer("gradient_shards", int64_t{0},
+              "Into how many shards the microbatches of a step are grouped when gradients are "
+              "summed; this fixes the order of the sum, and so the bits of the result, whatever "
+              "the number of ranks. 0 means the number of replicas.")
+          .at_least(0),
+      integer("seed", int64_t{-1},
+              "The seed of the random operators inside steps. -1 draws it from the default "
+              "generator of world rank 0 at the first step, so that `torch::manual_seed` decides.")
+          .at_least(-1),
+  };
+}
+
+std::vector<Parameter> partition_rows() {
+  return {
+      boolean("auto_partition", true,
+              "Let the partitioner assign operators to partitions; partition scopes are kept. "
+              "`false` leaves it to partition scopes in the program and to `default_partition`."),
+      integer("default_partition", int64_t{0},
+              "The partition of what is outside every partition scope. Required when "
+              "`auto_partition` is false; must be less than `partitions`.")
+          .at_least(0),
+      text("optimize", "memory",
+           "What to favour. It selects the default of `memory_weight`; and what tensor-parallel "
+           "ranks hold of activations between divided layers: with `memory` each has its part of "
+           "the samples or positions, with `speed` all of them, for less communication (see "
+           "docs/tensor_parallelism.md). Transformers of `smp::nn` have an option of their own, "
+           "which wins.")
+          .values({"memory", "speed"}),
+      number("memory_weight", {},
+             "How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 "
+             "compute time only.")
+          .default_text("0.2 if `optimize` is `speed`, else 0.8")
+          .at_least(0)
+          .at_most(1)
+          .error("{key} must be between 0.0 and 1.0!"),
+      number("memory_limit_mb", 0.0,
+             "How many MiB a rank may use for its parameters, gradients, optimizer state and the "
+             "activations of the microbatches in flight, by the partitioner's reckoning. If no "
+             "partition keeps it, the error says which limit would do. 0: no limit.")
+          .at_least(0),
+      number(
+          "optimizer_state_factor", 2.0,
+          "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: "
+          "2 for Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` "
+          "divided by the number of replicas.")
+          .at_least(0),
+      boolean("load_partition", false,
+              "Load the partition of the first step from `partition_file` instead of computing "
+              "it."),
+      text("partition_file", {},
+           "A JSON file. World rank 0 saves the partition of the first step there, and "
+           "`load_partition` reads it. Without `load_partition` a partition that is there already "
+           "is kept as long as no other is clearly better (5 %).")
+          .default_text("unset")
+          .error("'{key}' must be a str."),
+      text("graph_file", {},
+           "The file to which world rank 0 writes the graph of the first step, with its costs, for "
+           "`tools/smp_plan`.")
+          .default_text("unset")
+          .error("'{key}' must be a str."),
+      boolean("trace_execution_times", true,
+              "Measure in the first step how long each operator takes, forward and backward: the "
+              "least of up to three runs, within about two seconds more. `false` estimates the "
+              "times from the bytes that operators move. (In SMP 1.x the default is `false`.)"),
+      boolean("trace_memory_usage", false,
+              "Measure in the first step what is kept from forward to backward. `false` takes it "
+              "to be what operators return."),
+      boolean("skip_tracing", false,
+              "Run nothing to measure the model: estimate times and memory from shapes."),
+      boolean("delayed_parameter_initialization", true,
+              "Models constructed under `smp::model_creation` get their parameters only where they "
+              "are needed, after the partition."),
+  };
+}
+
+std::vector<Parameter> rank_rows() {
+  return {
+      text(
+          "placement_strategy", "cluster",
+          "How ranks are placed. The letters are the digits of a rank in mixed radix: D replica, "
+          "P partition, T tensor-parallel rank; the right-most letter varies fastest. `cluster` is "
+          "`DPT`: the partitions of a replica are neighbours. `spread` is `TPD`: the replicas are.")
+          .values({"cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}),
+      boolean("ddp", false,
+              "Hybrid of pipeline and data parallelism: more ranks than `partitions` train several "
+              "replicas, whose gradients are averaged."),
+      integer("ddp_port", {}, "The TCP port on which replicas meet when MPI does not start them.")
+          .default_text("unset")
+          .at_least(0)
+          .at_most(65535)
+          .needs("ddp")
+          .error("Invalid port number {value}."),
+      text("ddp_dist_backend", "auto", "The transport of data parallelism.")
+          .values({"auto", "nccl"})
+          .without("nccl")
+          .needs("ddp"),
+      number("bucket_cap_mb", 25.0,
+             "The size in MiB of the buckets in which gradients are reduced over replicas.")
+          .above(0),
+      boolean("keep_freed_memory", true,
+              "Let the C library of a rank keep what a step frees for the next one, instead of "
+              "giving it back to the system and asking for it again, page by page. No effect with "
+              "another allocator, or where the environment tunes it (`MALLOC_...`)."),
+      number("timeout_seconds", 300.0,
+             "After how many seconds a blocking wait for another rank is an error.")
+          .above(0),
+      boolean(
+          "check_collectives", false,
+          "Compare the calls of all ranks before every collective, so that ranks that call "
+          "different ones get an error that says which rank called what, instead of a wait "
+          "that never ends (see docs/collectives.md). Ranks of one host always do; between "
+          "hosts it costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
+  };
+}
+
+std::vector<Parameter> memory_rows() {
+  return {
+      text("activation_checkpointing", "modules",
+           "What runs again in the backward pass instead of being kept for it (see "
+           "docs/activation_memory.md): the `modules` for which the program calls "
+           "`smp::set_activation_checkpointing`, or these and what `auto` adds, so that no rank is "
+           "predicted to need more than `memory_limit_mb`.")
+          .values({"modules", "auto"}),
+      boolean("offload_activations", false,
+              "Move what checkpointed modules keep for the backward pass out of the way: from a "
+              "device to the host's memory, and from the host to a file in `offload_directory`. No "
+              "effect without activation checkpointing."),
+      integer("activation_loading_horizon", int64_t{4},
+              "How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its "
+              "offloaded activations are fetched back. What is needed within as many is not "
+              "offloaded.")
+          .at_least(1),
+      text("offload_directory", {},
+           "A directory on a local disk for offloaded activations. The files there have no names, "
+           "so nothing stays behind.")
+          .default_text("the directory for temporary files")
+          .error("'{key}' must be a str."),
+      boolean("shard_optimizer_state", false,
+              "Divide the optimizer's state and its work over the replicas instead of repeating "
+              "them (see docs/sharding.md). Needs `ddp`; no effect with one replica."),
+      boolean("fp16", false,
+              "Give models parameters of float16, and optimizers master weights of float32 (see "
+              "docs/precision.md). Steps whose gradients are not finite are skipped. Not together "
+              "with `bf16`."),
+      boolean("fp16_params", false, "Create the parameters of distributed modules in fp16.")
+          .default_only(),
+      boolean("bf16", false,
+              "Give models parameters of bfloat16, and optimizers master weights of float32 (see "
+              "docs/precision.md). Not together with `fp16`. (In SMP 1.x it needs "
+              "`sharded_data_parallel_degree` > 1.)"),
+  };
+}
+
+std::vector<Parameter> tensor_and_sharding_rows() {
+  return {
+      integer("tensor_parallel_degree", int64_t{1},
+              "Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than "
+              "1 needs `ddp`, and neither `shard_optimizer_state` nor `partition_file` nor "
+              "`graph_file`.")
+          .at_least(1),
+      boolean("prescaled_batch", false,
+              "The ranks of a tensor-parallel group are given one batch, shared out by "
+              "`smp::rdp_rank()`, instead of one each, by `smp::dp_rank()`."),
+      text("tensor_parallelism", "auto",
+           "Which modules of the program may be divided by rewriting what was captured: the "
+           "`marked` ones, made under `smp::tensor_parallelism` or given to "
+           "`smp::set_tensor_parallelism`, or, with `auto`, all if none is marked and none is a "
+           "distributed module of `smp::nn`.")
+          .values({"auto", "marked"}),
+      boolean("strict_tensor_parallelism", false,
+              "A marked module with parameters that cannot be divided is an error; otherwise the "
+              "report says so."),
+      integer("sharded_data_parallel_degree", int64_t{1},
+              "Over how many replicas parameters, gradients and optimizer state are sharded (see "
+              "docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 "
+              "needs `partitions` of 1, and neither `shard_optimizer_state` nor "
+              "`gradient_accumulation_fusion`.")
+          .at_least(1),
+      integer("sdp_reduce_bucket_size", int64_t{500000000},
+              "The size of sharded gradient buckets, in elements.")
+          .at_least(1),
+      integer("sdp_param_persistence_threshold", int64_t{1000000},
+              "Parameters with fewer elements than this stay on every rank.")
+          .at_least(0),
+      integer("sdp_max_live_parameters", int64_t{1000000000},
+              "While this many elements of sharded parameters are gathered, no more are gathered "
+              "ahead.")
+          .at_least(1),
+      boolean("sdp_hierarchical_allgather", true,
+              "Gather parameters within and across hosts apart. Accepted for SMP's configurations "
+              "and without effect: collectives find their way by themselves (see "
+              "docs/collectives.md)."),
+      number("sdp_gradient_clipping", 1.0,
+             "With sharded data parallelism, the L2 norm over all parameters to which "
+             "`optimizer.step()` clips gradients. Always on; a large number switches it off.")
+          .above(0),
+  };
+}
+
+std::vector<Parameter> tensorflow_rows() {
+  return {
+      boolean("contiguous", true, "Each partition is a connected part of the TensorFlow graph.")
+          .tensorflow_only(),
+      boolean("horovod", false, "Data parallelism by Horovod.").tensorflow_only(),
+  };
+}
+
+std::vector<Parameter> make_schema() {
+  std::vector<Parameter> all;
+  for (auto rows : {pipeline_rows(), partition_rows(), rank_rows(), memory_rows(),
+                    tensor_and_sharding_rows(), tensorflow_rows()}) {
+    all.insert(all.end(), rows.begin(), rows.end());
+  }
+  return all;
+}
+
+}  // namespace
+
+const std::vector<Parameter>& schema() {
+  static const std::vector<Parameter> rows = make_schema();
+  return rows;
+}
+
+}  // namespace smp

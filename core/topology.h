@@ -1,0 +1,93 @@
+#pragma once
+
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+#include "core/config.h"
+
+namespace smp {
+
+/// The groups of ranks. With pp, tp and rdp the digits of a rank:
+enum class CommGroup {
+  kWorld,  ///< all ranks
+  kPp,     ///< the partitions of one pipeline: ranks that differ in pp_rank only
+  kTp,     ///< ranks that differ in tp_rank only
+  kRdp,    ///< ranks that hold the same parameters: they differ in rdp_rank only
+  kMp,     ///< one whole model: ranks of the same rdp_rank (pp x tp of them)
+  kDp,     ///< ranks that see different samples: those of the same pp_rank (rdp x tp of them)
+};
+
+/// "world", "pp", "tp", "rdp", "mp" or "dp".
+const char* to_string(CommGroup group);
+
+/// Which rank has which part of the model, and with whom it forms groups. A pure value: the same
+/// on every rank, computed without communication.
+///
+/// Placement: a rank is a number in mixed radix whose digits are rdp_rank (D), pp_rank (P) and
+/// tp_rank (T), written in the order of `placement_strategy`; the right-most varies fastest.
+/// Inside any group, ranks are numbered in ascending order of their world rank.
+class Topology {
+ public:
+  /// For `world_size` ranks, of which every `local_size` consecutive ones share a host.
+  /// Throws `ConfigError` when the configuration does not fit that many ranks.
+  Topology(const Config& config, int world_size, int local_size);
+
+  /// For ranks on the named hosts: hosts[r] is that of rank r. Throws as above.
+  Topology(const Config& config, const std::vector<std::string>& hosts);
+
+  /// Throws `ConfigError` unless the degrees of the configuration divide `world_size`, naming the
+  /// values that do.
+  static void check_divides(const Config& config, int world_size);
+
+  int size() const { return size(CommGroup::kWorld); }
+  int local_rank(int rank) const;
+  int local_size(int rank) const;
+  int pp_rank(int rank) const { return rank_in(CommGroup::kPp, rank); }
+  int tp_rank(int rank) const { return rank_in(CommGroup::kTp, rank); }
+  int rdp_rank(int rank) const { return rank_in(CommGroup::kRdp, rank); }
+  int mp_rank(int rank) const { return rank_in(CommGroup::kMp, rank); }
+  int dp_rank(int rank) const { return rank_in(CommGroup::kDp, rank); }
+  int pp_size() const { return pp_; }
+  int tp_size() const { return tp_; }
+  int rdp_size() const { return rdp_; }
+  int mp_size() const { return pp_ * tp_; }
+  int dp_size() const { return rdp_ * tp_; }
+
+  /// The number of ranks of each group of this kind.
+  int size(CommGroup group) const;
+
+  /// The position of world rank `rank` inside its group of this kind.
+  int rank_in(CommGroup group, int rank) const;
+
+  /// The world ranks, ascending, of the group of this kind that `rank` belongs to.
+  std::vector<int> members(CommGroup group, int rank) const;
+
+  /// All groups of this kind, ordered by their first member.
+  std::vector<std::vector<int>> groups(CommGroup group) const;
+
+  /// A table with one line per rank.
+  std::string to_string() const;
+
+ private:
+  struct Place {
+    int pp = 0;
+    int tp = 0;
+    int rdp = 0;
+  };
+
+  static bool together(CommGroup group, const Place& a, const Place& b);
+  void check_rank(int rank) const;
+
+  int pp_ = 1;
+  int tp_ = 1;
+  int rdp_ = 1;
+  std::string strategy_;
+  std::vector<Place> places_;       // by world rank
+  std::vector<std::string> hosts_;  // by world rank
+};
+
+/// Prints `topology.to_string()`.
+std::ostream& operator<<(std::ostream& out, const Topology& topology);
+
+}  // namespace smp

@@ -1,0 +1,88 @@
+#include "runtime/parameters/delayed.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+
+#include "core/error.h"
+#include "graph/recording.h"
+#include "runtime/first_difference.h"
+
+namespace smp {
+namespace {
+
+using graph::Recording;
+using graph::ValueKind;
+
+/// The recordings of delayed tensors, in the order of the models' tensors.
+std::vector<std::shared_ptr<Recording>> recordings(const Runtime& runtime) {
+  std::vector<std::shared_ptr<Recording>> result;
+  for (const auto& entry : runtime.table().entries()) {
+    auto recording = graph::recording_of(entry.tensor).first;
+    if (recording && std::find(result.begin(), result.end(), recording) == result.end()) {
+      result.push_back(std::move(recording));
+    }
+  }
+  return result;
+}
+
+std::string hash_of(const std::string& text) {
+  const uint64_t hash = XXH64(text.data(), text.size(), 0);
+  return std::string(reinterpret_cast<const char*>(&hash), sizeof(hash));
+}
+
+}  // namespace
+
+bool has_delayed(const Runtime& runtime) {
+  const auto& entries = runtime.table().entries();
+  return std::any_of(entries.begin(), entries.end(),
+                     [](const auto& entry) { return graph::is_deferred(entry.tensor); });
+}
+
+void agree_on_construction(const Runtime& runtime) {
+  const auto all = recordings(runtime);
+  std::string text, states;
+  for (const auto& recording : all) {
+    text += recording->describe();
+    states += recording->states();
+  }
+  // Other ranks keep other parts of what is divided, which is other operators.
+  comm::Communicator& alike = *runtime.same_parts();
+  if (const size_t other = first_other(comm::all_gather_bytes(alike, hash_of(text)))) {
+    const auto texts = comm::all_gather_bytes(alike, text);
+    const auto [a, b] = first_difference(texts[0], texts[other]);
+    detail::fail<UsageError>(
+        "the models were constructed in different ways under delayed "
+        "parameter initialization: rank 0 has ",
+        a, ", rank ", other, " has ", b,
+        ". Construct the same model on every rank; if a constructor reads "
+        "random numbers, call torch::manual_seed first");
+  }
+  if (first_other(comm::all_gather_bytes(*runtime.world(), hash_of(states))) == 0) return;
+  for (const auto& recording : all) {
+    recording->set_states(comm::broadcast_bytes(*runtime.world(), recording->states(), 0));
+  }
+}
+
+void make_shared_tensors(const Runtime& runtime) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  std::vector<at::Tensor> parameters;
+  for (const auto& entry : runtime.table().entries()) {
+    named.emplace_back(entry.name, entry.tensor);
+    if (entry.kind == ValueKind::kParameter) parameters.push_back(entry.tensor);
+  }
+  for (const auto& recording : recordings(runtime)) {
+    recording->assign_seeds(named, runtime.seed);
+    recording->materialize_all(parameters);
+  }
+}
+
+void make_own_parameters(const Runtime& runtime) {
+  for (const auto& entry : runtime.table().entries()) {
+    const auto recording = graph::recording_of(entry.tensor).first;
+    if (recording && runtime.owns(entry.name)) recording->materialize(entry.tensor);
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,25 @@
+#pragma once
+
+#include "runtime/runtime.h"
+
+namespace smp {
+
+/// How the first step treats what was constructed under `model_creation`. Internal.
+
+/// True if some parameter or buffer has no data yet: the same on all ranks, once their models have
+/// been compared.
+bool has_delayed(const Runtime& runtime);
+
+/// Compares what the ranks recorded while they constructed their models, and gives every rank the
+/// random numbers of world rank 0. Collective over the world. Throws `UsageError` when the models
+/// were constructed in different ways.
+void agree_on_construction(const Runtime& runtime);
+
+/// Makes on this rank what all ranks need: buffers, and tensors that are registered nowhere, which
+/// a step function may read as constants.
+void make_shared_tensors(const Runtime& runtime);
+
+/// Makes the parameters that this rank owns; the models have been divided.
+void make_own_parameters(const Runtime& runtime);
+
+}  // namespace smp

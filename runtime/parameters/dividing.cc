@@ -1,0 +1,241 @@
+#include "runtime/parameters/dividing.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <set>
+
+#include "core/error.h"
+#include "core/log.h"
+#include "graph/recording.h"
+#include "graph/storage.h"
+#include "runtime/parameters/storage.h"
+#include "smp/tensor_parallelism.h"
+
+namespace smp {
+namespace {
+
+/// Gives a tensor other sizes, without a look at its memory.
+void set_sizes(const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const bool allowed = impl.allow_tensor_metadata_change();
+  impl.set_allow_tensor_metadata_change(true);
+  impl.set_sizes_contiguous(sizes);
+  impl.set_allow_tensor_metadata_change(allowed);
+}
+
+/// Leaves a tensor this rank's part. Its memory lies in the same storage, under all that hold it.
+void keep_part(const at::Tensor& tensor, const nn::ParameterSplit& split, int rank) {
+  const at::Tensor part = has_data(tensor) ? split.part(tensor.detach(), rank) : at::Tensor();
+  set_sizes(tensor, split.local_sizes());
+  if (part.defined()) {
+    graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
+                     *part.storage().unsafeGetStorageImpl());
+  }
+  if (tensor.grad().defined()) tensor.mutable_grad() = split.part(tensor.grad(), rank);
+  // One that an earlier backward pass left knows the old sizes.
+  torch::autograd::impl::set_grad_accumulator(tensor, std::weak_ptr<torch::autograd::Node>());
+}
+
+using nn::rewrite::DividedGraph;
+using nn::rewrite::DivideOptions;
+
+/// Decides what may be divided of a graph, and says what was.
+class Divider {
+ public:
+  Divider(Runtime& runtime, const graph::Graph& captured, const std::string& step_name)
+      : runtime_(runtime), captured_(captured), step_name_(step_name) {
+    options_.ranks = runtime.topology().tp_size();
+    options_.estimate = true;  // runs that divided differently would add in another order
+    options_.streams = runtime.config().optimize() == "memory";
+    for (const auto& entry : runtime.divided().entries()) {
+      if (entry.captured_whole) options_.fixed.emplace(entry.name, entry.split);
+    }
+    if (!runtime.partitioned) allow();
+  }
+
+  std::shared_ptr<const DividedGraph> run() {
+    auto divided = std::make_shared<DividedGraph>();
+    const std::string obstacle = nn::rewrite::why_not(captured_, options_);
+    if (obstacle.empty()) *divided = nn::rewrite::divide(captured_, options_);
+    for (auto& decision : divided->decisions) {
+      if (unfit_.count(decision.name) == 0) continue;
+      decision.reason = "its memory is shared with another tensor, or has gaps";
+      decision.skipped = true;
+    }
+    check_alike(*divided);
+    if (!runtime_.partitioned) {
+      check_strict(*divided, obstacle);
+      report(*divided, obstacle);
+    }
+    return divided->parameters.empty() ? nullptr : divided;
+  }
+
+ private:
+  /// Which parameters may be divided by the marks and by what they are. A mark is the user's
+  /// choice.
+  void allow() {
+    const auto& entries = runtime_.table().entries();
+    options_.insist = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
+      return tensor_parallelism_mark(entry.tensor) == true;
+    });
+    const bool all = !options_.insist && runtime_.config().tensor_parallelism() == "auto" &&
+                     runtime_.divided().empty();
+    for (const auto& entry : entries) {
+      const bool may = tensor_parallelism_mark(entry.tensor).value_or(all) &&
+                       runtime_.divided().find(entry.tensor) == nullptr;
+      if (!may || entry.kind != graph::ValueKind::kParameter) continue;
+      (is_fit(entry.tensor) ? options_.allowed : unfit_).insert(entry.name);
+    }
+  }
+
+  /// Whether a part can take the place of the whole in its memory.
+  bool is_fit(const at::Tensor& tensor) const {
+    if (!tensor.is_contiguous() || tensor.storage_offset() != 0) return false;
+    if (graph::storage_bytes(tensor) != tensor.nbytes()) return false;
+    const auto& entries = runtime_.table().entries();
+    return std::none_of(entries.begin(), entries.end(), [&](const auto& other) {
+      return !other.tensor.is_same(tensor) && other.tensor.storage().unsafeGetStorageImpl() ==
+                                                  tensor.storage().unsafeGetStorageImpl();
+    });
+  }
+
+  void check_alike(const DividedGraph& divided) const {
+    const auto group = runtime_.partitioned ? runtime_.group(CommGroup::kMp) : runtime_.world();
+    const auto all = comm::all_gather_bytes(*group, std::to_string(divided.graph.fingerprint()));
+    for (const std::string& other : all) {
+      SMP_CHECK_WITH(UsageError, other == all[0], "step function \"", step_name_,
+                     "\": the ranks would divide layers differently. Mark the same modules for "
+                     "tensor parallelism on every rank");
+    }
+  }
+
+  void check_strict(const DividedGraph& divided, const std::string& obstacle) const {
+    if (!runtime_.config().strict_tensor_parallelism()) return;
+    std::string skipped = options_.insist && !obstacle.empty() ? "\n  all: " + obstacle : "";
+    for (const auto& decision : divided.decisions) {
+      if (decision.skipped) skipped += "\n  " + decision.name + ": " + decision.reason;
+    }
+    SMP_CHECK_WITH(UsageError, skipped.empty(),
+                   "with \"strict_tensor_parallelism\", parameters of marked modules cannot be "
+                   "divided among ", options_.ranks, " ranks:", skipped,
+                   "\nTake the mark from these modules, change their sizes or the "
+                   "tensor_parallel_degree, or set \"strict_tensor_parallelism\" to false");
+  }
+
+  /// Keeps the report, which names every parameter.
+  void report(const DividedGraph& divided, const std::string& obstacle) {
+    std::string& text = runtime_.tensor_parallelism_report;
+    text = c10::str("Tensor parallelism among ", options_.ranks, " ranks.\n");
+    for (const auto& entry : runtime_.divided().entries()) {
+      text += c10::str("  ", entry.name, ": ", entry.split.to_string(), ", by its module\n");
+    }
+    if (obstacle.empty()) {
+      text += nn::rewrite::report(divided);
+    } else if (runtime_.divided().empty()) {
+      text += c10::str("Nothing is divided by rewriting what was captured: ", obstacle, ".\n");
+    }
+    text += others(divided);
+    const bool any = !divided.parameters.empty() || !runtime_.divided().empty();
+    if (runtime_.rank() != 0) return;
+    any ? log_info(text)
+        : log_warning(
+              "no layer is divided, so the ranks of a tensor-parallel group compute the "
+              "same. " +
+              text);
+  }
+
+  /// Parameters that the first graph does not read.
+  std::string others(const DividedGraph& divided) const {
+    std::set<std::string> known;
+    for (const auto& decision : divided.decisions) known.insert(decision.name);
+    std::string text;
+    for (const auto& entry : runtime_.table().entries()) {
+      const bool is_other = entry.kind == graph::ValueKind::kParameter &&
+                            known.count(entry.name) == 0 &&
+                            runtime_.divided().find(entry.tensor) == nullptr;
+      if (!is_other || known.empty()) continue;
+      text += c10::str("  ", entry.name, ": whole: no operator of the first step uses it\n");
+    }
+    return text;
+  }
+
+  Runtime& runtime_;
+  const graph::Graph& captured_;
+  const std::string& step_name_;
+  DivideOptions options_;
+  std::set<std::string> unfit_;
+};
+
+/// All ranks compute what is whole, each for itself: on processors it stays alike only if the same
+/// kernels add in the same order.
+void check_same_kernels(Runtime& runtime) {
+  const auto& entries = runtime.table().entries();
+  const bool on_processors = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
+    return entry.kind == graph::ValueKind::kParameter && entry.tensor.is_cpu();
+  });
+  if (!on_processors) return;
+  const std::string mine =
+      c10::str(at::get_num_threads(), " threads and CPU capability ", at::get_cpu_capability());
+  const auto all = comm::all_gather_bytes(*runtime.group(CommGroup::kTp), mine);
+  for (size_t r = 0; r < all.size(); ++r) {
+    SMP_CHECK_WITH(UsageError, all[r] == all[0],
+                   "the ranks of a tensor-parallel group would round differently what all of them "
+                   "compute: tp rank 0 computes with ", all[0], ", tp rank ", r, " with ", all[r],
+                   ". On all of them, set one number of threads (OMP_NUM_THREADS, "
+                   "at::set_num_threads) and one ATEN_CPU_CAPABILITY");
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::Graph& captured,
+                                                 const std::string& step_name) {
+  if (!runtime.is_tensor_parallel()) return nullptr;
+  if (!runtime.partitioned) check_same_kernels(runtime);
+  return Divider(runtime, captured, step_name).run();
+}
+
+void divide_parameters(Runtime& runtime, const std::map<std::string, nn::ParameterSplit>& splits) {
+  at::NoGradGuard no_grad;
+  for (const auto& [name, split] : splits) {
+    const auto& entry = runtime.table().at(name);
+    const auto recording = graph::recording_of(entry.tensor).first;
+    if (recording && runtime.owns(entry.name)) recording->materialize(entry.tensor);
+    keep_part(entry.tensor, split, runtime.rank_in(CommGroup::kTp));
+    runtime.add_divided(entry.name, split, /*captured_whole=*/true);
+  }
+}
+
+WholeShapes::WholeShapes(const DividedParameters& divided) {
+  for (const auto& entry : divided.entries()) {
+    if (!entry.captured_whole) continue;
+    c10::StorageImpl& storage = *entry.tensor.storage().unsafeGetStorageImpl();
+    c10::intrusive_ptr<c10::StorageImpl> data;
+    if (has_data(entry.tensor)) {
+      const at::Device device = entry.tensor.device();
+      data = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
+                                                   c10::DataPtr(nullptr, device),
+                                                   /*allocator=*/nullptr, /*resizable=*/false);
+      graph::give_data(*data, storage);
+      graph::take_data(storage, c10::DataPtr(nullptr, device),
+                       "[smp] the data of a parameter was read or written in a step function, "
+                       "which runs on tensors without data. Read it outside of the step");
+    }
+    set_sizes(entry.tensor, entry.split.sizes);
+    shown_.push_back({&entry, std::move(data)});
+  }
+}
+
+WholeShapes::~WholeShapes() {
+  for (const Shown& shown : shown_) {
+    set_sizes(shown.entry->tensor, shown.entry->split.local_sizes());
+    if (shown.data == nullptr) continue;
+    graph::give_data(*shown.entry->tensor.storage().unsafeGetStorageImpl(), *shown.data);
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/graph.h"
+#include "nn/parameter_split.h"
+#include "nn/rewrite/divide.h"
+#include "runtime/runtime.h"
+
+// Models that are divided by rewriting what was captured of them. Internal.
+namespace smp {
+
+/// What the ranks of tensor-parallel groups run in place of a captured graph, whose costs are
+/// known: with layers that are divided. Null: as captured, because there is one rank, or nothing
+/// can be divided, or is worth it. The first graph settles how parameters are divided, and the
+/// report; later ones follow it.
+///
+/// Collective over the world for the first graph, else over the ranks that run it together. Throws
+/// `UsageError` on all ranks where they marked different modules, and, with
+/// `strict_tensor_parallelism`, for parameters that could not be divided.
+std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(Runtime& runtime,
+                                                              const graph::Graph& captured,
+                                                              const std::string& step_name);
+
+/// Leaves this rank its parts of parameters that were whole: the same tensors, with local sizes.
+/// Those that belong to other ranks of the pipeline get the sizes, delayed ones that this rank owns
+/// are made. Gradients are divided with them. To be called when parameters have owners.
+void divide_parameters(Runtime& runtime, const std::map<std::string, nn::ParameterSplit>& splits);
+
+/// While it lives, divided parameters whose use was captured on the whole have the whole's sizes,
+/// and no data: what the user's code sees when it is captured or guarded again.
+class WholeShapes {
+ public:
+  explicit WholeShapes(const DividedParameters& divided);
+  ~WholeShapes();
+  WholeShapes(const WholeShapes&) = delete;
+  WholeShapes& operator=(const WholeShapes&) = delete;
+
+ private:
+  struct Shown {
+    const DividedParameters::Entry* entry;
+    c10::intrusive_ptr<c10::StorageImpl> data;  // null where this rank has none
+  };
+  std::vector<Shown> shown_;
+};
+
+}  // namespace smp

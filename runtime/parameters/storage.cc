@@ -1,0 +1,27 @@
+#include "runtime/parameters/storage.h"
+
+#include <ATen/ops/empty_strided.h>
+
+#include "graph/storage.h"
+
+namespace smp {
+
+bool has_data(const at::Tensor& tensor) {
+  return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
+}
+
+void release_data(const at::Tensor& tensor) {
+  graph::take_data(*tensor.storage().unsafeGetStorageImpl(), c10::DataPtr(nullptr, tensor.device()),
+                   "[smp] the data of a parameter that another rank owns was read or written. Use "
+                   "model->local_parameters() for those of this rank, model->state_dict() for "
+                   "copies of all, or gather the model with model->cpu()");
+}
+
+void allocate_data(const at::Tensor& tensor) {
+  if (has_data(tensor)) return;
+  const at::Tensor fresh = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
+                   *fresh.storage().unsafeGetStorageImpl());
+}
+
+}  // namespace smp

@@ -1,0 +1,189 @@
+#include "runtime/runtime.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/c10d/process_group.h"
+#include "comm/device/device_communicator.h"
+#include "core/error.h"
+#include "core/failure.h"
+#include "graph/offload_store.h"
+#include "nn/tensor_group.h"
+#include "runtime/first_difference.h"
+#include "smp/model_core.h"
+
+namespace smp {
+namespace {
+
+std::shared_ptr<Runtime>& process_runtime() {
+  static std::shared_ptr<Runtime> runtime;
+  return runtime;
+}
+
+std::shared_ptr<Runtime>& thread_runtime() {
+  thread_local std::shared_ptr<Runtime> runtime;
+  return runtime;
+}
+
+Config effective(const Config& config) {
+  Config merged = config.merged_with_environment();
+  merged.validate();
+  return merged;
+}
+
+}  // namespace
+
+Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts)
+    : config_(effective(config)), world_(std::move(world)), topology_(config_, hosts) {
+  const auto context = [&] {
+    std::string text = c10::str("smp rank ", rank());
+    if (topology_.pp_size() > 1) {
+      text += c10::str(" pp ", rank_in(CommGroup::kPp), "/", topology_.pp_size());
+    }
+    if (topology_.rdp_size() > 1) {
+      text += c10::str(is_tensor_parallel() ? " rdp " : " dp ", rank_in(CommGroup::kRdp), "/",
+                       topology_.rdp_size());
+    }
+    if (topology_.tp_size() > 1) {
+      text += c10::str(" tp ", rank_in(CommGroup::kTp), "/", topology_.tp_size());
+    }
+    return text;
+  };
+  if (world_->size() > 1) set_error_context(context());
+  const auto timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(config_.timeout_seconds() * 1000));
+  world_->set_timeout(timeout);
+  check_same_configuration();
+  world_->check_collectives(config_.check_collectives());  // those split from it, too
+  make_groups(timeout);
+  nn::set_tensor_group([] { return get().group(CommGroup::kTp); });
+  nn::set_default_optimize([] { return get().config().optimize(); });
+}
+
+void Runtime::make_groups(std::chrono::milliseconds timeout) {
+  const auto make = [&](std::string name, const std::vector<int>& members) {
+    name += "[";
+    for (int member : members) name += (name.back() == '[' ? "" : ",") + std::to_string(member);
+    auto group = world_->split(members, name + "]");
+    group->set_timeout(timeout);
+    return group;
+  };
+  groups_[CommGroup::kWorld] = world_;
+  for (CommGroup group :
+       {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kMp, CommGroup::kDp}) {
+    groups_[group] = make(to_string(group), topology_.members(group, rank()));
+  }
+  same_parts_ = world_;
+  if (!is_tensor_parallel()) return;
+  std::vector<int> members;
+  for (int other = 0; other < world_->size(); ++other) {
+    if (topology_.tp_rank(other) == topology_.tp_rank(rank())) members.push_back(other);
+  }
+  same_parts_ = make("same parts", members);
+}
+
+void Runtime::check_same_configuration() const {
+  const auto all = comm::all_gather_bytes(*world_, config_.to_json());
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(ConfigError, other == 0, "the configuration differs between ranks. Rank 0 has ",
+                 all[0], ", rank ", other, " has ", all[other],
+                 ". Start all ranks with the same configuration");
+}
+
+Runtime& Runtime::get() { return *get_shared(); }
+
+std::shared_ptr<Runtime> Runtime::get_shared() {
+  const auto& runtime = thread_runtime() ? thread_runtime() : process_runtime();
+  SMP_CHECK_WITH(UsageError, runtime != nullptr,
+                 "smp is not initialised; call smp::init(config) at the start of main()");
+  return runtime;
+}
+
+bool Runtime::exists() { return thread_runtime() != nullptr || process_runtime() != nullptr; }
+
+void Runtime::set_for_process(std::shared_ptr<Runtime> runtime) {
+  process_runtime() = std::move(runtime);
+}
+
+void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
+  thread_runtime() = std::move(runtime);
+}
+
+void Runtime::use_device(at::Device device) {
+  for (CommGroup group : {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kDp}) {
+    groups_[group] = comm::make_device_communicator(groups_[group], device);
+  }
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {
+  auto& made = process_groups_[group];
+  if (!made) made = comm::make_process_group(groups_.at(group));
+  return made;
+}
+
+void Runtime::add_model(const std::shared_ptr<ModelCore>& model) {
+  SMP_CHECK_WITH(UsageError, !in_step,
+                 "a DistributedModel was made inside a step function; make it before the first "
+                 "step");
+  SMP_CHECK_WITH(UsageError, !partitioned,
+                 "a DistributedModel was made after the first step, when the models had been "
+                 "divided among the ranks; make all models before");
+  for (const auto& other : models()) {
+    SMP_CHECK_WITH(UsageError, other->module_ptr() != model->module_ptr(),
+                   "this module is wrapped in a DistributedModel already; use that one");
+  }
+  model->add_to(table_);
+  models_.push_back(model);
+  for (const auto& [name, split] : model->split_parameters()) {
+    if (split.ranks > 1) add_divided(name, split);
+  }
+}
+
+void Runtime::add_divided(const std::string& name, const nn::ParameterSplit& split,
+                          bool captured_whole) {
+  SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
+                 "\" is divided among ", split.ranks, " ranks, and \"tensor_parallel_degree\" is ",
+                 topology_.tp_size(), ". Construct modules of smp::nn after smp::init");
+  const auto& entry = table_.at(name);
+  if (const nn::ParameterSplit* known = divided_.find(entry.tensor)) {
+    SMP_CHECK_WITH(UsageError, *known == split, "parameter \"", name, "\" is tied to \"",
+                   entry.name, "\" and divided in another way: ", split.to_string(), " against ",
+                   known->to_string(),
+                   ". Modules that share a parameter must divide it alike; give them two "
+                   "parameters, or set tensor_parallel_degree to 1");
+    return;
+  }
+  SMP_CHECK_WITH(UsageError, entry.tensor.sizes() == at::IntArrayRef(split.local_sizes()),
+                 "parameter \"", name, "\" of shape ", entry.tensor.sizes(),
+                 " is said to be a part of ", split.to_string(), ", which would have shape ",
+                 at::IntArrayRef(split.local_sizes()),
+                 ". split_parameters() must tell how the module made it");
+  divided_.add(entry.name, entry.tensor, split, captured_whole);
+}
+
+std::vector<std::shared_ptr<ModelCore>> Runtime::models() const {
+  std::vector<std::shared_ptr<ModelCore>> result;
+  for (const auto& model : models_) {
+    if (auto alive = model.lock()) result.push_back(std::move(alive));
+  }
+  return result;
+}
+
+std::shared_ptr<graph::TensorStore> Runtime::activation_store() {
+  if (activation_store_ == nullptr) {
+    activation_store_ =
+        std::make_shared<graph::OffloadStore>(config_.offload_directory().value_or(""));
+  }
+  return activation_store_;
+}
+
+int Runtime::gradient_shards() const {
+  if (config_.gradient_shards() > 0) return static_cast<int>(config_.gradient_shards());
+  return saved_gradient_shards > 0 ? saved_gradient_shards : topology_.rdp_size() * batches();
+}
+
+void Runtime::fail(const std::string& reason) noexcept {
+  record_failure(rank(), reason);
+  if (world_->size() > 1) world_->abort(reason);
+}
+
+}  // namespace smp

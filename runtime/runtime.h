@@ -1,0 +1,193 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/config.h"
+#include "core/topology.h"
+#include "graph/tensor_store.h"
+#include "graph/tensor_table.h"
+#include "partitioner/plan.h"
+#include "pipeline/action.h"
+#include "runtime/parameters/divided_parameters.h"
+
+namespace c10d {
+class ProcessGroup;
+}  // namespace c10d
+
+namespace smp {
+
+class Checkpointing;
+class LossScaler;
+class ModelCore;
+class Sharding;
+class StepValue;
+
+/// Everything that `init` sets up for one rank: configuration, groups, models, owners of
+/// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
+/// runtime of its own; otherwise the process has one. Belongs to the rank's thread.
+class Runtime {
+ public:
+  /// Collective over `world`. `hosts[r]` is the host of rank r. Throws `ConfigError` for a
+  /// configuration that is wrong, does not fit the number of ranks or differs between ranks.
+  Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts);
+
+  /// The runtime of this thread or process; throws `UsageError` before `init`.
+  static Runtime& get();
+  static std::shared_ptr<Runtime> get_shared();
+  static bool exists();
+  /// Sets the runtime of the process, or of this thread; null ends it.
+  static void set_for_process(std::shared_ptr<Runtime> runtime);
+  static void set_for_thread(std::shared_ptr<Runtime> runtime);
+
+  const Config& config() const { return config_; }
+  const Topology& topology() const { return topology_; }
+  int rank() const { return world_->rank(); }
+  int rank_in(CommGroup group) const { return topology_.rank_in(group, rank()); }
+
+  comm::CommunicatorPtr world() const { return world_; }
+  /// The communicator of this rank's group; made at `init`.
+  comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
+  /// The ranks that hold the same parameters as this one, and run other samples.
+  comm::CommunicatorPtr replicas() const { return group(CommGroup::kRdp); }
+  /// The ranks that have this one's parts of divided parameters before partitioning: those of its
+  /// tp_rank.
+  comm::CommunicatorPtr same_parts() const { return same_parts_; }
+  /// Whether layers may be divided.
+  bool is_tensor_parallel() const { return topology_.tp_size() > 1; }
+  /// From how many ranks a rank runs the batches in a step: those of its tensor-parallel group,
+  /// unless they are given one batch.
+  int batches() const { return config_.prescaled_batch() ? 1 : topology_.tp_size(); }
+  /// From now on the groups whose ranks exchange tensors of the models take those of `device`, too.
+  /// Collective over `world`; all ranks' devices are of one kind.
+  void use_device(at::Device device);
+  /// The c10d process group of this rank's group. Collective over the group at the first call.
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group(CommGroup group);
+
+  /// Adds a model; throws `UsageError` when its tensors' names clash with another model's.
+  void add_model(const std::shared_ptr<ModelCore>& model);
+  /// The models that still exist, in the order they were wrapped.
+  std::vector<std::shared_ptr<ModelCore>> models() const;
+  /// Parameters and buffers of all models by name.
+  const graph::TensorTable& table() const { return table_; }
+  /// Those of its parameters of which this rank has a part.
+  const DividedParameters& divided() const { return divided_; }
+  /// Notes that a parameter, which has its local sizes already, is divided; `captured_whole`: see
+  /// `DividedParameters`.
+  void add_divided(const std::string& name, const nn::ParameterSplit& split,
+                   bool captured_whole = false);
+
+  /// The number of a new step function, which is part of the keys of its random streams.
+  int next_step_ordinal() { return step_ordinals_++; }
+
+  /// The seed of all random streams, the same on all ranks; set at the first step.
+  uint64_t seed = 0;
+  bool seed_is_set = false;
+  /// Steps that trained, over all step functions.
+  int64_t training_steps = 0;
+  /// `gradient_shards` of the checkpoint that was loaded; 0 without one.
+  int saved_gradient_shards = 0;
+  /// How often each step function was called, by ordinal.
+  std::map<int, uint64_t> step_calls;
+  /// Where activations are offloaded to; made at the first call.
+  std::shared_ptr<graph::TensorStore> activation_store();
+
+  /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
+  std::shared_ptr<Checkpointing> checkpointing;
+
+  /// True once the models are divided among the ranks.
+  bool partitioned = false;
+  /// The rank of the pipeline that owns each parameter and buffer, by name; complete once
+  /// partitioned.
+  std::map<std::string, int> owner;
+  /// Why it does, for people.
+  std::map<std::string, std::string> owner_reason;
+  /// The graph whose costs were measured, as it was captured: the first one, or none.
+  std::shared_ptr<const graph::Graph> measured;
+  /// How many microbatches of the first graph run as one; 0 as long as that is not decided.
+  int coalescing = 0;
+  /// The first plan, and the graph in its order.
+  std::shared_ptr<const graph::Graph> first_graph;
+  std::shared_ptr<const partitioner::Plan> first_plan;
+  /// Which parameters the ranks of a tensor-parallel group divided, and why not the others; empty
+  /// before partitioning and without tensor parallelism.
+  std::string tensor_parallelism_report;
+  /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
+  std::string schedule;
+  /// A program of this rank records the timeline.
+  bool records_timeline = false;
+  /// In how many steps of training schedules can still be tried (`ScheduleRunner`).
+  int trial_steps = 64;
+  /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
+  /// arrive while the one before it is used.
+  int messages_ahead = 2;
+  /// Called when an action of a step has begun, if set; for tests.
+  std::function<void(const pipeline::Action&)> on_action;
+  /// The program whose gradients wait for later steps (`backward_passes_per_step`); null: none.
+  const void* adding_up = nullptr;
+  /// Sharded data parallelism, once partitioned; null: parameters are whole.
+  std::shared_ptr<Sharding> sharding;
+  /// Numbers that are inputs of every step function.
+  std::vector<std::weak_ptr<StepValue>> step_values;
+  /// By what `model->backward` multiplies the loss: that of the optimizer that has one.
+  std::weak_ptr<LossScaler> loss_scaler;
+  /// How often values were loaded into parameters: master weights made before are of old values.
+  int64_t parameter_loads = 0;
+  /// Buffers that some graph writes.
+  std::set<std::string> written_buffers;
+  /// A step function is running on this thread.
+  bool in_step = false;
+  /// The run under way is the one that captures.
+  bool tracing = false;
+
+  bool owns(const std::string& name) const {
+    return !partitioned || owner.at(name) == rank_in(CommGroup::kPp);
+  }
+
+  /// The configuration's `gradient_shards`, else the loaded checkpoint's, else the number of
+  /// batches that all ranks are given.
+  int gradient_shards() const;
+
+  /// Tells the other ranks and the launcher that this rank has failed. Only the first call counts.
+  void fail(const std::string& reason) noexcept;
+
+ private:
+  void check_same_configuration() const;
+  void make_groups(std::chrono::milliseconds timeout);
+
+  Config config_;
+  comm::CommunicatorPtr world_;
+  Topology topology_;
+  std::map<CommGroup, comm::CommunicatorPtr> groups_;
+  std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
+  comm::CommunicatorPtr same_parts_;
+  std::vector<std::weak_ptr<ModelCore>> models_;
+  graph::TensorTable table_;
+  DividedParameters divided_;
+  int step_ordinals_ = 0;
+  std::shared_ptr<graph::TensorStore> activation_store_;
+};
+
+/// Sets the runtime of this thread until the end of the block.
+class ThreadRuntime {
+ public:
+  explicit ThreadRuntime(std::shared_ptr<Runtime> runtime) {
+    Runtime::set_for_thread(std::move(runtime));
+  }
+  ~ThreadRuntime() { Runtime::set_for_thread(nullptr); }
+  ThreadRuntime(const ThreadRuntime&) = delete;
+  ThreadRuntime& operator=(const ThreadRuntime&) = delete;
+};
+
+}  // namespace smp

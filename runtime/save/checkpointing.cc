@@ -1,0 +1,96 @@
+#include "runtime/save/checkpointing.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <chrono>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/error_context.h"
+#include "core/log.h"
+#include "runtime/save/together.h"
+
+namespace smp {
+namespace {
+
+/// Ranks that have written wait for those that have more to write; that one has died is noticed
+/// earlier.
+constexpr std::chrono::hours kLongestWrite{6};
+
+}  // namespace
+
+SaveUnderWay::SaveUnderWay(std::function<void()> write)
+    : future_(std::async(std::launch::async, [write = std::move(write), context = error_context()] {
+                set_error_context(context);
+                const at::NoGradGuard no_grad;
+                write();
+              }).share()) {}
+
+bool SaveUnderWay::is_done() const {
+  return !future_.valid() || future_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+void SaveUnderWay::wait() {
+  if (!future_.valid()) return;
+  future_.wait();
+  seen_ = true;
+  future_.get();
+}
+
+std::string SaveUnderWay::unseen_error() {
+  if (!future_.valid()) return "";
+  future_.wait();
+  if (seen_.exchange(true)) return "";
+  try {
+    future_.get();
+  } catch (const Error& error) {
+    return text_without_prefix(error);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+Checkpointing::~Checkpointing() {
+  if (last_ == nullptr) return;
+  const std::string error = last_->unseen_error();
+  if (!error.empty()) log_error("an asynchronous save has failed: " + error);
+}
+
+Checkpointing& Checkpointing::of(Runtime& runtime) {
+  if (!runtime.checkpointing) {
+    runtime.checkpointing = std::make_shared<Checkpointing>(runtime.world());
+  }
+  return *runtime.checkpointing;
+}
+
+const comm::CommunicatorPtr& Checkpointing::group() {
+  if (!group_) {
+    std::vector<int> all(world_->size());
+    std::iota(all.begin(), all.end(), 0);
+    group_ = world_->split(all, "checkpoint");
+    group_->set_timeout(kLongestWrite);
+  }
+  return group_;
+}
+
+void Checkpointing::finish() {
+  const auto last = std::exchange(last_, nullptr);
+  if (last == nullptr) return;
+  together(*world_, [&] {
+    const std::string error = last->unseen_error();
+    SMP_CHECK_WITH(CheckpointError, error.empty(), "the asynchronous save before has failed: ",
+                   error);
+    return "";
+  });
+}
+
+std::shared_ptr<SaveUnderWay> Checkpointing::start(std::function<void()> write) {
+  SMP_INTERNAL_ASSERT(last_ == nullptr, "two saves at once");
+  last_ = std::make_shared<SaveUnderWay>(std::move(write));
+  return last_;
+}
+
+}  // namespace smp

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "comm/communicator.h"
+#include "runtime/runtime.h"
+
+namespace smp {
+
+/// A save on a thread of its own, or one that is done. Internal.
+class SaveUnderWay {
+ public:
+  /// Calls `write` on another thread, whose errors begin as this thread's do.
+  explicit SaveUnderWay(std::function<void()> write);
+  /// One that is done.
+  SaveUnderWay() = default;
+
+  bool is_done() const;
+  /// Returns when it is done, or throws what it threw.
+  void wait();
+  /// Waits, too; the text of an error that no `wait` has thrown, or empty.
+  std::string unseen_error();
+
+ private:
+  std::shared_future<void> future_;
+  std::atomic<bool> seen_{false};
+};
+
+/// What a rank keeps between checkpoints. Internal.
+class Checkpointing {
+ public:
+  /// State beside models and optimizers.
+  struct Extra {
+    std::function<nlohmann::json()> save;
+    std::function<void(const nlohmann::json&)> load;
+  };
+
+  explicit Checkpointing(comm::CommunicatorPtr world) : world_(std::move(world)) {}
+  /// Waits for a save under way, and logs an error that nobody has asked for.
+  ~Checkpointing();
+  Checkpointing(const Checkpointing&) = delete;
+  Checkpointing& operator=(const Checkpointing&) = delete;
+
+  /// That of a rank, made at the first call.
+  static Checkpointing& of(Runtime& runtime);
+
+  std::map<std::string, Extra> extras;
+
+  /// All ranks, for saves that go on beside steps. Collective over the world at the first call.
+  const comm::CommunicatorPtr& group();
+
+  /// Waits for the save under way. Throws a `CheckpointError` on all ranks if one has failed and
+  /// some rank has not seen it. Collective.
+  void finish();
+  /// Begins a save; the one before has been finished.
+  std::shared_ptr<SaveUnderWay> start(std::function<void()> write);
+
+ private:
+  const comm::CommunicatorPtr world_;
+  comm::CommunicatorPtr group_;
+  std::shared_ptr<SaveUnderWay> last_;
+};
+
+}  // namespace smp

@@ -1,0 +1,237 @@
+#include "runtime/save/loading.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/apply.h"
+#include "checkpoint/reader.h"
+#include "core/error.h"
+#include "graph/recording.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/storage.h"
+#include "runtime/save/checkpointing.h"
+#include "runtime/save/saving.h"
+#include "runtime/save/together.h"
+#include "runtime/update/master_weights.h"
+#include "smp/save_load.h"
+
+namespace smp {
+namespace {
+
+using checkpoint::ExpectedTensor;
+using checkpoint::kMasterField;
+using checkpoint::Reader;
+using Wanted = std::function<bool(const std::string&)>;
+
+/// A checkpoint that is being loaded into models.
+class Load {
+ public:
+  Load(Runtime& runtime, std::string path, const detail::Models& models, const LoadOptions& options)
+      : runtime_(runtime), path_(std::move(path)), options_(options) {
+    tensors_ = tensors_of(runtime, models);
+    expected_ = checkpoint::expectations(tensors_);
+    expect_whole(runtime, tensors_, expected_);
+  }
+
+  /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
+  /// bytes are divided among the ranks. Collective.
+  void check(bool with_optimizer) {
+    const auto world = runtime_.world();
+    const auto identities = together(*world, [&] {
+      reader_ = std::make_shared<Reader>(path_);
+      checkpoint::check_names(expected_, reader_->index(), path_,
+                              {options_.strict(), options_.convert()});
+      SMP_CHECK_WITH(CheckpointError,
+                     !with_optimizer || reader_->index().optimizer.contains("state"), "checkpoint \"",
+                     path_, "\" holds no optimizer. Load it without one: smp::load(path, model)");
+      return reader_->index().checksum + " at " + path_;
+    });
+    const size_t digits = reader_->index().checksum.size();
+    for (size_t r = 0; r < identities.size(); ++r) {
+      SMP_CHECK_WITH(CheckpointError,
+                     identities[r].compare(0, digits, identities[0], 0, digits) == 0,
+                     "ranks load different checkpoints: rank 0 that of checksum ", identities[0],
+                     ", rank ", r, " that of ", identities[r],
+                     ". All ranks must load the same files.");
+    }
+    check_bytes(with_optimizer || options_.convert());
+  }
+
+  void load_optimizer(OptimizerCore& optimizer) const {
+    const auto options = read_optimizer([](const std::string&) { return false; });
+    optimizer.load(options.groups, [load = *this](const Wanted& wanted) {
+      return load.read_optimizer(wanted).params;
+    });
+    const auto& saved = reader_->index().optimizer;
+    optimizer.loss_scaling().load_state(saved.value(kLossScale, nlohmann::json::object()));
+  }
+
+  void load_model() const {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (!is_stored(expected_[i])) continue;
+      assign(runtime_, tensors_[i].tensor, [reader = reader_, expected = expected_[i]] {
+        return checkpoint::read_values(*reader, expected);
+      });
+    }
+  }
+
+  LoadedRun load_run() const {
+    const auto& run = reader_->index().run;
+    runtime_.seed = run.random.seed;
+    runtime_.seed_is_set = true;
+    runtime_.training_steps = run.step;
+    runtime_.saved_gradient_shards = static_cast<int>(run.gradient_shards);
+    for (size_t i = 0; i < run.random.step_calls.size(); ++i) {
+      runtime_.step_calls[static_cast<int>(i)] = static_cast<uint64_t>(run.random.step_calls[i]);
+    }
+    for (const auto& [name, extra] : Checkpointing::of(runtime_).extras) {
+      if (run.extra.contains(name)) extra.load(run.extra.at(name));
+    }
+    return {run.step, run.user_content, run.extra};
+  }
+
+ private:
+  void check_bytes(bool with_optimizer) const {
+    const auto world = runtime_.world();
+    const auto section = with_optimizer ? Reader::Section::kAll : Reader::Section::kModel;
+    std::string mine;
+    for (const auto& line : reader_->find_damage(section, world->rank(), world->size())) {
+      mine += line + "\n";
+    }
+    std::set<std::string> damage;
+    for (const std::string& lines : comm::all_gather_bytes(*world, mine)) {
+      for (size_t begin = 0; begin < lines.size(); begin = lines.find('\n', begin) + 1) {
+        damage.insert(lines.substr(begin, lines.find('\n', begin) - begin));
+      }
+    }
+    checkpoint::check_undamaged(path_, {damage.begin(), damage.end()});
+  }
+
+  bool is_stored(const ExpectedTensor& expected) const {
+    for (const std::string& name : expected.names) {
+      if (reader_->index().find_model(name) != nullptr) return true;
+    }
+    return false;
+  }
+
+  bool is_parameter(const std::string& name) const {
+    return runtime_.table().at(name).kind == graph::ValueKind::kParameter;
+  }
+
+  bool loads_field(const std::string& field) const {
+    return options_.load_sharded_optimizer_state() || field == kMasterField;
+  }
+
+  /// The checkpoint's optimizer with the state of the parameters that are `wanted`.
+  optim::OptimizerState read_optimizer(const Wanted& wanted) const {
+    const auto& index = reader_->index();
+    auto all = optim::from_parts(index.optimizer, {});
+    optim::OptimizerState state{{}, std::move(all.groups)};
+    for (auto& [name, param] : all.params) {
+      if (options_.load_sharded_optimizer_state() && wanted(name)) state.params[name] = param;
+    }
+    for (const auto& [name, entry] : index.optimizer_tensors) {
+      const size_t slash = name.rfind('/');
+      const std::string param = name.substr(0, slash), field = name.substr(slash + 1);
+      if (!wanted(param) || !loads_field(field)) continue;
+      const auto saved = all.params.find(param);
+      SMP_CHECK_WITH(CheckpointError, saved != all.params.end(), "checkpoint \"", path_,
+                     "\" has optimizer tensor \"", name,
+                     "\" of a parameter without state. Use another checkpoint.");
+      state.params.emplace(param, optim::OptimizerState::Param{saved->second.shape, {}, {}});
+      state.params[param].tensors[field] = reader_->read_optimizer(name);
+    }
+    if (options_.convert()) add_masters(wanted, state);
+    return state;
+  }
+
+  /// Parameters in half precision that are stored in float32: the stored values are masters.
+  void add_masters(const Wanted& wanted, optim::OptimizerState& state) const {
+    for (const ExpectedTensor& expected : expected_) {
+      const std::string& name = expected.names.front();
+      const bool has_master = MasterWeights::concerns(expected.spec.dtype) && is_parameter(name);
+      if (!has_master || !wanted(name) || !is_stored(expected)) continue;
+      state.params.emplace(name, optim::OptimizerState::Param{expected.spec.shape, {}, {}});
+      at::Tensor& master = state.params[name].tensors[kMasterField];
+      ExpectedTensor in_float = expected;
+      in_float.spec.dtype = at::kFloat;
+      if (!master.defined()) master = checkpoint::read_values(*reader_, in_float);
+    }
+  }
+
+  Runtime& runtime_;
+  const std::string path_;
+  const LoadOptions options_;
+  std::vector<checkpoint::NamedTensor> tensors_;
+  std::vector<ExpectedTensor> expected_;
+  std::shared_ptr<Reader> reader_;
+};
+
+}  // namespace
+
+void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTensor>& tensors,
+                  std::vector<ExpectedTensor>& expected) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    expected[i].spec.shape = runtime.divided().whole_sizes(tensors[i].tensor);
+  }
+}
+
+void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::Tensor()> read) {
+  if (const auto* split = runtime.divided().find(tensor)) {
+    read = [split = *split, rank = runtime.rank_in(CommGroup::kTp), whole = std::move(read)] {
+      return split.part(whole(), rank);
+    };
+  }
+  if (const auto recording = graph::recording_of(tensor).first) {
+    recording->set_source(tensor, std::move(read));
+  } else if (const auto index = runtime.sharding ? runtime.sharding->find(tensor) : std::nullopt) {
+    runtime.sharding->parameters()->load(*index, read());
+  } else if (has_data(tensor)) {
+    tensor.detach().copy_(read());
+  }
+}
+
+void load_values(Runtime& runtime, const std::function<void()>& load) {
+  const at::NoGradGuard no_grad;
+  ++runtime.parameter_loads;
+  try {
+    load();
+  } catch (const std::exception& error) {
+    runtime.fail(error.what());
+    throw;
+  }
+}
+
+namespace detail {
+
+LoadedRun load_run(const std::string& path, const Models& models, const Optimizers& optimizers,
+                   const LoadOptions& options) {
+  Runtime& runtime = Runtime::get();
+  SMP_CHECK_WITH(UsageError, !runtime.in_step,
+                 "smp::load was called inside a step function; call it before or after the step");
+  Checkpointing::of(runtime).finish();
+  const Optimizers loaded = options.load_optimizer() ? optimizers : Optimizers();
+  Load load(runtime, path, models, options);
+  load.check(!loaded.empty());
+  // Before the model: an optimizer of another form is found out, too, while nothing has changed.
+  together(*runtime.world(), [&] {
+    const at::NoGradGuard no_grad;
+    for (OptimizerCore* optimizer : loaded) load.load_optimizer(*optimizer);
+    return "";
+  });
+  LoadedRun run;
+  load_values(runtime, [&] {
+    load.load_model();
+    run = load.load_run();
+  });
+  return run;
+}
+
+}  // namespace detail
+}  // namespace smp

@@ -1,0 +1,359 @@
+#include "runtime/save/saving.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "core/error.h"
+#include "runtime/first_difference.h"
+#include "runtime/parameters/delayed.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/runtime.h"
+#include "runtime/save/together.h"
+#include "runtime/update/divided_states.h"
+
+namespace smp {
+namespace {
+
+using checkpoint::NamedSpec;
+using checkpoint::NamedTensor;
+
+/// The ranks that write, numbered.
+struct Writers {
+  /// The stages of the first replica, with all ranks of their tensor-parallel groups; where
+  /// replicas have parts of the optimizer's state those of all, and of the first that together have
+  /// all parameters. Before partitioning every stage has the whole model, so the first writes it.
+  Writers(const Runtime& runtime, bool writes_optimizer) {
+    const int stages = runtime.group(CommGroup::kPp)->size();
+    const int parts = runtime.divided().empty() ? 1 : runtime.topology().tp_size();
+    const bool all = writes_optimizer && shards_optimizer_state(runtime);
+    int replicas = all ? runtime.replicas()->size() : 1;
+    if (runtime.sharding) replicas = runtime.sharding->parameters()->group()->size();
+    count = (runtime.partitioned ? stages * replicas : 1) * parts;
+    const int place = runtime.replicas()->rank() * stages + runtime.rank_in(CommGroup::kPp);
+    const int part = runtime.rank_in(CommGroup::kTp);
+    mine = part < parts ? place * parts + part : count;
+  }
+
+  int count = 1;
+  int mine;
+};
+
+/// The index of a tensor among the parameters that sharded data parallelism divides, if it is one.
+std::optional<size_t> divided(const Runtime& runtime, const at::Tensor& tensor) {
+  return runtime.sharding ? runtime.sharding->find(tensor) : std::nullopt;
+}
+
+/// The divided parameters in turn by the ranks that have them together, so that none needs the
+/// memory for all. Collective over these ranks.
+NamedTensor gather_divided(const Sharding& sharding, NamedTensor tensor, size_t index) {
+  const auto& parameters = *sharding.parameters();
+  const int root = static_cast<int>(index) % parameters.group()->size();
+  tensor.tensor = parameters.full_on(root, index);
+  return tensor;
+}
+
+/// The parameters that a tensor-parallel group divides, in turn by its ranks. Collective over it.
+NamedTensor gather_parts(const Runtime& runtime, NamedTensor tensor, size_t index) {
+  comm::Communicator& group = *runtime.group(CommGroup::kTp);
+  const auto& split = *runtime.divided().find(tensor.tensor);
+  tensor.tensor = join_on(static_cast<int>(index) % group.size(), group, split, tensor.tensor);
+  return tensor;
+}
+
+/// What this rank writes: the model's tensors are the first replica's, but for divided parameters.
+checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>& models,
+                           const std::vector<OptimizerCore*>& optimizers) {
+  checkpoint::Shard shard;
+  size_t parts = 0;
+  for (auto& tensor : tensors_of(runtime, models)) {
+    if (const auto index = divided(runtime, tensor.tensor)) {
+      auto gathered = gather_divided(*runtime.sharding, tensor, *index);
+      if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
+      continue;
+    }
+    if (runtime.replicas()->rank() > 0 || !runtime.owns(tensor.name)) continue;
+    if (runtime.divided().find(tensor.tensor) != nullptr) {
+      tensor = gather_parts(runtime, std::move(tensor), parts++);
+    } else if (runtime.rank_in(CommGroup::kTp) > 0) {
+      continue;
+    }
+    if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
+  }
+  for (OptimizerCore* optimizer : optimizers) {
+    auto state = optimizer->local_state();
+    join_states_of_parts(runtime, state, JoinOn::kOne);
+    shard.optimizer = optim::to_json(state);
+    shard.optimizer_tensors = optim::tensors_of(state);
+    const auto scale = optimizer->loss_scaling().state();
+    if (!scale.empty()) shard.optimizer[kLossScale] = scale;
+  }
+  return shard;
+}
+
+/// A copy in host memory that no step changes.
+at::Tensor snapshot(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.detach().to(at::kCPU, tensor.scalar_type(),
+                                               /*non_blocking=*/false, /*copy=*/true)
+                          : tensor;
+}
+
+void take_snapshots(checkpoint::Shard& shard) {
+  for (NamedTensor& tensor : shard.model) tensor.tensor = snapshot(tensor.tensor);
+  for (auto& [name, tensor] : shard.optimizer_tensors) tensor = snapshot(tensor);
+}
+
+/// What fails in here fails on this rank alone, and others wait for it: all are told.
+template <class Action>
+void alone(comm::Communicator& group, const Action& action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    group.abort(error.what());
+    throw;
+  }
+}
+
+/// Writes what all ranks give, from the calls of `write` to the end: a save's second half, which
+/// talks to other ranks through `group` only.
+class Save {
+ public:
+  Save(const SaveRequest& request, checkpoint::RunState run, comm::CommunicatorPtr group)
+      : writer_(request.path),
+        run_(std::move(run)),
+        when_saved_(request.when_saved),
+        group_(std::move(group)) {}
+
+  /// `part` writes this rank's files and returns its part of the index, or nothing.
+  void write(const std::function<std::string(const checkpoint::Writer&)>& part) const {
+    try {
+      auto parts = together(*group_, [&] { return part(writer_); });
+      together(*group_, [&] {
+        if (group_->rank() > 0) return "";
+        parts.erase(std::remove(parts.begin(), parts.end(), ""), parts.end());
+        writer_.commit(parts, run_);
+        if (when_saved_) when_saved_();
+        return "";
+      });
+    } catch (const CheckpointError&) {
+      if (group_->rank() == 0) writer_.abandon();
+      throw;
+    }
+  }
+
+ private:
+  checkpoint::Writer writer_;
+  checkpoint::RunState run_;
+  std::function<void()> when_saved_;
+  comm::CommunicatorPtr group_;
+};
+
+/// The model as one file, which rank 0 of a group writes and the owners of tensors send to it.
+class MergedModel {
+ public:
+  MergedModel(const Runtime& runtime, const std::vector<ModelCore*>& models) {
+    const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
+    for (const NamedTensor& tensor : tensors_of(runtime, models)) {
+      specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
+      specs_.back().second.shape = runtime.divided().whole_sizes(tensor.tensor);
+      for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
+      const int stage = runtime.partitioned ? runtime.owner.at(tensor.name) : 0;
+      sources_.push_back(owners[stage]);
+      values_.push_back(value_of(runtime, tensor));
+    }
+  }
+
+  /// Reads all values of this rank, now. Collective over ranks that have parameters together.
+  void take_snapshots(int rank) {
+    for (const size_t i : order()) {
+      const at::Tensor value = values_[i]();
+      const at::Tensor copy = rank == sources_[i] ? snapshot(value) : at::Tensor();
+      values_[i] = [copy] { return copy; };
+    }
+  }
+
+  /// Collective. An error of the file is thrown when everything was sent.
+  std::string write(const checkpoint::Writer& writer, comm::Communicator& group) const {
+    std::optional<checkpoint::MergedShard> file;
+    std::exception_ptr failure;
+    const auto attempt = [&](const auto& action) {
+      if (failure || group.rank() > 0) return;
+      try {
+        action();
+      } catch (const CheckpointError&) {
+        failure = std::current_exception();
+      }
+    };
+    attempt([&] { file.emplace(writer, specs_, aliases_); });
+    for (const size_t i : order()) {
+      at::Tensor value;
+      alone(group, [&] { value = bring(i, group); });
+      attempt([&] { file->append(value); });
+    }
+    std::string part;
+    attempt([&] { part = file->finish(); });
+    if (failure) std::rethrow_exception(failure);
+    return part;
+  }
+
+ private:
+  static constexpr comm::Tag kTag = 0;
+
+  /// How this rank gets the value, if it has it; for divided parameters collective over the ranks
+  /// that have them together, of which the first gets it.
+  static std::function<at::Tensor()> value_of(const Runtime& runtime, const NamedTensor& named) {
+    const at::Tensor& tensor = named.tensor;
+    if (const auto index = divided(runtime, tensor)) {
+      const auto parameters = runtime.sharding->parameters();
+      return [parameters, index = *index] { return parameters->full_on(0, index); };
+    }
+    const auto* split = runtime.divided().find(tensor);
+    if (split == nullptr) return [tensor] { return tensor; };
+    if (runtime.replicas()->rank() > 0 || !runtime.owns(named.name))
+      return [] { return at::Tensor(); };
+    return [tensor, split = *split, group = runtime.group(CommGroup::kTp)] {
+      return join_on(0, *group, split, tensor);
+    };
+  }
+
+  std::vector<size_t> order() const { return checkpoint::SafetensorsWriter::order_of(specs_); }
+
+  /// The value of a tensor on rank 0.
+  at::Tensor bring(size_t i, comm::Communicator& group) const {
+    const at::Tensor value = values_[i]();
+    const bool is_source = group.rank() == sources_[i];
+    if (sources_[i] == 0 || checkpoint::byte_size(specs_[i].second) == 0) {
+      return is_source ? value : at::empty(specs_[i].second.shape, specs_[i].second.dtype);
+    }
+    if (is_source) {
+      group.send(value.detach().cpu().contiguous(), 0, kTag);
+    } else if (group.rank() == 0) {
+      const auto received = at::empty(specs_[i].second.shape, specs_[i].second.dtype);
+      group.recv(received, sources_[i], kTag);
+      return received;
+    }
+    return value;
+  }
+
+  std::vector<NamedSpec> specs_;
+  std::map<std::string, std::string> aliases_;
+  std::vector<int> sources_;  // world ranks
+  std::vector<std::function<at::Tensor()>> values_;
+};
+
+checkpoint::RunState run_state(const Runtime& runtime, const nlohmann::json& user_content) {
+  checkpoint::RunState state;
+  state.step = runtime.training_steps;
+  state.gradient_shards = runtime.gradient_shards();
+  state.random.seed = runtime.seed;
+  for (const auto& [ordinal, calls] : runtime.step_calls) {
+    state.random.step_calls.resize(std::max<size_t>(state.random.step_calls.size(), ordinal + 1));
+    state.random.step_calls[ordinal] = static_cast<int64_t>(calls);
+  }
+  state.user_content = user_content;
+  if (runtime.checkpointing && runtime.rank() == 0) {
+    for (const auto& [name, extra] : runtime.checkpointing->extras) {
+      state.extra[name] = extra.save();
+    }
+  }
+  return state;
+}
+
+/// The first half: what must be settled before anybody writes. Returns the state of the run.
+checkpoint::RunState begin(const Runtime& runtime, const SaveRequest& request, size_t optimizers) {
+  const std::string mine =
+      c10::str(request.call, " of ", request.path, request.arguments, ", ", optimizers,
+               " optimizers", request.asynchronous ? ", asynchronous" : "");
+  checkpoint::RunState run;
+  const auto all = together(*runtime.world(), [&] {
+    run = run_state(runtime, request.user_content);
+    if (runtime.rank() == 0) checkpoint::Writer(request.path).begin();
+    return mine;
+  });
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
+                 ", rank ", other, " calls ", all[other],
+                 ". Give the same arguments on every rank");
+  return run;
+}
+
+std::shared_ptr<SaveUnderWay> save_merged(Runtime& runtime, const SaveRequest& request,
+                                          checkpoint::RunState run,
+                                          const std::vector<ModelCore*>& models) {
+  const auto model = std::make_shared<MergedModel>(runtime, models);
+  auto& checkpointing = Checkpointing::of(runtime);
+  const auto group = request.asynchronous ? checkpointing.group() : runtime.world();
+  const Save save(request, std::move(run), group);
+  const auto write = [model, save, group] {
+    save.write([&](const auto& writer) { return model->write(writer, *group); });
+  };
+  if (request.asynchronous) {
+    alone(*runtime.world(), [&] { model->take_snapshots(runtime.rank()); });
+    return checkpointing.start(write);
+  }
+  write();
+  return std::make_shared<SaveUnderWay>();
+}
+
+std::shared_ptr<SaveUnderWay> save_parts(Runtime& runtime, const SaveRequest& request,
+                                         checkpoint::RunState run,
+                                         const std::vector<ModelCore*>& models,
+                                         const std::vector<OptimizerCore*>& optimizers) {
+  const Writers writers(runtime, !optimizers.empty());
+  auto& checkpointing = Checkpointing::of(runtime);
+  const auto group = request.asynchronous ? checkpointing.group() : runtime.world();
+  const Save save(request, std::move(run), group);
+  const auto shard = std::make_shared<checkpoint::Shard>();
+  alone(*runtime.world(), [&] {
+    if (writers.mine >= writers.count) return;
+    *shard = shard_of(runtime, models, optimizers);
+    if (request.asynchronous) take_snapshots(*shard);
+  });
+  const auto write = [writers, shard, save] {
+    save.write([&](const auto& writer) {
+      const bool writes = writers.mine < writers.count;
+      return writes ? writer.write_shard(writers.mine, writers.count, *shard) : "";
+    });
+  };
+  if (request.asynchronous) return checkpointing.start(write);
+  write();
+  return std::make_shared<SaveUnderWay>();
+}
+
+}  // namespace
+
+std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<ModelCore*>& models) {
+  std::vector<NamedTensor> result;
+  for (const auto& entry : runtime.table().entries()) {
+    for (const ModelCore* model : models) {
+      const std::string prefix = model->full_name("");
+      if (entry.name.rfind(prefix, 0) != 0) continue;
+      result.push_back({entry.name, entry.tensor, entry.aliases});
+      break;
+    }
+  }
+  return result;
+}
+
+std::shared_ptr<SaveUnderWay> save(const SaveRequest& request,
+                                   const std::vector<ModelCore*>& models,
+                                   const std::vector<OptimizerCore*>& optimizers) {
+  Runtime& runtime = Runtime::get();
+  SMP_CHECK_WITH(UsageError, !runtime.in_step, request.call,
+                 " was called inside a step function; call it after the step");
+  SMP_CHECK_WITH(UsageError, !has_delayed(runtime), request.call,
+                 " was called before the first step, and the model was made under delayed "
+                 "parameter initialization: its parameters do not exist yet. Save after a step");
+  Checkpointing::of(runtime).finish();
+  checkpoint::RunState run = begin(runtime, request, optimizers.size());
+  const at::NoGradGuard no_grad;
+  return request.merged ? save_merged(runtime, request, std::move(run), models)
+                        : save_parts(runtime, request, std::move(run), models, optimizers);
+}
+
+}  // namespace smp

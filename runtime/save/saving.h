@@ -1,0 +1,42 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "checkpoint/writer.h"
+#include "runtime/save/checkpointing.h"
+#include "smp/distributed_optimizer.h"
+#include "smp/model_core.h"
+
+namespace smp {
+
+/// The key of an optimizer's dynamic loss scale in a checkpoint's "optimizer".
+constexpr const char* kLossScale = "loss_scale";
+
+/// What to save, and how. Internal.
+struct SaveRequest {
+  std::string call;  ///< for errors: "smp::save"
+  std::string path;  ///< of the checkpoint's folder
+  /// One file with the model, written by world rank 0, instead of files by all.
+  bool merged = false;
+  bool asynchronous = false;
+  nlohmann::json user_content;
+  std::string arguments = "";                  ///< others that all ranks must give alike
+  std::function<void()> when_saved = nullptr;  ///< called on world rank 0 at the end
+};
+
+/// The models' tensors under their full names, each once.
+std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
+                                                const std::vector<ModelCore*>& models);
+
+/// Writes a checkpoint. Collective over the world. Files that cannot be written are one
+/// `CheckpointError` on all ranks, and then an earlier checkpoint is as it was; for an asynchronous
+/// save it comes from what is returned, or from the next save.
+std::shared_ptr<SaveUnderWay> save(const SaveRequest& request,
+                                   const std::vector<ModelCore*>& models,
+                                   const std::vector<OptimizerCore*>& optimizers);
+
+}  // namespace smp

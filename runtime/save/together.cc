@@ -1,0 +1,64 @@
+#include "runtime/save/together.h"
+
+#include <algorithm>
+#include <set>
+
+#include "core/error.h"
+#include "core/error_context.h"
+
+namespace smp {
+namespace {
+
+constexpr char kDone = '+', kMisused = 'U', kFailed = '-';
+
+/// How it went on a rank: one of the above, then the result or the text of the error.
+using Outcome = std::string;
+
+Outcome outcome_of(const std::function<std::string()>& action) {
+  try {
+    return kDone + action();
+  } catch (const CommError&) {
+    throw;  // the ranks cannot talk any more
+  } catch (const UsageError& error) {
+    return kMisused + text_without_prefix(error);
+  } catch (const Error& error) {
+    return kFailed + text_without_prefix(error);
+  } catch (const c10::Error& error) {
+    return kFailed + std::string(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return kFailed + std::string(error.what());
+  }
+}
+
+/// What went wrong, each text once.
+std::string describe(const std::vector<Outcome>& outcomes) {
+  std::set<std::string> texts;
+  for (const Outcome& outcome : outcomes) {
+    if (outcome[0] != kDone) texts.insert(outcome.substr(1));
+  }
+  if (texts.size() == 1) return *texts.begin();
+  std::string list = c10::str("on several ranks:");
+  for (size_t r = 0; r < outcomes.size(); ++r) {
+    if (outcomes[r][0] == kDone || texts.erase(outcomes[r].substr(1)) == 0) continue;
+    list += c10::str("\n- rank ", r, ": ", outcomes[r].substr(1));
+  }
+  return list;
+}
+
+bool any(const std::vector<Outcome>& outcomes, char kind) {
+  return std::any_of(outcomes.begin(), outcomes.end(),
+                     [&](const Outcome& outcome) { return outcome[0] == kind; });
+}
+
+}  // namespace
+
+std::vector<std::string> together(comm::Communicator& group,
+                                  const std::function<std::string()>& action) {
+  std::vector<Outcome> outcomes = comm::all_gather_bytes(group, outcome_of(action));
+  if (any(outcomes, kMisused)) detail::fail<UsageError>(describe(outcomes));
+  if (any(outcomes, kFailed)) detail::fail<CheckpointError>(describe(outcomes));
+  for (Outcome& outcome : outcomes) outcome.erase(0, 1);
+  return outcomes;
+}
+
+}  // namespace smp

@@ -1,0 +1,168 @@
+#include "runtime/step/agreement.h"
+
+#include <c10/util/StringUtil.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <sstream>
+#include <utility>
+
+#include "core/error.h"
+#include "graph/content.h"
+#include "runtime/first_difference.h"
+
+namespace smp {
+namespace {
+
+uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
+  uint64_t hash = 0;
+  for (const at::Tensor& tensor : tensors) hash = graph::hash_content(tensor, hash);
+  return hash;
+}
+
+/// A graph as lines that errors can quote; each operator with its number and module.
+std::string describe_graph(const graph::Graph& graph) {
+  std::istringstream lines(graph.to_string());
+  std::ostringstream out;
+  size_t next = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (next < graph.operators.size() && line == graph.line(next)) {
+      const auto& op = graph.operators[next];
+      out << "operator " << next++ << " (" << op.name();
+      if (!op.scope.empty()) out << ", in module \"" << op.scope << "\"";
+      out << "): ";
+    }
+    out << line << "\n";
+  }
+  return out.str();
+}
+
+/// The first elements of a tensor and a hash of all.
+std::string preview(const at::Tensor& tensor) {
+  constexpr int64_t kShown = 4;
+  const at::Tensor flat = tensor.detach().cpu().reshape({-1}).to(at::kDouble);
+  std::ostringstream out;
+  out << "[";
+  for (int64_t i = 0; i < std::min(kShown, flat.numel()); ++i) {
+    out << (i == 0 ? "" : ", ") << flat[i].item<double>();
+  }
+  out << (flat.numel() > kShown ? ", ...]" : "]") << " (hash " << graph::hash_content(tensor)
+      << ")";
+  return out.str();
+}
+
+/// The overrides of a run, one a line: equal where `describe_constants` is, and quick to make.
+std::string describe_overrides(const std::vector<std::vector<graph::ConstantOverride>>& constants,
+                               const std::vector<std::vector<graph::ContentOverride>>& contents) {
+  std::ostringstream out;
+  for (size_t m = 0; m < constants.size(); ++m) {
+    for (const auto& change : constants[m]) {
+      out << change.operator_index << " " << change.argument << " "
+          << graph::constant_to_string(change.value) << "\n";
+    }
+    for (const auto& change : contents[m]) {
+      out << change.value << " " << hash_inputs({change.content}) << "\n";
+    }
+  }
+  return out.str();
+}
+
+/// All constants in effect in a microbatch, one a line, for error texts.
+std::string describe_constants(const graph::Graph& graph,
+                               const std::vector<graph::ConstantOverride>& constants,
+                               const std::vector<graph::ContentOverride>& contents) {
+  std::map<std::pair<int, int>, c10::IValue> changed;
+  for (const auto& change : constants) {
+    changed[{change.operator_index, change.argument}] = change.value;
+  }
+  std::map<graph::ValueId, at::Tensor> changed_contents;
+  for (const auto& change : contents) changed_contents[change.value] = change.content;
+  std::ostringstream out;
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const auto& op = graph.operators[i];
+    const auto& schema = op.handle.schema();
+    for (size_t a = 0; a < op.arguments.size(); ++a) {
+      if (op.arguments[a].kind != graph::Argument::Kind::kConstant) continue;
+      if (!graph::is_patchable(schema, a)) continue;
+      const auto found = changed.find({static_cast<int>(i), static_cast<int>(a)});
+      out << "argument \"" << schema.arguments()[a].name() << "\" of operator " << i << " ("
+          << op.name() << ") is "
+          << graph::constant_to_string(found == changed.end() ? op.arguments[a].constant
+                                                              : found->second)
+          << "\n";
+    }
+  }
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const auto& value = graph.values[id];
+    if (!value.content.defined()) continue;
+    const auto found = changed_contents.find(static_cast<graph::ValueId>(id));
+    const at::Tensor& content = found == changed_contents.end() ? value.content : found->second;
+    out << graph::to_string(value.kind) << " tensor %" << id << " of " << value.meta.to_string()
+        << " holds " << preview(content) << "\n";
+  }
+  return out.str();
+}
+
+}  // namespace
+
+StepFingerprints::StepFingerprints(const graph::Graph& graph)
+    : graph(graph.fingerprint()), constants(graph.constants_fingerprint()) {}
+
+void check_agreement(comm::Communicator& group, const StepTrace& step, const AgreeingRanks& who) {
+  if (group.size() == 1) return;
+  const std::string overrides = describe_overrides(step.constants, step.contents);
+  const std::array<uint64_t, 4> mine = {step.fingerprints.graph, step.fingerprints.constants,
+                                        XXH64(overrides.data(), overrides.size(), 0),
+                                        hash_inputs(step.inputs)};
+  const auto all = comm::all_gather_bytes(
+      group, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
+  const size_t other = first_other(all);
+  if (other == 0) return;
+  std::array<uint64_t, 4> first, second;
+  std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
+  std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
+  std::string text;
+  if (first[0] != second[0]) {
+    text = describe_graph(step.graph);
+  } else {
+    for (size_t m = 0; m < step.constants.size(); ++m) {
+      text += describe_constants(step.graph, step.constants[m], step.contents[m]);
+    }
+  }
+  const auto texts = comm::all_gather_bytes(group, text);
+  const auto [a, b] = first_difference(texts[0], texts[other]);
+  const auto ranks = c10::str(who.name, " 0 and ", who.name, " ", other, " of one pipeline");
+  SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", step.name,
+                 "\" calls other operators on ", ranks, ". The first difference: ", who.name,
+                 " 0 has \"", a, "\", ", who.name, " ", other, " has \"", b,
+                 "\". All ranks of a pipeline must take the same way through the function: what it "
+                 "branches on must not depend on the rank");
+  SMP_CHECK_WITH(UsageError, first[1] == second[1] && first[2] == second[2], "step function \"",
+                 step.name, "\" has other constants on ", ranks, ". First difference: \"", a,
+                 "\" against \"", b,
+                 "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
+  detail::fail<UsageError>("step function \"", step.name, "\" was given different batches on ",
+                           ranks,
+                           ". All ranks of a pipeline must pass the same inputs; shard data by ",
+                           who.share, ", not by smp::rank()");
+}
+
+void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
+  const uint64_t mine = step.fingerprints.graph;
+  const auto all = comm::all_gather_bytes(
+      replicas, std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
+  const size_t other = first_other(all);
+  if (other == 0) return;
+  const auto texts = comm::all_gather_bytes(replicas, describe_graph(step.graph));
+  const auto [a, b] = first_difference(texts[0], texts[other]);
+  detail::fail<UsageError>(
+      "step function \"", step.name, "\" calls other operators on replica 0 and replica ", other,
+      ". The first difference: replica 0 has \"", a, "\", replica ", other, " has \"", b,
+      "\". With \"sharded_data_parallel_degree\" above 1 replicas gather "
+      "parameters together, so all take the same way through the function, "
+      "on batches of the same shapes");
+}
+
+}  // namespace smp

@@ -1,0 +1,188 @@
+#include "runtime/step/coalescing.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "core/error.h"
+#include "core/log.h"
+#include "graph/batch_axis.h"
+#include "graph/kept.h"
+#include "partitioner/cost.h"
+#include "partitioner/format.h"
+#include "runtime/step/planning.h"
+#include "runtime/step/setup.h"
+
+namespace smp {
+namespace {
+
+/// A prediction is not worth more: what is coalesced must be faster by this fraction.
+constexpr double kWorthwhile = 0.02;
+
+class Chooser {
+ public:
+  Chooser(Runtime& runtime, const CoalescingRequest& request)
+      : runtime_(runtime), request_(request), ranks_(runtime.topology().pp_size()) {}
+
+  std::shared_ptr<const graph::Coalesced> run() {
+    std::shared_ptr<const graph::Coalesced> chosen;
+    std::string reason = why_not();
+    if (reason.empty()) {
+      chosen = request_.measured ? fastest(reason) : like_the_first(reason);
+    }
+    if (chosen && runtime_.coalescing == 0) runtime_.coalescing = chosen->factor;
+    report(chosen.get(), reason);
+    return chosen;
+  }
+
+ private:
+  /// What forbids it whatever the number.
+  std::string why_not() const {
+    const Config& config = runtime_.config();
+    if (request_.per_microbatch) return "an argument slices itself (smp_slice)";
+    if (config.pipeline() == "file") return "a schedule file is for one number of microbatches";
+    if (runtime_.is_tensor_parallel()) return "layers may be divided (tensor_parallel_degree)";
+    if (config.load_partition()) return "a partition is loaded, which is for one graph";
+    return graph::why_not_together(request_.graph);
+  }
+
+  /// Numbers of microbatches to run as one, ascending: so many that a microbatch is left for each
+  /// rank, and each gradient shard has whole ones.
+  std::vector<int> factors() const {
+    const int64_t replicas = runtime_.replicas()->size();
+    const int64_t shards = std::max<int64_t>(runtime_.gradient_shards() / replicas, 1);
+    std::vector<int> result;
+    for (int64_t factor = 2; factor <= request_.microbatches; ++factor) {
+      const int64_t left = request_.microbatches / factor;
+      if (request_.microbatches % factor != 0 || left < ranks_ || left % shards != 0) continue;
+      result.push_back(static_cast<int>(factor));
+    }
+    return result;
+  }
+
+  std::shared_ptr<graph::Coalesced> make(int factor, std::string& reason) const {
+    std::shared_ptr<graph::Coalesced> made = try_to_make(factor, reason);
+    const auto ranks = request_.measured ? runtime_.world() : runtime_.group(CommGroup::kPp);
+    const auto texts =
+        comm::all_gather_bytes(*ranks, made ? std::to_string(made->graph.fingerprint()) : reason);
+    for (const std::string& text : texts) {
+      if (text == texts[0]) continue;
+      reason = "the ranks captured other graphs on more samples";
+      return nullptr;
+    }
+    return made;
+  }
+
+  std::shared_ptr<graph::Coalesced> try_to_make(int factor, std::string& reason) const {
+    try {
+      const graph::TraceResult traced =
+          request_.capture(request_.inputs(request_.microbatches / factor));
+      if (traced.recorded) graph::give_data_to_constants(*traced.recorded, traced.kept);
+      const graph::Graph& many = traced.recorded ? *traced.recorded : *traced.match;
+      const auto axes = graph::find_batch_axes(request_.graph, many, factor);
+      reason = axes.refusal;
+      if (!reason.empty()) return nullptr;
+      return std::make_shared<graph::Coalesced>(
+          graph::coalesce(request_.graph, many, axes, factor));
+    } catch (const c10::Error& error) {
+      reason = c10::str("the function fails on ", factor,
+                        " times the samples: ", error.what_without_backtrace());
+    }
+    return nullptr;
+  }
+
+  double predict(const graph::Graph& graph, int factor) {
+    const int64_t left = request_.microbatches / factor;
+    const double us = predicted_step_us(runtime_, graph, static_cast<int>(left));
+    predictions_ += c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ",
+                             partitioner::format_time(us));
+    return us;
+  }
+
+  /// Measures each number that is possible.
+  std::shared_ptr<const graph::Coalesced> fastest(std::string& reason) {
+    std::shared_ptr<const graph::Coalesced> best;
+    double shortest = predict(request_.graph, 1);
+    for (int factor : factors()) {
+      auto made = make(factor, reason);
+      if (!made) break;  // more samples will not do better
+      measure_costs_once(runtime_, made->graph, request_.inputs(request_.microbatches / factor),
+                         request_.key, {}, request_.step_name);
+      const double us = predict(made->graph, factor);
+      if (us >= shortest * (1 - kWorthwhile)) continue;
+      shortest = us;
+      best = std::move(made);
+    }
+    if (!best && reason.empty()) {
+      reason = "nothing else is predicted to be faster";
+      runtime_.coalescing = 1;
+    }
+    return best;
+  }
+
+  /// As many as the first graph, or, where none was measured, as leaves two for each rank.
+  std::shared_ptr<const graph::Coalesced> like_the_first(std::string& reason) {
+    const int64_t most = runtime_.coalescing > 0
+                             ? runtime_.coalescing
+                             : std::max<int64_t>(request_.microbatches / (2 * ranks_), 1);
+    int chosen = 1;
+    for (int factor : factors()) {
+      if (factor <= most) chosen = factor;
+    }
+    reason = "the first graph does";
+    if (chosen == 1) return nullptr;
+    auto made = make(chosen, reason);
+    if (!made) return nullptr;
+    partitioner::estimate_costs(made->graph, runtime_.measured.get());
+    if (predicted_step_us(runtime_, made->graph, static_cast<int>(request_.microbatches / chosen)) <
+        std::numeric_limits<double>::infinity()) {
+      return made;
+    }
+    reason = "there is no plan for more samples at once";
+    return nullptr;
+  }
+
+  void report(const graph::Coalesced* chosen, const std::string& reason) const {
+    if (runtime_.rank() != 0) return;
+    std::string text = c10::str("step function \"", request_.step_name,
+                                "\": ", request_.microbatches, " microbatches run ");
+    if (chosen != nullptr) {
+      text += c10::str("as ", request_.microbatches / chosen->factor, " of ", chosen->factor,
+                       " (\"numerics\": \"fast\"); ", chosen->run_once(), " of ",
+                       chosen->operators.size(), " operators run once for all ", chosen->factor);
+    } else {
+      text += c10::str("one by one, though \"numerics\" is \"fast\": ", reason);
+    }
+    if (!predictions_.empty()) text += c10::str(". Predicted steps: ", predictions_);
+    log_info(text + ".");
+  }
+
+  Runtime& runtime_;
+  const CoalescingRequest& request_;
+  const int ranks_;
+  std::string predictions_;
+};
+
+}  // namespace
+
+std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
+                                                          const CoalescingRequest& request) {
+  if (runtime.config().numerics() != "fast" || request.microbatches == 1) return nullptr;
+  return Chooser(runtime, request).run();
+}
+
+std::vector<std::vector<at::Tensor>> separate_outputs(
+    const graph::Coalesced& coalesced, std::vector<std::vector<at::Tensor>> outputs) {
+  const auto factor = static_cast<size_t>(coalesced.factor);
+  std::vector<std::vector<at::Tensor>> result(outputs.size() / factor);
+  for (size_t position = 0; position < result.size(); ++position) {
+    for (size_t m = 0; m < outputs[position * factor].size(); ++m) {
+      for (size_t part = 0; part < factor; ++part) {
+        result[position].push_back(std::move(outputs[position * factor + part][m]));
+      }
+    }
+  }
+  return result;
+}
+
+}  // namespace smp

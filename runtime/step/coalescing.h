@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "graph/coalesce.h"
+#include "graph/graph.h"
+#include "graph/random.h"
+#include "graph/tracer.h"
+#include "runtime/runtime.h"
+
+namespace smp {
+
+/// A captured step that may run several of its microbatches as one. Internal.
+struct CoalescingRequest {
+  std::string step_name;
+  const graph::Graph& graph;  ///< of one microbatch, with costs
+  int64_t microbatches = 1;
+  bool measured = false;        ///< the graph's costs are measured, in this call
+  bool per_microbatch = false;  ///< an argument slices itself
+  graph::RandomKey key;
+  /// The inputs of the first of so many microbatches.
+  std::function<std::vector<at::Tensor>(int64_t microbatches)> inputs;
+  /// Captures the step on inputs of other sizes; the user's state does not change.
+  std::function<graph::TraceResult(const std::vector<at::Tensor>&)> capture;
+};
+
+/// With `"numerics": "fast"`: how many microbatches of the step run as one, and the graph that does
+/// it, with costs; null if they run one by one. It takes what is predicted to be fastest, by costs
+/// measured for each number that comes into question, and later graphs follow the first. Says in
+/// the log what it decided, and why. The same on all ranks of a pipeline; collective over them, and
+/// over the world if the costs are measured.
+std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
+                                                          const CoalescingRequest& request);
+
+/// The outputs of a coalesced graph, by position and its own microbatches, as those of the
+/// original.
+std::vector<std::vector<at::Tensor>> separate_outputs(const graph::Coalesced& coalesced,
+                                                      std::vector<std::vector<at::Tensor>> outputs);
+
+}  // namespace smp

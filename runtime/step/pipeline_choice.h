@@ -1,0 +1,58 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/config.h"
+#include "graph/graph.h"
+#include "partitioner/partition.h"
+#include "partitioner/plan.h"
+#include "partitioner/predict.h"
+#include "pipeline/generators.h"
+#include "pipeline/schedule.h"
+#include "pipeline/simulator.h"
+#include "pipeline/stage.h"
+
+namespace smp {
+
+/// What the configuration says of pipelines, in the terms of the partitioner and of schedules.
+/// Internal; but for `read_schedule` pure functions, so all ranks come to the same result.
+
+/// The schedule of `"pipeline": "file"` in its text form, else "". Throws what reading it throws.
+std::string read_schedule(const Config& config);
+
+/// The step in which a plan is used, by `replicas` pipelines of `ranks` ranks.
+partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas);
+
+/// How to partition for that step, except where the stages are placed.
+partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches,
+                                                int replicas);
+
+/// The rank of each stage that the schedule needs, empty for one stage on each rank in order: of
+/// several ways that come into question ("auto") the one with the shortest predicted step. `graph`
+/// has costs; `file` is what `read_schedule` gave. Throws what `partition` and `plan_step` throw.
+std::vector<int> best_placement(const Config& config, const std::string& file,
+                                const graph::Graph& graph,
+                                const partitioner::PartitionOptions& options);
+
+/// A plan's step, as far as it is known before it runs. Times are in us.
+struct PlannedStep {
+  partitioner::Prediction prediction;
+  std::vector<pipeline::Edge> edges;
+  pipeline::ScheduleOptions options;  ///< what schedules are made for, with costs and limits
+  std::string pipeline;               ///< the name of the schedule
+  pipeline::Schedule schedule;        ///< with its transfers; verified
+  pipeline::Simulation simulation;
+  std::string report;  ///< why it is this one, if another one was asked for or "auto"; else empty
+};
+
+/// Makes the schedule of a plan. `graph` is in the plan's order. `settled`: an earlier graph
+/// decided where stages are, so that another schedule may have to do, which `report` says then.
+///
+/// Throws `ConfigError` where the stages are not placed as the schedule needs them, or a schedule
+/// file does not fit the plan, and what reading and verifying it throws.
+PlannedStep plan_step(const Config& config, const std::string& file, const graph::Graph& graph,
+                      const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
+                      bool settled);
+
+}  // namespace smp

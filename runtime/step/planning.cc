@@ -1,0 +1,211 @@
+#include "runtime/step/planning.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/log.h"
+#include "partitioner/best_order.h"
+#include "partitioner/format.h"
+#include "partitioner/order.h"
+#include "runtime/step/pipeline_choice.h"
+#include "runtime/step/plan_file.h"
+#include "smp/activation_checkpointing.h"
+#include "smp/partition_scope.h"
+
+namespace smp {
+namespace {
+
+using partitioner::CheckpointedModules;
+using partitioner::Plan;
+
+/// What the user pinned, by name.
+partitioner::Owners pins_of(const Runtime& runtime) {
+  partitioner::Owners pinned;
+  for (const auto& entry : runtime.table().entries()) {
+    const int partition = pinned_partition(entry.tensor);
+    if (partition >= 0) pinned.emplace(entry.name, partition);
+  }
+  return pinned;
+}
+
+class Planner {
+ public:
+  Planner(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
+          int microbatches)
+      : runtime_(runtime),
+        config_(runtime.config()),
+        captured_(graph),
+        ranks_(runtime.topology().pp_size()),
+        replicas_(runtime.topology().rdp_size()),
+        microbatches_(microbatches) {}
+
+  /// The predicted time of a step.
+  double step_us() const {
+    const auto regions = partitioner::find_module_regions(*captured_, modules_of_user());
+    const graph::Graph graph = partitioner::with_regions(*captured_, regions);
+    const auto options = options_for(graph, regions, limit());
+    const Plan plan = partitioner::partition_in_best_order(graph, options);
+    return plan_step(config_, runtime_.schedule, partitioner::reordered(graph, plan.order), plan,
+                     ranks_, options.step(), runtime_.partitioned)
+        .simulation.makespan;
+  }
+
+  PlannedGraph run() const {
+    const std::vector<CheckpointedModules> modules = modules_of_user();
+    const bool chooses = captured_->trains() && config_.activation_checkpointing() == "auto";
+    if (!chooses) {
+      Plan plan = plan_with(modules, limit());
+      return finish(std::move(plan), modules);
+    }
+    Plan plan = plan_with(modules, 0);
+    auto chosen = choose(plan, modules);
+    if (!chosen) {
+      plan = plan_with(with_all_candidates(modules), limit());
+      chosen = choose(plan, modules);
+    }
+    if (!chosen) fail(plan, modules);
+    log_choice(plan, modules, *chosen);
+    return finish(std::move(plan), *chosen);
+  }
+
+ private:
+  int64_t limit() const { return static_cast<int64_t>(config_.memory_limit_mb() * (1 << 20)); }
+
+  /// The plan when these modules run again, under a limit; 0: none.
+  Plan plan_with(const std::vector<CheckpointedModules>& modules, int64_t limit) const {
+    const auto regions = partitioner::find_module_regions(*captured_, modules);
+    const graph::Graph graph = partitioner::with_regions(*captured_, regions);
+    const auto options = options_for(graph, regions, limit);
+    return runtime_.partitioned ? partitioner::partition_in_best_order(graph, options)
+                                : plan_by_file(runtime_, graph, options);
+  }
+
+  /// How to partition the graph, whose regions run again.
+  partitioner::PartitionOptions options_for(const graph::Graph& graph,
+                                            const partitioner::Regions& regions,
+                                            int64_t limit) const {
+    auto options = partition_options(config_, ranks_, microbatches_, replicas_)
+                       .memory_limit(limit)
+                       .owner(runtime_.owner)
+                       .pinned(pins_of(runtime_))
+                       .allow_empty_stages(runtime_.partitioned);
+    options.step().largest_region(partitioner::largest_region_bytes(*captured_, regions));
+    return options.placement(runtime_.partitioned
+                                 ? runtime_.first_plan->rank_of_stage
+                                 : best_placement(config_, runtime_.schedule, graph, options));
+  }
+
+  std::vector<CheckpointedModules> modules_of_user() const {
+    return captured_->trains() ? checkpointed_modules(runtime_)
+                               : std::vector<CheckpointedModules>();
+  }
+
+  std::vector<CheckpointedModules> with_all_candidates(
+      std::vector<CheckpointedModules> modules) const {
+    for (std::string& module : partitioner::candidate_modules(*captured_)) {
+      modules.push_back({{std::move(module)}, 1});
+    }
+    return modules;
+  }
+
+  std::optional<std::vector<CheckpointedModules>> choose(
+      const Plan& plan, const std::vector<CheckpointedModules>& modules) const {
+    return partitioner::choose_modules(*partitioner::in_order(captured_, plan.order), plan, step(),
+                                       limit(), modules);
+  }
+
+  partitioner::StepModel step() const {
+    return step_model(config_, ranks_, microbatches_, replicas_);
+  }
+
+  partitioner::Prediction predict(const Plan& plan,
+                                  const std::vector<CheckpointedModules>& modules) const {
+    return partitioner::predict_with(*partitioner::in_order(captured_, plan.order), plan, step(),
+                                     modules);
+  }
+
+  /// Warns, as SMP documents it: only what checkpointed modules keep is offloaded.
+  void warn_without_effect(const partitioner::Regions& regions) const {
+    if (!captured_->trains() || !regions.empty() || runtime_.rank() != 0) return;
+    if (!config_.offload_activations() || runtime_.partitioned) return;
+    log_warning(
+        "\"offload_activations\" has no effect: no module is checkpointed. Call "
+        "smp::set_activation_checkpointing for some");
+  }
+
+  PlannedGraph finish(Plan plan, const std::vector<CheckpointedModules>& modules) const {
+    PlannedGraph result;
+    result.graph = partitioner::in_order(captured_, plan.order);
+    const auto& stages = plan.stage_of_operator;
+    result.regions = partitioner::find_module_regions(*result.graph, modules, stages);
+    warn_without_effect(result.regions);
+    if (!result.regions.empty()) {
+      partitioner::check_repeatable(*result.graph, result.regions);
+      result.largest_region = partitioner::largest_region_bytes(*result.graph, result.regions);
+      result.graph = std::make_shared<const graph::Graph>(
+          partitioner::with_regions(*result.graph, result.regions, stages));
+    }
+    result.plan = std::move(plan);
+    return result;
+  }
+
+  [[noreturn]] void fail(const Plan& plan, const std::vector<CheckpointedModules>& modules) const {
+    const auto predicted = predict(plan, with_all_candidates(modules));
+    const auto& memory = predicted.rank_memory;
+    const auto most = std::max_element(memory.begin(), memory.end());
+    detail::fail<PartitionError>(
+        "activation_checkpointing \"auto\": no choice of modules keeps the memory limit of ",
+        partitioner::format_bytes(limit()), ": with all of them partition ", most - memory.begin(),
+        " needs ", partitioner::format_bytes(*most),
+        ". Raise \"memory_limit_mb\", use more partitions or smaller microbatches, or lower "
+        "\"active_microbatches\"");
+  }
+
+  void log_choice(const Plan& plan, const std::vector<CheckpointedModules>& before,
+                  const std::vector<CheckpointedModules>& chosen) const {
+    if (runtime_.rank() != 0 || chosen.size() == before.size()) return;
+    const auto without = predict(plan, before), with = predict(plan, chosen);
+    const auto most = [](const partitioner::Prediction& predicted) {
+      return partitioner::format_bytes(
+          *std::max_element(predicted.rank_memory.begin(), predicted.rank_memory.end()));
+    };
+    std::string names;
+    for (size_t i = before.size(); i < chosen.size(); ++i) {
+      names += (names.empty() ? "" : ", ") + chosen[i].modules.front();
+    }
+    log_info(c10::str("Activation checkpointing: ", names, " run again in the backward pass. A ",
+                      "partition needs ", most(with), " at most, not ", most(without),
+                      ", and a step takes ", partitioner::format_time(with.step_us), ", not ",
+                      partitioner::format_time(without.step_us), ", as predicted."));
+  }
+
+  const Runtime& runtime_;
+  const Config& config_;
+  const std::shared_ptr<const graph::Graph>& captured_;
+  const int ranks_;
+  const int replicas_;
+  const int microbatches_;
+};
+
+}  // namespace
+
+PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
+                       int microbatches) {
+  return Planner(runtime, graph, microbatches).run();
+}
+
+double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int microbatches) {
+  // The caller owns it.
+  const std::shared_ptr<const graph::Graph> captured(std::shared_ptr<void>(), &graph);
+  try {
+    return Planner(runtime, captured, microbatches).step_us();
+  } catch (const PartitionError&) {
+    return std::numeric_limits<double>::infinity();
+  }
+}
+
+}  // namespace smp

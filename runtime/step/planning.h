@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "graph/graph.h"
+#include "partitioner/checkpointing.h"
+#include "partitioner/plan.h"
+#include "runtime/runtime.h"
+
+namespace smp {
+
+/// A graph with all decisions about it. Internal.
+struct PlannedGraph {
+  /// In the plan's order, with the costs that its regions give it.
+  std::shared_ptr<const graph::Graph> graph;
+  partitioner::Plan plan;
+  /// What runs again in the backward pass; empty: nothing.
+  partitioner::Regions regions;
+  int64_t largest_region = 0;  ///< bytes that it saves
+};
+
+/// Plans a captured graph under the configuration and the owners settled so far, for steps of
+/// `microbatches`: which stage runs which operators, in which order, and which of them run again in
+/// the backward pass. The first plan of a program is collective over the world.
+///
+/// With `activation_checkpointing: "auto"` the plan is made without the memory limit first; if it
+/// needs more, modules are chosen to run again (`partitioner::choose_modules`), and if that does
+/// not help, the plan is made anew for all of them. Throws what `partition` throws, and
+/// `PartitionError` where a plan that was loaded cannot keep the limit.
+PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
+                       int microbatches);
+
+/// The predicted time, in us, of a step that runs the graph (which has costs) on `microbatches`,
+/// with the plan and schedule that it would get; infinite where there is no such plan. The same on
+/// every rank.
+double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int microbatches);
+
+}  // namespace smp

@@ -1,0 +1,378 @@
+#include "runtime/step/program.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "dp/parameter_slices.h"
+#include "dp/replica_state.h"
+#include "pipeline/message.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/storage.h"
+#include "runtime/step/pipeline_choice.h"
+#include "smp/model_core.h"
+
+namespace smp {
+namespace {
+
+/// Tags of the channels come first; these are above any number of edges.
+constexpr comm::Tag kReplicaTag = 1 << 19;
+
+void check_still_trained(const dp::ParameterSlices& slices,
+                         const std::vector<at::Tensor>& trained) {
+  const auto& at_first = slices.parameters();
+  const bool same = std::equal(trained.begin(), trained.end(), at_first.begin(), at_first.end(),
+                               [](const auto& a, const auto& b) { return a.is_same(b); });
+  SMP_CHECK_WITH(UsageError, same,
+                 "with \"shard_optimizer_state\", the parameters that require a gradient are "
+                 "divided among the replicas when the first step that trains begins, and others "
+                 "require one now (",
+                 at_first.size(), " then, ", trained.size(),
+                 " now). Freeze parameters before the first step, or set "
+                 "\"shard_optimizer_state\" to false");
+}
+
+}  // namespace
+
+Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
+                 bool settled, int64_t coalesced)
+    : runtime_(std::move(runtime)),
+      graph_(std::move(planned.graph)),
+      plan_(std::move(planned.plan)),
+      microbatches_(microbatches),
+      coalesced_(coalesced),
+      pipeline_(runtime_->group(CommGroup::kPp)) {
+  position_.resize(plan_.order.size());
+  for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
+  const Config& config = runtime_->config();
+  const int ranks = pipeline_->size();
+  auto step = plan_step(
+      config, runtime_->schedule, *graph_, plan_, ranks,
+      step_model(config, ranks, static_cast<int>(microbatches_), runtime_->topology().rdp_size())
+          .largest_region(planned.largest_region),
+      settled);
+  find_copies();
+  for (const Copy& copy : copies_) {
+    if (copy.to == pipeline_->rank()) {
+      allocate_data(runtime_->table().at(graph_->values[copy.value].name).tensor);
+    }
+  }
+  runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
+                                             std::move(step));
+}
+
+/// The stages that this rank runs, ascending.
+/// Stages of one rank share one copy, and the owner's stages the owner's tensor.
+void Program::find_copies() {
+  for (const auto& replica : plan_.replicas) {
+    const Copy copy{replica.value, plan_.rank_of_stage[replica.owner],
+                    plan_.rank_of_stage[replica.stage]};
+    const bool known = std::any_of(copies_.begin(), copies_.end(), [&](const Copy& other) {
+      return other.value == copy.value && other.to == copy.to;
+    });
+    if (copy.from != copy.to && !known) copies_.push_back(copy);
+  }
+}
+
+/// Makes the gradient buckets, anew when a checkpoint with other gradient shards was loaded.
+void Program::make_buckets() {
+  const int shards = runtime_->gradient_shards();
+  if (shards == shards_) return;
+  shards_ = shards;
+  const auto replicas = runtime_->replicas();
+  std::map<std::string, graph::ValueId> id_of;
+  for (size_t id = 0; id < graph_->values.size(); ++id) {
+    const graph::Value& value = graph_->values[id];
+    if (value.kind == graph::ValueKind::kParameter) {
+      id_of[value.name] = static_cast<graph::ValueId>(id);
+    }
+  }
+  buckets_.clear();
+  sharded_.clear();
+  place_of_.assign(graph_->values.size(), {});
+  for (const auto& model : runtime_->models()) {
+    std::vector<at::Tensor> parameters;
+    std::vector<std::string> names;
+    std::vector<graph::ValueId> divided;
+    for (const at::Tensor& parameter : model->trained_parameters()) {
+      const std::string& name = runtime_->table().find(parameter)->name;
+      const auto id = id_of.find(name);
+      const auto shard = runtime_->sharding ? runtime_->sharding->find(parameter) : std::nullopt;
+      if (id != id_of.end()) {
+        place_of_[id->second] = {buckets_.size(), shard.value_or(parameters.size()),
+                                 shard.has_value()};
+        if (shard) divided.push_back(id->second);
+      }
+      if (shard) continue;
+      parameters.push_back(parameter);
+      names.push_back(name);
+    }
+    const auto& options = model->options();
+    dp::BucketOptions bucket;
+    bucket.bucket_bytes = model->bucket_bytes();
+    bucket.microbatches = static_cast<int>(microbatches_);
+    bucket.gradient_shards = shards;
+    bucket.divisor = options.average_grads_across_microbatches()
+                         ? static_cast<double>(microbatches_ * coalesced_ * replicas->size())
+                         : static_cast<double>(shards);
+    bucket.overlapping = options.overlapping_allreduce();
+    bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
+    bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
+    bucket.gradients_as_summed = model->half().has_value();
+    const auto slices = model->slices();
+    if (slices) check_still_trained(*slices, parameters);
+    buckets_.push_back(
+        slices ? std::make_unique<dp::GradientBuckets>(slices, bucket)
+               : std::make_unique<dp::GradientBuckets>(parameters, names, replicas, bucket));
+    if (runtime_->sharding) sharded_.push_back(make_sharded_gradients(bucket, divided));
+  }
+}
+
+std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
+    const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const {
+  const Sharding& sharding = *runtime_->sharding;
+  dp::ShardedGradientOptions options;
+  options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
+  options.microbatches = bucket.microbatches;
+  options.gradient_shards = bucket.gradient_shards;
+  options.divisor = bucket.divisor;
+  options.backward_passes = bucket.backward_passes;
+  options.gradients_as_summed = bucket.gradients_as_summed;
+  return std::make_unique<dp::ShardedGradients>(sharding.parameters(),
+                                                gradient_order(*runtime_, *graph_, parameters),
+                                                runtime_->replicas(), sharding.twins(), options);
+}
+
+void Program::begin_training() {
+  SMP_CHECK_WITH(UsageError, runtime_->adding_up == nullptr || runtime_->adding_up == this,
+                 "with backward_passes_per_step, the steps whose gradients add up must run the "
+                 "same operators, but this one runs others than the one before. Call the same step "
+                 "function with inputs of the same shapes, or use one backward pass a step");
+  make_buckets();
+  broadcast_buffers();
+  count_stages();
+}
+
+/// The stages that this rank runs.
+std::vector<int> Program::own_stages() const {
+  std::vector<int> stages;
+  for (size_t stage = 0; stage < plan_.rank_of_stage.size(); ++stage) {
+    if (plan_.rank_of_stage[stage] == pipeline_->rank()) stages.push_back(static_cast<int>(stage));
+  }
+  return stages;
+}
+
+/// How many stages of this rank may give each parameter gradients.
+void Program::count_stages() {
+  stages_left_.assign(graph_->values.size(), 0);
+  for (int stage : own_stages()) {
+    for (graph::ValueId id : runner_->stage(stage).consumed()) {
+      const Place& place = place_of_[id];
+      if (place.divided || stages_left_[id]++ > 0) continue;
+      buckets_[place.model]->await(place.index);
+    }
+  }
+}
+
+/// Gives the buffers of the first replica to all, where models ask for it.
+void Program::broadcast_buffers() {
+  for (const auto& model : runtime_->models()) {
+    if (!model->options().broadcast_buffers()) continue;
+    std::vector<at::Tensor> buffers;
+    for (const at::Tensor& buffer : model->buffers()) {
+      if (runtime_->owns(runtime_->table().find(buffer)->name)) buffers.push_back(buffer);
+    }
+    dp::TensorBroadcast(std::move(buffers), runtime_->replicas()).run(0);
+  }
+}
+
+/// After the last backward of a stage.
+void Program::complete_stage(int stage) {
+  for (graph::ValueId id : runner_->stage(stage).consumed()) {
+    const Place& place = place_of_[id];
+    if (place.divided || --stages_left_[id] > 0) continue;
+    buckets_[place.model]->complete(place.index);
+  }
+  // Models in turn, so that replicas reduce in one order.
+  for (auto& buckets : buckets_) {
+    if (!buckets->reduce_complete()) return;
+  }
+}
+
+void Program::finish_training() {
+  runtime_->adding_up = nullptr;
+  for (auto& buckets : buckets_) {
+    buckets->finish();
+    if (buckets->is_adding_up()) runtime_->adding_up = this;
+  }
+  for (auto& gradients : sharded_) gradients->finish();
+}
+
+/// Parameters that an optimizer may have changed, and buffers that a step may have: from their
+/// owners to the stages that read them too.
+void Program::refresh_replicas() {
+  at::NoGradGuard no_grad;
+  std::vector<comm::WorkPtr> sends;
+  std::vector<at::Tensor> copies;
+  for (size_t i = 0; i < copies_.size(); ++i) {
+    const Copy& copied = copies_[i];
+    const graph::Value& value = graph_->values[copied.value];
+    const bool constant =
+        value.kind == graph::ValueKind::kBuffer && runtime_->written_buffers.count(value.name) == 0;
+    if (constant) continue;
+    const at::Tensor& tensor = runtime_->table().at(value.name).tensor;
+    const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
+    if (copied.from == pipeline_->rank()) {
+      copies.push_back(tensor.detach().contiguous());
+      sends.push_back(pipeline_->isend(copies.back(), copied.to, tag));
+    } else if (copied.to == pipeline_->rank()) {
+      const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
+      pipeline_->recv(copy, copied.from, tag);
+      tensor.detach().copy_(copy);
+    }
+  }
+  for (const auto& work : sends) work->wait();
+}
+
+void Program::apply_constants(pipeline::Stage& stage, const Inputs& inputs,
+                              size_t microbatch) const {
+  const size_t index = inputs.constants.size() == 1 ? 0 : microbatch;
+  if (index != microbatch && microbatch > 0) return;  // the same for all: set at the first
+  stage.apply(inputs.constants[index], inputs.contents[index]);
+}
+
+/// The guard numbers operators as they were captured, the stages as they run.
+void Program::count_as_planned(Inputs& inputs) const {
+  if (position_.empty()) return;
+  for (auto& list : inputs.constants) {
+    for (auto& change : list) change.operator_index = position_[change.operator_index];
+  }
+}
+
+/// Stages keep the overrides they were given, so what an earlier step overrode and this one does
+/// not is set back to what was recorded.
+void Program::complete_overrides(Inputs& inputs) {
+  for (const auto& list : inputs.constants) {
+    for (const auto& change : list) {
+      overridden_constants_.insert({change.operator_index, change.argument});
+    }
+  }
+  for (const auto& list : inputs.contents) {
+    for (const auto& change : list) overridden_contents_.insert(change.value);
+  }
+  for (auto& list : inputs.constants) {
+    std::vector<graph::ConstantOverride> complete;
+    for (const auto& [op, argument] : overridden_constants_) {
+      complete.push_back({op, argument, graph_->operators[op].arguments[argument].constant});
+    }
+    complete.insert(complete.end(), list.begin(), list.end());
+    list = std::move(complete);
+  }
+  for (auto& list : inputs.contents) {
+    std::vector<graph::ContentOverride> complete;
+    for (graph::ValueId id : overridden_contents_) {
+      complete.push_back({id, graph_->values[id].content});
+    }
+    complete.insert(complete.end(), list.begin(), list.end());
+    list = std::move(complete);
+  }
+}
+
+Program::Outputs Program::run(Inputs inputs) {
+  if (runtime_->sharding) runtime_->sharding->parameters()->take_back();
+  count_as_planned(inputs);
+  complete_overrides(inputs);
+  if (graph_->trains()) begin_training();
+  refresh_replicas();
+  pipeline::Executor::Step step;
+  step.inputs = inputs.tensors;
+  for (int64_t m = 0; m < microbatches_; ++m) {
+    graph::RandomKey key;
+    key.seed = runtime_->seed;
+    key.step_function = static_cast<uint64_t>(inputs.step_ordinal);
+    key.call = inputs.step_call;
+    key.global_microbatch = global_microbatch(m);
+    step.keys.push_back(key);
+  }
+  step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
+    apply_constants(stage, inputs, static_cast<size_t>(microbatch));
+  };
+  step.consume = [&](graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
+    const Place& place = place_of_[parameter];
+    if (place.divided) {
+      sharded_[place.model]->add(place.index, microbatch, gradient);
+    } else {
+      buckets_[place.model]->add(place.index, microbatch, gradient);
+    }
+  };
+  if (runtime_->config().gradient_accumulation_fusion()) {
+    step.buffer = [&](graph::ValueId parameter, int microbatch) {
+      const Place& place = place_of_[parameter];
+      return buckets_[place.model]->buffer(place.index, microbatch);
+    };
+  }
+  size_t reduced = 0;
+  const size_t stages = own_stages().size();
+  step.reduce = [&](int stage) {
+    complete_stage(stage);
+    if (++reduced < stages) return;
+    for (auto& buckets : buckets_) buckets->reduce();
+    for (auto& gradients : sharded_) gradients->reduce();
+  };
+  Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
+  step.output = [&](int position, int microbatch, const at::Tensor& output) {
+    outputs[position][microbatch] =
+        output.defined() && inputs.detach_outputs ? output.detach() : output;
+  };
+  runner_->run(std::move(step));
+  if (graph_->trains()) finish_training();
+  share_outputs(outputs);
+  return outputs;
+}
+
+/// The number, among the microbatches of all ranks, of one that this rank runs. With tensor
+/// parallelism it runs those of its group, rank by rank, if each was given a batch.
+uint64_t Program::global_microbatch(int64_t microbatch) const {
+  const int64_t each = microbatches_ / runtime_->batches();
+  const Topology& topology = runtime_->topology();
+  int64_t batch = runtime_->rank_in(CommGroup::kRdp);
+  if (runtime_->batches() > 1) {
+    const auto group = topology.members(CommGroup::kTp, runtime_->rank());
+    batch = topology.dp_rank(group[microbatch / each]);
+  }
+  return static_cast<uint64_t>(batch * each + microbatch % each);
+}
+
+/// Sends each rank's outputs to all ranks of the pipeline, in one message per rank.
+void Program::share_outputs(Outputs& outputs) const {
+  if (pipeline_->size() == 1) return;
+  for (int rank = 0; rank < pipeline_->size(); ++rank) {
+    std::vector<graph::TensorMeta> metas;
+    std::vector<std::pair<size_t, size_t>> places;
+    for (size_t position = 0; position < outputs.size(); ++position) {
+      const graph::ValueId id = graph_->outputs[position];
+      if (id == graph::kUndefined) continue;
+      if (plan_.rank_of_stage[plan_.stage_of_output[position]] != rank) continue;
+      for (size_t m = 0; m < outputs[position].size(); ++m) {
+        metas.push_back(graph_->values[id].meta);
+        places.emplace_back(position, m);
+      }
+    }
+    if (metas.empty()) continue;
+    const pipeline::MessageLayout layout(metas);
+    const bool mine = rank == pipeline_->rank();
+    std::vector<at::Tensor> tensors;
+    for (const auto& [position, m] : places) tensors.push_back(outputs[position][m]);
+    const at::Tensor message = mine ? layout.pack(tensors) : layout.make_buffer();
+    pipeline_->broadcast(message, rank);
+    if (mine) continue;
+    tensors = layout.unpack(message);
+    for (size_t i = 0; i < places.size(); ++i) {
+      outputs[places[i].first][places[i].second] = tensors[i];
+    }
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "dp/gradient_buckets.h"
+#include "dp/sharded_gradients.h"
+#include "graph/graph.h"
+#include "partitioner/plan.h"
+#include "runtime/runtime.h"
+#include "runtime/step/planning.h"
+#include "runtime/step/schedule_runner.h"
+
+namespace smp {
+
+/// A graph made ready to run on this rank: its plan, what runs its schedule, and gradient buckets
+/// for one number of microbatches. Internal.
+class Program {
+ public:
+  /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
+  /// the graph's stands for, which gradients are divided by.
+  Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
+          bool settled, int64_t coalesced = 1);
+
+  /// One step's inputs and constants.
+  struct Inputs {
+    std::vector<std::vector<at::Tensor>> tensors;  ///< by microbatch, then graph input
+    /// By microbatch, or one entry for all; operators are counted as captured.
+    std::vector<std::vector<graph::ConstantOverride>> constants;
+    std::vector<std::vector<graph::ContentOverride>> contents;
+    int step_ordinal = 0;
+    uint64_t step_call = 0;
+    bool detach_outputs = true;
+  };
+
+  /// Runs the schedule and, if the graph trains, reduces gradients into `.grad`. Returns the
+  /// graph's outputs by position and microbatch, on every rank of the pipeline.
+  std::vector<std::vector<at::Tensor>> run(Inputs inputs);
+
+  const partitioner::Plan& plan() const { return plan_; }
+  const pipeline::Schedule& schedule() const { return runner_->schedule(); }
+
+ private:
+  /// A parameter or buffer that a rank reads without owning it.
+  struct Copy {
+    graph::ValueId value;
+    int from;  // rank that owns it
+    int to;    // rank that reads it
+  };
+  /// Where a parameter's gradients go.
+  struct Place {
+    size_t model = 0;
+    size_t index = 0;  // in the model's buckets, or among the divided parameters
+    bool divided = false;
+  };
+  using Outputs = std::vector<std::vector<at::Tensor>>;
+
+  std::vector<int> own_stages() const;
+  void make_buckets();
+  std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
+      const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
+  void find_copies();
+  void refresh_replicas();
+  void broadcast_buffers();
+  void begin_training();
+  void count_stages();
+  void complete_stage(int stage);
+  void finish_training();
+  void share_outputs(Outputs& outputs) const;
+  uint64_t global_microbatch(int64_t microbatch) const;
+  void count_as_planned(Inputs& inputs) const;
+  void complete_overrides(Inputs& inputs);
+  void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;
+
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<const graph::Graph> graph_;
+  partitioner::Plan plan_;
+  std::vector<int> position_;  // per captured operator; empty: in the captured order
+  int64_t microbatches_;
+  int64_t coalesced_;
+  comm::CommunicatorPtr pipeline_;
+  std::unique_ptr<ScheduleRunner> runner_;
+  std::vector<Copy> copies_;  // the same on every rank
+  // Constants and contents that some step has overridden: (operator, argument) and values.
+  std::set<std::pair<int, int>> overridden_constants_;
+  std::set<graph::ValueId> overridden_contents_;
+  int shards_ = 0;                                             // what the buckets were made for
+  std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;  // by model
+  // By model, of parameters that are divided; empty without sharded data parallelism.
+  std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
+  std::vector<Place> place_of_;   // by owned parameter
+  std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
+};
+
+}  // namespace smp

@@ -1,0 +1,150 @@
+#include "runtime/step/schedule_runner.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <utility>
+
+#include "core/log.h"
+#include "pipeline/timeline_page.h"
+#include "runtime/parameters/sharding.h"
+
+namespace smp {
+namespace {
+
+/// Of a timeline without a trial. The first steps capture, plan and warm caches.
+constexpr int kSkippedSteps = 2;
+constexpr int kTimelineSteps = 3;
+
+}  // namespace
+
+ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
+                               const partitioner::Plan& plan, partitioner::Regions regions,
+                               PlannedStep step)
+    : runtime_(runtime),
+      graph_(graph),
+      plan_(plan),
+      regions_(std::move(regions)),
+      edges_(std::move(step.edges)) {
+  if (!step.report.empty() && runtime.rank() == 0) log_info(step.report);
+  const pipeline::RankedSchedule planned = {std::move(step.pipeline), std::move(step.schedule),
+                                            std::move(step.simulation)};
+  use(planned);
+  if (!graph.trains()) return;
+  if (runtime.config().timeline() && !runtime.records_timeline) {
+    runtime.records_timeline = writes_timeline_ = true;
+  }
+  if (is_auto() && runtime.trial_steps > 0) {
+    identity_ = c10::str(graph.fingerprint(), " ", step.options.microbatches());
+    trial_ = std::make_unique<ScheduleTrial>(std::move(step.options), planned);
+    record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
+  } else if (writes_timeline_) {
+    record(kSkippedSteps, kTimelineSteps);
+  }
+}
+
+/// Whether there are schedules to choose from.
+bool ScheduleRunner::is_auto() const {
+  return graph_.trains() && runtime_.config().pipeline() == "auto" &&
+         runtime_.group(CommGroup::kPp)->size() > 1;
+}
+
+/// Runs another schedule from the next step on. The channels and stages of the one before go first,
+/// for their memory.
+void ScheduleRunner::use(const pipeline::RankedSchedule& scheduled) {
+  name_ = scheduled.name;
+  predicted_ = scheduled.simulation;
+  const bool runs_already = executor_ && executor_->schedule() == scheduled.schedule;
+  if (runs_already) return;
+  executor_.reset();
+  const auto pipeline = runtime_.group(CommGroup::kPp);
+  executor_ = std::make_unique<pipeline::Executor>(scheduled.schedule, graph_, edges_, pipeline,
+                                                   runtime_.messages_ahead);
+  add_stages(scheduled.schedule.microbatches());
+}
+
+void ScheduleRunner::add_stages(int microbatches) {
+  const Config& config = runtime_.config();
+  std::shared_ptr<graph::TensorStore> store;
+  if (config.offload_activations() && !regions_.empty()) {
+    store = runtime_.activation_store();
+    executor_->set_loading_horizon(static_cast<int>(config.activation_loading_horizon()));
+  }
+  for (int index = 0; index < plan_.stages(); ++index) {
+    if (plan_.rank_of_stage[index] != runtime_.rank_in(CommGroup::kPp)) continue;
+    auto stage = std::make_unique<pipeline::Stage>(graph_, plan_, executor_->edges(), index,
+                                                   microbatches, runtime_.table());
+    if (!regions_.empty()) stage->set_regions(regions_, store);
+    if (runtime_.sharding) {
+      stage->set_residency(make_residency(runtime_, graph_, microbatches));
+    }
+    executor_->add_stage(std::move(stage));
+  }
+}
+
+void ScheduleRunner::record(int skipped, int steps) {
+  recording_ = std::make_unique<StepRecording>(runtime_, schedule(), predicted_,
+                                               executor_->message_bytes(), skipped, steps);
+}
+
+void ScheduleRunner::run(pipeline::Executor::Step step) {
+  step.recorder = begin_recording();
+  step.on_action = runtime_.on_action;
+  executor_->run(step);
+  end_recording();
+}
+
+pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
+  if (is_auto() && runtime_.trial_steps > 0) {
+    --runtime_.trial_steps;
+    const bool together = replicas_are_together();
+    if (trial_ && !together) return nullptr;
+    ++trial_turns_;
+  } else if (trial_) {
+    // Too late.
+    trial_.reset();
+    recording_.reset();
+    if (writes_timeline_) record(kSkippedSteps, kTimelineSteps);
+  }
+  return recording_ ? recording_->begin_step(runtime_.training_steps + 1) : nullptr;
+}
+
+/// Whether all replicas run this program and have done so equally often. Collective over them.
+bool ScheduleRunner::replicas_are_together() {
+  const auto all = comm::all_gather_bytes(*runtime_.group(CommGroup::kDp),
+                                          c10::str(identity_, " ", trial_turns_));
+  for (const std::string& other : all) {
+    if (other != all.front()) return false;
+  }
+  return true;
+}
+
+void ScheduleRunner::end_recording() {
+  if (!recording_ || !recording_->is_complete()) return;
+  const auto recorded = recording_->gather(title());
+  recording_.reset();
+  if (trial_ && goes_on(recorded)) return;
+  if (!writes_timeline_ || runtime_.rank() != 0) return;
+  const auto files = pipeline::write_timeline(recorded, *runtime_.config().timeline());
+  log_info(c10::str("Timeline written to ", files.page, " and ", files.trace, "\n",
+                    pipeline::to_string(recorded)));
+}
+
+/// Goes on with the trial, unless that was its last part.
+bool ScheduleRunner::goes_on(const pipeline::Timeline& recorded) {
+  trial_->learn(recorded);
+  use(trial_->current());
+  if (!trial_->is_over()) {
+    record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
+    return true;
+  }
+  if (runtime_.rank() == 0) log_info(trial_->report());
+  trial_.reset();
+  return false;
+}
+
+std::string ScheduleRunner::title() const {
+  return c10::str(is_auto() ? "auto: " : "", name_, ", ", schedule().stages(), " stages, ",
+                  schedule().microbatches(), " microbatches");
+}
+
+}  // namespace smp

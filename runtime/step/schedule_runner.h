@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "partitioner/checkpointing.h"
+#include "partitioner/plan.h"
+#include "pipeline/executor.h"
+#include "runtime/runtime.h"
+#include "runtime/step/pipeline_choice.h"
+#include "runtime/step/schedule_trial.h"
+#include "runtime/step/step_recording.h"
+
+namespace smp {
+
+/// Runs the steps of a program on this rank: under its schedule, or with `"pipeline": "auto"` under
+/// those that a `ScheduleTrial` tries until it has found the best. Records steps for that and for
+/// the configuration's `timeline`. Internal.
+///
+/// Replicas try the same schedules in the same steps, so that their measurements can be put
+/// together. They may run different programs (graphs) in a step, which then does not count; to find
+/// out, replicas tell each other what they run in the first steps of training
+/// (`Runtime::trial_steps`). What is not decided by then stays as it is.
+class ScheduleRunner {
+ public:
+  /// `graph`, in the plan's order, `plan` and `runtime` outlive it. `regions`: what runs again in
+  /// the backward pass, per operator; empty: nothing. Collective over the pipeline.
+  ScheduleRunner(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
+                 partitioner::Regions regions, PlannedStep step);
+
+  /// Runs a step; the rest of `step` is the program's. In the steps that end a part of a trial or
+  /// the timeline collective over the world.
+  void run(pipeline::Executor::Step step);
+
+  const pipeline::Schedule& schedule() const { return executor_->schedule(); }
+
+  /// A stage of this rank.
+  pipeline::Stage& stage(int index) const { return executor_->stage(index); }
+
+ private:
+  bool is_auto() const;
+  void use(const pipeline::RankedSchedule& scheduled);
+  void add_stages(int microbatches);
+  void record(int skipped, int steps);
+  pipeline::TimelineRecorder* begin_recording();
+  bool replicas_are_together();
+  void end_recording();
+  bool goes_on(const pipeline::Timeline& recorded);
+  std::string title() const;
+
+  Runtime& runtime_;
+  const graph::Graph& graph_;
+  const partitioner::Plan& plan_;
+  const partitioner::Regions regions_;
+  const std::vector<pipeline::Edge> edges_;
+  std::string identity_;  // of the program, the same in all replicas; empty without a trial
+  std::string name_;      // of the schedule
+  pipeline::Simulation predicted_;
+  std::unique_ptr<pipeline::Executor> executor_;
+  std::unique_ptr<ScheduleTrial> trial_;      // null when it is over
+  std::unique_ptr<StepRecording> recording_;  // null when nothing is to be recorded
+  bool writes_timeline_ = false;
+  uint64_t trial_turns_ = 0;  // steps of this program that counted for the trial
+};
+
+}  // namespace smp

@@ -1,0 +1,91 @@
+#include "runtime/step/step_recording.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <cstring>
+#include <utility>
+
+namespace smp {
+namespace {
+
+using pipeline::TimelineRecorder;
+
+constexpr int kRoundTrips = 16;
+constexpr comm::Tag kClockTag = 1 << 18;
+
+at::Tensor as_tensor(int64_t& number) { return at::from_blob(&number, {1}, at::kLong); }
+
+/// What rank 0's clock shows, as far as can be told from here; answers the others there.
+int64_t offset_to_rank_0(comm::Communicator& world) {
+  int64_t number = 0;
+  const at::Tensor message = as_tensor(number);
+  if (world.rank() == 0) {
+    for (int peer = 1; peer < world.size(); ++peer) {
+      for (int i = 0; i < kRoundTrips; ++i) {
+        world.recv(message, peer, kClockTag);
+        number = TimelineRecorder::now();
+        world.send(message, peer, kClockTag);
+      }
+    }
+    return 0;
+  }
+  std::vector<pipeline::ClockSample> samples;
+  for (int i = 0; i < kRoundTrips; ++i) {
+    pipeline::ClockSample sample;
+    sample.sent = TimelineRecorder::now();
+    world.send(message, 0, kClockTag);
+    world.recv(message, 0, kClockTag);
+    sample.received = TimelineRecorder::now();
+    sample.remote = number;
+    samples.push_back(sample);
+  }
+  return pipeline::clock_offset(samples).offset;
+}
+
+std::string to_bytes(const std::vector<int64_t>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
+}
+
+std::vector<int64_t> to_numbers(const std::string& bytes) {
+  std::vector<int64_t> numbers(bytes.size() / sizeof(int64_t));
+  std::memcpy(numbers.data(), bytes.data(), bytes.size());
+  return numbers;
+}
+
+}  // namespace
+
+StepRecording::StepRecording(const Runtime& runtime, const pipeline::Schedule& schedule,
+                             pipeline::Simulation predicted, const std::vector<int64_t>& bytes,
+                             int skipped, int steps)
+    : runtime_(runtime),
+      schedule_(schedule),
+      predicted_(std::move(predicted)),
+      recorder_(runtime.rank_in(CommGroup::kDp), runtime.rank_in(CommGroup::kPp),
+                static_cast<int64_t>(bytes.size()), steps),
+      skipped_(skipped) {
+  for (size_t i = 0; i < bytes.size(); ++i) recorder_.set_bytes(i, bytes[i]);
+  recorder_.set_kept(predicted_.timeline[runtime.rank_in(CommGroup::kPp)]);
+}
+
+TimelineRecorder* StepRecording::begin_step(int64_t number) {
+  if (skipped_ > 0) {
+    --skipped_;
+    return nullptr;
+  }
+  recorder_.begin_step(number);
+  return &recorder_;
+}
+
+pipeline::Timeline StepRecording::gather(const std::string& title) {
+  const auto world = runtime_.world();
+  auto timeline = recorder_.finish();
+  // On one host all ranks have the same clock.
+  if (runtime_.topology().local_size(0) < world->size()) timeline.shift(offset_to_rank_0(*world));
+  std::vector<pipeline::RankTimeline> recorded;
+  for (const auto& bytes : comm::all_gather_bytes(*world, to_bytes(pipeline::pack(timeline)))) {
+    recorded.push_back(pipeline::unpack_timeline(to_numbers(bytes)));
+  }
+  return pipeline::make_timeline(title, schedule_, recorded, &predicted_);
+}
+
+}  // namespace smp

@@ -1,0 +1,69 @@
+#include "runtime/step/step_value.h"
+
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+
+namespace smp {
+
+StepValue::StepValue(double value) : value_(at::full({}, value, at::kFloat)) {}
+
+std::shared_ptr<StepValue> StepValue::make(double value) {
+  const std::shared_ptr<StepValue> made(new StepValue(value));
+  if (Runtime::exists()) {
+    auto& all = Runtime::get().step_values;
+    all.erase(
+        std::remove_if(all.begin(), all.end(), [](const auto& value) { return value.expired(); }),
+        all.end());
+    all.push_back(made);
+  }
+  return made;
+}
+
+double StepValue::get() const { return static_cast<double>(value_.item<float>()); }
+
+void StepValue::set(double value) { value_.fill_(value); }
+
+at::Tensor StepValue::tensor() const {
+  if (placeholder_.defined()) return placeholder_;
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().in_step,
+                 "a loss scale was used in a step function that began without it. Make the "
+                 "GradScaler after smp::init and outside of step functions");
+  return value_;
+}
+
+StepCall with_step_values(const Runtime& runtime, const StepCall& call) {
+  std::vector<std::shared_ptr<StepValue>> values;
+  for (const auto& weak : runtime.step_values) {
+    if (auto value = weak.lock()) values.push_back(std::move(value));
+  }
+  StepCall result = call;
+  if (values.empty()) return result;
+  const auto& entries = runtime.table().entries();
+  const at::Device device = entries.empty() ? at::kCPU : entries.front().tensor.device();
+  for (const auto& value : values) {
+    // A copy: the value may change while something still holds the input.
+    result.tensors.push_back(value->value_.to(device, at::kFloat, false, true));
+    result.axes.push_back(std::nullopt);
+  }
+  result.function = [function = call.function, values](int microbatch,
+                                                       const std::vector<at::Tensor>& tensors) {
+    struct Bound {
+      const std::vector<std::shared_ptr<StepValue>>& values;
+      ~Bound() {
+        for (const auto& value : values) value->placeholder_.reset();
+      }
+    };
+    const size_t first = tensors.size() - values.size();
+    const Bound bound{values};
+    for (size_t i = 0; i < values.size(); ++i) values[i]->placeholder_ = tensors[first + i];
+    return function(microbatch, tensors);
+  };
+  return result;
+}
+
+}  // namespace smp

@@ -1,0 +1,14 @@
+#include "runtime/update/complete_gradients.h"
+
+#include "core/error.h"
+#include "runtime/runtime.h"
+
+namespace smp {
+
+void check_gradients_complete(const std::string& call) {
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().in_step, call,
+                 " was called inside a step function. Gradients are complete when the step has "
+                 "returned: call it after the step");
+}
+
+}  // namespace smp

@@ -1,0 +1,93 @@
+#include "runtime/update/divided_states.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "runtime/first_difference.h"
+#include "runtime/update/state_pieces.h"
+
+namespace smp {
+namespace {
+
+using optim::OptimizerState;
+
+/// What ranks must have alike: fields, types and numbers of each divided parameter's state, a
+/// parameter a line.
+std::string describe(const Runtime& runtime, const OptimizerState& state) {
+  std::string text;
+  for (const auto& entry : runtime.divided().entries()) {
+    const auto found = state.params.find(entry.name);
+    if (found == state.params.end()) continue;
+    text += c10::str("parameter \"", entry.name, "\": ", found->second.scalars.dump());
+    for (const auto& [field, tensor] : found->second.tensors) {
+      text += c10::str(", ", field, " of ", tensor.scalar_type(), tensor.sizes());
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+void check_alike(const Runtime& runtime, const OptimizerState& state) {
+  const auto all = comm::all_gather_bytes(*runtime.group(CommGroup::kTp), describe(runtime, state));
+  const size_t other = first_other(all);
+  if (other == 0) return;
+  const auto [a, b] = first_difference(all[0], all[other]);
+  detail::fail<UsageError>(
+      "the optimizer's state differs between the ranks of a tensor-parallel group: tp rank 0 has ",
+      a, ", tp rank ", other, " has ", b, ". Call optimizer.step() on all ranks alike");
+}
+
+/// Leaves what is not divided to the first rank of the group.
+void keep_divided(const Runtime& runtime, OptimizerState& state) {
+  std::map<std::string, OptimizerState::Param> divided;
+  for (const auto& entry : runtime.divided().entries()) {
+    if (auto node = state.params.extract(entry.name)) divided.insert(std::move(node));
+  }
+  state.params = std::move(divided);
+  for (auto& group : state.groups) group.params.clear();
+}
+
+}  // namespace
+
+void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn on) {
+  if (runtime.divided().empty()) return;
+  at::NoGradGuard no_grad;
+  comm::Communicator& group = *runtime.group(CommGroup::kTp);
+  check_alike(runtime, state);
+  if (on == JoinOn::kOne && group.rank() > 0) keep_divided(runtime, state);
+  int next = 0;
+  for (const auto& entry : runtime.divided().entries()) {
+    const auto found = state.params.find(entry.name);
+    if (found == state.params.end()) continue;
+    const int root = next++ % group.size();
+    OptimizerState::Param& param = found->second;
+    for (auto& [field, tensor] : param.tensors) {
+      if (tensor.sizes() != entry.tensor.sizes()) continue;
+      tensor = on == JoinOn::kAll ? join_on_all(group, entry.split, tensor)
+                                  : join_on(root, group, entry.split, tensor);
+    }
+    param.shape = entry.split.sizes;
+    if (on == JoinOn::kOne && group.rank() != root) state.params.erase(found);
+  }
+}
+
+void cut_states_to_parts(const Runtime& runtime, OptimizerState& state) {
+  at::NoGradGuard no_grad;
+  const int rank = runtime.rank_in(CommGroup::kTp);
+  for (const auto& entry : runtime.divided().entries()) {
+    const auto found = state.params.find(entry.name);
+    if (found == state.params.end()) continue;
+    OptimizerState::Param& param = found->second;
+    for (auto& [field, tensor] : param.tensors) {
+      if (tensor.sizes() == at::IntArrayRef(entry.split.sizes)) {
+        tensor = entry.split.part(tensor, rank);
+      }
+    }
+    param.shape = entry.split.local_sizes();
+  }
+}
+
+}  // namespace smp

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "runtime/runtime.h"
+#include "runtime/update/optimizer_pieces.h"
+#include "smp/loss_scaler.h"
+
+namespace smp {
+
+/// Divides the gradients of an optimizer by the loss scale once before each of its steps, and has
+/// it skip the step where a gradient is not finite on some rank of the world. Internal.
+///
+/// There is a scale where the program asks for one (`start`), and with `fp16` one of 1, so that
+/// overflows are noticed there in any case. Without, nothing happens and nothing communicates.
+class LossScaling {
+ public:
+  LossScaling(std::shared_ptr<Runtime> runtime, OptimizerPieces& pieces);
+
+  /// From the next step on `model->backward` multiplies the loss by a scale with these options.
+  /// Throws `UsageError` for options without meaning, inside a step function, and if another
+  /// optimizer scales the loss.
+  void start(const LossScaleOptions& options);
+
+  /// Divides the gradients, unless that was done since the last step; returns whether all were
+  /// finite, else they are as they were. Collective over the world.
+  bool unscale();
+  /// Whether the optimizer shall step: divides if need be, and updates the scale.
+  bool begin_step(bool has_closure);
+  /// The gradients were dropped.
+  void forget() { unscaled_ = false; }
+
+  /// Whether the last gradients that were looked at were not finite.
+  bool overflow() const { return overflow_; }
+  /// By what the loss is multiplied.
+  double loss_scale() const { return scaler_ ? scaler_->loss_scale() : 1; }
+
+  /// Where a dynamic scale stands, empty without one; and back, if there is something and the scale
+  /// is dynamic here, too.
+  nlohmann::json state() const;
+  void load_state(const nlohmann::json& state);
+
+ private:
+  void check_alone() const;
+  bool is_dynamic() const;
+
+  std::shared_ptr<Runtime> runtime_;
+  OptimizerPieces& pieces_;
+  std::shared_ptr<LossScaler> scaler_;  // null: gradients are not looked at
+  bool unscaled_ = false;
+  int64_t unscaled_after_ = 0;  // steps of training
+  bool overflow_ = false;
+};
+
+}  // namespace smp

@@ -1,0 +1,404 @@
+#include "runtime/update/optimizer_pieces.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "checkpoint/apply.h"
+#include "optim/grad_norm.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/update/divided_states.h"
+#include "runtime/update/state_pieces.h"
+#include "smp/clip_grad.h"
+#include "smp/model_core.h"
+#include "smp/precision.h"
+
+namespace smp {
+
+bool shards_optimizer_state(const Runtime& runtime) {
+  return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
+}
+
+std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime) {
+  std::vector<std::shared_ptr<dp::ParameterSlices>> result;
+  for (const auto& model : runtime.models()) {
+    if (auto slices = model->slices()) result.push_back(std::move(slices));
+  }
+  if (runtime.sharding) result.push_back(runtime.sharding->parameters());
+  return result;
+}
+
+optim::ParameterNames parameter_names(const Runtime& runtime) {
+  optim::ParameterNames names;
+  for (const auto& entry : runtime.table().entries()) {
+    if (entry.kind == graph::ValueKind::kParameter) {
+      names.emplace(entry.tensor.unsafeGetTensorImpl(), entry.name);
+    }
+  }
+  return names;
+}
+
+/// Puts the pieces in the place of the parameters, and masters, which borrow the gradients, in the
+/// place of either.
+class OptimizerPieces::StandIn {
+ public:
+  enum class Masters { kUse, kLeave };
+
+  explicit StandIn(const OptimizerPieces& pieces, Masters masters = Masters::kUse)
+      : optimizer_(pieces.optimizer_) {
+    for (auto& group : optimizer_.param_groups()) {
+      std::vector<at::Tensor> stand_ins;
+      for (const at::Tensor& parameter : group.params()) {
+        const at::Tensor target = pieces.target_of(parameter);
+        if (!target.defined()) continue;
+        const at::Tensor master = pieces.masters_.find(target.unsafeGetTensorImpl());
+        const bool uses_master = masters == Masters::kUse && master.defined();
+        if (uses_master) lend_gradient(target, master);
+        stand_ins.push_back(uses_master ? master : target);
+      }
+      parameters_.push_back(std::exchange(group.params(), std::move(stand_ins)));
+    }
+  }
+  ~StandIn() {
+    for (const at::Tensor& master : lent_) master.mutable_grad().reset();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      optimizer_.param_groups()[i].params() = std::move(parameters_[i]);
+    }
+  }
+  StandIn(const StandIn&) = delete;
+  StandIn& operator=(const StandIn&) = delete;
+
+ private:
+  void lend_gradient(const at::Tensor& target, const at::Tensor& master) {
+    if (!target.grad().defined()) return;
+    master.mutable_grad() = target.grad().to(at::kFloat);
+    lent_.push_back(master);
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  std::vector<std::vector<at::Tensor>> parameters_;  // by group
+  std::vector<at::Tensor> lent_;                     // masters that have a gradient
+};
+
+OptimizerPieces::OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime,
+                                 SetState set_state)
+    : optimizer_(optimizer),
+      runtime_(runtime),
+      set_state_(std::move(set_state)),
+      has_masters_(half_type(runtime.config()).has_value()) {}
+
+std::optional<OptimizerPieces::Divided> OptimizerPieces::find(const at::Tensor& parameter) const {
+  for (const auto& slices : slices_) {
+    const auto index = slices->find(parameter);
+    if (index) return Divided{slices.get(), *index};
+  }
+  return std::nullopt;
+}
+
+/// Of the parameters in the groups.
+void OptimizerPieces::for_each(const std::function<void(const at::Tensor&)>& body) const {
+  for (const auto& group : optimizer_.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) body(parameter);
+  }
+}
+
+void OptimizerPieces::for_each_divided(
+    const std::function<void(const at::Tensor&, const Divided&)>& body) const {
+  for_each([&](const at::Tensor& parameter) {
+    if (const auto divided = find(parameter)) body(parameter, *divided);
+  });
+}
+
+/// What holds the values that this replica updates: the parameter or its piece, which is undefined
+/// where there is nothing.
+at::Tensor OptimizerPieces::target_of(const at::Tensor& parameter) const {
+  const auto divided = find(parameter);
+  return divided ? divided->piece().tensor : parameter;
+}
+
+/// What the optimizer updates for it.
+at::Tensor OptimizerPieces::stand_in_for(const at::Tensor& parameter) const {
+  const at::Tensor target = target_of(parameter);
+  if (!target.defined()) return target;
+  const at::Tensor master = masters_.find(target.unsafeGetTensorImpl());
+  return master.defined() ? master : target;
+}
+
+/// Of parameters and of pieces and masters, which have their parameter's.
+optim::ParameterNames OptimizerPieces::names() const {
+  optim::ParameterNames names = parameter_names(runtime_);
+  for (const auto& slices : slices_) {
+    for (size_t i = 0; i < slices->names().size(); ++i) {
+      const at::Tensor& piece = slices->pieces()[i].tensor;
+      if (piece.defined()) names.emplace(piece.unsafeGetTensorImpl(), slices->names()[i]);
+    }
+  }
+  optim::ParameterNames of_masters;
+  for (const auto& [tensor, name] : names) {
+    const at::Tensor master = masters_.find(tensor);
+    if (master.defined()) of_masters.emplace(master.unsafeGetTensorImpl(), name);
+  }
+  names.merge(of_masters);
+  return names;
+}
+
+/// To the parameters' memory, with the gradients that the program has not dropped.
+void OptimizerPieces::bind_pieces() {
+  find_slices();
+  for (const auto& slices : slices_) slices->bind();
+  for_each_divided([](const at::Tensor&, const Divided& divided) { divided.has_gradient(); });
+}
+
+/// Before the pieces are updated.
+void OptimizerPieces::prepare() {
+  bind_pieces();
+  make_masters();
+  adopt_states();
+}
+
+/// Of what has a gradient. After values were loaded into parameters, masters that do not round to
+/// them take them: the others may have been loaded, too.
+void OptimizerPieces::make_masters() {
+  if (!has_masters_) return;
+  at::NoGradGuard no_grad;
+  const bool loaded =
+      std::exchange(parameter_loads_, runtime_.parameter_loads) != runtime_.parameter_loads;
+  for_each([&](const at::Tensor& parameter) {
+    const at::Tensor target = target_of(parameter);
+    if (!target.defined() || !MasterWeights::concerns(target)) return;
+    const at::Tensor master = masters_.find(target.unsafeGetTensorImpl());
+    if (loaded && master.defined()) {
+      const at::Tensor rounds = at::eq(master.to(target.scalar_type()), target);
+      masters_.set(target, at::where(rounds, master, target.to(at::kFloat)));
+    }
+    if (target.grad().defined()) masters_.make(target);
+  });
+}
+
+at::Tensor OptimizerPieces::step(const Update& update, const LossClosure& closure) {
+  std::optional<StandIn> stand_in;
+  const auto begin = [&] {
+    prepare();
+    clip();
+    stand_in.emplace(*this);
+  };
+  LossClosure on_parameters;
+  if (closure) {
+    on_parameters = [&] {
+      stand_in.reset();
+      write_back();
+      at::Tensor loss = closure();
+      begin();
+      return loss;
+    };
+  }
+  begin();
+  at::Tensor loss = update(on_parameters);
+  stand_in.reset();
+  write_back();
+  gather();
+  return loss;
+}
+
+std::vector<at::Tensor> OptimizerPieces::gradients() {
+  bind_pieces();
+  std::vector<at::Tensor> result;
+  for_each([&](const at::Tensor& parameter) {
+    const at::Tensor target = target_of(parameter);
+    if (target.defined() && target.grad().defined()) result.push_back(target.grad());
+  });
+  return result;
+}
+
+void OptimizerPieces::reload_masters() {
+  find_slices();
+  for (const auto& slices : slices_) slices->bind();
+  masters_.reload();
+}
+
+/// With sharded data parallelism: `sdp_gradient_clipping`.
+void OptimizerPieces::clip() const {
+  if (runtime_.sharding == nullptr) return;
+  clip_grad_norm_(optim::parameters_of(optimizer_), runtime_.config().sdp_gradient_clipping());
+}
+
+/// What masters were updated to is rounded.
+void OptimizerPieces::write_back() {
+  for_each([&](const at::Tensor& parameter) {
+    const at::Tensor target = target_of(parameter);
+    if (!target.defined() || !target.grad().defined()) return;
+    if (masters_.find(target.unsafeGetTensorImpl()).defined()) masters_.write_back(target);
+  });
+}
+
+/// Updated pieces go to all replicas.
+void OptimizerPieces::gather() {
+  for (const auto& slices : slices_) {
+    std::vector<bool> updated(slices->parameters().size(), false);
+    for_each_divided([&](const at::Tensor&, const Divided& divided) {
+      if (divided.slices == slices.get()) updated[divided.index] = divided.has_gradient();
+    });
+    slices->all_gather(updated);
+  }
+}
+
+void OptimizerPieces::zero_grad(bool set_to_none) {
+  find_slices();
+  {
+    const StandIn stand_in(*this, StandIn::Masters::kLeave);
+    optimizer_.zero_grad(set_to_none);
+  }
+  if (!set_to_none) return;
+  for_each_divided(
+      [](const at::Tensor& parameter, const Divided&) { parameter.mutable_grad().reset(); });
+}
+
+/// States that the optimizer made in its constructor are of parameters that were whole then.
+void OptimizerPieces::divide_states() {
+  const auto& divided = runtime_.divided().entries();
+  if (!runtime_.partitioned || divided.empty() || std::exchange(states_are_divided_, true)) return;
+  const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto& entry) {
+    return entry.captured_whole && optimizer_.state().count(entry.tensor.unsafeGetTensorImpl()) > 0;
+  });
+  if (!any) return;
+  optim::OptimizerState state = optim::get_state(optimizer_, names());
+  cut_states_to_parts(runtime_, state);
+  set_state_(state, names());
+}
+
+/// States that the optimizer has for parameters become those of what stands in for them: Adagrad
+/// makes them in its constructor, and a checkpoint may have a state without a master.
+void OptimizerPieces::adopt_states() {
+  divide_states();
+  bool has_replaced = false;
+  for_each([&](const at::Tensor& parameter) {
+    has_replaced = has_replaced || (!stand_in_for(parameter).is_same(parameter) &&
+                                    optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
+  });
+  if (!has_replaced) return;
+  optim::OptimizerState whole = optim::get_state(optimizer_, names());
+  for (auto& [name, param] : whole.params) {
+    for (auto& [field, tensor] : param.tensors) {
+      if (has_masters_ && MasterWeights::concerns(tensor)) tensor = tensor.to(at::kFloat);
+    }
+  }
+  {
+    const StandIn stand_in(*this);
+    const auto pieces = optim::get_state(optimizer_, names());
+    for (const auto& slices : slices_) cut_states(*slices, whole);
+    whole.groups = pieces.groups;
+    whole.params.insert(pieces.params.begin(), pieces.params.end());
+    set_state_(whole, names());
+  }
+  forget_replaced();
+}
+
+/// The states of parameters that something stands in for.
+void OptimizerPieces::forget_replaced() {
+  for_each([&](const at::Tensor& parameter) {
+    if (!stand_in_for(parameter).is_same(parameter)) {
+      optimizer_.state().erase(parameter.unsafeGetTensorImpl());
+    }
+  });
+}
+
+optim::OptimizerState OptimizerPieces::gather_state() {
+  find_slices();
+  adopt_states();
+  optim::OptimizerState whole = optim::get_state(optimizer_, names());
+  optim::OptimizerState pieces;
+  {
+    const StandIn stand_in(*this);
+    pieces = optim::get_state(optimizer_, names());
+  }
+  add_masters(pieces);
+  whole.params.clear();
+  for (const auto& [name, param] : pieces.params) {
+    if (!find(runtime_.table().at(name).tensor)) whole.params.emplace(name, param);
+  }
+  if (slices_.empty()) return whole;
+  if (runtime_.replicas()->rank() > 0) {
+    whole.params.clear();
+    for (auto& group : whole.groups) group.params.clear();
+  }
+  for (const auto& slices : slices_) join_states(*slices, pieces, whole);
+  return whole;
+}
+
+optim::OptimizerState OptimizerPieces::local_state() {
+  find_slices();
+  adopt_states();
+  const StandIn stand_in(*this);
+  optim::OptimizerState state = optim::get_state(optimizer_, names());
+  add_masters(state);
+  for (const auto& slices : slices_) name_pieces(*slices, state);
+  return state;
+}
+
+std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
+  const at::Tensor& tensor = runtime_.table().at(parameter).tensor;
+  for (const auto& slices : slices_of(runtime_)) {
+    if (const auto index = slices->find(tensor)) return piece_name(*slices, *index);
+  }
+  return parameter;
+}
+
+void OptimizerPieces::add_masters(optim::OptimizerState& state) const {
+  for_each([&](const at::Tensor& parameter) {
+    const at::Tensor target = target_of(parameter);
+    if (!target.defined()) return;
+    const at::Tensor master = masters_.find(target.unsafeGetTensorImpl());
+    if (!master.defined()) return;
+    auto& param = state.params[runtime_.table().find(parameter)->name];
+    param.shape = target.sizes().vec();
+    param.tensors[checkpoint::kMasterField] = master.detach().clone();
+  });
+}
+
+void OptimizerPieces::take_masters(optim::OptimizerState& state) {
+  masters_.clear();
+  const auto take = [&](const std::string& name) {
+    const auto param = state.params.find(name);
+    if (param == state.params.end()) return at::Tensor();
+    const auto saved = param->second.tensors.find(checkpoint::kMasterField);
+    if (saved == param->second.tensors.end()) return at::Tensor();
+    at::Tensor values = saved->second;
+    param->second.tensors.erase(saved);
+    // An optimizer without a state of its own.
+    if (param->second.tensors.empty() && param->second.scalars.empty()) state.params.erase(param);
+    return values;
+  };
+  for_each([&](const at::Tensor& parameter) {
+    const auto* entry = runtime_.table().find(parameter);
+    const at::Tensor values = entry == nullptr ? at::Tensor() : take(entry->name);
+    const at::Tensor target = target_of(parameter);
+    const bool used = has_masters_ && values.defined() && target.defined();
+    if (used && MasterWeights::concerns(target)) masters_.set(target, values);
+  });
+}
+
+void OptimizerPieces::set_state(optim::OptimizerState whole, int64_t parameter_loads) {
+  find_slices();
+  cut_states_to_parts(runtime_, whole);
+  for (const auto& slices : slices_) cut_states(*slices, whole);
+  take_masters(whole);
+  parameter_loads_ = parameter_loads;
+  {
+    const StandIn stand_in(*this);
+    set_state_(whole, names());
+  }
+  forget_replaced();
+}
+
+std::function<bool(const std::string&)> OptimizerPieces::has_part() {
+  find_slices();
+  return [this](const std::string& name) {
+    const auto divided = find(runtime_.table().at(name).tensor);
+    return !divided || divided->piece().numel() > 0;
+  };
+}
+
+}  // namespace smp

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dp/parameter_slices.h"
+#include "optim/state_dict.h"
+#include "runtime/runtime.h"
+#include "runtime/update/master_weights.h"
+
+namespace smp {
+
+/// Whether `shard_optimizer_state` is in effect: there are several replicas.
+bool shards_optimizer_state(const Runtime& runtime);
+
+/// How parameters are divided among replicas, of all models that have some.
+std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime);
+
+/// The names of all parameters.
+optim::ParameterNames parameter_names(const Runtime& runtime);
+
+/// Makes an optimizer update this replica's pieces of parameters (`ModelCore::slices`) instead of
+/// the parameters, and with `fp16` or `bf16` the master weights of either. Its param groups hold
+/// the parameters as ever: pieces and masters stand in for them only while it works, so that it has
+/// state for these. What is not divided, and of full precision, stays as it is. Internal.
+///
+/// Master weights go through checkpoints as a tensor of the parameter's state,
+/// `checkpoint::kMasterField`.
+class OptimizerPieces {
+ public:
+  using SetState = std::function<void(const optim::OptimizerState&, const optim::ParameterNames&)>;
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+  using Update = std::function<at::Tensor(LossClosure)>;
+
+  /// The first two must outlive this.
+  OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime, SetState set_state);
+
+  /// Calls `update`, the optimizer's step, on the pieces and masters, rounds masters into the
+  /// parameters and gives what changed to all replicas. The closure sees the parameters. Collective
+  /// over the replicas.
+  at::Tensor step(const Update& update, const LossClosure& closure);
+  /// As the optimizer's own.
+  void zero_grad(bool set_to_none);
+
+  /// What the next update would read: the defined gradients of this rank, of what is divided those
+  /// of this replica's pieces.
+  std::vector<at::Tensor> gradients();
+  /// Gives master weights the values that the parameters have now.
+  void reload_masters();
+
+  /// The states of whole parameters, put together from the pieces of all replicas: of some buckets'
+  /// parameters on each, so that none needs the memory for all. The first replica has the states of
+  /// what is not divided, too, and the names in the groups. Collective over the replicas.
+  optim::OptimizerState gather_state();
+  /// The states of this replica's pieces, under the names of `piece_name`, and of all parameters
+  /// that are not divided.
+  optim::OptimizerState local_state();
+  /// What `local_state` calls this replica's part of a parameter: its name where it is not divided,
+  /// nothing where this replica has no piece of it.
+  std::string name_of_part(const std::string& parameter) const;
+  /// Replaces the state by the pieces of that of whole parameters, which fits the values that
+  /// parameters had after `parameter_loads` (see `Runtime`); what has the name of a piece is one
+  /// already. Masters that are not in it begin with the parameters' values.
+  void set_state(optim::OptimizerState whole, int64_t parameter_loads);
+  /// Tells by a parameter's name whether this replica has a piece of it, or all.
+  std::function<bool(const std::string&)> has_part();
+
+ private:
+  /// A parameter that is divided.
+  struct Divided {
+    dp::ParameterSlices* slices;
+    size_t index;
+
+    const dp::ParameterSlices::Piece& piece() const { return slices->pieces()[index]; }
+    bool has_gradient() const { return slices->has_gradient(index); }
+  };
+  class StandIn;
+
+  void find_slices() { slices_ = slices_of(runtime_); }
+  std::optional<Divided> find(const at::Tensor& parameter) const;
+  void for_each(const std::function<void(const at::Tensor&)>& body) const;
+  void for_each_divided(const std::function<void(const at::Tensor&, const Divided&)>& body) const;
+  at::Tensor target_of(const at::Tensor& parameter) const;
+  at::Tensor stand_in_for(const at::Tensor& parameter) const;
+  optim::ParameterNames names() const;
+  void bind_pieces();
+  void prepare();
+  void make_masters();
+  void divide_states();
+  void adopt_states();
+  void forget_replaced();
+  void clip() const;
+  void write_back();
+  void gather();
+  void add_masters(optim::OptimizerState& state) const;
+  void take_masters(optim::OptimizerState& state);
+
+  torch::optim::Optimizer& optimizer_;
+  const Runtime& runtime_;
+  SetState set_state_;
+  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;  // by model that has them
+  bool has_masters_;
+  MasterWeights masters_;
+  int64_t parameter_loads_ = 0;  // when masters were last as the parameters
+  bool states_are_divided_ = false;
+};
+
+}  // namespace smp
