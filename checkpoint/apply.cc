@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

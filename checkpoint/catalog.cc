@@ -9,7 +9,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/index.h"
 #include "checkpoint/writer.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -5,8 +5,7 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/untrusted_json.h"
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

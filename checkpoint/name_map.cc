@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 

@@ -7,7 +7,7 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/weight_map.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

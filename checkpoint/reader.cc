@@ -7,8 +7,7 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/writer.h"
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -11,8 +11,7 @@
 #include <set>
 
 #include "checkpoint/untrusted_json.h"
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

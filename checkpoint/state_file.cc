@@ -15,7 +15,7 @@
 #include <memory>
 
 #include "checkpoint/file.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

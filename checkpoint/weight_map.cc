@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/untrusted_json.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 

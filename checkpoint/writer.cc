@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "checkpoint/file.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 namespace {

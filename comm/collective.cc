@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "comm/reduce.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

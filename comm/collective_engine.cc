@@ -7,8 +7,8 @@
 
 #include "comm/rounds.h"
 #include "comm/shm/places.h"
+#include "core/check.h"
 #include "core/env.h"
-#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -1,7 +1,6 @@
 #include "comm/collective_queue.h"
 
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 
 namespace smp::comm {
 

@@ -5,7 +5,7 @@
 #include <deque>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "comm/vectorize.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

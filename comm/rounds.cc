@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "comm/reduce.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

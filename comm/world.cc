@@ -9,8 +9,8 @@
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/store/store_communicator.h"
 #include "comm/threads/thread_communicator.h"
+#include "core/check.h"
 #include "core/env.h"
-#include "core/error.h"
 #include "core/vector_math.h"
 
 namespace smp::comm {

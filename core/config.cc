@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <ostream>
 
+#include "core/check.h"
 #include "core/config_file.h"
 #include "core/env.h"
-#include "core/error.h"
 
 namespace smp {
 namespace {

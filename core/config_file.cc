@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/json.h"
 
 namespace smp {

@@ -1,7 +1,7 @@
 // What `Config::validate()` checks: names, values one by one, then parameters against each other.
 
+#include "core/check.h"
 #include "core/config.h"
-#include "core/error.h"
 
 namespace smp {
 

@@ -10,7 +10,7 @@
 #include <set>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {

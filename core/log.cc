@@ -5,8 +5,8 @@
 #include <array>
 #include <utility>
 
+#include "core/check.h"
 #include "core/env.h"
-#include "core/error.h"
 
 namespace smp {
 namespace {

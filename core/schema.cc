@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <ostream>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {

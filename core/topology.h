@@ -5,21 +5,9 @@
 #include <vector>
 
 #include "core/config.h"
+#include "smp/comm_group.h"
 
 namespace smp {
-
-/// The groups of ranks. With pp, tp and rdp the digits of a rank:
-enum class CommGroup {
-  kWorld,  ///< all ranks
-  kPp,     ///< the partitions of one pipeline: ranks that differ in pp_rank only
-  kTp,     ///< ranks that differ in tp_rank only
-  kRdp,    ///< ranks that hold the same parameters: they differ in rdp_rank only
-  kMp,     ///< one whole model: ranks of the same rdp_rank (pp x tp of them)
-  kDp,     ///< ranks that see different samples: those of the same pp_rank (rdp x tp of them)
-};
-
-/// "world", "pp", "tp", "rdp", "mp" or "dp".
-const char* to_string(CommGroup group);
 
 /// Which rank has which part of the model, and with whom it forms groups. A pure value: the same
 /// on every rank, computed without communication.

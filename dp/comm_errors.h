@@ -1,6 +1,6 @@
 #pragma once
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::dp {
 

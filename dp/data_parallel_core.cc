@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/comm_errors.h"
 #include "dp/program_defaults.h"
 

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/gradient_shards.h"
 
 namespace smp::dp {

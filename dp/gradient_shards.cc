@@ -2,7 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::dp {
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::dp {
 

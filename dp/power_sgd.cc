@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::dp {
 namespace {

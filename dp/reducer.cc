@@ -13,7 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/comm_errors.h"
 
 namespace smp::dp {

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::dp {
 namespace {

@@ -10,7 +10,7 @@
 #include <map>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/bucket_layout.h"
 #include "dp/comm_errors.h"
 #include "dp/gradient_shards.h"

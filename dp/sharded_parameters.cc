@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/bucket_layout.h"
 #include "dp/comm_errors.h"
 #include "graph/storage.h"

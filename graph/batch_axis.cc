@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
 

@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/saved_tensors.h"
 #include "graph/visit.h"

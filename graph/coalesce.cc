@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/visit.h"
 
 namespace smp::graph {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/intercept.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"

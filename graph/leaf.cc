@@ -13,7 +13,7 @@
 #include <memory>
 #include <unordered_set>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/random.h"
 
 namespace smp::graph {

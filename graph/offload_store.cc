@@ -14,7 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/layout.h"
 #include "graph/scratch_file.h"
 

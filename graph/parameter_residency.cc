@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::graph {
 

@@ -11,7 +11,7 @@
 #include <numeric>
 #include <unordered_set>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/allocations.h"
 #include "graph/autograd_entry.h"
 #include "graph/content.h"

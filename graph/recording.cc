@@ -12,7 +12,7 @@
 #include <set>
 #include <sstream>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/content.h"
 #include "graph/default_dtype.h"
 #include "graph/random.h"

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/layout.h"
 #include "graph/parameter_residency.h"
 

@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/autocast.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"

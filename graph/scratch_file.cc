@@ -8,7 +8,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::graph {
 namespace {

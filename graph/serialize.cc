@@ -15,7 +15,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
 

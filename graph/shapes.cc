@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/random.h"
 #include "graph/storage.h"
 

@@ -1,6 +1,6 @@
 #include "graph/tensor_table.h"
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::graph {
 

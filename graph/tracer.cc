@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <string_view>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/content.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <string_view>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/content.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"

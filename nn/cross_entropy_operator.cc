@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
 

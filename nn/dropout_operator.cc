@@ -7,7 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
 

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
 

@@ -12,7 +12,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
 

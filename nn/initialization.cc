@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::nn {
 

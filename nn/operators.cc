@@ -5,7 +5,7 @@
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
 

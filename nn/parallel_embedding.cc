@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/nn/init.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/initialization.h"
 #include "nn/operators.h"
 #include "nn/tensor_group.h"

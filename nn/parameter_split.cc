@@ -3,7 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <c10/util/StringUtil.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::nn {
 namespace {

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::nn {
 namespace {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/parallel_linear.h"
 #include "nn/tensor_group.h"
 #include "nn/transformer_options.h"

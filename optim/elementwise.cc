@@ -2,7 +2,7 @@
 
 #include <c10/util/Type.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::optim {
 namespace {

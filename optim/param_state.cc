@@ -3,7 +3,7 @@
 #include <c10/util/Type.h>
 #include <torch/optim/lbfgs.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::optim {
 namespace {

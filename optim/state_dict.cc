@@ -9,7 +9,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "optim/state_dict_fields.h"
 
 namespace smp::optim {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::optim {
 namespace {

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 
 // What the steps of optimizers have in common.
 namespace smp::optim::detail {

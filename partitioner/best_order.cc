@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/order.h"
 #include "partitioner/order_search.h"
 #include "partitioner/pins.h"

@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/checkpointed_segment.h"
 #include "partitioner/data_flow.h"
 

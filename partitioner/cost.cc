@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {

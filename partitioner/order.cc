@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "partitioner/cost.h"
 #include "partitioner/data_flow.h"

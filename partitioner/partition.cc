@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/complete.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"

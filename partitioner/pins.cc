@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/gradient_flow.h"
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
 #include "partitioner/complete.h"

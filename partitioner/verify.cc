@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
 

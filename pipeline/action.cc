@@ -3,7 +3,7 @@
 #include <cctype>
 #include <charconv>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::pipeline {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::pipeline {
 namespace {

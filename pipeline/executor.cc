@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/edge_of.h"
 #include "pipeline/timeline.h"
 #include "pipeline/verifier.h"

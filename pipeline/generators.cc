@@ -5,7 +5,7 @@
 #include <numeric>
 #include <set>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/generator_checks.h"
 
 namespace smp::pipeline {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/generator_checks.h"
 #include "pipeline/generators.h"
 #include "pipeline/order_timing.h"

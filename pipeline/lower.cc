@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/generators.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/copy_stream.h"
 
 namespace smp::pipeline {

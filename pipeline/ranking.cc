@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::pipeline {
 namespace {

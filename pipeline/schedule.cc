@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::pipeline {
 namespace {

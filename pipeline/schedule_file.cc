@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
 

@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/operator_traits.h"
 

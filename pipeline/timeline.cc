@@ -11,7 +11,7 @@
 #include <tuple>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/format.h"
 #include "partitioner/table.h"
 

@@ -8,7 +8,7 @@
 #include <fstream>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/svg.h"
 #include "pipeline/timeline_picture.h"
 #include "pipeline/trace.h"

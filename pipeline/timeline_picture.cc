@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/svg.h"
 
 namespace smp::pipeline {

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/walk.h"
 
 namespace smp::pipeline {

@@ -4,7 +4,7 @@
 
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "core/failure.h"
 #include "graph/offload_store.h"
 #include "nn/tensor_group.h"

@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/checkpointing.h"
 #include "runtime/runtime.h"
 #include "smp/model_core.h"

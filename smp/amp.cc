@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "optim/grad_norm.h"
 #include "runtime/runtime.h"
 #include "runtime/update/complete_gradients.h"

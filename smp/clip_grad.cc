@@ -12,7 +12,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/parameter_slices.h"
 #include "optim/grad_norm.h"
 #include "runtime/parameters/sharding.h"

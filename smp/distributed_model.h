@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "smp/model_core.h"
 #include "smp/precision.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "optim/grad_norm.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/state_pieces.h"

@@ -9,7 +9,7 @@
 
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "core/failure.h"
 #include "core/heap.h"
 #include "runtime/runtime.h"

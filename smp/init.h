@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/config.h"
-#include "core/topology.h"
+#include "smp/comm_group.h"
 
 namespace c10d {
 class ProcessGroup;

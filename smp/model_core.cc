@@ -8,7 +8,7 @@
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"

@@ -2,7 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/partition_scope.h"
 #include "graph/recording.h"
 #include "runtime/runtime.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "comm/objects/objects.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/runtime.h"
 
 namespace smp::detail {

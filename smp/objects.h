@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "comm/objects/archive.h"
-#include "core/topology.h"
+#include "smp/comm_group.h"
 
 namespace smp {
 

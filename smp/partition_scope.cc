@@ -3,7 +3,7 @@
 #include <optional>
 #include <sstream>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/partition_scope.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/tensor_notes.h"

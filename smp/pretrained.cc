@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/runtime.h"
 #include "runtime/save/checkpointing.h"
 #include "runtime/save/loading.h"

@@ -4,7 +4,7 @@
 
 #include "checkpoint/apply.h"
 #include "checkpoint/catalog.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/runtime.h"
 #include "runtime/save/checkpointing.h"
 #include "runtime/save/loading.h"

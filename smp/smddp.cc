@@ -4,7 +4,7 @@
 
 #include "comm/communicator.h"
 #include "comm/world.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::smddp {
 namespace {

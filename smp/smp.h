@@ -3,13 +3,13 @@
 /// The whole public interface. See docs/api.md.
 
 #include "core/config.h"
-#include "core/error.h"
 #include "smp/activation_checkpointing.h"
 #include "smp/amp.h"
 #include "smp/autocast.h"
 #include "smp/clip_grad.h"
 #include "smp/distributed_model.h"
 #include "smp/distributed_optimizer.h"
+#include "smp/error.h"
 #include "smp/init.h"
 #include "smp/keyed_random.h"
 #include "smp/leaf.h"

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "graph/coalesce.h"
 #include "graph/kept.h"

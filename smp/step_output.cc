@@ -3,7 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 

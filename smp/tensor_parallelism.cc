@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/tensor_notes.h"
 #include "runtime/runtime.h"

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "comm/world.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include "checkpoint/apply.h"
 #include "checkpoint/state_file.h"
 #include "checkpoint/writer.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::tools {
 namespace {

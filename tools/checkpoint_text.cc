@@ -6,8 +6,7 @@
 #include <sstream>
 
 #include "checkpoint/catalog.h"
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 
 namespace smp::tools {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <sstream>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::tools {
 namespace {

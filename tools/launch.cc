@@ -2,8 +2,8 @@
 
 #include <cstring>
 
+#include "core/check.h"
 #include "core/config_file.h"
-#include "core/error.h"
 #include "core/failure.h"
 #include "core/topology.h"
 

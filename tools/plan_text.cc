@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"

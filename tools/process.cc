@@ -9,7 +9,7 @@
 #include <csignal>
 #include <cstring>
 
-#include "core/error.h"
+#include "core/check.h"
 
 extern char** environ;
 

@@ -7,7 +7,7 @@
 
 #include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tools/checkpoint_commands.h"
 #include "tools/checkpoint_source.h"
 #include "tools/checkpoint_text.h"

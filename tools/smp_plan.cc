@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "core/config.h"
-#include "core/error.h"
 #include "core/json.h"
 #include "core/schema.h"
 #include "graph/serialize.h"

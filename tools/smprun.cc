@@ -8,9 +8,9 @@
 #include <filesystem>
 #include <iostream>
 
+#include "core/check.h"
 #include "core/config_file.h"
 #include "core/env.h"
-#include "core/error.h"
 #include "core/failure.h"
 #include "tools/launch.h"
 #include "tools/process.h"

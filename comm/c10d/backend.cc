@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "comm/store/store_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -8,7 +8,7 @@
 #include "comm/device/staged_communicator.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/reduce.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 

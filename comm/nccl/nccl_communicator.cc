@@ -24,7 +24,7 @@
 #include "comm/device/device_communicator.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

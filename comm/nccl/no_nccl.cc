@@ -1,7 +1,7 @@
 // What a build without --config=cuda has in place of nccl_communicator.cc.
 
 #include "comm/nccl/nccl_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 

@@ -9,7 +9,7 @@
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 

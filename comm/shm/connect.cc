@@ -9,7 +9,7 @@
 #include "comm/message_channel.h"
 #include "comm/shm/shared_channel.h"
 #include "comm/shm/shared_memory.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 
 namespace smp::comm {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/shm/futex.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "comm/reduce.h"
 #include "comm/shm/host_reduction.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

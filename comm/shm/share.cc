@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 
 namespace smp::comm {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/shm/futex.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

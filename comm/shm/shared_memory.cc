@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "comm/cuda/pinned_memory.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -15,8 +15,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/cores.h"
+#include "core/check.h"
 #include "core/env.h"
-#include "core/error.h"
 
 namespace smp::comm {
 namespace {

@@ -14,7 +14,7 @@
 #include <cstring>
 #include <memory>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

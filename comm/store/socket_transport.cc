@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

@@ -14,8 +14,8 @@
 #include "comm/store/rendezvous.h"
 #include "comm/store/socket_transport.h"
 #include "comm/transport_communicator.h"
+#include "core/check.h"
 #include "core/env.h"
-#include "core/error.h"
 
 namespace smp::comm {
 namespace {

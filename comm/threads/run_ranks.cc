@@ -8,7 +8,7 @@
 
 #include "comm/threads/thread_communicator.h"
 #include "comm/threads/thread_world.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "core/vector_math.h"
 
 namespace smp::comm {

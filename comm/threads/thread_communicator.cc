@@ -5,7 +5,7 @@
 
 #include "comm/threads/thread_world.h"
 #include "comm/transport_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 

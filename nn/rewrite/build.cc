@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
 #include "nn/rewrite/graph_writer.h"

@@ -1,6 +1,6 @@
 #include "nn/rewrite/conversion.h"
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::nn::rewrite {
 

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "nn/rewrite/build.h"
 #include "nn/rewrite/choose.h"
 #include "nn/rewrite/propagate.h"

@@ -2,7 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::nn::rewrite {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/recording.h"
 #include "runtime/first_difference.h"
 

@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/bucket_layout.h"
 
 namespace smp {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <set>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "graph/recording.h"
 #include "graph/storage.h"

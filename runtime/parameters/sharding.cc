@@ -8,7 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/recording.h"
 #include "graph/visit.h"

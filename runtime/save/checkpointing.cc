@@ -7,8 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "runtime/save/together.h"
 

@@ -11,7 +11,7 @@
 
 #include "checkpoint/apply.h"
 #include "checkpoint/reader.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/recording.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"

@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/sharding.h"

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "core/error.h"
-#include "core/error_context.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/content.h"
 #include "runtime/first_difference.h"
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/graph.h"
 #include "pipeline/message.h"
 #include "runtime/first_difference.h"

@@ -4,7 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "graph/batch_axis.h"
 #include "graph/kept.h"

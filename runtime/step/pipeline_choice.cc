@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/best_order.h"
 #include "partitioner/order.h"
 #include "pipeline/generators.h"

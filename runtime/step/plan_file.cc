@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "comm/communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "partitioner/best_order.h"
 #include "partitioner/plan_file.h"

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/log.h"
 #include "partitioner/best_order.h"
 #include "partitioner/format.h"

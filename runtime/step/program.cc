@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
 #include "pipeline/message.h"

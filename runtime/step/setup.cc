@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/heap.h"
 #include "core/log.h"
 #include "graph/profile.h"

@@ -1,6 +1,6 @@
 #include "runtime/update/complete_gradients.h"
 
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/runtime.h"
 
 namespace smp {

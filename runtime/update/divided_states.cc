@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/first_difference.h"
 #include "runtime/update/state_pieces.h"
 

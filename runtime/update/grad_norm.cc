@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "optim/grad_norm.h"
 
 namespace smp {

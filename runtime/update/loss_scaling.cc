@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/update/unscale.h"
 
 namespace smp {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/bucket_layout.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/divided_states.h"

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <string>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::checkpoint {
 

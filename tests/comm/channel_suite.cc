@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "comm/message_channel.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 

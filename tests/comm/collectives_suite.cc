@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "comm/reduce.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 

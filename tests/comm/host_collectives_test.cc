@@ -16,7 +16,7 @@
 #include <string>
 #include <thread>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/test_tensors.h"
 
 namespace smp::comm {

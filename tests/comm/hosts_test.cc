@@ -15,7 +15,7 @@
 #include "comm/threads/run_ranks.h"
 #include "comm/threads/thread_world.h"
 #include "comm/transport_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/test_tensors.h"
 
 namespace smp::comm {

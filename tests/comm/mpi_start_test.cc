@@ -6,7 +6,7 @@
 #include <mpi.h>
 
 #include "comm/mpi/mpi_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/test_tensors.h"
 
 namespace {

@@ -4,7 +4,7 @@
 
 #include <thread>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 

@@ -22,7 +22,7 @@
 
 #include "comm/shm/shared_channel.h"
 #include "comm/shm/slot_queue.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::comm {
 namespace {

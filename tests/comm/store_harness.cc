@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/store/store_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/harness.h"
 
 namespace smp::comm {

@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/store/store_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 

@@ -8,7 +8,7 @@
 
 #include "comm/threads/run_ranks.h"
 #include "comm/threads/thread_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 

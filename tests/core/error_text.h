@@ -3,7 +3,7 @@
 #include <functional>
 #include <string>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::testing {
 

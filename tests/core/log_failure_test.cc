@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "core/failure.h"
 #include "core/log.h"
 

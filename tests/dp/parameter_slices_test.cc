@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/threads/run_ranks.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/gradient_buckets.h"
 #include "tests/dp/error_of.h"
 

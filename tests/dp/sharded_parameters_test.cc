@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/threads/run_ranks.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "dp/parameter_window.h"
 #include "dp/sharded_gradients.h"
 #include "tests/dp/error_of.h"

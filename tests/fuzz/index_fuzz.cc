@@ -1,7 +1,7 @@
 // The index of a checkpoint, with its checksum put right, which no fuzzer would guess.
 
 #include "checkpoint/index.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/fuzz/fuzz_target.h"
 
 namespace {

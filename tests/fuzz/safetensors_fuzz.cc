@@ -3,7 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include "checkpoint/safetensors.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/fuzz/fuzz_target.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

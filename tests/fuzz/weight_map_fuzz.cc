@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/weight_map.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/fuzz/fuzz_target.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/default_dtype.h"
 #include "graph/recording.h"
 

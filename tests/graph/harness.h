@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/autograd_entry.h"
 #include "graph/profile.h"
 #include "graph/random.h"

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/layout.h"
 #include "graph/scratch_file.h"
 

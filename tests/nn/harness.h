@@ -11,7 +11,7 @@
 
 #include "comm/communicator.h"
 #include "comm/threads/run_ranks.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "graph/random.h"
 #include "nn/tensor_group.h"
 #include "tests/error_of.h"

@@ -11,7 +11,7 @@
 #include <sstream>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::optim {
 namespace {

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/optim/reference.h"
 
 namespace smp::optim {

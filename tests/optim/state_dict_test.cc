@@ -9,7 +9,7 @@
 #include <limits>
 #include <memory>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::optim {
 namespace {

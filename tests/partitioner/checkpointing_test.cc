@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/complete.h"
 #include "tests/partitioner/graph_builder.h"
 

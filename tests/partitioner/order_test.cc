@@ -11,7 +11,7 @@
 #include <set>
 #include <utility>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/plan_file.h"

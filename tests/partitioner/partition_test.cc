@@ -14,7 +14,7 @@
 #include <set>
 #include <tuple>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "partitioner/complete.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "comm/threads/thread_communicator.h"
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/generators.h"
 
 namespace smp::pipeline {

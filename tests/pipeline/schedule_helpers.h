@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "pipeline/generators.h"
 #include "pipeline/schedule.h"
 #include "pipeline/verifier.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/random/program.h"
 
 namespace smp::random_programs {

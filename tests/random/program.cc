@@ -10,7 +10,7 @@
 #include <optional>
 #include <sstream>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp::random_programs {
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/plain_scaler.h"
 

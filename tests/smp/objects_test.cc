@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "core/error.h"
+#include "core/check.h"
 #include "runtime/runtime.h"
 #include "smp/init.h"
 

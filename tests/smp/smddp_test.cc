@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <numeric>
 
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {

@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "comm/threads/run_ranks.h"
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {

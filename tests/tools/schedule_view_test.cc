@@ -7,8 +7,8 @@
 #include <iterator>
 #include <string>
 
+#include "core/check.h"
 #include "core/config.h"
-#include "core/error.h"
 #include "pipeline/generators.h"
 #include "pipeline/schedule_file.h"
 

@@ -1,4 +1,4 @@
-#include "core/error.h"
+#include "core/check.h"
 
 namespace smp {
 namespace {
@@ -13,6 +13,13 @@ std::string& context() {
 void set_error_context(std::string value) { context() = std::move(value); }
 
 std::string error_prefix() { return context().empty() ? "[smp] " : "[" + context() + "] "; }
+
+std::string error_context() {
+  const std::string prefix = error_prefix();
+  return prefix.substr(1, prefix.size() - 3);  // without "[" and "] "
+}
+
+std::string text_without_prefix(const Error& error) { return error.what() + error_prefix().size(); }
 
 namespace detail {
 

@@ -3,51 +3,10 @@
 #include <c10/util/Exception.h>
 
 #include <string>
-#include <utility>
+
+#include "smp/error.h"
 
 namespace smp {
-
-/// Base of every exception this library throws. It derives from `c10::Error`, so code that
-/// catches libtorch's exceptions catches ours. `what()` is the message alone, no backtrace.
-class Error : public c10::Error {
- public:
-  explicit Error(std::string message) : c10::Error(std::move(message), c10::Backtrace{}) {}
-};
-
-/// A parameter, file or environment variable of the configuration is wrong.
-class ConfigError : public Error {
-  using Error::Error;
-};
-
-/// A call that the API does not allow at this point; the message names the right call.
-class UsageError : public Error {
-  using Error::Error;
-};
-
-/// The step function does something that cannot be captured as a graph of operators.
-class CaptureError : public Error {
-  using Error::Error;
-};
-
-/// No valid partition exists for the graph and the constraints given.
-class PartitionError : public Error {
-  using Error::Error;
-};
-
-/// Communication between ranks failed; the message names the peer.
-class CommError : public Error {
-  using Error::Error;
-};
-
-/// A blocking wait ran out of time; the message names whom it waited for.
-class TimeoutError : public CommError {
-  using CommError::CommError;
-};
-
-/// A checkpoint is missing, damaged or does not fit the model.
-class CheckpointError : public Error {
-  using Error::Error;
-};
 
 /// Sets what errors of this thread say about where they happened, for example
 /// "smp rank 3 pp 1/2". Empty (the default) means plain "smp".
@@ -55,6 +14,13 @@ void set_error_context(std::string context);
 
 /// The prefix of an error message: "[smp rank 3 pp 1/2] ".
 std::string error_prefix();
+
+/// What the prefix of this thread's errors says, for `set_error_context` of a thread that goes on
+/// with its work: "smp rank 3 pp 1/2".
+std::string error_context();
+
+/// What an error of this thread says after its prefix, to stand in another text.
+std::string text_without_prefix(const Error& error);
 
 namespace detail {
 
