@@ -179,6 +179,7 @@ std::string reason(const Graph& graph, const Pin& pin) {
     case PinSource::kOwner:
       return fmt::format("owner of {}", name());
     default:
+      if (pin.value == kUndefined) return "comes before all pins: default partition";
       return fmt::format("{} is not pinned: default partition", name());
   }
 }
@@ -195,6 +196,10 @@ std::string describe(const Graph& graph, const Pin& pin) {
       return fmt::format("{} belongs to partition {}, where {} must run",
                          describe_value(graph, pin.value), pin.rank, op);
     default:
+      if (pin.value == kUndefined) {
+        return fmt::format("{} comes before all pins, so it runs on the default partition {}", op,
+                           pin.rank);
+      }
       return fmt::format("{} is not pinned, so {} runs on the default partition {}",
                          describe_value(graph, pin.value), op, pin.rank);
   }

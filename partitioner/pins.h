@@ -16,7 +16,8 @@ enum class PinSource {
   kScope,      ///< an `smp::partition` scope was alive where it was called
   kParameter,  ///< it reads a parameter that is pinned by name
   kOwner,      ///< that rank owns what it reads or writes, since an earlier step function
-  kDefault,    ///< without automatic partitioning, it reads a parameter that nothing pins
+  kDefault,    ///< without automatic partitioning: it reads a parameter that nothing pins, or
+               ///< comes before all pins
 };
 
 /// An operator that must run on one rank.

@@ -166,8 +166,18 @@ TEST(Manual, WhatComesFirstGoesToTheDefault) {
   const Ref y = b.op("aten::matmul", {x, b.parameter("w", ones(4, 4))});
   b.backward(y);
   b.output(y);
-  EXPECT_THAT(ranks_of(partition(b.graph(), manual(2).pinned(Owners{{"w", 1}}))),
-              ElementsAre(0, 1));
+  const Plan plan = partition(b.graph(), manual(2).pinned(Owners{{"w", 1}}));
+  EXPECT_THAT(ranks_of(plan), ElementsAre(0, 1));
+  EXPECT_THAT(plan.reason_of_operator, ElementsAre("comes before all pins: default partition",
+                                                   "parameter w is pinned to partition 1"));
+}
+
+TEST(Manual, APinWithoutATensorIsDescribedWithoutOne) {
+  Layers model(1);
+  const Pin pin{2, 1, PinSource::kDefault, graph::kUndefined};
+  EXPECT_EQ(reason(model.b.graph(), pin), "comes before all pins: default partition");
+  EXPECT_EQ(describe(model.b.graph(), pin),
+            "operator 2 (aten::relu) comes before all pins, so it runs on the default partition 1");
 }
 
 TEST(Manual, TheCutBeforeAPinMovesToALegalPlace) {
