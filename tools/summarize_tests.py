@@ -4,8 +4,10 @@
 Reads the run's build event file (bazel test --build_event_json_file=FILE), so that logs of earlier
 runs are not counted, and the test.xml of every shard. A target that failed without a failed case (it
 did not build, crashed, or ran out of time) counts as one failure and is named. A test without
-GoogleTest's XML (a shell test) counts as one case. The last line is "N passed, N failed", with
-", N skipped" if any were. Exits non-zero if anything failed or nothing ran.
+GoogleTest's XML (a shell test) counts as one case. Prints the slowest targets with their seconds
+(those of the first run, where Bazel took the result from its cache), then what failed. The last
+line is "N passed, N failed", with ", N skipped" if any were. Exits non-zero if anything failed or
+nothing ran.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import urllib.parse
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 
+SLOWEST = 20  # targets that are printed
+
 
 @dataclass
 class Target:
@@ -23,6 +27,7 @@ class Target:
     label: str
     ok: bool = False
     status: str = "did not run"
+    seconds: float = 0  # of all shards and attempts together
     logs: dict = field(default_factory=dict)  # (run, shard) -> path of the last attempt's test.xml
 
 
@@ -65,7 +70,9 @@ def collect_targets(events):
                     target(key).logs[(key.get("run", 1), key.get("shard", 1))] = where
         elif "testSummary" in event_id:
             summary = target(event_id["testSummary"])
-            summary.status = event.get("testSummary", {}).get("overallStatus", "NO_STATUS")
+            results = event.get("testSummary", {})
+            summary.status = results.get("overallStatus", "NO_STATUS")
+            summary.seconds = int(results.get("totalRunDurationMillis", 0)) / 1000
             # A flaky target passed in the end.
             summary.ok = summary.status in ("PASSED", "FLAKY")
         elif "targetCompleted" in event_id and not event.get("completed", {}).get("success"):
@@ -116,18 +123,30 @@ def summarize(targets):
     return counts
 
 
+def print_slowest(targets):
+    """Where the time of the tests goes: the longest first, equals by label."""
+    slowest = sorted(targets.values(), key=lambda target: (-target.seconds, target.label))
+    slowest = [target for target in slowest if target.seconds > 0][:SLOWEST]
+    if slowest:
+        print(f"The slowest {len(slowest)} of {len(targets)} test targets:")
+    for target in slowest:
+        print(f"{target.seconds:8.1f} s  {target.label}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("events", help="build event file (JSON) of the run")
     parser.add_argument("--bazel-status", type=int, default=0, help="exit status of bazel test")
     arguments = parser.parse_args()
 
-    counts = summarize(collect_targets(read_events(arguments.events)))
+    targets = collect_targets(read_events(arguments.events))
+    counts = summarize(targets)
     if arguments.bazel_status and not counts.failed:
         # For example a BUILD file with an error: no target failed because none was looked at.
         counts.fail(f"bazel test: exit status {arguments.bazel_status}, see above")
     if not (counts.passed or counts.failed):
         counts.fail("no test ran")
+    print_slowest(targets)
     for message in counts.messages:
         print(f"FAILED {message}")
     skipped = f", {counts.skipped} skipped" if counts.skipped else ""

@@ -31,7 +31,7 @@ class Run:
         self.folder = Path(folder)
         self.events = []
 
-    def target(self, label, reports, status="PASSED", built=True):
+    def target(self, label, reports, status="PASSED", built=True, milliseconds=None):
         """Adds a test target with the text of the test.xml of each shard (None: it wrote none)."""
         self.add({"targetConfigured": {"label": label}}, configured={"testSize": "SMALL"})
         self.add({"targetCompleted": {"label": label}}, completed={"success": True} if built else {})
@@ -46,7 +46,10 @@ class Run:
                 {"testResult": {"label": label, "run": 1, "shard": shard, "attempt": 1}},
                 testResult={"testActionOutput": [{"name": "test.xml", "uri": path.as_uri()}]},
             )
-        self.add({"testSummary": {"label": label}}, testSummary={"overallStatus": status})
+        summary = {"overallStatus": status}
+        if milliseconds is not None:
+            summary["totalRunDurationMillis"] = str(milliseconds)  # Bazel writes int64 as text
+        self.add({"testSummary": {"label": label}}, testSummary=summary)
 
     def library(self, label):
         """Adds a target that is no test and did not build."""
@@ -118,6 +121,25 @@ class SummarizeTests(unittest.TestCase):
         self.assertEqual(
             self.run_.summary(bazel_status=1),
             (1, ["FAILED bazel test: exit status 1, see above", "1 passed, 1 failed"]),
+        )
+
+    def test_prints_the_twenty_slowest_targets_before_the_counts(self):
+        for i in range(25):
+            self.run_.target(f"//a:{i:02}", [GTEST.format(cases=PASSED)], milliseconds=1000 * i)
+        self.run_.target("//a:slow", [GTEST.format(cases=FAILED)], "FAILED", milliseconds=123456)
+        self.run_.target("//a:as_slow_as_24", [GTEST.format(cases=PASSED)], milliseconds=24000)
+        status, lines = self.run_.summary(bazel_status=3)
+        self.assertEqual(status, 1)
+        self.assertEqual(
+            lines,
+            [
+                "The slowest 20 of 27 test targets:",
+                "   123.5 s  //a:slow",
+                "    24.0 s  //a:24",
+                "    24.0 s  //a:as_slow_as_24",
+            ]
+            + [f"{i:8.1f} s  //a:{i:02}" for i in range(23, 6, -1)]
+            + ["FAILED //a:slow: Suite.bad", "26 passed, 1 failed"],
         )
 
     def test_no_test_is_a_failure(self):
