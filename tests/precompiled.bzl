@@ -1,101 +1,16 @@
-"""What most tests include, compiled once: parsing libtorch's headers takes 30 s of each test's 50.
-
-A BUILD file whose tests include libtorch loads these in place of Bazel's own rules:
+"""Rules for tests that include libtorch: they take its headers precompiled (//bazel:precompiled.bzl).
 
     load("//tests:precompiled.bzl", cc_library = "torch_cc_library", cc_test = "torch_cc_test")
-
-Only clang reads the precompiled header; with --config=gcc the same files compile without it, so
-every source still includes what it uses.
 """
 
-load("@bazel_tools//tools/build_defs/cc:action_names.bzl", "ACTION_NAMES")
-load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
+load("//bazel:precompiled.bzl", "with_precompiled")
 
 # Tests run for seconds: optimising them costs more than it saves. The header and its users must
 # agree on this.
-_COPTS = ["-O0", "-U_FORTIFY_SOURCE"]
+TEST_COPTS = ["-O0", "-U_FORTIFY_SOURCE"]
 
-def _precompiled_header_impl(ctx):
-    toolchain = find_cpp_toolchain(ctx)
-    features = cc_common.configure_features(
-        ctx = ctx,
-        cc_toolchain = toolchain,
-        requested_features = ctx.features,
-        unsupported_features = ctx.disabled_features,
-    )
-    needed = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps])
-    context = needed.compilation_context
-    output = ctx.actions.declare_file(ctx.label.name)
-    variables = cc_common.create_compile_variables(
-        feature_configuration = features,
-        cc_toolchain = toolchain,
-        source_file = ctx.file.hdr.path,
-        output_file = output.path,
-        user_compile_flags = ctx.fragments.cpp.copts + ctx.fragments.cpp.cxxopts + _COPTS +
-                             ["-x", "c++-header", "-fpch-instantiate-templates"] +
-                             # A header that is fetched again has another date, but is the same.
-                             ["-Xclang", "-fno-pch-timestamp"],
-        include_directories = context.includes,
-        quote_include_directories = context.quote_includes,
-        system_include_directories = context.system_includes,
-        preprocessor_defines = context.defines,
-        use_pic = True,
-    )
-    action = ACTION_NAMES.cpp_compile
-    ctx.actions.run(
-        executable = cc_common.get_tool_for_action(
-            feature_configuration = features,
-            action_name = action,
-        ),
-        arguments = cc_common.get_memory_inefficient_command_line(
-            feature_configuration = features,
-            action_name = action,
-            variables = variables,
-        ),
-        env = cc_common.get_environment_variables(
-            feature_configuration = features,
-            action_name = action,
-            variables = variables,
-        ),
-        inputs = depset([ctx.file.hdr], transitive = [context.headers, toolchain.all_files]),
-        outputs = [output],
-        mnemonic = "CppPrecompile",
-        # It names the headers by their absolute paths, which are not those of another output base.
-        execution_requirements = {"no-remote-cache": "1", "no-cache": "1"},
-        progress_message = "Precompiling %s" % ctx.file.hdr.short_path,
-    )
-    header = CcInfo(compilation_context = cc_common.create_compilation_context(
-        headers = depset([output, ctx.file.hdr]),
-    ))
-    return [
-        DefaultInfo(files = depset([output])),
-        cc_common.merge_cc_infos(cc_infos = [header, needed]),
-    ]
-
-precompiled_header = rule(
-    implementation = _precompiled_header_impl,
-    attrs = {
-        "hdr": attr.label(allow_single_file = [".h"], mandatory = True),
-        "deps": attr.label_list(providers = [CcInfo]),
-        "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
-    },
-    doc = "A header compiled as clang's -include-pch reads it, and what it takes to use it.",
-    fragments = ["cpp"],
-    toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
-)
-
-def _with_prelude(rule, deps = [], copts = [], **kwargs):
-    rule(
-        copts = _COPTS + copts + select({
-            "//tests:clang": ["-include-pch", "$(BINDIR)/tests/prelude.pch"],
-            "//conditions:default": [],
-        }),
-        deps = deps + select({
-            "//tests:clang": ["//tests:prelude.pch"],
-            "//conditions:default": [],
-        }),
-        **kwargs
-    )
+def _with_prelude(rule, copts = [], **kwargs):
+    with_precompiled(rule, "//tests:prelude.pch", copts = TEST_COPTS + copts, **kwargs)
 
 def torch_cc_test(**kwargs):
     _with_prelude(native.cc_test, **kwargs)
