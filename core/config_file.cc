@@ -2,17 +2,40 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
+#include <memory>
 #include <vector>
 
 #include "core/check.h"
 #include "core/json.h"
+#include "core/settings.h"
+#include "core/text.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 using nlohmann::json;
 
 constexpr const char* kSupported = "['dataparallel', 'modelparallel']";
+
+std::string text_of(const json& value) {
+  return value.dump(-1, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
+}
+
+// A value as an error shows it.
+std::string shown(const json& value) { return shortened(text_of(value)); }
+
+ConfigValue to_value(const json& value) {
+  if (value.is_boolean()) return value.get<bool>();
+  if (value.is_string()) return value.get<std::string>();
+  const auto unsigned_number = value.is_number_unsigned() ? value.get<uint64_t>() : 0;
+  if (unsigned_number > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
+    return value.get<double>();
+  }
+  if (value.is_number_integer()) return value.get<int64_t>();
+  if (value.is_number_float()) return value.get<double>();
+  return {};
+}
 
 // An object of the file with its place, for messages.
 struct Node {
@@ -21,7 +44,7 @@ struct Node {
   std::string path;
 
   std::string where(const std::string& key) const {
-    return source + ": \"" + path + (path.empty() ? "" : ".") + key + "\": ";
+    return source + ": \"" + path + (path.empty() ? "" : ".") + shortened(key) + "\": ";
   }
 };
 
@@ -36,7 +59,7 @@ void check_keys(const Node& node, const std::vector<std::string>& known) {
 void check_enabled(const Node& node, const char* what) {
   const json enabled = node.object.value("enabled", json(nullptr));
   SMP_CHECK_WITH(ConfigError, enabled == json(true), node.where("enabled"), "expected true, got ",
-                 enabled.is_null() ? "nothing" : enabled.dump(), ". ", what);
+                 enabled.is_null() ? "nothing" : shown(enabled), ". ", what);
 }
 
 // The rules that the estimator applies before it looks at the strategy.
@@ -47,7 +70,7 @@ Node strategy_node(const json& root, const std::string& source) {
   const auto found = root.find("smdistributed");
   const json& strategies = found != root.end() ? *found : none;
   SMP_CHECK_WITH(ConfigError, strategies.is_object(), top.where("smdistributed"),
-                 "smdistributed strategy requires a dictionary (got ", strategies.dump(), ")");
+                 "smdistributed strategy requires a dictionary (got ", shown(strategies), ")");
   SMP_CHECK_WITH(ConfigError, strategies.size() <= 1, top.where("smdistributed"),
                  "Cannot use more than 1 smdistributed strategy. \nChoose one of the following "
                  "supported strategies:",
@@ -55,10 +78,10 @@ Node strategy_node(const json& root, const std::string& source) {
   const std::string name = strategies.empty() ? "" : strategies.begin().key();
   SMP_CHECK_WITH(ConfigError, name == "modelparallel" || name == "dataparallel",
                  top.where("smdistributed"), "Invalid smdistributed strategy provided: ",
-                 name.empty() ? "none" : name, " \nSupported strategies: ", kSupported);
+                 name.empty() ? "none" : shortened(name), " \nSupported strategies: ", kSupported);
   const Node node{strategies.begin().value(), source, "smdistributed." + name};
   SMP_CHECK_WITH(ConfigError, node.object.is_object(), top.where(node.path),
-                 "expected an object, got ", node.object.dump(), ".");
+                 "expected an object, got ", shown(node.object), ".");
   return node;
 }
 
@@ -66,7 +89,7 @@ void read_custom_mpi_options(const Node& node, Distribution& result) {
   if (!node.object.contains("custom_mpi_options")) return;
   const json& options = node.object["custom_mpi_options"];
   SMP_CHECK_WITH(ConfigError, options.is_string(), node.where("custom_mpi_options"),
-                 "expected a string with options of mpirun, got ", options.dump(), ".");
+                 "expected a string with options of mpirun, got ", shown(options), ".");
   result.custom_mpi_options = options.get<std::string>();
 }
 
@@ -74,13 +97,13 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
   if (!root.contains("mpi")) return;
   const Node node{root["mpi"], source, "mpi"};
   SMP_CHECK_WITH(ConfigError, node.object.is_object(), Node{root, source, ""}.where("mpi"),
-                 "expected an object, got ", node.object.dump(), ".");
+                 "expected an object, got ", shown(node.object), ".");
   check_keys(node, {"enabled", "processes_per_host", "custom_mpi_options"});
   check_enabled(node, "Ranks are started by MPI: set it to true.");
   if (node.object.contains("processes_per_host")) {
     const json& count = node.object["processes_per_host"];
     SMP_CHECK_WITH(ConfigError, count.is_number_integer() && count > 0,
-                   node.where("processes_per_host"), "expected an integer >= 1, got ", count.dump(),
+                   node.where("processes_per_host"), "expected an integer >= 1, got ", shown(count),
                    ". Set it to the number of ranks.");
     result.processes_per_host = count.get<int64_t>();
   }
@@ -93,7 +116,7 @@ json parameters_file(const std::string& file, const std::string& folder) {
   SMP_CHECK_WITH(ConfigError, std::filesystem::is_regular_file(path),
                  "Expected a string path to an existing modelparallel config, or a dictionary. "
                  "Received: ",
-                 file, ".");
+                 shortened(file), ".");
   try {
     return parse_json(read_file(path, "the configuration file"), path);
   } catch (const ConfigError& error) {
@@ -108,7 +131,7 @@ void Distribution::read(const std::string& text, const std::string& source_name,
                         const std::string& folder) {
   const json root = parse_json(text, source_name);
   SMP_CHECK_WITH(ConfigError, root.is_object(), source_name,
-                 ": expected a JSON object with the parameters, got ", root.dump(), ".");
+                 ": expected a JSON object with the parameters, got ", shown(root), ".");
   json parameters = root;
   Node node{parameters, source_name, ""};
   if (root.contains("smdistributed") || root.contains("mpi")) {
@@ -134,13 +157,15 @@ void Distribution::read(const std::string& text, const std::string& source_name,
   SMP_CHECK_WITH(ConfigError, parameters.is_object(), node.source, ": \"", node.path,
                  "\": Expected a string path to an existing modelparallel config, or a dictionary. "
                  "Received: ",
-                 parameters.dump(), ".");
+                 shown(parameters), ".");
   parameters_json = parameters.dump();
-  config.file_.source = node.source;
+  auto settings = std::make_shared<Settings>();
+  settings->file.source = node.source;
   for (const auto& [key, value] : parameters.items()) {
-    config.file_.settings.push_back(
-        {key, node.path + (node.path.empty() ? "" : ".") + key, to_value(value)});
+    settings->file.settings.push_back(
+        {key, node.path + (node.path.empty() ? "" : ".") + key, to_value(value), text_of(value)});
   }
+  config = Config(std::move(settings));
 }
 
 Distribution Distribution::from_file(const std::string& path) {
@@ -156,4 +181,4 @@ Distribution Distribution::from_json(const std::string& text, const std::string&
   return result;
 }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -4,9 +4,9 @@
 #include <optional>
 #include <string>
 
-#include "core/config.h"
+#include "smp/config.h"
 
-namespace smp {
+namespace smp::core {
 
 /// The environment variable that carries the parameters, as JSON, to every rank.
 constexpr const char* kParametersVariable = "SM_HP_MP_PARAMETERS";
@@ -39,4 +39,4 @@ struct Distribution {
   void read(const std::string& text, const std::string& source_name, const std::string& folder);
 };
 
-}  // namespace smp
+}  // namespace smp::core

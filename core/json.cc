@@ -6,11 +6,11 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <limits>
 #include <set>
 #include <vector>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp {
 namespace {
@@ -85,15 +85,16 @@ json parse_json(const std::string& text, const std::string& source_name) {
     parsed = json::parse(text, watch);
   } catch (const json::parse_error& error) {
     SMP_CHECK_WITH(ConfigError, false, source_name, ": malformed JSON at ",
-                   position(text, error.byte), ": ", reason(error),
+                   position(text, error.byte), ": ", core::shortened(reason(error), 200),
                    ". Correct the text at that position.");
   } catch (const json::out_of_range& error) {
-    detail::fail<ConfigError>(source_name, ": a number is too large for JSON: ", reason(error),
+    detail::fail<ConfigError>(source_name,
+                              ": a number is too large for JSON: ", core::shortened(reason(error)),
                               ". Write a smaller one.");
   }
   SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
-  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", duplicates.first(),
+  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", core::shortened(duplicates.first()),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;
 }
@@ -105,18 +106,6 @@ std::string read_file(const std::string& path, const std::string& what) {
                  is_folder ? "it is a folder" : std::strerror(errno),
                  ". Give the path of a JSON file.");
   return std::string(std::istreambuf_iterator<char>(in), {});
-}
-
-Value to_value(const json& value) {
-  if (value.is_boolean()) return value.get<bool>();
-  if (value.is_string()) return value.get<std::string>();
-  if (value.is_number_unsigned() &&
-      value.get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
-    return value.get<double>();
-  }
-  if (value.is_number_integer()) return value.get<int64_t>();
-  if (value.is_number_float()) return value.get<double>();
-  return OtherJson(value.dump());
 }
 
 }  // namespace smp

@@ -3,8 +3,6 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "core/schema.h"
-
 namespace smp {
 
 /// Parses `text`. Throws `ConfigError` for malformed JSON, with `source_name`, line and column,
@@ -14,8 +12,5 @@ nlohmann::json parse_json(const std::string& text, const std::string& source_nam
 /// The contents of a file, which errors call `what` ("the configuration file"). Throws
 /// `ConfigError` that names it and the reason.
 std::string read_file(const std::string& path, const std::string& what);
-
-/// A JSON value as a parameter's value; what no parameter takes becomes `OtherJson`.
-Value to_value(const nlohmann::json& json);
 
 }  // namespace smp

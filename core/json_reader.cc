@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp {
 namespace {
@@ -11,11 +12,9 @@ using nlohmann::json;
 
 /// A value in an error text: short.
 std::string preview(const json& value) {
-  constexpr size_t kMaxShown = 60;
   if (value.is_object()) return "an object";
   if (value.is_array()) return c10::str("an array of ", value.size());
-  const std::string text = value.dump();
-  return text.size() <= kMaxShown ? text : text.substr(0, kMaxShown) + "...";
+  return core::shortened(value.dump());
 }
 
 std::string integer_range(int64_t minimum, int64_t maximum) {

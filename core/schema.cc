@@ -6,12 +6,13 @@
 #include <numeric>
 
 #include "core/check.h"
+#include "core/text.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 std::string number_text(double number) {
-  if (number == std::floor(number) && std::abs(number) < 1e15) {
+  if (number == std::floor(number) && std::abs(number) <= 1e15) {
     return std::to_string(static_cast<int64_t>(number));
   }
   return nlohmann::json(number).dump();
@@ -34,7 +35,7 @@ std::string replaced(std::string text, const std::string& from, const std::strin
   return text;
 }
 
-bool has_right_type(const Parameter& parameter, const Value& value) {
+bool has_right_type(const Parameter& parameter, const ConfigValue& value) {
   switch (parameter.type) {
     case ParameterType::kBool:
       return std::holds_alternative<bool>(value);
@@ -55,7 +56,19 @@ bool is_integer_in_range(const Parameter& parameter, const std::string& text) {
   return !parameter.minimum || std::stod(text) >= *parameter.minimum;
 }
 
-bool in_range(const Parameter& parameter, const Value& value) {
+double as_number(const ConfigValue& value) {
+  const auto* integer = std::get_if<int64_t>(&value);
+  return integer != nullptr ? static_cast<double>(*integer) : std::get<double>(value);
+}
+
+bool below(const Parameter& parameter, const ConfigValue& value) {
+  if (!parameter.minimum) return false;
+  const double number = as_number(value);
+  return number < *parameter.minimum ||
+         (parameter.exclusive_minimum && number == *parameter.minimum);
+}
+
+bool in_range(const Parameter& parameter, const ConfigValue& value) {
   if (parameter.type == ParameterType::kString) {
     const auto& values = parameter.values;
     const auto& text = std::get<std::string>(value);
@@ -63,12 +76,8 @@ bool in_range(const Parameter& parameter, const Value& value) {
            (parameter.or_integer && is_integer_in_range(parameter, text));
   }
   if (parameter.type == ParameterType::kBool) return true;
-  const double number = parameter.type == ParameterType::kInt
-                            ? static_cast<double>(std::get<int64_t>(value))
-                            : std::get<double>(value);
-  if (!std::isfinite(number)) return false;
-  if (parameter.minimum && number < *parameter.minimum) return false;
-  if (parameter.exclusive_minimum && number == *parameter.minimum) return false;
+  const double number = as_number(value);
+  if (!std::isfinite(number) || below(parameter, value)) return false;
   return !parameter.maximum || number <= *parameter.maximum;
 }
 
@@ -88,10 +97,9 @@ int edit_distance(const std::string& a, const std::string& b) {
 
 }  // namespace
 
-std::string to_string(const Value& value) {
+std::string to_string(const ConfigValue& value) {
   struct Printer {
     std::string operator()(std::monostate) const { return "unset"; }
-    std::string operator()(const OtherJson& other) const { return other.text; }
     std::string operator()(bool flag) const { return flag ? "true" : "false"; }
     std::string operator()(int64_t number) const { return std::to_string(number); }
     std::string operator()(double number) const {
@@ -115,10 +123,22 @@ const Parameter* find_parameter(const std::string& name) {
   return nullptr;
 }
 
+std::vector<std::string> Parameter::available_values() const {
+  std::vector<std::string> available;
+  for (const std::string& value : values) {
+    const auto& missing = unavailable_values;
+    if (std::find(missing.begin(), missing.end(), value) == missing.end()) {
+      available.push_back(value);
+    }
+  }
+  return available;
+}
+
 std::string nearest_name(const std::string& name, const std::vector<std::string>& candidates) {
+  const std::string beginning = name.substr(0, 100);  // a long one is like none of them
   return *std::min_element(candidates.begin(), candidates.end(),
                            [&](const std::string& a, const std::string& b) {
-                             return edit_distance(name, a) < edit_distance(name, b);
+                             return edit_distance(beginning, a) < edit_distance(beginning, b);
                            });
 }
 
@@ -151,17 +171,17 @@ std::string expected_values(const Parameter& parameter) {
            (parameter.or_integer ? " or an integer >= " + number_text(*parameter.minimum) : "");
   }
   std::string text = parameter.type == ParameterType::kInt ? "an integer" : "a number";
-  if (parameter.minimum && parameter.maximum) {
-    return text + " from " + number_text(*parameter.minimum) + " to " +
-           number_text(*parameter.maximum);
+  if (!parameter.minimum) return text;
+  const std::string minimum = number_text(*parameter.minimum);
+  if (parameter.exclusive_minimum) {
+    text += " > " + minimum;
+    return parameter.maximum ? text + " and <= " + number_text(*parameter.maximum) : text;
   }
-  if (parameter.minimum) {
-    text += (parameter.exclusive_minimum ? " > " : " >= ") + number_text(*parameter.minimum);
-  }
-  return text;
+  return parameter.maximum ? text + " from " + minimum + " to " + number_text(*parameter.maximum)
+                           : text + " >= " + minimum;
 }
 
-Value normalised(const Parameter& parameter, const Value& value) {
+ConfigValue normalised(const Parameter& parameter, const ConfigValue& value) {
   if (parameter.type == ParameterType::kNumber && std::holds_alternative<int64_t>(value)) {
     return static_cast<double>(std::get<int64_t>(value));
   }
@@ -178,12 +198,14 @@ Value normalised(const Parameter& parameter, const Value& value) {
 }
 
 std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
-                                         const Value& given) {
-  const Value value = normalised(parameter, given);
-  if (has_right_type(parameter, value) && in_range(parameter, value)) return std::nullopt;
-  const std::string got = to_string(given);
+                                         const ConfigValue& given, const std::string& text) {
+  const ConfigValue value = normalised(parameter, given);
+  const bool right_type = has_right_type(parameter, value);
+  if (right_type && in_range(parameter, value)) return std::nullopt;
+  const std::string got = shortened(text);
   const bool from_a_list = parameter.type == ParameterType::kBool || !parameter.values.empty();
-  if (!parameter.error.empty()) {
+  const bool only_too_large = parameter.own_maximum && right_type && !below(parameter, value);
+  if (!parameter.error.empty() && !only_too_large) {
     const bool shows_value = parameter.error.find("{value}") != std::string::npos;
     return replaced(replaced(parameter.error, "{key}", key), "{value}", got) +
            (shows_value ? " (expected " + expected_values(parameter) : " (got " + got) + ")";
@@ -194,9 +216,9 @@ std::optional<std::string> value_problem(const Parameter& parameter, const std::
   return "expected " + expected_values(parameter) + ", got " + got + ".";
 }
 
-std::optional<std::string> availability_problem(const Parameter& parameter, const Value& given) {
-  const Value value = normalised(parameter, given);
-  const std::string got = to_string(value);
+std::optional<std::string> availability_problem(const Parameter& parameter,
+                                                const ConfigValue& given) {
+  const std::string got = to_string(normalised(parameter, given));
   const std::string usual = to_string(parameter.default_value);
   const std::string remedy = std::holds_alternative<std::monostate>(parameter.default_value)
                                  ? "Remove it."
@@ -209,10 +231,10 @@ std::optional<std::string> availability_problem(const Parameter& parameter, cons
            remedy;
   }
   for (const std::string& refused : parameter.unavailable_values) {
-    if (got == to_string(Value(refused)))
+    if (got == to_string(ConfigValue(refused)))
       return got + " is not available in this version. " + remedy;
   }
   return std::nullopt;
 }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -1,27 +1,16 @@
 #pragma once
 
-#include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
-#include <utility>
-#include <variant>
 #include <vector>
 
-namespace smp {
+#include "smp/config.h"
 
-/// A JSON array, object or null where a parameter's value belongs. No parameter takes one; the
-/// text is kept for the error message.
-struct OtherJson {
-  explicit OtherJson(std::string json_text) : text(std::move(json_text)) {}
-  bool operator==(const OtherJson& other) const { return text == other.text; }
-  std::string text;
-};
-
-/// The value of a parameter. The empty state means "unset".
-using Value = std::variant<std::monostate, bool, int64_t, double, std::string, OtherJson>;
+namespace smp::core {
 
 /// A value as JSON text; "unset" for the empty state.
-std::string to_string(const Value& value);
+std::string to_string(const ConfigValue& value);
 
 enum class ParameterType { kBool, kInt, kNumber, kString };
 
@@ -39,7 +28,9 @@ struct Parameter {
   std::string name;
   ParameterType type = ParameterType::kBool;
   /// The default; unset when there is none, or when it depends on other parameters.
-  Value default_value;
+  ConfigValue default_value;
+  /// The default where it depends on other parameters; null for none.
+  std::function<ConfigValue(const Settings&)> default_rule;
   /// One paragraph, in markdown.
   std::string doc;
   /// Another name for the same parameter; empty for none.
@@ -50,6 +41,8 @@ struct Parameter {
   std::optional<double> maximum;
   /// True when `minimum` itself is not allowed.
   bool exclusive_minimum = false;
+  /// True when `error` says nothing about `maximum`: SMP documents none.
+  bool own_maximum = false;
   /// The strings allowed; empty for any.
   std::vector<std::string> values;
   /// A string parameter that also takes an integer >= `minimum`; its value is the integer as text.
@@ -62,10 +55,17 @@ struct Parameter {
   /// replaced; empty for the general text.
   std::string error;
   Availability availability = Availability::kAvailable;
+
+  /// Those of `values` that this version has.
+  std::vector<std::string> available_values() const;
+
+  /// Whether it has no value unless one is set.
+  bool is_optional() const { return default_value == ConfigValue() && !default_rule; }
 };
 
 /// All parameters, in the order of the documentation. The single source of names, types,
-/// defaults, ranges and texts: the reader, the checks and docs/configuration.md use it.
+/// defaults, ranges and texts: the reader, the checks, the accessors of `smp::Config` and
+/// docs/configuration.md follow from it.
 const std::vector<Parameter>& schema();
 
 /// The parameter called `name`, by name or alias; nullptr when there is none.
@@ -85,14 +85,15 @@ std::string expected_values(const Parameter& parameter);
 
 /// `value` in the representation of the parameter's type: an integral double becomes an integer
 /// for an integer parameter, an integer a double for a number. Others are returned unchanged.
-Value normalised(const Parameter& parameter, const Value& value);
+ConfigValue normalised(const Parameter& parameter, const ConfigValue& value);
 
 /// What is wrong with the type or the range of `value`, or nothing. `key` is the name it was given
-/// under.
+/// under, `text` the value as it was written.
 std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
-                                         const Value& value);
+                                         const ConfigValue& value, const std::string& text);
 
 /// Why a value of right type and range is refused by this version, or nothing.
-std::optional<std::string> availability_problem(const Parameter& parameter, const Value& value);
+std::optional<std::string> availability_problem(const Parameter& parameter,
+                                                const ConfigValue& value);
 
-}  // namespace smp
+}  // namespace smp::core

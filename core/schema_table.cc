@@ -1,14 +1,14 @@
 #include <utility>
 
-#include "core/schema.h"
+#include "core/settings.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 // Builds one row; each method adds what is not the rule.
 class Row {
  public:
-  Row(std::string name, ParameterType type, Value default_value, std::string doc) {
+  Row(std::string name, ParameterType type, ConfigValue default_value, std::string doc) {
     row_.name = std::move(name);
     row_.type = type;
     row_.default_value = std::move(default_value);
@@ -16,8 +16,12 @@ class Row {
   }
   Row alias(std::string name) { return with(&Parameter::alias, std::move(name)); }
   Row default_text(std::string text) { return with(&Parameter::default_text, std::move(text)); }
+  Row default_from(std::function<ConfigValue(const Settings&)> rule, std::string text) {
+    return default_text(std::move(text)).with(&Parameter::default_rule, std::move(rule));
+  }
   Row at_least(double minimum) { return with(&Parameter::minimum, minimum); }
   Row at_most(double maximum) { return with(&Parameter::maximum, maximum); }
+  Row own_maximum(double maximum) { return at_most(maximum).with(&Parameter::own_maximum, true); }
   Row above(double minimum) { return at_least(minimum).with(&Parameter::exclusive_minimum, true); }
   Row values(std::vector<std::string> all) { return with(&Parameter::values, std::move(all)); }
   Row without(std::string value) {
@@ -46,33 +50,44 @@ Row boolean(std::string name, bool default_value, std::string doc) {
   return Row(std::move(name), ParameterType::kBool, default_value, std::move(doc));
 }
 
-Row integer(std::string name, Value default_value, std::string doc) {
+Row integer(std::string name, ConfigValue default_value, std::string doc) {
   return Row(std::move(name), ParameterType::kInt, std::move(default_value), std::move(doc));
 }
 
-Row number(std::string name, Value default_value, std::string doc) {
+Row number(std::string name, ConfigValue default_value, std::string doc) {
   return Row(std::move(name), ParameterType::kNumber, std::move(default_value), std::move(doc));
 }
 
-Row text(std::string name, Value default_value, std::string doc) {
+Row text(std::string name, ConfigValue default_value, std::string doc) {
   return Row(std::move(name), ParameterType::kString, std::move(default_value), std::move(doc));
 }
 
-constexpr const char* kPositive = "The number of {key} must be a positive integer.";
+// Counts are added to and multiplied as `int`: the number of stages of all ranks must fit into one.
+constexpr double kMostRanks = 1e6;
+constexpr double kMostMicrobatches = 1e6;
+constexpr double kMostStagesOfARank = 1000;
+constexpr double kMostElements = 1e15;
+constexpr double kMostMiB = 1e9;
+// 30 years, which a clock can add to the time of day in nanoseconds.
+constexpr double kMostSeconds = 1e9;
+
+// A number of things, with the error that SMP documents.
+Row count(std::string name, ConfigValue default_value, double most, std::string doc) {
+  return integer(std::move(name), std::move(default_value), std::move(doc))
+      .at_least(1)
+      .own_maximum(most)
+      .error("The number of {key} must be a positive integer.");
+}
 
 std::vector<Parameter> pipeline_rows() {
   return {
-      integer("partitions", int64_t{1},
-              "The number of pipeline partitions: each is run by one rank of a replica. The number "
-              "of ranks must be a multiple of it. The launcher requires it.")
-          .alias("pipeline_parallel_degree")
-          .at_least(1)
-          .error(kPositive),
-      integer("microbatches", int64_t{1},
-              "Into how many microbatches a step splits its batch. The batch dimension must be "
-              "divisible by it. With 1 there is no pipelining.")
-          .at_least(1)
-          .error(kPositive),
+      count("partitions", int64_t{1}, kMostRanks,
+            "The number of pipeline partitions: each is run by one rank of a replica. The number "
+            "of ranks must be a multiple of it. The launcher requires it.")
+          .alias("pipeline_parallel_degree"),
+      count("microbatches", int64_t{1}, kMostMicrobatches,
+            "Into how many microbatches a step splits its batch. The batch dimension must be "
+            "divisible by it. With 1 there is no pipelining."),
       text(
           "pipeline", "interleaved",
           "The schedule (docs/schedules.md). `simple` runs all forwards before the first backward; "
@@ -92,7 +107,8 @@ std::vector<Parameter> pipeline_rows() {
               "other schedule may have them too. More stages shorten the time in which ranks wait "
               "for the first microbatch, and send more. 0 means two for these four and one for "
               "the others.")
-          .at_least(0),
+          .at_least(0)
+          .at_most(kMostStagesOfARank),
       text("schedule_file", {},
            "The schedule of `\"pipeline\": \"file\"`: CSV, JSON or the text that is printed (see "
            "docs/schedules.md)."),
@@ -100,11 +116,13 @@ std::vector<Parameter> pipeline_rows() {
            "An HTML page: world rank 0 writes there what each rank did when in three training "
            "steps (the third to the fifth of the first step function that trains), and beside it, "
            "with the ending .json, a trace for Perfetto (see docs/timeline.md)."),
-      integer("active_microbatches", {},
-              "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
-          .default_text("partitions + 2")
-          .at_least(1)
-          .error(kPositive),
+      count("active_microbatches", {}, kMostMicrobatches,
+            "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
+          .default_from(
+              [](const Settings& settings) {
+                return std::get<int64_t>(settings.get("partitions")) + 2;
+              },
+              "partitions + 2"),
       boolean("deterministic_server", false,
               "In SMP 1.x: serve requests in the same order on all data-parallel ranks. Here every "
               "schedule is a fixed program, so both values mean the same."),
@@ -139,7 +157,8 @@ std::vector<Parameter> pipeline_rows() {
               "Into how many shards the microbatches of a step are grouped when gradients are "
               "summed; this fixes the order of the sum, and so the bits of the result, whatever "
               "the number of ranks. 0 means the number of replicas.")
-          .at_least(0),
+          .at_least(0)
+          .at_most(kMostMicrobatches),
       integer("seed", int64_t{-1},
               "The seed of the random operators inside steps. -1 draws it from the default "
               "generator of world rank 0 at the first step, so that `torch::manual_seed` decides.")
@@ -155,7 +174,8 @@ std::vector<Parameter> partition_rows() {
       integer("default_partition", int64_t{0},
               "The partition of what is outside every partition scope. Required when "
               "`auto_partition` is false; must be less than `partitions`.")
-          .at_least(0),
+          .at_least(0)
+          .at_most(kMostRanks),
       text("optimize", "memory",
            "What to favour. It selects the default of `memory_weight`; and what tensor-parallel "
            "ranks hold of activations between divided layers: with `memory` each has its part of "
@@ -166,7 +186,11 @@ std::vector<Parameter> partition_rows() {
       number("memory_weight", {},
              "How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 "
              "compute time only.")
-          .default_text("0.2 if `optimize` is `speed`, else 0.8")
+          .default_from(
+              [](const Settings& settings) {
+                return settings.get("optimize") == ConfigValue("speed") ? 0.2 : 0.8;
+              },
+              "0.2 if `optimize` is `speed`, else 0.8")
           .at_least(0)
           .at_most(1)
           .error("{key} must be between 0.0 and 1.0!"),
@@ -174,13 +198,15 @@ std::vector<Parameter> partition_rows() {
              "How many MiB a rank may use for its parameters, gradients, optimizer state and the "
              "activations of the microbatches in flight, by the partitioner's reckoning. If no "
              "partition keeps it, the error says which limit would do. 0: no limit.")
-          .at_least(0),
+          .at_least(0)
+          .at_most(kMostMiB),
       number(
           "optimizer_state_factor", 2.0,
           "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: "
           "2 for Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` "
           "divided by the number of replicas.")
-          .at_least(0),
+          .at_least(0)
+          .at_most(1000),
       boolean("load_partition", false,
               "Load the partition of the first step from `partition_file` instead of computing "
               "it."),
@@ -233,14 +259,16 @@ std::vector<Parameter> rank_rows() {
           .needs("ddp"),
       number("bucket_cap_mb", 25.0,
              "The size in MiB of the buckets in which gradients are reduced over replicas.")
-          .above(0),
+          .above(0)
+          .at_most(kMostMiB),
       boolean("keep_freed_memory", true,
               "Let the C library of a rank keep what a step frees for the next one, instead of "
               "giving it back to the system and asking for it again, page by page. No effect with "
               "another allocator, or where the environment tunes it (`MALLOC_...`)."),
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
-          .above(0),
+          .above(0)
+          .at_most(kMostSeconds),
       boolean(
           "check_collectives", false,
           "Compare the calls of all ranks before every collective, so that ranks that call "
@@ -266,7 +294,8 @@ std::vector<Parameter> memory_rows() {
               "How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its "
               "offloaded activations are fetched back. What is needed within as many is not "
               "offloaded.")
-          .at_least(1),
+          .at_least(1)
+          .at_most(kMostMicrobatches),
       text("offload_directory", {},
            "A directory on a local disk for offloaded activations. The files there have no names, "
            "so nothing stays behind.")
@@ -294,7 +323,8 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than "
               "1 needs `ddp`, and neither `shard_optimizer_state` nor `partition_file` nor "
               "`graph_file`.")
-          .at_least(1),
+          .at_least(1)
+          .at_most(kMostRanks),
       boolean("prescaled_batch", false,
               "The ranks of a tensor-parallel group are given one batch, shared out by "
               "`smp::rdp_rank()`, instead of one each, by `smp::dp_rank()`."),
@@ -312,17 +342,21 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 "
               "needs `partitions` of 1, and neither `shard_optimizer_state` nor "
               "`gradient_accumulation_fusion`.")
-          .at_least(1),
+          .at_least(1)
+          .at_most(kMostRanks),
       integer("sdp_reduce_bucket_size", int64_t{500000000},
               "The size of sharded gradient buckets, in elements.")
-          .at_least(1),
+          .at_least(1)
+          .at_most(kMostElements),
       integer("sdp_param_persistence_threshold", int64_t{1000000},
               "Parameters with fewer elements than this stay on every rank.")
-          .at_least(0),
+          .at_least(0)
+          .at_most(kMostElements),
       integer("sdp_max_live_parameters", int64_t{1000000000},
               "While this many elements of sharded parameters are gathered, no more are gathered "
               "ahead.")
-          .at_least(1),
+          .at_least(1)
+          .at_most(kMostElements),
       boolean("sdp_hierarchical_allgather", true,
               "Gather parameters within and across hosts apart. Accepted for SMP's configurations "
               "and without effect: collectives find their way by themselves (see "
@@ -358,4 +392,4 @@ const std::vector<Parameter>& schema() {
   return rows;
 }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "core/config.h"
 #include "smp/comm_group.h"
+#include "smp/config.h"
 
 namespace smp {
 

@@ -6,6 +6,7 @@
 #include "comm/device/device_communicator.h"
 #include "core/check.h"
 #include "core/failure.h"
+#include "core/log.h"
 #include "graph/offload_store.h"
 #include "nn/tensor_group.h"
 #include "runtime/first_difference.h"
@@ -53,6 +54,9 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
       std::chrono::milliseconds(static_cast<int64_t>(config_.timeout_seconds() * 1000));
   world_->set_timeout(timeout);
   check_same_configuration();
+  if (rank() == 0) {
+    for (const std::string& line : config_.overridden()) log_info(line);
+  }
   world_->check_collectives(config_.check_collectives());  // those split from it, too
   make_groups(timeout);
   nn::set_tensor_group([] { return get().group(CommGroup::kTp); });

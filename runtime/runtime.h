@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/config.h"
 #include "core/topology.h"
 #include "graph/tensor_store.h"
 #include "graph/tensor_table.h"
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
 #include "runtime/parameters/divided_parameters.h"
+#include "smp/config.h"
 
 namespace c10d {
 class ProcessGroup;

@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "core/config.h"
 #include "smp/comm_group.h"
+#include "smp/config.h"
 
 namespace c10d {
 class ProcessGroup;

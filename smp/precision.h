@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/config.h"
+#include "smp/config.h"
 #include "smp/structure.h"
 
 namespace smp {

@@ -2,11 +2,11 @@
 
 /// The whole public interface. See docs/api.md.
 
-#include "core/config.h"
 #include "smp/activation_checkpointing.h"
 #include "smp/amp.h"
 #include "smp/autocast.h"
 #include "smp/clip_grad.h"
+#include "smp/config.h"
 #include "smp/distributed_model.h"
 #include "smp/distributed_optimizer.h"
 #include "smp/error.h"

@@ -5,10 +5,13 @@
 namespace smp::tools {
 namespace {
 
+using core::Availability;
+using core::Parameter;
+
 constexpr const char* kIntroduction =
     R"(# Configuration
 
-<!-- Generated from core/schema_table.cc: bazel run //tools:config_doc > docs/configuration.md -->
+<!-- Generated from core/schema_table.cc: bazel run //tools:config_files -->
 
 ## Where parameters come from
 
@@ -87,12 +90,12 @@ std::string type_text(const Parameter& parameter) {
     if (parameter.or_integer) text += " or a positive integer";
     return text;
   }
-  return expected_values(parameter);
+  return core::expected_values(parameter);
 }
 
 std::string default_text(const Parameter& parameter) {
   if (!parameter.default_text.empty()) return parameter.default_text;
-  return "`" + to_string(parameter.default_value) + "`";
+  return "`" + core::to_string(parameter.default_value) + "`";
 }
 
 std::string entry(const Parameter& parameter) {
@@ -108,7 +111,7 @@ std::string entry(const Parameter& parameter) {
 
 std::string table(Availability availability) {
   std::string text = "| parameter | value | the value accepted | meaning |\n|---|---|---|---|\n";
-  for (const Parameter& parameter : schema()) {
+  for (const Parameter& parameter : core::schema()) {
     if (parameter.availability != availability) continue;
     text += "| `" + parameter.name + "` | " + type_text(parameter) + " | " +
             default_text(parameter) + " | " + parameter.doc + " |\n";
@@ -121,7 +124,7 @@ std::string table(Availability availability) {
 std::string configuration_page() {
   std::string text = kIntroduction;
   text += "## Parameters\n\n";
-  for (const Parameter& parameter : schema()) {
+  for (const Parameter& parameter : core::schema()) {
     if (parameter.availability == Availability::kAvailable) text += entry(parameter);
   }
   text += "## Not available in this version\n\nKnown, but accepted with their default only.\n\n" +

@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <string>
 
-#include "core/config.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
 #include "partitioner/predict.h"
 #include "pipeline/stage.h"
 #include "runtime/step/pipeline_choice.h"
+#include "smp/config.h"
 
 namespace smp::tools {
 

@@ -10,6 +10,9 @@
 namespace smp::tools {
 namespace {
 
+using core::Distribution;
+using core::kParametersVariable;
+
 // As torchrun chooses.
 constexpr const char* kMasterPort = "29500";
 
@@ -34,7 +37,7 @@ void check(const Config& config, const std::string& source) {
 }
 
 bool is_data_parallel(const std::optional<Distribution>& distribution) {
-  return distribution && distribution->strategy == Strategy::kDataParallel;
+  return distribution && distribution->strategy == core::Strategy::kDataParallel;
 }
 
 std::vector<Host> find_hosts(const LaunchOptions& options, const LaunchContext& context,

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "core/config.h"
 #include "graph/graph.h"
+#include "smp/config.h"
 #include "tools/forecast.h"
 
 namespace smp::tools {

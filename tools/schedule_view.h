@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "core/config.h"
+#include "smp/config.h"
 
 namespace smp::tools {
 

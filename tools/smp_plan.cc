@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/config.h"
 #include "core/json.h"
 #include "core/schema.h"
 #include "graph/serialize.h"
 #include "partitioner/best_order.h"
 #include "partitioner/order.h"
 #include "partitioner/plan_file.h"
+#include "smp/config.h"
 #include "tools/forecast.h"
 #include "tools/plan_picture.h"
 #include "tools/plan_text.h"
@@ -62,7 +62,7 @@ class Parameters {
     if (!file.empty()) {
       const Config from_file = Config::from_file(file);
       from_file.validate();
-      for (const smp::Parameter& parameter : smp::schema()) {
+      for (const smp::core::Parameter& parameter : smp::core::schema()) {
         if (from_file.is_set(parameter.name)) {
           config.set(parameter.name, from_file.get(parameter.name));
         }
@@ -85,11 +85,11 @@ class Parameters {
     settings_.push_back({parameter, app.add_option(names, help)});
   }
 
-  static smp::Value value(const Setting& setting) {
-    switch (smp::find_parameter(setting.parameter)->type) {
-      case smp::ParameterType::kInt:
+  static smp::ConfigValue value(const Setting& setting) {
+    switch (smp::core::find_parameter(setting.parameter)->type) {
+      case smp::core::ParameterType::kInt:
         return setting.option->as<int64_t>();
-      case smp::ParameterType::kNumber:
+      case smp::core::ParameterType::kNumber:
         return setting.option->as<double>();
       default:
         return setting.option->as<std::string>();

@@ -61,7 +61,7 @@ void report(const ProcessResult& result, const std::string& failure_dir) {
 
 int launch(const LaunchOptions& options, bool dry_run) {
   LaunchContext context;
-  context.parameters = smp::env(smp::kParametersVariable);
+  context.parameters = smp::env(smp::core::kParametersVariable);
   context.is_root = geteuid() == 0;
   context.master_address = smp::env("MASTER_ADDR");
   context.master_port = smp::env("MASTER_PORT");

@@ -3,7 +3,6 @@
 #include <string>
 #include <vector>
 
-#include "core/config.h"
 #include "graph/graph.h"
 #include "partitioner/partition.h"
 #include "partitioner/plan.h"
@@ -12,6 +11,7 @@
 #include "pipeline/schedule.h"
 #include "pipeline/simulator.h"
 #include "pipeline/stage.h"
+#include "smp/config.h"
 
 namespace smp {
 

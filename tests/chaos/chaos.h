@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "comm/communicator.h"
-#include "core/config.h"
+#include "smp/config.h"
 
 /// Ranks whose actions and transfers take as long as they like: for tests of what must not depend
 /// on timing.

@@ -1,4 +1,4 @@
-#include "core/config.h"
+#include "smp/config.h"
 
 #include <gtest/gtest.h>
 
@@ -10,11 +10,15 @@
 #include <sstream>
 
 #include "core/config_file.h"
+#include "core/text.h"
 #include "tests/core/error_text.h"
 
 namespace smp {
 namespace {
 
+using core::Distribution;
+using core::kParametersVariable;
+using core::Strategy;
 using testing::error_text;
 
 std::string validation_error(const std::string& json) {
@@ -178,11 +182,12 @@ TEST(Config, WrongValues) {
        R"("ddp_port": Invalid port number 65536. (expected an integer from 0 to 65535))"},
       {R"({"load_partition": true})",
        R"("load_partition": needs "partition_file", the file to load. Give its path.)"},
-      {R"({"memory_limit_mb": -1})", R"("memory_limit_mb": expected a number >= 0, got -1.)"},
+      {R"({"memory_limit_mb": -1})",
+       R"("memory_limit_mb": expected a number from 0 to 1000000000, got -1.)"},
       {R"({"activation_checkpointing": "auto"})",
        R"("activation_checkpointing": 'auto' needs "memory_limit_mb", the limit to keep. Set it.)"},
       {R"({"activation_loading_horizon": 0})",
-       R"("activation_loading_horizon": expected an integer >= 1, got 0.)"},
+       R"("activation_loading_horizon": expected an integer from 1 to 1000000, got 0.)"},
       {R"({"pipeline": "file"})",
        R"("pipeline": 'file' needs "schedule_file", the schedule to load. Give its path.)"},
       {R"({"schedule_file": "mine.csv"})",
@@ -198,19 +203,81 @@ TEST(Config, WrongValues) {
        R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got 0))"},
       {R"({"guard": "-3"})",
        R"("guard": guard must be 'every_step', 'first_step' or a positive integer. (got "-3"))"},
-      {R"({"gradient_shards": -1})", R"("gradient_shards": expected an integer >= 0, got -1.)"},
+      {R"({"gradient_shards": -1})",
+       R"("gradient_shards": expected an integer from 0 to 1000000, got -1.)"},
+      {R"({"gradient_shards": 4294967296})",
+       R"("gradient_shards": expected an integer from 0 to 1000000, got 4294967296.)"},
+      {R"({"virtual_stages": 2147483648})",
+       R"("virtual_stages": expected an integer from 0 to 1000, got 2147483648.)"},
+      {R"({"active_microbatches": 4294967296})",
+       R"("active_microbatches": expected an integer from 1 to 1000000, got 4294967296.)"},
+      {R"({"microbatches": 1000000000000000000})",
+       R"("microbatches": expected an integer from 1 to 1000000, got 1000000000000000000.)"},
+      {R"({"partitions": 5e9})",
+       R"("partitions": expected an integer from 1 to 1000000, got 5000000000.0.)"},
       {R"({"seed": [1]})", R"("seed": expected an integer >= -1, got [1].)"},
       {R"({"seed": 18446744073709551615})",
-       R"("seed": expected an integer >= -1, got 1.8446744073709552e+19.)"},
-      {R"({"timeout_seconds": 0})", R"("timeout_seconds": expected a number > 0, got 0.)"},
-      {R"({"bucket_cap_mb": {}})", R"("bucket_cap_mb": expected a number > 0, got {}.)"},
+       R"("seed": expected an integer >= -1, got 18446744073709551615.)"},
+      {R"({"timeout_seconds": 0})",
+       R"("timeout_seconds": expected a number > 0 and <= 1000000000, got 0.)"},
+      {R"({"timeout_seconds": 1e17})",
+       R"("timeout_seconds": expected a number > 0 and <= 1000000000, got 1e+17.)"},
+      {R"({"bucket_cap_mb": {}})",
+       R"("bucket_cap_mb": expected a number > 0 and <= 1000000000, got {}.)"},
   };
   for (const BadValue& bad : kCases) {
     EXPECT_EQ(validation_error(bad.json), std::string("[smp] smp.json: ") + bad.error);
   }
   const double infinity = std::numeric_limits<double>::infinity();
-  EXPECT_EQ(error_text([&] { Config().timeout_seconds(infinity).validate(); }),
-            "[smp] program: \"timeout_seconds\": expected a number > 0, got inf.");
+  EXPECT_EQ(
+      error_text([&] { Config().timeout_seconds(infinity).validate(); }),
+      "[smp] program: \"timeout_seconds\": expected a number > 0 and <= 1000000000, got inf.");
+}
+
+TEST(Config, LongTextsAreShortened) {
+  const std::string x(100000, 'x');
+  const std::string shown = std::string(99, 'x') + "... (100002 bytes)";
+  EXPECT_EQ(
+      validation_error("{\"optimize\": \"" + x + "\"}"),
+      "[smp] smp.json: \"optimize\": optimize must be a value in: ['memory', 'speed']. (got \"" +
+          shown + ")");
+  EXPECT_EQ(validation_error("{\"seed\": \"" + x + "\"}"),
+            "[smp] smp.json: \"seed\": expected an integer >= -1, got \"" + shown + ".");
+  const std::string key = std::string(100, 'x') + "... (100000 bytes)";
+  EXPECT_EQ(validation_error("{\"" + x + "\": 1}").find("[smp] smp.json: \"" + key + "\": unknown"),
+            0u);
+  EXPECT_LT(parse_error("[\"" + x + "\"]").size(), 300u);
+  EXPECT_LT(parse_error(x).size(), 400u);
+  EXPECT_LT(parse_error("{\"smdistributed\": \"" + x + "\"}").size(), 300u);
+  // A character of two bytes is not cut in the middle.
+  EXPECT_EQ(core::shortened("\xc3\xa4\xc3\xa4", 3), "\xc3\xa4... (4 bytes)");
+  EXPECT_EQ(core::shortened("abc", 3), "abc");
+}
+
+TEST(Config, EnumsAreTheStrings) {
+  EXPECT_EQ(Config().pipeline(Config::Pipeline::kSimple).pipeline(), "simple");
+  EXPECT_EQ(Config().pipeline(Config::Pipeline::kInterleaved1f1b).pipeline(), "interleaved_1f1b");
+  EXPECT_EQ(Config().pipeline(Config::Pipeline::kFile).pipeline(), "file");
+  EXPECT_EQ(Config().optimize(Config::Optimize::kSpeed).optimize(), "speed");
+  EXPECT_EQ(Config().numerics(Config::Numerics::kFast).numerics(), "fast");
+  EXPECT_EQ(Config().placement_strategy(Config::PlacementStrategy::kTPD).placement_strategy(),
+            "TPD");
+  EXPECT_EQ(Config().guard(Config::Guard::kFirstStep).guard(), "first_step");
+  EXPECT_EQ(Config().guard(10).guard(), "10");
+  EXPECT_EQ(Config()
+                .activation_checkpointing(Config::ActivationCheckpointing::kAuto)
+                .activation_checkpointing(),
+            "auto");
+  EXPECT_EQ(Config().tensor_parallelism(Config::TensorParallelism::kMarked).tensor_parallelism(),
+            "marked");
+}
+
+TEST(Config, CopiesAreIndependent) {
+  const Config first = Config().microbatches(4);
+  Config second = first;
+  second.microbatches(8);
+  EXPECT_EQ(first.microbatches(), 4);
+  EXPECT_EQ(second.microbatches(), 8);
 }
 
 TEST(Config, GettersRefuseWrongValuesToo) {
@@ -473,6 +540,14 @@ TEST(Config, EnvironmentThenFileThenProgram) {
   EXPECT_EQ(merged.source("pipeline"), "smp.json");
   EXPECT_EQ(merged.seed(), 5);
   EXPECT_EQ(config.microbatches(), 4) << "the original is unchanged";
+
+  EXPECT_EQ(merged.overridden(),
+            (std::vector<std::string>{
+                "SM_HP_MP_PARAMETERS sets \"partitions\" to 4; 2 from program is not used.",
+                "SM_HP_MP_PARAMETERS sets \"microbatches\" to 8; 4 from smp.json is not used.",
+                "SM_HP_MP_PARAMETERS sets \"microbatches\" to 8; 2 from program is not used.",
+                "smp.json sets \"pipeline\" to \"simple\"; \"interleaved\" from program is not "
+                "used."}));
 
   const std::string text = merged.to_string();
   const std::string margin(std::string("delayed_parameter_initialization").size(), ' ');

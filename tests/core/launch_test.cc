@@ -8,6 +8,7 @@
 
 #include "tests/core/error_text.h"
 #include "tools/config_doc.h"
+#include "tools/config_header.h"
 
 namespace smp::tools {
 namespace {
@@ -269,12 +270,17 @@ TEST(Launch, ExplainsExitStatus) {
             "(Segmentation fault)");
 }
 
-TEST(ConfigurationPage, IsUpToDate) {
-  std::ifstream in("docs/configuration.md");
-  ASSERT_TRUE(in) << "docs/configuration.md is missing";
-  const std::string committed(std::istreambuf_iterator<char>(in), {});
-  EXPECT_EQ(committed, configuration_page())
-      << "run: bazel run //tools:config_doc > docs/configuration.md";
+std::string committed(const std::string& path) {
+  std::ifstream in(path);
+  EXPECT_TRUE(in) << path << " is missing";
+  return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+TEST(ConfigurationFiles, AreUpToDate) {
+  EXPECT_EQ(committed("docs/configuration.md"), configuration_page())
+      << "run: bazel run //tools:config_files";
+  EXPECT_EQ(committed("smp/config.h"), config_header(committed("smp/config.h")))
+      << "run: bazel run //tools:config_files";
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The configuration's JSON.
 
 #include "core/check.h"
-#include "core/config.h"
+#include "smp/config.h"
 #include "tests/fuzz/fuzz_target.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

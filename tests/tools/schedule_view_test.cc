@@ -8,9 +8,9 @@
 #include <string>
 
 #include "core/check.h"
-#include "core/config.h"
 #include "pipeline/generators.h"
 #include "pipeline/schedule_file.h"
+#include "smp/config.h"
 
 namespace smp::tools {
 namespace {

@@ -1,0 +1,508 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace smp {
+
+namespace core {
+class Settings;
+struct Distribution;
+}  // namespace core
+
+/// The value of a parameter. The empty state means "unset".
+using ConfigValue = std::variant<std::monostate, bool, int64_t, double, std::string>;
+
+/// The parameters of a training job: what the program, a file and the environment say, with
+/// defaults for the rest. Every parameter is described in docs/configuration.md.
+///
+/// The environment wins over a file, and a file over the program, key by key, whatever the order
+/// of the calls. Nothing is judged when it is set: `validate()` reports all mistakes together.
+///
+/// Example:
+/// \code
+///   smp::init(smp::Config::from_file("smp.json"));
+///   smp::init(smp::Config().partitions(2).microbatches(4).ddp(true));
+/// \endcode
+class Config {
+ public:
+  Config();
+
+  /// Reads a JSON file: the parameters themselves, or the estimator's `distribution`
+  /// ({"smdistributed": {"modelparallel": {"enabled": true, "parameters": {...}}}, "mpi": {...}}).
+  /// Throws `ConfigError` when the file cannot be read, is not such JSON, or repeats a key.
+  static Config from_file(const std::string& path);
+
+  /// As `from_file`, from JSON text; errors call it `source_name`.
+  static Config from_json(const std::string& text, const std::string& source_name);
+
+  /// This configuration with the values of the environment variable `SM_HP_MP_PARAMETERS` (JSON)
+  /// on top. Throws `ConfigError` when that is not JSON of the accepted form.
+  Config merged_with_environment() const;
+
+  /// Sets any parameter by name, as the program's value; unknown names are for `validate()`.
+  Config& set(const std::string& name, ConfigValue value);
+
+  /// The value in effect of any parameter, by name or alias; unset when it has none. Throws
+  /// `ConfigError` when the name is unknown, or the value has a wrong type or range.
+  ConfigValue get(const std::string& name) const;
+
+  /// Whether the parameter was set by any source.
+  bool is_set(const std::string& name) const;
+
+  /// Where the value in effect comes from: "default", "program", the name of the file, or
+  /// "SM_HP_MP_PARAMETERS".
+  std::string source(const std::string& name) const;
+
+  /// All mistakes, one text each with source and JSON path; empty when there are none.
+  std::vector<std::string> problems() const;
+
+  /// Throws `ConfigError` with all mistakes, one per line: unknown names, wrong types and ranges,
+  /// parameters that contradict each other, and features that this version does not have.
+  void validate() const;
+
+  /// One line for each value that is not in effect because a stronger source says another.
+  /// This and the next three throw `ConfigError` when a value has a wrong type or range.
+  std::vector<std::string> overridden() const;
+
+  /// The parameters in effect as one JSON object on one line, keys sorted. `from_json` takes it.
+  std::string to_json() const;
+
+  /// The parameters in effect, one per line with the source of each and what it overrides.
+  std::string to_string() const;
+
+  /// The xxHash-64 of `to_json()`: equal on two ranks when the same parameters are in effect.
+  uint64_t fingerprint() const;
+
+  // A setter for each parameter, which sets the program's value and returns the configuration for
+  // chaining, and a getter for the value in effect, which throws as `get` does.
+  //
+  // Generated from core/schema_table.cc, to the end of the list: bazel run //tools:config_files
+
+  /// The number of pipeline partitions: each is run by one rank of a replica. The number of ranks
+  /// must be a multiple of it. The launcher requires it. An integer from 1 to 1000000. Default: 1.
+  Config& partitions(int64_t value) { return set("partitions", value); }
+  int64_t partitions() const { return std::get<int64_t>(get("partitions")); }
+  /// The same parameter by its other name.
+  Config& pipeline_parallel_degree(int64_t value) { return set("pipeline_parallel_degree", value); }
+  int64_t pipeline_parallel_degree() const {
+    return std::get<int64_t>(get("pipeline_parallel_degree"));
+  }
+
+  /// Into how many microbatches a step splits its batch. The batch dimension must be divisible by
+  /// it. With 1 there is no pipelining. An integer from 1 to 1000000. Default: 1.
+  Config& microbatches(int64_t value) { return set("microbatches", value); }
+  int64_t microbatches() const { return std::get<int64_t>(get("microbatches")); }
+
+  /// What `pipeline` can be.
+  enum class Pipeline {
+    kSimple,
+    kInterleaved,
+    k1f1b,
+    kEager1f1b,
+    kInterleaved1f1b,
+    kBreadthFirst,
+    kZbH1,
+    kZbH2,
+    kZbv,
+    kDualpipeV,
+    kList,
+    kAuto,
+    kFile
+  };
+  /// The schedule (docs/schedules.md). `simple` runs all forwards before the first backward;
+  /// `interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, `zb_h1`
+  /// and `zb_h2` keep fewer microbatches or fill idle time with split backwards;
+  /// `interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several stages
+  /// (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts the step with
+  /// each and takes the shortest, measures in the first steps, and takes another one if that is
+  /// better by what was measured; `file` loads it from `schedule_file`. All give the same numbers,
+  /// bit for bit. A step function without `backward` gets a forward-only schedule by itself.
+  /// Default: "interleaved".
+  Config& pipeline(Pipeline value) { return choose("pipeline", static_cast<size_t>(value)); }
+  Config& pipeline(std::string value) { return set("pipeline", std::move(value)); }
+  std::string pipeline() const { return std::get<std::string>(get("pipeline")); }
+
+  /// How many stages each rank has, for schedules that visit a rank several times:
+  /// `interleaved_1f1b`, `breadth_first` and, with two, `zbv` and `dualpipe_v`; any other schedule
+  /// may have them too. More stages shorten the time in which ranks wait for the first microbatch,
+  /// and send more. 0 means two for these four and one for the others. An integer from 0 to 1000.
+  /// Default: 0.
+  Config& virtual_stages(int64_t value) { return set("virtual_stages", value); }
+  int64_t virtual_stages() const { return std::get<int64_t>(get("virtual_stages")); }
+
+  /// The schedule of `"pipeline": "file"`: CSV, JSON or the text that is printed (see
+  /// docs/schedules.md). Unset by default.
+  Config& schedule_file(std::string value) { return set("schedule_file", std::move(value)); }
+  std::optional<std::string> schedule_file() const {
+    return get_if_set<std::string>("schedule_file");
+  }
+
+  /// An HTML page: world rank 0 writes there what each rank did when in three training steps (the
+  /// third to the fifth of the first step function that trains), and beside it, with the ending
+  /// .json, a trace for Perfetto (see docs/timeline.md). Unset by default.
+  Config& timeline(std::string value) { return set("timeline", std::move(value)); }
+  std::optional<std::string> timeline() const { return get_if_set<std::string>("timeline"); }
+
+  /// How many microbatches may be in flight at once on a rank. Fewer need less memory. An integer
+  /// from 1 to 1000000. Default: partitions + 2.
+  Config& active_microbatches(int64_t value) { return set("active_microbatches", value); }
+  int64_t active_microbatches() const { return std::get<int64_t>(get("active_microbatches")); }
+
+  /// In SMP 1.x: serve requests in the same order on all data-parallel ranks. Here every schedule
+  /// is a fixed program, so both values mean the same. Default: false.
+  Config& deterministic_server(bool value) { return set("deterministic_server", value); }
+  bool deterministic_server() const { return std::get<bool>(get("deterministic_server")); }
+
+  /// Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch (checked), or
+  /// only the `first` does and the others pass dummies of the right shape. Default: "all".
+  Config& input_source(std::string value) { return set("input_source", std::move(value)); }
+  std::string input_source() const { return std::get<std::string>(get("input_source")); }
+
+  /// What `numerics` can be.
+  enum class Numerics { kExact, kFast };
+  /// `exact`: losses, gradients and weights equal those of a single process bit for bit. `fast`
+  /// allows other rounding, and other random numbers for a sample, never other mathematics: where
+  /// the samples of a batch are independent, several microbatches may run as one (see
+  /// docs/schedules.md). Default: "exact".
+  Config& numerics(Numerics value) { return choose("numerics", static_cast<size_t>(value)); }
+  Config& numerics(std::string value) { return set("numerics", std::move(value)); }
+  std::string numerics() const { return std::get<std::string>(get("numerics")); }
+
+  /// Add the gradients of weights of linear layers to the gradient buffer inside the matrix
+  /// product, instead of making each and adding it: saves memory and a pass over it, and rounds
+  /// differently (see docs/architecture.md, Numerics). Default: false.
+  Config& gradient_accumulation_fusion(bool value) {
+    return set("gradient_accumulation_fusion", value);
+  }
+  bool gradient_accumulation_fusion() const {
+    return std::get<bool>(get("gradient_accumulation_fusion"));
+  }
+
+  /// What `guard` can be.
+  enum class Guard { kEveryStep, kFirstStep };
+  /// In which steps a step function runs again, on tensors without data, to see whether it still
+  /// does what was captured: in `every_step`, in the `first_step` only, or in every N-th. In a step
+  /// without guard the operators and numbers of the last guarded one are replayed: side effects of
+  /// the function, numbers that it changed (a loss weight) and `train()` or `eval()` are not seen,
+  /// and what it returns besides tensors is what the last guarded step returned. Inputs of other
+  /// shapes, and arguments with `smp_slice`, are guarded always. Default: "every_step".
+  Config& guard(Guard value) { return choose("guard", static_cast<size_t>(value)); }
+  Config& guard(std::string value) { return set("guard", std::move(value)); }
+  Config& guard(int64_t value) { return set("guard", value); }
+  std::string guard() const { return std::get<std::string>(get("guard")); }
+
+  /// Into how many shards the microbatches of a step are grouped when gradients are summed; this
+  /// fixes the order of the sum, and so the bits of the result, whatever the number of ranks. 0
+  /// means the number of replicas. An integer from 0 to 1000000. Default: 0.
+  Config& gradient_shards(int64_t value) { return set("gradient_shards", value); }
+  int64_t gradient_shards() const { return std::get<int64_t>(get("gradient_shards")); }
+
+  /// The seed of the random operators inside steps. -1 draws it from the default generator of world
+  /// rank 0 at the first step, so that `torch::manual_seed` decides. An integer >= -1. Default: -1.
+  Config& seed(int64_t value) { return set("seed", value); }
+  int64_t seed() const { return std::get<int64_t>(get("seed")); }
+
+  /// Let the partitioner assign operators to partitions; partition scopes are kept. `false` leaves
+  /// it to partition scopes in the program and to `default_partition`. Default: true.
+  Config& auto_partition(bool value) { return set("auto_partition", value); }
+  bool auto_partition() const { return std::get<bool>(get("auto_partition")); }
+
+  /// The partition of what is outside every partition scope. Required when `auto_partition` is
+  /// false; must be less than `partitions`. An integer from 0 to 1000000. Default: 0.
+  Config& default_partition(int64_t value) { return set("default_partition", value); }
+  int64_t default_partition() const { return std::get<int64_t>(get("default_partition")); }
+
+  /// What `optimize` can be.
+  enum class Optimize { kMemory, kSpeed };
+  /// What to favour. It selects the default of `memory_weight`; and what tensor-parallel ranks hold
+  /// of activations between divided layers: with `memory` each has its part of the samples or
+  /// positions, with `speed` all of them, for less communication (see docs/tensor_parallelism.md).
+  /// Transformers of `smp::nn` have an option of their own, which wins. Default: "memory".
+  Config& optimize(Optimize value) { return choose("optimize", static_cast<size_t>(value)); }
+  Config& optimize(std::string value) { return set("optimize", std::move(value)); }
+  std::string optimize() const { return std::get<std::string>(get("optimize")); }
+
+  /// How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 compute time
+  /// only. A number from 0 to 1. Default: 0.2 if `optimize` is `speed`, else 0.8.
+  Config& memory_weight(double value) { return set("memory_weight", value); }
+  double memory_weight() const { return std::get<double>(get("memory_weight")); }
+
+  /// How many MiB a rank may use for its parameters, gradients, optimizer state and the activations
+  /// of the microbatches in flight, by the partitioner's reckoning. If no partition keeps it, the
+  /// error says which limit would do. 0: no limit. A number from 0 to 1000000000. Default: 0.0.
+  Config& memory_limit_mb(double value) { return set("memory_limit_mb", value); }
+  double memory_limit_mb() const { return std::get<double>(get("memory_limit_mb")); }
+
+  /// Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: 2 for
+  /// Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` divided by the
+  /// number of replicas. A number from 0 to 1000. Default: 2.0.
+  Config& optimizer_state_factor(double value) { return set("optimizer_state_factor", value); }
+  double optimizer_state_factor() const { return std::get<double>(get("optimizer_state_factor")); }
+
+  /// Load the partition of the first step from `partition_file` instead of computing it. Default:
+  /// false.
+  Config& load_partition(bool value) { return set("load_partition", value); }
+  bool load_partition() const { return std::get<bool>(get("load_partition")); }
+
+  /// A JSON file. World rank 0 saves the partition of the first step there, and `load_partition`
+  /// reads it. Without `load_partition` a partition that is there already is kept as long as no
+  /// other is clearly better (5 %). Unset by default.
+  Config& partition_file(std::string value) { return set("partition_file", std::move(value)); }
+  std::optional<std::string> partition_file() const {
+    return get_if_set<std::string>("partition_file");
+  }
+
+  /// The file to which world rank 0 writes the graph of the first step, with its costs, for
+  /// `tools/smp_plan`. Unset by default.
+  Config& graph_file(std::string value) { return set("graph_file", std::move(value)); }
+  std::optional<std::string> graph_file() const { return get_if_set<std::string>("graph_file"); }
+
+  /// Measure in the first step how long each operator takes, forward and backward: the least of up
+  /// to three runs, within about two seconds more. `false` estimates the times from the bytes that
+  /// operators move. (In SMP 1.x the default is `false`.) Default: true.
+  Config& trace_execution_times(bool value) { return set("trace_execution_times", value); }
+  bool trace_execution_times() const { return std::get<bool>(get("trace_execution_times")); }
+
+  /// Measure in the first step what is kept from forward to backward. `false` takes it to be what
+  /// operators return. Default: false.
+  Config& trace_memory_usage(bool value) { return set("trace_memory_usage", value); }
+  bool trace_memory_usage() const { return std::get<bool>(get("trace_memory_usage")); }
+
+  /// Run nothing to measure the model: estimate times and memory from shapes. Default: false.
+  Config& skip_tracing(bool value) { return set("skip_tracing", value); }
+  bool skip_tracing() const { return std::get<bool>(get("skip_tracing")); }
+
+  /// Models constructed under `smp::model_creation` get their parameters only where they are
+  /// needed, after the partition. Default: true.
+  Config& delayed_parameter_initialization(bool value) {
+    return set("delayed_parameter_initialization", value);
+  }
+  bool delayed_parameter_initialization() const {
+    return std::get<bool>(get("delayed_parameter_initialization"));
+  }
+
+  /// What `placement_strategy` can be.
+  enum class PlacementStrategy { kCluster, kSpread, kDPT, kDTP, kPDT, kPTD, kTDP, kTPD };
+  /// How ranks are placed. The letters are the digits of a rank in mixed radix: D replica, P
+  /// partition, T tensor-parallel rank; the right-most letter varies fastest. `cluster` is `DPT`:
+  /// the partitions of a replica are neighbours. `spread` is `TPD`: the replicas are. Default:
+  /// "cluster".
+  Config& placement_strategy(PlacementStrategy value) {
+    return choose("placement_strategy", static_cast<size_t>(value));
+  }
+  Config& placement_strategy(std::string value) {
+    return set("placement_strategy", std::move(value));
+  }
+  std::string placement_strategy() const {
+    return std::get<std::string>(get("placement_strategy"));
+  }
+
+  /// Hybrid of pipeline and data parallelism: more ranks than `partitions` train several replicas,
+  /// whose gradients are averaged. Default: false.
+  Config& ddp(bool value) { return set("ddp", value); }
+  bool ddp() const { return std::get<bool>(get("ddp")); }
+
+  /// The TCP port on which replicas meet when MPI does not start them. An integer from 0 to 65535.
+  /// Unset by default.
+  Config& ddp_port(int64_t value) { return set("ddp_port", value); }
+  std::optional<int64_t> ddp_port() const { return get_if_set<int64_t>("ddp_port"); }
+
+  /// The transport of data parallelism. Default: "auto".
+  Config& ddp_dist_backend(std::string value) { return set("ddp_dist_backend", std::move(value)); }
+  std::string ddp_dist_backend() const { return std::get<std::string>(get("ddp_dist_backend")); }
+
+  /// The size in MiB of the buckets in which gradients are reduced over replicas. A number > 0 and
+  /// <= 1000000000. Default: 25.0.
+  Config& bucket_cap_mb(double value) { return set("bucket_cap_mb", value); }
+  double bucket_cap_mb() const { return std::get<double>(get("bucket_cap_mb")); }
+
+  /// Let the C library of a rank keep what a step frees for the next one, instead of giving it back
+  /// to the system and asking for it again, page by page. No effect with another allocator, or
+  /// where the environment tunes it (`MALLOC_...`). Default: true.
+  Config& keep_freed_memory(bool value) { return set("keep_freed_memory", value); }
+  bool keep_freed_memory() const { return std::get<bool>(get("keep_freed_memory")); }
+
+  /// After how many seconds a blocking wait for another rank is an error. A number > 0 and <=
+  /// 1000000000. Default: 300.0.
+  Config& timeout_seconds(double value) { return set("timeout_seconds", value); }
+  double timeout_seconds() const { return std::get<double>(get("timeout_seconds")); }
+
+  /// Compare the calls of all ranks before every collective, so that ranks that call different ones
+  /// get an error that says which rank called what, instead of a wait that never ends (see
+  /// docs/collectives.md). Ranks of one host always do; between hosts it costs messages. The
+  /// environment variable `SMP_COMM_CHECK=1` does the same. Default: false.
+  Config& check_collectives(bool value) { return set("check_collectives", value); }
+  bool check_collectives() const { return std::get<bool>(get("check_collectives")); }
+
+  /// What `activation_checkpointing` can be.
+  enum class ActivationCheckpointing { kModules, kAuto };
+  /// What runs again in the backward pass instead of being kept for it (see
+  /// docs/activation_memory.md): the `modules` for which the program calls
+  /// `smp::set_activation_checkpointing`, or these and what `auto` adds, so that no rank is
+  /// predicted to need more than `memory_limit_mb`. Default: "modules".
+  Config& activation_checkpointing(ActivationCheckpointing value) {
+    return choose("activation_checkpointing", static_cast<size_t>(value));
+  }
+  Config& activation_checkpointing(std::string value) {
+    return set("activation_checkpointing", std::move(value));
+  }
+  std::string activation_checkpointing() const {
+    return std::get<std::string>(get("activation_checkpointing"));
+  }
+
+  /// Move what checkpointed modules keep for the backward pass out of the way: from a device to the
+  /// host's memory, and from the host to a file in `offload_directory`. No effect without
+  /// activation checkpointing. Default: false.
+  Config& offload_activations(bool value) { return set("offload_activations", value); }
+  bool offload_activations() const { return std::get<bool>(get("offload_activations")); }
+
+  /// How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its offloaded
+  /// activations are fetched back. What is needed within as many is not offloaded. An integer from
+  /// 1 to 1000000. Default: 4.
+  Config& activation_loading_horizon(int64_t value) {
+    return set("activation_loading_horizon", value);
+  }
+  int64_t activation_loading_horizon() const {
+    return std::get<int64_t>(get("activation_loading_horizon"));
+  }
+
+  /// A directory on a local disk for offloaded activations. The files there have no names, so
+  /// nothing stays behind. Unset by default.
+  Config& offload_directory(std::string value) {
+    return set("offload_directory", std::move(value));
+  }
+  std::optional<std::string> offload_directory() const {
+    return get_if_set<std::string>("offload_directory");
+  }
+
+  /// Divide the optimizer's state and its work over the replicas instead of repeating them (see
+  /// docs/sharding.md). Needs `ddp`; no effect with one replica. Default: false.
+  Config& shard_optimizer_state(bool value) { return set("shard_optimizer_state", value); }
+  bool shard_optimizer_state() const { return std::get<bool>(get("shard_optimizer_state")); }
+
+  /// Give models parameters of float16, and optimizers master weights of float32 (see
+  /// docs/precision.md). Steps whose gradients are not finite are skipped. Not together with
+  /// `bf16`. Default: false.
+  Config& fp16(bool value) { return set("fp16", value); }
+  bool fp16() const { return std::get<bool>(get("fp16")); }
+
+  /// Give models parameters of bfloat16, and optimizers master weights of float32 (see
+  /// docs/precision.md). Not together with `fp16`. (In SMP 1.x it needs
+  /// `sharded_data_parallel_degree` > 1.) Default: false.
+  Config& bf16(bool value) { return set("bf16", value); }
+  bool bf16() const { return std::get<bool>(get("bf16")); }
+
+  /// Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than 1 needs
+  /// `ddp`, and neither `shard_optimizer_state` nor `partition_file` nor `graph_file`. An integer
+  /// from 1 to 1000000. Default: 1.
+  Config& tensor_parallel_degree(int64_t value) { return set("tensor_parallel_degree", value); }
+  int64_t tensor_parallel_degree() const {
+    return std::get<int64_t>(get("tensor_parallel_degree"));
+  }
+
+  /// The ranks of a tensor-parallel group are given one batch, shared out by `smp::rdp_rank()`,
+  /// instead of one each, by `smp::dp_rank()`. Default: false.
+  Config& prescaled_batch(bool value) { return set("prescaled_batch", value); }
+  bool prescaled_batch() const { return std::get<bool>(get("prescaled_batch")); }
+
+  /// What `tensor_parallelism` can be.
+  enum class TensorParallelism { kAuto, kMarked };
+  /// Which modules of the program may be divided by rewriting what was captured: the `marked` ones,
+  /// made under `smp::tensor_parallelism` or given to `smp::set_tensor_parallelism`, or, with
+  /// `auto`, all if none is marked and none is a distributed module of `smp::nn`. Default: "auto".
+  Config& tensor_parallelism(TensorParallelism value) {
+    return choose("tensor_parallelism", static_cast<size_t>(value));
+  }
+  Config& tensor_parallelism(std::string value) {
+    return set("tensor_parallelism", std::move(value));
+  }
+  std::string tensor_parallelism() const {
+    return std::get<std::string>(get("tensor_parallelism"));
+  }
+
+  /// A marked module with parameters that cannot be divided is an error; otherwise the report says
+  /// so. Default: false.
+  Config& strict_tensor_parallelism(bool value) { return set("strict_tensor_parallelism", value); }
+  bool strict_tensor_parallelism() const {
+    return std::get<bool>(get("strict_tensor_parallelism"));
+  }
+
+  /// Over how many replicas parameters, gradients and optimizer state are sharded (see
+  /// docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 needs
+  /// `partitions` of 1, and neither `shard_optimizer_state` nor `gradient_accumulation_fusion`. An
+  /// integer from 1 to 1000000. Default: 1.
+  Config& sharded_data_parallel_degree(int64_t value) {
+    return set("sharded_data_parallel_degree", value);
+  }
+  int64_t sharded_data_parallel_degree() const {
+    return std::get<int64_t>(get("sharded_data_parallel_degree"));
+  }
+
+  /// The size of sharded gradient buckets, in elements. An integer from 1 to 1000000000000000.
+  /// Default: 500000000.
+  Config& sdp_reduce_bucket_size(int64_t value) { return set("sdp_reduce_bucket_size", value); }
+  int64_t sdp_reduce_bucket_size() const {
+    return std::get<int64_t>(get("sdp_reduce_bucket_size"));
+  }
+
+  /// Parameters with fewer elements than this stay on every rank. An integer from 0 to
+  /// 1000000000000000. Default: 1000000.
+  Config& sdp_param_persistence_threshold(int64_t value) {
+    return set("sdp_param_persistence_threshold", value);
+  }
+  int64_t sdp_param_persistence_threshold() const {
+    return std::get<int64_t>(get("sdp_param_persistence_threshold"));
+  }
+
+  /// While this many elements of sharded parameters are gathered, no more are gathered ahead. An
+  /// integer from 1 to 1000000000000000. Default: 1000000000.
+  Config& sdp_max_live_parameters(int64_t value) { return set("sdp_max_live_parameters", value); }
+  int64_t sdp_max_live_parameters() const {
+    return std::get<int64_t>(get("sdp_max_live_parameters"));
+  }
+
+  /// Gather parameters within and across hosts apart. Accepted for SMP's configurations and without
+  /// effect: collectives find their way by themselves (see docs/collectives.md). Default: true.
+  Config& sdp_hierarchical_allgather(bool value) {
+    return set("sdp_hierarchical_allgather", value);
+  }
+  bool sdp_hierarchical_allgather() const {
+    return std::get<bool>(get("sdp_hierarchical_allgather"));
+  }
+
+  /// With sharded data parallelism, the L2 norm over all parameters to which `optimizer.step()`
+  /// clips gradients. Always on; a large number switches it off. A number > 0. Default: 1.0.
+  Config& sdp_gradient_clipping(double value) { return set("sdp_gradient_clipping", value); }
+  double sdp_gradient_clipping() const { return std::get<double>(get("sdp_gradient_clipping")); }
+
+  // End of the generated list.
+
+ private:
+  friend struct core::Distribution;
+
+  explicit Config(std::shared_ptr<const core::Settings> settings);
+
+  /// Sets a parameter to the `index`-th of the strings that it takes.
+  Config& choose(const char* name, size_t index);
+
+  template <class T>
+  std::optional<T> get_if_set(const char* name) const {
+    if (!is_set(name)) return std::nullopt;
+    return std::get<T>(get(name));
+  }
+
+  std::shared_ptr<const core::Settings> settings_;  // shared by copies; `set` makes another
+};
+
+/// Prints `config.to_string()`.
+std::ostream& operator<<(std::ostream& out, const Config& config);
+
+}  // namespace smp

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <string>
+
+namespace smp::tools {
+
+/// The text of smp/config.h with its generated list as the schema says: `header` is the file as it
+/// is, of which everything outside the list is kept.
+std::string config_header(const std::string& header);
+
+}  // namespace smp::tools
