@@ -31,7 +31,7 @@ struct Label {
 };
 
 /// What a stage of pieces [start, end) takes, whichever it is.
-struct Segment {
+struct StageTotals {
   int64_t time = 0;
   int64_t kept = 0;
   int64_t fixed = 0;
@@ -92,12 +92,12 @@ class Splitter {
     for (int stage = 0; stage < stages_; ++stage) {
       const int start = stage == 0 ? 0 : cuts[stage - 1];
       const int end = stage + 1 == stages_ ? pieces_ : cuts[stage];
-      begin_segment();
+      begin_stage();
       for (int piece = start; piece < end; ++piece) add_piece(start, piece);
-      total.foreign += foreign(segment_, stage);
-      total.sum += segment_.time + (end > start ? penalty(start) : 0);
-      total.peak = std::max(total.peak, segment_.time * visits_[stage]);
-      total.memory = std::max(total.memory, memory(segment_, stage));
+      total.foreign += foreign(stage_totals_, stage);
+      total.sum += stage_totals_.time + (end > start ? penalty(start) : 0);
+      total.peak = std::max(total.peak, stage_totals_.time * visits_[stage]);
+      total.memory = std::max(total.memory, memory(stage_totals_, stage));
     }
     return total;
   }
@@ -108,53 +108,53 @@ class Splitter {
   int64_t step(const SplitScore& score) const { return score.step(problem_.microbatches); }
   int64_t penalty(int start) const { return start > 0 ? problem_.penalty[start] : 0; }
 
-  int64_t foreign(const Segment& segment, int stage) const {
-    return segment.owned - segment.by_owner[problem_.rank_of_stage[stage]];
+  int64_t foreign(const StageTotals& totals, int stage) const {
+    return totals.owned - totals.by_owner[problem_.rank_of_stage[stage]];
   }
 
-  int64_t memory(const Segment& segment, int stage) const {
-    return segment.fixed + problem_.in_flight[stage] * segment.kept;
+  int64_t memory(const StageTotals& totals, int stage) const {
+    return totals.fixed + problem_.in_flight[stage] * totals.kept;
   }
 
-  // ---- Segments ----
+  // ---- Stages ----
 
-  void begin_segment() { segment_ = empty_; }
+  void begin_stage() { stage_totals_ = empty_; }
 
-  /// Extends the segment that starts at `start` by its next piece.
+  /// Extends the stage that starts at `start` by its next piece.
   void add_piece(int start, int piece) {
-    segment_.time += problem_.cost[piece] + leaving_[piece];
-    segment_.kept += problem_.kept[piece];
-    segment_.fixed += problem_.fixed[piece];
+    stage_totals_.time += problem_.cost[piece] + leaving_[piece];
+    stage_totals_.kept += problem_.kept[piece];
+    stage_totals_.fixed += problem_.fixed[piece];
     for (int u = first_use_[piece]; u < first_use_[piece + 1]; ++u) {
       const PieceUse& use = problem_.uses[u];
       if (use.previous >= start) {
-        segment_.time -= use.cost;  // it does not leave after all
+        stage_totals_.time -= use.cost;  // it does not leave after all
         continue;
       }
-      segment_.time += use.cost;
-      segment_.kept += use.kept;
-      segment_.fixed += use.fixed;
+      stage_totals_.time += use.cost;
+      stage_totals_.kept += use.kept;
+      stage_totals_.fixed += use.fixed;
       if (use.owner < 0) continue;
-      segment_.owned += use.foreign;
-      segment_.by_owner[use.owner] += use.foreign;
+      stage_totals_.owned += use.foreign;
+      stage_totals_.by_owner[use.owner] += use.foreign;
     }
   }
 
-  /// Calls `visit(end, segment)` for the stages of one piece or more that start at `start`, by
+  /// Calls `visit(end, totals)` for the stages of one piece or more that start at `start`, by
   /// ascending end, until it returns false.
   template <class Visitor>
-  void for_each_segment(int start, const Visitor& visit) {
-    begin_segment();
+  void for_each_stage_from(int start, const Visitor& visit) {
+    begin_stage();
     const int last = reach(start, limit_);
     for (int piece = start; piece < last; ++piece) {
       add_piece(start, piece);
-      if (!visit(piece + 1, segment_)) return;
+      if (!visit(piece + 1, stage_totals_)) return;
     }
   }
 
-  bool fits(const Segment& segment, int stage) const {
-    return segment.time <= limit_of_stage_[stage] && memory(segment, stage) <= memory_limit_ &&
-           foreign(segment, stage) <= foreign_limit_;
+  bool fits(const StageTotals& totals, int stage) const {
+    return totals.time <= limit_of_stage_[stage] && memory(totals, stage) <= memory_limit_ &&
+           foreign(totals, stage) <= foreign_limit_;
   }
 
   // ---- Where stages can start, by the cost of pieces alone ----
@@ -213,37 +213,38 @@ class Splitter {
     return labels_[static_cast<size_t>(start) * (stages_ + 1) + stage];
   }
 
-  /// The label of stage `stage` being a segment from `start` to `end`, then the best later stages.
+  /// The label of stage `stage` having the pieces from `start` to `end`, then the best later
+  /// stages.
   template <Goal goal>
-  Label extend(int stage, int start, int end, const Segment& segment) {
+  Label extend(int stage, int start, int end, const StageTotals& totals) {
     const Label& rest = label(stage + 1, end);
-    if (rest.foreign >= kInfinite || !fits(segment, stage)) return Label();
-    const int64_t bytes = foreign(segment, stage) + rest.foreign;
-    if (goal == Goal::kMemory) return {bytes, std::max(memory(segment, stage), rest.goal)};
+    if (rest.foreign >= kInfinite || !fits(totals, stage)) return Label();
+    const int64_t bytes = foreign(totals, stage) + rest.foreign;
+    if (goal == Goal::kMemory) return {bytes, std::max(memory(totals, stage), rest.goal)};
     if (goal == Goal::kForeign) return {bytes, 0};
-    return {bytes, segment.time + (end > start ? penalty(start) : 0) + rest.goal};
+    return {bytes, totals.time + (end > start ? penalty(start) : 0) + rest.goal};
   }
 
-  /// Improves the labels of stages `lowest` to `highest` at `start` by a segment to `end`.
+  /// Improves the labels of stages `lowest` to `highest` at `start` by a stage to `end`.
   template <Goal goal>
-  void improve(int lowest, int highest, int start, int end, const Segment& segment) {
-    if (goal == Goal::kSum && !has_owned_) return improve_sum(lowest, highest, start, end, segment);
+  void improve(int lowest, int highest, int start, int end, const StageTotals& totals) {
+    if (goal == Goal::kSum && !has_owned_) return improve_sum(lowest, highest, start, end, totals);
     // Descending: before an empty stage gets its label, the next one needs its own.
     for (int stage = highest; stage >= lowest; --stage) {
-      const Label candidate = extend<goal>(stage, start, end, segment);
+      const Label candidate = extend<goal>(stage, start, end, totals);
       Label& best = label(stage, start);
       if (candidate < best) best = candidate;
     }
   }
 
   /// The same for `Goal::kSum` without owned tensors: where nearly all the time goes.
-  void improve_sum(int lowest, int highest, int start, int end, const Segment& segment) {
-    if (segment.time > limit_ || segment.fixed > memory_limit_) return;
+  void improve_sum(int lowest, int highest, int start, int end, const StageTotals& totals) {
+    if (totals.time > limit_ || totals.fixed > memory_limit_) return;
     const int64_t in_flight =
-        segment.kept > 0 ? (memory_limit_ - segment.fixed) / segment.kept : kInfinite;
-    const int64_t sum = segment.time + (end > start ? penalty(start) : 0);
+        totals.kept > 0 ? (memory_limit_ - totals.fixed) / totals.kept : kInfinite;
+    const int64_t sum = totals.time + (end > start ? penalty(start) : 0);
     for (int stage = highest; stage >= lowest; --stage) {
-      if (segment.time > limit_of_stage_[stage] || problem_.in_flight[stage] > in_flight) continue;
+      if (totals.time > limit_of_stage_[stage] || problem_.in_flight[stage] > in_flight) continue;
       const int64_t candidate = sum + label(stage + 1, end).goal;
       Label& best = label(stage, start);
       if (candidate < best.goal) best = {0, candidate};
@@ -259,12 +260,12 @@ class Splitter {
     for (int position = 0; position <= pieces_; ++position) stages.push_back(stages_at(position));
     for (int start = pieces_; start >= 0; --start) {
       const int last = std::min(stages[start].last, stages_ - 1);
-      const auto visit = [&](int end, const Segment& segment) {
+      const auto visit = [&](int end, const StageTotals& totals) {
         improve<goal>(std::max(stages[start].first, stages[end].first - 1),
-                      std::min(last, stages[end].last - 1), start, end, segment);
+                      std::min(last, stages[end].last - 1), start, end, totals);
         return stages[end].first - 1 <= last;
       };
-      for_each_segment(start, visit);
+      for_each_stage_from(start, visit);
       if (problem_.allow_empty) visit(start, empty_);
     }
   }
@@ -277,12 +278,12 @@ class Splitter {
     for (int stage = 0; stage + 1 < stages_; ++stage) {
       const Label best = label(stage, start);
       const int from = start;
-      const auto missed = [&](int end, const Segment& segment) {
-        if (!(extend<goal>(stage, from, end, segment) == best)) return true;
+      const auto missed = [&](int end, const StageTotals& totals) {
+        if (!(extend<goal>(stage, from, end, totals) == best)) return true;
         start = end;
         return false;
       };
-      if (!problem_.allow_empty || missed(start, empty_)) for_each_segment(start, missed);
+      if (!problem_.allow_empty || missed(start, empty_)) for_each_stage_from(start, missed);
       cuts.push_back(start);
     }
     return cuts;
@@ -402,8 +403,8 @@ class Splitter {
   int64_t foreign_limit_ = kInfinite - 1;
   std::vector<Range> ranges_;
   std::vector<Label> labels_;
-  Segment segment_;
-  Segment empty_;
+  StageTotals stage_totals_;
+  StageTotals empty_;
   std::optional<Solution> best_;
 };
 
