@@ -55,7 +55,7 @@ bool fits(const std::vector<Action>& actions, int rank, const ScheduleOptions& o
   return peak_memory(actions, options.costs()) <= limit_of(options, rank) * (1 + kRounding);
 }
 
-bool fits(const Order& order, const ScheduleOptions& options) {
+bool fits(const ActionOrder& order, const ScheduleOptions& options) {
   for (int rank = 0; rank < options.ranks(); ++rank) {
     if (!fits(order[static_cast<size_t>(rank)], rank, options)) return false;
   }
@@ -116,7 +116,7 @@ class Dispatcher {
     }
   }
 
-  Order run() && {
+  ActionOrder run() && {
     for (int rank = 0; rank < flow_.ranks(); ++rank) choose(rank);
     for (;;) {
       const auto earliest =
@@ -343,7 +343,7 @@ class Dispatcher {
   std::vector<int> in_flight_limit_;   // by rank
   std::vector<Candidate> next_;        // by rank
   std::vector<Candidate> candidates_;  // of the rank that chooses
-  Order order_;
+  ActionOrder order_;
 };
 
 // --- improving an order -----------------------------------------------------------------------
@@ -403,9 +403,9 @@ double least_makespan(const StageFlow& flow, bool split) {
   return least;
 }
 
-/// Orders and what they take.
-struct Solution {
-  Order order;
+/// An order and what it takes.
+struct TimedOrder {
+  ActionOrder order;
   double makespan = kInfinity;
 };
 
@@ -420,11 +420,11 @@ class Search {
         budget_(budget),
         least_(least_makespan(flow, split)) {}
 
-  const Solution& best() const { return best_; }
+  const TimedOrder& best() const { return best_; }
   bool is_done() const { return spent_ >= budget_ || !clearly_less(least_, best_.makespan); }
 
   /// Takes the order if it fits and is better than the best so far.
-  void offer(Order order) {
+  void offer(ActionOrder order) {
     if (!fits(order, options_)) return;
     const double makespan = time(order);
     if (best_.order.empty() || clearly_less(makespan, best_.makespan)) {
@@ -442,7 +442,7 @@ class Search {
   /// Tabu search from the best order: exchanges the neighbours on a critical path that make the
   /// step shortest, even if it gets longer, but not those exchanged shortly before.
   void improve() {
-    Solution current = best_;
+    TimedOrder current = best_;
     std::vector<Exchange> tabu;
     while (!is_done()) {
       timer_.time(current.order);
@@ -489,12 +489,12 @@ class Search {
     double makespan;
   };
 
-  double time(const Order& order) {
+  double time(const ActionOrder& order) {
     for (const auto& actions : order) spent_ += actions.size();
     return timer_.time(order);
   }
 
-  std::optional<Move> best_exchange(Solution& current, const std::vector<Exchange>& tabu) {
+  std::optional<Move> best_exchange(TimedOrder& current, const std::vector<Exchange>& tabu) {
     std::optional<Move> best;
     for (const auto& at : timer_.critical_neighbours(current.order)) {
       auto& actions = current.order[static_cast<size_t>(at.rank)];
@@ -535,18 +535,18 @@ class Search {
   const size_t budget_;
   const double least_;
   size_t spent_ = 0;
-  Solution best_;
+  TimedOrder best_;
 };
 
-Order order_of(const Schedule& schedule) {
-  Order order;
+ActionOrder order_of(const Schedule& schedule) {
+  ActionOrder order;
   for (int rank = 0; rank < schedule.ranks(); ++rank) order.push_back(schedule.actions(rank));
   return order;
 }
 
 /// The same with every backward split.
-Order split(const Order& order) {
-  Order result(order.size());
+ActionOrder split(const ActionOrder& order) {
+  ActionOrder result(order.size());
   for (size_t rank = 0; rank < order.size(); ++rank) {
     for (const auto& action : order[rank]) {
       if (action.kind == Kind::kBackward) {
@@ -592,8 +592,8 @@ std::vector<Rule> rules(const ScheduleOptions& options) {
   return result;
 }
 
-Solution search_orders(const StageFlow& flow, const ScheduleOptions& options,
-                       bool split_backwards) {
+TimedOrder search_orders(const StageFlow& flow, const ScheduleOptions& options,
+                         bool split_backwards) {
   Search search(flow, options, split_backwards, kBudget);
   offer_other_schedules(options, split_backwards, search);
   for (const auto& rule : rules(options)) {

@@ -93,7 +93,7 @@ double StageFlow::sending(const Action& compute) const {
 OrderTimer::OrderTimer(const StageFlow& flow)
     : flow_(flow), times_(static_cast<size_t>(flow.ranks())), is_awake_(times_.size(), false) {}
 
-double OrderTimer::time(const Order& order) {
+double OrderTimer::time(const ActionOrder& order) {
   forwards_.assign(flow_.size(), {kNotYet, 0});
   gradients_.assign(flow_.size(), {kNotYet, 0});
   clocks_.assign(times_.size(), 0);
@@ -137,7 +137,7 @@ bool OrderTimer::is_ready(const Action& compute) const {
   return true;
 }
 
-void OrderTimer::advance(const Order& order, int rank) {
+void OrderTimer::advance(const ActionOrder& order, int rank) {
   const auto& actions = order[static_cast<size_t>(rank)];
   auto& times = times_[static_cast<size_t>(rank)];
   auto& clock = clocks_[static_cast<size_t>(rank)];
@@ -159,7 +159,8 @@ void OrderTimer::advance(const Order& order, int rank) {
   }
 }
 
-std::vector<OrderTimer::Neighbours> OrderTimer::critical_neighbours(const Order& order) const {
+std::vector<OrderTimer::Neighbours> OrderTimer::critical_neighbours(
+    const ActionOrder& order) const {
   const auto last = std::max_element(clocks_.begin(), clocks_.end());
   int rank = static_cast<int>(last - clocks_.begin());
   std::vector<Neighbours> result;

@@ -8,7 +8,7 @@
 namespace smp::pipeline {
 
 /// The computes of each rank, in order.
-using Order = std::vector<std::vector<Action>>;
+using ActionOrder = std::vector<std::vector<Action>>;
 
 /// Between which stages values and gradients go, and how long they are under way. Made once, for
 /// the many orders that the list scheduler tries.
@@ -74,7 +74,7 @@ class OrderTimer {
   explicit OrderTimer(const StageFlow& flow);
 
   /// The makespan; infinite if the order has a deadlock.
-  double time(const Order& order);
+  double time(const ActionOrder& order);
 
   /// A compute and the next one of its rank, by position of the first.
   struct Neighbours {
@@ -85,7 +85,7 @@ class OrderTimer {
   /// Of the order timed last, which must have a finite makespan: neighbours on a critical path
   /// where the second waited for nothing but the first. To make the step shorter, at least one
   /// such pair must change its order.
-  std::vector<Neighbours> critical_neighbours(const Order& order) const;
+  std::vector<Neighbours> critical_neighbours(const ActionOrder& order) const;
 
  private:
   struct Times {
@@ -103,7 +103,7 @@ class OrderTimer {
   }
   bool is_ready(const Action& compute) const;
   double arrival(const Action& compute, const StageFlow::Source& source) const;
-  void advance(const Order& order, int rank);
+  void advance(const ActionOrder& order, int rank);
   void wake(int rank);
 
   const StageFlow& flow_;
