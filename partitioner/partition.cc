@@ -149,8 +149,7 @@ class Partitioner {
  private:
   int stages() const { return static_cast<int>(stages_.rank_of_stage.size()); }
 
-  /// Bytes that every rank needs besides what its stages keep.
-  /// Bytes that each rank needs besides its stages.
+  /// Bytes that each rank needs besides what its stages keep.
   int64_t working() const {
     const StepModel& step = options_.step();
     const int64_t region = graph_.trains() ? step.largest_region() : 0;

@@ -63,7 +63,6 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
                                              std::move(step));
 }
 
-/// The stages that this rank runs, ascending.
 /// Stages of one rank share one copy, and the owner's stages the owner's tensor.
 void Program::find_copies() {
   for (const auto& replica : plan_.replicas) {
