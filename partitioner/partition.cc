@@ -153,7 +153,7 @@ class Partitioner {
   int64_t working() const {
     const StepModel& step = options_.step();
     const int64_t region = graph_.trains() ? step.largest_region() : 0;
-    return region + working_bytes(graph_, step.division(), step.microbatches());
+    return region + working_bytes(graph_, step.sharding(), step.microbatches());
   }
 
   Plan finish(const std::vector<int>& stage_of_operator) const {

@@ -84,11 +84,11 @@ int microbatches_in_flight(const StepModel& step, bool trains, int stage, int st
 
 ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const StepModel& step)
     : weights(value.meta.nbytes()) {
-  const Division& division = step.division();
-  const bool is_divided = division.divides(value);
-  if (is_divided) weights = part_of(weights, division.parameters());
+  const Sharding& sharding = step.sharding();
+  const bool is_divided = sharding.divides(value);
+  if (is_divided) weights = part_of(weights, sharding.parameters());
   if (!is_trained(graph, value)) return;
-  const int64_t trained = is_divided ? weights : part_of(weights, division.states());
+  const int64_t trained = is_divided ? weights : part_of(weights, sharding.states());
   gradients = is_divided ? trained : weights + trained;
   optimizer = static_cast<int64_t>(static_cast<double>(trained) * step.optimizer_state());
 }
@@ -115,7 +115,7 @@ Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) 
   const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
   result.rank_us.assign(ranks, 0);
   result.recomputed = graph.trains() ? step.largest_region() : 0;
-  result.working = working_bytes(graph, step.division(), step.microbatches());
+  result.working = working_bytes(graph, step.sharding(), step.microbatches());
   result.rank_memory.assign(ranks, result.recomputed + result.working);
   for (int s = 0; s < plan.stages(); ++s) {
     result.rank_us[plan.rank_of_stage[s]] += result.stages[s].time_us();

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "graph/graph.h"
-#include "partitioner/division.h"
 #include "partitioner/plan.h"
+#include "partitioner/sharding.h"
 
 namespace smp::partitioner {
 
@@ -28,7 +28,7 @@ struct StepModel {
   /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
   TORCH_ARG(int64_t, largest_region) = 0;
   /// What replicas divide among them.
-  TORCH_ARG(Division, division);
+  TORCH_ARG(Sharding, sharding);
 };
 
 /// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,

@@ -161,8 +161,8 @@ std::vector<std::vector<int>> placements(const Config& config, const std::string
   return {{}, placement_of("breadth_first", ranks, stages), placement_of("zbv", ranks, stages)};
 }
 
-partitioner::Division division(const Config& config, int replicas) {
-  return partitioner::Division()
+partitioner::Sharding sharding_of(const Config& config, int replicas) {
+  return partitioner::Sharding()
       .states(config.shard_optimizer_state() ? replicas : 1)
       .parameters(static_cast<int>(config.sharded_data_parallel_degree()))
       .smallest(config.sdp_param_persistence_threshold())
@@ -190,7 +190,7 @@ partitioner::StepModel step_model(const Config& config, int ranks, int microbatc
       .interleaved(!all)
       .active_microbatches(active)
       .optimizer_state(config.optimizer_state_factor())
-      .division(division(config, replicas));
+      .sharding(sharding_of(config, replicas));
 }
 
 partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches,

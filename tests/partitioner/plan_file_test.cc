@@ -253,7 +253,7 @@ Prediction predict_on_one_rank(GraphBuilder& b, const StepModel& step) {
 
 TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
   GraphBuilder b = product_of({100, 50});
-  const auto step = StepModel(4).optimizer_state(2).division(Division().states(4));
+  const auto step = StepModel(4).optimizer_state(2).sharding(Sharding().states(4));
   const Prediction got = predict_on_one_rank(b, step);
   EXPECT_EQ(got.stages[0].weights, 600);
   EXPECT_EQ(got.stages[0].gradients, 600 + 150) << "the sums, and a part of what they give";
@@ -263,9 +263,9 @@ TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
 
 TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
   GraphBuilder b = product_of({100, 10, 300});
-  const auto division = Division().parameters(4).smallest(100);
+  const auto sharding = Sharding().parameters(4).smallest(100);
   const Prediction several =
-      predict_on_one_rank(b, StepModel(2).optimizer_state(2).division(division));
+      predict_on_one_rank(b, StepModel(2).optimizer_state(2).sharding(sharding));
   EXPECT_EQ(several.stages[0].weights, 100 + 40 + 300);
   EXPECT_EQ(several.stages[0].gradients, 100 + 2 * 40 + 300);
   EXPECT_EQ(several.stages[0].optimizer, 2 * (100 + 40 + 300));
@@ -276,8 +276,8 @@ TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
 TEST(Predict, WholeParametersAndTheirSumsHaveTheirLimits) {
   GraphBuilder b = product_of({10, 20, 30, 40, 50, 60});
   const auto working = [&](int microbatches, int64_t live, int64_t bucket) {
-    const auto division = Division().parameters(2).live(live).bucket(bucket);
-    return predict_on_one_rank(b, StepModel(microbatches).division(division)).working / 4;
+    const auto sharding = Sharding().parameters(2).live(live).bucket(bucket);
+    return predict_on_one_rank(b, StepModel(microbatches).sharding(sharding)).working / 4;
   };
   const int64_t all = 210;
   EXPECT_EQ(working(2, 1000, 1000), 20 + 30 + 40 + 50 + 60 + all) << "one and the next four";

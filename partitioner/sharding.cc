@@ -1,4 +1,4 @@
-#include "partitioner/division.h"
+#include "partitioner/sharding.h"
 
 #include <algorithm>
 #include <vector>
@@ -17,12 +17,12 @@ namespace {
 constexpr size_t kAhead = 4;
 
 /// The divided parameters in the order in which operators first read them.
-std::vector<const Value*> divided_in_order(const Graph& graph, const Division& division) {
+std::vector<const Value*> divided_in_order(const Graph& graph, const Sharding& sharding) {
   std::vector<const Value*> result;
   std::vector<bool> seen(graph.values.size(), false);
   for (const graph::Operator& op : graph.operators) {
     for_each_argument(op, [&](ValueId id) {
-      if (seen[id] || !division.divides(graph.values[id])) return;
+      if (seen[id] || !sharding.divides(graph.values[id])) return;
       seen[id] = true;
       result.push_back(&graph.values[id]);
     });
@@ -62,15 +62,15 @@ int64_t sum_bytes(const std::vector<const Value*>& parameters, int64_t bucket, i
 
 }  // namespace
 
-bool Division::divides(const Value& parameter) const {
+bool Sharding::divides(const Value& parameter) const {
   return parameters() > 1 && parameter.kind == graph::ValueKind::kParameter &&
          parameter.meta.numel() >= smallest();
 }
 
-int64_t working_bytes(const Graph& graph, const Division& division, int microbatches) {
-  const std::vector<const Value*> parameters = divided_in_order(graph, division);
-  const int64_t whole = whole_bytes(parameters, division.live());
-  return graph.trains() ? whole + sum_bytes(parameters, division.bucket(), microbatches) : whole;
+int64_t working_bytes(const Graph& graph, const Sharding& sharding, int microbatches) {
+  const std::vector<const Value*> parameters = divided_in_order(graph, sharding);
+  const int64_t whole = whole_bytes(parameters, sharding.live());
+  return graph.trains() ? whole + sum_bytes(parameters, sharding.bucket(), microbatches) : whole;
 }
 
 }  // namespace smp::partitioner

@@ -11,7 +11,7 @@ namespace smp::partitioner {
 
 /// How replicas divide among them what each would have whole: docs/sharding.md. With both degrees
 /// 1, nothing.
-struct Division {
+struct Sharding {
   /// Whether a parameter is divided.
   bool divides(const graph::Value& parameter) const;
 
@@ -33,6 +33,6 @@ struct Division {
 /// Bytes that a rank needs in a step for parameters that are divided, besides what it has of them:
 /// those that are whole at one time, which is what an operator reads and the next four, and sums
 /// of gradients on their way: two buckets with one microbatch, and with several all of them.
-int64_t working_bytes(const graph::Graph& graph, const Division& division, int microbatches);
+int64_t working_bytes(const graph::Graph& graph, const Sharding& sharding, int microbatches);
 
 }  // namespace smp::partitioner
