@@ -21,11 +21,11 @@
 namespace smp::graph {
 namespace {
 
-c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type());
-}
+using c10::impl::VirtualGuardImpl;
 
-c10::Stream current_stream(c10::Device device) { return guard_of(device).getStream(device); }
+c10::Stream current_stream(c10::Device device) {
+  return VirtualGuardImpl(device.type()).getStream(device);
+}
 
 /// What the device has been asked to do so far on the calling thread's stream.
 std::optional<c10::Event> work_so_far(c10::Device device) {
@@ -139,7 +139,7 @@ class OffloadStore::Queue {
     done_.wait(lock, [&] { return item.state_ != Item::State::kReturning; });
     if (item.state_ == Item::State::kFailed) std::rethrow_exception(item.error_);
     if (!item.is_of_host()) {  // its memory may be the copying stream's
-      guard_of(item.device())
+      VirtualGuardImpl(item.device().type())
           .recordDataPtrOnStream(item.tensor_.storage().data_ptr(), current_stream(item.device()));
     }
     return item.tensor_;
@@ -168,7 +168,7 @@ class OffloadStore::Queue {
   c10::Stream stream_of(c10::Device device) {
     const auto known = streams_.find(device);
     if (known != streams_.end()) return known->second;
-    const c10::Stream stream = guard_of(device).getStreamFromGlobalPool(device);
+    const c10::Stream stream = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
     return streams_.emplace(device, stream).first->second;
   }
 

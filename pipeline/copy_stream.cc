@@ -6,23 +6,18 @@
 #include <utility>
 
 namespace smp::pipeline {
-namespace {
 
-c10::impl::VirtualGuardImpl guard_of(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type());
-}
-
-}  // namespace
+using c10::impl::VirtualGuardImpl;
 
 CopyStream::CopyStream(at::Device device)
-    : stream_(guard_of(device).getStreamFromGlobalPool(device)) {}
+    : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
 CopyStream::~CopyStream() {
   for (const Read& read : reads_) read.done.synchronize();
 }
 
 c10::Stream CopyStream::current() const {
-  return guard_of(stream_.device()).getStream(stream_.device());
+  return VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
 }
 
 void CopyStream::to_host(const std::function<void()>& copy) {
@@ -52,7 +47,8 @@ void CopyStream::to_device(const at::Tensor& message, std::vector<at::Tensor>& t
   for (const at::Tensor& tensor : tensors) {
     // It is free for another message when the computations that use it are done.
     if (!tensor.defined() || tensor.device() != stream_.device()) continue;
-    guard_of(stream_.device()).recordDataPtrOnStream(tensor.storage().data_ptr(), compute);
+    VirtualGuardImpl(stream_.device_type())
+        .recordDataPtrOnStream(tensor.storage().data_ptr(), compute);
   }
   reads_.push_back({std::move(copied), message});
 }
