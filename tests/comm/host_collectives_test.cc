@@ -107,7 +107,7 @@ TEST_F(TwoProcesses, AKilledPeerEndsTheWaitAfterWhatItHasDone) {
               AllOf(HasSubstr("all_reduce of 400000 bytes on group 'world' (here rank 0 of 2), "
                               "collective number 2 failed: the process of rank 1 has ended"),
                     HasSubstr("Look at that rank's own output.")));
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kLong);
 }
 
 TEST_F(TwoProcesses, AStalledPeerIsNamedWhenTheTimeIsOver) {

