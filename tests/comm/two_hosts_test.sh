@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# usage: two_hosts_test.sh TWO_HOSTS PROGRAM
+# The suite of collectives on two hosts of two ranks, which both launchers start. Skipped where
+# network namespaces cannot be made, which needs root. Left out are two cases that ask for what only
+# ranks of one host see of each other.
+set -eu
+two_hosts=$1 program=$PWD/$2
+
+probe=smp-probe$$
+if ! ip netns add "$probe" 2>/dev/null; then
+  echo "skipped: network namespaces cannot be made here (they need root)"
+  [ -z "${XML_OUTPUT_FILE:-}" ] || cat >"$XML_OUTPUT_FILE" <<'XML'
+<testsuites tests="1" timestamp="1970-01-01T00:00:00"><testsuite name="TwoHosts" tests="1">
+<testcase name="CannotBeMadeHere" classname="TwoHosts"><skipped message="needs root"/></testcase>
+</testsuite></testsuites>
+XML
+  exit 0
+fi
+ip netns del "$probe"
+
+for launcher in torchrun mpirun; do
+  output=$("$two_hosts" "$launcher" 2 "$program" \
+    --gtest_filter='-*CallsThatDoNotMatch*:*ATimeOutNames*' 2>&1) || {
+    echo "$output"
+    echo "two hosts by $launcher failed"
+    exit 1
+  }
+  echo "$output" | tail -n 3
+  # Or both could have been one host.
+  echo "$output" | grep -qE '^two_hosts.sh: [0-9]{6,} bytes from the first host to the second' || {
+    echo "little or nothing went over the wire between the hosts of $launcher"
+    exit 1
+  }
+done
