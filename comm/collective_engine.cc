@@ -27,7 +27,7 @@ size_t bytes_of(const Collective& call) {
 }
 
 bool checks_by_environment() {
-  static const bool on = env("SMP_COMM_CHECK") == "1";
+  static const bool on = core::env("SMP_COMM_CHECK") == "1";
   return on;
 }
 

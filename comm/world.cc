@@ -38,11 +38,11 @@ Launcher launcher() {
   if (under_torchrun()) {
     return Launcher::kTorchrun;
   }
-  return env("PMIX_RANK") || env("PMI_RANK") ? Launcher::kSrun : Launcher::kNone;
+  return core::env("PMIX_RANK") || core::env("PMI_RANK") ? Launcher::kSrun : Launcher::kNone;
 }
 
 CommunicatorPtr make_world(std::chrono::milliseconds timeout) {
-  prepare_vector_math();
+  core::prepare_vector_math();
   switch (launcher()) {
     case Launcher::kMpirun:
     case Launcher::kSrun:

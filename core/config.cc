@@ -59,7 +59,7 @@ Config Config::from_json(const std::string& text, const std::string& source_name
 }
 
 Config Config::merged_with_environment() const {
-  const auto text = env(core::kParametersVariable);
+  const auto text = core::env(core::kParametersVariable);
   if (!text) return *this;
   auto merged = std::make_shared<Settings>(*settings_);
   merged->environment = from_json(*text, core::kParametersVariable).settings_->file;

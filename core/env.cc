@@ -2,7 +2,7 @@
 
 #include <cstdlib>
 
-namespace smp {
+namespace smp::core {
 
 std::optional<std::string> env(const char* name) {
   const char* value = std::getenv(name);
@@ -10,4 +10,4 @@ std::optional<std::string> env(const char* name) {
   return value;
 }
 
-}  // namespace smp
+}  // namespace smp::core

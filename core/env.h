@@ -3,9 +3,9 @@
 #include <optional>
 #include <string>
 
-namespace smp {
+namespace smp::core {
 
 /// The value of environment variable `name`, or nothing when it is unset or empty.
 std::optional<std::string> env(const char* name);
 
-}  // namespace smp
+}  // namespace smp::core

@@ -11,7 +11,7 @@
 
 #include "core/env.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 namespace fs = std::filesystem;
@@ -69,4 +69,4 @@ std::optional<Failure> first_failure(const std::string& directory) {
   return first;
 }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-namespace smp {
+namespace smp::core {
 
 /// The environment variable with the folder in which ranks leave their last words. `smprun` sets
 /// it and reads the folder when the job has failed.
@@ -28,4 +28,4 @@ void record_failure(int rank, const std::string& message) noexcept;
 /// none. Files that are not failure records are skipped.
 std::optional<Failure> first_failure(const std::string& directory);
 
-}  // namespace smp
+}  // namespace smp::core

@@ -6,7 +6,7 @@
 
 #include "core/env.h"
 
-namespace smp {
+namespace smp::core {
 
 void keep_freed_memory() {
 #if defined(__GLIBC__)
@@ -25,4 +25,4 @@ void return_freed_memory() {
 #endif
 }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -1,6 +1,6 @@
 #pragma once
 
-namespace smp {
+namespace smp::core {
 
 /// Lets the C library keep freed memory of this process for later allocations.
 ///
@@ -13,4 +13,4 @@ void keep_freed_memory();
 /// Gives what is free now back to the system, once. Does nothing if the C library is not glibc.
 void return_freed_memory();
 
-}  // namespace smp
+}  // namespace smp::core

@@ -12,7 +12,7 @@
 #include "core/check.h"
 #include "core/text.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 using nlohmann::json;
@@ -85,16 +85,16 @@ json parse_json(const std::string& text, const std::string& source_name) {
     parsed = json::parse(text, watch);
   } catch (const json::parse_error& error) {
     SMP_CHECK_WITH(ConfigError, false, source_name, ": malformed JSON at ",
-                   position(text, error.byte), ": ", core::shortened(reason(error), 200),
+                   position(text, error.byte), ": ", shortened(reason(error), 200),
                    ". Correct the text at that position.");
   } catch (const json::out_of_range& error) {
     detail::fail<ConfigError>(source_name,
-                              ": a number is too large for JSON: ", core::shortened(reason(error)),
+                              ": a number is too large for JSON: ", shortened(reason(error)),
                               ". Write a smaller one.");
   }
   SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
-  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", core::shortened(duplicates.first()),
+  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", shortened(duplicates.first()),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;
 }
@@ -108,4 +108,4 @@ std::string read_file(const std::string& path, const std::string& what) {
   return std::string(std::istreambuf_iterator<char>(in), {});
 }
 
-}  // namespace smp
+}  // namespace smp::core

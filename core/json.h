@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-namespace smp {
+namespace smp::core {
 
 /// Parses `text`. Throws `ConfigError` for malformed JSON, with `source_name`, line and column,
 /// and for a key that occurs twice in one object, with its path.
@@ -13,4 +13,4 @@ nlohmann::json parse_json(const std::string& text, const std::string& source_nam
 /// `ConfigError` that names it and the reason.
 std::string read_file(const std::string& path, const std::string& what);
 
-}  // namespace smp
+}  // namespace smp::core

@@ -5,7 +5,7 @@
 #include "core/check.h"
 #include "core/text.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 using nlohmann::json;
@@ -14,7 +14,7 @@ using nlohmann::json;
 std::string preview(const json& value) {
   if (value.is_object()) return "an object";
   if (value.is_array()) return c10::str("an array of ", value.size());
-  return core::shortened(value.dump());
+  return shortened(value.dump());
 }
 
 std::string integer_range(int64_t minimum, int64_t maximum) {
@@ -92,4 +92,4 @@ void JsonReader::fail(const std::string& problem, const std::string& remedy) con
                             remedy.empty() ? "" : " " + remedy);
 }
 
-}  // namespace smp
+}  // namespace smp::core

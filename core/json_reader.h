@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-namespace smp {
+namespace smp::core {
 
 /// A place in a JSON document, from which values are read. What is missing or of the wrong kind
 /// throws `ConfigError` with the document's name, the path and what was expected there:
@@ -52,4 +52,4 @@ class JsonReader {
   std::string path_;
 };
 
-}  // namespace smp
+}  // namespace smp::core

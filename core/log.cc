@@ -28,7 +28,7 @@ void write_all(const std::string& line) {
 }
 
 LogLevel level_from_environment() {
-  const auto name = env("SMP_LOG_LEVEL");
+  const auto name = core::env("SMP_LOG_LEVEL");
   if (!name) return LogLevel::kInfo;
   bool recognised = false;
   const LogLevel level = parse_log_level(*name, &recognised);

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 /// The mean width of a letter of common sans serif fonts, in font sizes.
@@ -83,4 +83,4 @@ std::string Svg::finish(double width, double height, const std::string& title,
          ground + body_ + "</svg>\n";
 }
 
-}  // namespace smp
+}  // namespace smp::core

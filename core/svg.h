@@ -2,7 +2,7 @@
 
 #include <string>
 
-namespace smp {
+namespace smp::core {
 
 /// Text of an SVG picture, element by element. `attributes` are as in SVG: `fill="#fff"`.
 class Svg {
@@ -38,4 +38,4 @@ std::string fit_text(const std::string& text, double width, double size);
 /// About how wide a text is.
 double text_width(const std::string& text, double size);
 
-}  // namespace smp
+}  // namespace smp::core

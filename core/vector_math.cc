@@ -3,11 +3,11 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sqrt.h>
 
-namespace smp {
+namespace smp::core {
 
 void prepare_vector_math() {
   static const bool prepared = at::sqrt(at::ones({1}, at::kFloat)).defined();
   static_cast<void>(prepared);
 }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -1,6 +1,6 @@
 #pragma once
 
-namespace smp {
+namespace smp::core {
 
 /// Lets MKL's vector mathematics find out which CPU it runs on; later calls do nothing.
 ///
@@ -12,4 +12,4 @@ namespace smp {
 /// and before a rank's intra-op threads share an operator.
 void prepare_vector_math();
 
-}  // namespace smp
+}  // namespace smp::core

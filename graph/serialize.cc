@@ -22,6 +22,7 @@
 namespace smp::graph {
 namespace {
 
+using core::JsonReader;
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "smp graph";
@@ -469,7 +470,7 @@ std::string graph_to_json(const Graph& graph) {
 }
 
 Graph graph_from_json(const std::string& text, const std::string& source_name) {
-  const nlohmann::json document = parse_json(text, source_name);
+  const nlohmann::json document = core::parse_json(text, source_name);
   return GraphReader(JsonReader(document, source_name)).run();
 }
 
@@ -482,7 +483,7 @@ void save_graph(const Graph& graph, const std::string& path) {
 }
 
 Graph load_graph(const std::string& path) {
-  return graph_from_json(read_file(path, "the saved graph"), path);
+  return graph_from_json(core::read_file(path, "the saved graph"), path);
 }
 
 }  // namespace smp::graph

@@ -24,6 +24,7 @@
 namespace smp::partitioner {
 namespace {
 
+using core::JsonReader;
 using graph::Graph;
 using nlohmann::ordered_json;
 
@@ -259,7 +260,7 @@ std::string plan_to_json(const Graph& graph, const Plan& plan) {
 
 Plan plan_from_json(const Graph& graph, const std::string& text, int partitions,
                     const std::string& source_name) {
-  const nlohmann::json document = parse_json(text, source_name);
+  const nlohmann::json document = core::parse_json(text, source_name);
   return PlanReader(graph, document, partitions, source_name).read();
 }
 

@@ -18,6 +18,8 @@
 namespace smp::pipeline {
 namespace {
 
+using core::JsonReader;
+
 constexpr const char* kFormat = "smp schedule";
 constexpr int kVersion = 1;
 
@@ -214,7 +216,7 @@ std::string schedule_to_json(const Schedule& schedule) {
 }
 
 Schedule schedule_from_json(const std::string& text, const std::string& source_name) {
-  const auto document = parse_json(text, source_name);
+  const auto document = core::parse_json(text, source_name);
   const JsonReader root(document, source_name);
   check_header(root);
   const auto lists = root.at("actions");
@@ -259,7 +261,7 @@ void save_schedule(const Schedule& schedule, const std::string& path) {
 
 Schedule load_schedule(const std::string& path) {
   const auto form = form_of(path);
-  const auto text = read_file(path, "the schedule");
+  const auto text = core::read_file(path, "the schedule");
   return form == Form::kCsv    ? schedule_from_csv(text, path)
          : form == Form::kJson ? schedule_from_json(text, path)
                                : parse_schedule(text);

@@ -56,7 +56,7 @@ document.querySelectorAll('svg').forEach(svg => {
 std::string cells(const std::vector<std::string>& row, const char* tag) {
   std::string html = "<tr>";
   for (const std::string& cell : row) {
-    html += fmt::format("<{0}>{1}</{0}>", tag, escape_xml(cell));
+    html += fmt::format("<{0}>{1}</{0}>", tag, core::escape_xml(cell));
   }
   return html + "</tr>\n";
 }
@@ -71,7 +71,7 @@ std::string chooser(const std::vector<StepTimeline>& steps) {
   if (steps.size() < 2) return "";
   std::string html = "<nav><select aria-label=\"step\">\n";
   for (const StepTimeline& step : steps) {
-    html += fmt::format("<option>{}</option>\n", escape_xml(step.name));
+    html += fmt::format("<option>{}</option>\n", core::escape_xml(step.name));
   }
   return html + "</select></nav>\n";
 }
@@ -92,7 +92,7 @@ std::string to_html(const Timeline& timeline) {
       "<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" "
       "content=\"width=device-width\"/>\n<title>{}</title>\n<style>{}{}</style>\n</"
       "head>\n<body>\n{}",
-      escape_xml(timeline.title), kStyle, picture_style(), chooser(steps));
+      core::escape_xml(timeline.title), kStyle, picture_style(), chooser(steps));
   for (size_t i = 0; i < steps.size(); ++i) {
     html += "<section>\n<div class=\"scroll\">\n" + to_svg(timeline, i, /*with_style=*/false) +
             "</div>\n" + html_table(table_of(steps[i], timeline)) + "</section>\n";

@@ -182,7 +182,7 @@ class Picture {
     const auto short_one = computes.begin() + static_cast<std::ptrdiff_t>(computes.size() / 4);
     std::nth_element(computes.begin(), short_one, computes.end());
     if (*short_one <= 0) return kMinChart;
-    const double room = text_width(std::to_string(last), kNumberSize) + 5;
+    const double room = core::text_width(std::to_string(last), kNumberSize) + 5;
     return std::clamp(room * length_ / *short_one, kMinChart, kMaxChart);
   }
 
@@ -231,7 +231,7 @@ class Picture {
     double at = kMargin;
     const auto label = [&](const char* text) {
       svg_.text(at, y + 10, text, "class=\"mute\" font-size=\"11.5\"");
-      at += text_width(text, 11.5) + 16;
+      at += core::text_width(text, 11.5) + 16;
     };
     const auto chip = [&](const std::string& attributes, const char* text) {
       svg_.rect(at, y, 16, 12, "rx=\"2\" " + attributes);
@@ -328,7 +328,7 @@ class Picture {
     for (size_t i = 0; i < stages.size(); ++i) {
       text += fmt::format("{} {}", i > 0 ? "," : "", stages[i]);
     }
-    return fit_text(text, kLabel - 8, 10.5);
+    return core::fit_text(text, kLabel - 8, 10.5);
   }
 
   void draw_memory(const StepTimeline& step, const Lane& lane, double y) {
@@ -388,11 +388,11 @@ class Picture {
                                  ? fmt::format("class=\"{}{}\"", class_of(action), shade)
                                  : fmt::format("class=\"{}\"", class_of(action));
     svg_.raw(fmt::format("<g data-m=\"{}\"><title>{}</title>", action.microbatch,
-                         escape_xml(tooltip(timed, bytes))));
+                         core::escape_xml(tooltip(timed, bytes))));
     // A hair of ground keeps neighbours apart.
     svg_.rect(x(timed.start), y, width > 4 ? width - 0.7 : width, bar, "rx=\"1.5\" " + fill);
     const std::string number = fmt::format("{}", action.microbatch);
-    if (action.is_compute() && width >= text_width(number, kNumberSize) + 2) {
+    if (action.is_compute() && width >= core::text_width(number, kNumberSize) + 2) {
       svg_.text(x(timed.start) + width / 2, y + bar / 2 + 3.8, number, "class=\"num\"");
     }
     svg_.raw("</g>\n");
@@ -419,7 +419,7 @@ class Picture {
   double length_ = 0;  // of the time axis
   double chart_ = 0;   // its width
   bool replicas_ = false;
-  Svg svg_;
+  core::Svg svg_;
 };
 
 }  // namespace

@@ -186,7 +186,7 @@ int Runtime::gradient_shards() const {
 }
 
 void Runtime::fail(const std::string& reason) noexcept {
-  record_failure(rank(), reason);
+  core::record_failure(rank(), reason);
   if (world_->size() > 1) world_->abort(reason);
 }
 

@@ -68,9 +68,9 @@ void init(const Config& config) {
   const auto world = comm::make_world(meeting_timeout(config));
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
-    if (Runtime::get().config().keep_freed_memory()) keep_freed_memory();
+    if (Runtime::get().config().keep_freed_memory()) core::keep_freed_memory();
   } catch (const std::exception& error) {
-    record_failure(world->rank(), error.what());
+    core::record_failure(world->rank(), error.what());
     throw;
   }
   static const bool registered = on_exit(&finish_at_exit, nullptr) == 0;

@@ -15,9 +15,9 @@
 int main() {
   try {
     // Bazel runs a program elsewhere, and says in this variable where the sources are.
-    const std::filesystem::path root = smp::env("BUILD_WORKSPACE_DIRECTORY").value_or(".");
+    const std::filesystem::path root = smp::core::env("BUILD_WORKSPACE_DIRECTORY").value_or(".");
     const std::string header = root / "smp/config.h";
-    const std::string text = smp::tools::config_header(smp::read_file(header, "the header"));
+    const std::string text = smp::tools::config_header(smp::core::read_file(header, "the header"));
     std::ofstream(header) << text;
     std::ofstream(root / "docs/configuration.md") << smp::tools::configuration_page();
   } catch (const std::exception& error) {

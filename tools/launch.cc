@@ -11,6 +11,7 @@ namespace smp::tools {
 namespace {
 
 using core::Distribution;
+using core::kFailureDirVariable;
 using core::kParametersVariable;
 
 // As torchrun chooses.

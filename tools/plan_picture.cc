@@ -287,7 +287,7 @@ class Picture {
     svg_.rect(x, y, width, kBox,
               fmt::format("rx=\"6\" fill=\"{}\" stroke=\"{}\" stroke-opacity=\"0.45\"", tone.box,
                           tone.bar));
-    svg_.text(x + 9, y + 16, fit_text(of.name, width - 18, 12),
+    svg_.text(x + 9, y + 16, core::fit_text(of.name, width - 18, 12),
               font(12, kInk, "font-weight=\"600\""));
     svg_.text(x + 9, y + 30,
               fmt::format("{} operator{}", of.operators(), of.operators() == 1 ? "" : "s"),
@@ -335,7 +335,7 @@ class Picture {
 
   /// On a white ground, so that it can lie on lines.
   void draw_label(double x, double y, const std::string& label, const char* color) {
-    const double width = text_width(label, 11) + 8;
+    const double width = core::text_width(label, 11) + 8;
     svg_.rect(x - width / 2, y - 8, width, 16, "rx=\"4\" fill=\"#ffffff\" fill-opacity=\"0.92\"");
     svg_.text(x, y + 4, label, font(11, color, "text-anchor=\"middle\" font-weight=\"600\""));
   }
@@ -459,7 +459,7 @@ class Picture {
       svg_.rect(x + timed.start * scale, y + 2, std::max(0.5, width), kChartRow - 6,
                 fmt::format("fill=\"{}\" stroke=\"#ffffff\" stroke-width=\"0.6\"", fill));
       const std::string number = fmt::format("{}", timed.action.microbatch);
-      if (width < text_width(number, 10) + 3) continue;
+      if (width < core::text_width(number, 10) + 3) continue;
       svg_.text(
           x + (timed.start + timed.end) / 2 * scale, y + 15.5, number,
           font(10, back ? tone.ink : "#ffffff", "text-anchor=\"middle\" font-weight=\"bold\""));
@@ -472,7 +472,7 @@ class Picture {
     const auto entry = [&](const std::string& style, const char* label) {
       svg_.line(x, y, x + 34, y, style);
       svg_.text(x + 42, y + 4, label, font(11, kMuted));
-      x += 42 + text_width(label, 11) + 18;
+      x += 42 + core::text_width(label, 11) + 18;
     };
     BoxEdge both{0, 0, 1, largest_, 1}, forward{0, 0, 1, largest_, 0};
     const auto any = [](const std::vector<BoxEdge>& edges, bool back) {
@@ -502,7 +502,7 @@ class Picture {
   double largest_share_ = 0;
   std::vector<double> box_y_;
   double panel_y_ = 0, panel_height_ = 0, chart_y_ = 0, width_ = 0, height_ = 0;
-  Svg svg_;
+  core::Svg svg_;
 };
 
 }  // namespace

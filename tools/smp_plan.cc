@@ -116,7 +116,8 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
   if (options.load_plan.empty()) {
     return smp::partitioner::partition_in_best_order(graph, partition);
   }
-  return smp::partitioner::plan_from_json(graph, smp::read_file(options.load_plan, "the plan"),
+  return smp::partitioner::plan_from_json(graph,
+                                          smp::core::read_file(options.load_plan, "the plan"),
                                           partition.partitions(), options.load_plan);
 }
 

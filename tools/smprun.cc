@@ -28,7 +28,7 @@ constexpr int kUsageStatus = 2;
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    path_ = smp::env("TMPDIR").value_or("/tmp") + "/smprun-XXXXXX";
+    path_ = smp::core::env("TMPDIR").value_or("/tmp") + "/smprun-XXXXXX";
     SMP_CHECK(mkdtemp(path_.data()) != nullptr, "smprun: cannot create the folder ", path_, ": ",
               std::strerror(errno), ". Set TMPDIR to a folder that can be written.");
   }
@@ -47,7 +47,7 @@ class TemporaryFolder {
 // Comes after mpirun's own banner, so that the last line on the screen is the cause.
 void report(const ProcessResult& result, const std::string& failure_dir) {
   std::cout.flush();
-  const auto failure = smp::first_failure(failure_dir);
+  const auto failure = smp::core::first_failure(failure_dir);
   if (failure) {
     std::cerr << "smprun: first cause: rank " << failure->rank << ": " << failure->message << "\n";
   } else if (result.forwarded_signal != 0) {
@@ -61,13 +61,13 @@ void report(const ProcessResult& result, const std::string& failure_dir) {
 
 int launch(const LaunchOptions& options, bool dry_run) {
   LaunchContext context;
-  context.parameters = smp::env(smp::core::kParametersVariable);
+  context.parameters = smp::core::env(smp::core::kParametersVariable);
   context.is_root = geteuid() == 0;
-  context.master_address = smp::env("MASTER_ADDR");
-  context.master_port = smp::env("MASTER_PORT");
-  if (const auto nodes = smp::env("SLURM_JOB_NODELIST")) {
+  context.master_address = smp::core::env("MASTER_ADDR");
+  context.master_port = smp::core::env("MASTER_PORT");
+  if (const auto nodes = smp::core::env("SLURM_JOB_NODELIST")) {
     context.slurm_hosts =
-        smp::tools::slurm_hosts(*nodes, smp::env("SLURM_TASKS_PER_NODE").value_or(""));
+        smp::tools::slurm_hosts(*nodes, smp::core::env("SLURM_TASKS_PER_NODE").value_or(""));
   }
   if (dry_run) {
     std::cout << shell_text(plan_launch(options, context)) << "\n";

@@ -215,9 +215,10 @@ void answer(const Greeting& own, const Descriptor& listener, Meeting& meeting, T
 Meeting meet(c10d::Store& store, int rank, int size, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   const Descriptor listener = listen_on_free_port();
-  const RankRecord own{host_identity(), host_name(),
-                       address_of_this_host(env("SMP_SOCKET_IFNAME").value_or(""), host_of(store)),
-                       port_of(listener), cores_of_this_process()};
+  const RankRecord own{
+      host_identity(), host_name(),
+      address_of_this_host(core::env("SMP_SOCKET_IFNAME").value_or(""), host_of(store)),
+      port_of(listener), cores_of_this_process()};
   store.set(rank_key(rank), to_bytes(to_text(own)));
   wait_for_all(store, size, timeout);
 

@@ -117,7 +117,7 @@ const TorchrunJob& started_job(const char* function) {
 }
 
 std::string variable(const char* name) {
-  const auto value = env(name);
+  const auto value = core::env(name);
   SMP_CHECK_WITH(ConfigError, value.has_value(), "RANK and WORLD_SIZE are set, but ", name,
                  " is not: expected the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR "
                  "and MASTER_PORT). Set it, or unset RANK and WORLD_SIZE.");
@@ -141,7 +141,7 @@ CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank
   return make_world(std::move(store), rank, size, timeout).world;
 }
 
-bool under_torchrun() { return env("RANK") && env("WORLD_SIZE"); }
+bool under_torchrun() { return core::env("RANK") && core::env("WORLD_SIZE"); }
 
 MeetingPlace meeting_place() {
   constexpr int kMostRanks = 1 << 20;
@@ -155,7 +155,7 @@ MeetingPlace meeting_place() {
 
 c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout) {
   const MeetingPlace place = meeting_place();
-  const bool launcher_has_it = env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+  const bool launcher_has_it = core::env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.isServer = place.rank == 0 && !launcher_has_it;

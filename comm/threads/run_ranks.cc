@@ -55,7 +55,7 @@ void run_rank(const CommunicatorPtr& world, const std::function<void(Communicato
 
 void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn,
                const std::vector<int>& hosts) {
-  prepare_vector_math();
+  core::prepare_vector_math();
   const auto shared = std::make_shared<ThreadWorld>(size, hosts);
   const auto ranks = make_thread_world(size, shared);
   Failures failures(size);

@@ -228,7 +228,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
     runtime.sharding = std::make_shared<Sharding>(runtime);
   }
   divide_parameters(runtime, splits);
-  return_freed_memory();  // what belongs to other ranks now, and what the capture took
+  core::return_freed_memory();  // what belongs to other ranks now, and what the capture took
   make_own_parameters(runtime);
   const std::string report =
       partitioner::report(graph, planned.plan,

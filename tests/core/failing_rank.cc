@@ -25,12 +25,12 @@ void wait_for(const std::string& file) {
 void fail(int rank, const std::string& folder, const std::string& mode) {
   if (rank == 1) wait_for(folder + "/pid.0");  // or the launcher might end rank 0 unseen
   if (mode == "record" && rank == 1) {
-    smp::record_failure(rank, "the loss of microbatch 3 is not finite");
+    smp::core::record_failure(rank, "the loss of microbatch 3 is not finite");
     std::exit(3);
   }
   if (mode == "record") {
-    wait_for(smp::env(smp::kFailureDirVariable).value() + "/1");
-    smp::record_failure(rank, "a consequence: rank 1 is gone");
+    wait_for(smp::core::env(smp::core::kFailureDirVariable).value() + "/1");
+    smp::core::record_failure(rank, "a consequence: rank 1 is gone");
   }
   if (mode == "crash" && rank == 1) {
     std::signal(SIGSEGV, SIG_DFL);  // a sanitizer would report and exit instead
@@ -43,10 +43,10 @@ void fail(int rank, const std::string& folder, const std::string& mode) {
 int main(int, char** argv) {
   const std::string folder = argv[1];
   const std::string mode = argv[2];
-  const int rank = std::stoi(smp::env("OMPI_COMM_WORLD_RANK").value());
+  const int rank = std::stoi(smp::core::env("OMPI_COMM_WORLD_RANK").value());
   std::ofstream(folder + "/pid." + std::to_string(rank)) << getpid() << std::flush;
   if (mode == "pass") {
-    std::cout << smp::env("SM_HP_MP_PARAMETERS").value_or("none") << std::endl;
+    std::cout << smp::core::env("SM_HP_MP_PARAMETERS").value_or("none") << std::endl;
     return 0;
   }
   fail(rank, folder, mode);

@@ -30,10 +30,10 @@ size_t kept_of_a_step() {
 TEST(Heap, KeepsWhatAStepFrees) {
   kept_of_a_step();  // the first one adjusts glibc's limits
   EXPECT_LT(kept_of_a_step(), kStep / 8);
-  keep_freed_memory();
+  core::keep_freed_memory();
   EXPECT_GE(kept_of_a_step(), kStep);
   EXPECT_GE(kept_of_a_step(), kStep);
-  return_freed_memory();
+  core::return_freed_memory();
   EXPECT_LT(mallinfo2().arena, kStep / 8);
 }
 

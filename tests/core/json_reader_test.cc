@@ -8,11 +8,12 @@
 namespace smp {
 namespace {
 
+using core::JsonReader;
 using testing::error_text;
 
 class JsonReaderTest : public ::testing::Test {
  protected:
-  const nlohmann::json document_ = parse_json(
+  const nlohmann::json document_ = core::parse_json(
       R"({"a": [{"b": 1}, {"b": 2.5, "c": "x", "d": true}], "big": 18446744073709551615})",
       "f.json");
   const JsonReader root_{document_, "f.json"};

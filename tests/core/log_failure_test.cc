@@ -12,6 +12,10 @@
 namespace smp {
 namespace {
 
+using core::first_failure;
+using core::kFailureDirVariable;
+using core::record_failure;
+
 namespace fs = std::filesystem;
 
 fs::path fresh_folder(const char* name) {

@@ -62,7 +62,7 @@ class VectorMath : public ::testing::Test {
 };
 
 TEST_F(VectorMath, KnowsTheCpuOncePrepared) {
-  EXPECT_FALSE(looks_after([] { prepare_vector_math(); }));
+  EXPECT_FALSE(looks_after([] { core::prepare_vector_math(); }));
 }
 
 TEST_F(VectorMath, IsPreparedByInit) {
