@@ -29,7 +29,7 @@ struct LaunchContext {
   std::optional<std::string> parameters;
   /// mpirun refuses to run as root unless told.
   bool is_root = false;
-  /// The folder for the last words of ranks, see `smp::record_failure`; empty for none.
+  /// The folder for the last words of ranks, see `core::record_failure`; empty for none.
   std::string failure_dir;
   /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
   /// so programs would not notice; they are told by TERM=dumb.
