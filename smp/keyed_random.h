@@ -1,8 +1,7 @@
 #pragma once
 
 #include <cstdint>
-
-#include "graph/random.h"
+#include <memory>
 
 namespace smp {
 
@@ -10,13 +9,16 @@ namespace smp {
 /// code draw what they would draw inside a step function: of the step function created as number
 /// `step_function`, in its call number `call`, on global microbatch `microbatch` (dp_rank *
 /// microbatches + m), under `seed`. For comparing a distributed run with a plain one.
-class KeyedRandom {
+class [[nodiscard]] KeyedRandom {
  public:
-  KeyedRandom(uint64_t seed, uint64_t step_function, uint64_t call, uint64_t microbatch)
-      : scope_({seed, step_function, call, microbatch}) {}
+  KeyedRandom(uint64_t seed, uint64_t step_function, uint64_t call, uint64_t microbatch);
+  ~KeyedRandom();
+  KeyedRandom(const KeyedRandom&) = delete;
+  KeyedRandom& operator=(const KeyedRandom&) = delete;
 
  private:
-  graph::KeyedRandomScope scope_;
+  class Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace smp

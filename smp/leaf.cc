@@ -3,6 +3,10 @@
 #include <torch/nn/module.h>
 
 #include <unordered_set>
+#include <utility>
+
+#include "graph/intercept.h"
+#include "graph/leaf.h"
 
 namespace smp::detail {
 namespace {
@@ -18,8 +22,7 @@ void add_new(const std::vector<at::Tensor>& tensors, std::vector<at::Tensor>& li
   }
 }
 
-}  // namespace
-
+/// A call of the module, without the arguments.
 graph::LeafCallPtr make_leaf_call(torch::nn::Module& module) {
   auto call = c10::make_intrusive<graph::LeafCall>();
   call->module = module.name();
@@ -29,6 +32,25 @@ graph::LeafCallPtr make_leaf_call(torch::nn::Module& module) {
     add_new(part->buffers(/*recurse=*/false), part->is_training() ? call->written : call->state);
   }
   return call;
+}
+
+}  // namespace
+
+bool records_leaves() { return graph::intercepting(); }
+
+LeafResult call_leaf(torch::nn::Module& module, const Description& arguments,
+                     const std::vector<at::Tensor>& inputs, RunLeaf run) {
+  const graph::LeafCallPtr call = make_leaf_call(module);
+  call->settings = arguments.rest();
+  call->numbers = arguments.numbers();
+  call->function = [run = std::move(run)](graph::LeafCall& self,
+                                          const std::vector<at::Tensor>& tensors) {
+    LeafResult result = run(tensors);
+    self.keep_result(std::move(result.rest), std::move(result.structure));
+    return std::move(result.tensors);
+  };
+  std::vector<at::Tensor> results = graph::call_leaf(call, inputs);
+  return {std::move(results), call->result(), ""};
 }
 
 }  // namespace smp::detail

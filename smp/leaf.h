@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <any>
+#include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -12,9 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "graph/intercept.h"
-#include "graph/leaf.h"
-#include "smp/structure.h"
+#include "smp/detail/structure.h"
 
 namespace torch::nn {
 class Module;
@@ -103,8 +102,24 @@ class Description {
   std::ostringstream numbers_, rest_;
 };
 
-/// A call of the module, without the arguments.
-graph::LeafCallPtr make_leaf_call(torch::nn::Module& module);
+/// What the module of a leaf returned: its tensors in order, and the rest without them.
+struct LeafResult {
+  std::vector<at::Tensor> tensors;
+  std::any rest;
+  std::string structure;  ///< equal for results that are alike
+};
+
+/// Calls the module with these tensors in place of the arguments'.
+using RunLeaf = std::function<LeafResult(const std::vector<at::Tensor>& tensors)>;
+
+/// True where a call of a leaf is recorded instead of made at once.
+bool records_leaves();
+
+/// Records a call of `module` as one operator with these tensors as inputs. What `arguments`
+/// describes belongs to the call; `run` outlives the step, so it holds none of the tensors. Returns
+/// the tensors of this call, and the rest of the result as it was when the call was recorded.
+LeafResult call_leaf(torch::nn::Module& module, const Description& arguments,
+                     const std::vector<at::Tensor>& inputs, RunLeaf run);
 
 }  // namespace detail
 
@@ -125,7 +140,7 @@ class Leaf {
                   "the forward of a leaf module returns a tensor, or tensors in vectors, tuples, "
                   "maps and optionals. Anything else may depend on data, which a step function "
                   "does not see");
-    if (!graph::intercepting()) {
+    if (!detail::records_leaves()) {
       return Result(module_->forward(std::forward<Arguments>(arguments)...));
     }
     return call<Result>(
@@ -135,41 +150,43 @@ class Leaf {
  private:
   template <class Result, class Whole>
   Result call(Whole whole) {
-    const graph::LeafCallPtr call = detail::make_leaf_call(*module_);
     detail::Description described;
     described.add(whole);
-    call->settings = described.rest();
-    call->numbers = described.numbers();
-    // The call outlives the step: tensors go apart from the other arguments.
-    std::vector<at::Tensor> inputs;
-    detail::for_each_tensor(
-        whole, [&](at::Tensor& tensor) { inputs.push_back(std::exchange(tensor, at::Tensor())); });
-    call->function = [module = module_, whole = std::move(whole)](
-                         graph::LeafCall& self, const std::vector<at::Tensor>& tensors) {
-      return run<Result>(module, whole, self, tensors);
-    };
-    const std::vector<at::Tensor> tensors = graph::call_leaf(call, inputs);
-    Result result = std::any_cast<Result>(call->result());
-    size_t next = 0;
-    detail::for_each_tensor(result, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
+    const std::vector<at::Tensor> inputs = take_tensors(whole);
+    const detail::LeafResult returned = detail::call_leaf(
+        *module_, described, inputs,
+        [module = module_, whole = std::move(whole)](const std::vector<at::Tensor>& tensors) {
+          return run<Result>(module, whole, tensors);
+        });
+    Result result = std::any_cast<Result>(returned.rest);
+    put_tensors(returned.tensors, result);
     return result;
   }
 
   template <class Result, class Whole>
-  static std::vector<at::Tensor> run(M module, Whole arguments, graph::LeafCall& call,
-                                     const std::vector<at::Tensor>& tensors) {
-    size_t next = 0;
-    detail::for_each_tensor(arguments, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
+  static detail::LeafResult run(M module, Whole arguments, const std::vector<at::Tensor>& tensors) {
+    put_tensors(tensors, arguments);
     Result result = std::apply(
         [&](auto&... argument) -> Result { return module->forward(argument...); }, arguments);
-    detail::Description structure;
-    structure.add(result);
-    std::vector<at::Tensor> results;
-    detail::for_each_tensor(result, [&](at::Tensor& tensor) {
-      results.push_back(std::exchange(tensor, at::Tensor()));
-    });
-    call.keep_result(std::move(result), structure.rest());
-    return results;
+    detail::Description described;
+    described.add(result);
+    std::vector<at::Tensor> results = take_tensors(result);
+    return {std::move(results), std::move(result), described.rest()};
+  }
+
+  /// Leaves undefined tensors in their place.
+  template <class Value>
+  static std::vector<at::Tensor> take_tensors(Value& value) {
+    std::vector<at::Tensor> tensors;
+    detail::for_each_tensor(
+        value, [&](at::Tensor& tensor) { tensors.push_back(std::exchange(tensor, at::Tensor())); });
+    return tensors;
+  }
+
+  template <class Value>
+  static void put_tensors(const std::vector<at::Tensor>& tensors, Value& value) {
+    size_t next = 0;
+    detail::for_each_tensor(value, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
   }
 
   M module_;

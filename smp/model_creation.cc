@@ -3,13 +3,29 @@
 #include <c10/core/ScalarType.h>
 
 #include "core/check.h"
+#include "graph/default_dtype.h"
+#include "graph/deferred.h"
 #include "graph/partition_scope.h"
 #include "graph/recording.h"
 #include "runtime/runtime.h"
+#include "smp/partition_scope.h"
+#include "smp/tensor_parallelism.h"
 
 namespace smp {
 
-ModelCreation::ModelCreation(const ModelCreationOptions& options) {
+class ModelCreation::Impl {
+ public:
+  explicit Impl(const ModelCreationOptions& options);
+
+ private:
+  std::optional<graph::DefaultDtypeScope> dtype_;
+  std::optional<graph::DeferredScope> delay_;
+  std::optional<graph::AtOnceScope> at_once_;    // within a scope that delays
+  std::optional<PartitionScope> pins_;           // of an outer smp::partition, within this scope
+  std::optional<TensorParallelismScope> marks_;  // given, or of an outer scope, within this one
+};
+
+ModelCreation::Impl::Impl(const ModelCreationOptions& options) {
   if (options.dtype()) {
     SMP_CHECK_WITH(UsageError, c10::isFloatingType(*options.dtype()),
                    "model_creation: dtype must be a floating point type such as torch::kBFloat16, "
@@ -31,6 +47,9 @@ ModelCreation::ModelCreation(const ModelCreationOptions& options) {
                                                   : TensorParallelismScope::current();
   if (marks) marks_.emplace(*marks);
 }
+
+ModelCreation::ModelCreation(const ModelCreationOptions& options)
+    : impl_(std::make_unique<Impl>(options)) {}
 
 ModelCreation::~ModelCreation() = default;
 

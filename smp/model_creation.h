@@ -5,12 +5,8 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
-
-#include "graph/default_dtype.h"
-#include "graph/deferred.h"
-#include "smp/partition_scope.h"
-#include "smp/tensor_parallelism.h"
 
 namespace smp {
 
@@ -30,7 +26,7 @@ struct ModelCreationOptions {
   /// construction: the same for any number of stages.
   TORCH_ARG(bool, fast) = false;
   /// Tensors of at most so many bytes are made at once even if the rest is delayed.
-  TORCH_ARG(int64_t, eager_bytes) = graph::DeferredOptions().eager_bytes();
+  TORCH_ARG(int64_t, eager_bytes) = 16 << 10;
 };
 
 /// The scope that `model_creation` begins; it ends with the block.
@@ -42,11 +38,8 @@ class [[nodiscard]] ModelCreation {
   ModelCreation& operator=(const ModelCreation&) = delete;
 
  private:
-  std::optional<graph::DefaultDtypeScope> dtype_;
-  std::optional<graph::DeferredScope> delay_;
-  std::optional<graph::AtOnceScope> at_once_;    // within a scope that delays
-  std::optional<PartitionScope> pins_;           // of an outer smp::partition, within this scope
-  std::optional<TensorParallelismScope> marks_;  // given, or of an outer scope, within this one
+  class Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 /// Begins a scope in which to construct modules:

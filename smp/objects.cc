@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "comm/objects/objects.h"
+#include "comm/objects.h"
 #include "core/check.h"
 #include "runtime/runtime.h"
 

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/objects/archive.h"
 #include "smp/comm_group.h"
+#include "smp/detail/archive.h"
 
 namespace smp {
 
@@ -23,28 +23,41 @@ int this_rank_in(CommGroup group);
 
 }  // namespace detail
 
-// Whole objects between ranks: numbers, strings, standard containers, tensors, `c10::IValue`, and
-// user types that name their fields (`comm/objects/archive.h`). For results, settings and the like;
-// not inside of step functions. All are blocking and throw a `TimeoutError` that names the peer, a
-// `CommError` when the object is of another type than was asked for, and a `UsageError` for a rank
-// that is not in the group.
+// Whole objects between ranks: numbers, enumerations, strings, standard containers, pairs, tuples,
+// optionals, tensors (which arrive on the CPU), `c10::IValue`, and user types that name their
+// fields, in a member or in a free function:
+//
+//     struct Result {
+//       int64_t step;
+//       at::Tensor best;
+//       template <class Archive>
+//       void serialize(Archive& archive) { archive(step, best); }
+//     };
+//
+//     template <class Archive>
+//     void serialize(Archive& archive, Point& point) { archive(point.x, point.y); }
+//
+// A type that has changed its fields says so by `static constexpr int kVersion = 2;`. For results,
+// settings and the like; not inside of step functions. All are blocking and throw a `TimeoutError`
+// that names the peer, a `CommError` when the object is of another type than was asked for, and a
+// `UsageError` for a rank that is not in the group.
 
 /// Sends `object` and returns when it was received, with `recv_from`.
 template <class T>
 void send(const T& object, int dest_rank, RankType type) {
-  detail::send_object(comm::to_bytes(object), dest_rank, type);
+  detail::send_object(detail::to_bytes(object), dest_rank, type);
 }
 
 /// The next object that `src_rank` sends to this rank, by `send` or `broadcast`.
 template <class T>
 T recv_from(int src_rank, RankType type) {
-  return comm::from_bytes<T>(detail::recv_object(src_rank, type), src_rank);
+  return detail::from_bytes<T>(detail::recv_object(src_rank, type), src_rank);
 }
 
 /// Sends `object` to all other ranks of this rank's group. They call `recv_from`, as in SMP 1.x.
 template <class T>
 void broadcast(const T& object, CommGroup group) {
-  detail::broadcast_object(comm::to_bytes(object), group);
+  detail::broadcast_object(detail::to_bytes(object), group);
 }
 
 /// The same in one call on all ranks of the group: returns the object of `src_rank`, a rank in the
@@ -62,8 +75,8 @@ T broadcast(const T& object, CommGroup group, int src_rank) {
 template <class T>
 std::vector<T> allgather(const T& object, CommGroup group) {
   std::vector<T> objects;
-  for (const std::string& bytes : detail::allgather_objects(comm::to_bytes(object), group)) {
-    objects.push_back(comm::from_bytes<T>(bytes, static_cast<int>(objects.size())));
+  for (const std::string& bytes : detail::allgather_objects(detail::to_bytes(object), group)) {
+    objects.push_back(detail::from_bytes<T>(bytes, static_cast<int>(objects.size())));
   }
   return objects;
 }

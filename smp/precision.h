@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "smp/config.h"
-#include "smp/structure.h"
+#include "smp/detail/structure.h"
 
 namespace smp {
 

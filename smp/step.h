@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "smp/detail/structure.h"
 #include "smp/step_core.h"
-#include "smp/structure.h"
 
 namespace smp {
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "smp/smp.h"
-#include "smp/structure.h"
+#include "smp/detail/structure.h"
 #include "tests/smp/oracle.h"
 #include "tests/zoo/zoo.h"
 

@@ -22,23 +22,10 @@
 #include <utility>
 #include <vector>
 
-/// C++ values as bytes, for ranks that run the same program: arithmetic types and enumerations,
-/// strings, standard containers, pair, tuple, optional, tensors, `c10::IValue`, and user types that
-/// name their fields, in a member or a free function:
-///
-///     struct Result {
-///       int64_t step;
-///       at::Tensor best;
-///       template <class Archive>
-///       void serialize(Archive& archive) { archive(step, best); }
-///     };
-///
-///     template <class Archive>
-///     void serialize(Archive& archive, Point& point) { archive(point.x, point.y); }
-///
-/// A type that has changed its fields says so by `static constexpr int kVersion = 2;`. Every object
-/// begins with the name of its type, which the reader compares with the type that it expects.
-namespace smp::comm {
+/// C++ values as bytes, for ranks that run the same program: the types that smp/objects.h names.
+/// Every object begins with the name of its type, which the reader compares with the type that it
+/// expects. Internal.
+namespace smp::detail {
 
 template <class T, class = void>
 struct Codec;
@@ -84,8 +71,6 @@ class Reader {
   size_t left_;
 };
 
-namespace detail {
-
 template <class T, class = void>
 struct HasMember : std::false_type {};
 template <class T>
@@ -111,17 +96,15 @@ std::string names() {
   return all;
 }
 
-}  // namespace detail
-
 /// User types.
 template <class T, class>
 struct Codec {
-  static_assert(detail::HasMember<T>::value || detail::HasFunction<T>::value,
+  static_assert(HasMember<T>::value || HasFunction<T>::value,
                 "objects of this type cannot be sent: give it a member `template <class Archive> "
                 "void serialize(Archive& archive)` that names its fields: archive(a, b, c);");
 
   static std::string name() {
-    const int version = detail::VersionOf<T>::value;
+    const int version = VersionOf<T>::value;
     const std::string type = c10::demangle(typeid(T).name());
     return version == 1 ? type : type + " version " + std::to_string(version);
   }
@@ -132,7 +115,7 @@ struct Codec {
  private:
   template <class Archive>
   static void fields(Archive& archive, T& value) {
-    if constexpr (detail::HasMember<T>::value) {
+    if constexpr (HasMember<T>::value) {
       value.serialize(archive);
     } else {
       serialize(archive, value);
@@ -264,13 +247,13 @@ struct Codec<std::unordered_set<T, Rest...>> : ContainerCodec<std::unordered_set
 
 template <class K, class V, class... Rest>
 struct Codec<std::map<K, V, Rest...>> : ContainerCodec<std::map<K, V, Rest...>, std::pair<K, V>> {
-  static std::string name() { return "map<" + detail::names<K, V>() + ">"; }
+  static std::string name() { return "map<" + names<K, V>() + ">"; }
 };
 
 template <class K, class V, class... Rest>
 struct Codec<std::unordered_map<K, V, Rest...>>
     : ContainerCodec<std::unordered_map<K, V, Rest...>, std::pair<K, V>> {
-  static std::string name() { return "unordered_map<" + detail::names<K, V>() + ">"; }
+  static std::string name() { return "unordered_map<" + names<K, V>() + ">"; }
 };
 
 template <class T, size_t N>
@@ -286,7 +269,7 @@ struct Codec<std::array<T, N>> {
 
 template <class A, class B>
 struct Codec<std::pair<A, B>> {
-  static std::string name() { return "pair<" + detail::names<A, B>() + ">"; }
+  static std::string name() { return "pair<" + names<A, B>() + ">"; }
   static void write(Writer& writer, const std::pair<A, B>& value) {
     writer(value.first, value.second);
   }
@@ -295,7 +278,7 @@ struct Codec<std::pair<A, B>> {
 
 template <class... T>
 struct Codec<std::tuple<T...>> {
-  static std::string name() { return "tuple<" + detail::names<T...>() + ">"; }
+  static std::string name() { return "tuple<" + names<T...>() + ">"; }
   static void write(Writer& writer, const std::tuple<T...>& value) { std::apply(writer, value); }
   static void read(Reader& reader, std::tuple<T...>& value) { std::apply(reader, value); }
 };
@@ -340,4 +323,4 @@ T from_bytes(const std::string& bytes, int source) {
   return object;
 }
 
-}  // namespace smp::comm
+}  // namespace smp::detail

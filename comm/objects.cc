@@ -1,4 +1,4 @@
-#include "comm/objects/objects.h"
+#include "comm/objects.h"
 
 #include <ATen/ops/empty.h>
 

@@ -1,4 +1,4 @@
-#include "comm/objects/archive.h"
+#include "smp/detail/archive.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 
-namespace smp::comm {
+namespace smp::detail {
 
 const char* Reader::take(size_t bytes) {
   SMP_CHECK_WITH(CommError, bytes <= left_, "an object that was received ends early: expected ",
@@ -75,4 +75,4 @@ void check_end(const Reader& reader, const std::string& type, int source) {
                  " bytes too many. Its serialize function must name the same fields on all ranks.");
 }
 
-}  // namespace smp::comm
+}  // namespace smp::detail
