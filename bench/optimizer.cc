@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "bench/measure.h"
-#include "optim/fused.h"
-#include "optim/lamb.h"
-#include "optim/novograd.h"
+#include "smp/optim/fused.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "smp/smp.h"
 
 namespace {

@@ -13,6 +13,8 @@
 
 #include <limits>
 
+#include "smp/optim/uses_grad_norm.h"
+
 namespace smp::optim {
 namespace {
 
@@ -62,5 +64,7 @@ at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters) {
   }
   return norm_of_norms(norms, kL2);
 }
+
+UsesGradNorm::UsesGradNorm() : grad_norm_(local_grad_norm) {}
 
 }  // namespace smp::optim

@@ -2,8 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
-#include <utility>
 #include <vector>
 
 namespace torch::optim {
@@ -30,21 +28,7 @@ at::Tensor norm_of_norms(const std::vector<at::Tensor>& norms, double norm_type)
 void scale_to_norm(const std::vector<at::Tensor>& gradients, const at::Tensor& norm,
                    double max_norm);
 
-/// Gives the L2 norm over the gradients of parameters, of which some may have none.
-using GradNorm = std::function<at::Tensor(const std::vector<at::Tensor>& parameters)>;
-
-/// Of parameters of this process alone.
+/// The L2 norm over the gradients of parameters of this process alone, of which some may have none.
 at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters);
-
-/// Base of optimizers that need the norm over all gradients: where a model is divided among ranks,
-/// `DistributedOptimizer` has them use one over all.
-class UsesGradNorm {
- public:
-  virtual ~UsesGradNorm() = default;
-  void set_grad_norm(GradNorm norm) { grad_norm_ = std::move(norm); }
-
- protected:
-  GradNorm grad_norm_ = local_grad_norm;
-};
 
 }  // namespace smp::optim

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Type.h>
+#include <torch/optim/lbfgs.h>
 
 #include <algorithm>
 #include <memory>
@@ -93,7 +94,7 @@ class Restore {
                    "\nBuild the optimizer as it was when the state was saved.");
   }
 
-  void prepare(ParamStateFactory make_state) {
+  void prepare(detail::ParamStateFactory make_state) {
     for (size_t i = 0; i < groups_.size(); ++i) {
       for (const auto& [name, param] : groups_[i]) {
         new_states_[param.unsafeGetTensorImpl()] = make_param(name, param, make_state);
@@ -162,7 +163,7 @@ class Restore {
   }
 
   std::unique_ptr<OptimizerParamState> make_param(const std::string& name, const at::Tensor& param,
-                                                  ParamStateFactory make_state) const {
+                                                  detail::ParamStateFactory make_state) const {
     const auto saved = state_.params.find(name);
     if (saved == state_.params.end()) {
       return nullptr;
@@ -249,7 +250,7 @@ OptimizerState get_state(const Optimizer& optimizer, const ParameterNames& names
 }
 
 void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-               Extra extra, ParamStateFactory make_state) {
+               Extra extra, detail::ParamStateFactory make_state) {
   Restore restore(optimizer, state, names);
   restore.check(extra);
   restore.prepare(make_state);

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "optim/param_state.h"
+#include "smp/detail/optimizer_traits.h"
 
 namespace smp::optim {
 
@@ -51,21 +51,16 @@ enum class Extra {
   kIgnore,  ///< They belong to parameters of other ranks.
 };
 
-/// As the template below, with the factory given.
-void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
-               const ParameterNames& names, Extra extra, ParamStateFactory make_state);
+/// Throws `UsageError` for LBFGS, which has one state for all parameters together.
+void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 
 /// Restores `state`: the options of all groups (learning rate included) and the state of every
 /// parameter, made where there is none and removed where the saved run had none. Tensors go to
 /// their parameter's device and, where they have its shape, get its strides. Throws
 /// CheckpointError that lists, sorted, all unnamed or missing parameters, other shapes, groups
-/// that do not match and, with `kRefuse`, extra names; then nothing has changed. Throws
-/// UsageError if the type of the parameters' state is unknown, see `ParamStateOf`.
-template <class Optimizer>
-void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-               Extra extra = Extra::kRefuse) {
-  set_state(optimizer, state, names, extra, detail::FactoryOf<Optimizer>::get(optimizer));
-}
+/// that do not match and, with `kRefuse`, extra names; then nothing has changed.
+void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
+               const ParameterNames& names, Extra extra, detail::ParamStateFactory make_state);
 
 /// Everything of `state` but its tensors, the "optimizer" section of a checkpoint's index:
 /// {"param_groups": [{"type", "options", "params"}], "state": {name: {"shape", "scalars"}}}.

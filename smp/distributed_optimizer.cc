@@ -3,11 +3,13 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "optim/elementwise.h"
 #include "optim/grad_norm.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/state_pieces.h"
 #include "smp/clip_grad.h"
 #include "smp/model_core.h"
+#include "smp/optim/uses_grad_norm.h"
 
 namespace smp {
 namespace {
@@ -25,16 +27,18 @@ void give_grad_norm(torch::optim::Optimizer& optimizer) {
 }  // namespace
 
 OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
-                             const optim::Elementwise& elementwise)
+                             const optim::detail::Elementwise& elementwise)
     : optimizer_(optimizer),
       set_state_(std::move(set_state)),
       runtime_(Runtime::get_shared()),
       pieces_(optimizer, *runtime_, set_state_),
       loss_scaling_(runtime_, pieces_) {
-  if (shards_optimizer_state(*runtime_)) elementwise.check("shard_optimizer_state", "false");
-  if (runtime_->is_tensor_parallel()) elementwise.check("tensor_parallel_degree", "1");
+  if (shards_optimizer_state(*runtime_))
+    optim::check_elementwise(elementwise, "shard_optimizer_state", "false");
+  if (runtime_->is_tensor_parallel())
+    optim::check_elementwise(elementwise, "tensor_parallel_degree", "1");
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
-    elementwise.check("sharded_data_parallel_degree", "1");
+    optim::check_elementwise(elementwise, "sharded_data_parallel_degree", "1");
   }
 }
 

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "optim/elementwise.h"
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
 #include "runtime/update/loss_scaling.h"
 #include "runtime/update/optimizer_pieces.h"
+#include "smp/detail/optimizer_traits.h"
 #include "smp/mixed_precision.h"
 
 namespace smp {
@@ -33,7 +33,7 @@ class OptimizerCore {
   /// Throws `UsageError` for an optimizer that cannot update parts of parameters, where the
   /// configuration divides them.
   OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
-                const optim::Elementwise& elementwise);
+                const optim::detail::Elementwise& elementwise);
 
   /// `update` is the optimizer's own step, which a step that overflowed skips. Throws `UsageError`
   /// inside a step function.
@@ -143,9 +143,10 @@ class DistributedOptimizer : public Base, public MixedPrecision<DistributedOptim
     return std::make_shared<OptimizerCore>(
         self,
         [&self](const optim::OptimizerState& state, const optim::ParameterNames& names) {
-          optim::set_state(self, state, names, optim::Extra::kIgnore);
+          optim::set_state(self, state, names, optim::Extra::kIgnore,
+                           optim::detail::param_state_factory(self));
         },
-        optim::elementwise<Base>());
+        optim::detail::elementwise<Base>());
   }
 
   std::shared_ptr<OptimizerCore> core_;
@@ -161,9 +162,10 @@ class DistributedOptimizerRef : public MixedPrecision<DistributedOptimizerRef<Ba
         core_(std::make_shared<OptimizerCore>(
             optimizer,
             [&optimizer](const optim::OptimizerState& state, const optim::ParameterNames& names) {
-              optim::set_state(optimizer, state, names, optim::Extra::kIgnore);
+              optim::set_state(optimizer, state, names, optim::Extra::kIgnore,
+                               optim::detail::param_state_factory(optimizer));
             },
-            optim::elementwise_of(optimizer))) {}
+            optim::detail::elementwise_of(optimizer))) {}
 
   /// As `DistributedOptimizer::step`.
   at::Tensor step(OptimizerCore::LossClosure closure = nullptr) {

@@ -13,7 +13,7 @@
 #include "examples/mnist/loops.h"
 #include "examples/mnist/settings.h"
 #include "examples/program.h"
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 #include "smp/smp.h"
 
 namespace mnist {

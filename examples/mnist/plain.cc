@@ -8,7 +8,7 @@
 #include "examples/mnist/report.h"
 #include "examples/mnist/settings.h"
 #include "examples/program.h"
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 
 namespace mnist {
 namespace {

@@ -9,7 +9,7 @@
 #include "examples/mnist/report.h"
 #include "examples/mnist/settings.h"
 #include "examples/mnist_ddp/net.h"
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 
 namespace mnist {
 

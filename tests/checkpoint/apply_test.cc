@@ -10,6 +10,7 @@
 #include "checkpoint/reader.h"
 #include "optim/state_dict.h"
 #include "tests/checkpoint/test_util.h"
+#include "tests/optim/set_state.h"
 
 namespace smp::checkpoint {
 namespace {

@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 #include "smp/smp.h"
 
 namespace {

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "optim/fused.h"
-#include "optim/lamb.h"
-#include "optim/novograd.h"
+#include "smp/optim/fused.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "smp/smp.h"
 
 namespace {

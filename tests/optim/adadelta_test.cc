@@ -1,4 +1,4 @@
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "optim/fused.h"
+#include "smp/optim/fused.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "optim/state_dict.h"
+#include "tests/optim/set_state.h"
 
 namespace smp::optim {
 namespace {

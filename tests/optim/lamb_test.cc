@@ -1,4 +1,4 @@
-#include "optim/lamb.h"
+#include "smp/optim/lamb.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "optim/novograd.h"
+#include "smp/optim/novograd.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

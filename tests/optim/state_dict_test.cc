@@ -10,6 +10,8 @@
 #include <memory>
 
 #include "core/check.h"
+#include "smp/optim/traits.h"
+#include "tests/optim/set_state.h"
 
 namespace smp::optim {
 namespace {

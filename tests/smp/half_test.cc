@@ -7,9 +7,9 @@
 #include <mutex>
 #include <string>
 
-#include "optim/adadelta.h"
-#include "optim/lamb.h"
-#include "optim/novograd.h"
+#include "smp/optim/adadelta.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "tests/smp/models.h"
 #include "tests/smp/recipe.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "optim/lamb.h"
+#include "smp/optim/lamb.h"
 #include "tests/smp/sharded_state.h"
 
 // State dictionaries of optimizers by parameter name: full, local and in pieces.

@@ -6,9 +6,9 @@
 #include <mutex>
 #include <vector>
 
-#include "optim/fused.h"
-#include "optim/lamb.h"
-#include "optim/novograd.h"
+#include "smp/optim/fused.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "tests/smp/sharded_state.h"
 
 // DistributedOptimizer over stages and replicas, against the same program in plain libtorch.

@@ -7,9 +7,9 @@
 #include <tuple>
 #include <vector>
 
-#include "optim/adadelta.h"
-#include "optim/lamb.h"
-#include "optim/novograd.h"
+#include "smp/optim/adadelta.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "tests/smp/recipe.h"
 
 // N steps are N/2, a checkpoint, another layout of ranks and N/2, bit for bit: for each optimizer

@@ -3,7 +3,7 @@
 
 #include <mutex>
 
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 #include "tests/smp/sharded_state.h"
 
 // What programs do with optimizers under `shard_optimizer_state`: as without, or an error.

@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 
 // `shard_optimizer_state`: the same bits as without, and a part of the state on each replica.
 namespace smp {

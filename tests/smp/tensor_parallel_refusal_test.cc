@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "optim/lamb.h"
+#include "smp/optim/lamb.h"
 #include "tests/smp/tensor_parallel.h"
 
 // What does not go together with tensor parallelism, and what is wrong with it: the texts.

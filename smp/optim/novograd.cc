@@ -1,4 +1,4 @@
-#include "optim/novograd.h"
+#include "smp/optim/novograd.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "optim/lamb.h"
+#include "smp/optim/lamb.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "optim/grad_norm.h"
 #include "optim/step_parts.h"
 
 namespace smp::optim {

@@ -1,4 +1,4 @@
-#include "optim/adadelta.h"
+#include "smp/optim/adadelta.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/grad_mode.h>

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "optim/grad_norm.h"
+#include "smp/optim/uses_grad_norm.h"
 
 namespace smp::optim {
 

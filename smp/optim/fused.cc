@@ -1,4 +1,4 @@
-#include "optim/fused.h"
+#include "smp/optim/fused.h"
 
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/_fused_adam.h>
