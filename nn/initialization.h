@@ -5,7 +5,7 @@
 #include <functional>
 #include <optional>
 
-#include "nn/parameter_split.h"
+#include "smp/nn/parameter_split.h"
 
 namespace smp::nn {
 

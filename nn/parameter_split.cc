@@ -1,4 +1,4 @@
-#include "nn/parameter_split.h"
+#include "smp/nn/parameter_split.h"
 
 #include <ATen/ops/cat.h>
 #include <c10/util/StringUtil.h>

@@ -1,5 +1,3 @@
-#include "smp/model_core.h"
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
@@ -13,13 +11,14 @@
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "graph/tracer.h"
-#include "nn/split_module.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/loading.h"
 #include "runtime/update/optimizer_pieces.h"
 #include "smp/loss_scaler.h"
+#include "smp/model_core.h"
 #include "smp/model_creation.h"
+#include "smp/nn/split_module.h"
 #include "smp/precision.h"
 
 namespace smp {

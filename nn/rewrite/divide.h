@@ -10,7 +10,7 @@
 
 #include "graph/graph.h"
 #include "graph/tracer.h"
-#include "nn/parameter_split.h"
+#include "smp/nn/parameter_split.h"
 
 namespace smp::nn::rewrite {
 

@@ -4,16 +4,7 @@
 
 #include "core/check.h"
 
-namespace smp::nn::rewrite {
-namespace {
-
-int64_t product(c10::IntArrayRef sizes, size_t first) {
-  int64_t result = 1;
-  for (size_t d = first; d < sizes.size(); ++d) result *= sizes[d];
-  return result;
-}
-
-}  // namespace
+namespace smp::nn {
 
 std::string Layout::to_string() const {
   switch (kind) {
@@ -28,6 +19,17 @@ std::string Layout::to_string() const {
   }
   return c10::str("divided(", dim, blocks > 1 ? c10::str(", ", blocks, " blocks") : "", ")");
 }
+
+namespace rewrite {
+namespace {
+
+int64_t product(c10::IntArrayRef sizes, size_t first) {
+  int64_t result = 1;
+  for (size_t d = first; d < sizes.size(); ++d) result *= sizes[d];
+  return result;
+}
+
+}  // namespace
 
 bool can_divide(c10::IntArrayRef sizes, int dim, int64_t blocks, int ranks) {
   return dim >= 0 && dim < static_cast<int>(sizes.size()) && blocks >= 1 && sizes[dim] > 0 &&
@@ -70,4 +72,5 @@ int64_t parts_in_view(c10::IntArrayRef from, const Layout& layout, c10::IntArray
   return 1;
 }
 
-}  // namespace smp::nn::rewrite
+}  // namespace rewrite
+}  // namespace smp::nn

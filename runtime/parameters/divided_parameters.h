@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "nn/parameter_split.h"
+#include "smp/nn/parameter_split.h"
 
 namespace smp {
 

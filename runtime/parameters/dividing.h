@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "graph/graph.h"
-#include "nn/parameter_split.h"
 #include "nn/rewrite/divide.h"
 #include "runtime/runtime.h"
+#include "smp/nn/parameter_split.h"
 
 // Models that are divided by rewriting what was captured of them. Internal.
 namespace smp {

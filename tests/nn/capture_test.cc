@@ -2,7 +2,7 @@
 // replayed.
 
 #include "graph/split_backward.h"
-#include "nn/nn.h"
+#include "smp/nn.h"
 #include "tests/graph/checkpointed.h"
 #include "tests/graph/harness.h"
 #include "tests/nn/harness.h"

@@ -7,7 +7,7 @@
 #include "graph/autograd_entry.h"
 #include "graph/saved_tensors.h"
 #include "graph/split_backward.h"
-#include "nn/operators.h"
+#include "smp/nn/operators.h"
 #include "tests/nn/harness.h"
 
 namespace smp::nn::testing {

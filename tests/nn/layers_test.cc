@@ -7,10 +7,10 @@
 
 #include "graph/deferred.h"
 #include "graph/recording.h"
-#include "nn/cross_entropy.h"
-#include "nn/operators.h"
-#include "nn/parallel_embedding.h"
-#include "nn/parallel_linear.h"
+#include "smp/nn/cross_entropy.h"
+#include "smp/nn/operators.h"
+#include "smp/nn/parallel_embedding.h"
+#include "smp/nn/parallel_linear.h"
 #include "tests/nn/modules.h"
 
 namespace smp::nn::testing {

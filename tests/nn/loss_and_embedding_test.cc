@@ -4,7 +4,7 @@
 #include <ATen/core/Reduction.h>
 #include <c10/util/ScopeExit.h>
 
-#include "nn/operators.h"
+#include "smp/nn/operators.h"
 #include "tests/nn/harness.h"
 
 namespace smp::nn::testing {

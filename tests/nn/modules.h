@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "nn/split_module.h"
+#include "smp/nn/split_module.h"
 #include "tests/nn/harness.h"
 
 /// One module on all ranks, and what one process sees of it.

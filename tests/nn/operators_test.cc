@@ -1,7 +1,7 @@
 // The operators that move tensors, and dropout: forward and backward against what one process makes
 // of all ranks' tensors.
 
-#include "nn/operators.h"
+#include "smp/nn/operators.h"
 
 #include <mutex>
 

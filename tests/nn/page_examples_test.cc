@@ -1,6 +1,6 @@
 // The programs of docs/tensor_parallelism.md, "Modules".
 
-#include "nn/nn.h"
+#include "smp/nn.h"
 #include "tests/nn/modules.h"
 
 namespace smp::nn::testing {
@@ -22,8 +22,7 @@ TORCH_MODULE(Mlp);
 
 struct ScaleImpl : torch::nn::Module, smp::nn::SplitModule {
   explicit ScaleImpl(int64_t channels) {
-    const auto group = smp::nn::tensor_group();
-    split = {{channels}, 0, 1, group->size()};
+    split = {{channels}, 0, 1, smp::nn::group_size()};
     weight = register_parameter("weight", torch::ones(split.local_sizes()));
   }
   std::map<std::string, smp::nn::ParameterSplit> split_parameters() const override {

@@ -1,6 +1,6 @@
 // The language model, against plain functions of libtorch.
 
-#include "nn/nn.h"
+#include "smp/nn.h"
 #include "tests/nn/transformer_cases.h"
 
 namespace smp::nn::testing {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <sstream>
 
-#include "nn/nn.h"
+#include "smp/nn.h"
 #include "tests/nn/transformer_cases.h"
 
 namespace smp::nn::testing {

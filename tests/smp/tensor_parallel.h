@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "nn/operators.h"
-#include "nn/parameter_split.h"
-#include "nn/split_module.h"
 #include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
+#include "smp/nn/parameter_split.h"
+#include "smp/nn/split_module.h"
 #include "tests/smp/oracle.h"
 
 /// What the tests of tensor parallelism share: a language model whose blocks are divided by hand,

@@ -1,18 +1,20 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <functional>
 #include <iostream>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "graph/allocations.h"
-#include "nn/nn.h"
 #include "runtime/runtime.h"
+#include "smp/nn.h"
 #include "tests/nn/harness.h"
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_transformer.h"
@@ -425,10 +427,46 @@ std::set<std::string> check_own_operator() {
 }
 
 TEST(TensorParallelRegister, DividesTheUsersOperator) {
-  tp_register("tensor_parallel_test::gate", nn::rewrite::elementwise);
+  tp_register("tensor_parallel_test::gate", TpRule::elementwise());
   EXPECT_EQ(check_own_operator<WithRule>(), std::set<std::string>{"all_reduce"});
   // It gets whole arguments, which are gathered for it.
   EXPECT_EQ(check_own_operator<WithoutRule>().count("all_gather"), 1u);
+}
+
+TEST(TensorParallelRegister, TakesARuleOfTheUser) {
+  std::atomic<int> seen{0};
+  tp_register("tensor_parallel_test::gate",
+              TpRule([&](const TpCall& call) -> std::optional<TpTreatment> {
+                EXPECT_EQ(call.name(), "tensor_parallel_test::gate");
+                EXPECT_EQ(call.num_tensors(), 2);
+                EXPECT_EQ(call.num_results(), 1);
+                EXPECT_EQ(call.position("y"), 1);
+                EXPECT_TRUE(call.constant("z").isNone());
+                EXPECT_EQ(call.sizes(0), call.result_sizes());
+                ++seen;
+                if (!call.layout(0).is_divided() || call.layout(0) != call.layout(1)) {
+                  return std::nullopt;
+                }
+                return TpTreatment{{call.layout(0), call.layout(1)}, {call.layout(0)}, {}};
+              }));
+  EXPECT_EQ(check_own_operator<WithRule>(), std::set<std::string>{"all_reduce"});
+  EXPECT_GT(seen, 0);
+}
+
+TEST(TensorParallelRegister, RefusesRulesThatDoNotFitTheOperator) {
+  const auto error_with = [](const TpTreatment& treatment) {
+    tp_register("tensor_parallel_test::gate", TpRule([treatment](const TpCall&) {
+                  return std::optional<TpTreatment>(treatment);
+                }));
+    return error_of<UsageError>([] { check_own_operator<WithRule>(); });
+  };
+  const nn::Layout whole;
+  expect_has(error_with({{whole}, {whole}, {}}),
+             {"rule registered for operator tensor_parallel_test::gate says how 1 arguments and 1 "
+              "results lie. Expected 2 and 1"});
+  expect_has(
+      error_with({{whole, whole}, {whole}, {{"size", 1}}}),
+      {"rule registered for operator tensor_parallel_test::gate names an argument \"size\""});
 }
 
 }  // namespace

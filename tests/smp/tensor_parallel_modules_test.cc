@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "nn/nn.h"
+#include "smp/nn.h"
 #include "tests/nn/harness.h"
 #include "tests/smp/tensor_parallel_run.h"
 

@@ -7,7 +7,7 @@
 
 #include <random>
 
-#include "nn/parameter_split.h"
+#include "smp/nn/parameter_split.h"
 
 namespace smp::nn::rewrite {
 namespace {

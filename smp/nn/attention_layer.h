@@ -7,8 +7,8 @@
 #include <ostream>
 #include <tuple>
 
-#include "nn/parallel_linear.h"
-#include "nn/transformer_options.h"
+#include "smp/nn/parallel_linear.h"
+#include "smp/nn/transformer_options.h"
 
 namespace smp::nn {
 

@@ -1,11 +1,13 @@
-#include "nn/transformer_layer.h"
+#include "smp/nn/transformer_layer.h"
 
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/relu.h>
 
+#include "core/check.h"
 #include "nn/initialization.h"
-#include "nn/operators.h"
-#include "nn/transformer_parts.h"
+#include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
+#include "smp/nn/transformer_parts.h"
 
 namespace smp::nn {
 namespace {

@@ -1,11 +1,10 @@
-#include "nn/operators.h"
+#include "smp/nn/operators.h"
 
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
 
-#include "core/check.h"
 #include "nn/operator_call.h"
 #include "nn/tensor_group.h"
 
@@ -22,24 +21,9 @@ using OfTwoDims = Tensor(const Tensor&, int64_t, int64_t);
 
 }  // namespace
 
-int64_t normal_dim(const char* what, const Tensor& x, int64_t dim) {
-  SMP_CHECK_WITH(UsageError, dim >= -x.dim() && dim < x.dim(), what, " along dimension ", dim,
-                 " of a tensor of sizes ", x.sizes(), ": there is no such dimension");
-  return dim < 0 ? dim + x.dim() : dim;
-}
+int group_size() { return tensor_group()->size(); }
 
-ParameterSplit split_of_whole(const Tensor& x, int64_t dim, int64_t blocks, int ranks) {
-  const ParameterSplit split{x.sizes().vec(), dim, blocks, ranks};
-  split.check();
-  return split;
-}
-
-ParameterSplit split_of_part(const Tensor& x, int64_t dim, int64_t blocks, int ranks) {
-  ParameterSplit split = split_of_whole(x, dim, blocks, 1);
-  split.sizes[dim] *= ranks;
-  split.ranks = ranks;
-  return split;
-}
+int group_rank() { return tensor_group()->rank(); }
 
 Tensor copy_to_group(const Tensor& x) {
   static const auto op = typed_operator<OfTensor>("smp::tp_copy");

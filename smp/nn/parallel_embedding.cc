@@ -1,4 +1,4 @@
-#include "nn/parallel_embedding.h"
+#include "smp/nn/parallel_embedding.h"
 
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
@@ -6,8 +6,8 @@
 
 #include "core/check.h"
 #include "nn/initialization.h"
-#include "nn/operators.h"
 #include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
 
 namespace smp::nn {
 namespace {

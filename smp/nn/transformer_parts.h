@@ -6,13 +6,11 @@
 #include <optional>
 #include <string>
 
-#include "core/check.h"
-#include "nn/parallel_linear.h"
-#include "nn/tensor_group.h"
-#include "nn/transformer_options.h"
+#include "smp/nn/parallel_linear.h"
+#include "smp/nn/transformer_options.h"
 
-/// What the modules of a transformer share. With `sliced`, hidden states [N, S, H] are this rank's
-/// part of the sequence, dimension 1.
+/// What the modules of a transformer share, of which only their sources know. With `sliced`, hidden
+/// states [N, S, H] are this rank's part of the sequence, dimension 1.
 namespace smp::nn {
 
 /// Throws `UsageError` unless one of the layer norms is on and `optimize` is known.

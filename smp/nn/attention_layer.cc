@@ -1,4 +1,4 @@
-#include "nn/attention_layer.h"
+#include "smp/nn/attention_layer.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -12,9 +12,11 @@
 #include <limits>
 #include <vector>
 
+#include "core/check.h"
 #include "nn/initialization.h"
-#include "nn/operators.h"
-#include "nn/transformer_parts.h"
+#include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
+#include "smp/nn/transformer_parts.h"
 
 namespace smp::nn {
 namespace {

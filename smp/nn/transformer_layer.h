@@ -8,9 +8,9 @@
 #include <ostream>
 #include <tuple>
 
-#include "nn/attention_layer.h"
-#include "nn/parallel_linear.h"
-#include "nn/transformer_options.h"
+#include "smp/nn/attention_layer.h"
+#include "smp/nn/parallel_linear.h"
+#include "smp/nn/transformer_options.h"
 
 namespace smp::nn {
 

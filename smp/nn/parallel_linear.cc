@@ -1,12 +1,12 @@
-#include "nn/parallel_linear.h"
+#include "smp/nn/parallel_linear.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 
 #include "nn/initialization.h"
-#include "nn/operators.h"
 #include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
 
 namespace smp::nn {
 namespace {

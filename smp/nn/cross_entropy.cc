@@ -1,10 +1,10 @@
-#include "nn/cross_entropy.h"
+#include "smp/nn/cross_entropy.h"
 
 #include <torch/enum.h>
 
 #include <utility>
 
-#include "nn/operators.h"
+#include "smp/nn/operators.h"
 
 namespace smp::nn {
 

@@ -8,9 +8,9 @@
 #include <ostream>
 #include <tuple>
 
-#include "nn/parallel_embedding.h"
-#include "nn/transformer_layer.h"
-#include "nn/transformer_options.h"
+#include "smp/nn/parallel_embedding.h"
+#include "smp/nn/transformer_layer.h"
+#include "smp/nn/transformer_options.h"
 
 namespace smp::nn {
 

@@ -9,8 +9,9 @@
 namespace smp::nn {
 
 /// Cross entropy of logits whose classes are divided among the ranks of the tensor-parallel group,
-/// with the options of torch's: `divided_cross_entropy` in nn/operators.h. Logits [N, C / ranks] or
-/// [N, C / ranks, d1, ...]; class indices of the whole [N, d1, ...]. The logits are never gathered.
+/// with the options of torch's: `divided_cross_entropy` in smp/nn/operators.h. Logits [N, C /
+/// ranks] or [N, C / ranks, d1, ...]; class indices of the whole [N, d1, ...]. The logits are never
+/// gathered.
 at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                         const torch::nn::CrossEntropyLossOptions& options = {});
 

@@ -9,13 +9,18 @@ namespace smp::nn {
 
 // Operators on tensors that the ranks of a tensor-parallel group divide. A *whole* tensor is one
 // that all ranks hold alike; of a *divided* one each holds its part (see ParameterSplit). All ranks
-// of the group call the same operators in the same order. The group is `tensor_group()` at the
-// call; the backward pass uses the same one, on whatever thread it runs.
+// of the group call the same operators in the same order. The group is that of the calling rank at
+// the call; the backward pass uses the same one, on whatever thread it runs.
 //
 // Each is an operator of the dispatcher, smp::tp_..., with the formula of its gradient: a step
 // captures it as one operator, and replays it. Dimensions may be counted from the end (-1 is the
 // last); in the operators' arguments they never are. In a group of one rank, each is plain
 // libtorch's (or returns `x` itself) and no operator of ours is called.
+
+/// The number of ranks in the calling rank's tensor-parallel group, and its rank there, for modules
+/// with parameters of their own that are divided. Throw `UsageError` before `smp::init`.
+int group_size();
+int group_rank();
 
 /// Enters a whole `x` into a divided region: the same values, on the memory of `x`; the gradients
 /// of all ranks are summed (smp::tp_copy, Megatron's f). The result must not be written in place:

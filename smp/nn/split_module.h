@@ -3,7 +3,7 @@
 #include <map>
 #include <string>
 
-#include "nn/parameter_split.h"
+#include "smp/nn/parameter_split.h"
 
 namespace smp::nn {
 

@@ -10,7 +10,7 @@
 #include <ostream>
 #include <string>
 
-#include "nn/split_module.h"
+#include "smp/nn/split_module.h"
 
 namespace smp::nn {
 

@@ -1,4 +1,4 @@
-#include "nn/transformer_lm_head.h"
+#include "smp/nn/transformer_lm_head.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
@@ -6,9 +6,11 @@
 #include <ATen/ops/linear.h>
 #include <torch/nn/init.h>
 
+#include "core/check.h"
 #include "nn/initialization.h"
-#include "nn/operators.h"
-#include "nn/transformer_parts.h"
+#include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
+#include "smp/nn/transformer_parts.h"
 
 namespace smp::nn {
 namespace {

@@ -1,4 +1,4 @@
-#include "nn/transformer_parts.h"
+#include "smp/nn/transformer_parts.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/dropout.h>
@@ -7,8 +7,10 @@
 #include <mutex>
 #include <set>
 
+#include "core/check.h"
 #include "core/log.h"
-#include "nn/operators.h"
+#include "nn/tensor_group.h"
+#include "smp/nn/operators.h"
 
 namespace smp::nn {
 namespace {
