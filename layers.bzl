@@ -1,0 +1,74 @@
+"""Which folder may include which: the table of docs/architecture.md, "The folders".
+
+A folder's BUILD files make its targets visible to those that may include it:
+
+    load("//:layers.bzl", "visible_to_users_of")
+
+    package(default_visibility = visible_to_users_of("graph"))
+
+so that a target of a lower folder cannot depend on one of a higher folder, and what it includes of
+there is an undeclared inclusion. //tests/layout:layout_test reads the same table, for includes that
+pass by way of a dependency that is there for another reason.
+"""
+
+# By folder, what it may include: folders, and single headers of others, whose targets say so
+# themselves. Everything may include the headers of //smp:types.
+LAYERS = {
+    "core": [],
+    "comm": ["core"],
+    "graph": ["core"],
+    "optim": ["core"],
+    "checkpoint": ["core"],
+    "partitioner": ["core", "graph"],
+    "pipeline": ["comm", "core", "graph", "partitioner"],
+    "dp": ["comm", "core", "graph/storage.h"],
+    "nn": ["comm", "core", "graph"],
+    "runtime": [
+        "checkpoint",
+        "comm",
+        "core",
+        "dp",
+        "graph",
+        "nn",
+        "optim",
+        "partitioner",
+        "pipeline",
+    ],
+    "smp": [
+        "checkpoint",
+        "comm",
+        "core",
+        "dp",
+        "graph",
+        "nn",
+        "optim",
+        "partitioner",
+        "pipeline",
+        "runtime",
+    ],
+    "python": ["comm"],
+    "tools": [
+        "checkpoint",
+        "core",
+        "graph",
+        "partitioner",
+        "pipeline",
+        "runtime/step/pipeline_choice.h",
+    ],
+    "examples": ["comm/c10d/process_group.h", "smp"],
+}
+
+# What sees everything.
+_OBSERVERS = ["bench", "tests"]
+
+def visible_to_users_of(folder):
+    """The visibility of a folder's targets.
+
+    Args:
+      folder: a key of LAYERS.
+
+    Returns:
+      A list for the attribute `visibility`.
+    """
+    users = [user for user, used in LAYERS.items() if user == folder or folder in used]
+    return ["//%s:__subpackages__" % user for user in users + _OBSERVERS]
