@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "core/check.h"
+#include "smp/optim/adadelta.h"
 #include "smp/optim/traits.h"
 #include "tests/optim/set_state.h"
 

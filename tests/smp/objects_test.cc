@@ -74,12 +74,12 @@ std::string error_text(const Call& call) {
 
 template <class T>
 T through_bytes(const T& object) {
-  return comm::from_bytes<T>(comm::to_bytes(object), 0);
+  return detail::from_bytes<T>(detail::to_bytes(object), 0);
 }
 
 template <class T>
 void expect_survives(const T& object) {
-  EXPECT_EQ(through_bytes(object), object) << comm::Codec<T>::name();
+  EXPECT_EQ(through_bytes(object), object) << detail::Codec<T>::name();
 }
 
 TEST(Archive, KeepsValues) {
@@ -114,7 +114,7 @@ TEST(Archive, KeepsTensors) {
     EXPECT_TRUE(at::equal(copy, tensor));
   }
   EXPECT_THAT(error_text<UsageError>([] {
-                comm::to_bytes(at::rand({2, 2}).to_sparse());
+                detail::to_bytes(at::rand({2, 2}).to_sparse());
               }),
               HasSubstr("expected a dense tensor to send as an object, got one of layout Sparse"));
 }
@@ -128,27 +128,27 @@ TEST(Archive, KeepsIValues) {
 }
 
 TEST(Archive, TypesHaveNames) {
-  EXPECT_EQ((comm::Codec<std::map<std::string, std::vector<int64_t>>>::name()),
+  EXPECT_EQ((detail::Codec<std::map<std::string, std::vector<int64_t>>>::name()),
             "map<string, vector<int64>>");
-  EXPECT_EQ((comm::Codec<std::tuple<float, std::optional<bool>, at::Tensor>>::name()),
+  EXPECT_EQ((detail::Codec<std::tuple<float, std::optional<bool>, at::Tensor>>::name()),
             "tuple<float32, optional<bool>, Tensor>");
-  EXPECT_EQ(comm::Codec<New>::name(), "smp::New version 2");
+  EXPECT_EQ(detail::Codec<New>::name(), "smp::New version 2");
 }
 
 TEST(Archive, RefusesOtherTypesAndDamage) {
-  EXPECT_THAT(error_text<CommError>([] { comm::from_bytes<float>(comm::to_bytes(1.0), 3); }),
+  EXPECT_THAT(error_text<CommError>([] { detail::from_bytes<float>(detail::to_bytes(1.0), 3); }),
               HasSubstr("expected an object of type float32 from rank 3, got one of type float64"));
   EXPECT_THAT(
-      error_text<CommError>([] { comm::from_bytes<New>(comm::to_bytes(New()) + "x", 3); }),
+      error_text<CommError>([] { detail::from_bytes<New>(detail::to_bytes(New()) + "x", 3); }),
       HasSubstr(
           "an object of type smp::New version 2 from rank 3 has 1 bytes too many. Its serialize"));
-  std::string cut = comm::to_bytes(std::vector<double>(4));
+  std::string cut = detail::to_bytes(std::vector<double>(4));
   cut.resize(cut.size() - 1);
-  EXPECT_THAT(error_text<CommError>([&] { comm::from_bytes<std::vector<double>>(cut, 0); }),
+  EXPECT_THAT(error_text<CommError>([&] { detail::from_bytes<std::vector<double>>(cut, 0); }),
               HasSubstr("announces 4 elements, more than its bytes hold"));
-  cut = comm::to_bytes(int64_t{1});
+  cut = detail::to_bytes(int64_t{1});
   cut.resize(cut.size() - 1);
-  EXPECT_THAT(error_text<CommError>([&] { comm::from_bytes<int64_t>(cut, 0); }),
+  EXPECT_THAT(error_text<CommError>([&] { detail::from_bytes<int64_t>(cut, 0); }),
               HasSubstr("an object that was received ends early: expected 8 more bytes, got 7"));
 }
 
