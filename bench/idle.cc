@@ -149,11 +149,11 @@ StageCosts costs_of(const Recorded& recorded, int stages) {
 }
 
 void report(const std::string& file, int ranks, int microbatches) {
-  const smp::Runtime& runtime = smp::Runtime::get();
+  const smp::runtime::Runtime& runtime = smp::runtime::Runtime::get();
   const auto& config = runtime.config();
-  const auto planned =
-      smp::plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, ranks,
-                     smp::step_model(config, ranks, microbatches, /*replicas=*/1), false);
+  const auto planned = smp::runtime::plan_step(
+      config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, ranks,
+      smp::runtime::step_model(config, ranks, microbatches, /*replicas=*/1), false);
   const Recorded recorded(file);
   double step_us = 0;
   const auto idle = measured_idle(recorded, ranks, step_us);

@@ -3,7 +3,9 @@
 #include <c10/util/string_view.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "checkpoint/file.h"
@@ -26,6 +28,15 @@ bool is_transient(const std::string& name) {
          c10::ends_with(name, kRemoved);
 }
 
+/// None if the index cannot be read.
+std::optional<int64_t> step_of(const std::string& index) {
+  try {
+    return Index::from_text(read_file(index), index).run.step;
+  } catch (const CheckpointError&) {
+    return std::nullopt;
+  }
+}
+
 /// A folder without an index is no checkpoint, or an unfinished one.
 std::vector<CatalogEntry> list(const std::string& folder) {
   std::vector<CatalogEntry> entries;
@@ -33,10 +44,10 @@ std::vector<CatalogEntry> list(const std::string& folder) {
     const fs::path index = item.path() / kIndexFile;
     const std::string name = item.path().filename().string();
     const bool finished = item.is_directory() && fs::exists(index) && !is_transient(name);
-    if (finished) entries.push_back({name, fs::last_write_time(index)});
+    if (finished) entries.push_back({name, step_of(index)});
   }
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
-    return std::tie(a.saved, a.name) < std::tie(b.saved, b.name);
+    return std::tie(a.step, a.name) < std::tie(b.step, b.name);
   });
   return entries;
 }
@@ -101,7 +112,8 @@ void keep_partial(const std::string& folder, size_t count, const std::string& cu
   on_disk(c10::str("cannot remove old checkpoints in \"", folder, "\""), [&] {
     std::vector<std::string> names;
     for (const CatalogEntry& entry : list(folder)) {
-      if (is_partial(entry.name) && entry.name != current) names.push_back(entry.name);
+      const bool counts = entry.step && is_partial(entry.name) && entry.name != current;
+      if (counts) names.push_back(entry.name);
     }
     for (size_t i = 0; i + count < names.size() + 1; ++i)
       remove_checkpoint(fs::path(folder) / names[i]);

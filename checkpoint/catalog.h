@@ -1,6 +1,6 @@
 #pragma once
 
-#include <filesystem>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,12 +21,12 @@ bool is_partial(const std::string& name);
 
 /// A checkpoint of a folder.
 struct CatalogEntry {
-  std::string name;  ///< of the subfolder
-  std::filesystem::file_time_type saved;
+  std::string name;             ///< of the subfolder
+  std::optional<int64_t> step;  ///< of training; none if its index cannot be read
 };
 
-/// The finished checkpoints of `folder`, the oldest first. Throws CheckpointError if it cannot be
-/// read.
+/// The finished checkpoints of `folder`, by the step that their index names and by name; first
+/// those whose index cannot be read. Throws CheckpointError if the folder cannot be read.
 std::vector<CatalogEntry> list_checkpoints(const std::string& folder);
 
 /// Records in the file `newest` of `folder` that its newest checkpoint is the subfolder `name`.
@@ -42,8 +42,9 @@ std::string read_newest(const std::string& folder);
 std::string find_checkpoint(const std::string& folder, const std::optional<std::string>& tag,
                             bool partial);
 
-/// Removes the oldest partial checkpoints of `folder` until there are `count`, never `current`. A
-/// crash leaves each one whole or gone. Throws CheckpointError.
+/// Removes partial checkpoints of `folder`, those of the first steps first, until there are
+/// `count`; never `current`, and none whose index cannot be read, which do not count. A crash
+/// leaves each one whole or gone. Throws CheckpointError.
 void keep_partial(const std::string& folder, size_t count, const std::string& current);
 
 }  // namespace smp::checkpoint

@@ -1,10 +1,10 @@
-#include "checkpoint/name_map.h"
+#include "smp/name_map.h"
 
 #include <utility>
 
 #include "core/check.h"
 
-namespace smp::checkpoint {
+namespace smp {
 
 NameMap& NameMap::rename(std::string from, std::string to, Transform transform) {
   rules_.push_back({Rule::Kind::kName, std::move(from), std::move(to), transform});
@@ -62,4 +62,4 @@ std::optional<NameMap::Target> NameMap::apply(const std::string& name) const {
   return Target{name, Transform::kNone};
 }
 
-}  // namespace smp::checkpoint
+}  // namespace smp

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/arg.h>
 
 #include <map>
 #include <memory>
@@ -10,8 +9,9 @@
 #include <vector>
 
 #include "checkpoint/apply.h"
-#include "checkpoint/name_map.h"
 #include "checkpoint/safetensors.h"
+#include "smp/name_map.h"
+#include "smp/pretrained_options.h"
 
 namespace smp::checkpoint {
 
@@ -38,23 +38,6 @@ class PretrainedFiles {
   std::map<std::string, std::shared_ptr<SafetensorsReader>> files_;
   std::map<std::string, const SafetensorsReader*> file_of_;
   std::map<std::string, TensorSpec> tensors_;
-};
-
-/// Options of `load_pretrained`.
-struct PretrainedOptions {
-  TORCH_ARG(NameMap, names);
-  /// Stored tensors that the model lacks, and the other way round, are an error.
-  TORCH_ARG(bool, strict) = true;
-  /// Floating point tensors may be stored in another floating point type than the model's.
-  TORCH_ARG(bool, convert) = true;
-};
-
-/// What was used of pretrained files, all sorted.
-struct PretrainedReport {
-  std::vector<std::pair<std::string, std::string>> used;  ///< stored name, the model's
-  std::vector<std::string> unused;   ///< stored, but the model has nothing of the mapped name
-  std::vector<std::string> ignored;  ///< stored, and left out by a rule
-  std::vector<std::string> missing;  ///< of the model, and stored under no name
 };
 
 /// Which stored tensor goes where.

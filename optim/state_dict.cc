@@ -168,7 +168,7 @@ class Restore {
     if (saved == state_.params.end()) {
       return nullptr;
     }
-    Fields fields{{}, saved->second.scalars};
+    Fields fields{{}, parse_fields(saved->second.scalars)};
     for (const auto& [field, tensor] : saved->second.tensors) {
       fields.tensors[field] = place_like(param, tensor);
     }
@@ -180,7 +180,7 @@ class Restore {
   /// Assigns the saved options. Throws CheckpointError if they lack one.
   void assign_options(size_t i, torch::optim::OptimizerOptions& options) const {
     if (sources_[i]) {
-      const json& saved = state_.groups[*sources_[i]].options;
+      const json saved = parse_fields(state_.groups[*sources_[i]].options);
       guarded(c10::str("options of group ", i), [&] { assign_fields(options, {{}, saved}); });
     }
   }
@@ -233,14 +233,14 @@ OptimizerState get_state(const Optimizer& optimizer, const ParameterNames& names
     const OptimizerParamGroup& group = optimizer.param_groups()[i];
     OptimizerState::Group& saved = result.groups.emplace_back();
     saved.type = type_of(group);
-    saved.options = fields_of(group.options()).scalars;
+    saved.options = text_of(fields_of(group.options()).scalars);
     for (const auto& [name, param] : name_params(group, i, names, problems)) {
       saved.params.push_back(name);
       const auto found = optimizer.state().find(param.unsafeGetTensorImpl());
       if (found != optimizer.state().end()) {
         Fields fields = fields_of(*found->second);
         result.params[name] = {param.sizes().vec(), std::move(fields.tensors),
-                               std::move(fields.scalars)};
+                               text_of(fields.scalars)};
       }
     }
   }
@@ -257,14 +257,26 @@ void set_state(Optimizer& optimizer, const OptimizerState& state, const Paramete
   restore.apply();
 }
 
+json parse_fields(const std::string& text) {
+  if (text.empty()) return json::object();
+  json fields = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  SMP_CHECK_WITH(CheckpointError, fields.is_object(),
+                 "the saved optimizer state is malformed: expected text of a JSON object, got ",
+                 text, ". Use another checkpoint.");
+  return fields;
+}
+
+std::string text_of(const json& fields) { return fields.empty() ? "" : fields.dump(); }
+
 json to_json(const OptimizerState& state) {
   json groups = json::array();
   for (const OptimizerState::Group& group : state.groups) {
-    groups.push_back({{"type", group.type}, {"options", group.options}, {"params", group.params}});
+    groups.push_back(
+        {{"type", group.type}, {"options", parse_fields(group.options)}, {"params", group.params}});
   }
   json params = json::object();
   for (const auto& [name, param] : state.params) {
-    params[name] = {{"shape", param.shape}, {"scalars", param.scalars}};
+    params[name] = {{"shape", param.shape}, {"scalars", parse_fields(param.scalars)}};
   }
   return {{"param_groups", std::move(groups)}, {"state", std::move(params)}};
 }
@@ -283,11 +295,12 @@ OptimizerState from_parts(const json& parts, const std::map<std::string, at::Ten
   OptimizerState state;
   try {
     for (const json& group : parts.at("param_groups")) {
-      state.groups.push_back({group.at("type").get<std::string>(), group.at("options"),
+      state.groups.push_back({group.at("type").get<std::string>(), text_of(group.at("options")),
                               group.at("params").get<std::vector<std::string>>()});
     }
     for (const auto& [name, param] : parts.at("state").items()) {
-      state.params[name] = {param.at("shape").get<std::vector<int64_t>>(), {}, param.at("scalars")};
+      state.params[name] = {
+          param.at("shape").get<std::vector<int64_t>>(), {}, text_of(param.at("scalars"))};
     }
   } catch (const json::exception& error) {
     smp::detail::fail<CheckpointError>(

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "smp/detail/optimizer_traits.h"
+#include "smp/optimizer_state.h"
 
 namespace smp::optim {
 
@@ -19,27 +20,6 @@ using ParameterNames = std::map<const c10::TensorImpl*, std::string>;
 
 /// Names for the tensors of `dict` (a module's `named_parameters()`); the first of a tied one's.
 ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict);
-
-/// The state of an optimizer keyed by parameter name, independent of the order of parameters,
-/// of addresses, and of which parameters a rank holds.
-struct OptimizerState {
-  /// State of one parameter.
-  struct Param {
-    std::vector<int64_t> shape;                         ///< Of the parameter.
-    std::map<std::string, at::Tensor> tensors;          ///< By field, for example "exp_avg".
-    nlohmann::json scalars = nlohmann::json::object();  ///< By field, for example "step".
-  };
-
-  /// A param group.
-  struct Group {
-    std::string type;                 ///< C++ type of its options.
-    nlohmann::json options;           ///< Object: "lr" and the others.
-    std::vector<std::string> params;  ///< Names of its parameters.
-  };
-
-  std::map<std::string, Param> params;  ///< Parameters without state are absent.
-  std::vector<Group> groups;
-};
 
 /// Copies the state out of any optimizer whose options and states implement libtorch's
 /// `serialize`. Throws UsageError for LBFGS, and for parameters without a name.
@@ -61,6 +41,12 @@ void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 /// that do not match and, with `kRefuse`, extra names; then nothing has changed.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
                const ParameterNames& names, Extra extra, detail::ParamStateFactory make_state);
+
+/// What the texts in an `OptimizerState` say. Throws CheckpointError for one that is no JSON
+/// object.
+nlohmann::json parse_fields(const std::string& text);
+/// The inverse.
+std::string text_of(const nlohmann::json& fields);
 
 /// Everything of `state` but its tensors, the "optimizer" section of a checkpoint's index:
 /// {"param_groups": [{"type", "options", "params"}], "state": {name: {"shape", "scalars"}}}.

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
-namespace smp {
+namespace smp::runtime {
 
 std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
   std::istringstream first(a), other(b);
@@ -23,4 +23,4 @@ size_t first_other(const std::vector<std::string>& texts) {
   return other == texts.end() ? 0 : static_cast<size_t>(other - texts.begin());
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace smp {
+namespace smp::runtime {
 
 /// The first line in which two texts differ, of each; "(nothing)" where a text has ended. Equal
 /// texts give twice "(nothing)".
@@ -14,4 +14,4 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
 /// Of texts by rank, the first rank whose text is not rank 0's; 0 if they are all alike.
 size_t first_other(const std::vector<std::string>& texts);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -1,3 +1,5 @@
+#include "runtime/model.h"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
@@ -11,20 +13,27 @@
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "graph/tracer.h"
+#include "runtime/parameters/delayed.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/loading.h"
+#include "runtime/update/loss_scaler.h"
 #include "runtime/update/optimizer_pieces.h"
-#include "smp/loss_scaler.h"
-#include "smp/model_core.h"
-#include "smp/model_creation.h"
+#include "runtime/update/precision.h"
 #include "smp/nn/split_module.h"
-#include "smp/precision.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
-std::vector<at::Tensor> unique_values(const ModelCore::TensorDict& dict) {
+/// named_parameters() of libtorch leaves out a tensor's second registration in the same module;
+/// across modules it lists every name.
+Model::TensorDict named(const torch::nn::Module& module, bool parameters) {
+  return parameters ? module.named_parameters() : module.named_buffers();
+}
+
+}  // namespace
+
+std::vector<at::Tensor> unique_values(const Model::TensorDict& dict) {
   std::vector<at::Tensor> result;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& item : dict) {
@@ -33,16 +42,8 @@ std::vector<at::Tensor> unique_values(const ModelCore::TensorDict& dict) {
   return result;
 }
 
-/// named_parameters() of libtorch leaves out a tensor's second registration in the same module;
-/// across modules it lists every name.
-ModelCore::TensorDict named(const torch::nn::Module& module, bool parameters) {
-  return parameters ? module.named_parameters() : module.named_buffers();
-}
-
-}  // namespace
-
-ModelCore::ModelCore(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
-                     std::shared_ptr<Runtime> runtime)
+Model::Model(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
+             std::shared_ptr<Runtime> runtime)
     : module_(std::move(module)), options_(std::move(options)), runtime_(std::move(runtime)) {
   SMP_CHECK_WITH(UsageError, module_ != nullptr,
                  "DistributedModel was given an empty module holder; construct the module first");
@@ -50,11 +51,11 @@ ModelCore::ModelCore(std::shared_ptr<torch::nn::Module> module, ModelOptions opt
   if (half_) convert_module(*module_, *half_);
 }
 
-std::string ModelCore::full_name(const std::string& name) const {
+std::string Model::full_name(const std::string& name) const {
   return options_.name().empty() ? name : options_.name() + "." + name;
 }
 
-void ModelCore::add_to(graph::TensorTable& table) const {
+void Model::add_to(graph::TensorTable& table) const {
   for (const auto& item : named_parameters()) {
     table.add(graph::ValueKind::kParameter, full_name(item.key()), item.value());
   }
@@ -63,10 +64,8 @@ void ModelCore::add_to(graph::TensorTable& table) const {
   }
 }
 
-void ModelCore::backward(const at::Tensor& loss) { backward(std::vector<at::Tensor>{loss}); }
-
-void ModelCore::backward(const std::vector<at::Tensor>& tensors,
-                         const std::vector<at::Tensor>& gradients) {
+void Model::backward(const std::vector<at::Tensor>& tensors,
+                     const std::vector<at::Tensor>& gradients) {
   graph::Tracer* tracer = graph::Tracer::current();
   SMP_CHECK_WITH(UsageError, tracer != nullptr,
                  "model->backward was called outside a step function. Call it inside: auto train = "
@@ -75,12 +74,12 @@ void ModelCore::backward(const std::vector<at::Tensor>& tensors,
   tracer->backward(scaler ? scaler->scale(tensors, gradients.empty()) : tensors, gradients);
 }
 
-ModelCore::TensorDict ModelCore::named_parameters() const { return named(*module_, true); }
-ModelCore::TensorDict ModelCore::named_buffers() const { return named(*module_, false); }
-std::vector<at::Tensor> ModelCore::parameters() const { return unique_values(named_parameters()); }
-std::vector<at::Tensor> ModelCore::buffers() const { return unique_values(named_buffers()); }
+Model::TensorDict Model::named_parameters() const { return named(*module_, true); }
+Model::TensorDict Model::named_buffers() const { return named(*module_, false); }
+std::vector<at::Tensor> Model::parameters() const { return unique_values(named_parameters()); }
+std::vector<at::Tensor> Model::buffers() const { return unique_values(named_buffers()); }
 
-ModelCore::TensorDict ModelCore::local(const TensorDict& all) const {
+Model::TensorDict Model::local(const TensorDict& all) const {
   SMP_CHECK_WITH(UsageError, partitioned(),
                  "local parameters and buffers are known after the first step, which partitions "
                  "the model; use register_post_partition_hook to be called as soon as they are");
@@ -92,22 +91,9 @@ ModelCore::TensorDict ModelCore::local(const TensorDict& all) const {
   return result;
 }
 
-ModelCore::TensorDict ModelCore::local_named_parameters() const {
-  return local(named_parameters());
-}
-ModelCore::TensorDict ModelCore::local_named_buffers() const { return local(named_buffers()); }
-std::vector<at::Tensor> ModelCore::local_parameters() const {
-  return unique_values(local_named_parameters());
-}
-std::vector<at::Tensor> ModelCore::local_buffers() const {
-  return unique_values(local_named_buffers());
-}
-
-std::vector<at::Tensor> ModelCore::local_virtual_parameters() {
-  return virtual_named_parameters().values();
-}
-
-ModelCore::TensorDict ModelCore::virtual_named_parameters() {
+Model::TensorDict Model::local_named_parameters() const { return local(named_parameters()); }
+Model::TensorDict Model::local_named_buffers() const { return local(named_buffers()); }
+Model::TensorDict Model::virtual_named_parameters() {
   const std::shared_ptr<dp::ParameterSlices> slices =
       runtime_->sharding ? runtime_->sharding->parameters() : this->slices();
   if (slices) slices->bind();
@@ -122,7 +108,7 @@ ModelCore::TensorDict ModelCore::virtual_named_parameters() {
   return result;
 }
 
-std::vector<at::Tensor> ModelCore::trained_parameters() const {
+std::vector<at::Tensor> Model::trained_parameters() const {
   std::unordered_set<const c10::TensorImpl*> of_later;
   const auto models = runtime_->models();
   for (auto it = models.rbegin(); it != models.rend() && it->get() != this; ++it) {
@@ -140,12 +126,12 @@ std::vector<at::Tensor> ModelCore::trained_parameters() const {
   return result;
 }
 
-int64_t ModelCore::bucket_bytes() const {
+int64_t Model::bucket_bytes() const {
   const double own = options_.bucket_cap_mb();
   return static_cast<int64_t>((own > 0 ? own : runtime_->config().bucket_cap_mb()) * (1 << 20));
 }
 
-std::shared_ptr<dp::ParameterSlices> ModelCore::slices() {
+std::shared_ptr<dp::ParameterSlices> Model::slices() {
   if (slices_ != nullptr || !partitioned() || !shards_optimizer_state(*runtime_)) return slices_;
   auto trained = trained_parameters();
   std::vector<std::string> names;
@@ -155,7 +141,7 @@ std::shared_ptr<dp::ParameterSlices> ModelCore::slices() {
   return slices_;
 }
 
-ModelCore::TensorDict ModelCore::state_dict() const {
+Model::TensorDict Model::state_dict() const {
   check_outside_step("state_dict");
   at::NoGradGuard no_grad;
   const auto pipeline = runtime_->group(CommGroup::kPp);
@@ -188,7 +174,7 @@ ModelCore::TensorDict ModelCore::state_dict() const {
   return result;
 }
 
-ModelCore::TensorDict ModelCore::local_state_dict() const {
+Model::TensorDict Model::local_state_dict() const {
   TensorDict result;
   at::NoGradGuard no_grad;
   for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
@@ -202,7 +188,7 @@ ModelCore::TensorDict ModelCore::local_state_dict() const {
   return result;
 }
 
-void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
+void Model::load_state_dict(const TensorDict& state, bool strict) {
   check_outside_step("load_state_dict");
   const TensorDict own = checkpoint::state_dict(*module_);
   const auto fits = [&](const at::Tensor& given, const at::Tensor& held) {
@@ -245,16 +231,16 @@ void ModelCore::load_state_dict(const TensorDict& state, bool strict) {
 }
 
 /// The index of a parameter that sharded data parallelism divides.
-std::optional<size_t> ModelCore::shard_of(const at::Tensor& parameter) const {
+std::optional<size_t> Model::shard_of(const at::Tensor& parameter) const {
   return runtime_->sharding ? runtime_->sharding->find(parameter) : std::nullopt;
 }
 
-void ModelCore::check_outside_step(const char* call) const {
+void Model::check_outside_step(const char* call) const {
   SMP_CHECK_WITH(UsageError, !runtime_->in_step, call,
                  " was called inside a step function; call it before or after the step");
 }
 
-void ModelCore::zero_grad() {
+void Model::zero_grad() {
   check_outside_step("zero_grad");
   module_->zero_grad();
   const std::shared_ptr<dp::ParameterSlices> slices =
@@ -264,22 +250,11 @@ void ModelCore::zero_grad() {
   for (size_t i = 0; i < slices->parameters().size(); ++i) slices->has_gradient(i);
 }
 
-void ModelCore::to(at::Device device) {
-  SMP_CHECK_WITH(UsageError, !partitioned(), "model->to(", device,
-                 ") was called after partitioning. Move the module before it is wrapped, or gather "
-                 "it with model->cpu()");
-  static std::once_flag warned;
-  std::call_once(warned, [&] {
-    log_warning(
-        c10::str("model->to(", device, ") is ignored; move the module before it is wrapped"));
-  });
-}
-
-void ModelCore::cpu() {
+void Model::cpu() {
   check_outside_step("cpu");
   if (!partitioned()) return materialize(*module_);
   at::NoGradGuard no_grad;
-  const auto divided = scaled_batch_reducer_named_parameters();
+  const TensorDict divided = parameters_that_are(/*distributed=*/true);
   SMP_CHECK_WITH(UsageError, divided.is_empty(), "model->cpu(): \"",
                  divided.is_empty() ? "" : divided.front().key(), "\" and ",
                  static_cast<int64_t>(divided.size()) - 1,
@@ -302,24 +277,11 @@ void ModelCore::cpu() {
   }
 }
 
-bool ModelCore::is_distributed_parameter(const at::Tensor& parameter) const {
+bool Model::is_distributed_parameter(const at::Tensor& parameter) const {
   return runtime_->divided().find(parameter) != nullptr;
 }
 
-torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::distributed_modules()
-    const {
-  torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> result;
-  for (const auto& item : module_->named_modules()) {
-    const auto own = item.value()->parameters(/*recurse=*/false);
-    const bool any = std::any_of(own.begin(), own.end(), [this](const at::Tensor& parameter) {
-      return is_distributed_parameter(parameter);
-    });
-    if (any) result.insert(item.key(), item.value());
-  }
-  return result;
-}
-
-ModelCore::TensorDict ModelCore::parameters_that_are(bool distributed) const {
+Model::TensorDict Model::parameters_that_are(bool distributed) const {
   TensorDict result;
   for (const auto& item : named_parameters()) {
     if (is_distributed_parameter(item.value()) == distributed) {
@@ -329,19 +291,7 @@ ModelCore::TensorDict ModelCore::parameters_that_are(bool distributed) const {
   return result;
 }
 
-ModelCore::TensorDict ModelCore::default_reducer_named_parameters() const {
-  return parameters_that_are(false);
-}
-
-ModelCore::TensorDict ModelCore::scaled_batch_reducer_named_parameters() const {
-  return parameters_that_are(true);
-}
-
-const std::string& ModelCore::tensor_parallelism_report() const {
-  return runtime_->tensor_parallelism_report;
-}
-
-std::vector<std::pair<std::string, nn::ParameterSplit>> ModelCore::split_parameters() const {
+std::vector<std::pair<std::string, nn::ParameterSplit>> Model::split_parameters() const {
   std::vector<std::pair<std::string, nn::ParameterSplit>> result;
   for (const auto& item : module_->named_modules()) {
     const auto* const split_module = dynamic_cast<const nn::SplitModule*>(item.value().get());
@@ -354,10 +304,13 @@ std::vector<std::pair<std::string, nn::ParameterSplit>> ModelCore::split_paramet
   return result;
 }
 
-bool ModelCore::partitioned() const { return runtime_->partitioned; }
+bool Model::partitioned() const { return runtime_->partitioned; }
 
-RemovableHandle ModelCore::add_hook(const std::shared_ptr<Hooks>& hooks,
-                                    std::function<void()> hook) {
+const std::string& Model::tensor_parallelism_report() const {
+  return runtime_->tensor_parallelism_report;
+}
+
+RemovableHandle Model::add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook) {
   const auto position = hooks->insert(hooks->end(), std::move(hook));
   // Copies of the handle remove the hook once.
   auto registered = std::make_shared<bool>(true);
@@ -366,21 +319,21 @@ RemovableHandle ModelCore::add_hook(const std::shared_ptr<Hooks>& hooks,
   });
 }
 
-RemovableHandle ModelCore::register_post_partition_hook(std::function<void()> hook) {
+RemovableHandle Model::register_post_partition_hook(std::function<void()> hook) {
   if (partitioned()) hook();
   return add_hook(post_partition_, std::move(hook));
 }
 
-RemovableHandle ModelCore::register_post_step_hook(std::function<void()> hook) {
+RemovableHandle Model::register_post_step_hook(std::function<void()> hook) {
   return add_hook(post_step_, std::move(hook));
 }
 
-void ModelCore::run_post_partition_hooks() {
+void Model::run_post_partition_hooks() {
   for (const auto& hook : Hooks(*post_partition_)) hook();
 }
 
-void ModelCore::run_post_step_hooks() {
+void Model::run_post_step_hooks() {
   for (const auto& hook : Hooks(*post_step_)) hook();
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -10,9 +10,9 @@
 #include "graph/offload_store.h"
 #include "nn/tensor_group.h"
 #include "runtime/first_difference.h"
-#include "smp/model_core.h"
+#include "runtime/model.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 std::shared_ptr<Runtime>& process_runtime() {
@@ -124,7 +124,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {
   return made;
 }
 
-void Runtime::add_model(const std::shared_ptr<ModelCore>& model) {
+void Runtime::add_model(const std::shared_ptr<Model>& model) {
   SMP_CHECK_WITH(UsageError, !in_step,
                  "a DistributedModel was made inside a step function; make it before the first "
                  "step");
@@ -164,8 +164,8 @@ void Runtime::add_divided(const std::string& name, const nn::ParameterSplit& spl
   divided_.add(entry.name, entry.tensor, split, captured_whole);
 }
 
-std::vector<std::shared_ptr<ModelCore>> Runtime::models() const {
-  std::vector<std::shared_ptr<ModelCore>> result;
+std::vector<std::shared_ptr<Model>> Runtime::models() const {
+  std::vector<std::shared_ptr<Model>> result;
   for (const auto& model : models_) {
     if (auto alive = model.lock()) result.push_back(std::move(alive));
   }
@@ -190,4 +190,4 @@ void Runtime::fail(const std::string& reason) noexcept {
   if (world_->size() > 1) world_->abort(reason);
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

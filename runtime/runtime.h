@@ -26,11 +26,11 @@ namespace c10d {
 class ProcessGroup;
 }  // namespace c10d
 
-namespace smp {
+namespace smp::runtime {
 
-class Checkpointing;
+class CheckpointContext;
 class LossScaler;
-class ModelCore;
+class Model;
 class Sharding;
 class StepValue;
 
@@ -76,9 +76,9 @@ class Runtime {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group(CommGroup group);
 
   /// Adds a model; throws `UsageError` when its tensors' names clash with another model's.
-  void add_model(const std::shared_ptr<ModelCore>& model);
+  void add_model(const std::shared_ptr<Model>& model);
   /// The models that still exist, in the order they were wrapped.
-  std::vector<std::shared_ptr<ModelCore>> models() const;
+  std::vector<std::shared_ptr<Model>> models() const;
   /// Parameters and buffers of all models by name.
   const graph::TensorTable& table() const { return table_; }
   /// Those of its parameters of which this rank has a part.
@@ -104,7 +104,7 @@ class Runtime {
   std::shared_ptr<graph::TensorStore> activation_store();
 
   /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
-  std::shared_ptr<Checkpointing> checkpointing;
+  std::shared_ptr<CheckpointContext> checkpoint_context;
 
   /// True once the models are divided among the ranks.
   bool partitioned = false;
@@ -172,7 +172,7 @@ class Runtime {
   std::map<CommGroup, comm::CommunicatorPtr> groups_;
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
   comm::CommunicatorPtr same_parts_;
-  std::vector<std::weak_ptr<ModelCore>> models_;
+  std::vector<std::weak_ptr<Model>> models_;
   graph::TensorTable table_;
   DividedParameters divided_;
   int step_ordinals_ = 0;
@@ -190,4 +190,4 @@ class ThreadRuntime {
   ThreadRuntime& operator=(const ThreadRuntime&) = delete;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

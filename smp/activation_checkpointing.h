@@ -5,15 +5,8 @@
 
 #include <string>
 #include <type_traits>
-#include <vector>
 
 namespace smp {
-
-class Runtime;
-
-namespace partitioner {
-struct CheckpointedModules;
-}  // namespace partitioner
 
 /// Options of `set_activation_checkpointing`.
 struct CheckpointOptions {
@@ -51,9 +44,5 @@ void set_activation_checkpointing(const M& module, const CheckpointOptions& opti
     detail::checkpoint_module(*module, options);
   }
 }
-
-/// For the runtime: what was set on this thread, by the modules' names in the models. Throws
-/// `UsageError` for a module that is in none of them.
-std::vector<partitioner::CheckpointedModules> checkpointed_modules(const Runtime& runtime);
 
 }  // namespace smp

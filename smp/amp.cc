@@ -5,17 +5,28 @@
 #include <ATen/ops/mul.h>
 
 #include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
 
 #include "core/check.h"
 #include "optim/grad_norm.h"
 #include "runtime/runtime.h"
+#include "runtime/step/step_value.h"
 #include "runtime/update/complete_gradients.h"
+#include "runtime/update/optimizer.h"
 #include "runtime/update/unscale.h"
+#include "smp/optimizer_core.h"
 
 namespace smp::amp {
 namespace {
 
 using nlohmann::json;
+using runtime::check_gradients;
+using runtime::check_gradients_complete;
+using runtime::GradientCheck;
+using runtime::Runtime;
+using runtime::StepValue;
+using runtime::unscale_gradients;
 
 void check_factors(const GradScalerOptions& options) {
   SMP_CHECK_WITH(UsageError, options.growth_factor() > 1,
@@ -68,12 +79,18 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
   return scaled;
 }
 
-std::vector<at::Tensor> GradScaler::gradients_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : optim::parameters_of(optimizer)) {
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-  }
-  return gradients;
+GradScaler::Handle GradScaler::handle_of_distributed(const OptimizerCore& optimizer) {
+  return {&optimizer.impl(), [&] { return optimizer.impl().gradients(); }};
+}
+
+GradScaler::Handle GradScaler::handle_of_plain(const torch::optim::Optimizer& optimizer) {
+  return {&optimizer, [&] {
+            std::vector<at::Tensor> gradients;
+            for (const at::Tensor& parameter : optim::parameters_of(optimizer)) {
+              if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+            }
+            return gradients;
+          }};
 }
 
 void GradScaler::unscale(const Handle& optimizer) {
@@ -150,18 +167,20 @@ void GradScaler::set_growth_interval(int64_t interval) {
 }
 bool GradScaler::is_enabled() const { return state_->options.enabled(); }
 
-json GradScaler::state_dict() const {
-  if (!is_enabled()) return json::object();
-  return {{"scale", get_scale()},
-          {"growth_factor", get_growth_factor()},
-          {"backoff_factor", get_backoff_factor()},
-          {"growth_interval", get_growth_interval()},
-          {"_growth_tracker", state_->growth_tracker.item<int>()}};
+std::string GradScaler::state_dict() const {
+  if (!is_enabled()) return "{}";
+  const json state = {{"scale", get_scale()},
+                      {"growth_factor", get_growth_factor()},
+                      {"backoff_factor", get_backoff_factor()},
+                      {"growth_interval", get_growth_interval()},
+                      {"_growth_tracker", state_->growth_tracker.item<int>()}};
+  return state.dump();
 }
 
-void GradScaler::load_state_dict(const json& state) {
+void GradScaler::load_state_dict(const std::string& text) {
   check_gradients_complete("GradScaler: load_state_dict");
   if (!is_enabled()) return;
+  const json state = json::parse(text, nullptr, /*allow_exceptions=*/false);
   SMP_CHECK_WITH(CheckpointError, !state.empty(),
                  "GradScaler: The source state dict is empty, possibly because it was saved from a "
                  "disabled instance of GradScaler");
@@ -179,7 +198,7 @@ void GradScaler::load_state_dict(const json& state) {
   } catch (const json::exception& error) {
     detail::fail<CheckpointError>(
         "the saved state of a GradScaler is malformed: expected what state_dict() gives, got ",
-        state.dump(), " (", error.what(), ")");
+        text, " (", error.what(), ")");
   }
 }
 

@@ -2,19 +2,22 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
-#include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
-#include "runtime/step/step_value.h"
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
+
+namespace smp {
+class OptimizerCore;
+}  // namespace smp
 
 namespace smp::amp {
 
@@ -100,12 +103,12 @@ class GradScaler {
   void set_growth_interval(int64_t interval);
   bool is_enabled() const;
 
-  /// {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}, as
-  /// torch's; empty if not enabled. Between `update` and the next step.
-  nlohmann::json state_dict() const;
-  /// Throws `CheckpointError` for JSON of another form, and for that of a scaler that was not
+  /// Text of JSON: {"scale", "growth_factor", "backoff_factor", "growth_interval",
+  /// "_growth_tracker"}, as torch's; "{}" if not enabled. Between `update` and the next step.
+  std::string state_dict() const;
+  /// Throws `CheckpointError` for text of another form, and for that of a scaler that was not
   /// enabled.
-  void load_state_dict(const nlohmann::json& state);
+  void load_state_dict(const std::string& state);
 
  private:
   /// An optimizer, with its type erased.
@@ -115,21 +118,16 @@ class GradScaler {
   };
   struct State;
 
-  template <class Optimizer, class = void>
-  struct HasCore : std::false_type {};
   template <class Optimizer>
-  struct HasCore<Optimizer, std::void_t<decltype(std::declval<Optimizer&>().core())>>
-      : std::true_type {};
-
-  template <class Optimizer>
-  static Handle handle_of(Optimizer& optimizer) {
-    if constexpr (HasCore<Optimizer>::value) {
-      return {&optimizer.core(), [&] { return optimizer.core().gradients(); }};
+  static Handle handle_of(const Optimizer& optimizer) {
+    if constexpr (std::is_base_of_v<OptimizerCore, Optimizer>) {
+      return handle_of_distributed(optimizer);
     } else {
-      return {&optimizer, [&] { return gradients_of(optimizer); }};
+      return handle_of_plain(optimizer);
     }
   }
-  static std::vector<at::Tensor> gradients_of(const torch::optim::Optimizer& optimizer);
+  static Handle handle_of_distributed(const OptimizerCore& optimizer);
+  static Handle handle_of_plain(const torch::optim::Optimizer& optimizer);
 
   void unscale(const Handle& optimizer);
   /// Whether the optimizer shall step.

@@ -7,6 +7,8 @@
 namespace smp::amp {
 namespace {
 
+using runtime::Runtime;
+
 /// Libtorch's cache of casts belongs to the process, and other ranks may be threads of it that
 /// replay a step. A step function that runs on shapes casts nothing.
 bool may_have_cast() {

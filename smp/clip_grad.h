@@ -4,9 +4,9 @@
 
 #include <vector>
 
-#include "smp/distributed_model.h"
-
 namespace smp {
+
+class ModelCore;
 
 /// The norm of order `norm_type` (any number, infinity too) over the gradients of parameters on all
 /// stages and replicas, each parameter counted once: the same on every rank, and the bits of
@@ -37,18 +37,9 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
 
 /// The same for all parameters of a model.
-template <class M>
-at::Tensor grad_norm(const DistributedModel<M>& model, double norm_type = 2) {
-  return grad_norm(model->parameters(), norm_type);
-}
-template <class M>
-double clip_grad_norm_(const DistributedModel<M>& model, double max_norm, double norm_type = 2,
-                       bool error_if_nonfinite = false) {
-  return clip_grad_norm_(model->parameters(), max_norm, norm_type, error_if_nonfinite);
-}
-template <class M>
-void clip_grad_value_(const DistributedModel<M>& model, double clip_value) {
-  clip_grad_value_(model->parameters(), clip_value);
-}
+at::Tensor grad_norm(const ModelCore& model, double norm_type = 2);
+double clip_grad_norm_(const ModelCore& model, double max_norm, double norm_type = 2,
+                       bool error_if_nonfinite = false);
+void clip_grad_value_(const ModelCore& model, double clip_value);
 
 }  // namespace smp

@@ -1,11 +1,13 @@
 #include "smp/ddp.h"
 
 #include "dp/program_defaults.h"
+#include "runtime/model.h"
 #include "runtime/runtime.h"
-#include "smp/model_core.h"
 
 namespace smp::detail {
 namespace {
+
+using runtime::Runtime;
 
 bool is_partitioned(const std::shared_ptr<torch::nn::Module>& module) {
   if (!Runtime::exists()) return false;

@@ -4,9 +4,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/check.h"
+#include "smp/detail/cast_forward.h"
 #include "smp/model_core.h"
-#include "smp/precision.h"
+#include "smp/model_options.h"
 
 namespace torch::jit {
 struct Module;
@@ -33,47 +33,41 @@ class DistributedModel {
  public:
   /// Throws `UsageError` before `smp::init`, for an empty holder, for a module that is wrapped
   /// already and after the first step.
-  explicit DistributedModel(M module, ModelOptions options = {})
-      : module_(std::move(module)), core_(make_core(module_, std::move(options))) {
-    Runtime::get().add_model(core_);
-  }
+  explicit DistributedModel(M module, const ModelOptions& options = {})
+      : module_(std::move(module)), core_(plain(module_), options) {}
 
   /// Calls the module's `forward`; with `fp16` or `bf16` on arguments cast to that type, and casts
   /// its results to float32. Throws `UsageError` outside a step function.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
-    SMP_CHECK_WITH(UsageError, Runtime::get().in_step,
-                   "a DistributedModel was called outside a step function: its parameters lie on "
-                   "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
-                   "model(x); })");
+    detail::check_model_call();
     using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
-    if (core_->half()) {
+    if (const auto half = core_.half()) {
       return static_cast<Result>(
-          detail::forward_in(*core_->half(), *module_, std::forward<Arguments>(arguments)...));
+          detail::forward_in(*half, *module_, std::forward<Arguments>(arguments)...));
     }
     return static_cast<Result>(module_->forward(std::forward<Arguments>(arguments)...));
   }
 
-  ModelCore* operator->() const { return core_.get(); }
-  ModelCore& core() const { return *core_; }
+  const ModelCore* operator->() const { return &core_; }
+  /// What functions such as `smp::save` take.
+  operator const ModelCore&() const { return core_; }
 
   /// The wrapped module's holder. Its parameters that other ranks own hold no data, but for tied
   /// ones that this rank reads too: they have the owner's value since the last step.
   M& get_module() { return module_; }
 
  private:
-  static std::shared_ptr<ModelCore> make_core(const M& module, ModelOptions options) {
-    std::shared_ptr<torch::nn::Module> plain;
+  static std::shared_ptr<torch::nn::Module> plain(const M& module) {
     if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
-      plain = module;
+      return module;
     } else {
-      plain = module.is_empty() ? nullptr : module.ptr();
+      return module.is_empty() ? nullptr : module.ptr();
     }
-    return std::make_shared<ModelCore>(std::move(plain), std::move(options), Runtime::get_shared());
   }
 
   M module_;
-  std::shared_ptr<ModelCore> core_;
+  ModelCore core_;
 };
 
 }  // namespace smp

@@ -17,6 +17,8 @@
 namespace smp {
 namespace {
 
+using runtime::Runtime;
+
 std::terminate_handler previous_terminate = nullptr;
 
 /// An exception that nobody caught: leave word of it for the launcher before the process aborts.
@@ -89,7 +91,7 @@ bool is_tracing() { return Runtime::exists() && Runtime::get().tracing; }
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
-    const ThreadRuntime runtime(std::make_shared<Runtime>(config, world, hosts));
+    const runtime::ThreadRuntime runtime(std::make_shared<Runtime>(config, world, hosts));
     program();
   });
 }

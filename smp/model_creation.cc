@@ -6,7 +6,7 @@
 #include "graph/default_dtype.h"
 #include "graph/deferred.h"
 #include "graph/partition_scope.h"
-#include "graph/recording.h"
+#include "runtime/parameters/delayed.h"
 #include "runtime/runtime.h"
 #include "smp/partition_scope.h"
 #include "smp/tensor_parallelism.h"
@@ -35,7 +35,7 @@ ModelCreation::Impl::Impl(const ModelCreationOptions& options) {
   }
   const bool delayed = options.delayed()
                            ? *options.delayed()
-                           : Runtime::get().config().delayed_parameter_initialization();
+                           : runtime::Runtime::get().config().delayed_parameter_initialization();
   if (delayed) {
     delay_.emplace(
         graph::DeferredOptions().eager_bytes(options.eager_bytes()).fast(options.fast()));
@@ -59,14 +59,6 @@ ModelCreation delayed_parameter_initialization(bool enabled) {
   return ModelCreation(ModelCreationOptions().delayed(enabled));
 }
 
-void materialize(const torch::nn::Module& module) {
-  for (const auto& tensors : {module.parameters(), module.buffers()}) {
-    for (const at::Tensor& tensor : tensors) {
-      if (const auto recording = graph::recording_of(tensor).first) {
-        recording->materialize(tensor);
-      }
-    }
-  }
-}
+void materialize(const torch::nn::Module& module) { runtime::materialize(module); }
 
 }  // namespace smp

@@ -9,6 +9,8 @@
 namespace smp::detail {
 namespace {
 
+using runtime::Runtime;
+
 CommGroup group_of(RankType type) {
   switch (type) {
     case RankType::kWorldRank:

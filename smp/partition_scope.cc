@@ -6,17 +6,14 @@
 #include "core/check.h"
 #include "graph/partition_scope.h"
 #include "graph/tracer.h"
-#include "runtime/parameters/tensor_notes.h"
+#include "runtime/parameters/scope_notes.h"
 #include "runtime/runtime.h"
 
 namespace smp {
 namespace {
 
-/// Of this thread: a rank that is a thread builds its own module.
-TensorNotes<int>& pins() {
-  static thread_local TensorNotes<int> pins;
-  return pins;
-}
+using runtime::partition_pins;
+using runtime::Runtime;
 
 void check_partition(int partition) {
   SMP_CHECK_WITH(UsageError, partition >= 0, "smp::partition: expected a partition from 0 on, got ",
@@ -37,12 +34,12 @@ class PartitionScope::Impl {
   explicit Impl(int partition) : scope_(partition) {
     if (graph::Tracer::current() != nullptr) return;
     noter_.emplace(
-        [](const at::Tensor& tensor) { pins().set(tensor, graph::current_partition()); });
+        [](const at::Tensor& tensor) { partition_pins().set(tensor, graph::current_partition()); });
   }
 
  private:
   graph::PartitionScope scope_;
-  std::optional<ResultNoter> noter_;
+  std::optional<runtime::ResultNoter> noter_;
 };
 
 PartitionScope::PartitionScope(int partition) {
@@ -65,11 +62,11 @@ void detail::pin_module(const torch::nn::Module& module, int partition) {
                  module.name(), " has neither parameters nor buffers. Put a scope around its call "
                  "in forward: const auto scope = smp::partition(", partition, ");");
   for (const auto* tensors : {&parameters, &buffers}) {
-    for (const at::Tensor& tensor : *tensors) pins().set(tensor, partition);
+    for (const at::Tensor& tensor : *tensors) partition_pins().set(tensor, partition);
   }
 }
 
-int pinned_partition(const at::Tensor& tensor) { return pins().find(tensor).value_or(-1); }
+int pinned_partition(const at::Tensor& tensor) { return runtime::pinned_partition(tensor); }
 
 static const Runtime& partitioned_runtime(const char* call) {
   const Runtime& runtime = Runtime::get();

@@ -2,18 +2,26 @@
 
 #include <memory>
 
+#include "checkpoint/pretrained.h"
 #include "core/check.h"
 #include "runtime/runtime.h"
-#include "runtime/save/checkpointing.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
+#include "smp/model_core.h"
 
 namespace smp {
 namespace {
 
+using runtime::assign;
+using runtime::expect_whole;
+using runtime::load_values;
+using runtime::Runtime;
+using runtime::together;
+
 /// The model's tensors by the names that the module itself gives them.
-std::vector<checkpoint::ExpectedTensor> expected_by(const Runtime& runtime, const ModelCore& model,
+std::vector<checkpoint::ExpectedTensor> expected_by(const Runtime& runtime,
+                                                    const runtime::Model& model,
                                                     std::vector<checkpoint::NamedTensor> tensors) {
   const size_t prefix = model.full_name("").size();
   for (auto& tensor : tensors) {
@@ -27,13 +35,14 @@ std::vector<checkpoint::ExpectedTensor> expected_by(const Runtime& runtime, cons
 
 }  // namespace
 
-PretrainedReport load_pretrained(ModelCore& model, const std::string& path,
+PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
                                  const PretrainedOptions& options) {
+  const runtime::Model& model = core.impl();
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.in_step,
                  "smp::load_pretrained was called inside a step function; call it before or after "
                  "the step");
-  const auto tensors = tensors_of(runtime, {&model});
+  const auto tensors = runtime::tensors_of(runtime, model);
   std::shared_ptr<const checkpoint::PretrainedPlan> plan;
   together(*runtime.world(), [&] {
     plan = std::make_shared<checkpoint::PretrainedPlan>(
@@ -47,6 +56,11 @@ PretrainedReport load_pretrained(ModelCore& model, const std::string& path,
     }
   });
   return plan->report();
+}
+
+PretrainedReport load_pretrained(const std::string& path, torch::nn::Module& module,
+                                 const PretrainedOptions& options) {
+  return checkpoint::load_pretrained(module, path, options);
 }
 
 }  // namespace smp

@@ -6,37 +6,37 @@
 #include "checkpoint/catalog.h"
 #include "core/check.h"
 #include "runtime/runtime.h"
-#include "runtime/save/checkpointing.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
+#include "smp/model_core.h"
+#include "smp/optimizer_core.h"
 
 namespace smp {
+namespace {
 
-bool SaveHandle::is_done() const { return save_->is_done(); }
+using runtime::CheckpointContext;
+using runtime::Runtime;
 
-void SaveHandle::wait() const { save_->wait(); }
-
-namespace detail {
-
-SaveHandle save_run(const std::string& path, const Models& models, const Optimizers& optimizers,
-                    const nlohmann::json& user_content, bool asynchronous) {
-  SaveRequest request;
+SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Optimizer* optimizer,
+                    const std::string& user_content, bool asynchronous) {
+  runtime::SaveRequest request;
   request.call = "smp::save";
   request.path = path;
   request.asynchronous = asynchronous;
   request.user_content = user_content;
-  return SaveHandle(smp::save(request, models, optimizers));
+  return SaveHandle(runtime::save(request, model.impl(), optimizer));
 }
 
-SaveHandle save_tagged(const std::string& path, const std::string& tag, const Models& models,
-                       const Optimizers& optimizers, const SaveCheckpointOptions& options) {
+SaveHandle save_tagged(const std::string& path, const std::string& tag, const ModelCore& model,
+                       runtime::Optimizer* optimizer, const SaveCheckpointOptions& options) {
   const std::optional<int64_t> kept = options.num_kept_partial_checkpoints();
   SMP_CHECK_WITH(UsageError, !kept || *kept >= 1,
                  "smp::save_checkpoint: expected num_kept_partial_checkpoints of at least 1, got ",
                  *kept, ". Leave it out to keep all");
   const std::string name = checkpoint::folder_name(tag, options.partial());
-  SaveRequest request;
+  runtime::SaveRequest request;
   request.call = "smp::save_checkpoint";
   request.path = path + "/" + name;
   request.merged = !options.partial();
@@ -48,33 +48,81 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
     if (kept && partial) checkpoint::keep_partial(path, static_cast<size_t>(*kept), name);
   };
   // A full checkpoint is the model alone.
-  return SaveHandle(smp::save(request, models, options.partial() ? optimizers : Optimizers()));
+  return SaveHandle(runtime::save(request, model.impl(), options.partial() ? optimizer : nullptr));
 }
 
-LoadedRun resume_run(const std::string& path, const std::optional<std::string>& tag,
-                     const Models& models, const Optimizers& optimizers,
-                     const LoadOptions& options) {
+LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
+                 const ModelCore& model, runtime::Optimizer* optimizer,
+                 const LoadOptions& options) {
   Runtime& runtime = Runtime::get();
-  Checkpointing::of(runtime).finish();
-  const auto names = together(
+  CheckpointContext::of(runtime).finish();
+  const auto names = runtime::together(
       *runtime.world(), [&] { return checkpoint::find_checkpoint(path, tag, options.partial()); });
-  return load_run(path + "/" + names[0], models, options.partial() ? optimizers : Optimizers(),
-                  options);
+  return runtime::load(path + "/" + names[0], model.impl(), options.partial() ? optimizer : nullptr,
+                       options);
 }
 
-}  // namespace detail
+}  // namespace
+
+bool SaveHandle::is_done() const { return save_->is_done(); }
+
+void SaveHandle::wait() const { save_->wait(); }
+
+void save(const std::string& path, const ModelCore& model, const std::string& user_content) {
+  save_run(path, model, nullptr, user_content, /*asynchronous=*/false);
+}
+void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
+          const std::string& user_content) {
+  save_run(path, model, &optimizer.impl(), user_content, /*asynchronous=*/false);
+}
+
+SaveHandle save_async(const std::string& path, const ModelCore& model,
+                      const std::string& user_content) {
+  return save_run(path, model, nullptr, user_content, /*asynchronous=*/true);
+}
+SaveHandle save_async(const std::string& path, const ModelCore& model,
+                      const OptimizerCore& optimizer, const std::string& user_content) {
+  return save_run(path, model, &optimizer.impl(), user_content, /*asynchronous=*/true);
+}
+
+SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
+                           const SaveCheckpointOptions& options) {
+  return save_tagged(path, tag, model, nullptr, options);
+}
+SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
+                           const OptimizerCore& optimizer, const SaveCheckpointOptions& options) {
+  return save_tagged(path, tag, model, &optimizer.impl(), options);
+}
+
+LoadedRun load(const std::string& path, const ModelCore& model, const LoadOptions& options) {
+  return runtime::load(path, model.impl(), nullptr, options);
+}
+LoadedRun load(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
+               const LoadOptions& options) {
+  return runtime::load(path, model.impl(), &optimizer.impl(), options);
+}
+
+LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
+                                 const ModelCore& model, const LoadOptions& options) {
+  return resume(path, tag, model, nullptr, options);
+}
+LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
+                                 const ModelCore& model, const OptimizerCore& optimizer,
+                                 const LoadOptions& options) {
+  return resume(path, tag, model, &optimizer.impl(), options);
+}
 
 RemovableHandle register_checkpoint_state(const std::string& name,
-                                          std::function<nlohmann::json()> save,
-                                          std::function<void(const nlohmann::json&)> load) {
+                                          std::function<std::string()> save,
+                                          std::function<void(const std::string&)> load) {
   const auto runtime = Runtime::get_shared();
-  auto& extras = Checkpointing::of(*runtime).extras;
+  auto& extras = CheckpointContext::of(*runtime).extras;
   const bool is_new =
-      extras.emplace(name, Checkpointing::Extra{std::move(save), std::move(load)}).second;
+      extras.emplace(name, CheckpointContext::Extra{std::move(save), std::move(load)}).second;
   SMP_CHECK_WITH(UsageError, is_new, "register_checkpoint_state was called twice for \"", name,
                  "\": give each state a name of its own");
   return RemovableHandle([weak = std::weak_ptr<Runtime>(runtime), name] {
-    if (const auto runtime = weak.lock()) Checkpointing::of(*runtime).extras.erase(name);
+    if (const auto runtime = weak.lock()) CheckpointContext::of(*runtime).extras.erase(name);
   });
 }
 

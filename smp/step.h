@@ -10,9 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
+#include "smp/detail/step_call.h"
+#include "smp/detail/step_core.h"
 #include "smp/detail/structure.h"
-#include "smp/step_core.h"
+#include "smp/step_options.h"
 
 namespace smp {
 
@@ -22,8 +23,8 @@ class Step {
  public:
   Step(Function function, StepOptions options)
       : function_(std::make_shared<Function>(std::move(function))),
-        options_(options),
-        core_(std::make_shared<StepCore>(std::move(options))) {}
+        options_(std::move(options)),
+        core_(std::make_shared<detail::StepCore>(options_)) {}
 
   /// Runs the function once per microbatch, pipelined over the ranks. Tensors in the arguments
   /// (also inside vectors, arrays, tuples, optionals and maps) are cut into microbatches along axis
@@ -46,14 +47,14 @@ class Step {
     using Raw = std::decay_t<std::invoke_result_t<Function&, detail::AsArgument<Arguments>&...>>;
     constexpr bool returns_nothing = std::is_void_v<Raw>;
     using Result = std::conditional_t<returns_nothing, detail::Nothing, Raw>;
-    check_positions(static_cast<int>(sizeof...(Arguments)));
+    core_->check_positions(static_cast<int>(sizeof...(Arguments)));
     std::tuple<detail::AsArgument<Arguments>...> whole(std::forward<Arguments>(arguments)...);
     using Results = std::map<int, Result>;
     auto results = std::make_shared<Results>();
     const auto* last = std::any_cast<std::shared_ptr<Results>>(last_results_.get());
-    StepCall call = make_call<Result>(whole, *results);
+    detail::StepCall call = make_call<Result>(whole, *results);
     call.has_last_result = last != nullptr;
-    const StepResults outputs = core_->run(call);
+    const detail::StepResults outputs = core_->run(call);
     if (results->empty()) results = *last;  // the function did not run
     if (!core_->guards_every_step()) *last_results_ = results;
     if constexpr (!returns_nothing) return collect(*results, outputs);
@@ -64,8 +65,8 @@ class Step {
 
  private:
   template <class Result, class Whole>
-  StepCall make_call(const Whole& whole, std::map<int, Result>& results) {
-    StepCall call;
+  detail::StepCall make_call(const Whole& whole, std::map<int, Result>& results) {
+    detail::StepCall call;
     add_arguments(call, whole, std::make_index_sequence<std::tuple_size_v<Whole>>());
     call.function = [this, &whole, &results](int microbatch,
                                              const std::vector<at::Tensor>& tensors) {
@@ -93,13 +94,13 @@ class Step {
   }
 
   template <class Whole, size_t... I>
-  void add_arguments([[maybe_unused]] StepCall& call, [[maybe_unused]] const Whole& whole,
+  void add_arguments([[maybe_unused]] detail::StepCall& call, [[maybe_unused]] const Whole& whole,
                      std::index_sequence<I...>) const {
     (add_argument(call, static_cast<int>(I), std::get<I>(whole)), ...);
   }
 
   template <class T>
-  void add_argument(StepCall& call, int position, const T& argument) const {
+  void add_argument(detail::StepCall& call, int position, const T& argument) const {
     if constexpr (detail::SlicesItself<T>::value) call.per_microbatch = true;
     const std::optional<int64_t> axis = axis_of(position);
     detail::for_each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -115,19 +116,6 @@ class Step {
     if (std::find(whole.begin(), whole.end(), position) != whole.end()) return std::nullopt;
     const auto axis = options_.input_split_axes().find(position);
     return axis == options_.input_split_axes().end() ? 0 : axis->second;
-  }
-
-  void check_positions(int arguments) const {
-    const auto check = [&](int position, const char* option) {
-      SMP_CHECK_WITH(UsageError, position >= 0 && position < arguments, "step function \"",
-                     core_->name(), "\": StepOptions().", option, " names argument ", position,
-                     ", but the function is called with ", arguments,
-                     ". Arguments are counted from 0");
-    };
-    for (int position : options_.non_split_inputs()) check(position, "non_split_inputs");
-    for (const auto& [position, axis] : options_.input_split_axes()) {
-      check(position, "input_split_axes");
-    }
   }
 
   template <class Whole, size_t... I>
@@ -146,7 +134,7 @@ class Step {
   }
 
   template <class Result>
-  auto collect(const std::map<int, Result>& results, const StepResults& outputs) const {
+  auto collect(const std::map<int, Result>& results, const detail::StepResults& outputs) const {
     // One run stands for all microbatches unless arguments slice themselves.
     std::vector<const Result*> by_microbatch;
     for (int m = 0; m < microbatches(); ++m) {
@@ -159,7 +147,7 @@ class Step {
 
   std::shared_ptr<Function> function_;
   StepOptions options_;
-  std::shared_ptr<StepCore> core_;
+  std::shared_ptr<detail::StepCore> core_;
   // What the function returned in the last guarded call, a map as in `operator()`.
   std::shared_ptr<std::any> last_results_ = std::make_shared<std::any>();
 };

@@ -4,17 +4,14 @@
 
 #include "core/check.h"
 #include "graph/tracer.h"
-#include "runtime/parameters/tensor_notes.h"
+#include "runtime/parameters/scope_notes.h"
 #include "runtime/runtime.h"
 
 namespace smp {
 namespace {
 
-/// Of this thread: a rank that is a thread builds its own module.
-TensorNotes<bool>& marks() {
-  static thread_local TensorNotes<bool> marks;
-  return marks;
-}
+using runtime::Runtime;
+using runtime::tensor_parallelism_marks;
 
 std::optional<bool>& innermost() {
   static thread_local std::optional<bool> enabled;
@@ -28,13 +25,14 @@ class TensorParallelismScope::Impl {
  public:
   explicit Impl(bool enabled) : before_(std::exchange(innermost(), enabled)) {
     if (graph::Tracer::current() != nullptr) return;
-    noter_.emplace([](const at::Tensor& tensor) { marks().set(tensor, *innermost()); });
+    noter_.emplace(
+        [](const at::Tensor& tensor) { tensor_parallelism_marks().set(tensor, *innermost()); });
   }
   ~Impl() { innermost() = before_; }
 
  private:
   std::optional<bool> before_;
-  std::optional<ResultNoter> noter_;
+  std::optional<runtime::ResultNoter> noter_;
 };
 
 TensorParallelismScope::TensorParallelismScope(bool enabled)
@@ -54,11 +52,7 @@ void detail::mark_module(const torch::nn::Module& module, bool enabled) {
   SMP_CHECK_WITH(UsageError, !parameters.empty(), "smp::set_tensor_parallelism: module ",
                  module.name(), " has no parameters that could be divided. Give it the module that "
                  "holds them");
-  for (const at::Tensor& parameter : parameters) marks().set(parameter, enabled);
-}
-
-std::optional<bool> tensor_parallelism_mark(const at::Tensor& tensor) {
-  return marks().find(tensor);
+  for (const at::Tensor& parameter : parameters) tensor_parallelism_marks().set(parameter, enabled);
 }
 
 }  // namespace smp

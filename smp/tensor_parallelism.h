@@ -57,7 +57,4 @@ void set_tensor_parallelism(const M& module, bool enabled = true) {
   }
 }
 
-/// What a scope or `set_tensor_parallelism` said about a parameter; nothing if none did. Internal.
-std::optional<bool> tensor_parallelism_mark(const at::Tensor& tensor);
-
 }  // namespace smp

@@ -6,7 +6,7 @@ namespace smp::tools {
 
 Forecast forecast(const Config& config, const std::string& file, const graph::Graph& graph,
                   partitioner::Plan plan, int ranks, const partitioner::StepModel& model) {
-  auto step = plan_step(config, file, graph, plan, ranks, model, /*settled=*/false);
+  auto step = runtime::plan_step(config, file, graph, plan, ranks, model, /*settled=*/false);
   return {std::move(step), std::move(plan), model};
 }
 

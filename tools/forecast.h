@@ -13,7 +13,7 @@
 namespace smp::tools {
 
 /// Everything that can be said of a plan without running it.
-struct Forecast : PlannedStep {
+struct Forecast : runtime::PlannedStep {
   partitioner::Plan plan;
   partitioner::StepModel model;
 

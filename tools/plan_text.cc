@@ -245,18 +245,18 @@ ordered_json to_json(const Graph& graph, const Forecast& forecast) {
 
 std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& config,
                                            const std::vector<int>& partitions, int replicas) {
-  const std::string file = read_schedule(config);
+  const std::string file = runtime::read_schedule(config);
   std::vector<Alternative> result;
   for (const int count : partitions) {
-    auto options =
-        partition_options(config, count, static_cast<int>(config.microbatches()), replicas);
+    auto options = runtime::partition_options(config, count,
+                                              static_cast<int>(config.microbatches()), replicas);
     if (config.pipeline() == "interleaved" && !config.is_set("active_microbatches")) {
       options.step().active_microbatches(count + 2);
     }
     Alternative alternative;
     alternative.partitions = count;
     try {
-      options.placement(best_placement(config, file, graph, options));
+      options.placement(runtime::best_placement(config, file, graph, options));
       auto plan = partitioner::partition_in_best_order(graph, options);
       const Graph ordered = partitioner::reordered(graph, plan.order);
       alternative.forecast =

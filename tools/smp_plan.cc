@@ -134,10 +134,10 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
                                     : smp::tools::to_text(graph, alternatives);
   }
   const auto ranks = static_cast<int>(config.partitions());
-  auto partition = smp::partition_options(config, ranks, static_cast<int>(config.microbatches()),
-                                          options.replicas);
-  const std::string file = smp::read_schedule(config);
-  partition.placement(smp::best_placement(config, file, graph, partition));
+  auto partition = smp::runtime::partition_options(
+      config, ranks, static_cast<int>(config.microbatches()), options.replicas);
+  const std::string file = smp::runtime::read_schedule(config);
+  partition.placement(smp::runtime::best_placement(config, file, graph, partition));
   auto plan = make_plan(options, graph, partition);
   const auto ordered = smp::partitioner::reordered(graph, plan.order);
   const auto forecast =

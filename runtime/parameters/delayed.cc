@@ -9,7 +9,7 @@
 #include "graph/recording.h"
 #include "runtime/first_difference.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using graph::Recording;
@@ -85,4 +85,14 @@ void make_own_parameters(const Runtime& runtime) {
   }
 }
 
-}  // namespace smp
+void materialize(const torch::nn::Module& module) {
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      if (const auto recording = graph::recording_of(tensor).first) {
+        recording->materialize(tensor);
+      }
+    }
+  }
+}
+
+}  // namespace smp::runtime

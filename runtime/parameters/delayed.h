@@ -2,7 +2,11 @@
 
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
+namespace smp::runtime {
 
 /// How the first step treats what was constructed under `model_creation`. Internal.
 
@@ -22,4 +26,8 @@ void make_shared_tensors(const Runtime& runtime);
 /// Makes the parameters that this rank owns; the models have been divided.
 void make_own_parameters(const Runtime& runtime);
 
-}  // namespace smp
+/// Makes what the module's parameters and buffers are still without, on this rank, as if they had
+/// been constructed plainly.
+void materialize(const torch::nn::Module& module);
+
+}  // namespace smp::runtime

@@ -6,7 +6,7 @@
 #include "core/check.h"
 #include "dp/bucket_layout.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 std::vector<at::Tensor> parts_of(const at::Tensor& all, const nn::ParameterSplit& split) {
@@ -58,4 +58,4 @@ at::Tensor join_on(int root, comm::Communicator& group, const nn::ParameterSplit
   return is_root ? split.join(parts_of(all, split)) : at::Tensor();
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

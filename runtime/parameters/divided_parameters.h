@@ -10,7 +10,7 @@
 #include "comm/communicator.h"
 #include "smp/nn/parameter_split.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// The parameters that the ranks of a tensor-parallel group have divided among them: each rank's
 /// tensor holds its part, and this knows the whole. The same names and splits, in the same order,
@@ -52,4 +52,4 @@ at::Tensor join_on_all(comm::Communicator& group, const nn::ParameterSplit& spli
 at::Tensor join_on(int root, comm::Communicator& group, const nn::ParameterSplit& split,
                    const at::Tensor& part);
 
-}  // namespace smp
+}  // namespace smp::runtime

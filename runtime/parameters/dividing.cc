@@ -12,10 +12,10 @@
 #include "core/log.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
+#include "runtime/parameters/scope_notes.h"
 #include "runtime/parameters/storage.h"
-#include "smp/tensor_parallelism.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// Gives a tensor other sizes, without a look at its memory.
@@ -80,12 +80,12 @@ class Divider {
   void allow() {
     const auto& entries = runtime_.table().entries();
     options_.insist = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
-      return tensor_parallelism_mark(entry.tensor) == true;
+      return tensor_parallelism_marks().find(entry.tensor) == true;
     });
     const bool all = !options_.insist && runtime_.config().tensor_parallelism() == "auto" &&
                      runtime_.divided().empty();
     for (const auto& entry : entries) {
-      const bool may = tensor_parallelism_mark(entry.tensor).value_or(all) &&
+      const bool may = tensor_parallelism_marks().find(entry.tensor).value_or(all) &&
                        runtime_.divided().find(entry.tensor) == nullptr;
       if (!may || entry.kind != graph::ValueKind::kParameter) continue;
       (is_fit(entry.tensor) ? options_.allowed : unfit_).insert(entry.name);
@@ -238,4 +238,4 @@ WholeShapes::~WholeShapes() {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

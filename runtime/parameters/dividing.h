@@ -15,7 +15,7 @@
 #include "smp/nn/parameter_split.h"
 
 // Models that are divided by rewriting what was captured of them. Internal.
-namespace smp {
+namespace smp::runtime {
 
 /// What the ranks of tensor-parallel groups run in place of a captured graph, whose costs are
 /// known: with layers that are divided. Null: as captured, because there is one rank, or nothing
@@ -51,4 +51,4 @@ class WholeShapes {
   std::vector<Shown> shown_;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -13,7 +13,7 @@
 #include "graph/recording.h"
 #include "graph/visit.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using graph::ValueKind;
@@ -214,4 +214,4 @@ std::vector<size_t> gradient_order(const Runtime& runtime, const graph::Graph& g
   return order;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

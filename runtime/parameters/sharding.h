@@ -13,7 +13,7 @@
 #include "graph/parameter_residency.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Sharded data parallelism (`sharded_data_parallel_degree` above 1): which parameters are divided
 /// over groups of that many consecutive replicas, and what programs need to run on them. Internal.
@@ -60,4 +60,4 @@ std::shared_ptr<graph::ParameterResidency> make_residency(const Runtime& runtime
 std::vector<size_t> gradient_order(const Runtime& runtime, const graph::Graph& graph,
                                    const std::vector<graph::ValueId>& values);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -4,7 +4,7 @@
 
 #include "graph/storage.h"
 
-namespace smp {
+namespace smp::runtime {
 
 bool has_data(const at::Tensor& tensor) {
   return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
@@ -24,4 +24,4 @@ void allocate_data(const at::Tensor& tensor) {
                    *fresh.storage().unsafeGetStorageImpl());
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

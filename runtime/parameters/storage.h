@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace smp {
+namespace smp::runtime {
 
 /// False for a parameter or buffer whose storage was released with `release_data`, or that was made
 /// under delayed parameter initialization and has no data yet.
@@ -16,4 +16,4 @@ void release_data(const at::Tensor& tensor);
 /// Gives a tensor that was released storage again; the content is undefined.
 void allocate_data(const at::Tensor& tensor);
 
-}  // namespace smp
+}  // namespace smp::runtime

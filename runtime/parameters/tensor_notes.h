@@ -10,7 +10,7 @@
 
 #include "graph/intercept.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// What scopes noted about the tensors made inside, such as where they are pinned. A tensor is
 /// known by its identity and by its storage: registering one may make another tensor on the same
@@ -97,4 +97,4 @@ class ResultNoter final : public graph::OperatorInterceptor {
   graph::InterceptScope intercept_;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

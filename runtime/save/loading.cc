@@ -15,13 +15,12 @@
 #include "graph/recording.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
-#include "runtime/save/checkpointing.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
 #include "runtime/update/master_weights.h"
-#include "smp/save_load.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using checkpoint::ExpectedTensor;
@@ -32,9 +31,9 @@ using Wanted = std::function<bool(const std::string&)>;
 /// A checkpoint that is being loaded into models.
 class Load {
  public:
-  Load(Runtime& runtime, std::string path, const detail::Models& models, const LoadOptions& options)
+  Load(Runtime& runtime, std::string path, const Model& model, const LoadOptions& options)
       : runtime_(runtime), path_(std::move(path)), options_(options) {
-    tensors_ = tensors_of(runtime, models);
+    tensors_ = tensors_of(runtime, model);
     expected_ = checkpoint::expectations(tensors_);
     expect_whole(runtime, tensors_, expected_);
   }
@@ -63,7 +62,7 @@ class Load {
     check_bytes(with_optimizer || options_.convert());
   }
 
-  void load_optimizer(OptimizerCore& optimizer) const {
+  void load_optimizer(Optimizer& optimizer) const {
     const auto options = read_optimizer([](const std::string&) { return false; });
     optimizer.load(options.groups, [load = *this](const Wanted& wanted) {
       return load.read_optimizer(wanted).params;
@@ -90,10 +89,12 @@ class Load {
     for (size_t i = 0; i < run.random.step_calls.size(); ++i) {
       runtime_.step_calls[static_cast<int>(i)] = static_cast<uint64_t>(run.random.step_calls[i]);
     }
-    for (const auto& [name, extra] : Checkpointing::of(runtime_).extras) {
-      if (run.extra.contains(name)) extra.load(run.extra.at(name));
+    for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
+      if (run.extra.contains(name)) extra.load(run.extra.at(name).dump());
     }
-    return {run.step, run.user_content, run.extra};
+    LoadedRun loaded{run.step, run.user_content.dump(), {}};
+    for (const auto& [name, state] : run.extra.items()) loaded.extra[name] = state.dump();
+    return loaded;
   }
 
  private:
@@ -129,10 +130,10 @@ class Load {
   }
 
   /// The checkpoint's optimizer with the state of the parameters that are `wanted`.
-  optim::OptimizerState read_optimizer(const Wanted& wanted) const {
+  OptimizerState read_optimizer(const Wanted& wanted) const {
     const auto& index = reader_->index();
     auto all = optim::from_parts(index.optimizer, {});
-    optim::OptimizerState state{{}, std::move(all.groups)};
+    OptimizerState state{{}, std::move(all.groups)};
     for (auto& [name, param] : all.params) {
       if (options_.load_sharded_optimizer_state() && wanted(name)) state.params[name] = param;
     }
@@ -144,7 +145,7 @@ class Load {
       SMP_CHECK_WITH(CheckpointError, saved != all.params.end(), "checkpoint \"", path_,
                      "\" has optimizer tensor \"", name,
                      "\" of a parameter without state. Use another checkpoint.");
-      state.params.emplace(param, optim::OptimizerState::Param{saved->second.shape, {}, {}});
+      state.params.emplace(param, OptimizerState::Param{saved->second.shape, {}, {}});
       state.params[param].tensors[field] = reader_->read_optimizer(name);
     }
     if (options_.convert()) add_masters(wanted, state);
@@ -152,12 +153,12 @@ class Load {
   }
 
   /// Parameters in half precision that are stored in float32: the stored values are masters.
-  void add_masters(const Wanted& wanted, optim::OptimizerState& state) const {
+  void add_masters(const Wanted& wanted, OptimizerState& state) const {
     for (const ExpectedTensor& expected : expected_) {
       const std::string& name = expected.names.front();
       const bool has_master = MasterWeights::concerns(expected.spec.dtype) && is_parameter(name);
       if (!has_master || !wanted(name) || !is_stored(expected)) continue;
-      state.params.emplace(name, optim::OptimizerState::Param{expected.spec.shape, {}, {}});
+      state.params.emplace(name, OptimizerState::Param{expected.spec.shape, {}, {}});
       at::Tensor& master = state.params[name].tensors[kMasterField];
       ExpectedTensor in_float = expected;
       in_float.spec.dtype = at::kFloat;
@@ -208,21 +209,19 @@ void load_values(Runtime& runtime, const std::function<void()>& load) {
   }
 }
 
-namespace detail {
-
-LoadedRun load_run(const std::string& path, const Models& models, const Optimizers& optimizers,
-                   const LoadOptions& options) {
+LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer,
+               const LoadOptions& options) {
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.in_step,
                  "smp::load was called inside a step function; call it before or after the step");
-  Checkpointing::of(runtime).finish();
-  const Optimizers loaded = options.load_optimizer() ? optimizers : Optimizers();
-  Load load(runtime, path, models, options);
-  load.check(!loaded.empty());
+  CheckpointContext::of(runtime).finish();
+  if (!options.load_optimizer()) optimizer = nullptr;
+  Load load(runtime, path, model, options);
+  load.check(optimizer != nullptr);
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.
   together(*runtime.world(), [&] {
     const at::NoGradGuard no_grad;
-    for (OptimizerCore* optimizer : loaded) load.load_optimizer(*optimizer);
+    if (optimizer != nullptr) load.load_optimizer(*optimizer);
     return "";
   });
   LoadedRun run;
@@ -233,5 +232,4 @@ LoadedRun load_run(const std::string& path, const Models& models, const Optimize
   return run;
 }
 
-}  // namespace detail
-}  // namespace smp
+}  // namespace smp::runtime

@@ -6,9 +6,12 @@
 #include <vector>
 
 #include "checkpoint/apply.h"
+#include "runtime/model.h"
 #include "runtime/runtime.h"
+#include "runtime/update/optimizer.h"
+#include "smp/checkpoint_options.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Gives what is expected of a checkpoint for `tensors` (`checkpoint::expectations`) the sizes of
 /// the whole where parameters are divided. Internal.
@@ -24,4 +27,8 @@ void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::
 /// models half loaded, and ends the world. Internal.
 void load_values(Runtime& runtime, const std::function<void()>& load);
 
-}  // namespace smp
+/// As `smp::load`, with the optimizer unless that is null.
+LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer,
+               const LoadOptions& options);
+
+}  // namespace smp::runtime

@@ -17,7 +17,7 @@
 #include "runtime/save/together.h"
 #include "runtime/update/divided_states.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using checkpoint::NamedSpec;
@@ -67,11 +67,10 @@ NamedTensor gather_parts(const Runtime& runtime, NamedTensor tensor, size_t inde
 }
 
 /// What this rank writes: the model's tensors are the first replica's, but for divided parameters.
-checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>& models,
-                           const std::vector<OptimizerCore*>& optimizers) {
+checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer* optimizer) {
   checkpoint::Shard shard;
   size_t parts = 0;
-  for (auto& tensor : tensors_of(runtime, models)) {
+  for (auto& tensor : tensors_of(runtime, model)) {
     if (const auto index = divided(runtime, tensor.tensor)) {
       auto gathered = gather_divided(*runtime.sharding, tensor, *index);
       if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
@@ -85,7 +84,7 @@ checkpoint::Shard shard_of(const Runtime& runtime, const std::vector<ModelCore*>
     }
     if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
   }
-  for (OptimizerCore* optimizer : optimizers) {
+  if (optimizer != nullptr) {
     auto state = optimizer->local_state();
     join_states_of_parts(runtime, state, JoinOn::kOne);
     shard.optimizer = optim::to_json(state);
@@ -156,9 +155,9 @@ class Save {
 /// The model as one file, which rank 0 of a group writes and the owners of tensors send to it.
 class MergedModel {
  public:
-  MergedModel(const Runtime& runtime, const std::vector<ModelCore*>& models) {
+  MergedModel(const Runtime& runtime, const Model& model) {
     const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
-    for (const NamedTensor& tensor : tensors_of(runtime, models)) {
+    for (const NamedTensor& tensor : tensors_of(runtime, model)) {
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
       specs_.back().second.shape = runtime.divided().whole_sizes(tensor.tensor);
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
@@ -246,7 +245,14 @@ class MergedModel {
   std::vector<std::function<at::Tensor()>> values_;
 };
 
-checkpoint::RunState run_state(const Runtime& runtime, const nlohmann::json& user_content) {
+nlohmann::json parse(const std::string& text, const std::string& what) {
+  SMP_CHECK_WITH(UsageError, nlohmann::json::accept(text), what,
+                 " of a checkpoint must be text of JSON, got: ", text,
+                 ". Quote a plain text, or give what a JSON library prints");
+  return nlohmann::json::parse(text);
+}
+
+checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_content) {
   checkpoint::RunState state;
   state.step = runtime.training_steps;
   state.gradient_shards = runtime.gradient_shards();
@@ -255,19 +261,20 @@ checkpoint::RunState run_state(const Runtime& runtime, const nlohmann::json& use
     state.random.step_calls.resize(std::max<size_t>(state.random.step_calls.size(), ordinal + 1));
     state.random.step_calls[ordinal] = static_cast<int64_t>(calls);
   }
-  state.user_content = user_content;
-  if (runtime.checkpointing && runtime.rank() == 0) {
-    for (const auto& [name, extra] : runtime.checkpointing->extras) {
-      state.extra[name] = extra.save();
+  state.user_content = parse(user_content, "the user_content");
+  if (runtime.checkpoint_context && runtime.rank() == 0) {
+    for (const auto& [name, extra] : runtime.checkpoint_context->extras) {
+      state.extra[name] = parse(extra.save(), "the state \"" + name + "\"");
     }
   }
   return state;
 }
 
 /// The first half: what must be settled before anybody writes. Returns the state of the run.
-checkpoint::RunState begin(const Runtime& runtime, const SaveRequest& request, size_t optimizers) {
+checkpoint::RunState begin(const Runtime& runtime, const SaveRequest& request,
+                           bool with_optimizer) {
   const std::string mine =
-      c10::str(request.call, " of ", request.path, request.arguments, ", ", optimizers,
+      c10::str(request.call, " of ", request.path, request.arguments, ", ", with_optimizer ? 1 : 0,
                " optimizers", request.asynchronous ? ", asynchronous" : "");
   checkpoint::RunState run;
   const auto all = together(*runtime.world(), [&] {
@@ -282,36 +289,34 @@ checkpoint::RunState begin(const Runtime& runtime, const SaveRequest& request, s
   return run;
 }
 
-std::shared_ptr<SaveUnderWay> save_merged(Runtime& runtime, const SaveRequest& request,
-                                          checkpoint::RunState run,
-                                          const std::vector<ModelCore*>& models) {
-  const auto model = std::make_shared<MergedModel>(runtime, models);
-  auto& checkpointing = Checkpointing::of(runtime);
-  const auto group = request.asynchronous ? checkpointing.group() : runtime.world();
+std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest& request,
+                                            checkpoint::RunState run, const Model& model) {
+  const auto merged = std::make_shared<MergedModel>(runtime, model);
+  auto& context = CheckpointContext::of(runtime);
+  const auto group = request.asynchronous ? context.group() : runtime.world();
   const Save save(request, std::move(run), group);
-  const auto write = [model, save, group] {
-    save.write([&](const auto& writer) { return model->write(writer, *group); });
+  const auto write = [merged, save, group] {
+    save.write([&](const auto& writer) { return merged->write(writer, *group); });
   };
   if (request.asynchronous) {
-    alone(*runtime.world(), [&] { model->take_snapshots(runtime.rank()); });
-    return checkpointing.start(write);
+    alone(*runtime.world(), [&] { merged->take_snapshots(runtime.rank()); });
+    return context.start(write);
   }
   write();
-  return std::make_shared<SaveUnderWay>();
+  return std::make_shared<BackgroundSave>();
 }
 
-std::shared_ptr<SaveUnderWay> save_parts(Runtime& runtime, const SaveRequest& request,
-                                         checkpoint::RunState run,
-                                         const std::vector<ModelCore*>& models,
-                                         const std::vector<OptimizerCore*>& optimizers) {
-  const Writers writers(runtime, !optimizers.empty());
-  auto& checkpointing = Checkpointing::of(runtime);
-  const auto group = request.asynchronous ? checkpointing.group() : runtime.world();
+std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& request,
+                                           checkpoint::RunState run, const Model& model,
+                                           Optimizer* optimizer) {
+  const Writers writers(runtime, optimizer != nullptr);
+  auto& context = CheckpointContext::of(runtime);
+  const auto group = request.asynchronous ? context.group() : runtime.world();
   const Save save(request, std::move(run), group);
   const auto shard = std::make_shared<checkpoint::Shard>();
   alone(*runtime.world(), [&] {
     if (writers.mine >= writers.count) return;
-    *shard = shard_of(runtime, models, optimizers);
+    *shard = shard_of(runtime, model, optimizer);
     if (request.asynchronous) take_snapshots(*shard);
   });
   const auto write = [writers, shard, save] {
@@ -320,40 +325,37 @@ std::shared_ptr<SaveUnderWay> save_parts(Runtime& runtime, const SaveRequest& re
       return writes ? writer.write_shard(writers.mine, writers.count, *shard) : "";
     });
   };
-  if (request.asynchronous) return checkpointing.start(write);
+  if (request.asynchronous) return context.start(write);
   write();
-  return std::make_shared<SaveUnderWay>();
+  return std::make_shared<BackgroundSave>();
 }
 
 }  // namespace
 
-std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<ModelCore*>& models) {
+std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) {
+  const std::string prefix = model.full_name("");
   std::vector<NamedTensor> result;
   for (const auto& entry : runtime.table().entries()) {
-    for (const ModelCore* model : models) {
-      const std::string prefix = model->full_name("");
-      if (entry.name.rfind(prefix, 0) != 0) continue;
+    if (entry.name.rfind(prefix, 0) == 0) {
       result.push_back({entry.name, entry.tensor, entry.aliases});
-      break;
     }
   }
   return result;
 }
 
-std::shared_ptr<SaveUnderWay> save(const SaveRequest& request,
-                                   const std::vector<ModelCore*>& models,
-                                   const std::vector<OptimizerCore*>& optimizers) {
+std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
+                                     Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.in_step, request.call,
                  " was called inside a step function; call it after the step");
   SMP_CHECK_WITH(UsageError, !has_delayed(runtime), request.call,
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
-  Checkpointing::of(runtime).finish();
-  checkpoint::RunState run = begin(runtime, request, optimizers.size());
+  CheckpointContext::of(runtime).finish();
+  checkpoint::RunState run = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
-  return request.merged ? save_merged(runtime, request, std::move(run), models)
-                        : save_parts(runtime, request, std::move(run), models, optimizers);
+  return request.merged ? save_merged(runtime, request, std::move(run), model)
+                        : save_parts(runtime, request, std::move(run), model, optimizer);
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "checkpoint/writer.h"
-#include "runtime/save/checkpointing.h"
-#include "smp/distributed_optimizer.h"
-#include "smp/model_core.h"
+#include "runtime/model.h"
+#include "runtime/save/background_save.h"
+#include "runtime/update/optimizer.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// The key of an optimizer's dynamic loss scale in a checkpoint's "optimizer".
 constexpr const char* kLossScale = "loss_scale";
@@ -23,20 +23,18 @@ struct SaveRequest {
   /// One file with the model, written by world rank 0, instead of files by all.
   bool merged = false;
   bool asynchronous = false;
-  nlohmann::json user_content;
+  std::string user_content;                    ///< text of JSON
   std::string arguments = "";                  ///< others that all ranks must give alike
   std::function<void()> when_saved = nullptr;  ///< called on world rank 0 at the end
 };
 
-/// The models' tensors under their full names, each once.
-std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
-                                                const std::vector<ModelCore*>& models);
+/// The model's tensors under their full names, each once.
+std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime, const Model& model);
 
-/// Writes a checkpoint. Collective over the world. Files that cannot be written are one
-/// `CheckpointError` on all ranks, and then an earlier checkpoint is as it was; for an asynchronous
-/// save it comes from what is returned, or from the next save.
-std::shared_ptr<SaveUnderWay> save(const SaveRequest& request,
-                                   const std::vector<ModelCore*>& models,
-                                   const std::vector<OptimizerCore*>& optimizers);
+/// Writes a checkpoint of a model and, unless null, its optimizer. Collective over the world. Files
+/// that cannot be written are one `CheckpointError` on all ranks, and then an earlier checkpoint is
+/// as it was; for an asynchronous save it comes from what is returned, or from the next save.
+std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
+                                     Optimizer* optimizer);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 constexpr char kDone = '+', kMisused = 'U', kFailed = '-';
@@ -60,4 +60,4 @@ std::vector<std::string> together(comm::Communicator& group,
   return outcomes;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

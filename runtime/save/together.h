@@ -6,7 +6,7 @@
 
 #include "comm/communicator.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Calls `action` on each rank of a group and returns what it returned on all, in their order. If
 /// it threw on some, throws one error on every rank, with the same text: a `UsageError` if one of
@@ -15,4 +15,4 @@ namespace smp {
 std::vector<std::string> together(comm::Communicator& group,
                                   const std::function<std::string()>& action);
 
-}  // namespace smp
+}  // namespace smp::runtime

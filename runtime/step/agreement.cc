@@ -13,7 +13,7 @@
 #include "graph/content.h"
 #include "runtime/first_difference.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
@@ -165,4 +165,4 @@ void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
       "on batches of the same shapes");
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

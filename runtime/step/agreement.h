@@ -10,7 +10,7 @@
 #include "graph/graph.h"
 #include "graph/tracer.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Of a graph as it was captured. Hashing a graph prints it, which is too slow for every step.
 struct StepFingerprints {
@@ -45,4 +45,4 @@ void check_agreement(comm::Communicator& group, const StepTrace& step, const Agr
 /// difference. For replicas that gather parameters together. Collective over `replicas`.
 void check_same_operators(comm::Communicator& replicas, const StepTrace& step);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -7,7 +7,7 @@
 #include "pipeline/message.h"
 #include "runtime/first_difference.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 std::string describe(const std::vector<at::Tensor>& tensors) {
@@ -54,4 +54,4 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
   return batches;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

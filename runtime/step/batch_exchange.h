@@ -7,7 +7,7 @@
 
 #include "comm/communicator.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// The inputs of a step by rank of a tensor-parallel group, whose ranks are each given a batch and
 /// run all of them. Collective over the group. Throws a `UsageError` on all of its ranks where
@@ -16,4 +16,4 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
                                                       const std::vector<at::Tensor>& mine,
                                                       const std::string& step_name);
 
-}  // namespace smp
+}  // namespace smp::runtime

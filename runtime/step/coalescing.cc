@@ -13,7 +13,7 @@
 #include "runtime/step/planning.h"
 #include "runtime/step/setup.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// A prediction is not worth more: what is coalesced must be faster by this fraction.
@@ -185,4 +185,4 @@ std::vector<std::vector<at::Tensor>> separate_outputs(
   return result;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

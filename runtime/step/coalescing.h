@@ -14,7 +14,7 @@
 #include "graph/tracer.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// A captured step that may run several of its microbatches as one. Internal.
 struct CoalescingRequest {
@@ -43,4 +43,4 @@ std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
 std::vector<std::vector<at::Tensor>> separate_outputs(const graph::Coalesced& coalesced,
                                                       std::vector<std::vector<at::Tensor>> outputs);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -15,7 +15,7 @@
 #include "pipeline/schedule_file.h"
 #include "pipeline/verifier.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using pipeline::RankedSchedule;
@@ -235,4 +235,4 @@ PlannedStep plan_step(const Config& config, const std::string& file, const graph
   return StepPlanner(config, file, graph, plan, ranks, model, settled).run();
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -13,7 +13,7 @@
 #include "pipeline/stage.h"
 #include "smp/config.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// What the configuration says of pipelines, in the terms of the partitioner and of schedules.
 /// Internal; but for `read_schedule` pure functions, so all ranks come to the same result.
@@ -55,4 +55,4 @@ PlannedStep plan_step(const Config& config, const std::string& file, const graph
                       const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
                       bool settled);
 
-}  // namespace smp
+}  // namespace smp::runtime

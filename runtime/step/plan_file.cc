@@ -14,7 +14,7 @@
 #include "partitioner/best_order.h"
 #include "partitioner/plan_file.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// The content of the file on world rank 0; empty if there is none.
@@ -70,4 +70,4 @@ partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph
   return plan;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

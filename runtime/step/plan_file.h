@@ -5,7 +5,7 @@
 #include "partitioner/plan.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// The first plan of a program under the configuration's `partition_file` and `load_partition`:
 /// the file's plan, or one that is computed, with the file's (if it is of this graph) as the
@@ -15,4 +15,4 @@ namespace smp {
 partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph,
                                partitioner::PartitionOptions options);
 
-}  // namespace smp
+}  // namespace smp::runtime

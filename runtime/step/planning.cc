@@ -11,12 +11,12 @@
 #include "partitioner/best_order.h"
 #include "partitioner/format.h"
 #include "partitioner/order.h"
+#include "runtime/parameters/scope_notes.h"
+#include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/plan_file.h"
-#include "smp/activation_checkpointing.h"
-#include "smp/partition_scope.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using partitioner::CheckpointedModules;
@@ -208,4 +208,4 @@ double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int 
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

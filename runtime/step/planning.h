@@ -8,7 +8,7 @@
 #include "partitioner/plan.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// A graph with all decisions about it. Internal.
 struct PlannedGraph {
@@ -36,4 +36,4 @@ PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph
 /// every rank.
 double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int microbatches);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -9,12 +9,12 @@
 #include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
 #include "pipeline/message.h"
+#include "runtime/model.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/pipeline_choice.h"
-#include "smp/model_core.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// Tags of the channels come first; these are above any number of edges.
@@ -374,4 +374,4 @@ void Program::share_outputs(Outputs& outputs) const {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -16,7 +16,7 @@
 #include "runtime/step/planning.h"
 #include "runtime/step/schedule_runner.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// A graph made ready to run on this rank: its plan, what runs its schedule, and gradient buckets
 /// for one number of microbatches. Internal.
@@ -97,4 +97,4 @@ class Program {
   std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

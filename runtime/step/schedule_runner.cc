@@ -8,7 +8,7 @@
 #include "pipeline/timeline_page.h"
 #include "runtime/parameters/sharding.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// Of a timeline without a trial. The first steps capture, plan and warm caches.
@@ -147,4 +147,4 @@ std::string ScheduleRunner::title() const {
                   schedule().microbatches(), " microbatches");
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -14,7 +14,7 @@
 #include "runtime/step/schedule_trial.h"
 #include "runtime/step/step_recording.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Runs the steps of a program on this rank: under its schedule, or with `"pipeline": "auto"` under
 /// those that a `ScheduleTrial` tries until it has found the best. Records steps for that and for
@@ -66,4 +66,4 @@ class ScheduleRunner {
   uint64_t trial_turns_ = 0;  // steps of this program that counted for the trial
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -10,7 +10,7 @@
 #include "pipeline/measured_costs.h"
 #include "pipeline/simulator.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using pipeline::RankedSchedule;
@@ -100,4 +100,4 @@ std::string ScheduleTrial::report() const {
                   "\n", pipeline::to_string(typical(recorded_.back())));
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

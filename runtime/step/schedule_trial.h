@@ -8,7 +8,7 @@
 #include "pipeline/ranking.h"
 #include "pipeline/timeline.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// How `"pipeline": "auto"` finds its schedule in the first steps of training: which one runs next,
 /// and what follows from what was recorded. A pure state machine: every rank has one, tells it the
@@ -56,4 +56,4 @@ class ScheduleTrial {
   std::string verdict_;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -18,16 +18,16 @@
 #include "partitioner/cost.h"
 #include "partitioner/report.h"
 #include "runtime/first_difference.h"
+#include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
+#include "runtime/parameters/scope_notes.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
+#include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/pipeline_choice.h"
-#include "smp/activation_checkpointing.h"
-#include "smp/model_core.h"
-#include "smp/partition_scope.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using graph::ValueKind;
@@ -259,4 +259,4 @@ BufferRestorer::~BufferRestorer() {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

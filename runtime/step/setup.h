@@ -10,7 +10,7 @@
 #include "runtime/runtime.h"
 #include "runtime/step/planning.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// What the first step does before it captures: compares the models of all ranks, gives every
 /// rank the parameters and buffers of world rank 0 (but for delayed parameters, which are made once
@@ -51,4 +51,4 @@ class BufferRestorer {
   std::vector<std::pair<at::Tensor, at::Tensor>> saved_;  // buffer and copy
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

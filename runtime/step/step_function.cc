@@ -1,4 +1,4 @@
-#include "smp/step_core.h"
+#include "runtime/step/step_function.h"
 
 #include <algorithm>
 #include <map>
@@ -17,18 +17,17 @@
 #include "graph/replay.h"
 #include "graph/tracer.h"
 #include "partitioner/cost.h"
+#include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
 #include "runtime/step/coalescing.h"
-#include "runtime/step/program.h"
 #include "runtime/step/setup.h"
 #include "runtime/step/step_value.h"
-#include "smp/model_core.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// How many graphs a step function keeps: those used last.
@@ -62,72 +61,7 @@ std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) 
 
 }  // namespace
 
-class StepCore::Impl {
- public:
-  explicit Impl(StepOptions options);
-
-  StepResults run(const StepCall& call);
-  int64_t microbatches() const;
-  const std::string& name() const { return name_; }
-  bool guards_every_step() const { return guard_period_ == 1; }
-
- private:
-  /// What the guard found, to be compared between the ranks of a pipeline.
-  struct Traced {
-    std::shared_ptr<graph::Graph> found;
-    std::vector<std::vector<graph::ConstantOverride>> constants;  // by microbatch, or one
-    std::vector<std::vector<graph::ContentOverride>> contents;
-    bool is_new = false;
-    std::vector<uint64_t> checksums;
-  };
-
-  /// What runs a graph, perhaps several microbatches as one.
-  struct Prepared {
-    std::shared_ptr<const graph::Coalesced> coalesced;         // null: one by one
-    std::shared_ptr<const nn::rewrite::DividedGraph> divided;  // null: as captured
-    std::unique_ptr<Program> program;
-  };
-
-  /// The batches that a rank runs: its own, or those of its tensor-parallel group in the order of
-  /// the ranks.
-  using Batches = std::vector<StepCall>;
-
-  StepResults run_checked(const StepCall& given);
-  Batches exchange(StepCall call) const;
-  int64_t microbatches_run() const { return microbatches() * runtime_->batches(); }
-  bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
-  Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
-  std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
-  void check_inputs(const StepCall& call) const;
-  Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
-  graph::TraceResult trace_one(const StepCall& call, int microbatch,
-                               const std::vector<at::Tensor>& inputs, bool execute);
-  void agree(const Traced& traced, const Batches& batches);
-  graph::RandomKey random_key() const;
-  std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
-  void forget_oldest();
-  Prepared& prepare(const Traced& traced, const StepCall& call,
-                    const std::vector<std::vector<at::Tensor>>& inputs);
-  std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
-                                                   bool measured);
-  Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
-                            std::vector<std::vector<at::Tensor>> inputs) const;
-  StepResults own_outputs(StepResults outputs) const;
-
-  std::shared_ptr<Runtime> runtime_;
-  StepOptions options_;
-  int ordinal_;
-  std::string name_;
-  int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
-  // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
-  std::optional<Traced> last_;
-  std::vector<graph::TensorMeta> last_inputs_;
-  std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
-  std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
-  std::map<const graph::Graph*, StepFingerprints> fingerprints_;
-};
-
-StepCore::Impl::Impl(StepOptions options)
+StepFunction::StepFunction(StepOptions options)
     : runtime_(Runtime::get_shared()),
       options_(std::move(options)),
       ordinal_(runtime_->next_step_ordinal()),
@@ -137,11 +71,24 @@ StepCore::Impl::Impl(StepOptions options)
                  "\": microbatches must be positive, got ", options_.microbatches());
 }
 
-int64_t StepCore::Impl::microbatches() const {
+int64_t StepFunction::microbatches() const {
   return options_.microbatches() > 0 ? options_.microbatches() : runtime_->config().microbatches();
 }
 
-StepResults StepCore::Impl::run(const StepCall& call) {
+void StepFunction::check_positions(int count) const {
+  const auto check = [&](int position, const char* option) {
+    SMP_CHECK_WITH(UsageError, position >= 0 && position < count, "step function \"", name_,
+                   "\": StepOptions().", option, " names argument ", position,
+                   ", but the function is called with ", count,
+                   ". Arguments are counted from 0");
+  };
+  for (int position : options_.non_split_inputs()) check(position, "non_split_inputs");
+  for (const auto& [position, axis] : options_.input_split_axes()) {
+    check(position, "input_split_axes");
+  }
+}
+
+StepResults StepFunction::run(const StepCall& call) {
   SMP_CHECK_WITH(UsageError, !runtime_->in_step, "step function \"", name_,
                  "\" was called inside another step function; call them one after the other");
   try {
@@ -152,7 +99,7 @@ StepResults StepCore::Impl::run(const StepCall& call) {
   }
 }
 
-StepResults StepCore::Impl::run_checked(const StepCall& given) {
+StepResults StepFunction::run_checked(const StepCall& given) {
   if (!runtime_->partitioned) prepare_models(*runtime_);
   check_inputs(given);
   const Batches batches = exchange(with_step_values(*runtime_, given));
@@ -176,7 +123,7 @@ StepResults StepCore::Impl::run_checked(const StepCall& given) {
   return results;
 }
 
-StepCore::Impl::Batches StepCore::Impl::exchange(StepCall call) const {
+StepFunction::Batches StepFunction::exchange(StepCall call) const {
   if (runtime_->batches() == 1) return {std::move(call)};
   SMP_CHECK_WITH(UsageError, !call.per_microbatch, "step function \"", name_,
                  "\": an argument slices itself (smp_slice), so the ranks of a tensor-parallel "
@@ -191,7 +138,7 @@ StepCore::Impl::Batches StepCore::Impl::exchange(StepCall call) const {
 }
 
 /// Of the microbatches of this rank's own batch.
-StepResults StepCore::Impl::own_outputs(StepResults outputs) const {
+StepResults StepFunction::own_outputs(StepResults outputs) const {
   if (runtime_->batches() == 1) return outputs;
   const int64_t first = runtime_->rank_in(CommGroup::kTp) * microbatches();
   for (auto& of_output : outputs) {
@@ -201,9 +148,9 @@ StepResults StepCore::Impl::own_outputs(StepResults outputs) const {
 }
 
 /// The inputs and constants of a step, for the microbatches that run.
-Program::Inputs StepCore::Impl::inputs_of(const Prepared& prepared, const StepCall& call,
-                                          Traced traced,
-                                          std::vector<std::vector<at::Tensor>> inputs) const {
+Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall& call,
+                                        Traced traced,
+                                        std::vector<std::vector<at::Tensor>> inputs) const {
   Program::Inputs step;
   step.tensors = std::move(inputs);
   step.constants = std::move(traced.constants);
@@ -224,8 +171,7 @@ Program::Inputs StepCore::Impl::inputs_of(const Prepared& prepared, const StepCa
 
 /// Depends on the configuration, the number of the call and the inputs' shapes only, so that all
 /// ranks decide the same.
-bool StepCore::Impl::guard_is_due(const StepCall& call,
-                                  const std::vector<at::Tensor>& inputs) const {
+bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const {
   if (!last_ || !call.has_last_result || call.per_microbatch) return true;
   const auto number = static_cast<int64_t>(runtime_->step_calls[ordinal_]);
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
@@ -233,8 +179,8 @@ bool StepCore::Impl::guard_is_due(const StepCall& call,
 }
 
 /// Runs the user's function.
-StepCore::Impl::Traced StepCore::Impl::guard(const StepCall& call,
-                                             const std::vector<std::vector<at::Tensor>>& inputs) {
+StepFunction::Traced StepFunction::guard(const StepCall& call,
+                                         const std::vector<std::vector<at::Tensor>>& inputs) {
   const FlagScope in_step(runtime_->in_step);
   Traced traced = trace(call, inputs);
   if (!guards_every_step()) {
@@ -244,7 +190,7 @@ StepCore::Impl::Traced StepCore::Impl::guard(const StepCall& call,
   return traced;
 }
 
-void StepCore::Impl::check_inputs(const StepCall& call) const {
+void StepFunction::check_inputs(const StepCall& call) const {
   at::Device device = at::kCPU;
   for (const auto& entry : runtime_->table().entries()) {
     device = entry.tensor.device();
@@ -259,8 +205,8 @@ void StepCore::Impl::check_inputs(const StepCall& call) const {
   }
 }
 
-std::vector<std::vector<at::Tensor>> StepCore::Impl::split(const StepCall& call,
-                                                           int64_t count) const {
+std::vector<std::vector<at::Tensor>> StepFunction::split(const StepCall& call,
+                                                         int64_t count) const {
   std::vector<std::vector<at::Tensor>> result(count);
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const at::Tensor tensor = call.tensors[i];
@@ -289,8 +235,8 @@ std::vector<std::vector<at::Tensor>> StepCore::Impl::split(const StepCall& call,
   return result;
 }
 
-graph::TraceResult StepCore::Impl::trace_one(const StepCall& call, int microbatch,
-                                             const std::vector<at::Tensor>& inputs, bool execute) {
+graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
+                                           const std::vector<at::Tensor>& inputs, bool execute) {
   graph::TraceOptions options;
   options.step_name = name_;
   options.table = &runtime_->table();
@@ -308,8 +254,8 @@ graph::TraceResult StepCore::Impl::trace_one(const StepCall& call, int microbatc
   });
 }
 
-StepCore::Impl::Traced StepCore::Impl::trace(const StepCall& call,
-                                             const std::vector<std::vector<at::Tensor>>& inputs) {
+StepFunction::Traced StepFunction::trace(const StepCall& call,
+                                         const std::vector<std::vector<at::Tensor>>& inputs) {
   Traced traced;
   graph::TraceResult first;
   if (!runtime_->partitioned && !has_delayed(*runtime_)) {
@@ -349,7 +295,7 @@ StepCore::Impl::Traced StepCore::Impl::trace(const StepCall& call,
 }
 
 /// Makes a graph the one used last.
-std::shared_ptr<graph::Graph> StepCore::Impl::use(const graph::Graph* graph) {
+std::shared_ptr<graph::Graph> StepFunction::use(const graph::Graph* graph) {
   const auto found = std::find_if(graphs_.begin(), graphs_.end(),
                                   [&](const auto& known) { return known.get() == graph; });
   std::rotate(found, found + 1, graphs_.end());
@@ -358,7 +304,7 @@ std::shared_ptr<graph::Graph> StepCore::Impl::use(const graph::Graph* graph) {
 
 /// A function that takes a new way at every step must not fill the memory. All ranks forget the
 /// same graphs, since they see the same steps.
-void StepCore::Impl::forget_oldest() {
+void StepFunction::forget_oldest() {
   if (graphs_.size() <= kGraphs) return;
   const graph::Graph* oldest = graphs_.front().get();
   fingerprints_.erase(oldest);
@@ -370,7 +316,7 @@ void StepCore::Impl::forget_oldest() {
 
 /// Throws on all ranks of the pipeline and its tensor-parallel groups unless they are about to run
 /// the same; on all replicas, too, where they have to.
-void StepCore::Impl::agree(const Traced& traced, const Batches& batches) {
+void StepFunction::agree(const Traced& traced, const Batches& batches) {
   const auto fingerprints = fingerprints_.try_emplace(traced.found.get(), *traced.found).first;
   std::vector<at::Tensor> inputs;
   for (const StepCall& batch : batches) {
@@ -389,14 +335,14 @@ void StepCore::Impl::agree(const Traced& traced, const Batches& batches) {
 }
 
 /// Of the random streams of the first microbatch in the next call.
-graph::RandomKey StepCore::Impl::random_key() const {
+graph::RandomKey StepFunction::random_key() const {
   return {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_], 0};
 }
 
 /// Captures the function on the samples of several microbatches, if they may run as one.
-std::shared_ptr<const graph::Coalesced> StepCore::Impl::coalesce(const Traced& traced,
-                                                                 const StepCall& call,
-                                                                 bool measured) {
+std::shared_ptr<const graph::Coalesced> StepFunction::coalesce(const Traced& traced,
+                                                               const StepCall& call,
+                                                               bool measured) {
   const FlagScope in_step(runtime_->in_step);
   CoalescingRequest request{
       name_, *traced.found, microbatches(), measured, call.per_microbatch, {}, {}, {}};
@@ -409,9 +355,8 @@ std::shared_ptr<const graph::Coalesced> StepCore::Impl::coalesce(const Traced& t
   return choose_coalescing(*runtime_, request);
 }
 
-StepCore::Impl::Prepared& StepCore::Impl::prepare(
-    const Traced& traced, const StepCall& call,
-    const std::vector<std::vector<at::Tensor>>& inputs) {
+StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCall& call,
+                                              const std::vector<std::vector<at::Tensor>>& inputs) {
   Prepared& prepared = programs_[{traced.found.get(), microbatches_run()}];
   if (prepared.program != nullptr) return prepared;
   const bool first = !runtime_->partitioned;
@@ -447,12 +392,4 @@ StepCore::Impl::Prepared& StepCore::Impl::prepare(
   return prepared;
 }
 
-StepCore::StepCore(StepOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
-StepCore::~StepCore() = default;
-
-StepResults StepCore::run(const StepCall& call) { return impl_->run(call); }
-int64_t StepCore::microbatches() const { return impl_->microbatches(); }
-const std::string& StepCore::name() const { return impl_->name(); }
-bool StepCore::guards_every_step() const { return impl_->guards_every_step(); }
-
-}  // namespace smp
+}  // namespace smp::runtime

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using pipeline::TimelineRecorder;
@@ -88,4 +88,4 @@ pipeline::Timeline StepRecording::gather(const std::string& title) {
   return pipeline::make_timeline(title, schedule_, recorded, &predicted_);
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

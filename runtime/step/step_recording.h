@@ -10,7 +10,7 @@
 #include "pipeline/timeline.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Records some steps of a program under one schedule on this rank. Every rank of the world has one
 /// for the same steps. Internal.
@@ -41,4 +41,4 @@ class StepRecording {
   int skipped_;  // still to come
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

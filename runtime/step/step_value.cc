@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 
-namespace smp {
+namespace smp::runtime {
 
 StepValue::StepValue(double value) : value_(at::full({}, value, at::kFloat)) {}
 
@@ -36,12 +36,12 @@ at::Tensor StepValue::tensor() const {
   return value_;
 }
 
-StepCall with_step_values(const Runtime& runtime, const StepCall& call) {
+detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call) {
   std::vector<std::shared_ptr<StepValue>> values;
   for (const auto& weak : runtime.step_values) {
     if (auto value = weak.lock()) values.push_back(std::move(value));
   }
-  StepCall result = call;
+  detail::StepCall result = call;
   if (values.empty()) return result;
   const auto& entries = runtime.table().entries();
   const at::Device device = entries.empty() ? at::kCPU : entries.front().tensor.device();
@@ -66,4 +66,4 @@ StepCall with_step_values(const Runtime& runtime, const StepCall& call) {
   return result;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

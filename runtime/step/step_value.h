@@ -5,9 +5,9 @@
 #include <memory>
 
 #include "runtime/runtime.h"
-#include "smp/step_core.h"
+#include "smp/detail/step_call.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// A number that may change between steps, such as a loss scale, as an input of every step
 /// function: another value is neither another graph nor a patch of one, and is used whatever the
@@ -28,7 +28,7 @@ class StepValue {
   at::Tensor tensor() const;
 
  private:
-  friend StepCall with_step_values(const Runtime& runtime, const StepCall& call);
+  friend detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call);
   explicit StepValue(double value);
 
   at::Tensor value_;
@@ -37,6 +37,6 @@ class StepValue {
 
 /// The call with the values of all `StepValue`s of the runtime as further inputs, which every
 /// microbatch gets whole. On the device of the models.
-StepCall with_step_values(const Runtime& runtime, const StepCall& call);
+detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call);
 
-}  // namespace smp
+}  // namespace smp::runtime

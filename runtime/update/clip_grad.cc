@@ -1,4 +1,4 @@
-#include "smp/clip_grad.h"
+#include "runtime/update/clip_grad.h"
 
 #include <ATen/core/grad_mode.h>
 #include <xxhash.h>
@@ -20,9 +20,9 @@
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/grad_norm.h"
 #include "runtime/update/optimizer_pieces.h"
-#include "smp/precision.h"
+#include "runtime/update/precision.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// The listed parameters, each once, and what this rank has of their gradients.
@@ -180,4 +180,4 @@ void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_val
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

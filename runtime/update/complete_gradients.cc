@@ -3,7 +3,7 @@
 #include "core/check.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 void check_gradients_complete(const std::string& call) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().in_step, call,
@@ -11,4 +11,4 @@ void check_gradients_complete(const std::string& call) {
                  "returned: call it after the step");
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -9,10 +9,8 @@
 #include "runtime/first_difference.h"
 #include "runtime/update/state_pieces.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
-
-using optim::OptimizerState;
 
 /// What ranks must have alike: fields, types and numbers of each divided parameter's state, a
 /// parameter a line.
@@ -21,7 +19,7 @@ std::string describe(const Runtime& runtime, const OptimizerState& state) {
   for (const auto& entry : runtime.divided().entries()) {
     const auto found = state.params.find(entry.name);
     if (found == state.params.end()) continue;
-    text += c10::str("parameter \"", entry.name, "\": ", found->second.scalars.dump());
+    text += c10::str("parameter \"", entry.name, "\": ", found->second.scalars);
     for (const auto& [field, tensor] : found->second.tensors) {
       text += c10::str(", ", field, " of ", tensor.scalar_type(), tensor.sizes());
     }
@@ -90,4 +88,4 @@ void cut_states_to_parts(const Runtime& runtime, OptimizerState& state) {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -3,7 +3,7 @@
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Which ranks of a tensor-parallel group get the states of whole parameters. Internal.
 enum class JoinOn {
@@ -16,10 +16,10 @@ enum class JoinOn {
 /// ranks of its tensor-parallel group: fields with the sizes of the part become the whole's, others
 /// stay. Collective over the group. Throws `UsageError` on all of its ranks where they have other
 /// states. Internal.
-void join_states_of_parts(const Runtime& runtime, optim::OptimizerState& state, JoinOn on);
+void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn on);
 
 /// Cuts states of whole parameters, by name, to those of this rank's parts; what has the sizes of a
 /// part stays. Internal.
-void cut_states_to_parts(const Runtime& runtime, optim::OptimizerState& state);
+void cut_states_to_parts(const Runtime& runtime, OptimizerState& state);
 
-}  // namespace smp
+}  // namespace smp::runtime

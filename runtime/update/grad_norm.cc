@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "optim/grad_norm.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 constexpr double kNone = -1;  // less than any norm
@@ -70,4 +70,4 @@ std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
   return norms;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -12,7 +12,7 @@
 
 // The norm over gradients that lie on several ranks, without regard to whose they are:
 // `clip_grad.h` has the public functions. Internal.
-namespace smp {
+namespace smp::runtime {
 
 /// The norm of one parameter's gradient.
 struct GradientNorm {
@@ -47,4 +47,4 @@ std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
                                         const std::vector<bool>& wanted, double norm_type,
                                         bool as_summed = false);
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -1,4 +1,4 @@
-#include "smp/loss_scaler.h"
+#include "runtime/update/loss_scaler.h"
 
 #include <ATen/ops/mul.h>
 
@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using nlohmann::json;
@@ -115,4 +115,4 @@ void LossScaler::load_state_dict(const json& state) {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -5,7 +5,7 @@
 #include "core/check.h"
 #include "runtime/update/unscale.h"
 
-namespace smp {
+namespace smp::runtime {
 
 LossScaling::LossScaling(std::shared_ptr<Runtime> runtime, OptimizerPieces& pieces)
     : runtime_(std::move(runtime)), pieces_(pieces) {
@@ -36,7 +36,8 @@ bool LossScaling::unscale() {
   SMP_CHECK_WITH(UsageError, !unscaled_ || unscaled_after_ == runtime_->training_steps,
                  "clip_master_grads() has divided the gradients by the loss scale, and a step has "
                  "added gradients that are not divided. Call optimizer.step() or "
-                 "optimizer.zero_grad() before the next step");
+                 "optimizer.zero_grad() before the next step (not that of torch::optim::Optimizer, "
+                 "which knows no scale)");
   if (unscaled_) return !overflow_;
   const auto gradients = pieces_.gradients();
   overflow_ = check_gradients(gradients, runtime_->world().get()).found_inf;
@@ -70,4 +71,4 @@ void LossScaling::load_state(const nlohmann::json& state) {
   if (is_dynamic() && !state.empty()) scaler_->load_state_dict(state);
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

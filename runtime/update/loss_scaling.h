@@ -5,10 +5,10 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/runtime.h"
+#include "runtime/update/loss_scaler.h"
 #include "runtime/update/optimizer_pieces.h"
-#include "smp/loss_scaler.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Divides the gradients of an optimizer by the loss scale once before each of its steps, and has
 /// it skip the step where a gradient is not finite on some rank of the world. Internal.
@@ -54,4 +54,4 @@ class LossScaling {
   bool overflow_ = false;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -2,7 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
-namespace smp {
+namespace smp::runtime {
 
 const at::Tensor& MasterWeights::make(const at::Tensor& tensor) {
   Entry& entry = entries_[tensor.unsafeGetTensorImpl()];
@@ -32,4 +32,4 @@ void MasterWeights::reload() {
   for (auto& [impl, entry] : entries_) entry.master.detach().copy_(entry.tensor);
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace smp {
+namespace smp::runtime {
 
 /// Copies in float32 of parameters, or pieces of them, in half precision: what an optimizer updates
 /// in their place, so that updates smaller than a half-precision number's last digit add up
@@ -40,4 +40,4 @@ class MasterWeights {
   ska::flat_hash_map<const c10::TensorImpl*, Entry> entries_;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -9,14 +9,14 @@
 
 #include "checkpoint/apply.h"
 #include "optim/grad_norm.h"
+#include "runtime/model.h"
 #include "runtime/parameters/sharding.h"
+#include "runtime/update/clip_grad.h"
 #include "runtime/update/divided_states.h"
+#include "runtime/update/precision.h"
 #include "runtime/update/state_pieces.h"
-#include "smp/clip_grad.h"
-#include "smp/model_core.h"
-#include "smp/precision.h"
 
-namespace smp {
+namespace smp::runtime {
 
 bool shards_optimizer_state(const Runtime& runtime) {
   return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
@@ -264,7 +264,7 @@ void OptimizerPieces::divide_states() {
     return entry.captured_whole && optimizer_.state().count(entry.tensor.unsafeGetTensorImpl()) > 0;
   });
   if (!any) return;
-  optim::OptimizerState state = optim::get_state(optimizer_, names());
+  OptimizerState state = optim::get_state(optimizer_, names());
   cut_states_to_parts(runtime_, state);
   set_state_(state, names());
 }
@@ -279,7 +279,7 @@ void OptimizerPieces::adopt_states() {
                                     optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
   });
   if (!has_replaced) return;
-  optim::OptimizerState whole = optim::get_state(optimizer_, names());
+  OptimizerState whole = optim::get_state(optimizer_, names());
   for (auto& [name, param] : whole.params) {
     for (auto& [field, tensor] : param.tensors) {
       if (has_masters_ && MasterWeights::concerns(tensor)) tensor = tensor.to(at::kFloat);
@@ -305,11 +305,11 @@ void OptimizerPieces::forget_replaced() {
   });
 }
 
-optim::OptimizerState OptimizerPieces::gather_state() {
+OptimizerState OptimizerPieces::gather_state() {
   find_slices();
   adopt_states();
-  optim::OptimizerState whole = optim::get_state(optimizer_, names());
-  optim::OptimizerState pieces;
+  OptimizerState whole = optim::get_state(optimizer_, names());
+  OptimizerState pieces;
   {
     const StandIn stand_in(*this);
     pieces = optim::get_state(optimizer_, names());
@@ -328,11 +328,11 @@ optim::OptimizerState OptimizerPieces::gather_state() {
   return whole;
 }
 
-optim::OptimizerState OptimizerPieces::local_state() {
+OptimizerState OptimizerPieces::local_state() {
   find_slices();
   adopt_states();
   const StandIn stand_in(*this);
-  optim::OptimizerState state = optim::get_state(optimizer_, names());
+  OptimizerState state = optim::get_state(optimizer_, names());
   add_masters(state);
   for (const auto& slices : slices_) name_pieces(*slices, state);
   return state;
@@ -346,7 +346,7 @@ std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
   return parameter;
 }
 
-void OptimizerPieces::add_masters(optim::OptimizerState& state) const {
+void OptimizerPieces::add_masters(OptimizerState& state) const {
   for_each([&](const at::Tensor& parameter) {
     const at::Tensor target = target_of(parameter);
     if (!target.defined()) return;
@@ -358,7 +358,7 @@ void OptimizerPieces::add_masters(optim::OptimizerState& state) const {
   });
 }
 
-void OptimizerPieces::take_masters(optim::OptimizerState& state) {
+void OptimizerPieces::take_masters(OptimizerState& state) {
   masters_.clear();
   const auto take = [&](const std::string& name) {
     const auto param = state.params.find(name);
@@ -380,7 +380,7 @@ void OptimizerPieces::take_masters(optim::OptimizerState& state) {
   });
 }
 
-void OptimizerPieces::set_state(optim::OptimizerState whole, int64_t parameter_loads) {
+void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
   find_slices();
   cut_states_to_parts(runtime_, whole);
   for (const auto& slices : slices_) cut_states(*slices, whole);
@@ -401,4 +401,4 @@ std::function<bool(const std::string&)> OptimizerPieces::has_part() {
   };
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -15,7 +15,7 @@
 #include "runtime/runtime.h"
 #include "runtime/update/master_weights.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Whether `shard_optimizer_state` is in effect: there are several replicas.
 bool shards_optimizer_state(const Runtime& runtime);
@@ -26,7 +26,7 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
 /// The names of all parameters.
 optim::ParameterNames parameter_names(const Runtime& runtime);
 
-/// Makes an optimizer update this replica's pieces of parameters (`ModelCore::slices`) instead of
+/// Makes an optimizer update this replica's pieces of parameters (`Model::slices`) instead of
 /// the parameters, and with `fp16` or `bf16` the master weights of either. Its param groups hold
 /// the parameters as ever: pieces and masters stand in for them only while it works, so that it has
 /// state for these. What is not divided, and of full precision, stays as it is. Internal.
@@ -35,7 +35,7 @@ optim::ParameterNames parameter_names(const Runtime& runtime);
 /// `checkpoint::kMasterField`.
 class OptimizerPieces {
  public:
-  using SetState = std::function<void(const optim::OptimizerState&, const optim::ParameterNames&)>;
+  using SetState = std::function<void(const OptimizerState&, const optim::ParameterNames&)>;
   using LossClosure = torch::optim::Optimizer::LossClosure;
   using Update = std::function<at::Tensor(LossClosure)>;
 
@@ -58,17 +58,17 @@ class OptimizerPieces {
   /// The states of whole parameters, put together from the pieces of all replicas: of some buckets'
   /// parameters on each, so that none needs the memory for all. The first replica has the states of
   /// what is not divided, too, and the names in the groups. Collective over the replicas.
-  optim::OptimizerState gather_state();
+  OptimizerState gather_state();
   /// The states of this replica's pieces, under the names of `piece_name`, and of all parameters
   /// that are not divided.
-  optim::OptimizerState local_state();
+  OptimizerState local_state();
   /// What `local_state` calls this replica's part of a parameter: its name where it is not divided,
   /// nothing where this replica has no piece of it.
   std::string name_of_part(const std::string& parameter) const;
   /// Replaces the state by the pieces of that of whole parameters, which fits the values that
   /// parameters had after `parameter_loads` (see `Runtime`); what has the name of a piece is one
   /// already. Masters that are not in it begin with the parameters' values.
-  void set_state(optim::OptimizerState whole, int64_t parameter_loads);
+  void set_state(OptimizerState whole, int64_t parameter_loads);
   /// Tells by a parameter's name whether this replica has a piece of it, or all.
   std::function<bool(const std::string&)> has_part();
 
@@ -99,8 +99,8 @@ class OptimizerPieces {
   void clip() const;
   void write_back();
   void gather();
-  void add_masters(optim::OptimizerState& state) const;
-  void take_masters(optim::OptimizerState& state);
+  void add_masters(OptimizerState& state) const;
+  void take_masters(OptimizerState& state);
 
   torch::optim::Optimizer& optimizer_;
   const Runtime& runtime_;
@@ -112,4 +112,4 @@ class OptimizerPieces {
   bool states_are_divided_ = false;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -1,4 +1,4 @@
-// State dictionaries of optimizers: the methods of OptimizerCore that give and take them.
+// State dictionaries of optimizers: the methods of Optimizer that give and take them.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -14,14 +14,13 @@
 #include "dp/bucket_layout.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/divided_states.h"
+#include "runtime/update/optimizer.h"
 #include "runtime/update/state_pieces.h"
-#include "smp/distributed_optimizer.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using nlohmann::json;
-using optim::OptimizerState;
 
 constexpr const char* kState = "state";
 constexpr const char* kGroups = "param_groups";
@@ -102,7 +101,7 @@ std::set<std::string> names_in(const OptimizerState& state) {
 
 }  // namespace
 
-OptimizerState OptimizerCore::state_dict() {
+OptimizerState Optimizer::state_dict() {
   check_gradients_complete("optimizer.state_dict()");
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
@@ -111,7 +110,7 @@ OptimizerState OptimizerCore::state_dict() {
   return merge(*runtime_->group(divides() ? CommGroup::kWorld : CommGroup::kPp), mine);
 }
 
-OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) {
+OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
   check_gradients_complete("optimizer.local_state_dict()");
   SMP_CHECK_WITH(UsageError, runtime_->partitioned,
                  "optimizer.local_state_dict() was called before the first step, which divides the "
@@ -122,7 +121,7 @@ OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) {
   return own_part(pieces_.local_state());
 }
 
-void OptimizerCore::load_state_dict(const OptimizerState& state) {
+void Optimizer::load_state_dict(const OptimizerState& state) {
   check_gradients_complete("optimizer.load_state_dict()");
   at::NoGradGuard no_grad;
   check_fits(state);
@@ -136,12 +135,12 @@ void OptimizerCore::load_state_dict(const OptimizerState& state) {
   });
 }
 
-bool OptimizerCore::divides() const {
+bool Optimizer::divides() const {
   return shards_optimizer_state(*runtime_) || runtime_->sharding != nullptr;
 }
 
 /// What can be said before the parameters are divided.
-void OptimizerCore::check_fits(const OptimizerState& state) const {
+void Optimizer::check_fits(const OptimizerState& state) const {
   std::map<std::string, at::Tensor> own;
   for_each_named(optimizer_, *runtime_,
                  [&](size_t, const std::string& name, const at::Tensor& parameter) {
@@ -168,8 +167,8 @@ void OptimizerCore::check_fits(const OptimizerState& state) const {
 }
 
 /// Whether the dictionary knows all parameters of the optimizer that this rank needs a state for.
-void OptimizerCore::check_complete(const OptimizerState& state,
-                                   const std::function<bool(const std::string&)>& wanted) const {
+void Optimizer::check_complete(const OptimizerState& state,
+                               const std::function<bool(const std::string&)>& wanted) const {
   const std::set<std::string> known = names_in(state);
   std::string missing;
   for_each_named(optimizer_, *runtime_, [&](size_t, const std::string& name, const at::Tensor&) {
@@ -185,8 +184,7 @@ void OptimizerCore::check_complete(const OptimizerState& state,
 
 /// The groups of a dictionary with the names of all parameters of this optimizer: a local one names
 /// some.
-std::vector<OptimizerState::Group> OptimizerCore::complete_groups(
-    const OptimizerState& state) const {
+std::vector<OptimizerState::Group> Optimizer::complete_groups(const OptimizerState& state) const {
   auto groups = state.groups;
   std::set<std::string> known;
   for (auto& group : groups) {
@@ -201,4 +199,4 @@ std::vector<OptimizerState::Group> OptimizerCore::complete_groups(
   return groups;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

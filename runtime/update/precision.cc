@@ -1,15 +1,16 @@
-#include "smp/precision.h"
+#include "runtime/update/precision.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "graph/deferred.h"
 #include "graph/recording.h"
 #include "runtime/update/master_weights.h"
-#include "smp/model_creation.h"
 
-namespace smp {
+namespace smp::runtime {
 
 std::optional<at::ScalarType> half_type(const Config& config) {
   if (config.fp16()) return at::kHalf;
@@ -27,9 +28,9 @@ void convert_module(const torch::nn::Module& module, at::ScalarType type) {
   std::vector<at::Tensor> tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
   // Tensors without data are converted when they are made.
-  std::optional<ModelCreation> delayed;
+  std::optional<graph::DeferredScope> delayed;
   if (std::any_of(tensors.begin(), tensors.end(), graph::is_deferred)) {
-    delayed.emplace(ModelCreationOptions().delayed(true).eager_bytes(0));
+    delayed.emplace(graph::DeferredOptions().eager_bytes(0));
   }
   for (at::Tensor& tensor : tensors) {
     if (tensor.is_floating_point() && tensor.scalar_type() != type) {
@@ -38,4 +39,4 @@ void convert_module(const torch::nn::Module& module, at::ScalarType type) {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

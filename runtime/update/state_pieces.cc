@@ -12,12 +12,11 @@
 
 #include "core/check.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using dp::ParameterSlices;
 using nlohmann::json;
-using optim::OptimizerState;
 
 constexpr const char* kScalars = "scalars";
 constexpr const char* kDtypes = "dtypes";  // of the tensors, by field
@@ -35,7 +34,7 @@ json describe(const std::string& name, const OptimizerState::Param& piece) {
                    " elements. Keep it as a number, or set \"shard_optimizer_state\" to false");
     dtypes[field] = static_cast<int>(tensor.scalar_type());
   }
-  return {{kScalars, piece.scalars}, {kDtypes, std::move(dtypes)}};
+  return {{kScalars, optim::parse_fields(piece.scalars)}, {kDtypes, std::move(dtypes)}};
 }
 
 /// The descriptions of all parameters with a state, by name; the same on all replicas.
@@ -153,7 +152,8 @@ void join_states(const ParameterSlices& slices, const OptimizerState& pieces,
       if (!states.contains(name)) continue;
       for (const auto& [field, dtype] : states[name][kDtypes].items()) fields.emplace(field, dtype);
       if (!is_root) continue;
-      whole.params[name] = {slices.parameters()[i].sizes().vec(), {}, states[name][kScalars]};
+      whole.params[name] = {
+          slices.parameters()[i].sizes().vec(), {}, optim::text_of(states[name][kScalars])};
     }
     for (const Field& field : fields) {
       const at::Tensor flat = join_field(slices, pieces, b, field, root);
@@ -167,4 +167,4 @@ void join_states(const ParameterSlices& slices, const OptimizerState& pieces,
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// The gradients that have elements, by device and dtype.
@@ -61,4 +61,4 @@ void unscale_gradients(const std::vector<at::Tensor>& gradients, double scale) {
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -6,7 +6,7 @@
 
 #include "comm/communicator.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// Of all ranks of a group: whether some gradient is not finite, and whether there is any gradient.
 struct GradientCheck {
@@ -22,4 +22,4 @@ GradientCheck check_gradients(const std::vector<at::Tensor>& gradients, comm::Co
 /// float32, with libtorch's kernel: the bits of torch.amp.GradScaler.
 void unscale_gradients(const std::vector<at::Tensor>& gradients, double scale);
 
-}  // namespace smp
+}  // namespace smp::runtime

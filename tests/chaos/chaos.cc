@@ -194,11 +194,12 @@ void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
                   const std::function<void()>& program) {
   comm::run_ranks(ranks, [&](const CommunicatorPtr& world) {
     const std::vector<std::string> hosts(static_cast<size_t>(ranks), "threads");
-    const auto runtime = std::make_shared<Runtime>(config, with_delays(world, chaos), hosts);
+    const auto runtime =
+        std::make_shared<runtime::Runtime>(config, with_delays(world, chaos), hosts);
     const auto delays = std::make_shared<Delays>(~chaos.seed, world->rank());
     runtime->messages_ahead = 1;
     runtime->on_action = [delays](const pipeline::Action&) { delays->sleep(); };
-    const ThreadRuntime scope(runtime);
+    const runtime::ThreadRuntime scope(runtime);
     program();
   });
 }

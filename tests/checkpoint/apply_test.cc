@@ -129,7 +129,7 @@ TEST_F(ApplyTest, RunContinuesBitForBitFromACheckpoint) {
   for (int64_t i = 0; i < 3; ++i) {
     train(net, optimizer, i);
   }
-  const optim::OptimizerState state =
+  const OptimizerState state =
       optim::get_state(optimizer, optim::parameter_names(net->named_parameters()));
   Shard shard;
   shard.model = named_tensors(state_dict(*net));

@@ -22,10 +22,12 @@ class CatalogTest : public FolderTest {
     writer.begin();
     Shard shard;
     shard.model = {{"weight", at::ones({2}), {}}};
-    writer.commit({writer.write_shard(0, 1, shard)}, {});
-    // Files of one clock tick have one time.
+    RunState run;
+    run.step = ++step_;
+    writer.commit({writer.write_shard(0, 1, shard)}, run);
+    // The later the step, the earlier the time: it does not count.
     fs::last_write_time(path(name) + "/index.json",
-                        fs::file_time_type(std::chrono::hours(++saved_)));
+                        fs::file_time_type(std::chrono::hours(100 - step_)));
   }
 
   std::vector<std::string> names() {
@@ -35,10 +37,10 @@ class CatalogTest : public FolderTest {
   }
 
  private:
-  int saved_ = 0;
+  int step_ = 0;
 };
 
-TEST_F(CatalogTest, ListsFinishedCheckpointsInTheOrderOfTheirSaves) {
+TEST_F(CatalogTest, ListsFinishedCheckpointsInTheOrderOfTheirSteps) {
   for (const char* name : {"b", "c_partial", "a"}) save(name);
   save("d.replaced");
   Writer(path("e")).begin();
@@ -53,13 +55,20 @@ TEST_F(CatalogTest, KeepsTheNewestPartialOnes) {
   for (const char* name : {"1_partial", "2_partial", "full", "3_partial", "4_partial"}) save(name);
   keep_partial(path(""), 3, "4_partial");
   EXPECT_THAT(names(), ElementsAre("2_partial", "full", "3_partial", "4_partial"));
-  // Saved over an old name: its time is that of the save.
+  // One that was just saved stays, whatever its step.
   keep_partial(path(""), 2, "2_partial");
   EXPECT_THAT(names(), ElementsAre("2_partial", "full", "4_partial"));
   keep_partial(path(""), 9, "4_partial");
   EXPECT_THAT(names(), ElementsAre("2_partial", "full", "4_partial"));
   keep_partial(path(""), 1, "4_partial");
   EXPECT_THAT(names(), ElementsAre("full", "4_partial"));
+}
+
+TEST_F(CatalogTest, LeavesWhatItCannotRead) {
+  for (const char* name : {"1_partial", "2_partial", "3_partial"}) save(name);
+  spill(path("1_partial/index.json"), "{");
+  keep_partial(path(""), 1, "3_partial");
+  EXPECT_THAT(names(), ElementsAre("1_partial", "3_partial"));
 }
 
 TEST_F(CatalogTest, FinishesARemovalThatWasInterrupted) {

@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 
@@ -308,10 +309,10 @@ TEST_F(ApiExamples, ExistingOptimizerAndCheckpoint) {
     optimizer.step();
     scheduler.step();
 
-    smp::save(folder, model, optimizer, nlohmann::json{{"epoch", 3}});
+    smp::save(folder, model, optimizer, nlohmann::json{{"epoch", 3}}.dump());
 
     const smp::LoadedRun run = smp::load(folder, model, optimizer);
-    const int64_t epoch = run.user_content["epoch"];
+    const int64_t epoch = nlohmann::json::parse(run.user_content)["epoch"];
     EXPECT_EQ(epoch, 3);
     EXPECT_EQ(run.step, 1);
     const auto state = model->state_dict();

@@ -96,7 +96,7 @@ TEST(DataParallelPage, Join) {
     // Rank 0 has taken the weights of rank 1, which was last.
     const auto weights = net->fc->weight.detach().clone();
     const auto all = torch::empty({2, weights.numel()});
-    smp::Runtime::get().world()->all_gather(all, weights);
+    smp::runtime::Runtime::get().world()->all_gather(all, weights);
     EXPECT_TRUE(torch::equal(all[0], all[1]));
   });
 }

@@ -67,12 +67,13 @@ TEST(OptimizersPage, GroupsClippingAndStates) {
     EXPECT_EQ(optimizer.param_groups()[1].options().get_lr(), 1e-2);
     other.param_groups().clear();
     for (const auto& group : optimizer.param_groups()) other.add_param_group(group);
-    const smp::optim::OptimizerState state = optimizer.state_dict();
+    const smp::OptimizerState state = optimizer.state_dict();
     const torch::Tensor average = state.params.at("fc1.weight").tensors.at("exp_avg");
     other.load_state_dict(state);
     EXPECT_GT(average.abs().max().item<float>(), 0);
     const auto again = other.state_dict();
-    EXPECT_EQ(smp::optim::to_json(again), smp::optim::to_json(state));
+    EXPECT_EQ(again.groups.at(1).options, state.groups.at(1).options);
+    EXPECT_EQ(again.params.at("fc1.weight").scalars, state.params.at("fc1.weight").scalars);
     EXPECT_TRUE(torch::equal(again.params.at("fc1.weight").tensors.at("exp_avg"), average));
   });
 }

@@ -59,9 +59,9 @@ TEST_F(PrecisionPage, Autocast) {
   EXPECT_EQ(net->fc->weight.scalar_type(), torch::kFloat);
 
   const auto path = (std::filesystem::path(testing::TempDir()) / "precision_page").string();
-  smp::save(path, model, optimizer, {{"scaler", scaler.state_dict()}});
+  smp::save(path, model, optimizer, scaler.state_dict());
   const auto run = smp::load(path, model, optimizer);
-  scaler.load_state_dict(run.user_content.at("scaler"));
+  scaler.load_state_dict(run.user_content);
   EXPECT_EQ(run.step, 3);
 }
 

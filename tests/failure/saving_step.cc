@@ -31,13 +31,13 @@ int main(int argc, char** argv) {
     optimizer.step();
   };
   train();
-  smp::save_async(folder + "/a", model, optimizer, {{"save", 1}}).wait();
+  smp::save_async(folder + "/a", model, optimizer, R"({"save": 1})").wait();
   train();
-  smp::save(folder + "/expected", model, optimizer, {{"save", 2}});
+  smp::save(folder + "/expected", model, optimizer, R"({"save": 2})");
   if (argc > 2 && smp::rank() == smp::size() - 1) {
     smp::testing::inject(folder, smp::testing::Fault::kKill, std::stoi(argv[2]));
   }
-  const auto handle = smp::save_async(folder + "/a", model, optimizer, {{"save", 2}});
+  const auto handle = smp::save_async(folder + "/a", model, optimizer, R"({"save": 2})");
   for (int i = 0; i < 3; ++i) train();  // other values everywhere
   handle.wait();
   smp::shutdown();

@@ -18,15 +18,8 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 PUBLIC = "smp"
 # libtorch; a header of the standard library has neither folder nor extension.
 OUTSIDE = re.compile(r"(torch|ATen|c10)/.*|\w+")
-# To be emptied: folders that still include another against the table, and public headers that still
-# reach an internal one.
-OPEN_FOLDERS = {("runtime", "smp")}
-OPEN_HEADERS = {
-    "smp/amp.h", "smp/clip_grad.h", "smp/ddp.h", "smp/distributed_model.h",
-    "smp/distributed_optimizer.h", "smp/loss_scaler.h", "smp/mixed_precision.h",
-    "smp/model_core.h", "smp/pretrained.h", "smp/save_load.h", "smp/smddp.h",
-    "smp/smp.h", "smp/step.h"
-}
+# To be emptied: public headers that still reach an internal one.
+OPEN_HEADERS = {"smp/ddp.h", "smp/smddp.h"}
 
 COMPILED = set()
 
@@ -77,8 +70,6 @@ def upward_includes(tree):
         for delimiter, name in tree.includes(path):
             target = name.split("/")[0]
             if delimiter == "<" or target == folder or name in tree.types:
-                continue
-            if (folder, target) in OPEN_FOLDERS:
                 continue
             if target not in tree.layers[folder] and name not in tree.layers[folder]:
                 found.append("%s includes %s" % (path, name))

@@ -168,7 +168,7 @@ TEST(OptimizerStateContentsTest, StateIsReadableByNameAndField) {
   const OptimizerState state = get_state(optimizer, names_of(params));
   const OptimizerState::Param& weight = state.params.at("a.weight");
   EXPECT_EQ(weight.shape, (std::vector<int64_t>{3, 4}));
-  EXPECT_EQ(weight.scalars, nlohmann::json({{"step", 1}}));
+  EXPECT_EQ(weight.scalars, R"({"step":1})");
   // Adam's first moment after one step is (1 - beta1) g.
   EXPECT_TRUE(torch::allclose(weight.tensors.at("exp_avg"), params["a.weight"].grad() * 0.1));
   ASSERT_EQ(state.groups.size(), 1u);
@@ -280,7 +280,7 @@ TEST(OptimizerStateErrorTest, RefusesAStateThatLacksAField) {
   torch::optim::Adam optimizer(pick(params, kForward), torch::optim::AdamOptions(0.1));
   step(optimizer, params, 0);
   OptimizerState state = get_state(optimizer, names_of(params));
-  state.params.at("b.bias").scalars.erase("step");
+  state.params.at("b.bias").scalars = "";
   torch::optim::Adam target(pick(params, kForward), torch::optim::AdamOptions(0.9));
   EXPECT_THAT(message_of<CheckpointError>([&] { set_state(target, state, names_of(params)); }),
               HasSubstr("the saved optimizer state is malformed: state of parameter \"b.bias\" "
@@ -321,6 +321,17 @@ TEST(OptimizerStateErrorTest, RefusesMalformedParts) {
               HasSubstr("of a parameter with state, got \"w/exp_avg\""));
 }
 
+TEST(OptimizerStateErrorTest, RefusesTextThatIsNoObject) {
+  Params params = make_params();
+  torch::optim::SGD optimizer(pick(params, kForward), torch::optim::SGDOptions(1));
+  for (const char* text : {"{", "[1]", "3"}) {
+    OptimizerState bad = get_state(optimizer, names_of(params));
+    bad.groups.at(0).options = text;
+    EXPECT_THAT(message_of<CheckpointError>([&] { set_state(optimizer, bad, names_of(params)); }),
+                HasSubstr(std::string("expected text of a JSON object, got ") + text));
+  }
+}
+
 TEST(OptimizerStateErrorTest, RefusesANumberThatIsNone) {
   Params params = make_params();
   torch::optim::SGD optimizer(pick(params, kForward), torch::optim::SGDOptions(1));
@@ -328,7 +339,9 @@ TEST(OptimizerStateErrorTest, RefusesANumberThatIsNone) {
   const std::vector<std::string> none_of_them = {R"({"float":"huge"})", R"({"float":3})", "{}"};
   for (const std::string& text : none_of_them) {
     OptimizerState bad = state;
-    bad.groups.at(0).options["lr"] = nlohmann::json::parse(text);
+    auto options = nlohmann::json::parse(bad.groups.at(0).options);
+    options["lr"] = nlohmann::json::parse(text);
+    bad.groups.at(0).options = options.dump();
     EXPECT_THAT(message_of<CheckpointError>([&] { set_state(optimizer, bad, names_of(params)); }),
                 AllOf(HasSubstr("options of group 0 cannot be read"),
                       HasSubstr("optimizer state: expected a number, text, array or "

@@ -420,7 +420,7 @@ TEST(ActivationCheckpointing, OffloadsWhatIsNotNeededSoon) {
         return loss;
       });
       train(batch[0], batch[1]);
-      puts = dynamic_cast<graph::OffloadStore&>(*Runtime::get().activation_store()).puts();
+      puts = dynamic_cast<graph::OffloadStore&>(*runtime::Runtime::get().activation_store()).puts();
     });
     return puts;
   };

@@ -138,8 +138,8 @@ TEST_F(Init, PartitionsThatDoNotDivideTheWorldAreRefused) {
 TEST_F(Init, ConfigurationThatDiffersBetweenRanksIsRefused) {
   const auto text = error_of<ConfigError>([] {
     comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
-      const Runtime runtime(stages(2).microbatches(world->rank() == 0 ? 2 : 4), world,
-                            {"host", "host"});
+      const runtime::Runtime runtime(stages(2).microbatches(world->rank() == 0 ? 2 : 4), world,
+                                     {"host", "host"});
     });
   });
   expect_has(text, {"the configuration differs between ranks. Rank 0 has {", "\"microbatches\":2",

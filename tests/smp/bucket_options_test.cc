@@ -113,7 +113,7 @@ TEST(BucketOptions, BuffersFollowTheFirstReplica) {
       });
       const auto mean = [&] {
         const auto all = torch::empty({2, 4});
-        Runtime::get().world()->all_gather(all, net->buffers()[0].detach().contiguous());
+        runtime::Runtime::get().world()->all_gather(all, net->buffers()[0].detach().contiguous());
         return all;
       };
       step(torch::full({2, 6}, 1. + rank()));

@@ -146,7 +146,7 @@ TEST_F(CheckpointDamage, ATensorOfNoParameterIsAnErrorBeforeTheModelChanges) {
     writer.begin();
     checkpoint::Shard shard;
     shard.model = checkpoint::named_tensors(checkpoint::state_dict(*run.model.get_module()));
-    shard.optimizer = optim::to_json(run.optimizer.core().local_state());
+    shard.optimizer = optim::to_json(run.optimizer.impl().local_state());
     shard.optimizer["state"] = nlohmann::json::object();
     shard.optimizer_tensors["head/exp_avg"] = torch::ones({17, 16});
     writer.commit({writer.write_shard(0, 1, shard)}, {});

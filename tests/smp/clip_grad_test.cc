@@ -80,7 +80,7 @@ Outcome clip_on_ranks(const Clip& clip, int ranks, int replicas, const Config& c
     for (int i = 0; i < steps; ++i) {
       optimizer.zero_grad();
       const auto batch =
-          batch_of(i, replicas * static_cast<int>(Runtime::get().config().microbatches()));
+          batch_of(i, replicas * static_cast<int>(runtime::Runtime::get().config().microbatches()));
       train(part(batch[0], replicas, dp_rank()), part(batch[1], replicas, dp_rank()));
       const double norm = grad_norm(model, clip.norm_type).item<double>();
       norms.push_back(clip_grad_norm_(model, clip.max_norm, clip.norm_type));

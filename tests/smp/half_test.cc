@@ -348,20 +348,24 @@ TEST(HalfErrors, ClosuresAndLossScaling) {
 }
 
 TEST(HalfErrors, StepsAfterClipping) {
-  expect_has(error_of_loop([](auto& model, auto& optimizer, const auto& train) {
-               optimizer.scale_loss(LossScaleOptions().static_loss_scale(8));
-               train();
-               optimizer.clip_master_grads(1);
-               auto more = step([&](torch::Tensor x) {
-                 auto loss = model(x).sum();
-                 model->backward(loss);
-                 return loss;
-               });
-               more(torch::ones({4, MlpImpl::kWidth}));
-               optimizer.step();
-             }),
-             {"clip_master_grads() has divided the gradients by the loss scale, and a step has "
-              "added gradients that are not divided"});
+  for (const bool dropped : {false, true}) {
+    expect_has(error_of_loop([&](auto& model, auto& optimizer, const auto& train) {
+                 optimizer.scale_loss(LossScaleOptions().static_loss_scale(8));
+                 train();
+                 optimizer.clip_master_grads(1);
+                 if (dropped) static_cast<torch::optim::Optimizer&>(optimizer).zero_grad();
+                 auto more = step([&](torch::Tensor x) {
+                   auto loss = model(x).sum();
+                   model->backward(loss);
+                   return loss;
+                 });
+                 more(torch::ones({4, MlpImpl::kWidth}));
+                 optimizer.step();
+               }),
+               {"clip_master_grads() has divided the gradients by the loss scale, and a step has "
+                "added gradients that are not divided",
+                "(not that of torch::optim::Optimizer, which knows no scale)"});
+  }
 }
 
 TEST(HalfErrors, ScaleLossInsideTheStep) {

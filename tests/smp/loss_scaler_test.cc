@@ -1,4 +1,4 @@
-#include "smp/loss_scaler.h"
+#include "runtime/update/loss_scaler.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,7 +10,7 @@
 #include "tests/smp/oracle.h"
 #include "tests/smp/plain_scaler.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using namespace testing;
@@ -97,4 +97,4 @@ TEST(LossScalerErrors, OptionsWithoutMeaning) {
 }
 
 }  // namespace
-}  // namespace smp
+}  // namespace smp::runtime

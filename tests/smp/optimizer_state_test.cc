@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "optim/state_dict.h"
 #include "smp/optim/lamb.h"
 #include "tests/smp/sharded_state.h"
 
@@ -15,7 +16,6 @@ namespace smp {
 namespace {
 
 using namespace testing;
-using optim::OptimizerState;
 namespace to = torch::optim;
 
 using Net = torch::nn::Sequential;

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 #include "smp/optim/fused.h"
@@ -169,6 +170,40 @@ TEST(DistributedOptimizer, ClosuresAndBothWaysToZeroGradients) {
       }
     });
   }
+}
+
+/// `zero_grad` of the base hides behind that of the class; gradients that it drops are dropped.
+TEST(DistributedOptimizer, GradientsDroppedThroughTheBase) {
+  for (const bool set_to_none : {true, false}) {
+    expect_same_program([&](auto tag, const Tensors& all, const Train& train) {
+      Of<decltype(tag), to::SGD> optimizer(all, to::SGDOptions(0.1).momentum(0.9));
+      for (int i = 0; i < 4; ++i) {
+        static_cast<to::Optimizer&>(optimizer).zero_grad(set_to_none);
+        train(i);
+        optimizer.step();
+      }
+    });
+  }
+}
+
+/// What runs an optimizer refers to it, so it stays where it is.
+using Distributed = DistributedOptimizer<to::AdamW>;
+static_assert(!std::is_copy_constructible_v<Distributed>);
+static_assert(!std::is_move_constructible_v<Distributed>);
+static_assert(!std::is_copy_assignable_v<Distributed>);
+static_assert(!std::is_move_assignable_v<Distributed>);
+static_assert(!std::is_copy_constructible_v<OptimizerCore>, "would outlive its optimizer");
+
+TEST(DistributedOptimizer, IsMadeWhereItStays) {
+  expect_same_program([](auto tag, const Tensors& all, const Train& train) {
+    // Returned from a function without a move.
+    auto optimizer = [&] { return Of<decltype(tag), to::AdamW>(all, to::AdamWOptions(0.05)); }();
+    for (int i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      train(i);
+      optimizer.step();
+    }
+  });
 }
 
 TEST(DistributedOptimizer, SeveralOverPartsOfAModel) {

@@ -41,11 +41,11 @@ struct Peaks {
 };
 
 /// What is predicted of the program that runs: as `Program` does it.
-std::vector<double> predicted_peaks(const Runtime& runtime) {
+std::vector<double> predicted_peaks(const runtime::Runtime& runtime) {
   const auto& config = runtime.config();
-  const auto step =
-      plan_step(config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, kRanks,
-                step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
+  const auto step = runtime::plan_step(
+      config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, kRanks,
+      runtime::step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
   return step.simulation.peak_memory;
 }
 
@@ -70,7 +70,7 @@ Peaks peaks_of(const Config& config) {
     train(x);
     const std::lock_guard<std::mutex> lock(mutex);
     peaks.measured[rank()] = static_cast<double>(allocations.peak());
-    if (rank() == 0) peaks.predicted = predicted_peaks(Runtime::get());
+    if (rank() == 0) peaks.predicted = predicted_peaks(runtime::Runtime::get());
   });
   return peaks;
 }

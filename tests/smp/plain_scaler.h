@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "smp/loss_scaler.h"
+#include "smp/loss_scale_options.h"
 
 namespace smp::testing {
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/update/optimizer.h"
 #include "tests/smp/plain_scaler.h"
 #include "tests/smp/precision.h"
 
@@ -163,8 +164,8 @@ struct Span {
 };
 
 /// Adds the masters that a rank has, by name; not of the parameter that is never trained.
-inline void add_masters(OptimizerCore& optimizer, Named& masters, std::mutex& mutex) {
-  const auto state = optimizer.local_state();
+inline void add_masters(const OptimizerCore& optimizer, Named& masters, std::mutex& mutex) {
+  const auto state = optimizer.impl().local_state();
   const std::lock_guard lock(mutex);
   for (const auto& [name, param] : state.params) {
     const auto found = param.tensors.find("master");
@@ -214,7 +215,7 @@ inline Trace train_ranks(const Layout& layout, const Recipe& recipe, const Span&
       EXPECT_EQ(trace.scales.back(), optimizer.loss_scale());  // the same on all ranks
       EXPECT_EQ(trace.skipped.back(), optimizer.overflow());
     }
-    add_masters(optimizer.core(), trace.masters, mutex);
+    add_masters(optimizer, trace.masters, mutex);
     if (!span.save.empty()) smp::save(span.save, model, optimizer);
     const auto state = to_map(model->state_dict());
     const std::lock_guard lock(mutex);

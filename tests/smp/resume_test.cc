@@ -80,7 +80,7 @@ class Resume : public ::testing::TestWithParam<bool> {
       if (load) {
         const LoadedRun run = smp::load(path(), model, optimizer);
         EXPECT_EQ(run.step, kSavedAt);
-        EXPECT_EQ(run.user_content["note"], "three");
+        EXPECT_EQ(run.user_content, R"({"note":"three"})");
         // Options are those of the saved run at once, and may be changed before the first step.
         EXPECT_NE(optimizer.param_groups()[0].options().get_lr(), 0.5);
         EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-2);
@@ -95,7 +95,7 @@ class Resume : public ::testing::TestWithParam<bool> {
       }
       if (save) {
         optimizer.param_groups()[0].options().set_lr(1e-2);
-        smp::save(path(), model, optimizer, {{"note", "three"}});
+        smp::save(path(), model, optimizer, R"({"note":"three"})");
       }
     });
     return losses;

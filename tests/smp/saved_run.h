@@ -14,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "optim/state_dict.h"
+#include "runtime/update/optimizer.h"
 #include "smp/smp.h"
 #include "tests/smp/models.h"
 
@@ -142,7 +144,7 @@ inline std::map<std::string, torch::Tensor> held_by_rank(const SavedRun& run) {
   } else {
     for (const auto& item : run.model->state_dict()) held[item.key()] = item.value();
   }
-  const auto state = run.optimizer.core().local_state();
+  const auto state = run.optimizer.impl().local_state();
   for (const auto& [name, tensor] : optim::tensors_of(state)) held[name] = tensor.clone();
   held["lr"] = torch::full({}, run.optimizer.param_groups()[0].options().get_lr(), torch::kDouble);
   return held;

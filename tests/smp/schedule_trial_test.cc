@@ -11,7 +11,7 @@
 
 #include "pipeline/simulator.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 using pipeline::RankedSchedule;
@@ -191,4 +191,4 @@ TEST(ScheduleTrial, SaysThatItStays) {
 }
 
 }  // namespace
-}  // namespace smp
+}  // namespace smp::runtime

@@ -626,7 +626,7 @@ TEST_F(StepTest, BackwardOfSeveralTensorsAndWithGradients) {
   const auto gradient = torch::randn({4, 1});
   const auto check_against =
       [&](const std::function<torch::Tensor(torch::Tensor, torch::Tensor)>& plain_loss,
-          const std::function<void(ModelCore&, torch::Tensor, torch::Tensor)>& backward) {
+          const std::function<void(const ModelCore&, torch::Tensor, torch::Tensor)>& backward) {
         Mlp net(4);
         copy_values(*prototype_, *net);
         plain_backward(net->parameters(), 1, 2,
@@ -640,8 +640,8 @@ TEST_F(StepTest, BackwardOfSeveralTensorsAndWithGradients) {
             Mlp own(4);
             copy_values(*prototype_, *own);
             DistributedModel<Mlp> model(own);
-            auto train = step(
-                [&](torch::Tensor x, torch::Tensor y) { backward(model.core(), model(x), y); });
+            auto train =
+                step([&](torch::Tensor x, torch::Tensor y) { backward(model, model(x), y); });
             train(x_, y_);
             const std::lock_guard<std::mutex> lock(mutex);
             for (const auto& item : model->local_named_parameters()) {
@@ -651,12 +651,13 @@ TEST_F(StepTest, BackwardOfSeveralTensorsAndWithGradients) {
           expect_equal(got, expected, "gradient");
         }
       };
-  check_against(
-      [&](torch::Tensor out, torch::Tensor) { return (out * gradient).sum(); },
-      [&](ModelCore& core, torch::Tensor out, torch::Tensor) { core.backward({out}, {gradient}); });
+  check_against([&](torch::Tensor out, torch::Tensor) { return (out * gradient).sum(); },
+                [&](const ModelCore& core, torch::Tensor out, torch::Tensor) {
+                  core.backward({out}, {gradient});
+                });
   check_against(
       [](torch::Tensor out, torch::Tensor y) { return torch::mse_loss(out, y) + out.abs().sum(); },
-      [](ModelCore& core, torch::Tensor out, torch::Tensor y) {
+      [](const ModelCore& core, torch::Tensor out, torch::Tensor y) {
         core.backward(torch::mse_loss(out, y) + out.abs().sum());
       });
 }

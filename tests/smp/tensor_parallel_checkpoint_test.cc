@@ -207,7 +207,7 @@ TEST_F(TensorParallelCheckpoint, KeepsMasterWeights) {
 }
 
 TEST_F(TensorParallelCheckpoint, OptimizerStatesGoIntoOtherDegrees) {
-  optim::OptimizerState whole;
+  OptimizerState whole;
   std::mutex mutex;
   const auto saved = outcome({4}, [&](Rank& rank) {
     rank.train(0);

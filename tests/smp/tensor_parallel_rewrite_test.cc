@@ -5,6 +5,8 @@
 #include <set>
 #include <string>
 
+#include "optim/state_dict.h"
+#include "runtime/parameters/scope_notes.h"
 #include "runtime/runtime.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
@@ -26,7 +28,7 @@ struct UntiedGpt : TinyGptImpl {
 /// The names of the parameters that are divided.
 std::set<std::string> divided_names() {
   std::set<std::string> names;
-  for (const auto& entry : Runtime::get().divided().entries()) names.insert(entry.name);
+  for (const auto& entry : runtime::Runtime::get().divided().entries()) names.insert(entry.name);
   return names;
 }
 
@@ -165,7 +167,7 @@ TEST(TensorParallelRewriteOfAModel, DividesStatesThatWereReadBefore) {
     mark(*net->down);
     DistributedModel<std::shared_ptr<MixedModel>> model(net);
     DistributedOptimizer<torch::optim::Adagrad> optimizer(model->parameters(), 0.1);
-    const auto sizes = [](const optim::OptimizerState& state) {
+    const auto sizes = [](const OptimizerState& state) {
       return state.params.at("up.weight").tensors.at("sum").sizes().vec();
     };
     const std::vector<int64_t> whole{16, 8}, part{8, 8};
@@ -321,10 +323,10 @@ TEST(TensorParallelMarks, ComeFromScopes) {
       const auto off = tensor_parallelism(false);
       net->tokens = net->replace_module("tokens", torch::nn::Embedding(11, 8));
     }
-    EXPECT_EQ(tensor_parallelism_mark(net->blocks[0]->down), true);
-    EXPECT_EQ(tensor_parallelism_mark(net->head->weight), true);
-    EXPECT_EQ(tensor_parallelism_mark(net->tokens->weight), false);
-    EXPECT_EQ(tensor_parallelism_mark(torch::zeros({2})), std::nullopt);
+    EXPECT_EQ(runtime::tensor_parallelism_marks().find(net->blocks[0]->down), true);
+    EXPECT_EQ(runtime::tensor_parallelism_marks().find(net->head->weight), true);
+    EXPECT_EQ(runtime::tensor_parallelism_marks().find(net->tokens->weight), false);
+    EXPECT_EQ(runtime::tensor_parallelism_marks().find(torch::zeros({2})), std::nullopt);
   });
 }
 

@@ -101,15 +101,16 @@ Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
 }
 
 /// The gradients of this rank's stage, whole.
-inline Named whole_gradients(ModelCore& model) {
+inline Named whole_gradients(const ModelCore& model) {
   Named result;
   for (const auto& item : model.local_named_parameters()) {
     const auto gradient = item.value().grad();
     if (!gradient.defined()) continue;
-    const auto* split = Runtime::get().divided().find(item.value());
+    const auto* split = runtime::Runtime::get().divided().find(item.value());
     result[item.key()] = split == nullptr
                              ? gradient.clone()
-                             : join_on_all(*Runtime::get().group(CommGroup::kTp), *split, gradient);
+                             : runtime::join_on_all(*runtime::Runtime::get().group(CommGroup::kTp),
+                                                    *split, gradient);
   }
   return result;
 }
@@ -140,7 +141,7 @@ Outcome run_on_ranks(
     });
     auto evaluate = step(loss_of);
     const int first = (layout.prescaled ? rdp_rank() : dp_rank()) *
-                      static_cast<int>(Runtime::get().config().microbatches());
+                      static_cast<int>(runtime::Runtime::get().config().microbatches());
     const auto note = [&](Tensors& all, const StepOutput& output) {
       const std::lock_guard lock(mutex);
       for (size_t m = 0; m < output.outputs().size(); ++m) {
@@ -158,7 +159,7 @@ Outcome run_on_ranks(
       const auto losses = train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
       EXPECT_EQ(losses.outputs().size(), kMicrobatches / layout.batches());
       note(result.losses[i], losses);
-      const auto gradients = whole_gradients(model.core());
+      const auto gradients = whole_gradients(model);
       {
         const std::lock_guard lock(mutex);
         for (const auto& [name, gradient] : gradients) {
@@ -179,7 +180,8 @@ Outcome run_on_ranks(
     note(result.evaluations, evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1])));
     const auto state = to_map(model->state_dict());
     const std::lock_guard lock(mutex);
-    for (const auto& entry : Runtime::get().divided().entries()) result.divided.insert(entry.name);
+    for (const auto& entry : runtime::Runtime::get().divided().entries())
+      result.divided.insert(entry.name);
     if (result.weights.empty()) {
       result.weights = state;
       result.report = model->tensor_parallelism_report();

@@ -92,7 +92,8 @@ TEST(TensorParallelModel, TakesWholeValues) {
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
     expect_equal(to_map(model->state_dict()), state_of(*other), "value");
     for (const auto& item : model->local_state_dict()) {
-      const auto* split = Runtime::get().divided().find(net->named_parameters()[item.key()]);
+      const auto* split =
+          runtime::Runtime::get().divided().find(net->named_parameters()[item.key()]);
       const auto whole = state_of(*other).at(item.key());
       expect_equal(item.value(), split == nullptr ? whole : split->part(whole, tp_rank()),
                    "local value of " + item.key());

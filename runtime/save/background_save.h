@@ -5,21 +5,20 @@
 #include <future>
 #include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 
 #include "comm/communicator.h"
 #include "runtime/runtime.h"
 
-namespace smp {
+namespace smp::runtime {
 
 /// A save on a thread of its own, or one that is done. Internal.
-class SaveUnderWay {
+class BackgroundSave {
  public:
   /// Calls `write` on another thread, whose errors begin as this thread's do.
-  explicit SaveUnderWay(std::function<void()> write);
+  explicit BackgroundSave(std::function<void()> write);
   /// One that is done.
-  SaveUnderWay() = default;
+  BackgroundSave() = default;
 
   bool is_done() const;
   /// Returns when it is done, or throws what it threw.
@@ -33,22 +32,22 @@ class SaveUnderWay {
 };
 
 /// What a rank keeps between checkpoints. Internal.
-class Checkpointing {
+class CheckpointContext {
  public:
-  /// State beside models and optimizers.
+  /// State beside models and optimizers, as text of JSON.
   struct Extra {
-    std::function<nlohmann::json()> save;
-    std::function<void(const nlohmann::json&)> load;
+    std::function<std::string()> save;
+    std::function<void(const std::string&)> load;
   };
 
-  explicit Checkpointing(comm::CommunicatorPtr world) : world_(std::move(world)) {}
+  explicit CheckpointContext(comm::CommunicatorPtr world) : world_(std::move(world)) {}
   /// Waits for a save under way, and logs an error that nobody has asked for.
-  ~Checkpointing();
-  Checkpointing(const Checkpointing&) = delete;
-  Checkpointing& operator=(const Checkpointing&) = delete;
+  ~CheckpointContext();
+  CheckpointContext(const CheckpointContext&) = delete;
+  CheckpointContext& operator=(const CheckpointContext&) = delete;
 
   /// That of a rank, made at the first call.
-  static Checkpointing& of(Runtime& runtime);
+  static CheckpointContext& of(Runtime& runtime);
 
   std::map<std::string, Extra> extras;
 
@@ -59,12 +58,12 @@ class Checkpointing {
   /// some rank has not seen it. Collective.
   void finish();
   /// Begins a save; the one before has been finished.
-  std::shared_ptr<SaveUnderWay> start(std::function<void()> write);
+  std::shared_ptr<BackgroundSave> start(std::function<void()> write);
 
  private:
   const comm::CommunicatorPtr world_;
   comm::CommunicatorPtr group_;
-  std::shared_ptr<SaveUnderWay> last_;
+  std::shared_ptr<BackgroundSave> last_;
 };
 
-}  // namespace smp
+}  // namespace smp::runtime

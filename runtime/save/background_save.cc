@@ -1,4 +1,4 @@
-#include "runtime/save/checkpointing.h"
+#include "runtime/save/background_save.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -11,7 +11,7 @@
 #include "core/log.h"
 #include "runtime/save/together.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// Ranks that have written wait for those that have more to write; that one has died is noticed
@@ -20,25 +20,25 @@ constexpr std::chrono::hours kLongestWrite{6};
 
 }  // namespace
 
-SaveUnderWay::SaveUnderWay(std::function<void()> write)
+BackgroundSave::BackgroundSave(std::function<void()> write)
     : future_(std::async(std::launch::async, [write = std::move(write), context = error_context()] {
                 set_error_context(context);
                 const at::NoGradGuard no_grad;
                 write();
               }).share()) {}
 
-bool SaveUnderWay::is_done() const {
+bool BackgroundSave::is_done() const {
   return !future_.valid() || future_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
-void SaveUnderWay::wait() {
+void BackgroundSave::wait() {
   if (!future_.valid()) return;
   future_.wait();
   seen_ = true;
   future_.get();
 }
 
-std::string SaveUnderWay::unseen_error() {
+std::string BackgroundSave::unseen_error() {
   if (!future_.valid()) return "";
   future_.wait();
   if (seen_.exchange(true)) return "";
@@ -52,20 +52,20 @@ std::string SaveUnderWay::unseen_error() {
   return "";
 }
 
-Checkpointing::~Checkpointing() {
+CheckpointContext::~CheckpointContext() {
   if (last_ == nullptr) return;
   const std::string error = last_->unseen_error();
   if (!error.empty()) log_error("an asynchronous save has failed: " + error);
 }
 
-Checkpointing& Checkpointing::of(Runtime& runtime) {
-  if (!runtime.checkpointing) {
-    runtime.checkpointing = std::make_shared<Checkpointing>(runtime.world());
+CheckpointContext& CheckpointContext::of(Runtime& runtime) {
+  if (!runtime.checkpoint_context) {
+    runtime.checkpoint_context = std::make_shared<CheckpointContext>(runtime.world());
   }
-  return *runtime.checkpointing;
+  return *runtime.checkpoint_context;
 }
 
-const comm::CommunicatorPtr& Checkpointing::group() {
+const comm::CommunicatorPtr& CheckpointContext::group() {
   if (!group_) {
     std::vector<int> all(world_->size());
     std::iota(all.begin(), all.end(), 0);
@@ -75,7 +75,7 @@ const comm::CommunicatorPtr& Checkpointing::group() {
   return group_;
 }
 
-void Checkpointing::finish() {
+void CheckpointContext::finish() {
   const auto last = std::exchange(last_, nullptr);
   if (last == nullptr) return;
   together(*world_, [&] {
@@ -86,10 +86,10 @@ void Checkpointing::finish() {
   });
 }
 
-std::shared_ptr<SaveUnderWay> Checkpointing::start(std::function<void()> write) {
+std::shared_ptr<BackgroundSave> CheckpointContext::start(std::function<void()> write) {
   SMP_INTERNAL_ASSERT(last_ == nullptr, "two saves at once");
-  last_ = std::make_shared<SaveUnderWay>(std::move(write));
+  last_ = std::make_shared<BackgroundSave>(std::move(write));
   return last_;
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

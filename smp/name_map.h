@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace smp::checkpoint {
+namespace smp {
 
 /// What happens to a tensor on its way from a file into a model.
 enum class Transform {
@@ -60,4 +60,4 @@ class NameMap {
   std::vector<Rule> rules_;
 };
 
-}  // namespace smp::checkpoint
+}  // namespace smp

@@ -1,31 +1,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include <cstddef>
-#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
-#include "smp/config.h"
 #include "smp/detail/structure.h"
 
-namespace smp {
-
-/// The type that the configuration's `fp16` or `bf16` gives parameters; none without.
-std::optional<at::ScalarType> half_type(const Config& config);
-
-/// The real type of the norm of a parameter's `.grad`, which is of float32 for half precision that
-/// the configuration asks for.
-at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter);
-
-/// Gives the module's floating point parameters and buffers another type, in place: tensors keep
-/// their identity. Those that were made under `model_creation` stay without data.
-void convert_module(const torch::nn::Module& module, at::ScalarType type);
-
-namespace detail {
+namespace smp::detail {
 
 /// Casts the tensors in a value that are of type `from`.
 template <class T>
@@ -61,5 +45,4 @@ auto forward_in(at::ScalarType type, Module& module, Arguments&&... arguments) {
   }
 }
 
-}  // namespace detail
-}  // namespace smp
+}  // namespace smp::detail

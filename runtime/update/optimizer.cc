@@ -1,17 +1,17 @@
-#include "smp/distributed_optimizer.h"
+#include "runtime/update/optimizer.h"
 
 #include <algorithm>
 
 #include "core/check.h"
 #include "optim/elementwise.h"
 #include "optim/grad_norm.h"
+#include "runtime/model.h"
+#include "runtime/update/clip_grad.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/state_pieces.h"
-#include "smp/clip_grad.h"
-#include "smp/model_core.h"
 #include "smp/optim/uses_grad_norm.h"
 
-namespace smp {
+namespace smp::runtime {
 namespace {
 
 /// Optimizers that clip by the norm of all gradients take that over all ranks, of the parameters
@@ -26,10 +26,12 @@ void give_grad_norm(torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
-OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_state,
-                             const optim::detail::Elementwise& elementwise)
+Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
+                     const optim::detail::Elementwise& elementwise)
     : optimizer_(optimizer),
-      set_state_(std::move(set_state)),
+      set_state_([&optimizer, state_factory](const auto& state, const auto& names) {
+        optim::set_state(optimizer, state, names, optim::Extra::kIgnore, state_factory(optimizer));
+      }),
       runtime_(Runtime::get_shared()),
       pieces_(optimizer, *runtime_, set_state_),
       loss_scaling_(runtime_, pieces_) {
@@ -42,34 +44,34 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, SetState set_st
   }
 }
 
-at::Tensor OptimizerCore::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
+at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   check_gradients_complete("optimizer.step()");
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
   return pieces_.step(update, closure);
 }
 
-void OptimizerCore::zero_grad(bool set_to_none) {
+void Optimizer::zero_grad(bool set_to_none) {
   check_gradients_complete("optimizer.zero_grad()");
   pieces_.zero_grad(set_to_none);
   loss_scaling_.forget();
 }
 
-double OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
+double Optimizer::clip_master_grads(double max_norm, double norm_type) {
   check_gradients_complete("optimizer.clip_master_grads()");
   if (!loss_scaling_.unscale()) return -1;
   return clip_grad_norm_(optim::parameters_of(optimizer_), max_norm, norm_type);
 }
 
-void OptimizerCore::reload_model_params() {
+void Optimizer::reload_model_params() {
   check_gradients_complete("optimizer.reload_model_params()");
   pieces_.reload_masters();
 }
 
-optim::OptimizerState OptimizerCore::local_state() { return own_part(pieces_.gather_state()); }
+OptimizerState Optimizer::local_state() { return own_part(pieces_.gather_state()); }
 
 /// Without the parameters of other stages.
-optim::OptimizerState OptimizerCore::own_part(optim::OptimizerState state) const {
+OptimizerState Optimizer::own_part(OptimizerState state) const {
   const auto foreign = [&](const std::string& name) { return !runtime_->owns(whole_name(name)); };
   for (auto it = state.params.begin(); it != state.params.end();) {
     it = foreign(it->first) ? state.params.erase(it) : std::next(it);
@@ -81,7 +83,7 @@ optim::OptimizerState OptimizerCore::own_part(optim::OptimizerState state) const
   return state;
 }
 
-void OptimizerCore::load(const std::vector<optim::OptimizerState::Group>& groups, Read read) {
+void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read) {
   const auto models = runtime_->models();
   SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
   set_state_({{}, groups}, parameter_names(*runtime_));
@@ -100,4 +102,4 @@ void OptimizerCore::load(const std::vector<optim::OptimizerState::Group>& groups
   }
 }
 
-}  // namespace smp
+}  // namespace smp::runtime

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/tensor_table.h"
+#include "nn/parameter_split.h"
+#include "runtime/runtime.h"
+#include "smp/model_options.h"
+#include "smp/removable_handle.h"
+
+namespace smp::dp {
+class ParameterSlices;
+}  // namespace smp::dp
+
+namespace smp::runtime {
+
+/// A wrapped module: its tensors by name, how they are divided, and the program's hooks. What users
+/// call is documented in `smp::ModelCore`.
+class Model {
+ public:
+  using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
+
+  /// With `fp16` or `bf16`, converts the module.
+  Model(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
+        std::shared_ptr<Runtime> runtime);
+
+  void backward(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients);
+
+  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> buffers() const;
+  TensorDict named_parameters() const;
+  TensorDict named_buffers() const;
+  TensorDict local_named_parameters() const;
+  TensorDict local_named_buffers() const;
+  TensorDict virtual_named_parameters();
+
+  TensorDict state_dict() const;
+  TensorDict local_state_dict() const;
+  void load_state_dict(const TensorDict& state, bool strict);
+  void zero_grad();
+  void cpu();
+
+  /// Whether each rank of a tensor-parallel group has its own part of a parameter.
+  bool is_distributed_parameter(const at::Tensor& parameter) const;
+  /// The parameters of which that is so, or not so.
+  TensorDict parameters_that_are(bool distributed) const;
+  const std::string& tensor_parallelism_report() const;
+
+  bool partitioned() const;
+  const std::string& partition_report() const { return report_; }
+  void set_partition_report(std::string report) { report_ = std::move(report); }
+
+  RemovableHandle register_post_partition_hook(std::function<void()> hook);
+  RemovableHandle register_post_step_hook(std::function<void()> hook);
+  void run_post_partition_hooks();
+  void run_post_step_hooks();
+
+  const std::shared_ptr<torch::nn::Module>& module_ptr() const { return module_; }
+  /// The type of its parameters by the configuration's `fp16` or `bf16`.
+  const std::optional<at::ScalarType>& half() const { return half_; }
+  const ModelOptions& options() const { return options_; }
+  /// A name of the module's with the model's own before it.
+  std::string full_name(const std::string& name) const;
+
+  /// Adds parameters and buffers under their full names.
+  void add_to(graph::TensorTable& table) const;
+  /// How parameters of `nn::SplitModule`s are divided, by full name.
+  std::vector<std::pair<std::string, nn::ParameterSplit>> split_parameters() const;
+  /// The parameters whose gradients this rank reduces. Those that a later model has, too, are left
+  /// to that one.
+  std::vector<at::Tensor> trained_parameters() const;
+  /// The size of its gradient buckets.
+  int64_t bucket_bytes() const;
+  /// How those that are trained at first are divided among the replicas; null before partitioning,
+  /// and without `shard_optimizer_state`.
+  std::shared_ptr<dp::ParameterSlices> slices();
+
+ private:
+  using Hooks = std::list<std::function<void()>>;
+
+  RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
+  TensorDict local(const TensorDict& all) const;
+  std::optional<size_t> shard_of(const at::Tensor& parameter) const;
+  void check_outside_step(const char* call) const;
+
+  std::shared_ptr<torch::nn::Module> module_;
+  ModelOptions options_;
+  std::shared_ptr<Runtime> runtime_;
+  std::optional<at::ScalarType> half_;
+  std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
+  std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
+  std::shared_ptr<dp::ParameterSlices> slices_;
+  std::string report_;
+};
+
+/// The tensors, each once.
+std::vector<at::Tensor> unique_values(const Model::TensorDict& dict);
+
+}  // namespace smp::runtime

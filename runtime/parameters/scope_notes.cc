@@ -1,0 +1,19 @@
+#include "runtime/parameters/scope_notes.h"
+
+namespace smp::runtime {
+
+TensorNotes<int>& partition_pins() {
+  static thread_local TensorNotes<int> pins;
+  return pins;
+}
+
+int pinned_partition(const at::Tensor& tensor) {
+  return partition_pins().find(tensor).value_or(-1);
+}
+
+TensorNotes<bool>& tensor_parallelism_marks() {
+  static thread_local TensorNotes<bool> marks;
+  return marks;
+}
+
+}  // namespace smp::runtime

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "runtime/parameters/tensor_notes.h"
+
+namespace smp::runtime {
+
+// Of this thread: a rank that is a thread builds its own module.
+
+/// Where `smp::partition` and `smp::set_partition` pinned tensors.
+TensorNotes<int>& partition_pins();
+
+/// The partition that a tensor is pinned to; -1: none.
+int pinned_partition(const at::Tensor& tensor);
+
+/// What `smp::tensor_parallelism` and `smp::set_tensor_parallelism` said about parameters.
+TensorNotes<bool>& tensor_parallelism_marks();
+
+}  // namespace smp::runtime

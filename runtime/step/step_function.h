@@ -1,0 +1,100 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/coalesce.h"
+#include "graph/random.h"
+#include "graph/tracer.h"
+#include "nn/rewrite/divide.h"
+#include "runtime/runtime.h"
+#include "runtime/step/agreement.h"
+#include "runtime/step/program.h"
+#include "smp/detail/step_call.h"
+#include "smp/step_options.h"
+
+namespace smp::runtime {
+
+using detail::StepCall;
+using detail::StepResults;
+
+/// Runs a step function: guards it, captures and partitions where needed, executes its pipeline.
+class StepFunction {
+ public:
+  explicit StepFunction(StepOptions options);
+
+  /// Collective over the ranks (each replica its own pipeline).
+  StepResults run(const StepCall& call);
+
+  /// Throws `UsageError` where the options name an argument that a call with `count` does not have.
+  void check_positions(int count) const;
+
+  int64_t microbatches() const;
+  const std::string& name() const { return name_; }
+  /// False if the configuration's `guard` lets some calls pass without running the function.
+  bool guards_every_step() const { return guard_period_ == 1; }
+
+ private:
+  /// What the guard found, to be compared between the ranks of a pipeline.
+  struct Traced {
+    std::shared_ptr<graph::Graph> found;
+    std::vector<std::vector<graph::ConstantOverride>> constants;  // by microbatch, or one
+    std::vector<std::vector<graph::ContentOverride>> contents;
+    bool is_new = false;
+    std::vector<uint64_t> checksums;
+  };
+
+  /// What runs a graph, perhaps several microbatches as one.
+  struct Prepared {
+    std::shared_ptr<const graph::Coalesced> coalesced;         // null: one by one
+    std::shared_ptr<const nn::rewrite::DividedGraph> divided;  // null: as captured
+    std::unique_ptr<Program> program;
+  };
+
+  /// The batches that a rank runs: its own, or those of its tensor-parallel group in the order of
+  /// the ranks.
+  using Batches = std::vector<StepCall>;
+
+  StepResults run_checked(const StepCall& given);
+  Batches exchange(StepCall call) const;
+  int64_t microbatches_run() const { return microbatches() * runtime_->batches(); }
+  bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
+  Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
+  std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
+  void check_inputs(const StepCall& call) const;
+  Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
+  graph::TraceResult trace_one(const StepCall& call, int microbatch,
+                               const std::vector<at::Tensor>& inputs, bool execute);
+  void agree(const Traced& traced, const Batches& batches);
+  graph::RandomKey random_key() const;
+  std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
+  void forget_oldest();
+  Prepared& prepare(const Traced& traced, const StepCall& call,
+                    const std::vector<std::vector<at::Tensor>>& inputs);
+  std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
+                                                   bool measured);
+  Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
+                            std::vector<std::vector<at::Tensor>> inputs) const;
+  StepResults own_outputs(StepResults outputs) const;
+
+  std::shared_ptr<Runtime> runtime_;
+  StepOptions options_;
+  int ordinal_;
+  std::string name_;
+  int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
+  // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
+  std::optional<Traced> last_;
+  std::vector<graph::TensorMeta> last_inputs_;
+  std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
+  std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
+  std::map<const graph::Graph*, StepFingerprints> fingerprints_;
+};
+
+}  // namespace smp::runtime

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "optim/state_dict.h"
+#include "runtime/runtime.h"
+#include "runtime/update/loss_scaling.h"
+#include "runtime/update/optimizer_pieces.h"
+#include "smp/detail/optimizer_traits.h"
+
+namespace smp::runtime {
+
+/// What `DistributedOptimizer` adds to an optimizer: checks, the division of its work among
+/// replicas, and a state keyed by parameter name that moves between layouts. What users call is
+/// documented in `smp::OptimizerCore`.
+class Optimizer {
+ public:
+  using LossClosure = OptimizerPieces::LossClosure;
+  /// Gives the states of the parameters whose names are wanted.
+  using Read = std::function<std::map<std::string, OptimizerState::Param>(
+      const std::function<bool(const std::string&)>& wanted)>;
+
+  /// Gives what makes the state of an optimizer's parameters; throws `UsageError` where that is not
+  /// known.
+  using StateFactory = optim::detail::ParamStateFactory (*)(const torch::optim::Optimizer&);
+
+  /// `optimizer` must outlive this. Throws `UsageError` for one that cannot update parts of
+  /// parameters, where the configuration divides them.
+  Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
+            const optim::detail::Elementwise& elementwise);
+
+  /// `update` is the optimizer's own step, which a step that overflowed skips. Throws `UsageError`
+  /// inside a step function.
+  at::Tensor step(const OptimizerPieces::Update& update, const LossClosure& closure);
+  void zero_grad(bool set_to_none);
+
+  OptimizerState state_dict();
+  OptimizerState local_state_dict(bool gather_if_shard);
+  void load_state_dict(const OptimizerState& state);
+
+  /// The state of the parameters this rank owns, by name; of all of them before partitioning. Of
+  /// what a tensor-parallel group divides, that of this rank's part. With `shard_optimizer_state`,
+  /// every replica has that of some of them, and it is collective over the replicas.
+  OptimizerState local_state();
+
+  /// Restores a saved optimizer: options such as the learning rate now, the state of parameters
+  /// now or, before partitioning, when the first step has settled who owns what: only owners of a
+  /// parameter, or of a piece of it, need its state.
+  void load(const std::vector<OptimizerState::Group>& groups, Read read);
+
+  /// What this rank's part of the next update would read; see `OptimizerPieces`.
+  std::vector<at::Tensor> gradients() { return pieces_.gradients(); }
+  LossScaling& loss_scaling() { return loss_scaling_; }
+  double clip_master_grads(double max_norm, double norm_type);
+  void reload_model_params();
+
+ private:
+  OptimizerState own_part(OptimizerState state) const;
+  bool divides() const;
+  void check_fits(const OptimizerState& state) const;
+  void check_complete(const OptimizerState& state,
+                      const std::function<bool(const std::string&)>& wanted) const;
+  std::vector<OptimizerState::Group> complete_groups(const OptimizerState& state) const;
+
+  torch::optim::Optimizer& optimizer_;
+  OptimizerPieces::SetState set_state_;
+  std::shared_ptr<Runtime> runtime_;
+  OptimizerPieces pieces_;
+  LossScaling loss_scaling_;
+};
+
+}  // namespace smp::runtime

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+namespace smp::detail {
+
+/// One call of a step function, with types erased: see `Step`.
+struct StepCall {
+  /// The tensors found in the arguments, in order, each with the axis to cut (from the end if
+  /// negative), or nothing for whole.
+  std::vector<at::Tensor> tensors;
+  std::vector<std::optional<int64_t>> axes;
+  /// An argument slices itself (`smp_slice`), so microbatches may differ in more than tensors.
+  bool per_microbatch = false;
+  /// What `function` returned in the last guarded call is known, so that it need not run again.
+  bool has_last_result = false;
+  /// Calls the user's function with these tensors in place of the arguments' and returns the
+  /// tensors found in its result.
+  std::function<std::vector<at::Tensor>(int microbatch, const std::vector<at::Tensor>&)> function;
+};
+
+/// Returned tensors by position and microbatch.
+using StepResults = std::vector<std::vector<at::Tensor>>;
+
+}  // namespace smp::detail

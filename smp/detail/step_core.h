@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "smp/detail/step_call.h"
+#include "smp/step_options.h"
+
+namespace smp::runtime {
+class StepFunction;
+}  // namespace smp::runtime
+
+namespace smp::detail {
+
+/// What a `Step` does whatever its function's type.
+class StepCore {
+ public:
+  /// Throws `UsageError` before `smp::init` and for options without meaning.
+  explicit StepCore(const StepOptions& options);
+  ~StepCore();
+
+  /// Runs a call: collective over the ranks (each replica its own pipeline).
+  StepResults run(const StepCall& call);
+
+  /// Throws `UsageError` where the options name an argument that a call with `count` does not have.
+  void check_positions(int count) const;
+
+  int64_t microbatches() const;
+  /// False if the configuration's `guard` lets some calls pass without running the function.
+  bool guards_every_step() const;
+
+ private:
+  std::unique_ptr<runtime::StepFunction> function_;
+};
+
+}  // namespace smp::detail

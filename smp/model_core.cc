@@ -1,0 +1,128 @@
+#include "smp/model_core.h"
+
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "runtime/model.h"
+#include "runtime/runtime.h"
+
+namespace smp {
+
+using runtime::unique_values;
+
+ModelCore::ModelCore(std::shared_ptr<torch::nn::Module> module, const ModelOptions& options)
+    : model_(std::make_shared<runtime::Model>(std::move(module), options,
+                                              runtime::Runtime::get_shared())) {
+  runtime::Runtime::get().add_model(model_);
+}
+
+void ModelCore::backward(const at::Tensor& loss) const { model_->backward({loss}, {}); }
+void ModelCore::backward(const std::vector<at::Tensor>& tensors,
+                         const std::vector<at::Tensor>& gradients) const {
+  model_->backward(tensors, gradients);
+}
+
+std::vector<at::Tensor> ModelCore::parameters() const { return model_->parameters(); }
+std::vector<at::Tensor> ModelCore::buffers() const { return model_->buffers(); }
+ModelCore::TensorDict ModelCore::named_parameters() const { return model_->named_parameters(); }
+ModelCore::TensorDict ModelCore::named_buffers() const { return model_->named_buffers(); }
+
+std::vector<at::Tensor> ModelCore::local_parameters() const {
+  return unique_values(local_named_parameters());
+}
+ModelCore::TensorDict ModelCore::local_named_parameters() const {
+  return model_->local_named_parameters();
+}
+std::vector<at::Tensor> ModelCore::local_buffers() const {
+  return unique_values(local_named_buffers());
+}
+ModelCore::TensorDict ModelCore::local_named_buffers() const {
+  return model_->local_named_buffers();
+}
+std::vector<at::Tensor> ModelCore::local_virtual_parameters() const {
+  return virtual_named_parameters().values();
+}
+ModelCore::TensorDict ModelCore::virtual_named_parameters() const {
+  return model_->virtual_named_parameters();
+}
+
+ModelCore::TensorDict ModelCore::state_dict() const { return model_->state_dict(); }
+ModelCore::TensorDict ModelCore::local_state_dict() const { return model_->local_state_dict(); }
+void ModelCore::load_state_dict(const TensorDict& state, bool strict) const {
+  model_->load_state_dict(state, strict);
+}
+
+void ModelCore::train(bool on) const { module_ptr()->train(on); }
+void ModelCore::eval() const { module_ptr()->eval(); }
+bool ModelCore::is_training() const { return module_ptr()->is_training(); }
+void ModelCore::zero_grad() const { model_->zero_grad(); }
+
+void ModelCore::to(at::Device device) const {
+  SMP_CHECK_WITH(UsageError, !partitioned(), "model->to(", device,
+                 ") was called after partitioning. Move the module before it is wrapped, or gather "
+                 "it with model->cpu()");
+  static std::once_flag warned;
+  std::call_once(warned, [&] {
+    log_warning(
+        c10::str("model->to(", device, ") is ignored; move the module before it is wrapped"));
+  });
+}
+
+void ModelCore::cpu() const { model_->cpu(); }
+
+bool ModelCore::is_distributed_parameter(const at::Tensor& parameter) const {
+  return model_->is_distributed_parameter(parameter);
+}
+
+torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::distributed_modules()
+    const {
+  torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> result;
+  for (const auto& item : module_ptr()->named_modules()) {
+    const auto own = item.value()->parameters(/*recurse=*/false);
+    const bool any = std::any_of(own.begin(), own.end(), [this](const at::Tensor& parameter) {
+      return is_distributed_parameter(parameter);
+    });
+    if (any) result.insert(item.key(), item.value());
+  }
+  return result;
+}
+
+ModelCore::TensorDict ModelCore::default_reducer_named_parameters() const {
+  return model_->parameters_that_are(/*distributed=*/false);
+}
+ModelCore::TensorDict ModelCore::scaled_batch_reducer_named_parameters() const {
+  return model_->parameters_that_are(/*distributed=*/true);
+}
+const std::string& ModelCore::tensor_parallelism_report() const {
+  return model_->tensor_parallelism_report();
+}
+
+bool ModelCore::partitioned() const { return model_->partitioned(); }
+const std::string& ModelCore::partition_report() const { return model_->partition_report(); }
+
+RemovableHandle ModelCore::register_post_partition_hook(std::function<void()> hook) const {
+  return model_->register_post_partition_hook(std::move(hook));
+}
+RemovableHandle ModelCore::register_post_step_hook(std::function<void()> hook) const {
+  return model_->register_post_step_hook(std::move(hook));
+}
+
+const std::shared_ptr<torch::nn::Module>& ModelCore::module_ptr() const {
+  return model_->module_ptr();
+}
+std::optional<at::ScalarType> ModelCore::half() const { return model_->half(); }
+const ModelOptions& ModelCore::options() const { return model_->options(); }
+
+void detail::check_model_call() {
+  SMP_CHECK_WITH(UsageError, runtime::Runtime::get().in_step,
+                 "a DistributedModel was called outside a step function: its parameters lie on "
+                 "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
+                 "model(x); })");
+}
+
+}  // namespace smp

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "smp/detail/optimizer_traits.h"
+#include "smp/loss_scale_options.h"
+#include "smp/optimizer_state.h"
+
+namespace smp {
+
+namespace runtime {
+class Optimizer;
+}  // namespace runtime
+
+/// A `DistributedOptimizer`, or what `smp::distributed` gives, whatever its optimizer's type: what
+/// it has beside `step`. For training in half precision by SMP's names; see docs/precision.md.
+class OptimizerCore {
+ public:
+  /// Sets all gradients to undefined, or to zero. Throws `UsageError` inside a step function.
+  void zero_grad(bool set_to_none = true) const;
+
+  /// Copies of the state of all parameters by name, and of the param groups, on every rank; of this
+  /// rank's before the first step. Collective over the pipeline and its tensor-parallel groups, and
+  /// over all ranks with `shard_optimizer_state` or sharded data parallelism. Throws `UsageError`
+  /// inside a step function.
+  OptimizerState state_dict() const;
+
+  /// Copies of the state of the parameters that this rank owns, and of its parts of those that a
+  /// tensor-parallel group divides. Where replicas divide the state,
+  /// with `gather_if_shard` all of it for these parameters, on every replica, collectively over
+  /// them; without, this rank's pieces, under names such as "fc.weight[0:64]" that say which
+  /// elements of the parameter's memory they are for. Throws `UsageError` before the first step.
+  OptimizerState local_state_dict(bool gather_if_shard = true) const;
+
+  /// Restores what `state_dict` gave, on any number of ranks, or `local_state_dict`, on the ranks
+  /// that it was taken from: the options of the groups now, the state of parameters now or when the
+  /// first step has settled who owns what. Throws one `CheckpointError` that lists all that is
+  /// missing, unexpected or of another shape; then nothing has changed.
+  void load_state_dict(const OptimizerState& state) const;
+
+  /// Has `model->backward` multiply the loss, and `step()` divide the gradients, by a scale, static
+  /// or dynamic; `step()` then does nothing where a gradient is not finite on some rank. Before the
+  /// first step. Throws `UsageError` if another optimizer scales the loss.
+  void scale_loss(const LossScaleOptions& options) const;
+
+  /// Whether the last step was skipped because a gradient was not finite, on any rank; or will be,
+  /// after `clip_master_grads`. Schedulers then do not step.
+  bool overflow() const;
+  /// By what the loss is multiplied.
+  double loss_scale() const;
+
+  /// Divides the gradients by the loss scale and scales them so that the norm over all of them is
+  /// at most `max_norm`. Returns the norm there was, or -1 after an overflow. Between the step
+  /// function and `step()`; collective over the world.
+  double clip_master_grads(double max_norm, double norm_type = 2) const;
+
+  /// Gives master weights the values that the parameters have now: for programs that have written
+  /// into parameters. `load_state_dict` and `smp::load` do so by themselves.
+  void reload_model_params() const;
+
+  /// Where a dynamic loss scale stands, text of JSON; "{}" without one. `smp::save` has it.
+  /// `load_loss_scaler_state` takes it back, and does nothing where the optimizer or the state has
+  /// none. Throws `CheckpointError` for text of another form.
+  std::string loss_scaler_state() const;
+  void load_loss_scaler_state(const std::string& state) const;
+
+  /// What the library knows of the optimizer; its type is internal.
+  runtime::Optimizer& impl() const { return *optimizer_; }
+
+ protected:
+  using LossClosure = std::function<at::Tensor()>;
+
+  /// For an optimizer of type `Base` that outlives this. Throws `UsageError` before `smp::init`,
+  /// and where the configuration divides parameters and the optimizer cannot update parts of them.
+  template <class Base>
+  OptimizerCore(Base& optimizer, const optim::detail::Elementwise& elementwise)
+      : OptimizerCore(
+            optimizer,
+            [](const torch::optim::Optimizer& untyped) {
+              return optim::detail::param_state_factory(static_cast<const Base&>(untyped));
+            },
+            elementwise) {}
+  ~OptimizerCore() = default;
+  OptimizerCore(const OptimizerCore&) = default;
+  OptimizerCore& operator=(const OptimizerCore&) = default;
+
+  /// `update` is the optimizer's own step, which a step that overflowed skips.
+  at::Tensor step(const std::function<at::Tensor(LossClosure)>& update,
+                  const LossClosure& closure) const;
+
+ private:
+  using StateFactory = optim::detail::ParamStateFactory (*)(const torch::optim::Optimizer&);
+  OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory state_factory,
+                const optim::detail::Elementwise& elementwise);
+
+  std::shared_ptr<runtime::Optimizer> optimizer_;
+};
+
+}  // namespace smp

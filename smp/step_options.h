@@ -1,0 +1,32 @@
+#pragma once
+
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace smp {
+
+/// Options of a step function.
+struct StepOptions {
+  /// Positions of arguments, each with an axis.
+  using Axes = std::map<int, int64_t>;
+
+  /// What errors and reports call it; by default "step 0", "step 1" ... in the order of creation.
+  TORCH_ARG(std::string, name) = "";
+  /// How many microbatches this step function cuts its inputs into; 0: the configuration's
+  /// `microbatches`.
+  TORCH_ARG(int64_t, microbatches) = 0;
+  /// Positions of arguments whose tensors every microbatch gets whole. C++ has no names for
+  /// arguments, so they are counted from 0.
+  TORCH_ARG(std::vector<int>, non_split_inputs) = {};
+  /// Position of an argument -> the axis its tensors are cut along, where that is not 0; negative
+  /// ones count from the end.
+  TORCH_ARG(Axes, input_split_axes) = {};
+  /// False: returned tensors keep their autograd history on the rank that computed them.
+  TORCH_ARG(bool, detach_outputs) = true;
+};
+
+}  // namespace smp
