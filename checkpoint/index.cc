@@ -132,6 +132,12 @@ class Node {
     return result;
   }
 
+  std::map<std::string, uint64_t> counts_by_name() const {
+    std::map<std::string, uint64_t> result;
+    for (const auto& [key, element] : members()) result[key] = element.count();
+    return result;
+  }
+
   const json& value() const { return value_; }
 
   void expect(bool ok, const std::string& expected) const {
@@ -209,7 +215,7 @@ RunState parse_run(const Node& root) {
   shards.expect(1 <= run.gradient_shards && run.gradient_shards <= kMaxGradientShards,
                 "a positive number of replicas");
   run.random.seed = root.at("random").at("seed").count();
-  run.random.step_calls = root.at("random").at("step_calls").counts();
+  run.random.step_calls = root.at("random").at("step_calls").counts_by_name();
   run.user_content = root.at("user_content").value();
   const Node extra = root.at("extra");
   extra.expect(extra.value().is_object(), "an object");

@@ -11,7 +11,7 @@
 namespace smp::checkpoint {
 
 /// The version of the folder format that this build writes, and the newest it reads.
-constexpr int64_t kFormatVersion = 2;
+constexpr int64_t kFormatVersion = 3;
 
 /// The index's name inside a checkpoint folder.
 constexpr const char* kIndexFile = "index.json";
@@ -27,7 +27,7 @@ struct TensorEntry {
 /// uninterrupted one would have drawn.
 struct RandomState {
   uint64_t seed = 0;
-  std::vector<int64_t> step_calls;  ///< Calls so far of each step function, by its ordinal.
+  std::map<std::string, uint64_t> step_calls;  ///< Calls so far of each step function, by name.
 };
 
 /// What a checkpoint holds about the run besides tensors.

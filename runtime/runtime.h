@@ -20,6 +20,7 @@
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
 #include "runtime/parameters/divided_parameters.h"
+#include "runtime/step/step_functions.h"
 #include "smp/config.h"
 
 namespace c10d {
@@ -88,9 +89,6 @@ class Runtime {
   void add_divided(const std::string& name, const nn::ParameterSplit& split,
                    bool captured_whole = false);
 
-  /// The number of a new step function, which is part of the keys of its random streams.
-  int next_step_ordinal() { return step_ordinals_++; }
-
   /// The seed of all random streams, the same on all ranks; set at the first step.
   uint64_t seed = 0;
   bool seed_is_set = false;
@@ -98,8 +96,7 @@ class Runtime {
   int64_t training_steps = 0;
   /// `gradient_shards` of the checkpoint that was loaded; 0 without one.
   int saved_gradient_shards = 0;
-  /// How often each step function was called, by ordinal.
-  std::map<int, uint64_t> step_calls;
+  StepFunctions step_functions;
   /// Where activations are offloaded to; made at the first call.
   std::shared_ptr<graph::TensorStore> activation_store();
 
@@ -175,7 +172,6 @@ class Runtime {
   std::vector<std::weak_ptr<Model>> models_;
   graph::TensorTable table_;
   DividedParameters divided_;
-  int step_ordinals_ = 0;
   std::shared_ptr<graph::TensorStore> activation_store_;
 };
 

@@ -31,6 +31,14 @@ std::optional<int> group_of(const std::string& strategy) {
 
 }  // namespace
 
+CheckpointOptions& CheckpointOptions::strategy(CheckpointStrategy strategy) {
+  return this->strategy(strategy == CheckpointStrategy::kEach ? "each" : "contiguous");
+}
+
+CheckpointOptions& CheckpointOptions::group(int64_t neighbours) {
+  return strategy("group_" + std::to_string(neighbours));
+}
+
 void detail::checkpoint_module(const torch::nn::Module& module, const CheckpointOptions& options) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned,
                  "smp::set_activation_checkpointing was called after the first step, which planned "
@@ -44,7 +52,8 @@ void detail::checkpoint_module(const torch::nn::Module& module, const Checkpoint
                  "smp::set_activation_checkpointing: the strategy \"", options.strategy(),
                  "\" is for a Sequential or a ModuleList, and ", module.name(),
                  " is neither. Leave the strategy out");
-  runtime::checkpointing_requests().push_back({module.weak_from_this(), module.name(), *group});
+  runtime::request_checkpointing({Runtime::exists() ? Runtime::get_shared() : nullptr,
+                                  module.weak_from_this(), module.name(), *group});
 }
 
 }  // namespace smp

@@ -3,10 +3,14 @@
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <string>
 #include <type_traits>
 
 namespace smp {
+
+/// The strategies of `set_activation_checkpointing` that have no number.
+enum class CheckpointStrategy { kEach, kContiguous };
 
 /// Options of `set_activation_checkpointing`.
 struct CheckpointOptions {
@@ -17,6 +21,12 @@ struct CheckpointOptions {
   /// Accepted both ways: random operators draw from keyed streams, so they always draw the same
   /// numbers again, at no cost.
   TORCH_ARG(bool, preserve_rng_state) = true;
+
+ public:
+  /// "each" or "contiguous".
+  CheckpointOptions& strategy(CheckpointStrategy strategy);
+  /// "group_N" with N = `neighbours`.
+  CheckpointOptions& group(int64_t neighbours);
 };
 
 namespace detail {
@@ -35,7 +45,8 @@ void checkpoint_module(const torch::nn::Module& module, const CheckpointOptions&
 /// As documented for SMP's `smp.set_activation_checkpointing`; without `pack_args_as_tuple`, since
 /// the modules are not called anew: their operators are. Throws `UsageError` after the first step,
 /// for an unknown strategy, and for one that the module does not know; the first step throws one if
-/// the module is not inside a `DistributedModel` or cannot run again.
+/// the module (of a call after `init`) is not inside a `DistributedModel` or cannot run again. May
+/// be called on any thread.
 template <class M>
 void set_activation_checkpointing(const M& module, const CheckpointOptions& options = {}) {
   if constexpr (std::is_base_of_v<torch::nn::Module, M>) {

@@ -5,6 +5,7 @@
 
 #include "dp/distributed_data_parallel.h"
 #include "dp/power_sgd.h"
+#include "smp/group.h"
 #include "smp/init.h"
 
 namespace smp::detail {

@@ -37,7 +37,8 @@ class DistributedModel {
       : module_(std::move(module)), core_(plain(module_), options) {}
 
   /// Calls the module's `forward`; with `fp16` or `bf16` on arguments cast to that type, and casts
-  /// its results to float32. Throws `UsageError` outside a step function.
+  /// its results to float32. Throws `UsageError` outside a
+  /// step function where several ranks share the model; on one rank it gives what the module gives.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     detail::check_model_call();

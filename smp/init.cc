@@ -1,11 +1,13 @@
 #include "smp/init.h"
 
 #include <ATen/DeviceAccelerator.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
@@ -19,7 +21,13 @@ namespace {
 
 using runtime::Runtime;
 
+/// What to call after our own handler; null while that is not installed.
 std::terminate_handler previous_terminate = nullptr;
+
+/// The process that called `init`. One that it has forked is no rank.
+pid_t rank_process = 0;
+
+bool is_rank() { return rank_process == getpid() && Runtime::exists(); }
 
 /// An exception that nobody caught: leave word of it for the launcher before the process aborts.
 [[noreturn]] void on_terminate() {
@@ -27,19 +35,41 @@ std::terminate_handler previous_terminate = nullptr;
     try {
       std::rethrow_exception(error);
     } catch (const std::exception& exception) {
-      if (Runtime::exists()) Runtime::get().fail(exception.what());
+      if (is_rank()) Runtime::get().fail(exception.what());
     } catch (...) {
-      if (Runtime::exists()) Runtime::get().fail("an exception that is no std::exception");
+      if (is_rank()) Runtime::get().fail("an exception that is no std::exception");
     }
   }
-  if (previous_terminate != nullptr) previous_terminate();
+  // Taken out, since a handler installed after ours may call it again.
+  const auto previous = std::exchange(previous_terminate, nullptr);
+  if (previous != nullptr) previous();
   std::abort();
 }
 
+void install_terminate_handler() {
+  if (std::get_terminate() != &on_terminate) previous_terminate = std::set_terminate(&on_terminate);
+}
+
+/// Unless the program has installed another one since.
+void restore_terminate_handler() {
+  if (std::get_terminate() == &on_terminate) std::set_terminate(previous_terminate);
+}
+
+/// What the program has written, which `_Exit` would lose.
+void flush_streams() {
+  std::cout.flush();
+  std::clog.flush();
+  std::fflush(nullptr);
+}
+
 /// Ends MPI with the program. A program that caught an exception and returns non-zero has left the
-/// others waiting: they are told, or they would run into their time-outs.
+/// others waiting: they are told, or they would run into their time-outs. A forked process has
+/// copies of what belongs to the job, which it must not end. `_Exit`, because destructors of static
+/// objects might wait for other ranks.
 void finish_at_exit(int status, void*) {
   if (!Runtime::exists()) return;
+  flush_streams();
+  if (!is_rank()) std::_Exit(status);
   if (status != 0) {
     Runtime::get().fail(c10::str("the program ended with exit status ", status));
     std::_Exit(status);
@@ -58,15 +88,13 @@ std::chrono::milliseconds meeting_timeout(const Config& config) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-int rank_in(CommGroup group) { return Runtime::get().rank_in(group); }
-int size_of(CommGroup group) { return Runtime::get().topology().size(group); }
-
 }  // namespace
 
 void init(const Config& config) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists(),
                  "smp::init was called twice; call it once at the start of main()");
-  previous_terminate = std::set_terminate(&on_terminate);
+  rank_process = getpid();
+  install_terminate_handler();
   const auto world = comm::make_world(meeting_timeout(config));
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
@@ -82,6 +110,7 @@ void init(const Config& config) {
 void shutdown() {
   Runtime::set_for_process(nullptr);
   comm::finalize_world();
+  restore_terminate_handler();
 }
 
 bool is_initialized() { return Runtime::exists(); }
@@ -91,7 +120,7 @@ bool is_tracing() { return Runtime::exists() && Runtime::get().tracing; }
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
-    const runtime::ThreadRuntime runtime(std::make_shared<Runtime>(config, world, hosts));
+    const ThreadRuntime runtime(std::make_shared<Runtime>(config, world, hosts));
     program();
   });
 }
@@ -100,55 +129,5 @@ void set_device(int index) {
   const auto type = at::getAccelerator();
   if (type && at::accelerator::deviceCount() > 0) at::accelerator::setDeviceIndex(index);
 }
-
-int rank() { return Runtime::get().rank(); }
-int size() { return Runtime::get().world()->size(); }
-int local_rank() { return Runtime::get().topology().local_rank(rank()); }
-int local_size() { return Runtime::get().topology().local_size(rank()); }
-int pp_rank() { return rank_in(CommGroup::kPp); }
-int pp_size() { return size_of(CommGroup::kPp); }
-int tp_rank() { return rank_in(CommGroup::kTp); }
-int tp_size() { return size_of(CommGroup::kTp); }
-int rdp_rank() { return rank_in(CommGroup::kRdp); }
-int rdp_size() { return size_of(CommGroup::kRdp); }
-int mp_rank() { return rank_in(CommGroup::kMp); }
-int mp_size() { return size_of(CommGroup::kMp); }
-int dp_rank() { return rank_in(CommGroup::kDp); }
-int dp_size() { return size_of(CommGroup::kDp); }
-
-std::vector<int> get_group(CommGroup group) {
-  return Runtime::get().topology().members(group, rank());
-}
-std::vector<int> get_pp_group() { return get_group(CommGroup::kPp); }
-std::vector<int> get_tp_group() { return get_group(CommGroup::kTp); }
-std::vector<int> get_rdp_group() { return get_group(CommGroup::kRdp); }
-std::vector<int> get_mp_group() { return get_group(CommGroup::kMp); }
-std::vector<int> get_dp_group() { return get_group(CommGroup::kDp); }
-
-c10::intrusive_ptr<c10d::ProcessGroup> get_world_process_group() {
-  return Runtime::get().process_group(CommGroup::kWorld);
-}
-c10::intrusive_ptr<c10d::ProcessGroup> get_pp_process_group() {
-  return Runtime::get().process_group(CommGroup::kPp);
-}
-c10::intrusive_ptr<c10d::ProcessGroup> get_tp_process_group() {
-  return Runtime::get().process_group(CommGroup::kTp);
-}
-c10::intrusive_ptr<c10d::ProcessGroup> get_rdp_process_group() {
-  return Runtime::get().process_group(CommGroup::kRdp);
-}
-c10::intrusive_ptr<c10d::ProcessGroup> get_mp_process_group() {
-  return Runtime::get().process_group(CommGroup::kMp);
-}
-c10::intrusive_ptr<c10d::ProcessGroup> get_dp_process_group() {
-  return Runtime::get().process_group(CommGroup::kDp);
-}
-
-void barrier(CommGroup group) { Runtime::get().group(group)->barrier(); }
-void pp_barrier() { barrier(CommGroup::kPp); }
-void tp_barrier() { barrier(CommGroup::kTp); }
-void rdp_barrier() { barrier(CommGroup::kRdp); }
-void mp_barrier() { barrier(CommGroup::kMp); }
-void dp_barrier() { barrier(CommGroup::kDp); }
 
 }  // namespace smp

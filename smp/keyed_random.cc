@@ -1,6 +1,7 @@
 #include "smp/keyed_random.h"
 
 #include "graph/random.h"
+#include "runtime/step/step_functions.h"
 
 namespace smp {
 
@@ -9,8 +10,10 @@ class KeyedRandom::Impl : public graph::KeyedRandomScope {
   using KeyedRandomScope::KeyedRandomScope;
 };
 
-KeyedRandom::KeyedRandom(uint64_t seed, uint64_t step_function, uint64_t call, uint64_t microbatch)
-    : impl_(std::make_unique<Impl>(graph::RandomKey{seed, step_function, call, microbatch})) {}
+KeyedRandom::KeyedRandom(uint64_t seed, std::string_view step_function, uint64_t call,
+                         uint64_t microbatch)
+    : impl_(std::make_unique<Impl>(
+          graph::RandomKey{seed, runtime::stream_of(step_function), call, microbatch})) {}
 
 KeyedRandom::~KeyedRandom() = default;
 

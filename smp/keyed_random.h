@@ -2,16 +2,18 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 namespace smp {
 
 /// While it lives, random operators (dropout, randn ...) that this thread calls in plain eager
-/// code draw what they would draw inside a step function: of the step function created as number
-/// `step_function`, in its call number `call`, on global microbatch `microbatch` (dp_rank *
-/// microbatches + m), under `seed`. For comparing a distributed run with a plain one.
+/// code draw what they would draw inside a step function: of the step function of that name (the
+/// first one without a name is "step 0"), in its call number `call`, on global microbatch
+/// `microbatch` (dp_rank * microbatches + m), under `seed`. For comparing a distributed run with a
+/// plain one.
 class [[nodiscard]] KeyedRandom {
  public:
-  KeyedRandom(uint64_t seed, uint64_t step_function, uint64_t call, uint64_t microbatch);
+  KeyedRandom(uint64_t seed, std::string_view step_function, uint64_t call, uint64_t microbatch);
   ~KeyedRandom();
   KeyedRandom(const KeyedRandom&) = delete;
   KeyedRandom& operator=(const KeyedRandom&) = delete;

@@ -119,7 +119,10 @@ std::optional<at::ScalarType> ModelCore::half() const { return model_->half(); }
 const ModelOptions& ModelCore::options() const { return model_->options(); }
 
 void detail::check_model_call() {
-  SMP_CHECK_WITH(UsageError, runtime::Runtime::get().in_step,
+  const auto& runtime = runtime::Runtime::get();
+  const bool whole =
+      runtime.topology().mp_size() == 1 && runtime.config().sharded_data_parallel_degree() == 1;
+  SMP_CHECK_WITH(UsageError, runtime.in_step || whole,
                  "a DistributedModel was called outside a step function: its parameters lie on "
                  "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
                  "model(x); })");

@@ -132,7 +132,7 @@ class ModelCore {
 };
 
 namespace detail {
-/// Throws `UsageError` unless a step function is running on this thread.
+/// Throws `UsageError` unless a step function is running, or this rank holds the whole model.
 void check_model_call();
 }  // namespace detail
 

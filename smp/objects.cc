@@ -11,24 +11,6 @@ namespace {
 
 using runtime::Runtime;
 
-CommGroup group_of(RankType type) {
-  switch (type) {
-    case RankType::kWorldRank:
-      return CommGroup::kWorld;
-    case RankType::kPpRank:
-      return CommGroup::kPp;
-    case RankType::kTpRank:
-      return CommGroup::kTp;
-    case RankType::kRdpRank:
-      return CommGroup::kRdp;
-    case RankType::kMpRank:
-      return CommGroup::kMp;
-    case RankType::kDpRank:
-      return CommGroup::kDp;
-  }
-  SMP_INTERNAL_ASSERT(false, "no such RankType");
-}
-
 Runtime& runtime_for(const char* call) {
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.in_step, call,
@@ -38,24 +20,24 @@ Runtime& runtime_for(const char* call) {
 
 /// Objects of all groups travel in the world: a rank may be called by its number in one group where
 /// they are sent and by that in another where they are received.
-int world_rank(const Runtime& runtime, const char* call, int rank, RankType type) {
-  const std::vector<int> members = runtime.topology().members(group_of(type), runtime.rank());
+int world_rank(const Runtime& runtime, const char* call, int rank, CommGroup group) {
+  const std::vector<int> members = runtime.topology().members(group, runtime.rank());
   SMP_CHECK_WITH(UsageError, rank >= 0 && rank < static_cast<int>(members.size()), call,
-                 ": expected a ", to_string(group_of(type)), " rank in 0 to ", members.size() - 1,
+                 ": expected a ", to_string(group), " rank in 0 to ", members.size() - 1,
                  ", got ", rank, ".");
   return members[rank];
 }
 
 }  // namespace
 
-void send_object(const std::string& bytes, int dest_rank, RankType type) {
+void send_object(const std::string& bytes, int dest_rank, CommGroup group) {
   const Runtime& runtime = runtime_for("smp::send");
-  comm::send_bytes(*runtime.world(), bytes, {world_rank(runtime, "smp::send", dest_rank, type)});
+  comm::send_bytes(*runtime.world(), bytes, {world_rank(runtime, "smp::send", dest_rank, group)});
 }
 
-std::string recv_object(int src_rank, RankType type) {
+std::string recv_object(int src_rank, CommGroup group) {
   const Runtime& runtime = runtime_for("smp::recv_from");
-  return comm::recv_bytes(*runtime.world(), world_rank(runtime, "smp::recv_from", src_rank, type));
+  return comm::recv_bytes(*runtime.world(), world_rank(runtime, "smp::recv_from", src_rank, group));
 }
 
 void broadcast_object(const std::string& bytes, CommGroup group) {
@@ -67,14 +49,6 @@ void broadcast_object(const std::string& bytes, CommGroup group) {
 
 std::vector<std::string> allgather_objects(const std::string& bytes, CommGroup group) {
   return comm::all_gather_bytes(*runtime_for("smp::allgather").group(group), bytes);
-}
-
-RankType rank_type_of(CommGroup group) {
-  for (const RankType type : {RankType::kPpRank, RankType::kTpRank, RankType::kRdpRank,
-                              RankType::kMpRank, RankType::kDpRank}) {
-    if (group_of(type) == group) return type;
-  }
-  return RankType::kWorldRank;
 }
 
 int this_rank_in(CommGroup group) { return Runtime::get().rank_in(group); }

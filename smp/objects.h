@@ -8,17 +8,12 @@
 
 namespace smp {
 
-/// Among which ranks a rank number counts: `send(x, 1, RankType::kDpRank)` goes to dp_rank 1 of
-/// this rank's data-parallel group.
-enum class RankType { kWorldRank, kPpRank, kTpRank, kRdpRank, kMpRank, kDpRank };
-
 namespace detail {
 
-void send_object(const std::string& bytes, int dest_rank, RankType type);
-std::string recv_object(int src_rank, RankType type);
+void send_object(const std::string& bytes, int dest_rank, CommGroup group);
+std::string recv_object(int src_rank, CommGroup group);
 void broadcast_object(const std::string& bytes, CommGroup group);
 std::vector<std::string> allgather_objects(const std::string& bytes, CommGroup group);
-RankType rank_type_of(CommGroup group);
 int this_rank_in(CommGroup group);
 
 }  // namespace detail
@@ -42,16 +37,17 @@ int this_rank_in(CommGroup group);
 // that names the peer, a `CommError` when the object is of another type than was asked for, and a
 // `UsageError` for a rank that is not in the group.
 
-/// Sends `object` and returns when it was received, with `recv_from`.
+/// Sends `object` to rank `dest_rank` of this rank's group, and returns when it was received, with
+/// `recv_from`: `send(x, 1, CommGroup::kDp)` goes to dp_rank 1.
 template <class T>
-void send(const T& object, int dest_rank, RankType type) {
-  detail::send_object(detail::to_bytes(object), dest_rank, type);
+void send(const T& object, int dest_rank, CommGroup group) {
+  detail::send_object(detail::to_bytes(object), dest_rank, group);
 }
 
-/// The next object that `src_rank` sends to this rank, by `send` or `broadcast`.
+/// The next object that rank `src_rank` of this rank's group sends here, by `send` or `broadcast`.
 template <class T>
-T recv_from(int src_rank, RankType type) {
-  return detail::from_bytes<T>(detail::recv_object(src_rank, type), src_rank);
+T recv_from(int src_rank, CommGroup group) {
+  return detail::from_bytes<T>(detail::recv_object(src_rank, group), src_rank);
 }
 
 /// Sends `object` to all other ranks of this rank's group. They call `recv_from`, as in SMP 1.x.
@@ -65,7 +61,7 @@ void broadcast(const T& object, CommGroup group) {
 template <class T>
 T broadcast(const T& object, CommGroup group, int src_rank) {
   if (detail::this_rank_in(group) != src_rank) {
-    return recv_from<T>(src_rank, detail::rank_type_of(group));
+    return recv_from<T>(src_rank, group);
   }
   broadcast(object, group);
   return object;

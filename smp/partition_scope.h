@@ -10,7 +10,8 @@
 
 namespace smp {
 
-/// What `partition` returns; the pin lasts as long as it lives. Belongs to the thread that made it.
+/// What `partition` returns; it is in force as long as it lives, on the thread that made it. What
+/// was made under it stays pinned, whichever thread runs the first step.
 class PartitionScope {
  public:
   explicit PartitionScope(int partition);

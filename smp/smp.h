@@ -10,6 +10,7 @@
 #include "smp/distributed_model.h"
 #include "smp/distributed_optimizer.h"
 #include "smp/error.h"
+#include "smp/group.h"
 #include "smp/init.h"
 #include "smp/keyed_random.h"
 #include "smp/leaf.h"

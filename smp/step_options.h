@@ -11,10 +11,14 @@ namespace smp {
 
 /// Options of a step function.
 struct StepOptions {
-  /// Positions of arguments, each with an axis.
+  /// Axes by the position of an argument. TORCH_ARG makes private what follows it, so this is
+  /// first.
   using Axes = std::map<int, int64_t>;
 
-  /// What errors and reports call it; by default "step 0", "step 1" ... in the order of creation.
+  /// Names the step function in errors and reports, in checkpoints, and in the keys of its random
+  /// streams: with a name, dropout draws the same masks whatever other step functions the program
+  /// makes. No two have the same name at a time. By default "step 0", "step 1" ... in the order in
+  /// which those without a name are made.
   TORCH_ARG(std::string, name) = "";
   /// How many microbatches this step function cuts its inputs into; 0: the configuration's
   /// `microbatches`.

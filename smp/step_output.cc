@@ -4,6 +4,7 @@
 #include <ATen/ops/stack.h>
 
 #include "core/check.h"
+#include "smp/group.h"
 
 namespace smp {
 
@@ -19,6 +20,10 @@ at::Tensor StepOutput::reduce_mean() const {
   return sum.is_floating_point() || sum.is_complex()
              ? sum.div_(static_cast<double>(outputs_.size()))
              : sum.div(static_cast<double>(outputs_.size()));
+}
+
+at::Tensor StepOutput::reduce_mean(CommGroup group) const {
+  return StepOutput(Group(group).all_gather(stack()).flatten(0, 1).unbind()).reduce_mean();
 }
 
 at::Tensor StepOutput::concat() const {

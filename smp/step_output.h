@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include "smp/comm_group.h"
+
 namespace smp {
 
 /// One tensor that a step function returned, for every microbatch. Available on every rank of
@@ -17,14 +19,18 @@ class StepOutput {
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
 
   /// The mean over microbatches: summed in microbatch order, divided once.
-  at::Tensor reduce_mean() const;
+  [[nodiscard]] at::Tensor reduce_mean() const;
+  /// The same over the microbatches of all ranks of a group, in the order of the ranks. With
+  /// `CommGroup::kDp` these are the microbatches of the whole batch, so that the mean has the same
+  /// bits on any number of ranks. Collective over the group; between steps.
+  [[nodiscard]] at::Tensor reduce_mean(CommGroup group) const;
   /// The sum over microbatches, in microbatch order.
-  at::Tensor reduce_sum() const;
+  [[nodiscard]] at::Tensor reduce_sum() const;
   /// The microbatches one after the other along the batch axis (0). Throws `UsageError` for
   /// tensors without axes; use `stack` for those.
-  at::Tensor concat() const;
+  [[nodiscard]] at::Tensor concat() const;
   /// The microbatches along a new first axis.
-  at::Tensor stack() const;
+  [[nodiscard]] at::Tensor stack() const;
 
  private:
   std::vector<at::Tensor> outputs_;

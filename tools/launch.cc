@@ -15,6 +15,7 @@ using core::kFailureDirVariable;
 using core::kParametersVariable;
 
 // As torchrun chooses.
+constexpr const char* kThreadsVariable = "OMP_NUM_THREADS";
 constexpr const char* kMasterPort = "29500";
 
 // The configuration that the launcher can see, or nothing: then the program brings its own.
@@ -130,6 +131,9 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
     const std::string first = hosts.empty() ? "localhost" : hosts.front().name;
     export_variable("MASTER_ADDR", context.master_address.value_or(first));
     export_variable("MASTER_PORT", context.master_port.value_or(kMasterPort));
+  }
+  if (context.one_thread && custom.find(kThreadsVariable) == std::string::npos) {
+    export_variable(kThreadsVariable, "1");
   }
   if (!context.output_is_terminal) export_variable("TERM", "dumb");
   mpirun.append(options.program);

@@ -39,6 +39,9 @@ struct LaunchContext {
   /// The caller's MASTER_ADDR and MASTER_PORT, if set: where ranks of c10d meet.
   std::optional<std::string> master_address;
   std::optional<std::string> master_port;
+  /// True when the caller has not set OMP_NUM_THREADS: each rank then computes with one thread,
+  /// since ranks share the cores of a host and libtorch would take all of them in each.
+  bool one_thread = false;
 };
 
 /// A command as an argument vector; no shell is involved.

@@ -65,6 +65,7 @@ int launch(const LaunchOptions& options, bool dry_run) {
   context.is_root = geteuid() == 0;
   context.master_address = smp::core::env("MASTER_ADDR");
   context.master_port = smp::core::env("MASTER_PORT");
+  context.one_thread = !smp::core::env("OMP_NUM_THREADS");
   if (const auto nodes = smp::core::env("SLURM_JOB_NODELIST")) {
     context.slurm_hosts =
         smp::tools::slurm_hosts(*nodes, smp::core::env("SLURM_TASKS_PER_NODE").value_or(""));

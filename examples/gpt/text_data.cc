@@ -60,13 +60,6 @@ int64_t last_start(const std::string& text, const std::string& name, const char*
 
 }  // namespace
 
-Batch Batch::slice(int64_t part, int64_t parts) const {
-  TORCH_CHECK_VALUE(x.size(0) % parts == 0, "text data: expected a batch that ", parts,
-                    " replicas can share evenly, got ", x.size(0), " sequences. Change --batch.");
-  const int64_t rows = x.size(0) / parts;
-  return {x.narrow(0, part * rows, rows), y.narrow(0, part * rows, rows)};
-}
-
 at::Tensor to_tensor(const std::string& bytes) {
   auto tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kLong);
   std::transform(bytes.begin(), bytes.end(), tensor.mutable_data_ptr<int64_t>(),

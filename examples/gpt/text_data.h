@@ -12,10 +12,6 @@ namespace gpt {
 struct Batch {
   at::Tensor x;
   at::Tensor y;
-
-  /// The rows of one of `parts` equal parts: what replica `part` of `parts` trains on.
-  /// Throws `c10::ValueError` if the rows do not divide evenly.
-  Batch slice(int64_t part, int64_t parts) const;
 };
 
 /// `bytes` as a one-dimensional int64 tensor, one element a byte.

@@ -6,7 +6,6 @@
 
 #include <iostream>
 
-#include "examples/gpt/global_mean.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/progress.h"
 #include "examples/gpt/report.h"
@@ -19,6 +18,11 @@
 
 namespace gpt {
 namespace {
+
+/// Over the microbatches of all replicas.
+double mean(const smp::StepOutput& losses) {
+  return losses.reduce_mean(smp::CommGroup::kDp).item<double>();
+}
 
 void train(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
@@ -57,10 +61,9 @@ void train(const Settings& settings) {
                     stdout_is_terminal());
   for (int64_t step = first; step < settings.last_step(); ++step) {
     // Every rank of a pipeline is given the same rows, every replica others.
-    const Batch batch = text.batch(settings.seed, step, settings.batch, settings.sequence)
-                            .slice(smp::dp_rank(), smp::dp_size());
+    const Batch batch = text.batch(settings.seed, step, settings.batch, settings.sequence);
     optimizer.zero_grad();
-    const double loss = global_mean(train_step(batch.x, batch.y));
+    const double loss = mean(train_step(smp::shard(batch.x), smp::shard(batch.y)));
     for (auto& group : optimizer.param_groups()) {
       group.options().set_lr(settings.learning_rate(step));
     }
@@ -77,9 +80,8 @@ void train(const Settings& settings) {
   model->eval();
   double sum = 0;
   const auto batches = text.held_out_batches(settings.batch, settings.sequence);
-  for (const Batch& whole : batches) {
-    const Batch batch = whole.slice(smp::dp_rank(), smp::dp_size());
-    sum += global_mean(evaluate(batch.x, batch.y));
+  for (const Batch& batch : batches) {
+    sum += mean(evaluate(smp::shard(batch.x), smp::shard(batch.y)));
   }
   const auto next_byte = [&](const at::Tensor& x) { return logits(x).outputs().front(); };
   const auto sample =

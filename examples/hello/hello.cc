@@ -22,8 +22,8 @@ int main() {
   });
 
   for (int step = 1; step <= 200; ++step) {
-    auto whole = torch::rand({64, 1}) * 6;                    // the same on every rank
-    auto x = whole.chunk(smp::dp_size()).at(smp::dp_rank());  // this replica's share
+    auto whole = torch::rand({64, 1}) * 6;  // the same on every rank
+    auto x = smp::shard(whole);             // this replica's share
     optimizer.zero_grad();
     auto loss = train(x, torch::sin(x)).reduce_mean();
     optimizer.step();

@@ -159,23 +159,17 @@ DataSet load_mnist(const std::string& folder) {
                    " digits for training, the last ", rest, " for testing")};
 }
 
-EpochSampler::EpochSampler(int64_t count, int64_t batch_size, uint64_t seed, int64_t replica,
-                           int64_t replicas)
-    : count_(count), batch_size_(batch_size), seed_(seed), replica_(replica), replicas_(replicas) {
-  TORCH_CHECK_VALUE(count >= batch_size * replicas, "MNIST: expected at least ",
-                    batch_size * replicas, " digits for ", replicas, " replicas with batches of ",
-                    batch_size, ", got ", count, ". Choose a smaller --batch-size.");
+EpochSampler::EpochSampler(int64_t count, int64_t batch_size, uint64_t seed)
+    : count_(count), batch_size_(batch_size), seed_(seed) {
+  TORCH_CHECK_VALUE(count >= batch_size, "MNIST: expected at least ", batch_size,
+                    " digits for a batch, got ", count, ". Choose a smaller --batch-size.");
 }
 
 std::vector<at::Tensor> EpochSampler::batches(int64_t epoch) const {
   auto generator = at::detail::createCPUGenerator(seed_ + static_cast<uint64_t>(epoch));
-  const auto order = at::randperm(count_, generator, at::kLong);
-  std::vector<at::Tensor> result;
-  const int64_t global = batch_size_ * replicas_;
-  for (int64_t first = 0; first + global <= count_; first += global) {
-    result.push_back(order.narrow(0, first + replica_ * batch_size_, batch_size_));
-  }
-  return result;
+  auto batches = at::randperm(count_, generator, at::kLong).split(batch_size_);
+  if (batches.back().numel() < batch_size_) batches.pop_back();
+  return batches;
 }
 
 }  // namespace mnist

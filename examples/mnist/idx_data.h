@@ -38,22 +38,19 @@ struct DataSet {
 /// get it, or malformed.
 DataSet load_mnist(const std::string& folder);
 
-/// Draws the batches of one epoch: every replica sees its own share of a shuffled order that is the
-/// same on all ranks. A function of its arguments alone.
+/// Draws the batches of one epoch from a shuffled order. A function of its arguments alone, so all
+/// ranks draw the same ones.
 class EpochSampler {
  public:
-  /// `count` digits in batches of `batch_size` for each of `replicas`, of which this is `replica`.
-  EpochSampler(int64_t count, int64_t batch_size, uint64_t seed, int64_t replica = 0,
-               int64_t replicas = 1);
+  /// `count` digits in batches of `batch_size`. Throws `c10::ValueError` if they do not fill one.
+  EpochSampler(int64_t count, int64_t batch_size, uint64_t seed);
 
-  /// Indices (int64) of each batch of `epoch`. What does not fill a batch on every replica is
-  /// dropped, so all replicas take the same number of steps.
+  /// Indices (int64) of each batch of `epoch`. What does not fill a batch is dropped.
   std::vector<at::Tensor> batches(int64_t epoch) const;
 
  private:
   const int64_t count_, batch_size_;
   const uint64_t seed_;
-  const int64_t replica_, replicas_;
 };
 
 }  // namespace mnist

@@ -17,13 +17,13 @@ namespace mnist {
 template <class TrainStep, class Optimizer>
 void train(TrainStep& step, Optimizer& optimizer, const Digits& digits, int64_t epoch,
            const Settings& settings) {
-  const EpochSampler sampler(digits.size(), settings.batch_size, settings.seed, smp::dp_rank(),
-                             smp::dp_size());
-  const auto batches = sampler.batches(epoch);
+  const auto batches =
+      EpochSampler(digits.size(), settings.batch_size * smp::dp_size(), settings.seed)
+          .batches(epoch);
   const auto all = static_cast<int64_t>(batches.size());
   const int64_t steps = settings.max_steps > 0 ? std::min(settings.max_steps, all) : all;
   for (int64_t i = 0; i < steps; ++i) {
-    const Digits batch = digits.select(batches[i]);
+    const Digits batch = digits.select(smp::shard(batches[i]));
     optimizer.zero_grad();
     const smp::StepOutput losses = std::get<1>(step(batch.images, batch.labels));
     optimizer.step();

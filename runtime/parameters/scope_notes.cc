@@ -3,7 +3,7 @@
 namespace smp::runtime {
 
 TensorNotes<int>& partition_pins() {
-  static thread_local TensorNotes<int> pins;
+  static TensorNotes<int> pins;
   return pins;
 }
 
@@ -12,7 +12,7 @@ int pinned_partition(const at::Tensor& tensor) {
 }
 
 TensorNotes<bool>& tensor_parallelism_marks() {
-  static thread_local TensorNotes<bool> marks;
+  static TensorNotes<bool> marks;
   return marks;
 }
 

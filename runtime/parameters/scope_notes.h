@@ -6,7 +6,7 @@
 
 namespace smp::runtime {
 
-// Of this thread: a rank that is a thread builds its own module.
+// Of all threads: they follow the model, which may be made on another one than that of its steps.
 
 /// Where `smp::partition` and `smp::set_partition` pinned tensors.
 TensorNotes<int>& partition_pins();

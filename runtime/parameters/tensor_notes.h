@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -15,11 +16,13 @@ namespace smp::runtime {
 /// What scopes noted about the tensors made inside, such as where they are pinned. A tensor is
 /// known by its identity and by its storage: registering one may make another tensor on the same
 /// storage (`torch::empty` does), and `module->to(dtype)` gives the same tensor another storage.
-/// Nothing is kept alive. Internal; belongs to one thread.
+/// Nothing is kept alive. Internal; all threads may use it: a model is made on any of them, and a
+/// rank that is a thread has tensors of its own.
 template <class Note>
 class TensorNotes {
  public:
   void set(const at::Tensor& tensor, const Note& note) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     drop_expired();
     tensors_.insert_or_assign(tensor.unsafeGetTensorImpl(),
                               Entry<c10::TensorImpl>{note, weak(tensor)});
@@ -31,6 +34,7 @@ class TensorNotes {
   }
 
   std::optional<Note> find(const at::Tensor& tensor) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = tensors_.find(tensor.unsafeGetTensorImpl());
     if (found != tensors_.end() && !found->second.object.expired()) return found->second.note;
     if (!tensor.has_storage()) return std::nullopt;
@@ -67,6 +71,7 @@ class TensorNotes {
 
   static constexpr size_t kLimit = 1024;
 
+  mutable std::mutex mutex_;
   size_t limit_ = kLimit;
   ska::flat_hash_map<const c10::TensorImpl*, Entry<c10::TensorImpl>> tensors_;
   ska::flat_hash_map<const c10::StorageImpl*, Entry<c10::StorageImpl>> storages_;

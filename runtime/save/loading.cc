@@ -41,6 +41,7 @@ class Load {
   /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
   /// bytes are divided among the ranks. Collective.
   void check(bool with_optimizer) {
+    with_optimizer_ = with_optimizer;
     const auto world = runtime_.world();
     const auto identities = together(*world, [&] {
       reader_ = std::make_shared<Reader>(path_);
@@ -49,6 +50,9 @@ class Load {
       SMP_CHECK_WITH(CheckpointError,
                      !with_optimizer || reader_->index().optimizer.contains("state"), "checkpoint \"",
                      path_, "\" holds no optimizer. Load it without one: smp::load(path, model)");
+      if (with_optimizer) {
+        runtime_.step_functions.check_resumable(reader_->index().run.random.step_calls, path_);
+      }
       return reader_->index().checksum + " at " + path_;
     });
     const size_t digits = reader_->index().checksum.size();
@@ -86,8 +90,10 @@ class Load {
     runtime_.seed_is_set = true;
     runtime_.training_steps = run.step;
     runtime_.saved_gradient_shards = static_cast<int>(run.gradient_shards);
-    for (size_t i = 0; i < run.random.step_calls.size(); ++i) {
-      runtime_.step_calls[static_cast<int>(i)] = static_cast<uint64_t>(run.random.step_calls[i]);
+    if (with_optimizer_) {
+      runtime_.step_functions.resume(run.random.step_calls, path_);
+    } else {
+      runtime_.step_functions.load(run.random.step_calls);
     }
     for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
       if (run.extra.contains(name)) extra.load(run.extra.at(name).dump());

@@ -257,10 +257,7 @@ checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_c
   state.step = runtime.training_steps;
   state.gradient_shards = runtime.gradient_shards();
   state.random.seed = runtime.seed;
-  for (const auto& [ordinal, calls] : runtime.step_calls) {
-    state.random.step_calls.resize(std::max<size_t>(state.random.step_calls.size(), ordinal + 1));
-    state.random.step_calls[ordinal] = static_cast<int64_t>(calls);
-  }
+  state.random.step_calls = runtime.step_functions.all();
   state.user_content = parse(user_content, "the user_content");
   if (runtime.checkpoint_context && runtime.rank() == 0) {
     for (const auto& [name, extra] : runtime.checkpoint_context->extras) {

@@ -15,19 +15,20 @@ namespace smp::runtime {
 
 /// A call of `smp::set_activation_checkpointing`.
 struct CheckpointingRequest {
+  std::weak_ptr<Runtime> runtime;  ///< of the rank that called; null: it was before `init`
   std::weak_ptr<const torch::nn::Module> module;
   std::string name;  ///< of its type, for errors
   int group;         ///< how many neighbours run again together; 0: all
 };
 
-/// Those of this thread: a rank that is a thread builds its own module.
-std::vector<CheckpointingRequest>& checkpointing_requests();
+/// Notes a request, of any thread: a model may be made on another one than that of its first step.
+void request_checkpointing(CheckpointingRequest request);
 
 /// Whether a module's children run one after the other: a `Sequential` or a `ModuleList`.
 bool has_children_in_order(const torch::nn::Module& module);
 
 /// What was asked for, by the modules' names in the models. Throws `UsageError` for a module that
-/// is in none of them.
+/// this rank named and that is in none of them.
 std::vector<partitioner::CheckpointedModules> checkpointed_modules(const Runtime& runtime);
 
 }  // namespace smp::runtime

@@ -290,7 +290,7 @@ Program::Outputs Program::run(Inputs inputs) {
   for (int64_t m = 0; m < microbatches_; ++m) {
     graph::RandomKey key;
     key.seed = runtime_->seed;
-    key.step_function = static_cast<uint64_t>(inputs.step_ordinal);
+    key.step_function = inputs.random_stream;
     key.call = inputs.step_call;
     key.global_microbatch = global_microbatch(m);
     step.keys.push_back(key);

@@ -33,8 +33,8 @@ class Program {
     /// By microbatch, or one entry for all; operators are counted as captured.
     std::vector<std::vector<graph::ConstantOverride>> constants;
     std::vector<std::vector<graph::ContentOverride>> contents;
-    int step_ordinal = 0;
-    uint64_t step_call = 0;
+    uint64_t random_stream = 0;  ///< of the step function
+    uint64_t step_call = 0;      ///< how many calls of it came before
     bool detach_outputs = true;
   };
 

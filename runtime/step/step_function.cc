@@ -59,17 +59,22 @@ std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) 
   return metas;
 }
 
+const StepOptions& checked(const StepOptions& options) {
+  SMP_CHECK_WITH(UsageError, options.microbatches() >= 0,
+                 "StepOptions().microbatches must be positive, got ", options.microbatches());
+  return options;
+}
+
 }  // namespace
 
 StepFunction::StepFunction(StepOptions options)
     : runtime_(Runtime::get_shared()),
       options_(std::move(options)),
-      ordinal_(runtime_->next_step_ordinal()),
-      name_(options_.name().empty() ? "step " + std::to_string(ordinal_) : options_.name()),
-      guard_period_(period_of(runtime_->config().guard())) {
-  SMP_CHECK_WITH(UsageError, options_.microbatches() >= 0, "step function \"", name_,
-                 "\": microbatches must be positive, got ", options_.microbatches());
-}
+      name_(runtime_->step_functions.add(checked(options_).name())),
+      stream_(stream_of(name_)),
+      guard_period_(period_of(runtime_->config().guard())) {}
+
+StepFunction::~StepFunction() { runtime_->step_functions.remove(name_); }
 
 int64_t StepFunction::microbatches() const {
   return options_.microbatches() > 0 ? options_.microbatches() : runtime_->config().microbatches();
@@ -100,6 +105,7 @@ StepResults StepFunction::run(const StepCall& call) {
 }
 
 StepResults StepFunction::run_checked(const StepCall& given) {
+  runtime_->step_functions.check_resumed(name_);
   if (!runtime_->partitioned) prepare_models(*runtime_);
   check_inputs(given);
   const Batches batches = exchange(with_step_values(*runtime_, given));
@@ -112,7 +118,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   agree(traced, batches);
   const Prepared& prepared = prepare(traced, call, inputs);
   Program::Inputs step = inputs_of(prepared, call, traced, std::move(inputs));
-  step.step_call = runtime_->step_calls[ordinal_]++;
+  step.step_call = runtime_->step_functions.count_call(name_);
   StepResults results = prepared.program->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
   results = own_outputs(std::move(results));
@@ -155,7 +161,7 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall
   step.tensors = std::move(inputs);
   step.constants = std::move(traced.constants);
   step.contents = std::move(traced.contents);
-  step.step_ordinal = ordinal_;
+  step.random_stream = stream_;
   step.detach_outputs = options_.detach_outputs();
   if (prepared.coalesced) {
     step.tensors = split(call, microbatches() / prepared.coalesced->factor);
@@ -173,7 +179,7 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall
 /// ranks decide the same.
 bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const {
   if (!last_ || !call.has_last_result || call.per_microbatch) return true;
-  const auto number = static_cast<int64_t>(runtime_->step_calls[ordinal_]);
+  const auto number = static_cast<int64_t>(runtime_->step_functions.calls(name_));
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
   return metas_of(inputs) != last_inputs_;
 }
@@ -336,7 +342,7 @@ void StepFunction::agree(const Traced& traced, const Batches& batches) {
 
 /// Of the random streams of the first microbatch in the next call.
 graph::RandomKey StepFunction::random_key() const {
-  return {runtime_->seed, static_cast<uint64_t>(ordinal_), runtime_->step_calls[ordinal_], 0};
+  return {runtime_->seed, stream_, runtime_->step_functions.calls(name_), 0};
 }
 
 /// Captures the function on the samples of several microbatches, if they may run as one.

@@ -29,6 +29,9 @@ using detail::StepResults;
 class StepFunction {
  public:
   explicit StepFunction(StepOptions options);
+  ~StepFunction();
+  StepFunction(const StepFunction&) = delete;
+  StepFunction& operator=(const StepFunction&) = delete;
 
   /// Collective over the ranks (each replica its own pipeline).
   StepResults run(const StepCall& call);
@@ -86,8 +89,8 @@ class StepFunction {
 
   std::shared_ptr<Runtime> runtime_;
   StepOptions options_;
-  int ordinal_;
   std::string name_;
+  uint64_t stream_;       // of its random numbers
   int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
   // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
   std::optional<Traced> last_;

@@ -38,7 +38,7 @@ RunState run_state(int64_t step) {
   RunState run;
   run.step = step;
   run.gradient_shards = 2;
-  run.random = {std::numeric_limits<uint64_t>::max(), {10, 20}};
+  run.random = {std::numeric_limits<uint64_t>::max(), {{"evaluate", 20}, {"train", 10}}};
   run.user_content = {{"epoch", 5}, {"note", "fine"}};
   run.extra = {{"scheduler", {{"epoch", 3}}}};
   return run;
@@ -89,7 +89,7 @@ TEST_F(FolderFormatTest, TwoRanksRoundTrip) {
   EXPECT_EQ(index.run.step, 100);
   EXPECT_EQ(index.run.gradient_shards, 2);
   EXPECT_EQ(index.run.random.seed, std::numeric_limits<uint64_t>::max());
-  EXPECT_EQ(index.run.random.step_calls, (std::vector<int64_t>{10, 20}));
+  EXPECT_EQ(index.run.random.step_calls, run_state(0).random.step_calls);
   EXPECT_EQ(index.run.user_content, run_state(0).user_content);
   EXPECT_EQ(index.run.extra, run_state(0).extra);
   EXPECT_EQ(index.optimizer["param_groups"].size(), 1u);
@@ -125,11 +125,11 @@ TEST_F(FolderFormatTest, IndexIsPleasantToRead) {
   // bb33... is the XXH64 of 24 zero bytes, from Python's xxhash.
   EXPECT_EQ(slurp(path("c/index.json")), with_checksum(R"({
   "format": "smp-checkpoint",
-  "format_version": 2,
+  "format_version": 3,
   "checksum": "0000000000000000",
   "step": 7,
   "gradient_shards": 2,
-  "random": {"seed": 18446744073709551615, "step_calls": [10, 20]},
+  "random": {"seed": 18446744073709551615, "step_calls": {"evaluate": 20, "train": 10}},
   "user_content": {"epoch": 5, "note": "fine"},
   "extra": {"scheduler": {"epoch": 3}},
   "files": {"model-00001-of-00001.safetensors": 136, "optimizer-00001-of-00001.safetensors": 144},
@@ -319,8 +319,8 @@ TEST_F(FolderFormatTest, FlippedByteIsFoundByItsHash) {
 
 TEST_F(FolderFormatTest, OtherVersionsAreRefused) {
   save(path("c"), 1);
-  EXPECT_THAT(index_with("\"format_version\": 2", "\"format_version\": 7"),
-              HasSubstr("index.json\": expected format_version 2, got 7. Read it with the version "
+  EXPECT_THAT(index_with("\"format_version\": 3", "\"format_version\": 7"),
+              HasSubstr("index.json\": expected format_version 3, got 7. Read it with the version "
                         "of smp that wrote it."));
 }
 
@@ -340,8 +340,11 @@ TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
               HasSubstr("at \"\": expected key \"gradient_shards\", got none"));
   EXPECT_THAT(error("\"gradient_shards\": 2", "\"gradient_shards\": 0"),
               HasSubstr("at \"/gradient_shards\": expected a positive number of replicas, got 0"));
-  EXPECT_THAT(error("[10, 20]", "[10, 9223372036854775808]"),
-              HasSubstr("at \"/random/step_calls/1\": expected an integer of 63 bits"));
+  EXPECT_THAT(error("[2, 3]", "[2, 9223372036854775808]"),
+              HasSubstr("at \"/model/encoder.weight/shape/1\": expected an integer of 63 bits"));
+  EXPECT_THAT(
+      error("\"train\": 10", "\"train\": -1"),
+      HasSubstr("at \"/random/step_calls/train\": expected a non-negative integer, got -1"));
   EXPECT_THAT(error("\"extra\": {", "\"extra\": 1, \"x\": {"),
               HasSubstr("at \"/extra\": expected an object, got 1"));
   EXPECT_THAT(error("\"seed\": ", "\"seed\": -"),

@@ -90,6 +90,17 @@ TEST(Launch, TellsProgramsThatOutputIsNoTerminal) {
             command.environment.end());
 }
 
+TEST(Launch, RanksComputeWithOneThreadUnlessTheUserSaysOtherwise) {
+  LaunchContext context;
+  context.one_thread = true;
+  const auto parameters = R"({"partitions": 2})";
+  EXPECT_NE(shell_text(plan_launch(options_for(parameters), context)).find("OMP_NUM_THREADS=1 "),
+            std::string::npos);
+  const auto custom =
+      options_for(estimator(R"(, "custom_mpi_options": "-x OMP_NUM_THREADS=4")", parameters));
+  EXPECT_EQ(shell_text(plan_launch(custom, context)).find("OMP_NUM_THREADS=1 "), std::string::npos);
+}
+
 TEST(Launch, NumberOfRanks) {
   LaunchOptions options = options_for(R"({"partitions": 4})");
   EXPECT_EQ(rank_count(options), "4");

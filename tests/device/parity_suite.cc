@@ -77,7 +77,7 @@ Trained run_plain(const Layout& layout) {
     optimizer.zero_grad();
     run.losses.push_back(
         plain_backward(unique_parameters(*net), layout.replicas, layout.microbatches, [&](int m) {
-          const KeyedRandom random(kSeed, 0, i, m);
+          const KeyedRandom random(kSeed, "step 0", i, m);
           return net->loss(part(batch[0], count, m).to(device),
                            part(batch[1], count, m).to(device));
         }));

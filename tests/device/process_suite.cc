@@ -34,7 +34,7 @@ TEST(DeviceProcesses, EqualPlainLibtorch) {
     optimizer.zero_grad();
     const Tensors expected =
         plain_backward(unique_parameters(*plain), 1, kMicrobatches, [&](int m) {
-          const KeyedRandom random(kSeed, 0, i, m);
+          const KeyedRandom random(kSeed, "step 0", i, m);
           return plain->loss(part(x, kMicrobatches, m), part(y, kMicrobatches, m));
         });
     expect_equal(train(x, y).outputs(), expected, "losses of step " + std::to_string(i));

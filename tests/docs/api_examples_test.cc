@@ -335,10 +335,10 @@ TEST_F(ApiExamples, GroupsAndHooks) {
     handle.remove();
     EXPECT_TRUE(called);
 
-    std::vector<torch::Tensor> mine{torch::full({1}, static_cast<float>(smp::pp_rank() + 1))};
-    smp::get_pp_process_group()->allreduce(mine)->wait();
-    EXPECT_EQ(mine[0].item<float>(), 3);  // 1 + 2
-    EXPECT_EQ(smp::get_pp_group(), (std::vector<int>{0, 1}));
+    const smp::Group pipeline = smp::group(smp::CommGroup::kPp);
+    EXPECT_EQ(pipeline.ranks(), (std::vector<int>{0, 1}));
+    const auto sum = pipeline.all_reduce(torch::full({1}, pipeline.rank() + 1));
+    EXPECT_EQ(sum.item<int64_t>(), 3);  // 1 + 2
   });
 }
 
@@ -348,9 +348,9 @@ TEST_F(ApiExamples, ObjectsBetweenRanks) {
     const auto all = smp::allgather(scores, smp::CommGroup::kDp);  // of each replica, in order
     EXPECT_EQ(all.at(1).at("loss"), 0.5);
     if (smp::rank() == 0) {
-      smp::send(std::string("done"), 1, smp::RankType::kWorldRank);
+      smp::send(std::string("done"), 1, smp::CommGroup::kWorld);
     } else if (smp::rank() == 1) {
-      EXPECT_EQ(smp::recv_from<std::string>(0, smp::RankType::kWorldRank), "done");
+      EXPECT_EQ(smp::recv_from<std::string>(0, smp::CommGroup::kWorld), "done");
     }
 
     const Progress progress{smp::rank(), torch::ones({2})};
@@ -374,7 +374,8 @@ TEST_F(ApiExamples, KeyedRandom) {
     }
     torch::Tensor expected;
     {
-      const smp::KeyedRandom random(/*seed=*/7, /*step_function=*/0, /*call=*/0, /*microbatch=*/1);
+      const smp::KeyedRandom random(/*seed=*/7, /*step_function=*/"step 0", /*call=*/0,
+                                    /*microbatch=*/1);
       expected = plain(x.narrow(0, 4, 4).clone());
     }
     EXPECT_TRUE(torch::equal(second_half, expected));

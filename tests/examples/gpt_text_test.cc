@@ -119,16 +119,6 @@ TEST(TextBatches, RefuseAWindowLongerThanTheText) {
                         "of 2048 bytes, got 2048."));
 }
 
-TEST(TextBatches, SliceSharesRowsAmongReplicas) {
-  const TextData data(blocks(10), "test");
-  const Batch batch = data.batch(1, 1, 6, 4);
-  const Batch first = batch.slice(0, 2), second = batch.slice(1, 2);
-  EXPECT_TRUE(torch::equal(torch::cat({first.x, second.x}), batch.x));
-  EXPECT_TRUE(torch::equal(torch::cat({first.y, second.y}), batch.y));
-  EXPECT_THAT(error_of([&] { batch.slice(0, 4); }),
-              HasSubstr("expected a batch that 4 replicas can share evenly, got 6 sequences."));
-}
-
 TEST(HeldOutBatches, CoverTheTextFromEndToEnd) {
   std::string text;
   for (int64_t i = 0; i < 10 * kBlock; ++i) text.push_back(static_cast<char>(i * i / 77));

@@ -1,6 +1,7 @@
 // A training program that fails in the way its first argument names, on the last rank if it can.
 // Started by failure_test through smprun.
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -13,9 +14,25 @@
 
 namespace {
 
+/// A process that this rank forks, and that ends as a rank must not.
+void fork_one(bool throws) {
+  const pid_t child = fork();
+  if (child == 0 && throws) std::terminate();
+  if (child == 0) std::exit(3);
+  int status = 0;
+  waitpid(child, &status, 0);
+  std::cout << (throws ? "forked, signal " : "forked, status ")
+            << (throws ? WTERMSIG(status) : WEXITSTATUS(status)) << std::endl;
+}
+
 void train(const std::string& how) {
   torch::set_num_threads(1);
   smp::init();
+  if (how == "init_again") {
+    smp::shutdown();
+    smp::init();
+    throw std::runtime_error("nobody catches this");
+  }
   if (how == "idle") {
     std::cout << "rank pid " << getpid() << std::endl;
     pause();
@@ -41,6 +58,14 @@ void train(const std::string& how) {
     auto batch = smp::testing::TinyGptImpl::batch(how == "indivisible" ? 5 : 4);
     if (how == "other_batch" && culprit && steps == 1) batch[0] = 16 - batch[0];
     if (how == "loss_weight" && culprit && steps == 1) weight = 0.5;
+    if (how == "fork" && steps == 1) {
+      fork_one(false);
+      fork_one(true);
+    }
+    if (how == "last_words" && culprit && steps == 1) {
+      std::cout << "last words of " << smp::rank() << "\n";  // not flushed
+      std::exit(5);
+    }
     if (how == "exit" && culprit && steps == 1) std::_Exit(7);
     if (how == "caught_outside" && culprit && steps == 1) throw std::runtime_error("no data file");
     if (how == "kill" && culprit && steps == 1) kill(getpid(), SIGKILL);

@@ -45,6 +45,27 @@ TEST(Failure, NothingFailsWithoutACause) {
   EXPECT_EQ(outcome.status, 0) << outcome.output;
 }
 
+/// Standard output is a pipe, which holds back what is written until it is flushed.
+TEST(Failure, ExitWithoutFlushingLosesNoOutput) {
+  const Outcome outcome = run("last_words", kParameters);
+  EXPECT_NE(outcome.status, 0) << outcome.output;
+  EXPECT_NE(outcome.output.find("last words of 1\n"), std::string::npos) << outcome.output;
+}
+
+TEST(Failure, ForkedProcessesDoNotEndTheJob) {
+  const Outcome outcome = run("fork", kParameters);
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_NE(outcome.output.find("forked, status 3"), std::string::npos) << outcome.output;
+  EXPECT_NE(outcome.output.find("forked, signal 6"), std::string::npos) << outcome.output;
+  EXPECT_EQ(outcome.output.find("first cause"), std::string::npos) << outcome.output;
+}
+
+TEST(Failure, UncaughtExceptionAfterASecondInit) {
+  const Outcome outcome = run_command("timeout 60 tests/failure/failing_step init_again 2>&1");
+  EXPECT_EQ(outcome.status, 128 + 6) << outcome.output;
+  EXPECT_NE(outcome.output.find("nobody catches this"), std::string::npos) << outcome.output;
+}
+
 TEST(Failure, ExceptionInTheUsersFunction) {
   expect_failure("exception", "rank 1: the user's function failed");
 }

@@ -114,7 +114,7 @@ Trained run_plain(const Maker<Net>& make, const Layout& layout, const Tensors& b
     optimizer.zero_grad();
     run.losses.push_back(
         plain_backward(parameters, layout.replicas, layout.microbatches, [&](int m) {
-          const KeyedRandom random(kSeed, 0, i, m);
+          const KeyedRandom random(kSeed, "step 0", i, m);
           return net->loss(part(batch[0], count, m), part(batch[1], count, m));
         }));
     run.gradients.push_back(gradients_of(net->named_parameters()));

@@ -271,7 +271,7 @@ Trace train_plain(const Computed& computed) {
   for (int step = 0; step < kSteps; ++step) {
     const auto [x, y] = batch_of(step, computed.spike);
     const auto gradients = plain_gradients(parameters, [&, x = x, y = y](int m) {
-      const KeyedRandom random(kSeed, 0, step, m);
+      const KeyedRandom random(kSeed, "step 0", step, m);
       const int count = Layout::kMicrobatches;
       torch::Tensor loss;
       {

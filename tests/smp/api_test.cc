@@ -56,8 +56,9 @@ TEST_F(Init, QueriesBeforeInitSayWhatToCall) {
   EXPECT_FALSE(is_tracing());
   for (const auto& query : std::vector<std::function<void()>>{
            [] { rank(); }, [] { size(); }, [] { local_rank(); }, [] { pp_rank(); },
-           [] { dp_size(); }, [] { get_mp_group(); }, [] { barrier(); },
-           [] { get_dp_process_group(); }, [] { DistributedModel<Mlp> model{Mlp(1)}; },
+           [] { dp_size(); }, [] { group(CommGroup::kMp).ranks(); }, [] { barrier(); },
+           [] { group(CommGroup::kDp).process_group(); },
+           [] { DistributedModel<Mlp> model{Mlp(1)}; },
            [] { step([](torch::Tensor x) { return x; }); }}) {
     expect_has(error_of<UsageError>(query), {"not initialised", "smp::init"});
   }
@@ -72,7 +73,7 @@ TEST_F(Init, AloneIsAWorldOfOneThatTrains) {
   for (int got : {size(), local_size(), pp_size(), tp_size(), rdp_size(), mp_size(), dp_size()}) {
     EXPECT_EQ(got, 1);
   }
-  EXPECT_EQ(get_group(CommGroup::kWorld), std::vector<int>{0});
+  EXPECT_EQ(group(CommGroup::kWorld).ranks(), std::vector<int>{0});
   set_device(local_rank());
   barrier();
   expect_has(error_of<UsageError>([] { init(); }), {"smp::init", "twice", "once"});
@@ -112,13 +113,13 @@ TEST_F(Init, RanksAndGroupsOfTwoByTwo) {
       EXPECT_EQ(rdp_size(), 2);
       EXPECT_EQ(tp_rank(), 0);
       EXPECT_EQ(tp_size(), 1);
-      EXPECT_EQ(get_pp_group(), pipeline);
-      EXPECT_EQ(get_mp_group(), pipeline);
-      EXPECT_EQ(get_dp_group(), replicas);
-      EXPECT_EQ(get_rdp_group(), replicas);
-      EXPECT_EQ(get_tp_group(), std::vector<int>{r});
-      EXPECT_EQ(get_group(CommGroup::kWorld), (std::vector<int>{0, 1, 2, 3}));
-      EXPECT_EQ(get_group(CommGroup::kPp), pipeline);
+      EXPECT_EQ(group(CommGroup::kPp).ranks(), pipeline);
+      EXPECT_EQ(group(CommGroup::kMp).ranks(), pipeline);
+      EXPECT_EQ(group(CommGroup::kDp).ranks(), replicas);
+      EXPECT_EQ(group(CommGroup::kRdp).ranks(), replicas);
+      EXPECT_EQ(group(CommGroup::kTp).ranks(), std::vector<int>{r});
+      EXPECT_EQ(group(CommGroup::kWorld).ranks(), (std::vector<int>{0, 1, 2, 3}));
+      EXPECT_EQ(group(CommGroup::kPp).ranks(), pipeline);
       barrier();
       barrier(CommGroup::kPp);
       barrier(CommGroup::kDp);
@@ -147,8 +148,18 @@ TEST_F(Init, ConfigurationThatDiffersBetweenRanksIsRefused) {
                     "Start all ranks with the same configuration"});
 }
 
-TEST_F(Model, CallsOutsideAStepAreRefused) {
+TEST_F(Model, OnOneRankCanBeCalledOutsideAStep) {
   run_as_threads(1, stages(1), [&] {
+    Mlp net = make_net();
+    DistributedModel<Mlp> model(net);
+    expect_equal(model(x_), net(x_), "before the first step");
+    make_training(model)(x_, y_);
+    expect_equal(model(x_), net(x_), "after it");
+  });
+}
+
+TEST_F(Model, CallsOfADividedModelOutsideAStepAreRefused) {
+  run_as_threads(2, stages(2), [&] {
     DistributedModel<Mlp> model(make_net());
     const auto call = error_of<UsageError>([&] { model(x_); });
     expect_has(call,
@@ -686,15 +697,13 @@ TEST_F(ProcessGroups, SynchroniseBatchNormBuffersOverReplicas) {
     });
     train(batch[0].narrow(0, 8 * dp_rank(), 8), batch[1].narrow(0, 8 * dp_rank(), 8));
     const auto own = to_map(model->state_dict());
-    const auto group = get_dp_process_group();
-    EXPECT_EQ(group->getSize(), 2);
-    EXPECT_EQ(group->getRank(), dp_rank());
+    const Group replicas = group(CommGroup::kDp);
+    EXPECT_EQ(replicas.process_group()->getSize(), 2);
+    EXPECT_EQ(replicas.process_group()->getRank(), dp_rank());
     for (const auto& item : model->local_named_buffers()) {
       if (!item.value().is_floating_point()) continue;
       torch::NoGradGuard no_grad;
-      std::vector<at::Tensor> tensors = {item.value().detach()};
-      group->allreduce(tensors)->wait();
-      item.value().detach().div_(dp_size());
+      item.value().detach().copy_(replicas.all_reduce(item.value()) / replicas.size());
     }
     const auto synchronised = to_map(model->state_dict());
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -712,14 +721,10 @@ TEST_F(ProcessGroups, SynchroniseBatchNormBuffersOverReplicas) {
 
 TEST_F(ProcessGroups, HaveTheRanksOfTheGroups) {
   run_as_threads(4, stages(2).ddp(true), [&] {
-    const std::vector<std::pair<c10::intrusive_ptr<c10d::ProcessGroup>, std::vector<int>>> groups =
-        {{get_world_process_group(), get_group(CommGroup::kWorld)},
-         {get_pp_process_group(), get_pp_group()},
-         {get_tp_process_group(), get_tp_group()},
-         {get_rdp_process_group(), get_rdp_group()},
-         {get_mp_process_group(), get_mp_group()},
-         {get_dp_process_group(), get_dp_group()}};
-    for (const auto& [group, members] : groups) {
+    for (const CommGroup kind : {CommGroup::kWorld, CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp,
+                                 CommGroup::kMp, CommGroup::kDp}) {
+      const auto group = smp::group(kind).process_group();
+      const std::vector<int> members = smp::group(kind).ranks();
       EXPECT_EQ(group->getSize(), static_cast<int>(members.size()));
       std::vector<at::Tensor> tensors = {torch::full({2}, rank(), torch::kLong)};
       group->allreduce(tensors)->wait();

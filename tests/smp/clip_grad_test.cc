@@ -45,7 +45,7 @@ Outcome clip_plain(const Clip& clip, int shards, int microbatches_of_shard, int 
     const int count = shards * microbatches_of_shard;
     const auto batch = batch_of(step, count);
     plain_backward(parameters, shards, microbatches_of_shard, [&](int m) {
-      const KeyedRandom random(kSeed, 0, step, m);
+      const KeyedRandom random(kSeed, "step 0", step, m);
       return net->loss(part(batch[0], count, m), part(batch[1], count, m));
     });
     result.norms.push_back(

@@ -269,7 +269,7 @@ TEST_F(Inputs, NegativeNumberOfMicrobatches) {
   const auto text = error_of_run<UsageError>(1, stages(1), [&] {
     step([](torch::Tensor x) { return x; }, StepOptions().microbatches(-2));
   });
-  expect_has(text, {"step function \"step 0\": microbatches must be positive, got -2"});
+  expect_has(text, {"StepOptions().microbatches must be positive, got -2"});
 }
 
 /// From step `when` on.

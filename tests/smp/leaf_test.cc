@@ -212,7 +212,7 @@ class Leaves : public ::testing::TestWithParam<Layout> {
       net->train();
       optimizer.zero_grad();
       run.losses.push_back(plain_backward(parameters, 1, static_cast<int>(count), [&](int m) {
-        const KeyedRandom random(kSeed, 0, i, m);
+        const KeyedRandom random(kSeed, "step 0", i, m);
         return net->loss(part(x_[i], count, m), part(y_[i], count, m));
       }));
       optimizer.step();
@@ -363,12 +363,12 @@ TEST_F(LeafCalls, OfASeedDrawFromOneStream) {
   const auto x = torch::ones({50});
   torch::Tensor after_leaf, after_one;
   {
-    const KeyedRandom random(kSeed, 0, 0, 0);
+    const KeyedRandom random(kSeed, "step 0", 0, 0);
     leaf(twice)(x);
     after_leaf = torch::rand({4});
   }
   {
-    const KeyedRandom random(kSeed, 0, 0, 0);
+    const KeyedRandom random(kSeed, "step 0", 0, 0);
     torch::dropout(x, 0.5, true);
     after_one = torch::rand({4});
   }

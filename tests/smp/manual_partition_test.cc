@@ -215,7 +215,7 @@ void expect_parity(const Case& c) {
     const int count = c.replicas * c.microbatches;
     const auto expected =
         plain_backward(unique_parameters(*plain), c.replicas, c.microbatches, [&](int m) {
-          const KeyedRandom random(kSeed, 0, step, m);
+          const KeyedRandom random(kSeed, "step 0", step, m);
           return torch::mse_loss(plain(part(x[step], count, m)), part(y[step], count, m));
         });
     optimizer.step();

@@ -117,7 +117,7 @@ class ModelCreationTest : public ::testing::TestWithParam<int> {
       plain_optimizer.zero_grad();
       expected.push_back(plain_backward(parameters, replicas, kMicrobatches, [&](int m) {
         buffers.use(m / kMicrobatches);
-        const KeyedRandom random(kSeed, 0, i, m);
+        const KeyedRandom random(kSeed, "step 0", i, m);
         return plain->loss(part(batches[i][0], parts, m), part(batches[i][1], parts, m));
       }));
       plain_optimizer.step();

@@ -23,8 +23,8 @@ TEST_F(MpiStep, RanksAndGroups) {
   EXPECT_EQ(local_size(), 4);
   EXPECT_EQ(pp_rank(), rank() % 2);
   EXPECT_EQ(dp_rank(), rank() / 2);
-  EXPECT_EQ(get_pp_group(), (std::vector<int>{2 * dp_rank(), 2 * dp_rank() + 1}));
-  EXPECT_EQ(get_dp_group(), (std::vector<int>{pp_rank(), pp_rank() + 2}));
+  EXPECT_EQ(group(CommGroup::kPp).ranks(), (std::vector<int>{2 * dp_rank(), 2 * dp_rank() + 1}));
+  EXPECT_EQ(group(CommGroup::kDp).ranks(), (std::vector<int>{pp_rank(), pp_rank() + 2}));
   expect_has(error_of<UsageError>([] { init(); }), {"twice"});
   barrier();
   barrier(CommGroup::kDp);
@@ -65,7 +65,7 @@ TEST_F(MpiStep, GptWithDropoutEqualsThePlainRunBitForBit) {
     plain->train();
     plain_optimizer.zero_grad();
     const auto expected = plain_backward(parameters, kReplicas, kMicrobatches, [&](int m) {
-      const KeyedRandom random(kSeed, 0, i, m);
+      const KeyedRandom random(kSeed, "step 0", i, m);
       return cross_entropy(plain(part(ids, kCount, m)), part(targets, kCount, m));
     });
     model->train();
@@ -107,10 +107,10 @@ TEST_F(MpiStep, GptWithDropoutEqualsThePlainRunBitForBit) {
 }
 
 TEST_F(MpiStep, DataParallelProcessGroupReduces) {
-  const auto group = get_dp_process_group();
-  ASSERT_EQ(group->getSize(), 2);
+  const auto replicas = group(CommGroup::kDp).process_group();
+  ASSERT_EQ(replicas->getSize(), 2);
   std::vector<at::Tensor> tensors = {torch::full({3}, static_cast<float>(rank()))};
-  group->allreduce(tensors)->wait();
+  replicas->allreduce(tensors)->wait();
   // Ranks p and p + 2 of stage p.
   expect_equal(tensors[0], torch::full({3}, 2.0f * pp_rank() + 2.0f), "sum");
 }

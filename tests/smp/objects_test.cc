@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "runtime/runtime.h"
+#include "smp/group.h"
 #include "smp/init.h"
 
 namespace smp {
@@ -156,18 +157,18 @@ TEST(Objects, GoToARankOfEachGroup) {
   on_four_ranks([] {
     const std::string mine = "from " + std::to_string(rank());
     if (pp_rank() == 0) {
-      send(mine, 1, RankType::kPpRank);
+      send(mine, 1, CommGroup::kPp);
     } else {
-      EXPECT_EQ(recv_from<std::string>(0, RankType::kPpRank), rank() == 1 ? "from 0" : "from 2");
+      EXPECT_EQ(recv_from<std::string>(0, CommGroup::kPp), rank() == 1 ? "from 0" : "from 2");
     }
     if (dp_rank() == 1) {
-      send(mine, 0, RankType::kDpRank);
+      send(mine, 0, CommGroup::kDp);
     } else {
-      EXPECT_EQ(recv_from<std::string>(1, RankType::kDpRank), rank() == 0 ? "from 2" : "from 3");
+      EXPECT_EQ(recv_from<std::string>(1, CommGroup::kDp), rank() == 0 ? "from 2" : "from 3");
     }
-    if (rank() == 3) send(mine, 0, RankType::kWorldRank);
+    if (rank() == 3) send(mine, 0, CommGroup::kWorld);
     if (rank() == 0) {
-      EXPECT_EQ(recv_from<std::string>(3, RankType::kWorldRank), "from 3");
+      EXPECT_EQ(recv_from<std::string>(3, CommGroup::kWorld), "from 3");
     }
   });
 }
@@ -196,15 +197,15 @@ TEST(Objects, ABroadcastIsReceivedByRecvFrom) {
     if (dp_rank() == 1) {
       broadcast(10 * pp_rank(), CommGroup::kDp);
     } else if (pp_rank() == 0) {
-      EXPECT_EQ(recv_from<int>(1, RankType::kDpRank), 0);
+      EXPECT_EQ(recv_from<int>(1, CommGroup::kDp), 0);
     } else {
-      EXPECT_EQ(recv_from<int>(3, RankType::kWorldRank), 10);
+      EXPECT_EQ(recv_from<int>(3, CommGroup::kWorld), 10);
     }
-    dp_barrier();
-    mp_barrier();
-    pp_barrier();
-    tp_barrier();
-    rdp_barrier();
+    barrier(CommGroup::kDp);
+    barrier(CommGroup::kMp);
+    barrier(CommGroup::kPp);
+    barrier(CommGroup::kTp);
+    barrier(CommGroup::kRdp);
     barrier();
   });
 }
@@ -214,22 +215,22 @@ TEST(Objects, Alone) {
   run_as_threads(1, Config(), [] {
     EXPECT_EQ(broadcast(std::string("x"), CommGroup::kDp, 0), "x");
     EXPECT_EQ(allgather(5, CommGroup::kWorld), std::vector<int>{5});
-    send(6, 0, RankType::kWorldRank);
-    EXPECT_EQ(recv_from<int>(0, RankType::kWorldRank), 6);
+    send(6, 0, CommGroup::kWorld);
+    EXPECT_EQ(recv_from<int>(0, CommGroup::kWorld), 6);
   });
 }
 
 TEST(Objects, OfOtherTypesAndVersionsAreErrors) {
   on_four_ranks([] {
-    if (rank() == 0) send(1.5, 1, RankType::kWorldRank);
+    if (rank() == 0) send(1.5, 1, CommGroup::kWorld);
     if (rank() == 1) {
       EXPECT_THAT(
-          error_text<CommError>([] { recv_from<std::string>(0, RankType::kWorldRank); }),
+          error_text<CommError>([] { recv_from<std::string>(0, CommGroup::kWorld); }),
           HasSubstr("expected an object of type string from rank 0, got one of type float64"));
     }
-    if (rank() == 2) send(Old(), 3, RankType::kWorldRank);
+    if (rank() == 2) send(Old(), 3, CommGroup::kWorld);
     if (rank() == 3) {
-      EXPECT_THAT(error_text<CommError>([] { recv_from<New>(2, RankType::kWorldRank); }),
+      EXPECT_THAT(error_text<CommError>([] { recv_from<New>(2, CommGroup::kWorld); }),
                   HasSubstr("expected an object of type smp::New version 2 from rank 2, got one of "
                             "type smp::Old"));
     }
@@ -238,9 +239,9 @@ TEST(Objects, OfOtherTypesAndVersionsAreErrors) {
 
 TEST(Objects, RefuseRanksThatAreNone) {
   on_four_ranks([] {
-    EXPECT_THAT(error_text<UsageError>([] { send(1, 2, RankType::kPpRank); }),
+    EXPECT_THAT(error_text<UsageError>([] { send(1, 2, CommGroup::kPp); }),
                 HasSubstr("smp::send: expected a pp rank in 0 to 1, got 2."));
-    EXPECT_THAT(error_text<UsageError>([] { recv_from<int>(-1, RankType::kDpRank); }),
+    EXPECT_THAT(error_text<UsageError>([] { recv_from<int>(-1, CommGroup::kDp); }),
                 HasSubstr("smp::recv_from: expected a dp rank in 0 to 1, got -1."));
     runtime::Runtime::get().in_step = true;
     EXPECT_THAT(error_text<UsageError>([] { allgather(1, CommGroup::kWorld); }),

@@ -101,7 +101,7 @@ Trace run_plain() {
     optimizer.zero_grad();
     run.losses.push_back(
         plain_backward(net->parameters(), 1, kMicrobatches, [&, &x = x, &y = y](int m) {
-          const KeyedRandom random(kSeed, 0, i, m);
+          const KeyedRandom random(kSeed, "step 0", i, m);
           return loss_of(net(part(x, kMicrobatches, m)), part(y, kMicrobatches, m), loss_weight(i));
         }));
     optimizer.step();

@@ -128,7 +128,7 @@ Trace run_plain(const std::function<Net()>& make, const Options& options, const 
       for (int m = 0; m < layout.microbatches; ++m) {
         const int64_t global = replica * layout.microbatches + m;
         net->zero_grad();
-        const KeyedRandom random(kSeed, 0, step, global);
+        const KeyedRandom random(kSeed, "step 0", step, global);
         auto loss = net->loss(batch[0].narrow(0, global * size, size).clone(),
                               batch[1].narrow(0, global * size, size).clone());
         loss.backward();

@@ -94,7 +94,7 @@ class PlainTraining {
   void step(int number) {
     const auto [x, y] = batch_of(number, recipe_.spike());
     const auto gradients = plain_gradients(parameters_, [&, x = x, y = y](int m) {
-      const KeyedRandom random(kSeed, 0, number, m);
+      const KeyedRandom random(kSeed, "step 0", number, m);
       const int count = Layout::kMicrobatches;
       const auto output = net_(part(x, count, m).to(recipe_.precision.type)).to(torch::kFloat);
       const auto loss = loss_of(output, part(y, count, m));

@@ -108,7 +108,7 @@ Named train_plain(const Recipe& recipe, int shards, int microbatches_of_shard, i
     optimizer->zero_grad();
     const auto batch = batch_of(step, shards * microbatches_of_shard);
     plain_backward(parameters, shards, microbatches_of_shard, [&](int m) {
-      const KeyedRandom random(kSeed, 0, step, m);
+      const KeyedRandom random(kSeed, "step 0", step, m);
       const int count = shards * microbatches_of_shard;
       return net->loss(part(batch[0], count, m), part(batch[1], count, m));
     });

@@ -67,7 +67,7 @@ Run run_plain(const Scenario& scenario) {
     optimizer.zero_grad();
     const auto& [x, y] = batches[i];
     run.losses.push_back(plain_backward(net->parameters(), 1, count, [&, &x = x, &y = y](int m) {
-      const KeyedRandom random(kSeed, 0, i, m);
+      const KeyedRandom random(kSeed, "step 0", i, m);
       return scenario.loss(i, call, part(x, count, m), part(y, count, m));
     }));
     optimizer.step();
@@ -76,7 +76,7 @@ Run run_plain(const Scenario& scenario) {
     torch::NoGradGuard no_grad;
     run.evaluations.emplace_back();
     for (int m = 0; m < count; ++m) {
-      const KeyedRandom random(kSeed, 1, i, m);
+      const KeyedRandom random(kSeed, "step 1", i, m);
       run.evaluations.back().push_back(net(part(inputs, count, m)));
     }
   }

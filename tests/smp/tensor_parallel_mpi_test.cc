@@ -34,7 +34,7 @@ TEST_F(MpiTensorParallel, AModelThatKnowsNothingOfItIsThatOfOneProcess) {
     const auto batch = token_batch(i);
     plain_optimizer.zero_grad();
     const auto expected = plain_backward(parameters, 1, kMicrobatches, [&](int m) {
-      const KeyedRandom random(kSeed, 0, i, m);
+      const KeyedRandom random(kSeed, "step 0", i, m);
       return plain->loss(part(batch[0], kMicrobatches, m), part(batch[1], kMicrobatches, m));
     });
     optimizer.zero_grad();

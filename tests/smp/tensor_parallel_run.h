@@ -74,7 +74,7 @@ Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
     optimizer.zero_grad();
     const auto batch = BatchOf<Net>::make(step);
     result.losses.push_back(plain_backward(parameters, 1, kMicrobatches, [&](int m) {
-      const KeyedRandom random(kSeed, 0, step, m);
+      const KeyedRandom random(kSeed, "step 0", step, m);
       return loss_of(batch, m);
     }));
     result.gradients.emplace_back();

@@ -79,7 +79,7 @@ void Run::start(torch::nn::Module& net, const std::string& name) {
 void Run::run_microbatches(int step_function, int call, int count,
                            const std::function<void(int)>& microbatch) {
   testing::plain_microbatches(parameters_, 1, count, [&](int m) {
-    const KeyedRandom random(kSeed, step_function, call, m);
+    const KeyedRandom random(kSeed, "step " + std::to_string(step_function), call, m);
     microbatch(m);
   });
 }

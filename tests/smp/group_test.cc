@@ -1,0 +1,99 @@
+#include "smp/group.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "runtime/runtime.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+void on_four_ranks(const std::function<void()>& test) {
+  run_as_threads(4, stages(2).ddp(true), test);
+}
+
+TEST(Groups, AllReduceAddsInTheOrderOfTheRanks) {
+  on_four_ranks([] {
+    const auto mine = torch::full({2, 3}, 1.0F + rank()).t();
+    for (const CommGroup kind : {CommGroup::kWorld, CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp,
+                                 CommGroup::kMp, CommGroup::kDp}) {
+      auto expected = torch::zeros({3, 2});
+      for (int member : group(kind).ranks()) expected += 1.0F + member;
+      expect_equal(all_reduce(mine, kind), expected, to_string(kind));
+      EXPECT_EQ(group(kind).ranks()[group(kind).rank()], rank());
+      EXPECT_EQ(group(kind).kind(), kind);
+    }
+    expect_equal(mine, torch::full({3, 2}, 1.0F + rank()), "the operand");
+  });
+}
+
+TEST(Groups, AllGatherKeepsTheOrderOfTheRanks) {
+  on_four_ranks([] {
+    const auto all = group(CommGroup::kWorld).all_gather(torch::full({3}, rank(), torch::kLong));
+    expect_equal(all, torch::arange(4).unsqueeze(1).expand({4, 3}), "world");
+    expect_equal(group(CommGroup::kDp).all_gather(torch::scalar_tensor(dp_rank())),
+                 torch::arange(2).to(torch::kFloat), "of scalars");
+  });
+}
+
+TEST(Groups, CommunicateBetweenStepsOnly) {
+  run_as_threads(1, Config(), [] {
+    runtime::Runtime::get().in_step = true;
+    const auto text =
+        error_of<UsageError>([] { std::ignore = all_reduce(torch::ones({1}), CommGroup::kDp); });
+    runtime::Runtime::get().in_step = false;
+    expect_has(text, {"smp::all_reduce was called inside a step function; communicate between"});
+  });
+}
+
+/// The losses of 4 microbatches, however many replicas share them.
+TEST(Groups, MeansOverAllReplicasHaveTheBitsOfOne) {
+  const auto losses = torch::tensor({0.1F, 1e8F, -1e8F, 0.7F}).unbind();
+  const auto whole = StepOutput(losses).reduce_mean();
+  for (int replicas : {1, 2, 4}) {
+    run_as_threads(replicas, stages(1).ddp(true), [&] {
+      const int count = 4 / replicas;
+      const auto first = losses.begin() + dp_rank() * count;
+      const StepOutput mine(std::vector<at::Tensor>(first, first + count));
+      expect_equal(mine.reduce_mean(CommGroup::kDp), whole, std::to_string(replicas));
+    });
+  }
+}
+
+TEST(Shard, GivesEachReplicaItsPart) {
+  const auto batch = torch::arange(24).view({6, 4});
+  on_four_ranks([&] {
+    expect_equal(shard(batch), batch.narrow(0, 3 * dp_rank(), 3), "rows");
+    expect_equal(shard(batch, -1), batch.narrow(1, 2 * dp_rank(), 2), "columns");
+    EXPECT_TRUE(shard(batch).is_alias_of(batch));
+  });
+}
+
+/// The ranks of a tensor-parallel group are given one batch then.
+TEST(Shard, IsTheSameOnRanksThatShareAPrescaledBatch) {
+  const auto batch = torch::arange(8);
+  const auto config = Config().tensor_parallel_degree(2).ddp(true);
+  run_as_threads(4, config, [&] { EXPECT_EQ(shard(batch).numel(), 2); });
+  run_as_threads(4, Config(config).prescaled_batch(true),
+                 [&] { expect_equal(shard(batch), batch.narrow(0, 4 * rdp_rank(), 4), "half"); });
+}
+
+TEST(Shard, RefusesUnequalParts) {
+  on_four_ranks([] {
+    expect_has(error_of<UsageError>([] {
+                 std::ignore = shard(torch::zeros({5, 2}));
+               }),
+               {"smp::shard: a tensor of shape [5, 2] has no 2 equal parts along axis 0, one for "
+                "each replica. Choose a batch size that is a multiple of 2, or drop the last"});
+    expect_has(error_of<UsageError>([] { std::ignore = shard(torch::zeros({4}), 1); }),
+               {"smp::shard: a tensor of shape [4] has no axis 1"});
+  });
+}
+
+}  // namespace
+}  // namespace smp::testing
