@@ -1,5 +1,6 @@
 #include "tests/smp/parity.h"
 
+#include "tests/covering_array.h"
 #include "tests/smp/models.h"
 
 namespace smp::testing {
@@ -7,34 +8,38 @@ namespace {
 
 using parity::Layout;
 
-class Parity : public ::testing::TestWithParam<Layout> {
- protected:
-  void SetUp() override { torch::set_num_threads(1); }
-
-  template <class Net, class Optimizer, class Options>
-  void check(const std::function<Net()>& make, const Options& options) {
-    parity::check<Net, Optimizer>(GetParam(), make, options);
+/// A model with its optimizer, trained over ranks of a layout.
+struct Training {
+  friend std::ostream& operator<<(std::ostream& out, const Training& one) {
+    return out << one.name << ", " << one.layout;
   }
+  std::string name;
+  Layout layout;
 };
 
-TEST_P(Parity, Gpt) {
-  check<TinyGpt, torch::optim::Adam>([] { return TinyGpt(false); },
-                                     torch::optim::AdamOptions(1e-2));
-}
+class Parity : public ::testing::TestWithParam<Training> {
+ protected:
+  void SetUp() override { torch::set_num_threads(1); }
+};
 
-TEST_P(Parity, TiedGpt) {
-  check<TinyGpt, torch::optim::SGD>([] { return TinyGpt(true); },
-                                    torch::optim::SGDOptions(0.1).momentum(0.9));
-}
-
-TEST_P(Parity, ConvNet) {
-  check<TinyConvNet, torch::optim::SGD>([] { return TinyConvNet(); },
-                                        torch::optim::SGDOptions(0.1).momentum(0.9));
-}
-
-TEST_P(Parity, ConvNetWithAdam) {
-  check<TinyConvNet, torch::optim::Adam>([] { return TinyConvNet(); },
-                                         torch::optim::AdamOptions(1e-2));
+TEST_P(Parity, WithOneProcess) {
+  const auto& [name, layout] = GetParam();
+  const torch::optim::AdamOptions adam(1e-2);
+  const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+  const std::function<TinyConvNet()> conv_net = [] { return TinyConvNet(); };
+  const auto gpt = [](bool tied) {
+    return std::function<TinyGpt()>([tied] { return TinyGpt(tied); });
+  };
+  if (name == "Gpt") {
+    parity::check<TinyGpt, torch::optim::Adam>(layout, gpt(false), adam);
+  } else if (name == "TiedGpt") {
+    parity::check<TinyGpt, torch::optim::SGD>(layout, gpt(true), sgd);
+  } else if (name == "ConvNet") {
+    parity::check<TinyConvNet, torch::optim::SGD>(layout, conv_net, sgd);
+  } else {
+    ASSERT_EQ(name, "ConvNetWithAdam");
+    parity::check<TinyConvNet, torch::optim::Adam>(layout, conv_net, adam);
+  }
 }
 
 /// Equal up to rounding, in float64. Somewhere they must have rounded differently, or nothing was
@@ -58,7 +63,10 @@ void expect_close(const parity::Trace& got, const parity::Trace& expected) {
 }
 
 /// Gradients added up inside matrix products.
-using FusedParity = Parity;
+class FusedParity : public ::testing::TestWithParam<Layout> {
+ protected:
+  void SetUp() override { torch::set_num_threads(1); }
+};
 
 TEST_P(FusedParity, TiedGpt) {
   const std::function<TinyGpt()> make = [] {
@@ -96,12 +104,24 @@ std::vector<Layout> layouts() {
   return result;
 }
 
+/// Of all models over all layouts.
+std::vector<Training> trainings() {
+  std::vector<Training> product;
+  for (const char* name : {"Gpt", "TiedGpt", "ConvNet", "ConvNetWithAdam"}) {
+    for (const Layout& layout : layouts()) product.push_back({name, layout});
+  }
+  return cases_of(product, [](const Training& one) {
+    return Factors{one.name, std::to_string(one.layout.stages), std::to_string(one.layout.replicas),
+                   std::to_string(one.layout.microbatches), one.layout.pipeline};
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Layouts, FusedParity,
                          ::testing::Values(Layout{1, 1, 3, "simple", true},
                                            Layout{2, 1, 4, "interleaved", true},
                                            Layout{2, 2, 4, "zb_h1", true},
                                            Layout{3, 1, 6, "zbv", true}));
-INSTANTIATE_TEST_SUITE_P(Layouts, Parity, ::testing::ValuesIn(layouts()));
+INSTANTIATE_TEST_SUITE_P(Trainings, Parity, ::testing::ValuesIn(trainings()));
 
 }  // namespace
 }  // namespace smp::testing

@@ -4,12 +4,12 @@
 #include <filesystem>
 #include <ostream>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "smp/optim/adadelta.h"
 #include "smp/optim/lamb.h"
 #include "smp/optim/novograd.h"
+#include "tests/covering_array.h"
 #include "tests/smp/recipe.h"
 
 // N steps are N/2, a checkpoint, another layout of ranks and N/2, bit for bit: for each optimizer
@@ -68,12 +68,35 @@ std::vector<NamedPrecision> precisions() {
   return {{"Float32", kFloat32}, {"Bf16", kBf16}, {"Fp16", kFp16, lively(), true}};
 }
 
-class Resume : public ::testing::TestWithParam<std::tuple<NamedRecipe, NamedPrecision>> {};
+/// Layouts of ranks before and after the checkpoint.
+struct Change {
+  const char* name;
+  Layout from, to;
+  bool divides() const { return from.shard_optimizer_state || to.shard_optimizer_state; }
+};
+
+std::vector<Change> changes() {
+  return {{"OneToTwoByTwo", {1, 1}, {2, 2, "1f1b"}},
+          {"OneToTwoByTwoSharded", {1, 1}, {2, 2, "1f1b", true}},
+          {"StagesToReplicas", {2, 1, "1f1b"}, {1, 2}},
+          {"StagesToReplicasSharded", {2, 1, "1f1b"}, {1, 2, "interleaved", true}},
+          {"ShardedReplicasToStages", {1, 2, "interleaved", true}, {2, 1, "1f1b"}}};
+}
+
+struct Case {
+  friend std::ostream& operator<<(std::ostream& out, const Case& one) {
+    return out << one.optimizer << ", " << one.precision << ", " << one.change.name;
+  }
+  NamedRecipe optimizer;
+  NamedPrecision precision;
+  Change change;
+};
+
+class Resume : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Resume, IsAsWithoutAnInterruption) {
   torch::set_num_threads(1);
-  const NamedRecipe& optimizer = std::get<0>(GetParam());
-  const NamedPrecision& precision = std::get<1>(GetParam());
+  const auto& [optimizer, precision, change] = GetParam();
   Recipe recipe = optimizer.recipe;
   recipe.precision = precision.precision;
   recipe.scale = precision.scale;
@@ -81,26 +104,29 @@ TEST_P(Resume, IsAsWithoutAnInterruption) {
   const std::string path = checkpoint_path();
   const Trace plain = train_plain(recipe);
   EXPECT_EQ(count_skipped(plain), precision.overflows ? 3 : 0);
-  const auto check = [&](const Layout& from, const std::vector<Layout>& all) {
-    const Trace first = train_ranks(from, recipe, {0, kHalfWay, "", path});
-    for (const Layout& to : all) {
-      if (to.shard_optimizer_state && !optimizer.divides) continue;
-      SCOPED_TRACE(::testing::Message() << from << " to " << to);
-      expect_same(joined(first, train_ranks(to, recipe, {kHalfWay, kSteps, path, ""})), plain);
-    }
-  };
-  check({1, 1}, {{2, 2, "1f1b"}, {2, 2, "1f1b", true}});
-  check({2, 1, "1f1b"}, {{1, 2}, {1, 2, "interleaved", true}});
-  if (optimizer.divides) check({1, 2, "interleaved", true}, {{2, 1, "1f1b"}});
+  const Trace first = train_ranks(change.from, recipe, {0, kHalfWay, "", path});
+  expect_same(joined(first, train_ranks(change.to, recipe, {kHalfWay, kSteps, path, ""})), plain);
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, Resume,
-                         ::testing::Combine(::testing::ValuesIn(optimizers()),
-                                            ::testing::ValuesIn(precisions())),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) + "In" +
-                                  std::get<1>(info.param).name;
-                         });
+std::vector<Case> cases() {
+  std::vector<Case> product;
+  for (const NamedRecipe& optimizer : optimizers()) {
+    for (const NamedPrecision& precision : precisions()) {
+      for (const Change& change : changes()) {
+        if (change.divides() && !optimizer.divides) continue;
+        product.push_back({optimizer, precision, change});
+      }
+    }
+  }
+  return cases_of(product, [](const Case& one) {
+    return Factors{one.optimizer.name, one.precision.name, one.change.name};
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, Resume, ::testing::ValuesIn(cases()), [](const auto& info) {
+  return std::string(info.param.optimizer.name) + "In" + info.param.precision.name + "_" +
+         info.param.change.name;
+});
 
 /// What is stored in float32 becomes masters, and masters become weights, without rounding; the
 /// optimizer's state goes on.

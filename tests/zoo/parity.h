@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "tests/covering_array.h"
 #include "tests/zoo/zoo.h"
 
 /// The test of a family: INSTANTIATE_TEST_SUITE_P(Family, Parity, layouts_of(family()), case_name).
@@ -40,13 +41,20 @@ inline void expect_parity(const Program& program, const Layout& layout) {
 
 TEST_P(Parity, WithOneProcess) { expect_parity(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 
-/// Every program with 1 to 4 stages in both pipelines.
+/// Of every program with 1 to 4 stages in both pipelines: all pairs.
 inline auto layouts_of(const std::vector<Program>& programs) {
-  std::vector<Layout> layouts;
-  for (int stages = 1; stages <= 4; ++stages) {
-    for (const char* pipeline : {"simple", "interleaved"}) layouts.push_back({stages, pipeline});
+  std::vector<Case> product;
+  for (const Program& program : programs) {
+    for (int stages = 1; stages <= 4; ++stages) {
+      for (const char* pipeline : {"simple", "interleaved"}) {
+        product.push_back({program, Layout{stages, pipeline}});
+      }
+    }
   }
-  return ::testing::Combine(::testing::ValuesIn(programs), ::testing::ValuesIn(layouts));
+  return ::testing::ValuesIn(smp::testing::cases_of(product, [](const Case& one) {
+    const auto& [program, layout] = one;
+    return smp::testing::Factors{program.name, std::to_string(layout.stages), layout.pipeline};
+  }));
 }
 
 /// "ResNet_4_interleaved".
