@@ -592,7 +592,7 @@ void expect_cause(const std::function<void(int step)>& in_step,
   });
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   expect_has(text, {"the tokenizer broke"});
-  EXPECT_LT(seconds.count(), 10.0);
+  EXPECT_LT(seconds.count(), 60.0);
 }
 
 TEST_F(Failure, ExceptionInTheFunctionOnOneRankEndsAllWithTheCause) {
@@ -628,7 +628,7 @@ TEST_F(Failure, RankThatLeavesEarlyIsNamedByTheTimeOut) {
   });
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   expect_has(text, {"rank 1"});
-  EXPECT_LT(seconds.count(), 10.0);
+  EXPECT_LT(seconds.count(), 60.0);
 }
 
 }  // namespace
