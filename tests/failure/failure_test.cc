@@ -100,6 +100,11 @@ TEST(Failure, RankThatIsKilled) {
   EXPECT_NE(outcome.output.find("signal 9"), std::string::npos) << outcome.output;
 }
 
+/// As by a library that ends the process in the middle of training, with nothing said.
+TEST(Failure, RankThatExits) {
+  expect_failure("exit", "rank 1: the program ended with exit status 7");
+}
+
 /// Nothing can catch that signal, and still no rank is left.
 TEST(Failure, LauncherThatIsKilled) {
   const std::string log = ::testing::TempDir() + "failure_launcher.log";
