@@ -34,7 +34,7 @@ bool checks_by_environment() {
 }  // namespace
 
 CollectiveEngine::CollectiveEngine(std::shared_ptr<Transport> transport,
-                                   std::shared_ptr<const Group> group)
+                                   std::shared_ptr<const GroupState> group)
     : transport_(std::move(transport)), group_(std::move(group)) {}
 
 void CollectiveEngine::run(const Collective& call, const Deadline& deadline) {

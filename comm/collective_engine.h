@@ -27,7 +27,7 @@ namespace smp::comm {
 /// finds out how the ranks lie.
 class CollectiveEngine {
  public:
-  CollectiveEngine(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group);
+  CollectiveEngine(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group);
 
   /// Runs a call that was checked (check_collective); throws as `Work::wait` does.
   void run(const Collective& call, const Deadline& deadline);
@@ -43,7 +43,7 @@ class CollectiveEngine {
   OperationInfo next_info(const char* verb, size_t bytes);
 
   const std::shared_ptr<Transport> transport_;
-  const std::shared_ptr<const Group> group_;
+  const std::shared_ptr<const GroupState> group_;
   int collectives_ = 0;
   bool is_set_up_ = false;
   HostLayout layout_;

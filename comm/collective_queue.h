@@ -26,7 +26,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
  public:
   using Task = std::function<void(const Deadline&)>;
 
-  explicit CollectiveQueue(std::shared_ptr<const Group> group) : group_(std::move(group)) {}
+  explicit CollectiveQueue(std::shared_ptr<const GroupState> group) : group_(std::move(group)) {}
 
   /// Returns when everything issued has run, since peers need it; at once, giving it up, while an
   /// exception is thrown.
@@ -68,7 +68,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   void loop(const std::string& error_context);
   static void execute(Entry& entry);
 
-  const std::shared_ptr<const Group> group_;
+  const std::shared_ptr<const GroupState> group_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<EntryPtr> entries_;  // the first one may be running

@@ -36,7 +36,7 @@ class OperationWork final : public Work {
 
 }  // namespace
 
-std::string describe(const Group& group, const OperationInfo& info) {
+std::string describe(const GroupState& group, const OperationInfo& info) {
   const std::string where =
       c10::str(" on group '", group.name, "' (here rank ", group.rank, " of ", group.size, ")");
   if (info.peer < 0) {
@@ -48,7 +48,7 @@ std::string describe(const Group& group, const OperationInfo& info) {
                   info.peer, " with tag ", info.tag, where);
 }
 
-std::string describe_timeout(const Group& group, const OperationInfo& info,
+std::string describe_timeout(const GroupState& group, const OperationInfo& info,
                              std::chrono::milliseconds waited, const std::string& waits_for) {
   const std::string remedy =
       info.peer < 0
@@ -60,13 +60,13 @@ std::string describe_timeout(const Group& group, const OperationInfo& info,
                   " s; it waits for ", waits_for, ".", remedy);
 }
 
-const Group& Transfer::group() const { return operation->group(); }
+const GroupState& Transfer::group() const { return operation->group(); }
 
 void Transfer::done(Transport& transport, const std::string& error) const {
   operation->transfer_done(transport, index, error);
 }
 
-Operation::Operation(std::shared_ptr<const Group> group, OperationInfo info,
+Operation::Operation(std::shared_ptr<const GroupState> group, OperationInfo info,
                      std::vector<Round> rounds, std::vector<at::Tensor> tensors)
     : group_(std::move(group)),
       info_(info),

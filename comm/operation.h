@@ -24,10 +24,10 @@ struct OperationInfo {
 };
 
 /// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0 of 2)".
-std::string describe(const Group& group, const OperationInfo& info);
+std::string describe(const GroupState& group, const OperationInfo& info);
 
 /// What a wait that ran out of time says after `waited`; `waits_for` as in "rank 1".
-std::string describe_timeout(const Group& group, const OperationInfo& info,
+std::string describe_timeout(const GroupState& group, const OperationInfo& info,
                              std::chrono::milliseconds waited, const std::string& waits_for);
 
 /// Runs the rounds of one communication. Whoever ends the last transfer of a round (the caller,
@@ -36,7 +36,7 @@ std::string describe_timeout(const Group& group, const OperationInfo& info,
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
   /// `tensors` are kept alive as long as the operation.
-  Operation(std::shared_ptr<const Group> group, OperationInfo info, std::vector<Round> rounds,
+  Operation(std::shared_ptr<const GroupState> group, OperationInfo info, std::vector<Round> rounds,
             std::vector<at::Tensor> tensors);
 
   /// Called once, by the rank that makes the operation.
@@ -55,7 +55,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
     return comm::describe_timeout(*group_, info_, waited, open_peers());
   }
 
-  const Group& group() const { return *group_; }
+  const GroupState& group() const { return *group_; }
 
  private:
   void run(Transport& transport);
@@ -64,7 +64,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void finish(Transport& transport, std::string error);
   std::string open_peers() const;
 
-  const std::shared_ptr<const Group> group_;
+  const std::shared_ptr<const GroupState> group_;
   const OperationInfo info_;
   const std::vector<Round> rounds_;
   const std::vector<at::Tensor> tensors_;

@@ -18,7 +18,7 @@ class Operation;
 class Transport;
 
 /// The ranks that talk to each other, as this one sees them.
-struct Group {
+struct GroupState {
   std::string name;
   int rank;
   int size;
@@ -38,7 +38,7 @@ struct Transfer {
   std::shared_ptr<Operation> operation;
   size_t index;  ///< Which of its round's messages this is.
 
-  const Group& group() const;
+  const GroupState& group() const;
 
   /// Called by the transport, exactly once and without a lock held, when the message has moved or
   /// (with a text) cannot. May start further transfers.
@@ -69,7 +69,7 @@ class Transport {
 
   /// The context of a new group. Collective over the parent; all of its ranks have arrived.
   /// `first_member` (a rank of the parent) names the group among those of one split.
-  virtual int make_context(const Group& parent, int first_member) = 0;
+  virtual int make_context(const GroupState& parent, int first_member) = 0;
 
   /// Whether two ranks of the world, of which the first is this one, can map the same memory: ranks
   /// of one host.

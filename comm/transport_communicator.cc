@@ -49,7 +49,7 @@ std::string problem_of(const std::vector<int>& members, int rank, int size) {
 }  // namespace
 
 TransportCommunicator::TransportCommunicator(std::shared_ptr<Transport> transport,
-                                             std::shared_ptr<Group> group)
+                                             std::shared_ptr<GroupState> group)
     : transport_(std::move(transport)),
       group_(std::move(group)),
       engine_(std::make_shared<CollectiveEngine>(transport_, group_)),
@@ -123,7 +123,7 @@ Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& ou
 CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
                                              const std::string& name) {
   check_members(members);
-  auto group = std::make_shared<Group>();
+  auto group = std::make_shared<GroupState>();
   group->name = name;
   group->size = static_cast<int>(members.size());
   group->rank =

@@ -16,7 +16,7 @@ namespace smp::comm {
 /// the transport of its back end; queues collectives for the engine.
 class TransportCommunicator final : public Communicator {
  public:
-  TransportCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<Group> group);
+  TransportCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<GroupState> group);
 
   int rank() const override { return group_->rank; }
   int size() const override { return group_->size; }
@@ -43,7 +43,7 @@ class TransportCommunicator final : public Communicator {
   Collective checked(const Collective& call) const;
 
   const std::shared_ptr<Transport> transport_;
-  const std::shared_ptr<Group> group_;
+  const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<CollectiveEngine> engine_;
   const std::shared_ptr<CollectiveQueue> queue_;
 };

@@ -26,7 +26,7 @@ class Continuation final : public comm::Work {
 
 comm::WorkPtr compressed(const GradBucket& bucket, at::ScalarType type) {
   const at::Tensor small = as_real(bucket.buffer).to(type).div_(bucket.divisor);
-  return then(bucket.group->iall_reduce(small, comm::ReduceOp::kSum),
+  return then(bucket.group->async().all_reduce(small, comm::ReduceOp::kSum),
               [small, buffer = as_real(bucket.buffer)] { buffer.copy_(small); });
 }
 
@@ -39,9 +39,9 @@ comm::WorkPtr then(comm::WorkPtr work, std::function<void()> next) {
 comm::WorkPtr all_reduce_hook(const GradBucket& bucket) {
   const at::Tensor buffer = as_real(bucket.buffer);
   if (bucket.divisor == bucket.group->size()) {
-    return bucket.group->iall_reduce(buffer, comm::ReduceOp::kAverage);
+    return bucket.group->async().all_reduce(buffer, comm::ReduceOp::kAverage);
   }
-  return then(bucket.group->iall_reduce(buffer, comm::ReduceOp::kSum),
+  return then(bucket.group->async().all_reduce(buffer, comm::ReduceOp::kSum),
               [buffer, divisor = bucket.divisor] {
                 if (divisor != 1) buffer.div_(divisor);
               });

@@ -130,7 +130,7 @@ void ParameterSlices::all_gather(const std::vector<bool>& updated) {
     if (std::none_of(members.begin(), members.end(), is_updated)) continue;
     buckets[b] = pack(b, parameters_[members.front()].scalar_type(),
                       [&](size_t i) { return pieces_[i].tensor; });
-    works[b] = group_->iall_gather(as_real(buckets[b]), as_real(part(buckets[b])));
+    works[b] = group_->async().all_gather(as_real(buckets[b]), as_real(part(buckets[b])));
   }
   for (size_t b = 0; b < layout_.size(); ++b) {
     if (!buckets[b].defined()) continue;

@@ -161,7 +161,7 @@ comm::WorkPtr PowerSGD::compress(const GradBucket& bucket, BucketState& state) {
     (*state.p)[i].copy_(at::matmul(matrices[i], (*state.q)[i]));
   }
   const auto whole = average_whole(bucket, state);
-  return then(bucket.group->iall_reduce(state.p->flat(), comm::ReduceOp::kSum),
+  return then(bucket.group->async().all_reduce(state.p->flat(), comm::ReduceOp::kSum),
               [this, bucket, &state, matrices = std::move(matrices), whole] {
                 decompress(bucket, state, matrices);
                 if (whole) whole->wait();
@@ -177,7 +177,7 @@ comm::WorkPtr PowerSGD::average_whole(const GradBucket& bucket, const BucketStat
     parts.push_back(bucket.gradients[i].reshape({-1}));
   }
   const at::Tensor flat = at::cat(parts);
-  return then(bucket.group->iall_reduce(flat, comm::ReduceOp::kSum),
+  return then(bucket.group->async().all_reduce(flat, comm::ReduceOp::kSum),
               [flat, gradients = std::move(gradients), divisor = bucket.divisor] {
                 flat.div_(divisor);
                 int64_t offset = 0;

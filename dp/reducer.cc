@@ -293,7 +293,7 @@ void Reducer::start_complete_buckets() {
   if (next_bucket_ < layout_.size() || !tracks_usage()) return;
   used_anywhere_ = at::zeros({static_cast<int64_t>(used_.size())}, at::kByte);
   std::copy(used_.begin(), used_.end(), used_anywhere_.mutable_data_ptr<uint8_t>());
-  usage_work_ = group_->iall_reduce(used_anywhere_, comm::ReduceOp::kMax);
+  usage_work_ = group_->async().all_reduce(used_anywhere_, comm::ReduceOp::kMax);
 }
 
 GradBucket Reducer::grad_bucket(size_t bucket) const {

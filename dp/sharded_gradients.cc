@@ -125,11 +125,12 @@ void ShardedGradients::start(size_t index) {
   name_in_errors(index, [&] {
     if (local_shards_ == 1) {
       bucket.received = at::empty({1, bucket.width}, bucket.options);
-      bucket.work = replicas_->ireduce_scatter(as_real(bucket.received), as_real(bucket.sums),
-                                               comm::ReduceOp::kSum);
+      bucket.work = replicas_->async().reduce_scatter(as_real(bucket.received),
+                                                      as_real(bucket.sums), comm::ReduceOp::kSum);
     } else {
       bucket.received = at::empty({ranks * local_shards_, bucket.width}, bucket.options);
-      bucket.work = replicas_->iall_to_all(as_real(bucket.received), {}, as_real(bucket.sums), {});
+      bucket.work =
+          replicas_->async().all_to_all(as_real(bucket.received), {}, as_real(bucket.sums), {});
     }
   });
 }
@@ -153,7 +154,7 @@ void ShardedGradients::settle(size_t index) {
   }
   bucket.reduced = at::empty({twins_->size(), bucket.width}, bucket.options);
   name_in_errors(index, [&] {
-    bucket.work = twins_->iall_gather(as_real(bucket.reduced), as_real(sum.contiguous()));
+    bucket.work = twins_->async().all_gather(as_real(bucket.reduced), as_real(sum.contiguous()));
   });
 }
 

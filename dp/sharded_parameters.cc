@@ -72,7 +72,7 @@ void ShardedParameters::gather(size_t index) {
   const at::Tensor data = parameter(index).detach();
   graph::give_data(*data.storage().unsafeGetStorageImpl(), *fresh.storage().unsafeGetStorageImpl());
   entry.live = true;
-  entry.work = group()->iall_gather(as_real(memory_of(data, padded)), as_real(entry.padded));
+  entry.work = group()->async().all_gather(as_real(memory_of(data, padded)), as_real(entry.padded));
 }
 
 void ShardedParameters::wait(size_t index) {
@@ -93,7 +93,7 @@ at::Tensor ShardedParameters::full(size_t index) const {
   at::NoGradGuard no_grad;
   const at::Tensor& padded = entries_[index].padded;
   const at::Tensor all = at::empty({group()->size() * length(index)}, padded.options());
-  wait_for(group()->iall_gather(as_real(all), as_real(padded)), name(index));
+  wait_for(group()->async().all_gather(as_real(all), as_real(padded)), name(index));
   return place(all, index);
 }
 
@@ -104,7 +104,7 @@ at::Tensor ShardedParameters::full_on(int root, size_t index) const {
   if (group()->rank() == root) {
     all = at::empty({group()->size() * length(index)}, padded.options());
   }
-  wait_for(group()->igather(all.defined() ? as_real(all) : all, as_real(padded), root),
+  wait_for(group()->async().gather(all.defined() ? as_real(all) : all, as_real(padded), root),
            name(index));
   return all.defined() ? place(all, index) : all;
 }

@@ -80,15 +80,15 @@ int get_local_rank() { return initialized(), comm::world_hosts().local_rank; }
 int get_local_size() { return initialized(), comm::world_hosts().local_size; }
 
 WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, bool async_op) {
-  return finish(initialized().iall_reduce(tensor, op), async_op);
+  return finish(initialized().async().all_reduce(tensor, op), async_op);
 }
 
 WorkPtr reduce(const at::Tensor& tensor, int dst, ReduceOp op, bool async_op) {
-  return finish(initialized().ireduce(tensor, dst, op), async_op);
+  return finish(initialized().async().reduce(tensor, dst, op), async_op);
 }
 
 WorkPtr broadcast(const at::Tensor& tensor, int src, bool async_op) {
-  return finish(initialized().ibroadcast(tensor, src), async_op);
+  return finish(initialized().async().broadcast(tensor, src), async_op);
 }
 
 WorkPtr all_gather(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor,
@@ -98,15 +98,15 @@ WorkPtr all_gather(const std::vector<at::Tensor>& tensors, const at::Tensor& ten
                  "smddp::all_gather: expected one tensor for each of the ", world.size(),
                  " ranks, got ", tensors.size(), ".");
   const at::Tensor flat = at::empty({world.size(), tensor.numel()}, tensor.options());
-  WorkPtr work = world.iall_gather(flat, tensor);
+  WorkPtr work = world.async().all_gather(flat, tensor);
   return finish(std::make_shared<GatherWork>(std::move(work), flat, tensors), async_op);
 }
 
 WorkPtr all_to_all_single(const at::Tensor& output, const at::Tensor& input,
                           const std::vector<int64_t>& output_split_sizes,
                           const std::vector<int64_t>& input_split_sizes, bool async_op) {
-  return finish(initialized().iall_to_all(output, elements(output_split_sizes, output), input,
-                                          elements(input_split_sizes, input)),
+  return finish(initialized().async().all_to_all(output, elements(output_split_sizes, output),
+                                                 input, elements(input_split_sizes, input)),
                 async_op);
 }
 

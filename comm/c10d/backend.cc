@@ -163,7 +163,7 @@ class SmpBackend final : public c10d::Backend {
   Done allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     std::vector<WorkPtr> works;
     for (const at::Tensor& tensor : tensors) {
-      works.push_back(group_->iall_reduce(tensor, reduce_op(options.reduceOp)));
+      works.push_back(group_->async().all_reduce(tensor, reduce_op(options.reduceOp)));
     }
     return collective(OpType::ALLREDUCE, std::move(works), nullptr, tensors);
   }
@@ -176,14 +176,14 @@ class SmpBackend final : public c10d::Backend {
   Done broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     std::vector<WorkPtr> works;
     for (const at::Tensor& tensor : tensors) {
-      works.push_back(group_->ibroadcast(tensor, static_cast<int>(options.rootRank)));
+      works.push_back(group_->async().broadcast(tensor, static_cast<int>(options.rootRank)));
     }
     return collective(OpType::BROADCAST, std::move(works), nullptr, tensors);
   }
 
   Done _allgather_base(at::Tensor& output, at::Tensor& input,
                        const c10d::AllgatherOptions& /*options*/) override {
-    return collective(OpType::_ALLGATHER_BASE, {group_->iall_gather(output, input)}, nullptr,
+    return collective(OpType::_ALLGATHER_BASE, {group_->async().all_gather(output, input)}, nullptr,
                       {output});
   }
 
@@ -192,7 +192,7 @@ class SmpBackend final : public c10d::Backend {
     check_as_many("allgather_into_tensor_coalesced", outputs.size(), inputs.size());
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(group_->iall_gather(outputs[i], inputs[i]));
+      works.push_back(group_->async().all_gather(outputs[i], inputs[i]));
     }
     return collective(OpType::COALESCED, std::move(works), nullptr, outputs);
   }
@@ -205,7 +205,7 @@ class SmpBackend final : public c10d::Backend {
     Tensors flats;
     for (const at::Tensor& input : inputs) {
       flats.push_back(room_for_all(input));
-      works.push_back(group_->iall_gather(flats.back(), input));
+      works.push_back(group_->async().all_gather(flats.back(), input));
     }
     Tensors results;
     for (const Tensors& of_rank : outputs) {
@@ -230,14 +230,14 @@ class SmpBackend final : public c10d::Backend {
     const Tensors parts = one_each("allgather", "output", outputs);
     const at::Tensor flat = room_for_all(input);
     return collective(
-        OpType::ALLGATHER, {group_->iall_gather(flat, input)},
+        OpType::ALLGATHER, {group_->async().all_gather(flat, input)},
         [flat, parts] { unpack(flat, parts); }, parts);
   }
 
   Done _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                             const c10d::ReduceScatterOptions& options) override {
     return collective(OpType::_REDUCE_SCATTER_BASE,
-                      {group_->ireduce_scatter(output, input, reduce_op(options.reduceOp))},
+                      {group_->async().reduce_scatter(output, input, reduce_op(options.reduceOp))},
                       nullptr, {output});
   }
 
@@ -246,7 +246,8 @@ class SmpBackend final : public c10d::Backend {
     check_as_many("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(group_->ireduce_scatter(outputs[i], inputs[i], reduce_op(options.reduceOp)));
+      works.push_back(
+          group_->async().reduce_scatter(outputs[i], inputs[i], reduce_op(options.reduceOp)));
     }
     return collective(OpType::COALESCED, std::move(works), nullptr, outputs);
   }
@@ -256,15 +257,16 @@ class SmpBackend final : public c10d::Backend {
     const at::Tensor& output = single("reduce_scatter", "output", outputs);
     const at::Tensor flat = pack(one_each("reduce_scatter", "input", inputs));
     return collective(OpType::REDUCE_SCATTER,
-                      {group_->ireduce_scatter(output, flat, reduce_op(options.reduceOp))}, nullptr,
-                      {output});
+                      {group_->async().reduce_scatter(output, flat, reduce_op(options.reduceOp))},
+                      nullptr, {output});
   }
 
   Done reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
     const int root = static_cast<int>(options.rootRank);
-    return collective(OpType::REDUCE, {group_->ireduce(tensor, root, reduce_op(options.reduceOp))},
-                      nullptr, {tensor});
+    return collective(OpType::REDUCE,
+                      {group_->async().reduce(tensor, root, reduce_op(options.reduceOp))}, nullptr,
+                      {tensor});
   }
 
   Done gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -272,12 +274,13 @@ class SmpBackend final : public c10d::Backend {
     const int root = static_cast<int>(options.rootRank);
     const at::Tensor& input = single("gather", "input", inputs);
     if (getRank() != root) {
-      return collective(OpType::GATHER, {group_->igather(at::Tensor(), input, root)}, nullptr, {});
+      return collective(OpType::GATHER, {group_->async().gather(at::Tensor(), input, root)},
+                        nullptr, {});
     }
     const Tensors parts = one_each("gather", "output", outputs);
     const at::Tensor flat = room_for_all(input);
     return collective(
-        OpType::GATHER, {group_->igather(flat, input, root)},
+        OpType::GATHER, {group_->async().gather(flat, input, root)},
         [flat, parts] { unpack(flat, parts); }, parts);
   }
 
@@ -287,7 +290,8 @@ class SmpBackend final : public c10d::Backend {
     const at::Tensor& output = single("scatter", "output", outputs);
     const at::Tensor flat =
         getRank() == root ? pack(one_each("scatter", "input", inputs)) : at::Tensor();
-    return collective(OpType::SCATTER, {group_->iscatter(output, flat, root)}, nullptr, outputs);
+    return collective(OpType::SCATTER, {group_->async().scatter(output, flat, root)}, nullptr,
+                      outputs);
   }
 
   Done alltoall(Tensors& outputs, Tensors& inputs,
@@ -299,7 +303,7 @@ class SmpBackend final : public c10d::Backend {
     const int64_t room = std::accumulate(receives.begin(), receives.end(), int64_t{0});
     const at::Tensor to = at::empty({room}, outputs.front().options());
     return collective(
-        OpType::ALLTOALL, {group_->iall_to_all(to, receives, from, elements_of(inputs))},
+        OpType::ALLTOALL, {group_->async().all_to_all(to, receives, from, elements_of(inputs))},
         [to, outputs] { unpack(to, outputs); }, outputs);
   }
 
@@ -308,8 +312,9 @@ class SmpBackend final : public c10d::Backend {
                      const c10d::AllToAllOptions& /*options*/) override {
     const auto receives = elements_of_rows("output", output, output_splits);
     const auto sends = elements_of_rows("input", input, input_splits);
-    return collective(OpType::ALLTOALL_BASE, {group_->iall_to_all(output, receives, input, sends)},
-                      nullptr, {output});
+    return collective(OpType::ALLTOALL_BASE,
+                      {group_->async().all_to_all(output, receives, input, sends)}, nullptr,
+                      {output});
   }
 
   Done send(Tensors& tensors, int destination, int tag) override {
@@ -329,7 +334,7 @@ class SmpBackend final : public c10d::Backend {
   }
 
   Done barrier(const c10d::BarrierOptions& /*options*/) override {
-    return collective(OpType::BARRIER, {group_->start(Collective())}, nullptr, {});
+    return collective(OpType::BARRIER, {group_->async().barrier()}, nullptr, {});
   }
 
  private:

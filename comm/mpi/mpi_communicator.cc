@@ -108,8 +108,8 @@ std::string host_name() {
   return std::string(name.data(), length);
 }
 
-std::shared_ptr<Group> world_group() {
-  auto group = std::make_shared<Group>();
+std::shared_ptr<GroupState> world_group() {
+  auto group = std::make_shared<GroupState>();
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &group->rank), "MPI_Comm_rank");
   check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &group->size), "MPI_Comm_size");
   group->name = "world";

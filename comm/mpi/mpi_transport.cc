@@ -175,7 +175,7 @@ bool MpiTransport::wait_until(Clock::time_point deadline, const std::function<bo
 
 // All ranks of the parent have just met (see TransportCommunicator::split), so that this blocks
 // only briefly inside MPI.
-int MpiTransport::make_context(const Group& parent, int first_member) {
+int MpiTransport::make_context(const GroupState& parent, int first_member) {
   MPI_Comm comm;
   check_mpi(MPI_Comm_split(context(parent.context), first_member, parent.rank, &comm),
             "MPI_Comm_split");

@@ -38,7 +38,7 @@ class MpiTransport final : public Transport {
   void poll() override { progress(); }
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override {}  // waits poll
-  int make_context(const Group& parent, int first_member) override;
+  int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override;
   bool has_core_for_each_rank() const override { return local_ranks_.has_core_for_each; }
   void abort(int world_rank, const std::string& reason) noexcept override;

@@ -68,7 +68,7 @@ class Parcel {
 
 struct Context {
   std::shared_ptr<Transport> transport;
-  std::shared_ptr<const Group> group;
+  std::shared_ptr<const GroupState> group;
   CommunicatorPtr communicator;
 
   bool shares_memory(const ChannelSpec& spec) const {
@@ -222,7 +222,7 @@ class IncomingOpening {
 }  // namespace
 
 Channels open_channels(const std::shared_ptr<Transport>& transport,
-                       const std::shared_ptr<const Group>& group,
+                       const std::shared_ptr<const GroupState>& group,
                        const CommunicatorPtr& communicator,
                        const std::vector<ChannelSpec>& outgoing,
                        const std::vector<ChannelSpec>& incoming) {

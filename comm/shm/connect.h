@@ -15,7 +15,7 @@ namespace smp::comm {
 /// or, if it cannot, asks to have a file descriptor sent through a socket. Where that is impossible
 /// too, both ends go on over messages, with a warning.
 Channels open_channels(const std::shared_ptr<Transport>& transport,
-                       const std::shared_ptr<const Group>& group,
+                       const std::shared_ptr<const GroupState>& group,
                        const CommunicatorPtr& communicator,
                        const std::vector<ChannelSpec>& outgoing,
                        const std::vector<ChannelSpec>& incoming);

@@ -59,7 +59,7 @@ size_t HostBoard::bytes(int ranks, int group_size, bool with_buffers) {
   return SharedMemory::kReserved + ranks * PartLayout(group_size).total(with_buffers);
 }
 
-HostBoard::HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+HostBoard::HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
                      const HostLayout& layout, std::shared_ptr<SharedMemory> memory)
     : transport_(std::move(transport)),
       group_(std::move(group)),

@@ -65,7 +65,7 @@ class HostBoard {
   static size_t bytes(int ranks, int group_size, bool with_buffers);
 
   /// A view of the board by one rank. `memory` is zero when the board is new.
-  HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+  HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
             const HostLayout& layout, std::shared_ptr<SharedMemory> memory);
 
   int ranks() const { return static_cast<int>(group_ranks_.size()); }
@@ -127,7 +127,7 @@ class HostBoard {
   std::string missing(WordKind kind, uint32_t value) const;
 
   const std::shared_ptr<Transport> transport_;
-  const std::shared_ptr<const Group> group_;
+  const std::shared_ptr<const GroupState> group_;
   const std::vector<int> group_ranks_;  // by rank of the host
   const int rank_;
   const std::shared_ptr<SharedMemory> memory_;

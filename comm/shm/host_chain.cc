@@ -25,7 +25,7 @@ class ChainReduction {
  public:
   struct Lane {
     Transport& transport;
-    std::shared_ptr<const Group> group;
+    std::shared_ptr<const GroupState> group;
     const OperationInfo& info;
     const Deadline& deadline;
     int lanes;
@@ -190,7 +190,7 @@ class ChainReduction {
 
 }  // namespace
 
-HostChain::HostChain(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+HostChain::HostChain(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
                      const HostLayout& layout, std::unique_ptr<HostBoard> board)
     : transport_(std::move(transport)),
       group_(std::move(group)),

@@ -22,7 +22,7 @@ namespace smp::comm {
 /// time. Within a host, data pass through the board's buffers.
 class HostChain {
  public:
-  HostChain(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+  HostChain(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
             const HostLayout& layout, std::unique_ptr<HostBoard> board);
 
   /// Small ones are faster as messages from rank to rank.
@@ -33,7 +33,7 @@ class HostChain {
 
  private:
   const std::shared_ptr<Transport> transport_;
-  const std::shared_ptr<const Group> group_;
+  const std::shared_ptr<const GroupState> group_;
   const std::unique_ptr<HostBoard> board_;
   int lanes_;
   int previous_ = -1;  // the ranks of the group at the other ends of this rank's lane

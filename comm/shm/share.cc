@@ -62,7 +62,7 @@ bool HostLayout::is_one_process() const {
   });
 }
 
-HostLayout find_hosts(const Transport& transport, const Group& group,
+HostLayout find_hosts(const Transport& transport, const GroupState& group,
                       const MessageCollectives& messages) {
   int first = 0;
   while (first != group.rank &&
@@ -88,7 +88,7 @@ HostLayout find_hosts(const Transport& transport, const Group& group,
   return layout;
 }
 
-std::shared_ptr<SharedMemory> share_memory(const Group& group, const HostLayout& layout,
+std::shared_ptr<SharedMemory> share_memory(const GroupState& group, const HostLayout& layout,
                                            size_t bytes, const MessageCollectives& messages) {
   const int leader = layout.local().front();
   const bool leads = leader == group.rank;

@@ -52,13 +52,13 @@ struct HostLayout {
 };
 
 /// Collective over the group.
-HostLayout find_hosts(const Transport& transport, const Group& group,
+HostLayout find_hosts(const Transport& transport, const GroupState& group,
                       const MessageCollectives& messages);
 
 /// Memory of `bytes` on each host, which all ranks of the group that are there map: the first of
 /// them makes it, and the others open it by way of /proc, or by a descriptor sent through a socket.
 /// Null on all ranks when one has not got it; then the log says why. Collective over the group.
-std::shared_ptr<SharedMemory> share_memory(const Group& group, const HostLayout& layout,
+std::shared_ptr<SharedMemory> share_memory(const GroupState& group, const HostLayout& layout,
                                            size_t bytes, const MessageCollectives& messages);
 
 }  // namespace smp::comm

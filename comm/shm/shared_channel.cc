@@ -173,7 +173,7 @@ SharedLayout::SharedLayout(const ChannelSpec& spec)
     : slots_(static_cast<uint32_t>(spec.held + spec.ahead)),
       slot_bytes_((static_cast<size_t>(spec.bytes) + kAlignment - 1) / kAlignment * kAlignment) {}
 
-PeerWait::PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+PeerWait::PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
                    const char* verb, const ChannelSpec& spec, ProcessWatch peer)
     : transport_(std::move(transport)),
       group_(std::move(group)),

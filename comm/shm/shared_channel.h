@@ -45,7 +45,7 @@ class SharedLayout {
 class PeerWait {
  public:
   /// `verb` and `spec` are what the wait is for, for its texts.
-  PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const Group> group,
+  PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
            const char* verb, const ChannelSpec& spec, ProcessWatch peer);
 
   /// Waits until it can pop from the queue: looks again for some microseconds if there are cores
@@ -62,7 +62,7 @@ class PeerWait {
   }
 
   std::shared_ptr<Transport> transport_;
-  std::shared_ptr<const Group> group_;
+  std::shared_ptr<const GroupState> group_;
   OperationInfo info_;
   ProcessWatch peer_;
 };

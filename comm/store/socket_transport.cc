@@ -107,7 +107,7 @@ void SocketTransport::start(Transfer transfer) {
 
 void SocketTransport::send(Transfer transfer) {
   const Message& message = transfer.message;
-  const Group& group = transfer.group();
+  const GroupState& group = transfer.group();
   const int peer = group.world_ranks[message.peer];
   if (peer == world_rank_) {
     send_to_self(transfer);
@@ -448,7 +448,7 @@ void SocketTransport::notify() {
 }
 
 // The group's first member draws a number and leaves it for the others under the split's name.
-int SocketTransport::make_context(const Group& parent, int first_member) {
+int SocketTransport::make_context(const GroupState& parent, int first_member) {
   int split = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -40,7 +40,7 @@ class SocketTransport final : public Transport {
   void poll() override {}
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override;
-  int make_context(const Group& parent, int first_member) override;
+  int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override;
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
   void abort(int world_rank, const std::string& reason) noexcept override;

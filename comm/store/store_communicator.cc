@@ -65,8 +65,8 @@ class LiveWorlds {
   std::vector<World> worlds_;
 };
 
-std::shared_ptr<Group> world_group(int rank, int size) {
-  auto group = std::make_shared<Group>();
+std::shared_ptr<GroupState> world_group(int rank, int size) {
+  auto group = std::make_shared<GroupState>();
   group->name = "world";
   group->rank = rank;
   group->size = size;

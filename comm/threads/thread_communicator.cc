@@ -21,7 +21,7 @@ std::vector<CommunicatorPtr> make_thread_world(int size,
   std::iota(world_ranks.begin(), world_ranks.end(), 0);
   std::vector<CommunicatorPtr> ranks;
   for (int rank = 0; rank < size; ++rank) {
-    auto group = std::make_shared<Group>();
+    auto group = std::make_shared<GroupState>();
     group->name = "world";
     group->rank = rank;
     group->size = size;

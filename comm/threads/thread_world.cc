@@ -93,7 +93,7 @@ void ThreadWorld::notify() {
 
 // The ranks of a group come here one after the other, and may be at their next split while others
 // are still at this one: the number of the split tells which is meant.
-int ThreadWorld::make_context(const Group& parent, int first_member) {
+int ThreadWorld::make_context(const GroupState& parent, int first_member) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int split = splits_[{parent.context, parent.rank}]++;
   const auto [position, is_new] =

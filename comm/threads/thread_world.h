@@ -28,7 +28,7 @@ class ThreadWorld final : public Transport {
   void poll() override {}
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override;
-  int make_context(const Group& parent, int first_member) override;
+  int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override {
     return hosts_.empty() || hosts_[this_rank] == hosts_[other];
   }

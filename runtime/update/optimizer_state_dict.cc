@@ -73,7 +73,7 @@ OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
       const bool is_mine = group.rank() == static_cast<int>(r);
       tensors[key] = is_mine ? own.at(key).cpu().contiguous()
                              : at::empty(of["shape"].get<std::vector<int64_t>>(), dtype);
-      works.push_back(group.ibroadcast(dp::as_real(tensors[key]), static_cast<int>(r)));
+      works.push_back(group.async().broadcast(dp::as_real(tensors[key]), static_cast<int>(r)));
     }
   }
   for (const auto& work : works) work->wait();

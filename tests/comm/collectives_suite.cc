@@ -282,7 +282,7 @@ TEST_P(Collectives, ManyAtOnceCompleteInAnyOrderOfWaits) {
     std::vector<WorkPtr> works;
     for (int i = 0; i < 8; ++i) {
       tensors.push_back(at::full({1000 * (i + 1)}, group->rank() + i, at::kInt));
-      works.push_back(group->iall_reduce(tensors.back(), ReduceOp::kSum));
+      works.push_back(group->async().all_reduce(tensors.back(), ReduceOp::kSum));
     }
     const int ranks = group->size() * (group->size() - 1) / 2;
     for (int i = 7; i >= 0; --i) {
@@ -299,7 +299,7 @@ TEST_P(Collectives, GoOnWhileTheirRankWaitsForSomethingElse) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const at::Tensor sum = at::ones({1 << 16});
     const at::Tensor token = at::zeros({1});
-    const WorkPtr work = group->iall_reduce(sum, ReduceOp::kSum);
+    const WorkPtr work = group->async().all_reduce(sum, ReduceOp::kSum);
     for (int peer = 1; group->rank() == 0 && peer < group->size(); ++peer) {
       group->recv(token, peer, 1);
     }
@@ -322,10 +322,10 @@ TEST_P(Collectives, GroupsMayBeUsedInDifferentOrderByDifferentRanks) {
     const at::Tensor in_a = at::ones({5000});
     const at::Tensor in_b = at::full({3}, 2.0F);
     const bool a_first = group->rank() % 2 == 0;
-    const WorkPtr first =
-        a_first ? a->iall_reduce(in_a, ReduceOp::kSum) : b->iall_reduce(in_b, ReduceOp::kSum);
-    const WorkPtr second =
-        a_first ? b->iall_reduce(in_b, ReduceOp::kSum) : a->iall_reduce(in_a, ReduceOp::kSum);
+    const WorkPtr first = a_first ? a->async().all_reduce(in_a, ReduceOp::kSum)
+                                  : b->async().all_reduce(in_b, ReduceOp::kSum);
+    const WorkPtr second = a_first ? b->async().all_reduce(in_b, ReduceOp::kSum)
+                                   : a->async().all_reduce(in_a, ReduceOp::kSum);
     first->wait();
     second->wait();
     EXPECT_EQ(in_a.sum().item<float>(), 5000.0F * group->size());
@@ -522,7 +522,7 @@ TEST_P(Collectives, RunInTheOrderIssued) {
     std::vector<WorkPtr> works;
     for (int i = 0; i < 12; ++i) {
       for (const at::Tensor& tensor : {shared, ordinary, small}) {
-        works.push_back(group->iall_reduce(tensor, ReduceOp::kSum));
+        works.push_back(group->async().all_reduce(tensor, ReduceOp::kSum));
       }
       expected *= size;
       if (i % 4 == 3) {
@@ -555,7 +555,7 @@ TEST_P(Collectives, ATimeOutNamesTheRanksThatHaveNotCome) {
                 HasSubstr(c10::str("was not complete after 0.1 s; it waits for rank ",
                                    group->size() - 1, ".")),
                 HasSubstr("Check that these ranks call the same collectives"));
-      const WorkPtr work = part->iall_reduce(at::ones({2}), ReduceOp::kSum);
+      const WorkPtr work = part->async().all_reduce(at::ones({2}), ReduceOp::kSum);
       EXPECT_FALSE(work->test());
       EXPECT_THAT(error_text<TimeoutError>([&] { work->wait(); }), expected);
       EXPECT_THAT(error_text<TimeoutError>([&] { part->all_reduce(at::ones({2})); }), expected);

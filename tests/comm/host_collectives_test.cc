@@ -34,7 +34,7 @@ class QuietTransport final : public Transport {
     return ready();
   }
   void notify() override {}
-  int make_context(const Group&, int) override { return 0; }
+  int make_context(const GroupState&, int) override { return 0; }
   bool shares_memory(int, int) const override { return true; }
   bool has_core_for_each_rank() const override { return true; }
   void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
@@ -85,7 +85,7 @@ class TwoProcesses : public testing::Test {
         std::make_unique<HostBoard>(transport_, group_, layout, memory_), false);
   }
 
-  const std::shared_ptr<Group> group_ = std::make_shared<Group>();
+  const std::shared_ptr<GroupState> group_ = std::make_shared<GroupState>();
   const std::shared_ptr<SharedMemory> memory_;
   std::unique_ptr<HostCollectives> collectives_;
   pid_t child_ = 0;

@@ -96,8 +96,8 @@ TEST_P(Layouts, SharedTensorsAndOutstandingOnes) {
     shared.fill_(1);
     std::vector<WorkPtr> works;
     for (int i = 0; i < 3; ++i) {
-      works.push_back(world->iall_reduce(shared, ReduceOp::kSum));
-      works.push_back(world->iall_reduce(ordinary, ReduceOp::kSum));
+      works.push_back(world->async().all_reduce(shared, ReduceOp::kSum));
+      works.push_back(world->async().all_reduce(ordinary, ReduceOp::kSum));
     }
     for (const WorkPtr& work : works) {
       work->wait();
@@ -135,7 +135,7 @@ class CountingTransport final : public Transport {
       : world_(std::move(world)), hosts_(std::move(hosts)) {}
 
   void start(Transfer transfer) override {
-    const Group& group = transfer.group();
+    const GroupState& group = transfer.group();
     if (transfer.message.direction == Message::Direction::kSend &&
         hosts_[group.rank] != hosts_[transfer.message.peer]) {
       sent_ += static_cast<int64_t>(transfer.message.bytes);
@@ -147,7 +147,7 @@ class CountingTransport final : public Transport {
     return world_->wait_until(deadline, ready);
   }
   void notify() override { world_->notify(); }
-  int make_context(const Group& parent, int first_member) override {
+  int make_context(const GroupState& parent, int first_member) override {
     return world_->make_context(parent, first_member);
   }
   bool shares_memory(int this_rank, int other) const override {
@@ -172,7 +172,7 @@ std::vector<int64_t> traffic(const Hosts& hosts, int64_t bytes) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      auto group = std::make_shared<Group>();
+      auto group = std::make_shared<GroupState>();
       group->name = "world";
       group->rank = group->world_rank = rank;
       group->size = size;

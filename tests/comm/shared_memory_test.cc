@@ -221,7 +221,7 @@ class QuietTransport final : public Transport {
     return ready();
   }
   void notify() override {}
-  int make_context(const Group&, int) override { return 0; }
+  int make_context(const GroupState&, int) override { return 0; }
   bool shares_memory(int, int) const override { return true; }
   bool has_core_for_each_rank() const override { return false; }
   void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
@@ -256,7 +256,7 @@ class ChannelToAProcess : public testing::Test {
 
   inline static const ChannelSpec kSpec{1, 5, 1000, 1, 1};
   const std::shared_ptr<QuietTransport> transport_ = std::make_shared<QuietTransport>();
-  const std::shared_ptr<Group> group_ = std::make_shared<Group>();
+  const std::shared_ptr<GroupState> group_ = std::make_shared<GroupState>();
   const std::shared_ptr<SharedMemory> memory_;
 };
 

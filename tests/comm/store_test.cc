@@ -120,7 +120,7 @@ TEST(StoreWorld, SeveralWorldsOfTheSameProcesses) {
     const auto b = join(c10::make_intrusive<c10d::PrefixStore>("b", store), rank, 2);
     const at::Tensor one = at::full({3}, rank + 1.0);
     const at::Tensor two = one * 10;
-    const WorkPtr first = a->iall_reduce(one, ReduceOp::kSum);
+    const WorkPtr first = a->async().all_reduce(one, ReduceOp::kSum);
     b->all_reduce(two);
     first->wait();
     EXPECT_TRUE(same_bits(one, at::full({3}, 3.0)));

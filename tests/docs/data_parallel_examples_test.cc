@@ -107,7 +107,7 @@ TEST(DataParallelPage, Hooks) {
     smp::dp::DistributedDataParallel<Net> model(net);
     model.register_comm_hook([](const smp::dp::GradBucket& bucket) {
       // The largest of all ranks' gradients instead of their mean.
-      return bucket.group->iall_reduce(bucket.buffer, smp::comm::ReduceOp::kMax);
+      return bucket.group->async().all_reduce(bucket.buffer, smp::comm::ReduceOp::kMax);
     });
     torch::nll_loss(model(torch::ones({2, 4})), torch::tensor({0, 1})).backward();
     EXPECT_TRUE(net->fc->weight.grad().defined());

@@ -100,7 +100,7 @@ TEST(CommHooks, AreGivenTheBuckets) {
       EXPECT_EQ(bucket.names[i].find("second") == 0, bucket.parameters[i].size(0) == 3);
     }
     ++calls;
-    return then(bucket.group->iall_reduce(bucket.buffer, comm::ReduceOp::kMax),
+    return then(bucket.group->async().all_reduce(bucket.buffer, comm::ReduceOp::kMax),
                 [buffer = bucket.buffer] { buffer.neg_(); });
   };
   const auto got = reduce_with(module, hook, 1, small_buckets());
