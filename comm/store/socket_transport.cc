@@ -24,14 +24,6 @@ constexpr milliseconds kFarewellFlush{1000};
 // Reads of one connection before the next one has its turn.
 constexpr int kReadsPerTurn = 16;
 
-std::byte* new_bytes(size_t bytes) { return new std::byte[bytes]; }
-
-std::string departed(int world_rank) {
-  return c10::str("rank ", world_rank,
-                  " of the world has ended its part of the job. Check that "
-                  "all ranks make the same calls.");
-}
-
 }  // namespace
 
 SocketTransport::SocketTransport(int world_rank, Meeting meeting,
@@ -39,8 +31,7 @@ SocketTransport::SocketTransport(int world_rank, Meeting meeting,
     : world_rank_(world_rank),
       store_(std::move(store)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      departed_(meeting.ranks.size()) {
+      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   SMP_INTERNAL_ASSERT(epoll_ && stop_, "epoll: ", std::strerror(errno));
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -101,7 +92,7 @@ void SocketTransport::start(Transfer transfer) {
   if (transfer.message.direction == Message::Direction::kSend) {
     send(std::move(transfer));
   } else {
-    receive(std::move(transfer));
+    matcher_.post(std::move(transfer));
   }
 }
 
@@ -110,92 +101,19 @@ void SocketTransport::send(Transfer transfer) {
   const GroupState& group = transfer.group();
   const int peer = group.world_ranks[message.peer];
   if (peer == world_rank_) {
-    send_to_self(transfer);
+    matcher_.deliver({group.context, group.rank, transfer.tag}, message.data, message.bytes);
+    transfer.done(*this);
     return;
   }
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (departed_[peer]) {
-      lock.unlock();
-      transfer.done(*this, departed(peer));
-      return;
-    }
+  if (const std::string departure = matcher_.departure(peer); !departure.empty()) {
+    transfer.done(*this, departure);
+    return;
   }
   Outgoing outgoing;
   outgoing.header = {Header::kMessage, group.context, transfer.tag, group.rank, message.bytes};
   outgoing.data = static_cast<const std::byte*>(message.data);
   outgoing.transfer = std::move(transfer);
   enqueue(*connections_[peer], std::move(outgoing));
-}
-
-// Straight into a posted receive, otherwise by way of a copy.
-void SocketTransport::send_to_self(const Transfer& transfer) {
-  const Message& message = transfer.message;
-  const Address address{transfer.group().context, transfer.group().rank, transfer.tag};
-  Transfer receive{};
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Mailbox& mailbox = mailboxes_[address];
-    if (mailbox.posted.empty()) {
-      auto mail = std::make_shared<Mail>();
-      *mail = {std::unique_ptr<std::byte[]>(new_bytes(message.bytes)), message.bytes, true};
-      std::memcpy(mail->data.get(), message.data, message.bytes);
-      mailbox.mail.push_back(std::move(mail));
-    } else {
-      receive = std::move(mailbox.posted.front());
-      mailbox.posted.pop_front();
-      erase_if_empty(address);
-    }
-  }
-  if (receive.operation) {
-    deliver(receive, message.data, message.bytes);
-  }
-  transfer.done(*this);
-}
-
-void SocketTransport::receive(Transfer transfer) {
-  const int peer = transfer.group().world_ranks[transfer.message.peer];
-  const Address address{transfer.group().context, transfer.message.peer, transfer.tag};
-  std::unique_lock<std::mutex> lock(mutex_);
-  Mailbox& mailbox = mailboxes_[address];
-  if (mailbox.mail.empty()) {
-    if (departed_[peer]) {
-      erase_if_empty(address);
-      lock.unlock();
-      transfer.done(*this, departed(peer));
-      return;
-    }
-    mailbox.posted.push_back(std::move(transfer));
-    return;
-  }
-  const std::shared_ptr<Mail> mail = std::move(mailbox.mail.front());
-  mailbox.mail.pop_front();
-  erase_if_empty(address);
-  if (!mail->complete) {
-    mail->receive = std::move(transfer);
-    return;
-  }
-  lock.unlock();
-  deliver(transfer, mail->data.get(), mail->bytes);
-}
-
-void SocketTransport::deliver(const Transfer& receive, const void* data, size_t bytes) {
-  if (bytes != receive.message.bytes) {
-    receive.done(*this, length_mismatch(receive.message, bytes));
-    return;
-  }
-  if (bytes > 0) {
-    std::memcpy(receive.message.data, data, bytes);
-  }
-  receive.done(*this);
-}
-
-// Every collective has its own address; without this the map would grow for ever.
-void SocketTransport::erase_if_empty(const Address& address) {
-  const auto position = mailboxes_.find(address);
-  if (position->second.mail.empty() && position->second.posted.empty()) {
-    mailboxes_.erase(position);
-  }
 }
 
 // Whoever finds the queue empty writes; otherwise the thread comes to it.
@@ -290,7 +208,7 @@ void SocketTransport::read(Connection& connection) {
     Incoming& in = connection.incoming;
     constexpr size_t kHeader = sizeof in.header;
     std::byte* to = in.read < kHeader ? reinterpret_cast<std::byte*>(&in.header) + in.read
-                                      : in.data + (in.read - kHeader);
+                                      : in.data() + (in.read - kHeader);
     const size_t end = in.read < kHeader ? kHeader : kHeader + in.header.bytes;
     const ssize_t count = recv(connection.socket.fd(), to, end - in.read, MSG_DONTWAIT);
     if (count < 0 && errno == EINTR) {
@@ -313,102 +231,49 @@ void SocketTransport::read(Connection& connection) {
   }
 }
 
-// Finds where the message goes. One that is not of the length that its receive expects goes into
-// mail, too, to be reported when it is complete.
 void SocketTransport::begin_message(Incoming& in) {
   const Header& header = in.header;
-  const Address address{header.context, header.source, header.tag};
-  std::lock_guard<std::mutex> lock(mutex_);
   if (header.kind == Header::kMessage) {
-    Mailbox& mailbox = mailboxes_[address];
-    if (!mailbox.posted.empty()) {
-      in.receive = std::move(mailbox.posted.front());
-      mailbox.posted.pop_front();
-      erase_if_empty(address);
-      if (in.receive.message.bytes == header.bytes) {
-        in.data = static_cast<std::byte*>(in.receive.message.data);
-        return;
-      }
-    }
-  }
-  in.mail = std::make_shared<Mail>();
-  *in.mail = {std::unique_ptr<std::byte[]>(new_bytes(header.bytes)), header.bytes, false,
-              std::move(in.receive)};
-  in.data = in.mail->data.get();
-  if (header.kind == Header::kMessage && !in.mail->receive.operation) {
-    mailboxes_[address].mail.push_back(in.mail);
+    in.message = matcher_.begin({header.context, header.source, header.tag}, header.bytes);
+  } else {
+    in.text.resize(header.bytes);
   }
 }
 
 void SocketTransport::end_message(Connection& connection) {
   const Incoming in = std::exchange(connection.incoming, Incoming());
-  if (in.header.kind == Header::kFarewell) {
-    connection.said_farewell = true;
-  } else if (in.header.kind == Header::kAbort) {
-    learn_abort(std::string(reinterpret_cast<const char*>(in.data), in.header.bytes));
-  } else if (in.mail) {
-    end_mail(in.mail);
-  } else {
-    in.receive.done(*this);
-  }
-}
-
-void SocketTransport::end_mail(const std::shared_ptr<Mail>& mail) {
-  Transfer receive;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    mail->complete = true;
-    receive = std::move(mail->receive);
-  }
-  if (receive.operation) {
-    deliver(receive, mail->data.get(), mail->bytes);
+  switch (in.header.kind) {
+    case Header::kMessage:
+      return matcher_.end(in.message);
+    case Header::kAbort:
+      return spread_abort(in.text, milliseconds(0));
+    case Header::kFarewell:
+      connection.got_farewell = true;
   }
 }
 
 void SocketTransport::lose(Connection& connection) {
   epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, connection.socket.fd(), nullptr);
-  if (connection.said_farewell) {
-    fail_receives_from(connection.rank);
+  if (connection.got_farewell) {
+    matcher_.depart(connection.rank);
   } else {
     const std::string message =
         c10::str("rank ", connection.rank, " failed: its connection to rank ", world_rank_,
                  " was closed: the process was ended, or its host cannot be reached");
-    learn_abort(message);
-  }
-}
-
-void SocketTransport::fail_receives_from(int world_rank) {
-  std::vector<Transfer> failed;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    departed_[world_rank] = true;
-    for (auto next = mailboxes_.begin(); next != mailboxes_.end();) {
-      const auto one = next++;
-      std::deque<Transfer>& posted = one->second.posted;
-      if (!posted.empty() &&
-          posted.front().group().world_ranks[posted.front().message.peer] == world_rank) {
-        std::move(posted.begin(), posted.end(), std::back_inserter(failed));
-        mailboxes_.erase(one);
-      }
-    }
-  }
-  for (const Transfer& transfer : failed) {
-    transfer.done(*this, departed(world_rank));
-  }
-}
-
-// The others are told at once: they may learn that this rank has ended before they learn why.
-void SocketTransport::learn_abort(const std::string& text) {
-  if (set_abort_text(text)) {
-    tell_all(Header::kAbort, text, milliseconds(0));
-    notify();
+    spread_abort(message, milliseconds(0));
   }
 }
 
 void SocketTransport::abort(int world_rank, const std::string& reason) noexcept {
-  const std::string text = c10::str("rank ", world_rank, " failed: ", reason);
+  spread_abort(c10::str("rank ", world_rank, " failed: ", reason), kAbortFlush);
+}
+
+// The others are told before this rank does anything else: they may learn that it has ended before
+// they learn why.
+void SocketTransport::spread_abort(const std::string& text, milliseconds patience) {
   if (set_abort_text(text)) {
-    tell_all(Header::kAbort, text, kAbortFlush);
+    tell_all(Header::kAbort, text, patience);
+    matcher_.abort();
     notify();
   }
 }

@@ -11,9 +11,9 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <tuple>
 #include <vector>
 
+#include "comm/message_matcher.h"
 #include "comm/store/rendezvous.h"
 #include "comm/store/socket.h"
 #include "comm/transport.h"
@@ -23,9 +23,8 @@ namespace smp::comm {
 /// Messages over TCP connections, one to each other rank.
 ///
 /// Who moves them: the thread that starts a send writes what the kernel takes at once; one thread
-/// per transport, asleep until the kernel wakes it, writes the rest and reads all that arrives:
-/// into the tensor when its receive is posted, otherwise into memory of its own. So a send never
-/// waits for its receive.
+/// per transport, asleep until the kernel wakes it, writes the rest and reads all that arrives
+/// (see MessageMatcher), so that a send never waits for its receive.
 ///
 /// How failures spread: a rank that aborts, or learns of an abort, tells all others before it does
 /// anything else. A connection that ends without a farewell means that its rank has died, which
@@ -69,21 +68,17 @@ class SocketTransport final : public Transport {
     std::string text{};
   };
 
-  // A message that came, or is coming, before its receive was posted.
-  struct Mail {
-    std::unique_ptr<std::byte[]> data;
-    size_t bytes;
-    bool complete = false;
-    Transfer receive{};  // once one is posted
-  };
-
-  // A message that is being read: into the tensor of `receive`, or into `mail`.
+  // What is being read: a message, or the text of an abort.
   struct Incoming {
     Header header;
     size_t read = 0;  // of header and data
-    std::byte* data = nullptr;
-    Transfer receive{};
-    std::shared_ptr<Mail> mail;
+    MessageMatcher::Arrival message;
+    std::string text;
+
+    std::byte* data() {
+      return header.kind == Header::kMessage ? message.data()
+                                             : reinterpret_cast<std::byte*>(text.data());
+    }
   };
 
   struct Connection {
@@ -93,19 +88,10 @@ class SocketTransport final : public Transport {
     std::deque<Outgoing> queue;
     bool watches_room = false;
     Incoming incoming;  // of the thread
-    bool said_farewell = false;
+    bool got_farewell = false;
   };
-
-  // Messages without a receive, or receives without a message: one of the two is always empty.
-  struct Mailbox {
-    std::deque<std::shared_ptr<Mail>> mail;
-    std::deque<Transfer> posted;
-  };
-  using Address = std::tuple<int, int, Tag>;  // context, source in the group, tag
 
   void send(Transfer transfer);
-  void send_to_self(const Transfer& transfer);
-  void receive(Transfer transfer);
   void enqueue(Connection& connection, Outgoing outgoing);
   std::vector<Transfer> write_queue(Connection& connection);
   void watch(const Descriptor& descriptor, Connection* connection);
@@ -116,13 +102,9 @@ class SocketTransport final : public Transport {
   void read(Connection& connection);
   void begin_message(Incoming& incoming);
   void end_message(Connection& connection);
-  void end_mail(const std::shared_ptr<Mail>& mail);
-  void deliver(const Transfer& receive, const void* data, size_t bytes);
-  void erase_if_empty(const Address& address);
 
   void lose(Connection& connection);
-  void fail_receives_from(int world_rank);
-  void learn_abort(const std::string& text);
+  void spread_abort(const std::string& text, std::chrono::milliseconds patience);
   void tell_all(Header::Kind kind, const std::string& text, std::chrono::milliseconds patience);
 
   const int world_rank_;
@@ -134,11 +116,10 @@ class SocketTransport final : public Transport {
   Descriptor epoll_;
   Descriptor stop_;  // an event
   std::thread thread_;
+  MessageMatcher matcher_{*this};
 
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
-  std::map<Address, Mailbox> mailboxes_;
-  std::vector<bool> departed_;
   std::map<int, int> splits_;  // of a context so far
 };
 

@@ -1,6 +1,5 @@
 #include "comm/threads/thread_world.h"
 
-#include <cstring>
 #include <utility>
 
 #include "comm/cores.h"
@@ -10,74 +9,22 @@ namespace smp::comm {
 ThreadWorld::ThreadWorld(int ranks, std::vector<int> hosts) : hosts_(std::move(hosts)) {
   const cpu_set_t cores = cores_of_this_process();
   has_core_for_each_rank_ = ranks <= CPU_COUNT(&cores);
+  for (int rank = 0; rank < ranks; ++rank) {
+    matchers_.emplace_back(*this);
+  }
 }
 
+// A send is complete at once: what no receive is posted for is copied.
 void ThreadWorld::start(Transfer transfer) {
-  if (transfer.message.direction == Message::Direction::kSend) {
-    send(std::move(transfer));
-  } else {
-    receive(std::move(transfer));
-  }
-}
-
-// Straight into a posted receive, otherwise by way of a copy in the mailbox. Bytes are copied
-// without the lock.
-void ThreadWorld::send(Transfer transfer) {
   const Message& message = transfer.message;
-  const Address address{transfer.group().context, transfer.group().rank, message.peer,
-                        transfer.tag};
-  std::unique_lock<std::mutex> lock(mutex_);
-  Mailbox& mailbox = mailboxes_[address];
-  if (mailbox.posted.empty()) {
-    Mail mail{std::unique_ptr<std::byte[]>(new std::byte[message.bytes]), message.bytes};
-    if (message.bytes > 0) {
-      std::memcpy(mail.data.get(), message.data, message.bytes);
-    }
-    mailbox.mail.push_back(std::move(mail));
-    lock.unlock();
-  } else {
-    const Transfer receive = std::move(mailbox.posted.front());
-    mailbox.posted.pop_front();
-    erase_if_empty(address);
-    lock.unlock();
-    deliver(receive, message.data, message.bytes);
+  const GroupState& group = transfer.group();
+  if (message.direction == Message::Direction::kReceive) {
+    matchers_[group.world_rank].post(std::move(transfer));
+    return;
   }
+  matchers_[group.world_ranks[message.peer]].deliver({group.context, group.rank, transfer.tag},
+                                                     message.data, message.bytes);
   transfer.done(*this);
-}
-
-void ThreadWorld::receive(Transfer transfer) {
-  const Address address{transfer.group().context, transfer.message.peer, transfer.group().rank,
-                        transfer.tag};
-  std::unique_lock<std::mutex> lock(mutex_);
-  Mailbox& mailbox = mailboxes_[address];
-  if (mailbox.mail.empty()) {
-    mailbox.posted.push_back(std::move(transfer));
-    return;
-  }
-  const Mail mail = std::move(mailbox.mail.front());
-  mailbox.mail.pop_front();
-  erase_if_empty(address);
-  lock.unlock();
-  deliver(transfer, mail.data.get(), mail.bytes);
-}
-
-// Every collective has its own address; without this the map would grow for ever.
-void ThreadWorld::erase_if_empty(const Address& address) {
-  const auto position = mailboxes_.find(address);
-  if (position->second.mail.empty() && position->second.posted.empty()) {
-    mailboxes_.erase(position);
-  }
-}
-
-void ThreadWorld::deliver(const Transfer& receive, const void* data, size_t bytes) {
-  if (bytes != receive.message.bytes) {
-    receive.done(*this, length_mismatch(receive.message, bytes));
-    return;
-  }
-  if (bytes > 0) {
-    std::memcpy(receive.message.data, data, bytes);
-  }
-  receive.done(*this);
 }
 
 bool ThreadWorld::wait_until(Clock::time_point deadline, const std::function<bool()>& ready) {
@@ -105,6 +52,9 @@ int ThreadWorld::make_context(const GroupState& parent, int first_member) {
 void ThreadWorld::abort(int world_rank, const std::string& reason) noexcept {
   if (set_abort_text("rank " + std::to_string(world_rank) + " failed: " + reason)) {
     aborting_rank_ = world_rank;
+    for (MessageMatcher& matcher : matchers_) {
+      matcher.abort();
+    }
     notify();
   }
 }

@@ -2,22 +2,21 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstddef>
 #include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "comm/message_matcher.h"
 #include "comm/transport.h"
 
 namespace smp::comm {
 
-/// What the rank threads of one world share: a mailbox for each (group, source, destination, tag),
-/// one mutex and one condition variable. Every rank uses it as its transport.
+/// What the rank threads of one world share: a matcher for each rank's messages, and one condition
+/// variable for all waits. Every rank uses it as its transport.
 class ThreadWorld final : public Transport {
  public:
   /// A world of so many ranks. Ranks may pretend to be on different hosts: `hosts` has a number for
@@ -39,28 +38,12 @@ class ThreadWorld final : public Transport {
   int aborting_rank() const { return aborting_rank_; }
 
  private:
-  struct Mail {
-    std::unique_ptr<std::byte[]> data;
-    size_t bytes;
-  };
-  // Messages without a receive, or receives without a message: one of the two is always empty.
-  struct Mailbox {
-    std::deque<Mail> mail;
-    std::deque<Transfer> posted;
-  };
-  using Address = std::tuple<int, int, int, Tag>;  // context, source, destination, tag
-
-  void send(Transfer transfer);
-  void receive(Transfer transfer);
-  void erase_if_empty(const Address& address);
-  void deliver(const Transfer& receive, const void* data, size_t bytes);
-
   const std::vector<int> hosts_;  // by rank
   bool has_core_for_each_rank_;
   std::atomic<int> aborting_rank_{-1};
-  std::mutex mutex_;  // guards everything below
+  std::deque<MessageMatcher> matchers_;  // by receiving rank
+  std::mutex mutex_;                     // guards everything below
   std::condition_variable changed_;
-  std::map<Address, Mailbox> mailboxes_;
   int contexts_ = 1;                                         // 0 is the world
   std::map<std::pair<int, int>, int> splits_;                // (parent, rank) -> splits so far
   std::map<std::tuple<int, int, int>, int> split_contexts_;  // (parent, split, first) -> context

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "comm/transport.h"
+
+namespace smp::comm {
+
+/// Pairs the messages that come to one rank with the receives that it posts: those of one (group,
+/// source, tag) in the order sent and posted. A message whose receive is not posted yet is kept in
+/// memory of the matcher's own, so that a send never waits for its receive.
+///
+/// Every method may be called from any thread. A transfer's `done` runs without a lock held.
+class MessageMatcher {
+ public:
+  /// Where a message belongs: the group's context, the source's rank in the group, the tag.
+  using Address = std::tuple<int, int, Tag>;
+
+ private:
+  // A message that came, or is coming, before its receive was posted.
+  struct Unexpected {
+    std::unique_ptr<std::byte[]> data;
+    size_t bytes;
+    bool is_complete;
+    Transfer receive{};  // once it is posted
+  };
+
+ public:
+  /// A message that is being read.
+  class Arrival {
+   public:
+    /// Where its bytes go.
+    std::byte* data() const { return data_; }
+
+   private:
+    friend class MessageMatcher;
+
+    std::byte* data_ = nullptr;
+    Transfer receive_{};  // whose tensor the bytes go into; otherwise they go into the next
+    std::shared_ptr<Unexpected> unexpected_;
+  };
+
+  /// `transport` is handed to the transfers' `done`.
+  explicit MessageMatcher(Transport& transport) : transport_(transport) {}
+
+  /// Posts a receive of this rank. Fails it if its source has departed and left no message for it.
+  void post(Transfer receive);
+
+  /// A message that is there as a whole; its bytes are copied before this returns.
+  void deliver(const Address& address, const void* data, size_t bytes);
+
+  /// A message that comes bit by bit: begin() when its length is known, then end() when all of its
+  /// bytes have been written to `data()`. A length that the receive does not expect fails it then.
+  Arrival begin(const Address& address, size_t bytes);
+  void end(const Arrival& arrival);
+
+  /// Rank `world_rank` sends nothing more: fails the receives from it that have no message, those
+  /// posted later as well.
+  void depart(int world_rank);
+
+  /// The error of transfers with a rank that has departed; empty while it has not.
+  std::string departure(int world_rank) const;
+
+  /// Drops all receives and messages, present and to come, with the memory that they hold.
+  void abort();
+
+ private:
+  // Messages without a receive, or receives without a message: one of the two is always empty.
+  struct Queues {
+    std::list<std::shared_ptr<Unexpected>> messages;
+    std::list<Transfer> receives;
+  };
+  using QueuesByAddress = std::map<Address, Queues>;
+
+  Transfer take_receive(const Address& address);
+  void keep(const Address& address, std::shared_ptr<Unexpected> message);
+  void complete(const Transfer& receive, const void* data, size_t bytes);
+
+  Transport& transport_;
+  mutable std::mutex mutex_;  // guards everything below
+  QueuesByAddress queues_;    // without empty entries: every collective has an address of its own
+  std::map<int, std::string> departed_;
+  bool aborted_ = false;
+};
+
+}  // namespace smp::comm
