@@ -126,7 +126,7 @@ void CollectiveEngine::compare_calls(const Signature& call, const OperationInfo&
 }
 
 OperationInfo CollectiveEngine::next_info(const char* verb, size_t bytes) {
-  return {verb, bytes, -1, kMaxTag + 1 + collectives_++ % kCollectiveTags};
+  return {verb, bytes, -1, kMaxTag + 1 + static_cast<Tag>(collectives_++ % kCollectiveTags)};
 }
 
 }  // namespace smp::comm

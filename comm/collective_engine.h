@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -44,7 +45,7 @@ class CollectiveEngine {
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<const GroupState> group_;
-  int collectives_ = 0;
+  int64_t collectives_ = 0;
   bool is_set_up_ = false;
   HostLayout layout_;
   std::unique_ptr<HostCollectives> host_;  // at most one of the two

@@ -2,18 +2,16 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <utility>
 
 #include "comm/reduce.h"
+#include "comm/slices.h"
 #include "core/check.h"
 
 namespace smp::comm {
 namespace {
-
-constexpr size_t kAlignment = 64;  // bytes: slices start on cache lines of the tensor
 
 Message send_to(int peer, const void* data, size_t bytes) {
   return {Message::Direction::kSend, peer, const_cast<void*>(data), bytes};
@@ -21,32 +19,6 @@ Message send_to(int peer, const void* data, size_t bytes) {
 
 Message receive_from(int peer, void* data, size_t bytes) {
   return {Message::Direction::kReceive, peer, data, bytes};
-}
-
-// The bytes [begin, end) of a tensor that one rank reduces; the last ranks' may be empty.
-struct Slice {
-  size_t begin;
-  size_t end;
-  size_t bytes() const { return end - begin; }
-};
-using Slices = std::vector<Slice>;  // by rank
-
-Slices even_slices(int size, size_t bytes) {
-  const size_t even = (bytes + size - 1) / size;
-  const size_t chunk = (even + kAlignment - 1) / kAlignment * kAlignment;
-  Slices slices;
-  for (int rank = 0; rank < size; ++rank) {
-    slices.push_back({std::min(bytes, rank * chunk), std::min(bytes, (rank + 1) * chunk)});
-  }
-  return slices;
-}
-
-Slices parts_of(int size, size_t part_bytes) {
-  Slices slices;
-  for (int rank = 0; rank < size; ++rank) {
-    slices.push_back({rank * part_bytes, (rank + 1) * part_bytes});
-  }
-  return slices;
 }
 
 // My values of each slice go to its owner; all ranks' values of mine come into a scratch buffer and
@@ -141,7 +113,7 @@ std::vector<Round> reduce_rounds(const Collective& call, int rank, int size) {
 
 std::vector<Round> reduce_scatter_rounds(const Collective& call, int rank, int size) {
   auto* result = static_cast<std::byte*>(call.output.mutable_data_ptr());
-  return {reduce_own_slice(call, rank, parts_of(size, call.output.nbytes()), result)};
+  return {reduce_own_slice(call, rank, equal_slices(size, call.output.nbytes()), result)};
 }
 
 std::vector<Round> broadcast_rounds(const Collective& call, int rank, int size) {
@@ -201,15 +173,16 @@ Exchange exchange_of(const Collective& call, int rank, int size) {
       break;
     case Collective::Kind::kAllGather:
       exchange.sends = Slices(size, {0, call.input.nbytes()});
-      exchange.receives = parts_of(size, call.input.nbytes());
+      exchange.receives = equal_slices(size, call.input.nbytes());
       break;
     case Collective::Kind::kGather:
       exchange.sends = Slices(size);
       exchange.sends[call.root] = {0, call.input.nbytes()};
-      exchange.receives = rank == call.root ? parts_of(size, call.input.nbytes()) : Slices(size);
+      exchange.receives =
+          rank == call.root ? equal_slices(size, call.input.nbytes()) : Slices(size);
       break;
     case Collective::Kind::kScatter:
-      exchange.sends = rank == call.root ? parts_of(size, call.output.nbytes()) : Slices(size);
+      exchange.sends = rank == call.root ? equal_slices(size, call.output.nbytes()) : Slices(size);
       exchange.receives = Slices(size);
       exchange.receives[call.root] = {0, call.output.nbytes()};
       break;

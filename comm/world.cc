@@ -1,11 +1,6 @@
 #include "comm/world.h"
 
-#include <unistd.h>
-
-#include <array>
-#include <cerrno>
-#include <cstring>
-
+#include "comm/host.h"
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/store/store_communicator.h"
 #include "comm/threads/thread_communicator.h"
@@ -19,13 +14,6 @@ namespace {
 CommunicatorPtr world_of_one() {
   static const CommunicatorPtr world = make_thread_world(1).front();
   return world;
-}
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  // A name has at most HOST_NAME_MAX characters, 64.
-  SMP_INTERNAL_ASSERT(gethostname(name.data(), name.size() - 1) == 0, std::strerror(errno));
-  return name.data();
 }
 
 }  // namespace

@@ -2,13 +2,12 @@
 
 #include <mpi.h>
 
-#include <array>
 #include <cstdlib>
 #include <memory>
 #include <numeric>
 #include <utility>
 
-#include "comm/cores.h"
+#include "comm/host.h"
 #include "comm/mpi/mpi_error.h"
 #include "comm/mpi/mpi_transport.h"
 #include "comm/transport_communicator.h"
@@ -99,13 +98,6 @@ LocalRanks find_local_ranks(MpiJob& job) {
   ranks.has_core_for_each = job.local_size <= CPU_COUNT(&cores);
   check_mpi(MPI_Comm_free(&local), "MPI_Comm_free");
   return ranks;
-}
-
-std::string host_name() {
-  std::array<char, MPI_MAX_PROCESSOR_NAME> name;
-  int length = 0;
-  check_mpi(MPI_Get_processor_name(name.data(), &length), "MPI_Get_processor_name");
-  return std::string(name.data(), length);
 }
 
 std::shared_ptr<GroupState> world_group() {

@@ -7,10 +7,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <cuda_runtime_api.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -22,6 +20,7 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "comm/host.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
 #include "core/check.h"
@@ -32,12 +31,6 @@ namespace {
 using NcclGroup = std::shared_ptr<c10d::ProcessGroupNCCL>;
 using NcclWork = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  SMP_INTERNAL_ASSERT(gethostname(name.data(), name.size() - 1) == 0, "gethostname failed");
-  return name.data();
-}
 
 c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);

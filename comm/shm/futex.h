@@ -14,6 +14,14 @@ namespace smp::comm {
 
 // Atomics that need a lock would keep it in one of the processes.
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
+static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint64_t>) == 8);
+
+/// The half of a 64-bit counter that changes, since the kernel's words have 32 bits. A wait that
+/// misses exactly 2^32 steps sleeps until its time-out.
+inline std::atomic<uint32_t>& low_half(std::atomic<uint64_t>& counter) {
+  constexpr int kHalf = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : 1;
+  return reinterpret_cast<std::atomic<uint32_t>*>(&counter)[kHalf];
+}
 
 // Not FUTEX_PRIVATE_FLAG: the others may be other processes. A wake that is spurious, early or
 // interrupted is one more look at what is waited for.

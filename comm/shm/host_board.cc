@@ -21,19 +21,19 @@ constexpr int kLooks = 200;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Where things are in the part of one rank: two cards, the steps, and for each card the splits and
-// the small data; then the buffers.
+// Where things are in the part of one rank: two records, the counters of steps, and for each record
+// the splits and the eager data; then the buffers.
 struct PartLayout {
   explicit PartLayout(int group_size)
       : splits_bytes(round_up(2 * group_size * sizeof(int64_t), kLine)) {}
 
-  size_t card(uint32_t number) const { return number % 2 * kLine; }
+  size_t record(uint64_t number) const { return number % 2 * kLine; }
   size_t steps() const { return 2 * kLine; }
-  size_t splits(uint32_t number) const { return 4 * kLine + number % 2 * splits_bytes; }
-  size_t small(uint32_t number) const {
-    return 4 * kLine + 2 * splits_bytes + number % 2 * HostBoard::kSmallBytes;
+  size_t splits(uint64_t number) const { return 4 * kLine + number % 2 * splits_bytes; }
+  size_t eager_data(uint64_t number) const {
+    return 4 * kLine + 2 * splits_bytes + number % 2 * HostBoard::kEagerBytes;
   }
-  size_t buffers() const { return small(0) + 2 * HostBoard::kSmallBytes; }
+  size_t buffers() const { return eager_data(0) + 2 * HostBoard::kEagerBytes; }
   size_t total(bool with_buffers) const {
     const size_t room = with_buffers ? HostBoard::kBuffers * HostBoard::kBufferBytes : 0;
     return round_up(buffers() + room, 4096);
@@ -42,17 +42,13 @@ struct PartLayout {
   size_t splits_bytes;
 };
 
-bool reached(uint32_t current, uint32_t value) {
-  return static_cast<int32_t>(current - value) >= 0;  // numbers wrap around
-}
-
 }  // namespace
 
 struct HostBoard::Steps {
-  alignas(kLine) std::atomic<uint32_t> staged;
-  std::atomic<uint32_t> reduced;
-  std::atomic<uint32_t> done;
-  alignas(kLine) std::atomic<uint32_t> sleepers;  // ranks that sleep on a word of this one
+  alignas(kLine) Counter staged;
+  Counter reduced;
+  Counter done;
+  alignas(kLine) std::atomic<uint32_t> sleepers;  // ranks that sleep on a counter of this one
 };
 
 size_t HostBoard::bytes(int ranks, int group_size, bool with_buffers) {
@@ -84,33 +80,33 @@ HostBoard::Steps& HostBoard::steps(int rank) const {
   return *reinterpret_cast<Steps*>(part(rank) + PartLayout(group_->size).steps());
 }
 
-Card& HostBoard::card_of(int rank, uint32_t number) const {
-  return *reinterpret_cast<Card*>(part(rank) + PartLayout(group_->size).card(number));
+CallRecord& HostBoard::record_of(int rank, uint64_t number) const {
+  return *reinterpret_cast<CallRecord*>(part(rank) + PartLayout(group_->size).record(number));
 }
 
-Card& HostBoard::next_card() {
+CallRecord& HostBoard::next_record() {
   if (!all_have_entered_) {
-    await_cards();
+    await_records();
   }
   all_have_entered_ = false;
-  return card_of(rank_, ++entered_);
+  return record_of(rank_, ++entered_);
 }
 
-void HostBoard::show_card() {
-  announce(entered_ % 2 == 0 ? WordKind::kEvenCard : WordKind::kOddCard, entered_);
+void HostBoard::publish_record() {
+  announce(entered_ % 2 == 0 ? CounterKind::kEvenRecord : CounterKind::kOddRecord, entered_);
 }
 
-void HostBoard::await_cards() {
-  const WordKind kind = entered_ % 2 == 0 ? WordKind::kEvenCard : WordKind::kOddCard;
+void HostBoard::await_records() {
+  const CounterKind kind = entered_ % 2 == 0 ? CounterKind::kEvenRecord : CounterKind::kOddRecord;
   for (int rank = 0; rank < ranks(); ++rank) {
-    await_word(kind, entered_, rank);
+    await_counter(kind, entered_, rank);
   }
   all_have_entered_ = true;
 }
 
 void HostBoard::check_same_calls(const OperationInfo& info) const {
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (!(card(rank).call == card(rank_).call)) {
+    if (!(record(rank).call == record(rank_).call)) {
       fail_mismatch(info);
     }
   }
@@ -119,85 +115,85 @@ void HostBoard::check_same_calls(const OperationInfo& info) const {
 void HostBoard::fail_mismatch(const OperationInfo& info) const {
   std::vector<Signature> calls;
   for (int rank = 0; rank < ranks(); ++rank) {
-    calls.push_back(card(rank).call);
+    calls.push_back(record(rank).call);
   }
   detail::fail<CommError>(describe(info), " does not match the other ranks' calls: ",
                           mismatch_text(group_ranks_, calls));
 }
 
-const Card& HostBoard::card(int rank) const { return card_of(rank, entered_); }
+const CallRecord& HostBoard::record(int rank) const { return record_of(rank, entered_); }
 
-std::byte* HostBoard::small(int rank) const {
-  return part(rank) + PartLayout(group_->size).small(entered_);
+std::byte* HostBoard::eager_data(int rank) const {
+  return part(rank) + PartLayout(group_->size).eager_data(entered_);
 }
 
 int64_t* HostBoard::splits(int rank) const {
   return reinterpret_cast<int64_t*>(part(rank) + PartLayout(group_->size).splits(entered_));
 }
 
-std::byte* HostBoard::buffer(int rank, uint32_t step) const {
+std::byte* HostBoard::buffer(int rank, uint64_t step) const {
   return part(rank) + PartLayout(group_->size).buffers() + step % kBuffers * kBufferBytes;
 }
 
-HostBoard::WordKind HostBoard::word_kind(Progress progress) {
+HostBoard::CounterKind HostBoard::counter_kind(Progress progress) {
   switch (progress) {
     case Progress::kStaged:
-      return WordKind::kStaged;
+      return CounterKind::kStaged;
     case Progress::kReduced:
-      return WordKind::kReduced;
+      return CounterKind::kReduced;
     case Progress::kDone:
       break;
   }
-  return WordKind::kDone;
+  return CounterKind::kDone;
 }
 
-HostBoard::Word& HostBoard::word(WordKind kind, int rank) const {
+HostBoard::Counter& HostBoard::counter(CounterKind kind, int rank) const {
   switch (kind) {
-    case WordKind::kEvenCard:
-      return card_of(rank, 0).number;
-    case WordKind::kOddCard:
-      return card_of(rank, 1).number;
-    case WordKind::kStaged:
+    case CounterKind::kEvenRecord:
+      return record_of(rank, 0).number;
+    case CounterKind::kOddRecord:
+      return record_of(rank, 1).number;
+    case CounterKind::kStaged:
       return steps(rank).staged;
-    case WordKind::kReduced:
+    case CounterKind::kReduced:
       return steps(rank).reduced;
-    case WordKind::kDone:
+    case CounterKind::kDone:
       break;
   }
   return steps(rank).done;
 }
 
-void HostBoard::signal(Progress progress, uint32_t step) { announce(word_kind(progress), step); }
+void HostBoard::signal(Progress progress, uint64_t step) { announce(counter_kind(progress), step); }
 
-void HostBoard::await(Progress progress, uint32_t step, int rank) const {
-  await_word(word_kind(progress), step, rank);
+void HostBoard::await(Progress progress, uint64_t step, int rank) const {
+  await_counter(counter_kind(progress), step, rank);
 }
 
-void HostBoard::await_all(Progress progress, uint32_t step) const {
+void HostBoard::await_all(Progress progress, uint64_t step) const {
   for (int rank = 0; rank < ranks(); ++rank) {
-    await_word(word_kind(progress), step, rank);
+    await_counter(counter_kind(progress), step, rank);
   }
 }
 
-uint32_t HostBoard::take_steps(uint32_t count) {
-  const uint32_t first = next_step_;
+uint64_t HostBoard::take_steps(uint64_t count) {
+  const uint64_t first = next_step_;
   next_step_ += count;
   return first;
 }
 
 // Both orders, here and in sleep_until, are sequentially consistent, so that either the sleeper is
-// seen or the word is; no wake is lost.
-void HostBoard::announce(WordKind kind, uint32_t value) {
-  Word& own = word(kind, rank_);
+// seen or the counter is; no wake is lost.
+void HostBoard::announce(CounterKind kind, uint64_t value) {
+  Counter& own = counter(kind, rank_);
   own.store(value, std::memory_order_seq_cst);
   if (steps(rank_).sleepers.load(std::memory_order_seq_cst) > 0) {
-    futex_wake(own);
+    futex_wake(low_half(own));
   }
 }
 
-void HostBoard::await_word(WordKind kind, uint32_t value, int rank) const {
-  Word& theirs = word(kind, rank);
-  const auto ready = [&] { return reached(theirs.load(std::memory_order_acquire), value); };
+void HostBoard::await_counter(CounterKind kind, uint64_t value, int rank) const {
+  Counter& theirs = counter(kind, rank);
+  const auto ready = [&] { return theirs.load(std::memory_order_acquire) >= value; };
   if (rank == rank_ || ready()) {
     return;
   }
@@ -218,18 +214,19 @@ void HostBoard::await_word(WordKind kind, uint32_t value, int rank) const {
   sleep_until(kind, value, rank);
 }
 
-void HostBoard::sleep_until(WordKind kind, uint32_t value, int rank) const {
-  Word& theirs = word(kind, rank);
-  Word& sleepers = steps(rank).sleepers;
+void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
+  Counter& theirs = counter(kind, rank);
+  std::atomic<uint32_t>& sleepers = steps(rank).sleepers;
   while (true) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t current = theirs.load(std::memory_order_seq_cst);
-    if (!reached(current, value)) {
+    const uint64_t current = theirs.load(std::memory_order_seq_cst);
+    if (current < value) {
       const Clock::duration left = deadline_->get() - Clock::now();
-      futex_wait(theirs, current, std::clamp<Clock::duration>(left, kNow, kLookAround));
+      futex_wait(low_half(theirs), static_cast<uint32_t>(current),
+                 std::clamp<Clock::duration>(left, kNow, kLookAround));
     }
     sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if (reached(theirs.load(std::memory_order_acquire), value)) {
+    if (theirs.load(std::memory_order_acquire) >= value) {
       return;
     }
     SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
@@ -243,20 +240,20 @@ void HostBoard::sleep_until(WordKind kind, uint32_t value, int rank) const {
 }
 
 // A rank that has ended may have announced it just before.
-void HostBoard::check_alive(WordKind kind, uint32_t value) const {
+void HostBoard::check_alive(CounterKind kind, uint64_t value) const {
   for (int peer = 0; peer < ranks(); ++peer) {
-    const bool lost = processes_[peer].ended() &&
-                      !reached(word(kind, peer).load(std::memory_order_acquire), value);
+    const bool lost =
+        processes_[peer].ended() && counter(kind, peer).load(std::memory_order_acquire) < value;
     SMP_CHECK_WITH(CommError, !lost, describe(info_), " failed: the process of rank ",
                    group_ranks_[peer], " has ended. Look at that rank's own output.");
   }
 }
 
 // "rank 1" or "ranks 1, 3": those that have not come so far.
-std::string HostBoard::missing(WordKind kind, uint32_t value) const {
+std::string HostBoard::missing(CounterKind kind, uint64_t value) const {
   std::vector<int> late;
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (rank != rank_ && !reached(word(kind, rank).load(std::memory_order_acquire), value)) {
+    if (rank != rank_ && counter(kind, rank).load(std::memory_order_acquire) < value) {
       late.push_back(group_ranks_[rank]);
     }
   }

@@ -19,32 +19,33 @@
 namespace smp::comm {
 
 /// How data get from rank to rank.
-enum class Way {
-  kSmall,    ///< Everybody's lie beside the cards.
-  kDirect,   ///< Every rank sees all tensors.
-  kBuffers,  ///< In pieces.
+enum class Protocol {
+  kEager,      ///< They come with the records of the call.
+  kZeroCopy,   ///< Every rank maps all tensors, and reads and writes them where they are.
+  kPipelined,  ///< In pieces, through the buffers.
 };
 
-/// What a rank shows when it enters a collective: what it calls, and where its tensors are.
-struct alignas(64) Card {
-  std::atomic<uint32_t> number{0};  ///< Of the collective, from 1; written last.
+/// What a rank tells the others when it enters a collective: what it calls, and where its tensors
+/// are.
+struct alignas(64) CallRecord {
+  std::atomic<uint64_t> number{0};  ///< Of the collective, from 1; written last.
   Signature call;
-  bool is_beside = false;     ///< Whether the data that this rank gives are beside the card.
-  uint64_t source_bytes = 0;  ///< That this rank gives: of its input.
-  Place place;                ///< Of its input, or of its output where it gives nothing.
+  bool is_eager = false;     ///< Whether the data of this rank's input come with the record.
+  uint64_t input_bytes = 0;  ///< 0 where this rank gives nothing.
+  Place place;               ///< Of its input, or of its output where it gives nothing.
 };
-static_assert(sizeof(Card) == 64);
+static_assert(sizeof(CallRecord) == 64);
 
 /// The memory by which the ranks of one host work together on a collective, and the waits on it.
 ///
-/// Every rank has a part that only it writes: a card for every second collective, steps of its
-/// progress, room for small data, and buffers through which larger data pass. Every word that
-/// others wait for only grows, and is written after what it announces (release) and read before it
-/// (acquire), so nothing is ever locked.
+/// Every rank has a part that only it writes: a record for every second collective, counters of its
+/// progress, room for small data, and buffers through which larger data pass. Every counter only
+/// grows (with 64 bits it never wraps around), and is written after what it announces (release) and
+/// read before it (acquire), so nothing is ever locked.
 ///
-/// A card of collective s is overwritten at s + 2. A rank gets there only when all have entered
-/// s + 1, even after a time-out in s + 1, so nobody reads the card of s any more; the same holds
-/// for the small data beside it.
+/// A record of collective s is overwritten at s + 2. A rank gets there only when all have entered
+/// s + 1, even after a time-out in s + 1, so nobody reads the record of s any more; the same holds
+/// for the eager data.
 class HostBoard {
  public:
   /// How far a rank is; numbers of steps since the board was made.
@@ -54,11 +55,11 @@ class HostBoard {
     kDone,     ///< It reads nothing more of anybody's buffers of the step.
   };
 
-  /// Bytes that each rank can give in one go.
-  static constexpr size_t kSmallBytes = 16 << 10;
+  /// Bytes that each rank can give with its record.
+  static constexpr size_t kEagerBytes = 16 << 10;
   /// Bytes of one buffer, and how many each rank has: what is on its way while another is filled.
   static constexpr size_t kBufferBytes = 64 << 10;
-  static constexpr uint32_t kBuffers = 4;
+  static constexpr uint64_t kBuffers = 4;
 
   /// The bytes for so many ranks of one host, of a group of `group_size`. Without buffers where all
   /// ranks are threads of one process, which need none.
@@ -77,54 +78,62 @@ class HostBoard {
   /// Says which call the waits are for, from now on. Throws when a rank has aborted.
   void begin(const OperationInfo& info, const Deadline& deadline);
 
-  /// The card of the next collective, for this rank to fill in, then to show. Waits first if it
-  /// gave up waiting for the others' cards before.
-  Card& next_card();
-  void show_card();
+  /// The record of the next collective, for this rank to fill in, then to publish. Waits first if
+  /// it gave up waiting for the others' records before.
+  CallRecord& next_record();
+  void publish_record();
 
-  /// Waits until all ranks have shown theirs.
-  void await_cards();
+  /// Waits until all ranks have published theirs.
+  void await_records();
 
-  /// Throws a `CommError` that says which rank called what, unless all have shown the same call.
-  /// All ranks see the same cards, so that all throw or none.
+  /// Throws a `CommError` that says which rank called what, unless all have made the same call.
+  /// All ranks see the same records, so that all throw or none.
   void check_same_calls(const OperationInfo& info) const;
 
   // Of the collective entered last:
-  const Card& card(int rank) const;
-  std::byte* small(int rank) const;
+  const CallRecord& record(int rank) const;
+  std::byte* eager_data(int rank) const;
   int64_t* splits(int rank) const;  ///< Room for 2 * group_size numbers.
 
-  std::byte* buffer(int rank, uint32_t step) const;
+  std::byte* buffer(int rank, uint64_t step) const;
 
   /// Says that this rank has come so far in `step`.
-  void signal(Progress progress, uint32_t step);
+  void signal(Progress progress, uint64_t step);
   /// Waits until rank, or all ranks, have.
-  void await(Progress progress, uint32_t step, int rank) const;
-  void await_all(Progress progress, uint32_t step) const;
+  void await(Progress progress, uint64_t step, int rank) const;
+  void await_all(Progress progress, uint64_t step) const;
+
+  /// Waits until nobody reads this rank's buffer of `step` any more for an earlier one.
+  void await_buffer(uint64_t step) const {
+    if (step > kBuffers) {
+      await_all(Progress::kDone, step - kBuffers);
+    }
+  }
 
   /// The number of the first step that no collective has used; `count` of them are taken.
-  uint32_t take_steps(uint32_t count);
+  uint64_t take_steps(uint64_t count);
 
  private:
   struct Steps;
-  using Word = std::atomic<uint32_t>;
+  using Counter = std::atomic<uint64_t>;
 
-  // The words that a rank writes and others wait for: its two cards' numbers, and its progress.
-  enum class WordKind { kEvenCard, kOddCard, kStaged, kReduced, kDone };
-  static WordKind word_kind(Progress progress);
+  // What a rank counts and others wait for: its calls, by the numbers of two records, and its
+  // steps.
+  enum class CounterKind { kEvenRecord, kOddRecord, kStaged, kReduced, kDone };
+  static CounterKind counter_kind(Progress progress);
 
   std::byte* part(int rank) const {
     return memory_->data() + SharedMemory::kReserved + rank * part_bytes_;
   }
   Steps& steps(int rank) const;
-  Card& card_of(int rank, uint32_t number) const;
-  Word& word(WordKind kind, int rank) const;
-  void announce(WordKind kind, uint32_t value);
-  void await_word(WordKind kind, uint32_t value, int rank) const;
-  void sleep_until(WordKind kind, uint32_t value, int rank) const;
-  void check_alive(WordKind kind, uint32_t value) const;
+  CallRecord& record_of(int rank, uint64_t number) const;
+  Counter& counter(CounterKind kind, int rank) const;
+  void announce(CounterKind kind, uint64_t value);
+  void await_counter(CounterKind kind, uint64_t value, int rank) const;
+  void sleep_until(CounterKind kind, uint64_t value, int rank) const;
+  void check_alive(CounterKind kind, uint64_t value) const;
   [[noreturn]] void fail_mismatch(const OperationInfo& info) const;
-  std::string missing(WordKind kind, uint32_t value) const;
+  std::string missing(CounterKind kind, uint64_t value) const;
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<const GroupState> group_;
@@ -137,9 +146,9 @@ class HostBoard {
 
   OperationInfo info_{};
   const Deadline* deadline_ = nullptr;
-  uint32_t entered_ = 0;
+  uint64_t entered_ = 0;
   bool all_have_entered_ = true;  // as far as this rank has seen
-  uint32_t next_step_ = 1;
+  uint64_t next_step_ = 1;
 };
 
 }  // namespace smp::comm

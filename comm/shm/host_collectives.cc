@@ -16,38 +16,41 @@ namespace {
 using Kind = Collective::Kind;
 
 // From here on it is faster to read others' tensors, where they can be seen, than copies of them.
-constexpr size_t kDirectBytes = 4 << 10;
+constexpr size_t kZeroCopyBytes = 4 << 10;
 
 }  // namespace
 
 void HostCollectives::run(const Collective& call, const OperationInfo& info,
                           const Deadline& deadline) {
   board_->begin(info, deadline);
-  show(call);
-  board_->await_cards();
+  publish(call);
+  board_->await_records();
   check_calls(call, info);
   if (call.kind == Kind::kBarrier) {
     return;
   }
-  const Way way = all_small() ? Way::kSmall : all_visible() ? Way::kDirect : Way::kBuffers;
+  const Protocol protocol = all_eager()    ? Protocol::kEager
+                            : all_mapped() ? Protocol::kZeroCopy
+                                           : Protocol::kPipelined;
   if (call.reduces()) {
-    HostReduction(call, *board_).run(way);
+    HostReduction(call, *board_).run(protocol);
   } else {
-    HostExchange(call, *board_).run(way);
+    HostExchange(call, *board_).run(protocol);
   }
 }
 
-void HostCollectives::show(const Collective& call) {
-  Card& card = board_->next_card();
-  card.call = signature_of(call);
+void HostCollectives::publish(const Collective& call) {
+  CallRecord& record = board_->next_record();
+  record.call = signature_of(call);
   if (call.kind != Kind::kBarrier) {
     const bool reads = call.reads(board_->rank());
-    card.place = place(reads ? call.input : call.output);
-    card.source_bytes = reads ? call.input.nbytes() : 0;
-    const size_t at_most = card.place.space == 0 ? HostBoard::kSmallBytes : kDirectBytes;
-    card.is_beside = card.source_bytes <= at_most;
-    if (card.is_beside && card.source_bytes > 0) {
-      std::memcpy(board_->small(board_->rank()), call.input.const_data_ptr(), card.source_bytes);
+    record.place = place(reads ? call.input : call.output);
+    record.input_bytes = reads ? call.input.nbytes() : 0;
+    const size_t at_most = record.place.space == 0 ? HostBoard::kEagerBytes : kZeroCopyBytes;
+    record.is_eager = record.input_bytes <= at_most;
+    if (record.is_eager && record.input_bytes > 0) {
+      std::memcpy(board_->eager_data(board_->rank()), call.input.const_data_ptr(),
+                  record.input_bytes);
     }
   }
   if (call.kind == Kind::kAllToAll) {
@@ -55,7 +58,7 @@ void HostCollectives::show(const Collective& call) {
     std::copy(call.input_splits.begin(), call.input_splits.end(), splits);
     std::copy(call.output_splits.begin(), call.output_splits.end(), splits + board_->ranks());
   }
-  board_->show_card();
+  board_->publish_record();
 }
 
 // All ranks see the same splits, so that all throw or none.
@@ -76,9 +79,9 @@ void HostCollectives::check_calls(const Collective& call, const OperationInfo& i
   }
 }
 
-bool HostCollectives::all_small() const {
+bool HostCollectives::all_eager() const {
   for (int rank = 0; rank < board_->ranks(); ++rank) {
-    if (!board_->card(rank).is_beside) {
+    if (!board_->record(rank).is_eager) {
       return false;
     }
   }
@@ -86,10 +89,10 @@ bool HostCollectives::all_small() const {
 }
 
 // Whether every rank's tensor lies in one memory, which then every rank maps.
-bool HostCollectives::all_visible() const {
-  const uint64_t space = board_->card(0).place.space;
+bool HostCollectives::all_mapped() const {
+  const uint64_t space = board_->record(0).place.space;
   for (int rank = 0; rank < board_->ranks(); ++rank) {
-    if (board_->card(rank).place.space != space) {
+    if (board_->record(rank).place.space != space) {
       return false;
     }
   }

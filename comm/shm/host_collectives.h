@@ -9,12 +9,13 @@ namespace smp::comm {
 
 /// Collectives of a group whose ranks are all on one host, through memory that they share.
 ///
-/// - Up to some KiB: every rank writes its data beside its card; when all have come, each rank
-///   reduces, or takes, what it needs. Nobody waits again.
-/// - Where all ranks see each other's tensors (threads of one process, or tensors of
+/// - Eager, up to some KiB: every rank publishes its data with its call; when all have come, each
+///   rank reduces, or takes, what it needs. Nobody waits again.
+/// - Zero-copy, where all ranks map each other's tensors (threads of one process, or tensors of
 ///   Communicator::shared_tensor): every rank reduces its slice of all tensors in rank order and
 ///   writes the result to all of them; or copies what it needs straight from the others'.
-/// - Otherwise through buffers, piece by piece, so that the ranks copy, reduce and take at the same
+/// - Otherwise pipelined through buffers, piece by piece, so that the ranks copy, reduce and take
+/// at the same
 ///   time. A rank's own slice is never copied.
 class HostCollectives {
  public:
@@ -27,10 +28,10 @@ class HostCollectives {
   void run(const Collective& call, const OperationInfo& info, const Deadline& deadline);
 
  private:
-  void show(const Collective& call);
+  void publish(const Collective& call);
   void check_calls(const Collective& call, const OperationInfo& info) const;
-  bool all_small() const;
-  bool all_visible() const;
+  bool all_eager() const;
+  bool all_mapped() const;
   Place place(const at::Tensor& tensor) const;
 
   const std::unique_ptr<HostBoard> board_;

@@ -20,10 +20,10 @@ HostExchange::HostExchange(const Collective& call, HostBoard& board) : call_(cal
   auto* const output = static_cast<std::byte*>(call.output.mutable_data_ptr());
   switch (call.kind) {
     case Kind::kBroadcast:
-      want(call.root, 0, call.output.nbytes(), output);
+      fetch(call.root, 0, call.output.nbytes(), output);
       break;
     case Kind::kScatter:
-      want(call.root, me * call.output.nbytes(), call.output.nbytes(), output);
+      fetch(call.root, me * call.output.nbytes(), call.output.nbytes(), output);
       break;
     case Kind::kAllToAll: {
       std::byte* to = output;
@@ -31,64 +31,64 @@ HostExchange::HostExchange(const Collective& call, HostBoard& board) : call_(cal
         const int64_t* const sends = board.splits(rank);
         const int64_t before = std::accumulate(sends, sends + me, int64_t{0});
         const size_t bytes = sends[me] * call.output.element_size();
-        want(rank, before * call.output.element_size(), bytes, to);
+        fetch(rank, before * call.output.element_size(), bytes, to);
         to += bytes;
       }
       break;
     }
     default:  // gather and all_gather
       for (int rank = 0; rank < board.ranks(); ++rank) {
-        want(rank, 0, call.input.nbytes(), output + rank * call.input.nbytes());
+        fetch(rank, 0, call.input.nbytes(), output + rank * call.input.nbytes());
       }
   }
 }
 
-void HostExchange::want(int rank, size_t begin, size_t bytes, std::byte* to) {
+void HostExchange::fetch(int rank, size_t begin, size_t bytes, std::byte* to) {
   if (bytes > 0) {
-    wants_.push_back({rank, begin, bytes, to});
+    fetches_.push_back({rank, begin, bytes, to});
   }
 }
 
-void HostExchange::run(Way way) {
+void HostExchange::run(Protocol protocol) {
   take_own();
-  if (way == Way::kBuffers) {
-    return run_through_buffers();
+  if (protocol == Protocol::kPipelined) {
+    return run_pipelined();
   }
-  for (const Want& want : wants_) {
-    if (want.rank != board_.rank()) {
-      const std::byte* const theirs =
-          way == Way::kSmall ? board_.small(want.rank) : address_of(board_.card(want.rank).place);
-      std::memcpy(want.to, theirs + want.begin, want.bytes);
+  for (const Fetch& fetch : fetches_) {
+    if (fetch.rank != board_.rank()) {
+      const std::byte* const theirs = protocol == Protocol::kEager
+                                          ? board_.eager_data(fetch.rank)
+                                          : address_of(board_.record(fetch.rank).place);
+      std::memcpy(fetch.to, theirs + fetch.begin, fetch.bytes);
     }
   }
-  if (way == Way::kDirect) {
-    const uint32_t step = board_.take_steps(1);
+  if (protocol == Protocol::kZeroCopy) {
+    const uint64_t step = board_.take_steps(1);
     board_.signal(Progress::kDone, step);
     board_.await_all(Progress::kDone, step);
   }
 }
 
 void HostExchange::take_own() const {
-  for (const Want& want : wants_) {
-    if (want.rank == board_.rank()) {
-      const auto* from = static_cast<const std::byte*>(call_.input.const_data_ptr()) + want.begin;
-      if (from != want.to) {
-        std::memcpy(want.to, from, want.bytes);
+  for (const Fetch& fetch : fetches_) {
+    if (fetch.rank == board_.rank()) {
+      const auto* from = static_cast<const std::byte*>(call_.input.const_data_ptr()) + fetch.begin;
+      if (from != fetch.to) {
+        std::memcpy(fetch.to, from, fetch.bytes);
       }
     }
   }
 }
 
 // Every rank stages a piece while it is one ahead of what it takes.
-void HostExchange::run_through_buffers() {
+void HostExchange::run_pipelined() {
   size_t longest = 0;
   for (int rank = 0; rank < board_.ranks(); ++rank) {
-    longest = std::max<size_t>(longest, board_.card(rank).source_bytes);
+    longest = std::max<size_t>(longest, board_.record(rank).input_bytes);
   }
-  const auto pieces =
-      static_cast<uint32_t>((longest + HostBoard::kBufferBytes - 1) / HostBoard::kBufferBytes);
-  const uint32_t first = board_.take_steps(pieces);
-  for (uint32_t i = 0; i < pieces + 1; ++i) {
+  const uint64_t pieces = (longest + HostBoard::kBufferBytes - 1) / HostBoard::kBufferBytes;
+  const uint64_t first = board_.take_steps(pieces);
+  for (uint64_t i = 0; i < pieces + 1; ++i) {
     if (i < pieces) {
       stage(first + i, i);
     }
@@ -98,11 +98,11 @@ void HostExchange::run_through_buffers() {
   }
 }
 
-void HostExchange::stage(uint32_t step, size_t piece) const {
-  const size_t total = board_.card(board_.rank()).source_bytes;
+void HostExchange::stage(uint64_t step, size_t piece) const {
+  const size_t total = board_.record(board_.rank()).input_bytes;
   const size_t begin = piece * HostBoard::kBufferBytes;
   if (begin < total) {
-    board_.await_all(Progress::kDone, step - HostBoard::kBuffers);
+    board_.await_buffer(step);
     const auto* const input = static_cast<const std::byte*>(call_.input.const_data_ptr());
     std::memcpy(board_.buffer(board_.rank(), step), input + begin,
                 std::min(HostBoard::kBufferBytes, total - begin));
@@ -110,15 +110,15 @@ void HostExchange::stage(uint32_t step, size_t piece) const {
   board_.signal(Progress::kStaged, step);
 }
 
-void HostExchange::take(uint32_t step, size_t piece) const {
+void HostExchange::take(uint64_t step, size_t piece) const {
   const size_t piece_begin = piece * HostBoard::kBufferBytes;
-  for (const Want& want : wants_) {
-    const size_t begin = std::max(want.begin, piece_begin);
-    const size_t end = std::min(want.begin + want.bytes, piece_begin + HostBoard::kBufferBytes);
-    if (want.rank != board_.rank() && begin < end) {
-      board_.await(Progress::kStaged, step, want.rank);
-      std::memcpy(want.to + (begin - want.begin),
-                  board_.buffer(want.rank, step) + (begin - piece_begin), end - begin);
+  for (const Fetch& fetch : fetches_) {
+    const size_t begin = std::max(fetch.begin, piece_begin);
+    const size_t end = std::min(fetch.begin + fetch.bytes, piece_begin + HostBoard::kBufferBytes);
+    if (fetch.rank != board_.rank() && begin < end) {
+      board_.await(Progress::kStaged, step, fetch.rank);
+      std::memcpy(fetch.to + (begin - fetch.begin),
+                  board_.buffer(fetch.rank, step) + (begin - piece_begin), end - begin);
     }
   }
   board_.signal(Progress::kDone, step);

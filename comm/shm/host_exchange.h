@@ -8,32 +8,32 @@
 
 namespace smp::comm {
 
-/// One collective of ranks of one host that moves data and combines none; they have shown their
-/// cards. Every rank gives its input as a whole, and takes what it wants of the others'.
+/// One collective of ranks of one host that moves data and combines none; they have published
+/// their calls. Every rank gives its input as a whole, and takes what it wants of the others'.
 class HostExchange {
  public:
   HostExchange(const Collective& call, HostBoard& board);
 
-  void run(Way way);
+  void run(Protocol protocol);
 
  private:
-  // What this rank wants of another's input.
-  struct Want {
+  // What this rank takes of another's input.
+  struct Fetch {
     int rank;
     size_t begin;
     size_t bytes;
     std::byte* to;
   };
 
-  void want(int rank, size_t begin, size_t bytes, std::byte* to);
+  void fetch(int rank, size_t begin, size_t bytes, std::byte* to);
   void take_own() const;
-  void run_through_buffers();
-  void stage(uint32_t step, size_t piece) const;
-  void take(uint32_t step, size_t piece) const;
+  void run_pipelined();
+  void stage(uint64_t step, size_t piece) const;
+  void take(uint64_t step, size_t piece) const;
 
   const Collective& call_;
   HostBoard& board_;
-  std::vector<Want> wants_;  // in the order of ranks
+  std::vector<Fetch> fetches_;  // in the order of ranks
 };
 
 }  // namespace smp::comm

@@ -59,6 +59,21 @@ std::byte* map_pages(int fd, size_t bytes) {
   return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
 }
 
+// The error, 0 if there is none. In parts, for a signal undoes what the call that it interrupts has
+// done: with a profiler's timer one call for all might never end.
+int allocate_pages(int fd, size_t bytes) {
+  constexpr size_t kPart = 4 << 20;
+  for (size_t begin = 0; begin < bytes;) {
+    const size_t length = std::min(kPart, bytes - begin);
+    const int error = posix_fallocate(fd, static_cast<off_t>(begin), static_cast<off_t>(length));
+    if (error != 0 && error != EINTR) {
+      return error;
+    }
+    begin += error == 0 ? length : 0;
+  }
+  return 0;
+}
+
 std::string megabytes(uint64_t bytes) { return c10::str((bytes + (1 << 20) - 1) >> 20, " MiB"); }
 
 // The kernel would rather end a process than refuse: ask first.
@@ -117,7 +132,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(size_t bytes) {
   if (fd < 0) {
     fail(bytes, c10::str("memfd_create failed: ", std::strerror(errno)));
   }
-  int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  int error = allocate_pages(fd, bytes);
   std::byte* data = nullptr;
   if (error == 0) {
     data = map_pages(fd, bytes);

@@ -1,11 +1,8 @@
 #include "comm/store/rendezvous.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <fstream>
 #include <map>
 #include <random>
@@ -14,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/cores.h"
+#include "comm/host.h"
 #include "core/check.h"
 #include "core/env.h"
 
@@ -52,12 +49,6 @@ std::string host_identity() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   return c10::str(boot, " ", namespace_number("/proc/self/ns/pid"), " ",
                   namespace_number("/proc/self/ns/net"));
-}
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  SMP_INTERNAL_ASSERT(gethostname(name.data(), name.size() - 1) == 0, std::strerror(errno));
-  return name.data();
 }
 
 // The host that the store is on, where it is one of the network.

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "comm/cores.h"
+#include "comm/host.h"
 
 namespace smp::comm {
 

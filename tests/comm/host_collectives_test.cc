@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "core/check.h"
+#include "tests/comm/quiet_transport.h"
 #include "tests/comm/test_tensors.h"
 
 namespace smp::comm {
@@ -24,21 +25,6 @@ namespace {
 
 using testing::AllOf;
 using testing::HasSubstr;
-
-// What the board needs of a transport: whether some rank has aborted.
-class QuietTransport final : public Transport {
- public:
-  void start(Transfer) override {}
-  void poll() override {}
-  bool wait_until(Clock::time_point, const std::function<bool()>& ready) override {
-    return ready();
-  }
-  void notify() override {}
-  int make_context(const GroupState&, int) override { return 0; }
-  bool shares_memory(int, int) const override { return true; }
-  bool has_core_for_each_rank() const override { return true; }
-  void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
-};
 
 class TwoProcesses : public testing::Test {
  public:
@@ -150,6 +136,25 @@ TEST_F(TwoProcesses, ManyOfAllSizesKeepTheirBits) {
     all_reduce(tensor, kLong);
     ASSERT_TRUE(same_bits(tensor, sum_of(i * i * 31))) << i;
   }
+}
+
+// Of a rank that has fallen behind by more steps than half of 32 bits can count.
+TEST(HostBoard, WaitsForStepsHoweverFarAway) {
+  const auto group = std::make_shared<GroupState>();
+  group->name = "world";
+  group->rank = 0;
+  group->size = 2;
+  group->timeout_ms = 50;
+  const HostLayout layout{{{0, 1}}, 0, 0, {this_process(), this_process()}};
+  HostBoard board(std::make_shared<QuietTransport>(), group, layout,
+                  SharedMemory::create(HostBoard::bytes(2, 2, false)));
+  const Deadline deadline(group->timeout());
+  board.begin({"all_reduce", 8, -1, kMaxTag + 1}, deadline);
+  board.take_steps(3'000'000'000);
+  EXPECT_THAT(error_text<TimeoutError>([&] {
+                board.await(HostBoard::Progress::kDone, board.take_steps(1), /*rank=*/1);
+              }),
+              HasSubstr("it waits for rank 1."));
 }
 
 }  // namespace

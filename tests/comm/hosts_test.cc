@@ -128,6 +128,34 @@ TEST_P(Layouts, CallsAreComparedOnRequest) {
   });
 }
 
+// The ranks of the second host give up while they wait for sums of the first, whose ranks then come
+// and send them: that must not reach memory which others have by then.
+TEST(Failures, SumsThatComeTooLateAreWrittenIntoNobodysMemory) {
+  constexpr auto kPattern = std::byte{0x5a};
+  constexpr int64_t kElements = 64 << 10;
+  const std::vector<std::byte> like_a_buffer(32 << 10, kPattern);  // a piece of a lane
+  std::atomic<int> gave_up{0}, came{0};
+  const auto await_both = [](const std::atomic<int>& count) {
+    while (count < 2) std::this_thread::yield();
+  };
+  on_hosts({0, 0, 1, 1}, [&](const CommunicatorPtr& world) {
+    world->barrier();  // sets up
+    world->set_timeout(std::chrono::milliseconds(200));
+    const auto all_reduce = [&] { world->all_reduce(at::ones({kElements})); };
+    if (world->rank() < 2) {
+      await_both(gave_up);
+      EXPECT_THAT(error_text<TimeoutError>(all_reduce), HasSubstr("it waits for rank"));
+      ++came;
+      return;
+    }
+    EXPECT_THAT(error_text<TimeoutError>(all_reduce), HasSubstr("it waits for rank"));
+    const std::vector<std::vector<std::byte>> others(16, like_a_buffer);
+    ++gave_up;
+    await_both(came);
+    EXPECT_THAT(others, testing::Each(like_a_buffer));
+  });
+}
+
 // Counts what its rank sends to other hosts.
 class CountingTransport final : public Transport {
  public:

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +24,7 @@
 #include "comm/shm/shared_channel.h"
 #include "comm/shm/slot_queue.h"
 #include "core/check.h"
+#include "tests/comm/quiet_transport.h"
 
 namespace smp::comm {
 namespace {
@@ -212,20 +214,22 @@ TEST(ProcessWatch, SeesTheEndOfAProcessThatNobodyHasWaitedFor) {
   EXPECT_FALSE(ProcessWatch({1, 0}).ended());  // of a namespace that is not known
 }
 
-// What a channel needs of a transport: whether some rank has aborted.
-class QuietTransport final : public Transport {
- public:
-  void start(Transfer) override {}
-  void poll() override {}
-  bool wait_until(Clock::time_point, const std::function<bool()>& ready) override {
-    return ready();
+// A profiler's timer, which counts the time that this process computes.
+TEST(SharedMemory, IsMadeWhileSignalsCome) {
+  static volatile sig_atomic_t signals = 0;
+  struct sigaction action {};
+  action.sa_handler = [](int) { signals = signals + 1; };
+  struct sigaction before {};
+  sigaction(SIGPROF, &action, &before);
+  const itimerval timer{{0, 5000}, {0, 5000}};
+  setitimer(ITIMER_PROF, &timer, nullptr);
+  while (signals < 5) {
+    EXPECT_EQ(SharedMemory::create(64 << 20)->size(), 64 << 20);
   }
-  void notify() override {}
-  int make_context(const GroupState&, int) override { return 0; }
-  bool shares_memory(int, int) const override { return true; }
-  bool has_core_for_each_rank() const override { return false; }
-  void abort(int, const std::string& reason) noexcept override { set_abort_text(reason); }
-};
+  const itimerval off{};
+  setitimer(ITIMER_PROF, &off, nullptr);
+  sigaction(SIGPROF, &before, nullptr);
+}
 
 class ChannelToAProcess : public testing::Test {
  protected:
@@ -255,7 +259,8 @@ class ChannelToAProcess : public testing::Test {
   }
 
   inline static const ChannelSpec kSpec{1, 5, 1000, 1, 1};
-  const std::shared_ptr<QuietTransport> transport_ = std::make_shared<QuietTransport>();
+  const std::shared_ptr<QuietTransport> transport_ =
+      std::make_shared<QuietTransport>(/*has_core_for_each_rank=*/false);
   const std::shared_ptr<GroupState> group_ = std::make_shared<GroupState>();
   const std::shared_ptr<SharedMemory> memory_;
 };

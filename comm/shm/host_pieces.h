@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "comm/shm/host_board.h"
+#include "comm/slices.h"
+
+namespace smp::comm {
+
+/// How the ranks of a host pass tensors of one size through the board's buffers to those that
+/// reduce them, and get the results back. A tensor is cut into slices, one for each owner (the
+/// first ranks of the host); in each step a piece of every slice passes, and a buffer has room for
+/// one piece of each owner.
+///
+/// A rank makes three calls for each step, and should make those of different steps in turn, so
+/// that nobody waits for what another has only just begun: stage(), then what the owner does with
+/// parts() and publish(), then take().
+class HostPieces {
+ public:
+  /// Takes the board's steps. All ranks give the same slices.
+  HostPieces(HostBoard& board, Slices slices);
+
+  /// Until all slices are through.
+  uint64_t steps() const { return steps_; }
+
+  const Slice& slice(int owner) const { return slices_[owner]; }
+
+  /// What of this rank's slice passes in step `i`; empty where it owns none.
+  Slice own_piece(uint64_t i) const;
+
+  /// Copies what the others reduce from `input` to this rank's buffer.
+  void stage(uint64_t i, const std::byte* input) const;
+
+  /// All ranks' values of own_piece(i), by rank, when they are there; this rank's own are in
+  /// `input`.
+  std::vector<const void*> parts(uint64_t i, const std::byte* input) const;
+
+  /// Where this rank leaves the result of own_piece(i) for the others before publish().
+  std::byte* own_result(uint64_t i) const { return buffer(board_.rank(), i, board_.rank()); }
+  void publish(uint64_t i) const;
+
+  /// Copies the others' results to `output`, when they are there; null: nothing is wanted.
+  void take(uint64_t i, std::byte* output) const;
+
+ private:
+  Slice piece(int owner, uint64_t i) const;
+  std::byte* buffer(int rank, uint64_t i, int owner) const {
+    return board_.buffer(rank, first_step_ + i) + owner * piece_bytes_;
+  }
+
+  HostBoard& board_;
+  const Slices slices_;  // by owner
+  const size_t piece_bytes_;
+  uint64_t steps_;
+  uint64_t first_step_;
+};
+
+}  // namespace smp::comm
