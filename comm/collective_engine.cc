@@ -75,8 +75,8 @@ at::Tensor CollectiveEngine::shared_tensor(int64_t numel, at::ScalarType dtype,
   return tensor_in(memory, SharedMemory::kReserved + layout_.local_rank * room, numel, dtype);
 }
 
-// A board for the ranks of this host, if there are others here; unless they are scattered over the
-// group, when sums in rank order would go from host to host many times.
+// A board for the ranks of this host, if there are others here. Not where a host's ranks are
+// scattered over the group: sums in rank order would go from host to host many times.
 void CollectiveEngine::set_up(const OperationInfo& info, const Deadline& deadline) {
   if (is_set_up_) {
     return;

@@ -17,14 +17,14 @@
 namespace smp::comm {
 
 /// Runs the collectives of a group of two ranks or more, one at a time (see CollectiveQueue), by
-/// the fastest way that the ranks' places allow:
+/// the fastest algorithm that the ranks' hosts allow:
 ///
 /// - all on one host, which can map each other's memory: HostCollectives;
 /// - on several hosts, the ranks of each following each other in the group: a large all_reduce by
 ///   HostChain, anything else as lists of messages (rounds.h);
 /// - otherwise as lists of messages.
 ///
-/// Every way adds in ascending rank order, so the bits do not depend on it. The first collective
+/// All add in ascending rank order, so the bits do not depend on the choice. The first collective
 /// finds out how the ranks lie.
 class CollectiveEngine {
  public:

@@ -37,7 +37,7 @@ struct Round {
 ///   all_reduce each rank sends and receives about twice the tensor, whatever the number of ranks.
 /// - broadcast: a binomial tree of ceil(log2(size)) steps from the root to the last rank.
 /// - all_gather, all_to_all, gather, scatter: every rank sends its part to whom it belongs.
-/// - barrier: dissemination; in round k, rank r tells r + 2^k and hears from r - 2^k.
+/// - barrier: dissemination; in round k, rank r sends to r + 2^k and receives from r - 2^k.
 std::vector<Round> rounds_of(const Collective& call, int rank, int size);
 
 }  // namespace smp::comm

@@ -36,8 +36,8 @@ c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// Where the ranks of a group leave word for each other while NCCL connects: rank 0 serves it, and
-// tells the others over the host's communicator where.
+// The store through which the ranks of a group find each other while NCCL connects: rank 0 serves
+// it, and gives the others its address over the host's communicator.
 c10::intrusive_ptr<c10d::Store> make_store(Communicator& host) {
   const std::vector<std::string> names = all_gather_bytes(host, host_name());
   const bool one_host = std::all_of(names.begin(), names.end(),

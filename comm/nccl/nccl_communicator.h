@@ -19,7 +19,7 @@ std::string nccl_gpu(at::Device device);
 ///
 /// Each channel has an NCCL communicator and a stream of its own. The first bytes of its messages
 /// (`ChannelSpec::host_bytes`) go through host memory and tell the receiver that the rest is on its
-/// way: the host waits for that word and never for the device.
+/// way: the host waits for that message and never for the device.
 ///
 /// Collective over `host`. When the ranks cannot reach each other it throws what libtorch's store
 /// and NCCL throw (`c10::DistError`). A transfer that does not end within the time-out ends the

@@ -41,9 +41,9 @@ struct Delivery {
   bool delivered;
 };
 
-// A value on its way to or from the peer.
+// A value in a message to or from the peer.
 template <class T>
-class Parcel {
+class ValueMessage {
  public:
   static_assert(std::is_trivially_copyable_v<T>);
 
@@ -136,7 +136,7 @@ class OutgoingOpening {
  private:
   bool deliver(uint64_t mailbox) {
     const bool delivered = post_fd(mailbox, memory_->fd());
-    Parcel<Delivery> delivery;
+    ValueMessage<Delivery> delivery;
     delivery.send(*context_.communicator, spec_, {delivered});
     delivery.wait();
     return delivered;
@@ -145,8 +145,8 @@ class OutgoingOpening {
   const Context& context_;
   const ChannelSpec spec_;
   std::shared_ptr<SharedMemory> memory_;
-  Parcel<Offer> offer_;
-  Parcel<Answer> answer_;
+  ValueMessage<Offer> offer_;
+  ValueMessage<Answer> answer_;
 };
 
 class IncomingOpening {
@@ -214,9 +214,9 @@ class IncomingOpening {
   Offer offered_{};
   std::shared_ptr<SharedMemory> memory_;
   std::unique_ptr<FdMailbox> mailbox_;
-  Parcel<Offer> offer_;
-  Parcel<Answer> answer_;
-  Parcel<Delivery> delivery_;
+  ValueMessage<Offer> offer_;
+  ValueMessage<Answer> answer_;
+  ValueMessage<Delivery> delivery_;
 };
 
 }  // namespace

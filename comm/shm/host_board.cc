@@ -16,8 +16,9 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kLine = 64;
 constexpr Clock::duration kNow{0};
 
-// So often a rank looks again before it gives its core away: for some microseconds.
-constexpr int kLooks = 200;
+// How often a rank polls before it gives its core away: some microseconds, since in a collective of
+// ranks in step the others come that soon.
+constexpr int kPolls = 200;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -197,7 +198,7 @@ void HostBoard::await_counter(CounterKind kind, uint64_t value, int rank) const 
   if (rank == rank_ || ready()) {
     return;
   }
-  for (int i = 0; may_spin_ && i < kLooks; ++i) {
+  for (int i = 0; may_spin_ && i < kPolls; ++i) {
     if (ready()) {
       return;
     }
@@ -239,7 +240,7 @@ void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
   }
 }
 
-// A rank that has ended may have announced it just before.
+// A rank may have announced what is waited for and then ended.
 void HostBoard::check_alive(CounterKind kind, uint64_t value) const {
   for (int peer = 0; peer < ranks(); ++peer) {
     const bool lost =

@@ -9,7 +9,7 @@
 namespace smp::comm {
 
 /// One collective of ranks of one host that moves data and combines none; they have published
-/// their calls. Every rank gives its input as a whole, and takes what it wants of the others'.
+/// their calls. Every rank offers its input as a whole, and copies what it needs of the others'.
 class HostExchange {
  public:
   HostExchange(const Collective& call, HostBoard& board);

@@ -24,13 +24,13 @@ using std::chrono::milliseconds;
 // How often a rank that waits for others looks whether one has given up.
 constexpr milliseconds kLookPeriod{500};
 
-// The first words on a connection.
+// The first message on a connection.
 struct Greeting {
   uint64_t world;  // a number that only its ranks know
   int32_t rank;
 };
 
-const char* const kGivenUp = "given_up";
+const char* const kTimedOut = "given_up";
 std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
 
 std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
@@ -103,8 +103,8 @@ bool all_come(c10d::Store& store, const std::vector<std::string>& keys, millisec
   }
 }
 
-// All ranks give up with the same words. Whoever is first leaves them in the store and stays for a
-// moment, for it may be the one that the store lives in.
+// All ranks throw the same text. The first leaves it in the store and waits a moment before it
+// throws, since the store may be in its process.
 [[noreturn]] void give_up(c10d::Store& store, int size, milliseconds timeout) {
   const std::vector<int> missing = missing_ranks(store, size);
   const std::string message = c10::str(
@@ -112,7 +112,7 @@ bool all_come(c10d::Store& store, const std::vector<std::string>& keys, millisec
       timeout.count() / 1000.0,
       " s. Start as many processes as WORLD_SIZE says, each with a RANK of its own and the "
       "same MASTER_ADDR and MASTER_PORT.");
-  store.set(kGivenUp, to_bytes(message));
+  store.set(kTimedOut, to_bytes(message));
   std::this_thread::sleep_for(2 * kLookPeriod);
   detail::fail<TimeoutError>(message);
 }
@@ -124,8 +124,8 @@ void wait_for_all(c10d::Store& store, int size, milliseconds timeout) {
   }
   const auto deadline = Clock::now() + timeout;
   while (!all_come(store, keys, kLookPeriod)) {
-    if (store.check({kGivenUp})) {
-      detail::fail<TimeoutError>(from_bytes(store.get(kGivenUp)));
+    if (store.check({kTimedOut})) {
+      detail::fail<TimeoutError>(from_bytes(store.get(kTimedOut)));
     }
     if (Clock::now() >= deadline) {
       give_up(store, size, timeout);
@@ -159,7 +159,7 @@ uint64_t world_number(c10d::Store& store, int rank) {
 }
 
 // Connects to the ranks below this one.
-void call(const Greeting& own, Meeting& meeting, TimePoint deadline) {
+void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint deadline) {
   const RankRecord& here = meeting.ranks[own.rank];
   for (int peer = 0; peer < own.rank; ++peer) {
     const RankRecord& there = meeting.ranks[peer];
@@ -176,9 +176,10 @@ void call(const Greeting& own, Meeting& meeting, TimePoint deadline) {
   }
 }
 
-// Takes the connections of the ranks above this one. Others may knock, too: they do not know the
-// number.
-void answer(const Greeting& own, const Descriptor& listener, Meeting& meeting, TimePoint deadline) {
+// Takes the connections of the ranks above this one. Connections of others, which do not know the
+// world's number, are dropped.
+void accept_higher_ranks(const Greeting& own, const Descriptor& listener, Meeting& meeting,
+                         TimePoint deadline) {
   std::vector<int> missing(meeting.ranks.size() - own.rank - 1);
   for (size_t i = 0; i < missing.size(); ++i) {
     missing[i] = own.rank + 1 + static_cast<int>(i);
@@ -222,8 +223,8 @@ Meeting meet(c10d::Store& store, int rank, int size, milliseconds timeout) {
   Greeting greeting{};
   greeting.world = world_number(store, rank);
   greeting.rank = rank;
-  call(greeting, meeting, deadline);
-  answer(greeting, listener, meeting, deadline);
+  connect_to_lower_ranks(greeting, meeting, deadline);
+  accept_higher_ranks(greeting, listener, meeting, deadline);
   return meeting;
 }
 

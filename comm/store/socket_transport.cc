@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long a rank that ends waits until its last words are on their way.
+// How long a rank that ends waits until the kernel has its last messages.
 constexpr milliseconds kAbortFlush{100};
 constexpr milliseconds kFarewellFlush{1000};
 
