@@ -1,6 +1,7 @@
 #include "comm/operation.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string_view>
 #include <utility>
 
@@ -58,6 +59,18 @@ std::string describe_timeout(const GroupState& group, const OperationInfo& info,
             "failed; if it only computes for long, raise the time-out.";
   return c10::str(describe(group, info), " was not complete after ", waited.count() / 1000.0,
                   " s; it waits for ", waits_for, ".", remedy);
+}
+
+std::shared_ptr<GroupState> world_group(int rank, int size) {
+  auto group = std::make_shared<GroupState>();
+  group->name = "world";
+  group->rank = rank;
+  group->size = size;
+  group->world_rank = rank;
+  group->world_ranks.resize(size);
+  std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
+  group->context = 0;
+  return group;
 }
 
 const GroupState& Transfer::group() const { return operation->group(); }

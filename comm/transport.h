@@ -31,6 +31,9 @@ struct GroupState {
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms.load()); }
 };
 
+/// The group of all `size` ranks of a job, as `rank` sees it.
+std::shared_ptr<GroupState> world_group(int rank, int size);
+
 /// One message of an operation under way. Holds the operation, and so its memory, alive.
 struct Transfer {
   Message message;

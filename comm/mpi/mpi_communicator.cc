@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "comm/host.h"
@@ -100,16 +99,12 @@ LocalRanks find_local_ranks(MpiJob& job) {
   return ranks;
 }
 
-std::shared_ptr<GroupState> world_group() {
-  auto group = std::make_shared<GroupState>();
-  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &group->rank), "MPI_Comm_rank");
-  check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &group->size), "MPI_Comm_size");
-  group->name = "world";
-  group->world_rank = group->rank;
-  group->world_ranks.resize(group->size);
-  std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
-  group->context = 0;
-  return group;
+std::shared_ptr<GroupState> mpi_world_group() {
+  int rank = 0;
+  int size = 0;
+  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
+  return world_group(rank, size);
 }
 
 }  // namespace
@@ -128,7 +123,7 @@ CommunicatorPtr make_mpi_world() {
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_tags();
   job.transport = std::make_shared<MpiTransport>(find_local_ranks(job));
-  job.world = std::make_shared<TransportCommunicator>(job.transport, world_group());
+  job.world = std::make_shared<TransportCommunicator>(job.transport, mpi_world_group());
   job.hosts = all_gather_bytes(*job.world, host_name());
   return job.world;
 }

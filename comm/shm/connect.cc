@@ -167,7 +167,8 @@ class IncomingOpening {
     offered_ = offer_.wait();
     const bool same = spec_.bytes == offered_.bytes && spec_.held == offered_.held &&
                       spec_.ahead == offered_.ahead;
-    memory_ = same ? map_offered() : nullptr;
+    memory_ =
+        same ? open_memory_of(offered_.process, offered_.fd, offered_.memory, total()) : nullptr;
     if (same && !memory_) {
       mailbox_ = std::make_unique<FdMailbox>(offered_.memory);
       delivery_.expect(*context_.communicator, spec_);
@@ -200,14 +201,6 @@ class IncomingOpening {
 
  private:
   size_t total() const { return SharedLayout(spec_).total(); }
-
-  std::shared_ptr<SharedMemory> map_offered() const {
-    if (auto memory = SharedMemory::find(offered_.memory)) {
-      return memory;
-    }
-    const int fd = open_fd_of(offered_.process, offered_.fd, offered_.memory);
-    return fd < 0 ? nullptr : SharedMemory::map(fd, total(), offered_.memory);
-  }
 
   const Context& context_;
   const ChannelSpec spec_;

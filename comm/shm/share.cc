@@ -34,14 +34,6 @@ std::shared_ptr<SharedMemory> try_create(size_t bytes) {
   }
 }
 
-std::shared_ptr<SharedMemory> try_map(const ProcessId& owner, const Offer& offer, size_t bytes) {
-  if (auto memory = SharedMemory::find(offer.memory)) {
-    return memory;
-  }
-  const int fd = open_fd_of(owner, offer.fd, offer.memory);
-  return fd < 0 ? nullptr : SharedMemory::map(fd, bytes, offer.memory);
-}
-
 // Each rank that waits has a mailbox of its own.
 uint64_t mailbox_of(uint64_t memory, int rank) {
   return memory ^ (static_cast<uint64_t>(rank) + 1) * 0x9e3779b97f4a7c15U;
@@ -97,7 +89,7 @@ std::shared_ptr<SharedMemory> share_memory(const GroupState& group, const HostLa
                                     memory ? Offer{memory->id(), memory->fd()} : Offer{0, -1});
   const Offer& offer = offers[leader];
   if (!leads && offer.memory != 0) {
-    memory = try_map(layout.processes[leader], offer, bytes);
+    memory = open_memory_of(layout.processes[leader], offer.fd, offer.memory, bytes);
   }
   std::unique_ptr<FdMailbox> mailbox;
   if (!memory && offer.memory != 0) {

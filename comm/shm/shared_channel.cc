@@ -187,7 +187,7 @@ uint32_t PeerWait::pop(SlotQueue& queue) const {
   if (!slot && spins) {
     slot = spin(queue, kSpin);
   }
-  const Clock::time_point deadline = Clock::now() + timeout();
+  const Clock::time_point deadline = Clock::now() + group_->timeout();
   while (!slot) {
     const Clock::duration left = deadline - Clock::now();
     SMP_CHECK_WITH(TimeoutError, left.count() > 0, timeout_text());
@@ -207,7 +207,7 @@ uint32_t PeerWait::pop(SlotQueue& queue) const {
 }
 
 std::string PeerWait::timeout_text() const {
-  return describe_timeout(*group_, info_, timeout(), c10::str("rank ", info_.peer));
+  return describe_timeout(*group_, info_, group_->timeout(), c10::str("rank ", info_.peer));
 }
 
 void PeerWait::check_abort() const {

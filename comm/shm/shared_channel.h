@@ -57,9 +57,6 @@ class PeerWait {
   std::string timeout_text() const;
   void check_abort() const;
   std::optional<uint32_t> look_for_peer(SlotQueue& queue) const;
-  std::chrono::milliseconds timeout() const {
-    return std::chrono::milliseconds(group_->timeout_ms.load());
-  }
 
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<const GroupState> group_;

@@ -233,6 +233,15 @@ int open_fd_of(const ProcessId& owner, int fd, uint64_t id) {
   return open(path.c_str(), O_RDWR | O_CLOEXEC);
 }
 
+std::shared_ptr<SharedMemory> open_memory_of(const ProcessId& owner, int fd, uint64_t id,
+                                             size_t bytes) {
+  if (auto memory = SharedMemory::find(id)) {
+    return memory;
+  }
+  const int opened = open_fd_of(owner, fd, id);
+  return opened < 0 ? nullptr : SharedMemory::map(opened, bytes, id);
+}
+
 FdMailbox::FdMailbox(uint64_t id) : socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
   const Address address = mailbox_address(id);
   const bool bound =

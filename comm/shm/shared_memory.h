@@ -76,6 +76,11 @@ ProcessId this_process();
 /// possible: another PID namespace or user, no /proc.
 int open_fd_of(const ProcessId& owner, int fd, uint64_t id);
 
+/// That memory, of `bytes`: the owner's own object if it is this process. Null where it cannot be
+/// mapped.
+std::shared_ptr<SharedMemory> open_memory_of(const ProcessId& owner, int fd, uint64_t id,
+                                             size_t bytes);
+
 /// Takes a file descriptor from another process: a socket with an abstract name, which no file is
 /// made for. For processes in one network namespace.
 class FdMailbox {

@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
@@ -64,18 +63,6 @@ class LiveWorlds {
   std::mutex mutex_;
   std::vector<World> worlds_;
 };
-
-std::shared_ptr<GroupState> world_group(int rank, int size) {
-  auto group = std::make_shared<GroupState>();
-  group->name = "world";
-  group->rank = rank;
-  group->size = size;
-  group->world_rank = rank;
-  group->world_ranks.resize(size);
-  std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
-  group->context = 0;
-  return group;
-}
 
 struct StoreWorld {
   std::shared_ptr<SocketTransport> transport;

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -200,15 +199,9 @@ std::vector<int64_t> traffic(const Hosts& hosts, int64_t bytes) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      auto group = std::make_shared<GroupState>();
-      group->name = "world";
-      group->rank = group->world_rank = rank;
-      group->size = size;
-      group->world_ranks.resize(size);
-      std::iota(group->world_ranks.begin(), group->world_ranks.end(), 0);
-      group->context = 0;
       const auto transport = std::make_shared<CountingTransport>(world, hosts);
-      const auto communicator = std::make_shared<TransportCommunicator>(transport, group);
+      const auto communicator =
+          std::make_shared<TransportCommunicator>(transport, world_group(rank, size));
       communicator->barrier();  // sets up
       transport->take_sent();
       communicator->all_reduce(at::ones({bytes / 4}));
