@@ -36,7 +36,7 @@ graph::Graph empty_graph() {
     graph.inputs.push_back(static_cast<graph::ValueId>(graph.values.size()));
     graph.values.push_back(value);
   }
-  graph.roots.push_back({1, graph::kUndefined});
+  graph.roots.push_back({1, graph::kUndefined, {}});
   return graph;
 }
 

@@ -46,7 +46,7 @@ std::string first_difference(const Graph& one, const Graph& many) {
       one.inputs == many.inputs && one.outputs == many.outputs &&
       std::equal(one.roots.begin(), one.roots.end(), many.roots.begin(), many.roots.end(),
                  [](const BackwardRoot& a, const BackwardRoot& b) {
-                   return a.value == b.value && a.gradient == b.gradient;
+                   return a.value == b.value && a.gradient == b.gradient && a.mode == b.mode;
                  });
   return same_ends ? "" : "it returns or differentiates other tensors";
 }

@@ -189,6 +189,7 @@ class Coalescer {
     ExecutionMode mode = reader == nullptr ? made : reader->mode;
     mode.inference = made.inference;
     mode.grad = !made.inference;
+    mode.below_autograd = mode.below_views = false;
     return mode;
   }
 
@@ -201,7 +202,7 @@ class Coalescer {
     }
     for (const BackwardRoot& root : one_.roots) {
       for (int part = 0; part < result_.factor; ++part) {
-        BackwardRoot own;
+        BackwardRoot own = root;
         own.value = part_of(root.value, part, nullptr);
         if (root.gradient != kUndefined) own.gradient = part_of(root.gradient, part, nullptr);
         graph().roots.push_back(own);

@@ -7,15 +7,30 @@
 
 namespace smp::graph {
 
+namespace {
+
+bool is_plain_memory(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.is_contiguous(); }
+
+}  // namespace
+
 uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
+  if (is_plain_memory(tensor)) return XXH64(tensor.const_data_ptr(), tensor.nbytes(), seed);
   at::NoGradGuard no_grad;
   const at::Tensor flat = tensor.detach().cpu().contiguous();
   return XXH64(flat.const_data_ptr(), flat.nbytes(), seed);
 }
 
 bool same_content(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
-         hash_content(a) == hash_content(b);
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  if (is_plain_memory(a) && is_plain_memory(b)) {
+    return a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+  }
+  return hash_content(a) == hash_content(b);
+}
+
+bool is_small_on_cpu(const TensorMeta& meta) {
+  constexpr int64_t kSmallBytes = 1 << 12;
+  return meta.device.is_cpu() && meta.nbytes() <= kSmallBytes;
 }
 
 at::Tensor clone_content(const at::Tensor& tensor) {

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "graph/graph.h"
+
 namespace smp::graph {
 
 /// XXH64 of the elements in logical order; of any device and strides.
@@ -11,6 +13,9 @@ uint64_t hash_content(const at::Tensor& tensor, uint64_t seed = 0);
 
 /// True if sizes, dtype and the bytes of the elements are equal.
 bool same_content(const at::Tensor& a, const at::Tensor& b);
+
+/// True for what may be looked at each time that an operator uses it.
+bool is_small_on_cpu(const TensorMeta& meta);
 
 /// A copy without history.
 at::Tensor clone_content(const at::Tensor& tensor);

@@ -2,7 +2,9 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <xxhash.h>
 
 #include <sstream>
@@ -156,19 +158,30 @@ ExecutionMode ExecutionMode::current() {
   ExecutionMode mode;
   mode.grad = at::GradMode::is_enabled();
   mode.inference = c10::InferenceMode::is_enabled();
+  // Inference excludes autograd as well.
+  const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  mode.below_autograd = !mode.inference && excluded.has(c10::DispatchKey::AutogradFunctionality);
+  mode.below_views = excluded.has(c10::DispatchKey::ADInplaceOrView);
   mode.autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
   mode.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
   mode.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   mode.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  mode.default_dtype = c10::get_default_dtype_as_scalartype();
   mode.partition = current_partition();
   return mode;
 }
 
-bool ExecutionMode::operator==(const ExecutionMode& other) const {
-  return grad == other.grad && inference == other.inference && partition == other.partition &&
-         autocast_cpu == other.autocast_cpu && autocast_cuda == other.autocast_cuda &&
+bool ExecutionMode::runs_like(const ExecutionMode& other) const {
+  return grad == other.grad && inference == other.inference &&
+         below_autograd == other.below_autograd && below_views == other.below_views &&
+         default_dtype == other.default_dtype && autocast_cpu == other.autocast_cpu &&
+         autocast_cuda == other.autocast_cuda &&
          (!autocast_cpu || autocast_cpu_dtype == other.autocast_cpu_dtype) &&
          (!autocast_cuda || autocast_cuda_dtype == other.autocast_cuda_dtype);
+}
+
+bool ExecutionMode::operator==(const ExecutionMode& other) const {
+  return runs_like(other) && partition == other.partition;
 }
 
 std::string ExecutionMode::to_string() const {
@@ -178,9 +191,14 @@ std::string ExecutionMode::to_string() const {
   } else if (!grad) {
     parts.push_back("no_grad");
   }
+  if (below_autograd) parts.push_back("below_autograd");
+  if (below_views) parts.push_back("below_views");
   if (autocast_cpu) parts.push_back(c10::str("autocast_cpu(", short_name(autocast_cpu_dtype), ")"));
   if (autocast_cuda) {
     parts.push_back(c10::str("autocast_cuda(", short_name(autocast_cuda_dtype), ")"));
+  }
+  if (default_dtype != at::kFloat) {
+    parts.push_back(c10::str("default_dtype ", short_name(default_dtype)));
   }
   if (partition >= 0) parts.push_back(c10::str("partition ", partition));
   return join(parts, " ");
@@ -223,6 +241,8 @@ std::string Graph::to_string() const {
   for (const BackwardRoot& root : roots) {
     out << "backward " << value_text(root.value);
     if (root.gradient != kUndefined) out << " with " << value_text(root.gradient);
+    const std::string mode = root.mode.to_string();
+    if (!mode.empty()) out << " " << mode;
     out << "\n";
   }
   std::vector<std::string> returned;

@@ -64,19 +64,29 @@ struct Argument {
   c10::SmallVector<ValueId, 1> values;  ///< one for kTensor; kUndefined where undefined
 };
 
-/// Thread-local modes an operator ran under and is replayed under.
+/// The modes an operator ran under and is replayed under: libtorch's of the thread, and its default
+/// floating point type, which is one for all threads.
 struct ExecutionMode {
   bool grad = true;
   bool inference = false;
+  /// Autograd, and what keeps track of views, is excluded from the dispatcher
+  /// (`at::AutoDispatchBelowAutograd`, `at::AutoDispatchBelowADInplaceOrView`).
+  bool below_autograd = false;
+  bool below_views = false;
   bool autocast_cpu = false;
   bool autocast_cuda = false;
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
   at::ScalarType autocast_cuda_dtype = at::kHalf;
+  at::ScalarType default_dtype = at::kFloat;
   /// Where the operator is to run: the partition (rank of the pipeline) that the innermost
   /// `PartitionScope` asked for; -1: anywhere.
   int partition = -1;
 
   static ExecutionMode current();
+  /// Whether operators record a history for gradients.
+  bool records_history() const { return grad && !inference && !below_autograd; }
+  /// Whether operators do the same under both; `partition` does not count.
+  bool runs_like(const ExecutionMode& other) const;
   bool operator==(const ExecutionMode& other) const;
   /// "" for the default mode, else for example "no_grad partition 1".
   std::string to_string() const;
@@ -120,6 +130,7 @@ struct Operator {
 struct BackwardRoot {
   ValueId value = kUndefined;
   ValueId gradient = kUndefined;  ///< kUndefined: ones
+  ExecutionMode mode;             ///< of the call, under which the backward pass runs
 };
 
 /// What a step function does to one microbatch: a list of operators in program order.

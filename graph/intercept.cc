@@ -75,6 +75,10 @@ bool intercepting() {
          !c10::impl::tls_is_dispatch_key_excluded(kKey);
 }
 
+void announce_backward() {
+  if (current != nullptr && intercepting()) current->differentiate();
+}
+
 UninterceptedScope::UninterceptedScope() : exclude_(kKey) {}
 
 }  // namespace smp::graph

@@ -25,6 +25,9 @@ class OperatorInterceptor {
   virtual void custom_function() {}
   /// Called by `retain_grad()` of a tensor, which is no operator either.
   virtual void retain_grad() {}
+  /// Called when code on the thread, not an operator, begins a backward pass: `backward()` of a
+  /// tensor or `autograd::grad`.
+  virtual void differentiate() {}
 };
 
 /// While it lives, operators of this thread go to `interceptor`. Scopes nest; the innermost
@@ -49,6 +52,9 @@ class InterceptScope {
 /// True where the operators that this thread calls go to an interceptor: not inside one that was
 /// intercepted, such as a leaf.
 bool intercepting();
+
+/// Tells the interceptor of this thread, if there is one in force, that a backward pass begins.
+void announce_backward();
 
 /// While it lives, no interceptor sees the operators of this thread.
 class UninterceptedScope {

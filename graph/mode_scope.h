@@ -1,14 +1,16 @@
 #pragma once
 
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
 
+#include "graph/default_dtype.h"
 #include "graph/graph.h"
 
 namespace smp::graph {
 
-/// Sets recorded modes for this thread, and restores the thread's own at the end.
+/// Sets recorded modes, whatever the thread's own are, and restores those at the end.
 class ModeScope {
  public:
   explicit ModeScope(const ExecutionMode& mode);
@@ -19,6 +21,8 @@ class ModeScope {
  private:
   ExecutionMode before_;
   std::optional<c10::InferenceMode> inference_;
+  std::optional<c10::impl::ForceDispatchKeyGuard> keys_;
+  std::optional<DefaultDtypeScope> default_dtype_;
 };
 
 }  // namespace smp::graph

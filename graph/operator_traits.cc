@@ -2,6 +2,8 @@
 
 #include <set>
 
+#include "graph/random.h"
+
 namespace smp::graph {
 namespace {
 
@@ -57,6 +59,10 @@ bool has_tensor_argument(const c10::FunctionSchema& schema) {
     if (is_tensor_type(type)) return true;
   }
   return false;
+}
+
+bool host_may_write(const c10::OperatorHandle& op) {
+  return !is_random(op) && !has_tensor_argument(op.schema());
 }
 
 bool is_uninitialised_factory(const std::string& name) {

@@ -26,6 +26,10 @@ int storage_offset_argument(const c10::FunctionSchema& schema);
 /// True if the schema has an argument that may hold tensors.
 bool has_tensor_argument(const c10::FunctionSchema& schema);
 
+/// True for factories that are not random: a step function gets their results themselves, since
+/// host code may be about to fill them (`torch::tensor(vector)`, an accessor).
+bool host_may_write(const c10::OperatorHandle& op);
+
 /// True for factories that leave their result's content undefined.
 bool is_uninitialised_factory(const std::string& name);
 

@@ -22,14 +22,9 @@
 namespace smp::graph {
 namespace {
 
-bool is_plain(const ExecutionMode& mode) {
-  return mode.grad && !mode.inference && !mode.autocast_cpu && !mode.autocast_cuda;
-}
-
-/// What a leaf's results have to be like; nothing for other operators.
-std::vector<std::optional<TensorMeta>> leaf_results(const Graph& graph, const Operator& op) {
+/// What the operator's results have to be like.
+std::vector<std::optional<TensorMeta>> recorded_results(const Graph& graph, const Operator& op) {
   std::vector<std::optional<TensorMeta>> metas;
-  if (!is_leaf(op.handle)) return metas;
   for (ValueId id : op.results) {
     metas.push_back(id == kUndefined ? std::nullopt : std::optional(graph.values[id].meta));
   }
@@ -125,7 +120,9 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              op.random_ordinal,
                              autocast[index],
                              literal ? op.results[0] : kUndefined,
-                             leaf_results(graph, op),
+                             recorded_results(graph, op),
+                             is_leaf(op.handle),
+                             op.scope,
                              {},
                              false});
     casts_ |= autocast[index] >= 0;
@@ -197,7 +194,7 @@ void Segment::run_one(size_t index, Environment& environment, const RandomKey& k
   const Instruction& instruction = instructions_[index];
   using Use = CastCacheScope::Use;
   if (instruction.autocast_scope >= 0) {
-    cache.emplace(instruction.leaf_results.empty() ? Use::kShared : Use::kAlone);
+    cache.emplace(instruction.is_leaf ? Use::kAlone : Use::kShared);
   }
   const auto forget = c10::make_scope_exit([this] { aliases_.clear(); });
   execute(instruction, environment, key);
@@ -207,7 +204,7 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
                       const RandomKey& key) {
   if (instruction.literal != kUndefined) return;  // its content is in the environment
   std::optional<ModeScope> mode;
-  if (!is_plain(instruction.mode) || !at::GradMode::is_enabled()) mode.emplace(instruction.mode);
+  if (!instruction.mode.runs_like(ExecutionMode::current())) mode.emplace(instruction.mode);
   stack_.clear();
   push_arguments(instruction, environment);
   if (instruction.random_ordinal >= 0) {
@@ -215,8 +212,8 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
   } else {
     instruction.handle.callBoxed(stack_);
   }
-  if (!instruction.leaf_results.empty()) {
-    check_leaf_results(*leaf_call(instruction.arguments[0].constant), instruction.leaf_results,
+  if (instruction.is_leaf) {
+    check_leaf_results(*leaf_call(instruction.arguments[0].constant), instruction.recorded,
                        stack_.back().toTensorVector());
   }
   pop_results(instruction, environment);
@@ -267,9 +264,33 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
   }
 }
 
+/// What the program did with a size is part of the graph, so it must be the one recorded.
+void Segment::check_result(const Instruction& instruction, size_t index,
+                           const at::Tensor& result) const {
+  const auto& recorded = instruction.recorded[index];
+  if (!recorded || !result.defined()) return;
+  if (result.sizes() == c10::IntArrayRef(recorded->sizes) &&
+      result.scalar_type() == recorded->dtype) {
+    return;
+  }
+  const std::string module =
+      instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
+  detail::fail<CaptureError>(
+      "operator ", instruction.operator_index, " (", instruction.handle.schema().name(), ")",
+      module, " gave a result of ", result.scalar_type(), result.sizes(),
+      ", and was recorded with one of ", recorded->dtype, c10::IntArrayRef(recorded->sizes),
+      ": its result shape depends on data. Use an operator whose result has a fixed shape "
+      "(torch::where with three arguments, a mask that multiplies), or make the module that calls "
+      "it a leaf: smp::leaf(module)(x)");
+}
+
 void Segment::pop_results(const Instruction& instruction, Environment& environment) {
   size_t next = 0;
   const auto store = [&](at::Tensor tensor) {
+    SMP_INTERNAL_ASSERT(next < instruction.results.size(), "operator ",
+                        instruction.handle.schema().name(), " returned more tensors than the ",
+                        instruction.results.size(), " that were recorded");
+    check_result(instruction, next, tensor);
     const ValueId id = instruction.results[next++];
     if (id != kUndefined) environment[id] = std::move(tensor);
   };

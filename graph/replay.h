@@ -82,14 +82,17 @@ class Segment {
     int random_ordinal;
     int autocast_scope;  // -1: none
     ValueId literal;     // instead of running: the literal's value; else -1
-    std::vector<std::optional<TensorMeta>> leaf_results;  // of a leaf: what was recorded
-    c10::SmallVector<ValueId, 4> dead;                    // released afterwards
-    bool is_resident = false;                             // concerns the residency
+    std::vector<std::optional<TensorMeta>> recorded;  // results; nothing where undefined
+    bool is_leaf;
+    std::string scope;
+    c10::SmallVector<ValueId, 4> dead;  // released afterwards
+    bool is_resident = false;           // concerns the residency
   };
 
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
   at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);
+  void check_result(const Instruction& instruction, size_t index, const at::Tensor& result) const;
   void pop_results(const Instruction& instruction, Environment& environment);
 
   std::vector<Instruction> instructions_;

@@ -19,7 +19,7 @@ bool cuts_gradient(const std::string& name) {
 }  // namespace
 
 bool records_history(const Graph& graph, const Operator& op) {
-  if (!op.mode.grad || op.mode.inference) return false;
+  if (!op.mode.records_history()) return false;
   return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
     return value != kUndefined && graph.values[value].meta.requires_grad;
   });

@@ -5,6 +5,10 @@
 #include <cstddef>
 #include <memory>
 
+namespace torch::autograd {
+class SavedVariableHooks;
+}  // namespace torch::autograd
+
 namespace smp::graph {
 
 /// Decides what becomes of the tensors that autograd's functions save for their backward. May be
@@ -26,9 +30,6 @@ class SavedTensorKeeper {
 /// numbers that libtorch wraps in a tensor. Of nested scopes the innermost counts; null: autograd
 /// keeps its tensors itself.
 ///
-/// libtorch offers C++ no hooks for saved tensors, other than Python; but its engine asks a virtual
-/// function of itself for them. The first scope of a process puts an engine in place of the default
-/// one that differs in this function only.
 class SavedTensorScope {
  public:
   explicit SavedTensorScope(std::shared_ptr<SavedTensorKeeper> keeper);
@@ -42,5 +43,8 @@ class SavedTensorScope {
  private:
   std::shared_ptr<SavedTensorKeeper> outer_;
 };
+
+/// What the engine gives autograd for a tensor that this thread saves; null without a keeper.
+std::unique_ptr<torch::autograd::SavedVariableHooks> hooks_of_saved_tensors();
 
 }  // namespace smp::graph

@@ -108,12 +108,16 @@ Json mode_to_json(const ExecutionMode& mode) {
   };
   note("grad", mode.grad, usual.grad);
   note("inference", mode.inference, usual.inference);
+  note("below_autograd", mode.below_autograd, usual.below_autograd);
+  note("below_views", mode.below_views, usual.below_views);
   note("autocast_cpu", mode.autocast_cpu, usual.autocast_cpu);
   note("autocast_cuda", mode.autocast_cuda, usual.autocast_cuda);
   note("autocast_cpu_dtype", std::string(c10::toString(mode.autocast_cpu_dtype)),
        c10::toString(usual.autocast_cpu_dtype));
   note("autocast_cuda_dtype", std::string(c10::toString(mode.autocast_cuda_dtype)),
        c10::toString(usual.autocast_cuda_dtype));
+  note("default_dtype", std::string(c10::toString(mode.default_dtype)),
+       c10::toString(usual.default_dtype));
   note("partition", mode.partition, usual.partition);
   return result;
 }
@@ -152,7 +156,7 @@ Json to_json(const Operator& op, int schema) {
 }
 
 Json to_json(const BackwardRoot& root) {
-  return {{"value", root.value}, {"gradient", root.gradient}};
+  return {{"value", root.value}, {"gradient", root.gradient}, {"mode", mode_to_json(root.mode)}};
 }
 
 /// "name": [...] with an element a line.
@@ -185,7 +189,8 @@ class GraphReader {
     for_each(root_.at("inputs"), [&](const JsonReader& in) { graph_.inputs.push_back(id(in)); });
     for_each(root_.at("outputs"), [&](const JsonReader& in) { graph_.outputs.push_back(id(in)); });
     for_each(root_.at("roots"), [&](const JsonReader& in) {
-      graph_.roots.push_back({defined_id(in.at("value")), id(in.at("gradient"))});
+      graph_.roots.push_back(
+          {defined_id(in.at("value")), id(in.at("gradient")), mode(in.at("mode"))});
     });
     check_producers();
     const JsonReader fingerprint = root_.at("fingerprint");
@@ -364,10 +369,13 @@ class GraphReader {
     };
     read_flag("grad", mode.grad);
     read_flag("inference", mode.inference);
+    read_flag("below_autograd", mode.below_autograd);
+    read_flag("below_views", mode.below_views);
     read_flag("autocast_cpu", mode.autocast_cpu);
     read_flag("autocast_cuda", mode.autocast_cuda);
     read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
     read_dtype("autocast_cuda_dtype", mode.autocast_cuda_dtype);
+    read_dtype("default_dtype", mode.default_dtype);
     if (const auto partition = in.find("partition")) {
       mode.partition = static_cast<int>(partition->integer(0, kMaxCount));
     }

@@ -1,8 +1,8 @@
 #include "graph/tracer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "graph/content.h"
+#include "graph/engine.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
 
@@ -38,6 +39,7 @@ TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& f
   history_->tensor_pre_hooks().clear();  // an earlier run may have ended with an error
   std::vector<at::Tensor> passed;
   define_inputs(inputs, passed);
+  install_engine();
   ActiveScope scope(this);
   std::vector<at::Tensor> outputs;
   {
@@ -76,15 +78,13 @@ void Tracer::Call::clear() {
 }
 
 void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  SMP_CHECK_WITH(UsageError, torch::autograd::get_current_graph_task_id() == -1, where(),
-                 ": backward() or autograd::grad was called inside it. The step runs the pipeline's "
-                 "backward pass itself: call model->backward(loss) instead");
   check_hooks();
   // What was recorded as an operator is none that answers the host.
   if (!is_expected(op) && answer_host_value(op, stack)) return;
   // Taken while it is in use: a call may derive a value with a call of its own.
   Call current = std::move(spare_call_);
   collect(op, stack, current);
+  if (!roots_.empty()) keep_roots(current);
   if (!verifying() || !verify(current, stack)) {
     refuse_unsupported(current);
     record(current, stack);
@@ -149,6 +149,51 @@ void Tracer::make_offset_relative(Call& call) const {
   if (options_.table->find(call.tensors[0]) != nullptr || !offset.isInt()) return;
   call.absolute_offset = true;
   if (offset.toInt() == call.tensors[0].storage_offset()) offset = c10::IValue();
+}
+
+/// The arguments that the operator writes, as its schema says or `writes_running_statistics`.
+c10::SmallVector<ValueId, 1> Tracer::written_by(const Call& call) const {
+  const auto& schema = call.op->schema();
+  const bool statistics = writes_running_statistics(schema.name()) &&
+                          call.arguments[5].constant.isBool() &&
+                          call.arguments[5].constant.toBool();
+  c10::SmallVector<ValueId, 1> written;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool writes =
+        (alias != nullptr && alias->isWrite()) || (statistics && (i == 3 || i == 4));
+    if (!writes) continue;
+    for (ValueId id : call.arguments[i].values) {
+      if (id != kUndefined) written.push_back(id);
+    }
+  }
+  return written;
+}
+
+/// The program's backward pass was over when it called the operator. So what `backward` was called
+/// on, and the gradient it got, are copied before the operator writes them.
+void Tracer::keep_roots(const Call& call) {
+  for (ValueId written : written_by(call)) {
+    for (BackwardRoot& root : roots_) {
+      if (share_storage(root.value, written)) root.value = keep_root(root.value);
+      if (share_storage(root.gradient, written)) root.gradient = keep_root(root.gradient);
+    }
+  }
+}
+
+bool Tracer::share_storage(ValueId a, ValueId b) const {
+  if (a == kUndefined || b == kUndefined) return false;
+  // What was first seen in this call has no alias set yet while verifying.
+  return a == b || (value(a).alias_set >= 0 && value(a).alias_set == value(b).alias_set);
+}
+
+ValueId Tracer::keep_root(ValueId root) {
+  // The tensor itself may be gone; another that is known for its value does as well.
+  const at::Tensor tensor = make_placeholder(value(root).meta, options_.step_name);
+  bind(tensor, root);
+  const c10::InferenceMode normal(false);
+  const at::AutoGradMode with_history(true);
+  return derive(tensor, "aten::clone", {tensor, c10::IValue()});
 }
 
 /// Handles operators with results that are no tensors; false if all results are tensors.
@@ -248,6 +293,7 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
                  ": backward was called inside a leaf module. Call model->backward in the step "
                  "function, on what the leaf returns");
   const UninterceptedScope own;
+  const ExecutionMode mode = ExecutionMode::current();
   SMP_CHECK_WITH(UsageError, roots_.empty(), where(),
                  ": backward was called a second time. Call model->backward once a step, with all "
                  "losses: model->backward({a, b}), or add them up");
@@ -256,10 +302,11 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
                  " gradients; give one gradient for each tensor, or none");
   for (size_t i = 0; i < tensors.size(); ++i) {
     BackwardRoot root;
+    root.mode = mode;
     root.value = lookup(tensors[i]);
     if (!gradients.empty()) {
       root.gradient = lookup(gradients[i]);
-      if (!verifying()) settle_read(root.gradient);
+      settle_end(root.gradient);
     }
     // What operators run on knows best: a view of the tensor may have been written. Where the run
     // follows a known graph, that one was checked.
@@ -278,7 +325,13 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
 TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   check_hooks();
   for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
-  for (const at::Tensor& output : outputs) outputs_.push_back(lookup(output));
+  for (const at::Tensor& output : outputs) {
+    outputs_.push_back(lookup(output));
+    settle_end(outputs_.back());
+  }
+  for (const auto& [alias_set, data] : host_data_) {
+    if (data.is_read && !is_small_on_cpu(TensorMeta::of(data.tensor))) check_unchanged(data);
+  }
   TraceResult result;
   for (Live& live : live_) {
     const Graph& graph = *live.graph;
@@ -287,6 +340,7 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
       for (size_t i = 0; i < roots_.size(); ++i) {
         if (graph.roots[i].value != roots_[i].value) return false;
         if (graph.roots[i].gradient != roots_[i].gradient) return false;
+        if (!(graph.roots[i].mode == roots_[i].mode)) return false;
       }
       return true;
     };
@@ -306,10 +360,10 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
     result.match = live.graph;
     result.constants = std::move(live.constants);
     result.contents = std::move(live.contents);
-    for (const auto& [id, tensor] : literals_) {
-      if (!same_content(tensor, graph.values[id].content)) {
-        result.contents.push_back({id, clone_content(tensor)});
-      }
+    for (const auto& [id, content] : literals_) {
+      if (graph.values[id].kind != ValueKind::kLiteral) continue;  // and not filled
+      if (!same_content(content, graph.values[id].content))
+        result.contents.push_back({id, content});
     }
     return result;
   }
@@ -317,8 +371,6 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
     leave_candidates(c10::str("the function ends after ", next_operator_,
                               " operators, or returns or differentiates other tensors"));
   }
-  for (const auto& [id, tensor] : literals_) graph_->values[id].content = clone_content(tensor);
-  for (ValueId output : outputs_) settle_read(output);
   for (size_t i = 0; i < graph_->values.size() && graph_->values[i].kind == ValueKind::kInput;
        ++i) {
     graph_->inputs.push_back(static_cast<ValueId>(i));

@@ -97,6 +97,7 @@ class Tracer final : public OperatorInterceptor {
   void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
   void custom_function() override;
   [[noreturn]] void retain_grad() override;
+  [[noreturn]] void differentiate() override;
 
  private:
   struct Live {
@@ -150,6 +151,10 @@ class Tracer final : public OperatorInterceptor {
   void watch_custom_function(const Call& call);
   void make_offset_relative(Call& call) const;
   Argument collect_argument(const c10::IValue& value, Call& call);
+  c10::SmallVector<ValueId, 1> written_by(const Call& call) const;
+  bool share_storage(ValueId a, ValueId b) const;
+  void keep_roots(const Call& call);
+  ValueId keep_root(ValueId root);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
   void refuse_unsupported(const Call& call);
   void refuse_replaced_storage(const std::string& name) const;
@@ -160,6 +165,7 @@ class Tracer final : public OperatorInterceptor {
   std::optional<std::string> differs(Live& live, const Call& call, const ExecutionMode& mode) const;
   void push_recorded_results(const Call& call, torch::jit::Stack& stack);
   void leave_candidates(const std::string& difference);
+  void restore_views();
 
   void record(Call& call, torch::jit::Stack& stack);
   const at::Tensor& concrete(ValueId id);
@@ -170,12 +176,14 @@ class Tracer final : public OperatorInterceptor {
   std::vector<at::Tensor> run_leaf_on_data(const LeafCall& leaf, const Operator& op,
                                            torch::jit::Stack& stack);
   void note_writes(const Call& call, Operator& op);
-  void note_fresh(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised);
+  void note_factory(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised);
+  void note_constant(ValueId id, int alias_set, const at::Tensor& tensor);
   void settle_written(const Operator& op);
   void withhold(int alias_set);
   void move_data(int alias_set, c10::StorageImpl& storage);
   void settle_read(const Call& call, const Operator& op);
   void settle_read(ValueId id);
+  static bool is_view(const Graph& graph, const Operator& op, int alias_set);
   void record_results(const Call& call, Operator& op, torch::jit::Stack& stack);
   at::Tensor record_result(const Call& call, Operator& op, const at::Tensor& result);
   void follow(const at::Tensor& tensor, const TensorMeta& meta) const;
@@ -211,20 +219,28 @@ class Tracer final : public OperatorInterceptor {
     c10::weak_intrusive_ptr<c10::StorageImpl> keep;
   };
   ska::flat_hash_map<const c10::StorageImpl*, StorageInfo> storages_;
-  // Factory results that host code may still write, by alias set.
-  struct Fresh {
+  // What holds data that host code can write: a factory's result, until an operator writes it, and
+  // small constants.
+  struct HostData {
     ValueId id;
-    at::Tensor tensor;       // on the same storage
-    at::Tensor at_creation;  // a copy
-    bool uninitialised;
+    at::Tensor tensor;     // on the same storage
+    uint64_t content;      // hash of what the factory returned; after a read, of what was read
+    bool uninitialised;    // by the factory
+    bool is_read = false;  // by an operator
 
     bool changed() const;
+    bool filled(bool for_read) const;
   };
-  void make_literal(const Fresh& fresh);
-  ska::flat_hash_map<int, Fresh> fresh_;
+  std::optional<ValueId> filled_by_host(const Graph& graph, const Call& call,
+                                        const Operator& op) const;
+  void settle(HostData& data, bool for_read);
+  void settle_end(ValueId id);
+  void make_literal(const HostData& data);
+  void check_unchanged(const HostData& data) const;
+  ska::flat_hash_map<int, HostData> host_data_;  // by alias set
   // Alias sets that began with undefined content, which need not be the same in another run.
   ska::flat_hash_set<int> uninitialised_;
-  // While verifying: literals made this run, to be compared with the recorded content.
+  // While verifying: contents of this run's literals, to be compared with those recorded.
   std::vector<std::pair<ValueId, at::Tensor>> literals_;
   std::vector<Concrete> concrete_;                  // by value
   std::unordered_map<int, ValueId> first_aliases_;  // while recording: by alias set

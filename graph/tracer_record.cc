@@ -26,12 +26,6 @@ std::string common_prefix(const std::string& a, const std::string& b) {
   return a.substr(0, end);
 }
 
-/// A factory that is not random: the function gets its result itself, since host code may be about
-/// to fill it (`torch::tensor(vector)`, an accessor).
-bool host_may_write(const Operator& op) {
-  return op.random_ordinal < 0 && !has_tensor_argument(op.handle.schema());
-}
-
 /// The device a result would have had, when it was only made on the meta device.
 at::Device result_device(const std::vector<Argument>& arguments, const Graph& graph,
                          const c10::FunctionSchema& schema) {
@@ -80,19 +74,7 @@ void Tracer::record(Call& call, torch::jit::Stack& stack) {
 }
 
 void Tracer::note_writes(const Call& call, Operator& op) {
-  const auto& schema = call.op->schema();
-  const bool statistics = writes_running_statistics(schema.name()) &&
-                          call.arguments[5].constant.isBool() &&
-                          call.arguments[5].constant.toBool();
-  for (size_t i = 0; i < call.arguments.size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool writes =
-        (alias != nullptr && alias->isWrite()) || (statistics && (i == 3 || i == 4));
-    if (!writes) continue;
-    for (ValueId id : call.arguments[i].values) {
-      if (id != kUndefined) op.writes.push_back(graph_->values[id].alias_set);
-    }
-  }
+  for (ValueId id : written_by(call)) op.writes.push_back(graph_->values[id].alias_set);
   for (int alias_set : op.writes) {
     const Value& base = graph_->values[first_aliases_.at(alias_set)];
     if (base.kind == ValueKind::kParameter) {
@@ -129,7 +111,7 @@ void Tracer::forget_dead() {
 
 void Tracer::run_operator(const Call& call, const Operator& op, torch::jit::Stack& stack) {
   const auto& schema = call.op->schema();
-  if (host_may_write(op)) {
+  if (host_may_write(op.handle)) {
     call.op->callBoxed(stack);
     return;
   }
@@ -278,9 +260,9 @@ at::Tensor Tracer::record_result(const Call& call, Operator& op, const at::Tenso
   concrete_.resize(graph_->values.size());
   const bool uninitialised = is_uninitialised_factory(call.op->schema().name());
   if (uninitialised) uninitialised_.insert(graph_->values[id].alias_set);
-  if (host_may_write(op)) {
+  if (host_may_write(op.handle)) {
     bind(result, id);
-    note_fresh(id, graph_->values[id].alias_set, result, uninitialised);
+    note_factory(id, graph_->values[id].alias_set, result, uninitialised);
     // Not the result itself: it stays the function's alone, or `torch::zeros` returns a copy.
     if (options_.execute) concrete_[id].tensor = result.variable_data();
     return result;
@@ -300,21 +282,55 @@ void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) const {
   if (options_.table->find(tensor) == nullptr) follow_in_place(tensor, meta);
 }
 
-bool Tracer::Fresh::changed() const { return !same_content(tensor, at_creation); }
+bool Tracer::HostData::changed() const { return hash_content(tensor) != content; }
+
+/// Whether an operator that is about to use it for the first time finds what host code put there.
+bool Tracer::HostData::filled(bool for_read) const {
+  return !is_read && ((for_read && uninitialised) || changed());
+}
 
 /// From now on host code may fill the factory's result. What `empty` returns is marked first, so
 /// that it shows whether it was filled, even with what the memory happened to hold.
-void Tracer::note_fresh(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised) {
+void Tracer::note_factory(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised) {
   if (uninitialised) mark_uninitialised(result);
-  fresh_[alias_set] = {id, result.variable_data(), clone_content(result), uninitialised};
+  host_data_[alias_set] = {id, result.variable_data(), hash_content(result), uninitialised};
 }
 
-/// What host code filled before an operator first writes it is a literal: the operator may leave
-/// parts of it, or read it as well.
+/// An operator has read the constant. A large one is looked at once in a run.
+void Tracer::note_constant(ValueId id, int alias_set, const at::Tensor& tensor) {
+  if (!is_small_on_cpu(TensorMeta::of(tensor))) return;
+  host_data_[alias_set] = {id, tensor, hash_content(tensor), false, /*is_read=*/true};
+}
+
+/// Takes what host code filled for a literal: an operator reads it, or writes it and may leave
+/// parts as they are.
+void Tracer::settle(HostData& data, bool for_read) {
+  if (data.is_read) return check_unchanged(data);
+  if (!verifying()) {
+    if (data.filled(for_read)) make_literal(data);
+  } else if (std::any_of(live_.begin(), live_.end(), [&](const Live& live) {
+               return live.graph->values[data.id].kind == ValueKind::kLiteral;
+             })) {
+    literals_.emplace_back(data.id, clone_content(data.tensor));
+  }
+  if (!for_read) return;
+  data.content = hash_content(data.tensor);
+  data.is_read = true;
+}
+
+void Tracer::check_unchanged(const HostData& data) const {
+  if (!data.changed()) return;
+  refuse(c10::str("changes the data of a tensor of shape ", data.tensor.sizes(),
+                  " on the host after an operator has read it"),
+         "A tensor that host code fills has one content in a run: make another tensor for other "
+         "data (torch::tensor(vector), clone())");
+}
+
 void Tracer::settle_written(const Operator& op) {
   for (int alias_set : op.writes) {
-    const auto it = fresh_.find(alias_set);
-    if (it != fresh_.end() && it->second.changed()) make_literal(it->second);
+    const auto it = host_data_.find(alias_set);
+    if (it == host_data_.end()) continue;
+    settle(it->second, /*for_read=*/false);
     withhold(alias_set);
   }
 }
@@ -322,19 +338,15 @@ void Tracer::settle_written(const Operator& op) {
 /// An operator writes what host code could fill until now: from here on it is the data of this run,
 /// which the function does not see.
 void Tracer::withhold(int alias_set) {
-  const auto it = fresh_.find(alias_set);
-  if (it == fresh_.end()) return;
-  const Fresh& fresh = it->second;
-  for (auto& [id, tensor] : literals_) {
-    if (id == fresh.id) tensor = clone_content(tensor);
-  }
-  if (options_.execute) move_data(alias_set, *fresh.tensor.storage().unsafeGetStorageImpl());
-  become_placeholder(fresh.tensor, options_.step_name);
+  const auto it = host_data_.find(alias_set);
+  const HostData& data = it->second;
+  if (options_.execute) move_data(alias_set, *data.tensor.storage().unsafeGetStorageImpl());
+  become_placeholder(data.tensor, options_.step_name);
   if (!verifying()) {
     concrete_.resize(graph_->values.size());
-    concrete_[fresh.id].user = fresh.tensor.storage().getWeakStorageImpl();
+    concrete_[data.id].user = data.tensor.storage().getWeakStorageImpl();
   }
-  fresh_.erase(it);
+  host_data_.erase(it);
 }
 
 /// Gives the tensors that operators run on, in place of those on `storage`, the data for their own.
@@ -349,31 +361,32 @@ void Tracer::move_data(int alias_set, c10::StorageImpl& storage) {
   }
 }
 
-/// What an operator reads before any wrote it, and was filled by host code, is a literal.
+/// Whether the operator returns a view on the storage, or the tensor itself: that is no read.
+bool Tracer::is_view(const Graph& graph, const Operator& op, int alias_set) {
+  return std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
+    return id != kUndefined && graph.values[id].alias_set == alias_set;
+  });
+}
+
 void Tracer::settle_read(const Call& call, const Operator& op) {
-  if (fresh_.empty()) return;
+  if (host_data_.empty()) return;
+  const Graph& graph = verifying() ? *live_[0].graph : *graph_;
   for (ValueId argument : call.ids) {
-    if (argument == kUndefined) continue;
-    const int alias_set = graph_->values[argument].alias_set;
-    const bool viewed = std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-      return id != kUndefined && graph_->values[id].alias_set == alias_set;
-    });
-    if (!viewed) settle_read(argument);  // a view is no read
+    if (argument != kUndefined && !is_view(graph, op, value(argument).alias_set)) {
+      settle_read(argument);
+    }
   }
 }
 
 void Tracer::settle_read(ValueId id) {
-  if (id == kUndefined) return;
-  const auto it = fresh_.find(graph_->values[id].alias_set);
-  if (it == fresh_.end()) return;
-  if (it->second.uninitialised || it->second.changed()) make_literal(it->second);
-  fresh_.erase(it);
+  const auto it = host_data_.find(value(id).alias_set);
+  if (it != host_data_.end()) settle(it->second, /*for_read=*/true);
 }
 
-void Tracer::make_literal(const Fresh& fresh) {
-  Value& value = graph_->values[fresh.id];
+void Tracer::make_literal(const HostData& data) {
+  Value& value = graph_->values[data.id];
   value.kind = ValueKind::kLiteral;
-  value.content = clone_content(fresh.tensor);
+  value.content = clone_content(data.tensor);
 }
 
 uint64_t Tracer::checksum(const Operator& op) {

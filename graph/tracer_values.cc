@@ -121,6 +121,9 @@ ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
     // Operators give a buffer that they write a history, which ends with the step.
     const bool buffer = graph_->values[id].kind == ValueKind::kBuffer;
     if (options_.execute) concrete_[id].tensor = buffer ? tensor.variable_data() : tensor;
+    if (graph_->values[id].kind == ValueKind::kConstant) {
+      note_constant(id, graph_->values[id].alias_set, tensor);
+    }
   }
   bind(tensor, id);
   return id;
@@ -300,6 +303,15 @@ void Tracer::check_history(const at::Tensor& tensor) const {
 }
 
 void Tracer::custom_function() { custom_function_ |= at::GradMode::is_enabled(); }
+
+void Tracer::differentiate() {
+  detail::fail<UsageError>(
+      where(),
+      ": backward() or autograd::grad was called inside it. The step runs the pipeline's backward "
+      "pass itself: call model->backward(loss) instead. What needs gradients for its numbers, such "
+      "as a gradient penalty, has to be a leaf: smp::leaf(module)(x), which may call "
+      "autograd::grad inside");
+}
 
 void Tracer::retain_grad() {
   refuse("calls retain_grad() on a tensor, whose gradient would not be kept",

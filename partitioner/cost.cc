@@ -61,7 +61,7 @@ bool has_backward(const Graph& graph, const Operator& op) {
   bool requires_grad = false;
   for_each_result(op,
                   [&](ValueId value) { requires_grad |= graph.values[value].meta.requires_grad; });
-  return requires_grad && op.mode.grad && graph.trains();
+  return requires_grad && op.mode.records_history() && graph.trains();
 }
 
 Cost estimate_from_bytes(const Graph& graph, const Operator& op) {

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "graph/leaf.h"
+#include "graph/mode_scope.h"
 #include "graph/operator_traits.h"
 
 namespace smp::pipeline {
@@ -411,7 +412,9 @@ void Stage::begin_backward(InFlight& state) const {
 }
 
 void Stage::fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const {
-  if (buffer == nullptr) return;
+  const graph::ExecutionMode& mode = graph_.roots.front().mode;
+  // The buffers' products would not be cast as libtorch's own are.
+  if (buffer == nullptr || mode.autocast_cpu || mode.autocast_cuda) return;
   std::vector<graph::WeightBuffer> weights;
   for (const Parameter& parameter : parameters_) {
     const auto type = parameter.tensor.scalar_type();
@@ -430,7 +433,10 @@ void Stage::backward(int microbatch, const GradientConsumer& consume,
   fuse(microbatch, state, buffer, /*defer=*/false);
   take_gradients(microbatch, state, consume);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
-  graph::run_backward(state.starts, state.start_gradients);
+  {
+    const graph::ModeScope mode(graph_.roots.front().mode);
+    graph::run_backward(state.starts, state.start_gradients);
+  }
   state.start_gradients.clear();  // whose memory may be a channel's
   consume_gradients(microbatch, state, consume);
   keep_gradients(state);
@@ -445,7 +451,11 @@ void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
   std::vector<std::shared_ptr<graph::GradientSink>> inputs;
   for (int sink : input_sinks_) inputs.push_back(state.sinks[sink]);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
-  state.split = std::make_unique<graph::SplitBackward>(state.starts, state.start_gradients, inputs);
+  {
+    const graph::ModeScope mode(graph_.roots.front().mode);
+    state.split =
+        std::make_unique<graph::SplitBackward>(state.starts, state.start_gradients, inputs);
+  }
   state.starts.clear();
   state.start_gradients.clear();
   keep_gradients(state);
@@ -455,7 +465,10 @@ void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
   InFlight& state = in_flight_[microbatch];
   take_gradients(microbatch, state, consume);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
-  state.split->run_weights();
+  {
+    const graph::ModeScope mode(graph_.roots.front().mode);
+    state.split->run_weights();
+  }
   if (state.fusion) state.fusion->run();
   consume_gradients(microbatch, state, consume);
   state.forget();

@@ -349,7 +349,7 @@ class Builder final : public GraphWriter {
     };
     for (ValueId output : whole_.outputs) graph().outputs.push_back(whole(output));
     for (const BackwardRoot& root : whole_.roots) {
-      BackwardRoot own;
+      BackwardRoot own = root;
       own.value = whole(root.value);
       own.gradient = whole(root.gradient);
       graph().roots.push_back(own);

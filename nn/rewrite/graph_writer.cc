@@ -279,6 +279,7 @@ graph::ExecutionMode GraphWriter::mode_of_conversion(ValueId value) const {
   graph::ExecutionMode mode = call_ == nullptr ? made : call_->op().mode;
   mode.inference = made.inference;
   mode.grad = !made.inference;
+  mode.below_autograd = mode.below_views = false;
   return mode;
 }
 

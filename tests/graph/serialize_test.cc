@@ -150,6 +150,9 @@ TEST(Serialize, ModesListsAndUndefinedTensors) {
   ExecutionMode& mode = b.graph().operators.back().mode;
   mode.grad = false;
   mode.inference = true;
+  mode.below_autograd = true;
+  mode.below_views = true;
+  mode.default_dtype = at::kDouble;
   mode.autocast_cpu = true;
   mode.autocast_cuda = true;
   mode.autocast_cpu_dtype = at::kHalf;
@@ -166,6 +169,7 @@ TEST(Serialize, ModesListsAndUndefinedTensors) {
   b.graph().inputs.push_back(kUndefined);
   b.output(x);
   b.backward(parts, x);
+  b.graph().roots.back().mode.autocast_cpu = true;
   expect_equal(b.graph(), reloaded(b.graph()));
 }
 

@@ -130,7 +130,9 @@ class GraphBuilder {
   }
 
   void output(Ref ref) { graph_.outputs.push_back(ref.id); }
-  void backward(Ref ref, Ref gradient = Ref()) { graph_.roots.push_back({ref.id, gradient.id}); }
+  void backward(Ref ref, Ref gradient = Ref()) {
+    graph_.roots.push_back({ref.id, gradient.id, {}});
+  }
 
   graph::Graph& graph() { return graph_; }
   const at::Tensor& tensor(Ref ref) const { return tensors_[ref.id]; }

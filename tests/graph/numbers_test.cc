@@ -1,0 +1,494 @@
+// Programs around a model that a graph once got wrong without a word: each equals plain libtorch,
+// or is refused.
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/util/ScopeExit.h>
+#include <gmock/gmock.h>
+
+#include "tests/core/error_text.h"
+#include "tests/graph/harness.h"
+
+namespace smp::graph::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct NetImpl : torch::nn::Module {
+  torch::nn::Linear fc{nullptr}, out{nullptr};
+  torch::Tensor scale;
+  NetImpl() {
+    fc = register_module("fc", torch::nn::Linear(4, 4));
+    out = register_module("out", torch::nn::Linear(4, 4));
+    scale = register_buffer("scale", torch::ones({4, 4}));
+  }
+  torch::Tensor forward(torch::Tensor x) { return out(torch::tanh(fc(x))); }
+};
+TORCH_MODULE(Net);
+
+class Numbers : public ::testing::Test {
+ protected:
+  Numbers() : net_(make_net()), table_(table_of(*net_)) {}
+
+  static Net make_net() {
+    torch::manual_seed(3);
+    return Net();
+  }
+
+  void expect_equals_eager(const Function& function) {
+    expect_replay_equals_eager(*net_, {x_}, {torch::randn({4, 4}, torch::kFloat)}, function);
+    const TraceResult first = trace(table_, {x_}, function);
+    EXPECT_EQ(again(first, function).match, first.recorded.get());
+  }
+
+  TraceResult again(const TraceResult& first, const Function& function) {
+    return trace(table_, {x_}, function, false, {first.recorded.get()});
+  }
+
+  Net net_;
+  TensorTable table_;
+  torch::Tensor x_ = torch::randn({4, 4});
+};
+
+/// As model->backward, with gradients.
+void backward_with(const Tensors& tensors, const Tensors& gradients) {
+  if (auto* tracer = Tracer::current()) {
+    tracer->backward(tensors, gradients);
+  } else {
+    torch::autograd::backward(tensors, gradients);
+  }
+}
+
+// -- Writes after the backward pass
+
+TEST_F(Numbers, ALossIsRescaledAfterBackward) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto loss = net_(in[0]).pow(2).mean();
+    backward(loss);
+    loss *= 16;
+    return {loss};
+  });
+}
+
+TEST_F(Numbers, ALossIsRescaledWithoutGradientsAfterBackward) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto loss = net_(in[0]).pow(2).mean();
+    backward(loss);
+    const torch::NoGradGuard no_grad;
+    loss.mul_(16).add_(1);
+    return {loss};
+  });
+}
+
+TEST_F(Numbers, ALossIsDetachedInPlaceAfterBackward) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto loss = net_(in[0]).pow(2).mean();
+    backward(loss);
+    loss.detach_();
+    return {loss};
+  });
+}
+
+TEST_F(Numbers, WhatALossIsAViewOfIsWrittenAfterBackward) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto losses = net_(in[0]).pow(2).mean(1);
+    backward(losses[2]);
+    losses.mul_(3);
+    return {losses};
+  });
+}
+
+TEST_F(Numbers, AGradientIsWrittenAfterBackward) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]);
+    auto gradient = torch::ones_like(y) * 0.5;
+    backward_with({y}, {gradient});
+    gradient.zero_();
+    return {y, gradient};
+  });
+}
+
+TEST_F(Numbers, ABufferThatWasAGradientIsWrittenAfterBackward) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]);
+    backward_with({y}, {net_->scale});
+    const torch::NoGradGuard no_grad;
+    net_->scale.mul_(2);
+    return {y};
+  });
+}
+
+TEST_F(Numbers, WritesToOtherTensorsAfterBackwardLeaveTheGraphAsItWas) {
+  const auto plain = [&](const Tensors& in) -> Tensors {
+    auto loss = net_(in[0]).pow(2).mean();
+    auto metric = loss.detach() * 2;
+    backward(loss);
+    metric.mul_(2);
+    return {metric};
+  };
+  const TraceResult first = trace(table_, {x_}, plain);
+  EXPECT_EQ(first.recorded->to_string().find("aten::clone"), std::string::npos);
+  expect_equals_eager(plain);
+}
+
+// -- Numbers that change what an operator returns
+
+TEST_F(Numbers, ADropoutThatBeginsAtZero) {
+  double p = 0;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto h = net_(in[0]);
+    auto d = torch::dropout(h, p, true);
+    backward((h + d).sum());
+    return {h, h + d};
+  };
+  const TraceResult zero = trace(table_, {x_}, function);
+  expect_equals_eager(function);
+  p = 0.9;
+  const TraceResult many = again(zero, function);
+  ASSERT_NE(many.recorded, nullptr);
+  EXPECT_THAT(many.difference, HasSubstr("has another constant as argument \"p\""));
+  expect_equals_eager(function);
+  p = 0.8;
+  const TraceResult fewer = again(many, function);
+  EXPECT_EQ(fewer.match, many.recorded.get());
+  EXPECT_EQ(fewer.constants.size(), 1u);
+  p = 0;
+  EXPECT_EQ(again(many, function).match, nullptr);
+}
+
+TEST_F(Numbers, NoiseMayBeginAtZeroAndEndThere) {
+  for (const char* what : {"alpha_dropout", "feature_dropout"}) {
+    double p = 0.5;
+    const auto function = [&](const Tensors& in) -> Tensors {
+      auto h = net_(in[0]);
+      auto d =
+          what[0] == 'a' ? torch::alpha_dropout(h, p, true) : torch::feature_dropout(h, p, true);
+      d.add_(1);
+      return {h, d};
+    };
+    const TraceResult half = trace(table_, {x_}, function);
+    p = 0;
+    EXPECT_EQ(again(half, function).match, nullptr) << what;
+    expect_equals_eager(function);
+  }
+}
+
+// -- Modes
+
+/// Autocast of the CPU, on or off.
+class Autocast {
+ public:
+  explicit Autocast(bool on) : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+    at::autocast::set_autocast_enabled(at::kCPU, on);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, before_);
+    at::autocast::clear_cache();
+  }
+
+ private:
+  bool before_;
+};
+
+TEST_F(Numbers, AnOuterAutocastDoesNotReachAnInnerBlockWithout) {
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto h = net_->fc(in[0]);
+    torch::Tensor y;
+    {
+      const Autocast off(false);
+      y = net_->out(torch::tanh(h.to(torch::kFloat)));
+    }
+    auto loss = y.pow(2).mean();
+    backward(loss);
+    return {y, loss};
+  };
+  const Autocast on(true);
+  expect_equals_eager(function);
+}
+
+TEST_F(Numbers, ABlockBelowAutogradHasNoGradient) {
+  for (const bool views : {true, false}) {
+    expect_equals_eager([&](const Tensors& in) -> Tensors {
+      auto h = net_(in[0]);
+      torch::Tensor t;
+      if (views) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        t = h * 3;
+      } else {
+        const at::AutoDispatchBelowAutograd below;
+        t = h * 3;
+      }
+      backward((h * t).sum());
+      return {t};
+    });
+  }
+}
+
+TEST_F(Numbers, ABlockBelowAutogradIsAnotherGraph) {
+  bool below = false;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto h = net_(in[0]).detach();
+    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+    if (below) guard.emplace();
+    return {h * 3};
+  };
+  const TraceResult first = trace(table_, {x_}, function);
+  below = true;
+  EXPECT_THAT(again(first, function).difference, HasSubstr("runs in another mode"));
+}
+
+TEST_F(Numbers, TheDefaultTypeIsPartOfTheMode) {
+  const auto before = c10::get_default_dtype();
+  const auto restore = c10::make_scope_exit([&] { c10::set_default_dtype(before); });
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto y = in[0] * torch::arange(4).div(3);
+    return {y, torch::zeros({2}) + y.sum()};
+  };
+  const TraceResult single = trace(table_, {x_}, function);
+  EXPECT_EQ(replay(*single.recorded, table_, {x_}).outputs[1].scalar_type(), torch::kFloat);
+  c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  const TraceResult twice = again(single, function);
+  EXPECT_THAT(twice.difference, HasSubstr("runs in another mode"));
+  expect_equals_eager(function);
+  // What was recorded under the other type keeps it.
+  EXPECT_EQ(replay(*single.recorded, table_, {x_}).outputs[1].scalar_type(), torch::kFloat);
+  EXPECT_EQ(c10::get_default_dtype_as_scalartype(), torch::kDouble);
+}
+
+// -- Shapes that depend on data
+
+TEST_F(Numbers, ASizeThatDependsOnDataIsRefusedWhenItChanges) {
+  const std::vector<std::function<int64_t(torch::Tensor)>> sizes = {
+      [](torch::Tensor x) { return torch::where(x > 0)[0].size(0); },
+      [](torch::Tensor x) { return x.gt(0).nonzero_numpy()[0].size(0); },
+      [](torch::Tensor x) { return std::get<0>(at::_unique(x.gt(0).sum(0))).size(0); },
+      [](torch::Tensor x) { return x[0].repeat_interleave(x[0].gt(0).to(torch::kLong)).size(0); },
+  };
+  const auto all = torch::ones({4, 4});
+  auto some = torch::ones({4, 4});
+  some[0][0] = -1;
+  for (const auto& size : sizes) {
+    const auto function = [&](const Tensors& in) -> Tensors {
+      auto loss = net_(in[0]).pow(2).mean() * size(in[0]);
+      backward(loss);
+      return {loss};
+    };
+    TraceResult first;
+    try {
+      first = trace(table_, {all}, function);
+    } catch (const CaptureError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("depends on data"));
+      continue;
+    }
+    EXPECT_NO_THROW(replay(*first.recorded, table_, {all}));
+    try {
+      replay(*first.recorded, table_, {some});
+      ADD_FAILURE() << "another size was frozen\n" << first.recorded->to_string();
+    } catch (const CaptureError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("its result shape depends on data"));
+      EXPECT_THAT(error.what(), HasSubstr("and was recorded with one of "));
+      EXPECT_THAT(error.what(), HasSubstr("smp::leaf(module)(x)"));
+    }
+  }
+}
+
+// -- Tensors that host code fills
+
+/// Three numbers, made by a factory and filled through a pointer unless `values` is empty.
+torch::Tensor filled(const std::vector<float>& values) {
+  auto tensor = torch::zeros({4});
+  std::copy(values.begin(), values.end(), tensor.data_ptr<float>());
+  return tensor;
+}
+
+TEST_F(Numbers, AMaskThatIsFilledInALaterStepOnly) {
+  std::vector<float> values;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto loss = (net_(in[0]) * (1 - filled(values))).pow(2).mean();
+    backward(loss);
+    return {loss};
+  };
+  const TraceResult empty = trace(table_, {x_}, function);
+  values = {0, 1, 0, 0};
+  const TraceResult one = again(empty, function);
+  ASSERT_NE(one.recorded, nullptr);
+  EXPECT_THAT(one.difference, HasSubstr("which host code has filled"));
+  EXPECT_TRUE(torch::equal(replay(*one.recorded, table_, {x_}).outputs[0], function({x_})[0]));
+  values = {1, 0, 1, 0};
+  const TraceResult two = again(one, function);
+  EXPECT_EQ(two.match, one.recorded.get());
+  ASSERT_EQ(two.contents.size(), 1u);
+  EXPECT_TRUE(torch::equal(two.contents[0].content, torch::tensor({1.f, 0.f, 1.f, 0.f})));
+  // Not filled again: either graph will do, if the content follows.
+  values = {};
+  const TraceResult none = again(one, function);
+  EXPECT_EQ(none.match, one.recorded.get());
+  ASSERT_EQ(none.contents.size(), 1u);
+  EXPECT_TRUE(torch::equal(none.contents[0].content, torch::zeros({4})));
+  const auto both =
+      trace(table_, {x_}, function, false, {one.recorded.get(), empty.recorded.get()});
+  EXPECT_NE(both.match, nullptr);
+}
+
+TEST_F(Numbers, OfTwoGraphsTheOneWithTheFilledMaskIsFound) {
+  std::vector<float> values;
+  const auto function = [&](const Tensors& in) -> Tensors { return {in[0] * filled(values)}; };
+  const TraceResult empty = trace(table_, {x_}, function);
+  values = {0, 1, 2, 3};
+  const TraceResult full = again(empty, function);
+  for (const bool first : {true, false}) {
+    const Graph* a = first ? empty.recorded.get() : full.recorded.get();
+    const Graph* b = first ? full.recorded.get() : empty.recorded.get();
+    values = {5, 6, 7, 8};
+    const TraceResult found = trace(table_, {x_}, function, false, {a, b});
+    EXPECT_EQ(found.match, full.recorded.get());
+    ASSERT_EQ(found.contents.size(), 1u);
+    EXPECT_TRUE(torch::equal(found.contents[0].content, torch::tensor({5.f, 6.f, 7.f, 8.f})));
+  }
+}
+
+TEST_F(Numbers, AFilledTensorMayBeReturnedOrBeTheGradient) {
+  std::vector<float> values;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]).sum(0);
+    auto gradient = filled(values);
+    backward_with({y}, {gradient});
+    return {filled(values)};
+  };
+  const TraceResult empty = trace(table_, {x_}, function);
+  values = {0, 1, 2, 3};
+  const TraceResult full = again(empty, function);
+  ASSERT_NE(full.recorded, nullptr);
+  EXPECT_THAT(full.difference, HasSubstr("host code has filled %"));
+  EXPECT_TRUE(torch::equal(replay(*full.recorded, table_, {x_}).outputs[0], filled(values)));
+  expect_equals_eager(function);
+}
+
+TEST_F(Numbers, HostCodeMayReadAFactoryInEveryStep) {
+  int64_t sum = 0;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto positions = torch::arange(4);
+    sum += positions.accessor<int64_t, 1>()[3];
+    return {in[0] * positions};
+  };
+  const TraceResult first = trace(table_, {x_}, function);
+  EXPECT_EQ(again(first, function).match, first.recorded.get());
+  EXPECT_EQ(sum, 6);
+}
+
+TEST_F(Numbers, WhatHostCodeChangesAfterAReadIsRefused) {
+  int change = 0;
+  std::vector<std::function<torch::Tensor()>> kinds = {
+      [] {
+        return filled({1, 2, 3, 4});
+      },                                                 // a literal
+      [] { return torch::ones({4}); },                   // a factory's result as it was
+      [outside = torch::ones({4})] { return outside; },  // a constant
+  };
+  for (size_t kind = 0; kind < kinds.size(); ++kind) {
+    const auto function = [&](const Tensors& in) -> Tensors {
+      auto table = kinds[kind]();
+      auto y = net_(in[0]) * table;
+      if (change > 0) table.data_ptr<float>()[1] = static_cast<float>(change);
+      y = y * table;
+      return {y};
+    };
+    change = 0;
+    const TraceResult first = trace(table_, {x_}, function);
+    for (const bool execute : {true, false}) {
+      ++change;
+      const std::string text = refusal(table_, {x_}, function, execute);
+      EXPECT_THAT(text, HasSubstr("changes the data of a tensor of shape [4] on the host after an "
+                                  "operator has read it"))
+          << kind;
+    }
+    ++change;
+    const std::string text = refusal(table_, {x_}, function, false, {first.recorded.get()});
+    EXPECT_THAT(text, HasSubstr("make another tensor for other data")) << kind;
+  }
+}
+
+TEST_F(Numbers, AConstantThatIsChangedAfterItsLastReadIsNewInTheNextRun) {
+  auto counter = torch::zeros({1});
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto y = in[0] + counter;
+    counter.data_ptr<float>()[0] += 1;
+    return {y};
+  };
+  const TraceResult first = trace(table_, {x_}, function);
+  const TraceResult second = again(first, function);
+  EXPECT_EQ(second.match, first.recorded.get());
+  ASSERT_EQ(second.contents.size(), 1u);
+  EXPECT_EQ(second.contents[0].content.item<float>(), 1);
+}
+
+TEST_F(Numbers, WhatWasReadAndIsThenWrittenByAnOperatorHoldsNoDataForTheHost) {
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto sum = torch::zeros({4});
+    auto y = in[0] + sum;
+    sum.add_(in[0][0]);
+    sum.accessor<float, 1>();
+    return {y};
+  };
+  EXPECT_ANY_THROW(trace(table_, {x_}, function));
+  EXPECT_ANY_THROW(trace(table_, {x_}, function, false));
+}
+
+// -- Another way from the middle of a known graph on
+
+TEST_F(Numbers, AViewThatWasMadeBeforeABranchIsOneAfterIt) {
+  bool branch = false;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto h = net_(in[0]);
+    auto base = torch::zeros_like(h);
+    auto row = base[0];
+    if (branch) row.copy_(h[0]);
+    auto y = base * 2 + (branch ? 0 : 1) * h;
+    backward(y.sum());
+    return {y};
+  };
+  const TraceResult straight = trace(table_, {x_}, function);
+  branch = true;
+  const TraceResult branched = again(straight, function);
+  ASSERT_NE(branched.recorded, nullptr);
+  const TraceResult whole = trace(table_, {x_}, function);
+  EXPECT_EQ(branched.recorded->to_string(), whole.recorded->to_string());
+  const Replayed replayed = replay(*branched.recorded, table_, {x_});
+  net_->zero_grad();
+  EXPECT_TRUE(torch::equal(replayed.outputs[0], function({x_})[0]));
+  EXPECT_TRUE(torch::equal(replayed.gradients.at("fc.weight"), net_->fc->weight.grad()));
+}
+
+// -- Gradients inside the function
+
+TEST_F(Numbers, AGradientPenaltyIsRefusedAtOnce) {
+  const std::vector<Function> functions = {
+      [&](const Tensors& in) -> Tensors {  // with respect to an intermediate tensor
+        auto h = net_(in[0]);
+        auto y = h.pow(3).sum();
+        auto g = torch::autograd::grad({y}, {h}, {}, true, true)[0];
+        return {h.mean() + g.pow(2).sum()};
+      },
+      [&](const Tensors& in) -> Tensors {  // to a parameter
+        auto y = net_(in[0]).pow(3).sum();
+        return {torch::autograd::grad({y}, {net_->fc->weight}, {}, true, true)[0]};
+      },
+      [&](const Tensors& in) -> Tensors {
+        auto y = net_(in[0]);
+        return torch::autograd::grad({y}, {y}, {torch::ones_like(y)});
+      },
+      [&](const Tensors& in) -> Tensors {
+        net_(in[0]).sum().backward();
+        return {};
+      }};
+  for (const Function& function : functions) {
+    for (const bool execute : {true, false}) {
+      const std::string text = refusal(table_, {x_}, function, execute);
+      EXPECT_THAT(text, HasSubstr("backward() or autograd::grad was called inside it"));
+      EXPECT_THAT(text, HasSubstr("such as a gradient penalty, has to be a leaf"));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace smp::graph::testing
