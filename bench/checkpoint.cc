@@ -115,13 +115,14 @@ int main(int argc, char** argv) {
                              loads.push_back(seconds([&] { smp::load(path, model, optimizer); }));
                            }));
     steps.push_back(seconds(one_step));
-    background_memory = std::max(background_memory, peak_above([&] {
-                                   const double pause =
-                                       seconds([&] { smp::save_async(path, model, optimizer); });
-                                   snapshots.push_back(pause);
-                                   beside.push_back(seconds(one_step));
-                                   smp::save_async(path, model).wait();  // waits for the one before
-                                 }));
+    background_memory =
+        std::max(background_memory, peak_above([&] {
+                   const double pause =
+                       seconds([&] { static_cast<void>(smp::save_async(path, model, optimizer)); });
+                   snapshots.push_back(pause);
+                   beside.push_back(seconds(one_step));
+                   smp::save_async(path, model).wait();  // waits for the one before
+                 }));
   }
   const double cp = median(copies), save = median(saves), load = median(loads);
   std::printf("checkpoint of %.0f MiB in %s, medians of %d rounds\n", size, folder.c_str(),

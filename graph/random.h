@@ -15,7 +15,7 @@ namespace smp::graph {
 /// the same masks on one rank and on eight, in any schedule, after a restart and when recomputed.
 struct RandomKey {
   uint64_t seed = 0;
-  uint64_t step_function = 0;      ///< ordinal of the step function in the program
+  uint64_t step_function = 0;      ///< XXH64 of the step function's name
   uint64_t call = 0;               ///< how many calls of it came before
   uint64_t global_microbatch = 0;  ///< dp_rank * microbatches + microbatch
 };

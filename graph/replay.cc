@@ -269,10 +269,7 @@ void Segment::check_result(const Instruction& instruction, size_t index,
                            const at::Tensor& result) const {
   const auto& recorded = instruction.recorded[index];
   if (!recorded || !result.defined()) return;
-  if (result.sizes() == c10::IntArrayRef(recorded->sizes) &&
-      result.scalar_type() == recorded->dtype) {
-    return;
-  }
+  if (result.sizes() == c10::IntArrayRef(recorded->sizes)) return;
   const std::string module =
       instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
   detail::fail<CaptureError>(

@@ -217,6 +217,12 @@ class Restore {
 
 }  // namespace
 
+void check_state_per_parameter(const torch::optim::Optimizer& optimizer) {
+  SMP_CHECK_WITH(UsageError, dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                 "cannot save or restore the state of torch::optim::LBFGS by parameter name: it "
+                 "has one state for all parameters together. Use another optimizer.");
+}
+
 ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict) {
   ParameterNames names;
   for (const auto& item : dict) {

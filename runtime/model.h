@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "graph/tensor_table.h"
-#include "nn/parameter_split.h"
 #include "runtime/runtime.h"
 #include "smp/model_options.h"
+#include "smp/nn/parameter_split.h"
 #include "smp/removable_handle.h"
 
 namespace smp::dp {

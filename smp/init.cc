@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "comm/threads/run_ranks.h"
@@ -120,7 +121,7 @@ bool is_tracing() { return Runtime::exists() && Runtime::get().tracing; }
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
-    const ThreadRuntime runtime(std::make_shared<Runtime>(config, world, hosts));
+    const runtime::ThreadRuntime here(std::make_shared<Runtime>(config, world, hosts));
     program();
   });
 }

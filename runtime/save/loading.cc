@@ -178,6 +178,7 @@ class Load {
   std::vector<checkpoint::NamedTensor> tensors_;
   std::vector<ExpectedTensor> expected_;
   std::shared_ptr<Reader> reader_;
+  bool with_optimizer_ = false;  // its state is loaded, too
 };
 
 }  // namespace

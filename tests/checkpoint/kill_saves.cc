@@ -9,6 +9,7 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <utility>
 
@@ -74,8 +75,9 @@ void save_all(const std::string& folder, int round, Progress& progress, Fault fa
   }
   barrier();
   const auto begin = Clock::now();
-  const auto options =
-      SaveCheckpointOptions().user_content({{"round", round}}).num_kept_partial_checkpoints(kKept);
+  const auto options = SaveCheckpointOptions()
+                           .user_content(nlohmann::json{{"round", round}}.dump())
+                           .num_kept_partial_checkpoints(kKept);
   const auto is_saved = [&] {
     barrier();
     if (rank() == 0) ++progress.saved;

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "graph/devices.h"
+#include "graph/graph.h"
 #include "graph/random.h"
 #include "smp/smp.h"
 #include "tests/device/fake_device.h"

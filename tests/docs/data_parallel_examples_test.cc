@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "runtime/runtime.h"
 #include "smp/ddp.h"
 #include "smp/distributed_model.h"
+#include "smp/error.h"
 
 namespace {
 

@@ -173,8 +173,9 @@ TEST(OptimizerStateContentsTest, StateIsReadableByNameAndField) {
   EXPECT_TRUE(torch::allclose(weight.tensors.at("exp_avg"), params["a.weight"].grad() * 0.1));
   ASSERT_EQ(state.groups.size(), 1u);
   EXPECT_EQ(state.groups[0].type, "torch::optim::AdamOptions");
-  EXPECT_EQ(state.groups[0].options.at("lr"), 0.1);
-  EXPECT_EQ(state.groups[0].options.at("betas"), nlohmann::json({0.9, 0.999}));
+  const auto options = nlohmann::json::parse(state.groups[0].options);
+  EXPECT_EQ(options.at("lr"), 0.1);
+  EXPECT_EQ(options.at("betas"), nlohmann::json({0.9, 0.999}));
   EXPECT_EQ(state.groups[0].params, kForward);
 }
 

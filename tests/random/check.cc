@@ -76,26 +76,6 @@ Graph without_one_write(Graph graph, Random& random) {
   return graph;
 }
 
-/// Undoes the copies of roots that were written after `backward`.
-Graph with_late_backward(Graph graph) {
-  const auto latest = [&](ValueId& root) {
-    if (root == graph::kUndefined) return;
-    const int producer = graph.values[root].producer;
-    if (producer < 0 || graph.operators[producer].name() != "aten::clone") return;
-    const graph::Value& source = graph.values[graph.operators[producer].arguments[0].values[0]];
-    for (size_t v = 0; v < graph.values.size(); ++v) {
-      const graph::Value& value = graph.values[v];
-      const bool same = value.alias_set == source.alias_set && value.meta == source.meta;
-      if (same) root = static_cast<ValueId>(v);
-    }
-  };
-  for (graph::BackwardRoot& root : graph.roots) {
-    latest(root.value);
-    latest(root.gradient);
-  }
-  return graph;
-}
-
 /// What the planner and the stages believe of the graph.
 Graph believed(const Graph& graph, Fault fault, Random& random) {
   switch (fault) {
@@ -107,8 +87,6 @@ Graph believed(const Graph& graph, Fault fault, Random& random) {
       return with_storages_apart(graph);
     case Fault::kLeafViewsApart:
       return with_leaf_views_apart(graph);
-    case Fault::kLateBackward:
-      return with_late_backward(graph);
     default:
       return graph;
   }
@@ -196,11 +174,6 @@ std::string error_of(const Action& action) {
   return "";
 }
 
-/// What libtorch says when a backward pass finds that a tensor it needs was written.
-bool needs_what_was_written(const std::string& error) {
-  return error.find("modified by an inplace operation") != std::string::npos;
-}
-
 /// Whatever a thing does wrong under `kNone`, from the capture on.
 std::string run_and_compare(const Program& program, const Trial& trial, const Graph& graph,
                             const Plan& plan, const Outcome& expected) {
@@ -230,11 +203,6 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
   verdict.transfers = static_cast<int>(plan.transfers.size());
   verdict.rejection = error_of([&] { partitioner::verify_plan(*captured, plan); });
   verdict.failure = run_and_compare(program, trial, graph, plan, expected);
-  if (program.backward_after >= 0 && needs_what_was_written(verdict.failure)) {
-    verdict.refused = true;
-    verdict.failure.clear();
-    return;
-  }
   if (fault != Fault::kNone || !verdict.failure.empty()) return;
   if (random.chance(25)) verdict.failure = guard(program, trial, *captured);
 }
@@ -242,7 +210,6 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
 /// The program without an instruction; who used its results uses its first argument instead.
 bool drop_instruction(Program& program, size_t index) {
   const Instruction dropped = program.instructions[index];
-  if (static_cast<int>(index) < program.backward_after) --program.backward_after;
   if (dropped.arguments.empty() && dropped.results > 0) return false;
   const auto replace = [&](int& use) {
     if (use < dropped.first_result || use >= dropped.first_result + dropped.results) return;
@@ -296,8 +263,6 @@ const char* to_string(Fault fault) {
       return "outputs and roots are taken where they are made";
     case Fault::kGradientsApart:
       return "gradients do not go through views";
-    case Fault::kLateBackward:
-      return "backward is taken for the last thing a program does";
   }
   return "";
 }

@@ -23,12 +23,11 @@ enum class Fault {
   kStaleHops,       ///< a value travels from its producer, not from the stage that wrote it last
   kEarlyEnds,       ///< outputs and roots are taken where they are made, not where last written
   kGradientsApart,  ///< gradients are not followed through views
-  kLateBackward,    ///< what backward was called on is taken as it is at the end
 };
 
 constexpr Fault kFaults[] = {Fault::kEveryCut,      Fault::kNoWrites,       Fault::kOneWriteLost,
                              Fault::kStoragesApart, Fault::kLeafViewsApart, Fault::kStaleHops,
-                             Fault::kEarlyEnds,     Fault::kGradientsApart, Fault::kLateBackward};
+                             Fault::kEarlyEnds,     Fault::kGradientsApart};
 
 const char* to_string(Fault fault);
 
@@ -36,8 +35,6 @@ const char* to_string(Fault fault);
 struct Verdict {
   /// Why eager libtorch cannot run the program; empty if it can.
   std::string skipped;
-  /// The pipeline refused it, since it writes after the backward pass what that one needs.
-  bool refused = false;
   /// What differs, with the plan; empty if nothing does.
   std::string failure;
   /// What `verify_plan` says of the plan, given the graph without faults; empty: it is right.

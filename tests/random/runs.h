@@ -20,8 +20,7 @@ struct Trial {
   int steps = 1;
   bool interleaved = false;
   int active_microbatches = 1;
-  bool shapes_only = false;     ///< captured without data
-  bool numbers_change = false;  ///< after the first capture, which later runs are compared with
+  bool shapes_only = false;  ///< captured without data
 
   static Trial of(uint64_t seed);
 };

@@ -3,6 +3,7 @@
 
 #include <mutex>
 
+#include "runtime/runtime.h"
 #include "smp/smp.h"
 #include "tests/smp/oracle.h"
 

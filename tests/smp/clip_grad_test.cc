@@ -7,6 +7,7 @@
 #include <ostream>
 #include <vector>
 
+#include "runtime/runtime.h"
 #include "tests/smp/sharded_state.h"
 
 // Norms and clipped gradients of ranks, against torch::nn::utils in one plain process, to the bit.

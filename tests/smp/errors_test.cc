@@ -3,6 +3,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
@@ -516,10 +517,10 @@ TEST_F(Program, CallsAtTheWrongTime) {
 }
 
 TEST_F(Program, ResultsThatCannotBePutTogether) {
-  expect_has(error_of<UsageError>([] { StepOutput().reduce_mean(); }),
+  expect_has(error_of<UsageError>([] { std::ignore = StepOutput().reduce_mean(); }),
              {"a StepOutput without outputs was reduced"});
   const StepOutput losses(Tensors{torch::ones({}), torch::ones({})});
-  expect_has(error_of<UsageError>([&] { losses.concat(); }),
+  expect_has(error_of<UsageError>([&] { std::ignore = losses.concat(); }),
              {"StepOutput::concat needs tensors with a batch axis", "Use stack()"});
 }
 

@@ -31,8 +31,9 @@ OptimizerState make_state() {
   for (size_t i = 0; i < kNames.size(); ++i) {
     const auto sizes = parameters[i].sizes();
     const auto numbers = at::arange(parameters[i].numel()).view(sizes);
-    state.params[kNames[i]] = {
-        sizes.vec(), {{"average", numbers + 0.5}, {"count", numbers.to(at::kLong)}}, R"({"step":3})"};
+    state.params[kNames[i]] = {sizes.vec(),
+                               {{"average", numbers + 0.5}, {"count", numbers.to(at::kLong)}},
+                               R"({"step":3})"};
   }
   return state;
 }

@@ -113,7 +113,7 @@ TEST_F(StepNames, AResumedRunGoesOnByName) {
 TEST_F(StepNames, OtherStepFunctionsWithoutNamesAreRefused) {
   run({"", {}, {}, false, /*save=*/true});
   EXPECT_EQ(resume_error({"", {""}}),
-            "[smp] checkpoint \"" + path_ +
+            "[smp rank 0] checkpoint \"" + path_ +
                 "\" does not fit the step functions of the program: \"step 1\" has no name of "
                 "its own and is not in the checkpoint, which has \"step 0\" (1 calls). Step "
                 "functions without a name are numbered in the order in which they are made, and "
@@ -125,7 +125,7 @@ TEST_F(StepNames, OtherStepFunctionsWithoutNamesAreRefused) {
 TEST_F(StepNames, ARenamedStepFunctionIsRefused) {
   run({"train", {}, {}, false, /*save=*/true});
   const std::string expected =
-      "[smp] step function \"fit\" is not in checkpoint \"" + path_ +
+      "[smp rank 0] step function \"fit\" is not in checkpoint \"" + path_ +
       "\", from which this run goes on, and \"train\" of the checkpoint (1 calls) is not in the "
       "program. Give step functions the names that they had when the checkpoint was written, or "
       "make that one before the first step";
@@ -138,10 +138,11 @@ TEST_F(StepNames, AreUniqueAmongThoseThatExist) {
     run({"train", {"train"}});
     ADD_FAILURE() << "two of one name";
   } catch (const UsageError& error) {
-    EXPECT_STREQ(error.what_without_backtrace(),
-                 "[smp] two step functions are called \"train\", and a step function draws its "
-                 "random numbers by its name. Give each a name of its own: "
-                 "StepOptions().name(\"evaluate\")");
+    EXPECT_STREQ(
+        error.what_without_backtrace(),
+        "[smp rank 0] two step functions are called \"train\", and a step function draws its "
+        "random numbers by its name. Give each a name of its own: "
+        "StepOptions().name(\"evaluate\")");
   }
   run_as_threads(1, Config(), [] {
     const auto identity = [](torch::Tensor x) { return x; };

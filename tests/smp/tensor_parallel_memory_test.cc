@@ -461,12 +461,14 @@ TEST(TensorParallelRegister, RefusesRulesThatDoNotFitTheOperator) {
     return error_of<UsageError>([] { check_own_operator<WithRule>(); });
   };
   const nn::Layout whole;
-  expect_has(error_with({{whole}, {whole}, {}}),
-             {"rule registered for operator tensor_parallel_test::gate says how 1 arguments and 1 "
-              "results lie. Expected 2 and 1"});
+  expect_has(
+      error_with({{whole}, {whole}, {}}),
+      {"the rule registered for operator tensor_parallel_test::gate says how 1 arguments and "
+       "1 results lie. Expected 2 and 1: one layout for each tensor"});
   expect_has(
       error_with({{whole, whole}, {whole}, {{"size", 1}}}),
-      {"rule registered for operator tensor_parallel_test::gate names an argument \"size\""});
+      {"the rule registered for operator tensor_parallel_test::gate names an argument \"size\", "
+       "which the operator does not have. Name one of its schema"});
 }
 
 }  // namespace
