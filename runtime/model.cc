@@ -14,6 +14,7 @@
 #include "graph/recording.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/delayed.h"
+#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/loading.h"
@@ -55,7 +56,7 @@ std::string Model::full_name(const std::string& name) const {
   return options_.name().empty() ? name : options_.name() + "." + name;
 }
 
-void Model::add_to(graph::TensorTable& table) const {
+void Model::add_to(ParameterTable& table) const {
   for (const auto& item : named_parameters()) {
     table.add(graph::ValueKind::kParameter, full_name(item.key()), item.value());
   }
@@ -86,7 +87,7 @@ Model::TensorDict Model::local(const TensorDict& all) const {
   TensorDict result;
   for (const auto& item : all) {
     const auto* entry = runtime_->table().find(item.value());
-    if (entry != nullptr && runtime_->owns(entry->name)) result.insert(item.key(), item.value());
+    if (entry != nullptr && runtime_->owns(*entry)) result.insert(item.key(), item.value());
   }
   return result;
 }
@@ -120,7 +121,7 @@ std::vector<at::Tensor> Model::trained_parameters() const {
   for (const at::Tensor& parameter : parameters()) {
     const bool mine = parameter.requires_grad() &&
                       of_later.count(parameter.unsafeGetTensorImpl()) == 0 &&
-                      runtime_->owns(runtime_->table().find(parameter)->name);
+                      runtime_->owns(runtime_->table().at(parameter));
     if (mine) result.push_back(parameter);
   }
   return result;
@@ -135,9 +136,10 @@ std::shared_ptr<dp::ParameterSlices> Model::slices() {
   if (slices_ != nullptr || !partitioned() || !shards_optimizer_state(*runtime_)) return slices_;
   auto trained = trained_parameters();
   std::vector<std::string> names;
-  for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().find(tensor)->name);
+  for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().at(tensor).name);
   slices_ = std::make_shared<dp::ParameterSlices>(std::move(trained), std::move(names),
                                                   runtime_->replicas(), bucket_bytes());
+  runtime_->table().set_slices(slices_, /*are_shards=*/false);
   return slices_;
 }
 
@@ -151,19 +153,19 @@ Model::TensorDict Model::state_dict() const {
     for (const auto& item : dict) {
       at::Tensor& copy = copies[item.value().unsafeGetTensorImpl()];
       if (!copy.defined()) {
-        const auto* entry = runtime_->table().find(item.value());
-        if (const auto shard = shard_of(item.value())) {
+        const auto& entry = runtime_->table().at(item.value());
+        if (const auto shard = entry.shard()) {
           copy = runtime_->sharding->parameters()->full(*shard).cpu().contiguous();
           result.insert(item.key(), copy);
           continue;
         }
-        const int root = runtime_->partitioned ? runtime_->owner.at(entry->name) : 0;
+        const int root = entry.owner.value_or(0);
         const bool mine = pipeline->rank() == root;
         copy = mine ? graph::value_of(item.value()).detach().cpu().contiguous().clone()
                     : at::empty(item.value().sizes(), item.value().options().device(at::kCPU));
         pipeline->broadcast(copy, root);
-        if (const auto* split = runtime_->divided().find(item.value())) {
-          copy = join_on_all(*runtime_->group(CommGroup::kTp), *split, copy);
+        if (entry.split) {
+          copy = join_on_all(*runtime_->group(CommGroup::kTp), *entry.split, copy);
         }
       }
       result.insert(item.key(), copy);
@@ -179,7 +181,7 @@ Model::TensorDict Model::local_state_dict() const {
   at::NoGradGuard no_grad;
   for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
     for (const auto& item : dict) {
-      const auto shard = shard_of(item.value());
+      const auto shard = runtime_->table().at(item.value()).shard();
       const at::Tensor held =
           shard ? runtime_->sharding->parameters()->shard(*shard) : item.value();
       result.insert(item.key(), held.detach().clone());
@@ -202,7 +204,7 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
       if (strict) problems += "\n  missing: " + item.key();
       continue;
     }
-    const auto sizes = runtime_->divided().whole_sizes(item.value());
+    const auto sizes = runtime_->table().at(item.value()).whole_sizes();
     if (given->sizes() != at::IntArrayRef(sizes) || !fits(*given, item.value())) {
       problems += c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
                            at::IntArrayRef(sizes), ", got ", given->scalar_type(), given->sizes());
@@ -228,11 +230,6 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
       return given;
     });
   }
-}
-
-/// The index of a parameter that sharded data parallelism divides.
-std::optional<size_t> Model::shard_of(const at::Tensor& parameter) const {
-  return runtime_->sharding ? runtime_->sharding->find(parameter) : std::nullopt;
 }
 
 void Model::check_outside_step(const char* call) const {
@@ -268,7 +265,7 @@ void Model::cpu() {
   }
   for (const auto& tensors : {parameters(), buffers()}) {
     for (const at::Tensor& tensor : tensors) {
-      const int root = runtime_->owner.at(runtime_->table().find(tensor)->name);
+      const int root = *runtime_->table().at(tensor).owner;
       allocate_data(tensor);
       const at::Tensor copy = tensor.detach().cpu().contiguous();
       pipeline->broadcast(copy, root);
@@ -278,7 +275,8 @@ void Model::cpu() {
 }
 
 bool Model::is_distributed_parameter(const at::Tensor& parameter) const {
-  return runtime_->divided().find(parameter) != nullptr;
+  const auto* entry = runtime_->table().find(parameter);
+  return entry != nullptr && entry->split.has_value();
 }
 
 Model::TensorDict Model::parameters_that_are(bool distributed) const {

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "graph/tensor_table.h"
 #include "runtime/runtime.h"
 #include "smp/model_options.h"
 #include "smp/nn/parameter_split.h"
@@ -74,7 +73,7 @@ class Model {
   std::string full_name(const std::string& name) const;
 
   /// Adds parameters and buffers under their full names.
-  void add_to(graph::TensorTable& table) const;
+  void add_to(ParameterTable& table) const;
   /// How parameters of `nn::SplitModule`s are divided, by full name.
   std::vector<std::pair<std::string, nn::ParameterSplit>> split_parameters() const;
   /// The parameters whose gradients this rank reduces. Those that a later model has, too, are left
@@ -91,7 +90,6 @@ class Model {
 
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
   TensorDict local(const TensorDict& all) const;
-  std::optional<size_t> shard_of(const at::Tensor& parameter) const;
   void check_outside_step(const char* call) const;
 
   std::shared_ptr<torch::nn::Module> module_;

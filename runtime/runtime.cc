@@ -138,30 +138,12 @@ void Runtime::add_model(const std::shared_ptr<Model>& model) {
   model->add_to(table_);
   models_.push_back(model);
   for (const auto& [name, split] : model->split_parameters()) {
-    if (split.ranks > 1) add_divided(name, split);
+    if (split.ranks == 1) continue;
+    SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
+                   "\" is divided among ", split.ranks, " ranks, and \"tensor_parallel_degree\" is ",
+                   topology_.tp_size(), ". Construct modules of smp::nn after smp::init");
+    table_.divide(name, split, /*captured_whole=*/false);
   }
-}
-
-void Runtime::add_divided(const std::string& name, const nn::ParameterSplit& split,
-                          bool captured_whole) {
-  SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
-                 "\" is divided among ", split.ranks, " ranks, and \"tensor_parallel_degree\" is ",
-                 topology_.tp_size(), ". Construct modules of smp::nn after smp::init");
-  const auto& entry = table_.at(name);
-  if (const nn::ParameterSplit* known = divided_.find(entry.tensor)) {
-    SMP_CHECK_WITH(UsageError, *known == split, "parameter \"", name, "\" is tied to \"",
-                   entry.name, "\" and divided in another way: ", split.to_string(), " against ",
-                   known->to_string(),
-                   ". Modules that share a parameter must divide it alike; give them two "
-                   "parameters, or set tensor_parallel_degree to 1");
-    return;
-  }
-  SMP_CHECK_WITH(UsageError, entry.tensor.sizes() == at::IntArrayRef(split.local_sizes()),
-                 "parameter \"", name, "\" of shape ", entry.tensor.sizes(),
-                 " is said to be a part of ", split.to_string(), ", which would have shape ",
-                 at::IntArrayRef(split.local_sizes()),
-                 ". split_parameters() must tell how the module made it");
-  divided_.add(entry.name, entry.tensor, split, captured_whole);
 }
 
 std::vector<std::shared_ptr<Model>> Runtime::models() const {

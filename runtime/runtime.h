@@ -8,7 +8,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,10 +15,9 @@
 #include "comm/communicator.h"
 #include "core/topology.h"
 #include "graph/tensor_store.h"
-#include "graph/tensor_table.h"
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
-#include "runtime/parameters/divided_parameters.h"
+#include "runtime/parameters/parameter_table.h"
 #include "runtime/step/step_functions.h"
 #include "smp/config.h"
 
@@ -80,14 +78,9 @@ class Runtime {
   void add_model(const std::shared_ptr<Model>& model);
   /// The models that still exist, in the order they were wrapped.
   std::vector<std::shared_ptr<Model>> models() const;
-  /// Parameters and buffers of all models by name.
-  const graph::TensorTable& table() const { return table_; }
-  /// Those of its parameters of which this rank has a part.
-  const DividedParameters& divided() const { return divided_; }
-  /// Notes that a parameter, which has its local sizes already, is divided; `captured_whole`: see
-  /// `DividedParameters`.
-  void add_divided(const std::string& name, const nn::ParameterSplit& split,
-                   bool captured_whole = false);
+  /// Parameters and buffers of all models.
+  const ParameterTable& table() const { return table_; }
+  ParameterTable& table() { return table_; }
 
   /// The seed of all random streams, the same on all ranks; set at the first step.
   uint64_t seed = 0;
@@ -105,11 +98,6 @@ class Runtime {
 
   /// True once the models are divided among the ranks.
   bool partitioned = false;
-  /// The rank of the pipeline that owns each parameter and buffer, by name; complete once
-  /// partitioned.
-  std::map<std::string, int> owner;
-  /// Why it does, for people.
-  std::map<std::string, std::string> owner_reason;
   /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
   /// How many microbatches of the first graph run as one; 0 as long as that is not decided.
@@ -141,16 +129,16 @@ class Runtime {
   std::weak_ptr<LossScaler> loss_scaler;
   /// How often values were loaded into parameters: master weights made before are of old values.
   int64_t parameter_loads = 0;
-  /// Buffers that some graph writes.
-  std::set<std::string> written_buffers;
   /// A step function is running on this thread.
   bool in_step = false;
   /// The run under way is the one that captures.
   bool tracing = false;
 
-  bool owns(const std::string& name) const {
-    return !partitioned || owner.at(name) == rank_in(CommGroup::kPp);
+  /// Whether this rank has the parameter or buffer: as its owner, or as all before partitioning.
+  bool owns(const ParameterTable::Entry& entry) const {
+    return !entry.owner || *entry.owner == rank_in(CommGroup::kPp);
   }
+  bool owns(const std::string& name) const { return owns(table_.at(name)); }
 
   /// The configuration's `gradient_shards`, else the loaded checkpoint's, else the number of
   /// batches that all ranks are given.
@@ -170,8 +158,7 @@ class Runtime {
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
   comm::CommunicatorPtr same_parts_;
   std::vector<std::weak_ptr<Model>> models_;
-  graph::TensorTable table_;
-  DividedParameters divided_;
+  ParameterTable table_;
   std::shared_ptr<graph::TensorStore> activation_store_;
 };
 

@@ -81,7 +81,7 @@ void make_shared_tensors(const Runtime& runtime) {
 void make_own_parameters(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     const auto recording = graph::recording_of(entry.tensor).first;
-    if (recording && runtime.owns(entry.name)) recording->materialize(entry.tensor);
+    if (recording && runtime.owns(entry)) recording->materialize(entry.tensor);
   }
 }
 

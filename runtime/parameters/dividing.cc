@@ -12,7 +12,6 @@
 #include "core/log.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
-#include "runtime/parameters/scope_notes.h"
 #include "runtime/parameters/storage.h"
 
 namespace smp::runtime {
@@ -51,8 +50,8 @@ class Divider {
     options_.ranks = runtime.topology().tp_size();
     options_.estimate = true;  // runs that divided differently would add in another order
     options_.streams = runtime.config().optimize() == "memory";
-    for (const auto& entry : runtime.divided().entries()) {
-      if (entry.captured_whole) options_.fixed.emplace(entry.name, entry.split);
+    for (const auto* entry : runtime.table().divided()) {
+      if (entry->captured_whole) options_.fixed.emplace(entry->name, *entry->split);
     }
     if (!runtime.partitioned) allow();
   }
@@ -80,27 +79,23 @@ class Divider {
   void allow() {
     const auto& entries = runtime_.table().entries();
     options_.insist = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
-      return tensor_parallelism_marks().find(entry.tensor) == true;
+      return entry.tensor_parallelism_mark() == true;
     });
     const bool all = !options_.insist && runtime_.config().tensor_parallelism() == "auto" &&
-                     runtime_.divided().empty();
+                     !runtime_.table().any_divided();
     for (const auto& entry : entries) {
-      const bool may = tensor_parallelism_marks().find(entry.tensor).value_or(all) &&
-                       runtime_.divided().find(entry.tensor) == nullptr;
-      if (!may || entry.kind != graph::ValueKind::kParameter) continue;
-      (is_fit(entry.tensor) ? options_.allowed : unfit_).insert(entry.name);
+      const bool may = entry.tensor_parallelism_mark().value_or(all) && !entry.split;
+      if (!may || !entry.is_parameter()) continue;
+      (is_fit(entry) ? options_.allowed : unfit_).insert(entry.name);
     }
   }
 
   /// Whether a part can take the place of the whole in its memory.
-  bool is_fit(const at::Tensor& tensor) const {
-    if (!tensor.is_contiguous() || tensor.storage_offset() != 0) return false;
-    if (graph::storage_bytes(tensor) != tensor.nbytes()) return false;
-    const auto& entries = runtime_.table().entries();
-    return std::none_of(entries.begin(), entries.end(), [&](const auto& other) {
-      return !other.tensor.is_same(tensor) && other.tensor.storage().unsafeGetStorageImpl() ==
-                                                  tensor.storage().unsafeGetStorageImpl();
-    });
+  bool is_fit(const ParameterTable::Entry& entry) const {
+    const at::Tensor& tensor = entry.tensor;
+    return tensor.is_contiguous() && tensor.storage_offset() == 0 &&
+           graph::storage_bytes(tensor) == tensor.nbytes() &&
+           !entry.shares_storage_in(runtime_.table());
   }
 
   void check_alike(const DividedGraph& divided) const {
@@ -130,16 +125,16 @@ class Divider {
   void report(const DividedGraph& divided, const std::string& obstacle) {
     std::string& text = runtime_.tensor_parallelism_report;
     text = c10::str("Tensor parallelism among ", options_.ranks, " ranks.\n");
-    for (const auto& entry : runtime_.divided().entries()) {
-      text += c10::str("  ", entry.name, ": ", entry.split.to_string(), ", by its module\n");
+    for (const auto* entry : runtime_.table().divided()) {
+      text += c10::str("  ", entry->name, ": ", entry->split->to_string(), ", by its module\n");
     }
     if (obstacle.empty()) {
       text += nn::rewrite::report(divided);
-    } else if (runtime_.divided().empty()) {
+    } else if (!runtime_.table().any_divided()) {
       text += c10::str("Nothing is divided by rewriting what was captured: ", obstacle, ".\n");
     }
     text += others(divided);
-    const bool any = !divided.parameters.empty() || !runtime_.divided().empty();
+    const bool any = !divided.parameters.empty() || runtime_.table().any_divided();
     if (runtime_.rank() != 0) return;
     any ? log_info(text)
         : log_warning(
@@ -154,9 +149,7 @@ class Divider {
     for (const auto& decision : divided.decisions) known.insert(decision.name);
     std::string text;
     for (const auto& entry : runtime_.table().entries()) {
-      const bool is_other = entry.kind == graph::ValueKind::kParameter &&
-                            known.count(entry.name) == 0 &&
-                            runtime_.divided().find(entry.tensor) == nullptr;
+      const bool is_other = entry.is_parameter() && known.count(entry.name) == 0 && !entry.split;
       if (!is_other || known.empty()) continue;
       text += c10::str("  ", entry.name, ": whole: no operator of the first step uses it\n");
     }
@@ -175,7 +168,7 @@ class Divider {
 void check_same_kernels(Runtime& runtime) {
   const auto& entries = runtime.table().entries();
   const bool on_processors = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
-    return entry.kind == graph::ValueKind::kParameter && entry.tensor.is_cpu();
+    return entry.is_parameter() && entry.tensor.is_cpu();
   });
   if (!on_processors) return;
   const std::string mine =
@@ -204,14 +197,14 @@ void divide_parameters(Runtime& runtime, const std::map<std::string, nn::Paramet
   for (const auto& [name, split] : splits) {
     const auto& entry = runtime.table().at(name);
     const auto recording = graph::recording_of(entry.tensor).first;
-    if (recording && runtime.owns(entry.name)) recording->materialize(entry.tensor);
+    if (recording && runtime.owns(entry)) recording->materialize(entry.tensor);
     keep_part(entry.tensor, split, runtime.rank_in(CommGroup::kTp));
-    runtime.add_divided(entry.name, split, /*captured_whole=*/true);
+    runtime.table().divide(entry.name, split, /*captured_whole=*/true);
   }
 }
 
-WholeShapes::WholeShapes(const DividedParameters& divided) {
-  for (const auto& entry : divided.entries()) {
+WholeShapes::WholeShapes(const ParameterTable& table) {
+  for (const auto& entry : table.entries()) {
     if (!entry.captured_whole) continue;
     c10::StorageImpl& storage = *entry.tensor.storage().unsafeGetStorageImpl();
     c10::intrusive_ptr<c10::StorageImpl> data;
@@ -225,14 +218,14 @@ WholeShapes::WholeShapes(const DividedParameters& divided) {
                        "[smp] the data of a parameter was read or written in a step function, "
                        "which runs on tensors without data. Read it outside of the step");
     }
-    set_sizes(entry.tensor, entry.split.sizes);
+    set_sizes(entry.tensor, entry.split->sizes);
     shown_.push_back({&entry, std::move(data)});
   }
 }
 
 WholeShapes::~WholeShapes() {
   for (const Shown& shown : shown_) {
-    set_sizes(shown.entry->tensor, shown.entry->split.local_sizes());
+    set_sizes(shown.entry->tensor, shown.entry->split->local_sizes());
     if (shown.data == nullptr) continue;
     graph::give_data(*shown.entry->tensor.storage().unsafeGetStorageImpl(), *shown.data);
   }

@@ -38,14 +38,14 @@ void divide_parameters(Runtime& runtime, const std::map<std::string, nn::Paramet
 /// and no data: what the user's code sees when it is captured or guarded again.
 class WholeShapes {
  public:
-  explicit WholeShapes(const DividedParameters& divided);
+  explicit WholeShapes(const ParameterTable& table);
   ~WholeShapes();
   WholeShapes(const WholeShapes&) = delete;
   WholeShapes& operator=(const WholeShapes&) = delete;
 
  private:
   struct Shown {
-    const DividedParameters::Entry* entry;
+    const ParameterTable::Entry* entry;
     c10::intrusive_ptr<c10::StorageImpl> data;  // null where this rank has none
   };
   std::vector<Shown> shown_;

@@ -18,14 +18,6 @@ namespace {
 
 using graph::ValueKind;
 
-bool shares_storage(const Runtime& runtime, const at::Tensor& parameter) {
-  const auto& entries = runtime.table().entries();
-  return std::any_of(entries.begin(), entries.end(), [&](const auto& other) {
-    return !other.tensor.is_same(parameter) && other.tensor.storage().unsafeGetStorageImpl() ==
-                                                   parameter.storage().unsafeGetStorageImpl();
-  });
-}
-
 /// Which divided parameters each operator reads, directly or through views.
 std::vector<std::vector<size_t>> find_uses(const graph::Graph& graph,
                                            const std::vector<int64_t>& parameter_of) {
@@ -145,7 +137,7 @@ class ShardedResidency final : public graph::ParameterResidency {
 
 }  // namespace
 
-Sharding::Sharding(const Runtime& runtime) {
+Sharding::Sharding(Runtime& runtime) {
   const Config& config = runtime.config();
   const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
   const auto replicas = runtime.replicas();
@@ -161,12 +153,13 @@ Sharding::Sharding(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     const auto recording = graph::recording_of(entry.tensor).first;
     if (recording) recording->materialize(entry.tensor);
-    const bool divides = entry.kind == ValueKind::kParameter &&
+    const bool divides = entry.is_parameter() &&
                          entry.tensor.numel() >= config.sdp_param_persistence_threshold() &&
                          dp::ShardedParameters::is_divisible(entry.tensor) &&
-                         !shares_storage(runtime, entry.tensor);
+                         !entry.shares_storage_in(runtime.table());
     if (divides) parameters_->add(entry.tensor, entry.name);
   }
+  runtime.table().set_slices(parameters_, /*are_shards=*/true);
   window_ = std::make_shared<dp::ParameterWindow>(parameters_, config.sdp_max_live_parameters());
 }
 
@@ -175,7 +168,7 @@ std::vector<int64_t> Sharding::parameters_of_values(const Runtime& runtime,
   std::map<int, int64_t> of_alias_set;
   for (const graph::Value& value : graph.values) {
     if (value.kind != ValueKind::kParameter) continue;
-    if (const auto index = find(runtime.table().at(value.name).tensor)) {
+    if (const auto index = runtime.table().at(value.name).shard()) {
       of_alias_set[value.alias_set] = static_cast<int64_t>(*index);
     }
   }

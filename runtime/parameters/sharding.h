@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -22,17 +21,12 @@ class Sharding {
   /// Divides the parameters of all models, making delayed ones one after the other. The rest stays
   /// whole: parameters smaller than `sdp_param_persistence_threshold`, and those that share memory
   /// with others or have gaps. Collective over the world.
-  explicit Sharding(const Runtime& runtime);
+  explicit Sharding(Runtime& runtime);
 
   const std::shared_ptr<dp::ShardedParameters>& parameters() const { return parameters_; }
   const std::shared_ptr<dp::ParameterWindow>& window() const { return window_; }
   /// The ranks that have the same shards as this one.
   const comm::CommunicatorPtr& twins() const { return twins_; }
-
-  /// The index of a parameter among the divided ones, if it is one.
-  std::optional<size_t> find(const at::Tensor& parameter) const {
-    return parameters_->find(parameter);
-  }
 
   /// By value of a graph of `runtime`'s models: the index of the divided parameter that it lies on,
   /// or -1.

@@ -128,7 +128,7 @@ class Load {
   }
 
   bool is_parameter(const std::string& name) const {
-    return runtime_.table().at(name).kind == graph::ValueKind::kParameter;
+    return runtime_.table().at(name).is_parameter();
   }
 
   bool loads_field(const std::string& field) const {
@@ -186,19 +186,20 @@ class Load {
 void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTensor>& tensors,
                   std::vector<ExpectedTensor>& expected) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    expected[i].spec.shape = runtime.divided().whole_sizes(tensors[i].tensor);
+    expected[i].spec.shape = runtime.table().at(tensors[i].tensor).whole_sizes();
   }
 }
 
 void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::Tensor()> read) {
-  if (const auto* split = runtime.divided().find(tensor)) {
-    read = [split = *split, rank = runtime.rank_in(CommGroup::kTp), whole = std::move(read)] {
+  const auto& entry = runtime.table().at(tensor);
+  if (entry.split) {
+    read = [split = *entry.split, rank = runtime.rank_in(CommGroup::kTp), whole = std::move(read)] {
       return split.part(whole(), rank);
     };
   }
   if (const auto recording = graph::recording_of(tensor).first) {
     recording->set_source(tensor, std::move(read));
-  } else if (const auto index = runtime.sharding ? runtime.sharding->find(tensor) : std::nullopt) {
+  } else if (const auto index = entry.shard()) {
     runtime.sharding->parameters()->load(*index, read());
   } else if (has_data(tensor)) {
     tensor.detach().copy_(read());

@@ -12,6 +12,7 @@
 #include "core/check.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
+#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/runtime.h"
 #include "runtime/save/together.h"
@@ -30,7 +31,7 @@ struct Writers {
   /// all parameters. Before partitioning every stage has the whole model, so the first writes it.
   Writers(const Runtime& runtime, bool writes_optimizer) {
     const int stages = runtime.group(CommGroup::kPp)->size();
-    const int parts = runtime.divided().empty() ? 1 : runtime.topology().tp_size();
+    const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
     const bool all = writes_optimizer && shards_optimizer_state(runtime);
     int replicas = all ? runtime.replicas()->size() : 1;
     if (runtime.sharding) replicas = runtime.sharding->parameters()->group()->size();
@@ -44,11 +45,6 @@ struct Writers {
   int mine;
 };
 
-/// The index of a tensor among the parameters that sharded data parallelism divides, if it is one.
-std::optional<size_t> divided(const Runtime& runtime, const at::Tensor& tensor) {
-  return runtime.sharding ? runtime.sharding->find(tensor) : std::nullopt;
-}
-
 /// The divided parameters in turn by the ranks that have them together, so that none needs the
 /// memory for all. Collective over these ranks.
 NamedTensor gather_divided(const Sharding& sharding, NamedTensor tensor, size_t index) {
@@ -59,9 +55,9 @@ NamedTensor gather_divided(const Sharding& sharding, NamedTensor tensor, size_t 
 }
 
 /// The parameters that a tensor-parallel group divides, in turn by its ranks. Collective over it.
-NamedTensor gather_parts(const Runtime& runtime, NamedTensor tensor, size_t index) {
+NamedTensor gather_parts(const Runtime& runtime, const nn::ParameterSplit& split,
+                         NamedTensor tensor, size_t index) {
   comm::Communicator& group = *runtime.group(CommGroup::kTp);
-  const auto& split = *runtime.divided().find(tensor.tensor);
   tensor.tensor = join_on(static_cast<int>(index) % group.size(), group, split, tensor.tensor);
   return tensor;
 }
@@ -71,14 +67,15 @@ checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer
   checkpoint::Shard shard;
   size_t parts = 0;
   for (auto& tensor : tensors_of(runtime, model)) {
-    if (const auto index = divided(runtime, tensor.tensor)) {
+    const auto& entry = runtime.table().at(tensor.name);
+    if (const auto index = entry.shard()) {
       auto gathered = gather_divided(*runtime.sharding, tensor, *index);
       if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
       continue;
     }
-    if (runtime.replicas()->rank() > 0 || !runtime.owns(tensor.name)) continue;
-    if (runtime.divided().find(tensor.tensor) != nullptr) {
-      tensor = gather_parts(runtime, std::move(tensor), parts++);
+    if (runtime.replicas()->rank() > 0 || !runtime.owns(entry)) continue;
+    if (entry.split) {
+      tensor = gather_parts(runtime, *entry.split, std::move(tensor), parts++);
     } else if (runtime.rank_in(CommGroup::kTp) > 0) {
       continue;
     }
@@ -158,12 +155,12 @@ class MergedModel {
   MergedModel(const Runtime& runtime, const Model& model) {
     const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
     for (const NamedTensor& tensor : tensors_of(runtime, model)) {
+      const auto& entry = runtime.table().at(tensor.name);
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
-      specs_.back().second.shape = runtime.divided().whole_sizes(tensor.tensor);
+      specs_.back().second.shape = entry.whole_sizes();
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
-      const int stage = runtime.partitioned ? runtime.owner.at(tensor.name) : 0;
-      sources_.push_back(owners[stage]);
-      values_.push_back(value_of(runtime, tensor));
+      sources_.push_back(owners[entry.owner.value_or(0)]);
+      values_.push_back(value_of(runtime, entry));
     }
   }
 
@@ -205,17 +202,16 @@ class MergedModel {
 
   /// How this rank gets the value, if it has it; for divided parameters collective over the ranks
   /// that have them together, of which the first gets it.
-  static std::function<at::Tensor()> value_of(const Runtime& runtime, const NamedTensor& named) {
-    const at::Tensor& tensor = named.tensor;
-    if (const auto index = divided(runtime, tensor)) {
+  static std::function<at::Tensor()> value_of(const Runtime& runtime,
+                                              const ParameterTable::Entry& entry) {
+    const at::Tensor& tensor = entry.tensor;
+    if (const auto index = entry.shard()) {
       const auto parameters = runtime.sharding->parameters();
       return [parameters, index = *index] { return parameters->full_on(0, index); };
     }
-    const auto* split = runtime.divided().find(tensor);
-    if (split == nullptr) return [tensor] { return tensor; };
-    if (runtime.replicas()->rank() > 0 || !runtime.owns(named.name))
-      return [] { return at::Tensor(); };
-    return [tensor, split = *split, group = runtime.group(CommGroup::kTp)] {
+    if (!entry.split) return [tensor] { return tensor; };
+    if (runtime.replicas()->rank() > 0 || !runtime.owns(entry)) return [] { return at::Tensor(); };
+    return [tensor, split = *entry.split, group = runtime.group(CommGroup::kTp)] {
       return join_on(0, *group, split, tensor);
     };
   }

@@ -11,7 +11,6 @@
 #include "partitioner/best_order.h"
 #include "partitioner/format.h"
 #include "partitioner/order.h"
-#include "runtime/parameters/scope_notes.h"
 #include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/plan_file.h"
@@ -26,10 +25,18 @@ using partitioner::Plan;
 partitioner::Owners pins_of(const Runtime& runtime) {
   partitioner::Owners pinned;
   for (const auto& entry : runtime.table().entries()) {
-    const int partition = pinned_partition(entry.tensor);
-    if (partition >= 0) pinned.emplace(entry.name, partition);
+    if (const auto partition = entry.pin()) pinned.emplace(entry.name, *partition);
   }
   return pinned;
+}
+
+/// Who owns what, by name; nothing before partitioning.
+partitioner::Owners owners_of(const Runtime& runtime) {
+  partitioner::Owners owners;
+  for (const auto& entry : runtime.table().entries()) {
+    if (entry.owner) owners.emplace(entry.name, *entry.owner);
+  }
+  return owners;
 }
 
 class Planner {
@@ -90,7 +97,7 @@ class Planner {
                                             int64_t limit) const {
     auto options = partition_options(config_, ranks_, microbatches_, replicas_)
                        .memory_limit(limit)
-                       .owner(runtime_.owner)
+                       .owner(owners_of(runtime_))
                        .pinned(pins_of(runtime_))
                        .allow_empty_stages(runtime_.partitioned);
     options.step().largest_region(partitioner::largest_region_bytes(*captured_, regions));

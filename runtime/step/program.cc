@@ -96,9 +96,9 @@ void Program::make_buckets() {
     std::vector<std::string> names;
     std::vector<graph::ValueId> divided;
     for (const at::Tensor& parameter : model->trained_parameters()) {
-      const std::string& name = runtime_->table().find(parameter)->name;
-      const auto id = id_of.find(name);
-      const auto shard = runtime_->sharding ? runtime_->sharding->find(parameter) : std::nullopt;
+      const auto& entry = runtime_->table().at(parameter);
+      const auto id = id_of.find(entry.name);
+      const auto shard = entry.shard();
       if (id != id_of.end()) {
         place_of_[id->second] = {buckets_.size(), shard.value_or(parameters.size()),
                                  shard.has_value()};
@@ -106,7 +106,7 @@ void Program::make_buckets() {
       }
       if (shard) continue;
       parameters.push_back(parameter);
-      names.push_back(name);
+      names.push_back(entry.name);
     }
     const auto& options = model->options();
     dp::BucketOptions bucket;
@@ -181,7 +181,7 @@ void Program::broadcast_buffers() {
     if (!model->options().broadcast_buffers()) continue;
     std::vector<at::Tensor> buffers;
     for (const at::Tensor& buffer : model->buffers()) {
-      if (runtime_->owns(runtime_->table().find(buffer)->name)) buffers.push_back(buffer);
+      if (runtime_->owns(runtime_->table().at(buffer))) buffers.push_back(buffer);
     }
     dp::TensorBroadcast(std::move(buffers), runtime_->replicas()).run(0);
   }
@@ -218,10 +218,9 @@ void Program::refresh_replicas() {
   for (size_t i = 0; i < copies_.size(); ++i) {
     const Copy& copied = copies_[i];
     const graph::Value& value = graph_->values[copied.value];
-    const bool constant =
-        value.kind == graph::ValueKind::kBuffer && runtime_->written_buffers.count(value.name) == 0;
-    if (constant) continue;
-    const at::Tensor& tensor = runtime_->table().at(value.name).tensor;
+    const auto& entry = runtime_->table().at(value.name);
+    if (!entry.is_parameter() && !entry.is_written) continue;  // constant
+    const at::Tensor& tensor = entry.tensor;
     const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
     if (copied.from == pipeline_->rank()) {
       copies.push_back(tensor.detach().contiguous());

@@ -72,7 +72,7 @@ void ScheduleRunner::add_stages(int microbatches) {
   for (int index = 0; index < plan_.stages(); ++index) {
     if (plan_.rank_of_stage[index] != runtime_.rank_in(CommGroup::kPp)) continue;
     auto stage = std::make_unique<pipeline::Stage>(graph_, plan_, executor_->edges(), index,
-                                                   microbatches, runtime_.table());
+                                                   microbatches, runtime_.table().tensors());
     if (!regions_.empty()) stage->set_regions(regions_, store);
     if (runtime_.sharding) {
       stage->set_residency(make_residency(runtime_, graph_, microbatches));

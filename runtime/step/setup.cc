@@ -21,7 +21,6 @@
 #include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
-#include "runtime/parameters/scope_notes.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/checkpointed_modules.h"
@@ -40,9 +39,7 @@ std::string describe_models(const Runtime& runtime) {
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
     if (graph::is_deferred(entry.tensor)) out << " (delayed)";
-    if (const auto* split = runtime.divided().find(entry.tensor)) {
-      out << ", a part of " << split->to_string();
-    }
+    if (entry.split) out << ", a part of " << entry.split->to_string();
     out << "\n";
   }
   for (const auto& modules : checkpointed_modules(runtime)) {
@@ -83,8 +80,7 @@ void broadcast_values(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     if (graph::is_deferred(entry.tensor)) continue;
     const at::Tensor copy = entry.tensor.detach().cpu().contiguous();
-    const bool is_part = runtime.divided().find(entry.tensor) != nullptr;
-    (is_part ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
+    (entry.split ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
     if (!copy.is_alias_of(entry.tensor)) entry.tensor.detach().copy_(copy);
   }
 }
@@ -106,8 +102,7 @@ void settle_seed(Runtime& runtime) {
 /// divided its parameters or exchange values in it.
 bool runs_in_group(const Runtime& runtime, const graph::Graph& graph) {
   const auto is_part = [&](const graph::Value& value) {
-    return value.kind == ValueKind::kParameter &&
-           runtime.divided().find(runtime.table().at(value.name).tensor) != nullptr;
+    return value.kind == ValueKind::kParameter && runtime.table().at(value.name).split;
   };
   const auto exchanges = [](const graph::Operator& op) {
     return op.name().rfind("smp::tp_", 0) == 0;
@@ -184,30 +179,45 @@ void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {
   if (path && runtime.rank() == 0) graph::save_graph(graph, *path);
 }
 
-/// Gives every parameter and buffer an owner, and the reason.
-static void settle_owners(Runtime& runtime, const graph::Graph& graph,
-                          const partitioner::Plan& plan) {
-  for (const auto& [name, stage] : plan.owner) runtime.owner[name] = plan.rank_of_stage[stage];
+/// Why each parameter and buffer that an operator of its owner's uses is there, by name.
+static std::map<std::string, std::string> reasons_of(const graph::Graph& graph,
+                                                     const partitioner::Plan& plan) {
+  std::map<std::string, std::string> reasons;
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     graph::for_each_argument(graph.operators[i], [&](graph::ValueId id) {
+      const auto owner = plan.owner.find(graph.values[id].name);
+      if (owner == plan.owner.end()) return;
       const int rank = plan.rank_of_stage[plan.stage_of_operator[i]];
-      const auto owner = runtime.owner.find(graph.values[id].name);
-      if (owner == runtime.owner.end() || owner->second != rank) return;
-      runtime.owner_reason.emplace(
-          owner->first, c10::str("operator ", i, " (", graph.operators[i].name(), ") uses it; ",
-                                 plan.reason_of_operator[i]));
+      if (plan.rank_of_stage[owner->second] != rank) return;
+      reasons.emplace(owner->first, c10::str("operator ", i, " (", graph.operators[i].name(),
+                                             ") uses it; ", plan.reason_of_operator[i]));
     });
   }
-  // What no operator reads has to live somewhere. A later graph that does read it will most likely
-  // do so beside what was registered before it.
+  return reasons;
+}
+
+/// Gives every parameter and buffer an owner, and the reason. What no operator reads has to live
+/// somewhere. A later graph that does read it will most likely do so beside what was registered
+/// before it.
+static void settle_owners(Runtime& runtime, const graph::Graph& graph,
+                          const partitioner::Plan& plan) {
+  const auto reasons = reasons_of(graph, plan);
   int last = 0;
   for (const auto& entry : runtime.table().entries()) {
-    const int pinned = pinned_partition(entry.tensor);
-    last = runtime.owner.emplace(entry.name, pinned >= 0 ? pinned : last).first->second;
-    runtime.owner_reason.emplace(
-        entry.name, pinned >= 0 ? "pinned; no operator of the first step uses it"
-                                : "no operator of the first step uses it; it stays with what was "
-                                  "registered before it");
+    const auto planned = plan.owner.find(entry.name);
+    const auto pin = entry.pin();
+    if (planned != plan.owner.end()) {
+      last = plan.rank_of_stage[planned->second];
+    } else if (pin) {
+      last = *pin;
+    }
+    const auto reason = reasons.find(entry.name);
+    runtime.table().set_owner(entry.name, last,
+                              reason != reasons.end() ? reason->second
+                              : pin
+                                  ? "pinned; no operator of the first step uses it"
+                                  : "no operator of the first step uses it; it stays with what was "
+                                    "registered before it");
   }
 }
 
@@ -218,11 +228,8 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   runtime.first_graph = planned.graph;
   runtime.first_plan = std::make_shared<partitioner::Plan>(planned.plan);
   runtime.partitioned = true;
-  const int rank = runtime.rank_in(CommGroup::kPp);
   for (const auto& entry : runtime.table().entries()) {
-    if (entry.kind == ValueKind::kParameter && runtime.owner.at(entry.name) != rank) {
-      release_data(entry.tensor);
-    }
+    if (entry.is_parameter() && !runtime.owns(entry)) release_data(entry.tensor);
   }
   if (runtime.config().sharded_data_parallel_degree() > 1) {
     runtime.sharding = std::make_shared<Sharding>(runtime);
@@ -245,7 +252,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
 BufferRestorer::BufferRestorer(const Runtime& runtime) {
   at::NoGradGuard no_grad;
   for (const auto& entry : runtime.table().entries()) {
-    if (entry.kind != ValueKind::kBuffer) continue;
+    if (entry.is_parameter()) continue;
     saved_.emplace_back(entry.tensor, entry.tensor.detach().clone());
   }
 }

@@ -245,14 +245,14 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
                                            const std::vector<at::Tensor>& inputs, bool execute) {
   graph::TraceOptions options;
   options.step_name = name_;
-  options.table = &runtime_->table();
+  options.table = &runtime_->table().tensors();
   options.execute = execute;
   options.random = random_key();
   // The newest first: it is the likeliest.
   for (auto it = graphs_.rbegin(); !execute && it != graphs_.rend(); ++it) {
     options.candidates.push_back(it->get());
   }
-  const WholeShapes whole_shapes(runtime_->divided());
+  const WholeShapes whole_shapes(runtime_->table());
   const FlagScope tracing(runtime_->tracing, execute);
   graph::Tracer tracer(std::move(options));
   return tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
@@ -391,7 +391,7 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
   for (const auto& op : runs->operators) written.insert(op.writes.begin(), op.writes.end());
   for (const auto& value : runs->values) {
     if (value.kind == graph::ValueKind::kBuffer && written.count(value.alias_set) > 0) {
-      runtime_->written_buffers.insert(value.name);
+      runtime_->table().set_written(value.name);
     }
   }
   prepared.program = std::make_unique<Program>(runtime_, std::move(planned), count, !first, factor);

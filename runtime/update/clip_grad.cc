@@ -15,6 +15,7 @@
 #include "core/check.h"
 #include "dp/parameter_slices.h"
 #include "optim/grad_norm.h"
+#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/runtime.h"
 #include "runtime/update/complete_gradients.h"
@@ -49,7 +50,7 @@ class Gradients {
     for (size_t i = 0; i < listed_.size(); ++i) {
       const Listed& listed = listed_[i];
       norms[i].dtype = gradient_type(runtime_.config(), listed.parameter);
-      const bool is_whole = listed.slices == nullptr && listed.split == nullptr;
+      const bool is_whole = !listed.entry->slice && !listed.entry->split;
       const at::Tensor own = is_whole ? gradient(listed) : at::Tensor();
       if (own.defined()) norms[i].norm = optim::gradient_norm(own, norm_type);
     }
@@ -61,10 +62,11 @@ class Gradients {
  private:
   struct Listed {
     at::Tensor parameter;
-    size_t entry;                               // among all parameters and buffers
-    dp::ParameterSlices* slices = nullptr;      // that divide it; null: it is whole
-    size_t index = 0;                           // among theirs
-    const nn::ParameterSplit* split = nullptr;  // of a tensor-parallel group; null: it is whole
+    const ParameterTable::Entry* entry;
+
+    bool lies_in(const dp::ParameterSlices& slices) const {
+      return entry->slice && entry->slice->slices.get() == &slices;
+    }
   };
 
   void add(size_t position, const at::Tensor& parameter) {
@@ -73,21 +75,12 @@ class Gradients {
                    call_, ": tensor ", position, " of shape ", parameter.sizes(),
                    " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
                    "of them (not those of virtual_named_parameters())");
-    Listed listed{parameter, static_cast<size_t>(entry - runtime_.table().entries().data())};
-    listed.split = runtime_.divided().find(parameter);
-    for (const auto& slices : slices_) {
-      if (const auto index = slices->find(parameter)) {
-        listed.slices = slices.get();
-        listed.index = *index;
-      }
-    }
-    listed_.push_back(std::move(listed));
+    listed_.push_back({parameter, entry});
   }
 
   at::Tensor gradient(const Listed& listed) const {
-    if (listed.slices != nullptr) return piece(*listed.slices, listed.index);
-    const bool owned = runtime_.owns(runtime_.table().entries()[listed.entry].name);
-    return owned ? listed.parameter.grad() : at::Tensor();
+    if (const auto& slice = listed.entry->slice) return piece(*slice->slices, slice->index);
+    return runtime_.owns(*listed.entry) ? listed.parameter.grad() : at::Tensor();
   }
 
   static at::Tensor piece(dp::ParameterSlices& slices, size_t index) {
@@ -99,13 +92,14 @@ class Gradients {
                            std::vector<GradientNorm>& norms) const {
     std::vector<bool> wanted(slices.parameters().size(), false);
     for (const Listed& listed : listed_) {
-      if (listed.slices == &slices) wanted[listed.index] = slices.has_gradient(listed.index);
+      if (listed.lies_in(slices))
+        wanted[listed.entry->slice->index] = listed.entry->slice->has_gradient();
     }
     const auto of_pieces = norms_of_pieces(
         slices, [&](size_t i) { return piece(slices, i); }, wanted, norm_type,
         half_type(runtime_.config()).has_value());
     for (size_t i = 0; i < listed_.size(); ++i) {
-      if (listed_[i].slices == &slices) norms[i].norm = of_pieces[listed_[i].index];
+      if (listed_[i].lies_in(slices)) norms[i].norm = of_pieces[listed_[i].entry->slice->index];
     }
   }
 
@@ -116,11 +110,12 @@ class Gradients {
     const bool from_parts = norm_type == 0 || norm_type == std::numeric_limits<double>::infinity();
     for (size_t i = 0; i < listed_.size(); ++i) {
       const Listed& listed = listed_[i];
-      if (listed.split == nullptr) continue;
+      if (!listed.entry->split) continue;
       const at::Tensor part = gradient(listed);
       if (!part.defined()) continue;
       const int root = static_cast<int>(i) % group.size();
-      const at::Tensor summed = from_parts ? part : join_on(root, group, *listed.split, part);
+      const at::Tensor summed =
+          from_parts ? part : join_on(root, group, *listed.entry->split, part);
       if (summed.defined()) norms[i].norm = optim::gradient_norm(summed, norm_type);
     }
   }
@@ -135,7 +130,8 @@ class Gradients {
   /// Of the list and the numbers that the function was given.
   uint64_t fingerprint(const std::vector<double>& numbers) const {
     std::vector<size_t> entries;
-    for (const Listed& listed : listed_) entries.push_back(listed.entry);
+    const auto* first = runtime_.table().entries().data();
+    for (const Listed& listed : listed_) entries.push_back(listed.entry - first);
     const uint64_t of_list = XXH64(entries.data(), entries.size() * sizeof(size_t), /*seed=*/0);
     return XXH64(numbers.data(), numbers.size() * sizeof(double), of_list) >> 11;
   }

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "runtime/first_difference.h"
+#include "runtime/parameters/join_parts.h"
 #include "runtime/update/state_pieces.h"
 
 namespace smp::runtime {
@@ -16,10 +17,10 @@ namespace {
 /// parameter a line.
 std::string describe(const Runtime& runtime, const OptimizerState& state) {
   std::string text;
-  for (const auto& entry : runtime.divided().entries()) {
-    const auto found = state.params.find(entry.name);
+  for (const auto* entry : runtime.table().divided()) {
+    const auto found = state.params.find(entry->name);
     if (found == state.params.end()) continue;
-    text += c10::str("parameter \"", entry.name, "\": ", found->second.scalars);
+    text += c10::str("parameter \"", entry->name, "\": ", found->second.scalars);
     for (const auto& [field, tensor] : found->second.tensors) {
       text += c10::str(", ", field, " of ", tensor.scalar_type(), tensor.sizes());
     }
@@ -41,8 +42,8 @@ void check_alike(const Runtime& runtime, const OptimizerState& state) {
 /// Leaves what is not divided to the first rank of the group.
 void keep_divided(const Runtime& runtime, OptimizerState& state) {
   std::map<std::string, OptimizerState::Param> divided;
-  for (const auto& entry : runtime.divided().entries()) {
-    if (auto node = state.params.extract(entry.name)) divided.insert(std::move(node));
+  for (const auto* entry : runtime.table().divided()) {
+    if (auto node = state.params.extract(entry->name)) divided.insert(std::move(node));
   }
   state.params = std::move(divided);
   for (auto& group : state.groups) group.params.clear();
@@ -51,23 +52,23 @@ void keep_divided(const Runtime& runtime, OptimizerState& state) {
 }  // namespace
 
 void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn on) {
-  if (runtime.divided().empty()) return;
+  if (!runtime.table().any_divided()) return;
   at::NoGradGuard no_grad;
   comm::Communicator& group = *runtime.group(CommGroup::kTp);
   check_alike(runtime, state);
   if (on == JoinOn::kOne && group.rank() > 0) keep_divided(runtime, state);
   int next = 0;
-  for (const auto& entry : runtime.divided().entries()) {
-    const auto found = state.params.find(entry.name);
+  for (const auto* entry : runtime.table().divided()) {
+    const auto found = state.params.find(entry->name);
     if (found == state.params.end()) continue;
     const int root = next++ % group.size();
     OptimizerState::Param& param = found->second;
     for (auto& [field, tensor] : param.tensors) {
-      if (tensor.sizes() != entry.tensor.sizes()) continue;
-      tensor = on == JoinOn::kAll ? join_on_all(group, entry.split, tensor)
-                                  : join_on(root, group, entry.split, tensor);
+      if (tensor.sizes() != entry->tensor.sizes()) continue;
+      tensor = on == JoinOn::kAll ? join_on_all(group, *entry->split, tensor)
+                                  : join_on(root, group, *entry->split, tensor);
     }
-    param.shape = entry.split.sizes;
+    param.shape = entry->split->sizes;
     if (on == JoinOn::kOne && group.rank() != root) state.params.erase(found);
   }
 }
@@ -75,16 +76,16 @@ void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn 
 void cut_states_to_parts(const Runtime& runtime, OptimizerState& state) {
   at::NoGradGuard no_grad;
   const int rank = runtime.rank_in(CommGroup::kTp);
-  for (const auto& entry : runtime.divided().entries()) {
-    const auto found = state.params.find(entry.name);
+  for (const auto* entry : runtime.table().divided()) {
+    const auto found = state.params.find(entry->name);
     if (found == state.params.end()) continue;
     OptimizerState::Param& param = found->second;
     for (auto& [field, tensor] : param.tensors) {
-      if (tensor.sizes() == at::IntArrayRef(entry.split.sizes)) {
-        tensor = entry.split.part(tensor, rank);
+      if (tensor.sizes() == at::IntArrayRef(entry->split->sizes)) {
+        tensor = entry->split->part(tensor, rank);
       }
     }
-    param.shape = entry.split.local_sizes();
+    param.shape = entry->split->local_sizes();
   }
 }
 

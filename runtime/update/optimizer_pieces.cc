@@ -90,12 +90,10 @@ OptimizerPieces::OptimizerPieces(torch::optim::Optimizer& optimizer, const Runti
       set_state_(std::move(set_state)),
       has_masters_(half_type(runtime.config()).has_value()) {}
 
-std::optional<OptimizerPieces::Divided> OptimizerPieces::find(const at::Tensor& parameter) const {
-  for (const auto& slices : slices_) {
-    const auto index = slices->find(parameter);
-    if (index) return Divided{slices.get(), *index};
-  }
-  return std::nullopt;
+/// How replicas divide a parameter; null: they do not.
+const OptimizerPieces::Slice* OptimizerPieces::slice_of(const at::Tensor& parameter) const {
+  const auto* entry = runtime_.table().find(parameter);
+  return entry != nullptr && entry->slice ? &*entry->slice : nullptr;
 }
 
 /// Of the parameters in the groups.
@@ -106,17 +104,17 @@ void OptimizerPieces::for_each(const std::function<void(const at::Tensor&)>& bod
 }
 
 void OptimizerPieces::for_each_divided(
-    const std::function<void(const at::Tensor&, const Divided&)>& body) const {
+    const std::function<void(const at::Tensor&, const Slice&)>& body) const {
   for_each([&](const at::Tensor& parameter) {
-    if (const auto divided = find(parameter)) body(parameter, *divided);
+    if (const Slice* slice = slice_of(parameter)) body(parameter, *slice);
   });
 }
 
 /// What holds the values that this replica updates: the parameter or its piece, which is undefined
 /// where there is nothing.
 at::Tensor OptimizerPieces::target_of(const at::Tensor& parameter) const {
-  const auto divided = find(parameter);
-  return divided ? divided->piece().tensor : parameter;
+  const Slice* slice = slice_of(parameter);
+  return slice != nullptr ? slice->piece() : parameter;
 }
 
 /// What the optimizer updates for it.
@@ -149,7 +147,7 @@ optim::ParameterNames OptimizerPieces::names() const {
 void OptimizerPieces::bind_pieces() {
   find_slices();
   for (const auto& slices : slices_) slices->bind();
-  for_each_divided([](const at::Tensor&, const Divided& divided) { divided.has_gradient(); });
+  for_each_divided([](const at::Tensor&, const Slice& slice) { slice.has_gradient(); });
 }
 
 /// Before the pieces are updated.
@@ -238,8 +236,8 @@ void OptimizerPieces::write_back() {
 void OptimizerPieces::gather() {
   for (const auto& slices : slices_) {
     std::vector<bool> updated(slices->parameters().size(), false);
-    for_each_divided([&](const at::Tensor&, const Divided& divided) {
-      if (divided.slices == slices.get()) updated[divided.index] = divided.has_gradient();
+    for_each_divided([&](const at::Tensor&, const Slice& slice) {
+      if (slice.slices == slices) updated[slice.index] = slice.has_gradient();
     });
     slices->all_gather(updated);
   }
@@ -253,15 +251,16 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
   }
   if (!set_to_none) return;
   for_each_divided(
-      [](const at::Tensor& parameter, const Divided&) { parameter.mutable_grad().reset(); });
+      [](const at::Tensor& parameter, const Slice&) { parameter.mutable_grad().reset(); });
 }
 
 /// States that the optimizer made in its constructor are of parameters that were whole then.
 void OptimizerPieces::divide_states() {
-  const auto& divided = runtime_.divided().entries();
+  const auto divided = runtime_.table().divided();
   if (!runtime_.partitioned || divided.empty() || std::exchange(states_are_divided_, true)) return;
-  const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto& entry) {
-    return entry.captured_whole && optimizer_.state().count(entry.tensor.unsafeGetTensorImpl()) > 0;
+  const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto* entry) {
+    return entry->captured_whole &&
+           optimizer_.state().count(entry->tensor.unsafeGetTensorImpl()) > 0;
   });
   if (!any) return;
   OptimizerState state = optim::get_state(optimizer_, names());
@@ -317,7 +316,7 @@ OptimizerState OptimizerPieces::gather_state() {
   add_masters(pieces);
   whole.params.clear();
   for (const auto& [name, param] : pieces.params) {
-    if (!find(runtime_.table().at(name).tensor)) whole.params.emplace(name, param);
+    if (!runtime_.table().at(name).slice) whole.params.emplace(name, param);
   }
   if (slices_.empty()) return whole;
   if (runtime_.replicas()->rank() > 0) {
@@ -339,11 +338,9 @@ OptimizerState OptimizerPieces::local_state() {
 }
 
 std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
-  const at::Tensor& tensor = runtime_.table().at(parameter).tensor;
-  for (const auto& slices : slices_of(runtime_)) {
-    if (const auto index = slices->find(tensor)) return piece_name(*slices, *index);
-  }
-  return parameter;
+  slices_of(runtime_);  // which divides the parameters, if no step has
+  const auto& slice = runtime_.table().at(parameter).slice;
+  return slice ? piece_name(*slice->slices, slice->index) : parameter;
 }
 
 void OptimizerPieces::add_masters(OptimizerState& state) const {
@@ -396,8 +393,8 @@ void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
 std::function<bool(const std::string&)> OptimizerPieces::has_part() {
   find_slices();
   return [this](const std::string& name) {
-    const auto divided = find(runtime_.table().at(name).tensor);
-    return !divided || divided->piece().numel() > 0;
+    const auto& slice = runtime_.table().at(name).slice;
+    return !slice || slice->has_piece();
   };
 }
 

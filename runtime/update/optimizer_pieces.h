@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,20 +72,13 @@ class OptimizerPieces {
   std::function<bool(const std::string&)> has_part();
 
  private:
-  /// A parameter that is divided.
-  struct Divided {
-    dp::ParameterSlices* slices;
-    size_t index;
-
-    const dp::ParameterSlices::Piece& piece() const { return slices->pieces()[index]; }
-    bool has_gradient() const { return slices->has_gradient(index); }
-  };
+  using Slice = ParameterTable::Slice;
   class StandIn;
 
   void find_slices() { slices_ = slices_of(runtime_); }
-  std::optional<Divided> find(const at::Tensor& parameter) const;
+  const Slice* slice_of(const at::Tensor& parameter) const;
   void for_each(const std::function<void(const at::Tensor&)>& body) const;
-  void for_each_divided(const std::function<void(const at::Tensor&, const Divided&)>& body) const;
+  void for_each_divided(const std::function<void(const at::Tensor&, const Slice&)>& body) const;
   at::Tensor target_of(const at::Tensor& parameter) const;
   at::Tensor stand_in_for(const at::Tensor& parameter) const;
   optim::ParameterNames names() const;

@@ -153,7 +153,7 @@ void Optimizer::check_fits(const OptimizerState& state) const {
   for (const auto& [name, param] : state.params) {
     const auto found = own.find(name);
     if (found == own.end() || found->second.sizes() == param.shape) continue;
-    const auto whole = runtime_->divided().whole_sizes(found->second);
+    const auto whole = runtime_->table().at(found->second).whole_sizes();
     if (whole == param.shape) continue;
     problems += c10::str("\n  ", name, ": expected shape ", at::IntArrayRef(whole), ", got ",
                          at::IntArrayRef(param.shape));

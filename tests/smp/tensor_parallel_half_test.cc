@@ -64,8 +64,9 @@ Trace train_divided(int stages, const Recipe& recipe) {
     const auto whole_state = optimizer.state_dict();
     const auto weights = to_map(model->state_dict());
     const std::lock_guard lock(mutex);
-    for (const auto& entry : runtime::Runtime::get().divided().entries())
-      divided.insert(entry.name);
+    for (const auto* entry : runtime::Runtime::get().table().divided()) {
+      divided.insert(entry->name);
+    }
     for (const auto& [name, param] : own_state.params) {
       if (divided.count(name) > 0 || param.tensors.count("master") == 0) continue;
       const auto master = param.tensors.at("master").clone();

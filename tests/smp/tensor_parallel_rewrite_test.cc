@@ -28,7 +28,7 @@ struct UntiedGpt : TinyGptImpl {
 /// The names of the parameters that are divided.
 std::set<std::string> divided_names() {
   std::set<std::string> names;
-  for (const auto& entry : runtime::Runtime::get().divided().entries()) names.insert(entry.name);
+  for (const auto* entry : runtime::Runtime::get().table().divided()) names.insert(entry->name);
   return names;
 }
 

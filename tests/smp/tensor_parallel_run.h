@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "runtime/parameters/divided_parameters.h"
+#include "runtime/parameters/join_parts.h"
 #include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel.h"
 
@@ -106,11 +106,11 @@ inline Named whole_gradients(const ModelCore& model) {
   for (const auto& item : model.local_named_parameters()) {
     const auto gradient = item.value().grad();
     if (!gradient.defined()) continue;
-    const auto* split = runtime::Runtime::get().divided().find(item.value());
-    result[item.key()] = split == nullptr
-                             ? gradient.clone()
-                             : runtime::join_on_all(*runtime::Runtime::get().group(CommGroup::kTp),
-                                                    *split, gradient);
+    auto& runtime = runtime::Runtime::get();
+    const auto& split = runtime.table().at(item.value()).split;
+    result[item.key()] =
+        split ? runtime::join_on_all(*runtime.group(CommGroup::kTp), *split, gradient)
+              : gradient.clone();
   }
   return result;
 }
@@ -180,8 +180,9 @@ Outcome run_on_ranks(
     note(result.evaluations, evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1])));
     const auto state = to_map(model->state_dict());
     const std::lock_guard lock(mutex);
-    for (const auto& entry : runtime::Runtime::get().divided().entries())
-      result.divided.insert(entry.name);
+    for (const auto* entry : runtime::Runtime::get().table().divided()) {
+      result.divided.insert(entry->name);
+    }
     if (result.weights.empty()) {
       result.weights = state;
       result.report = model->tensor_parallelism_report();

@@ -92,10 +92,10 @@ TEST(TensorParallelModel, TakesWholeValues) {
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
     expect_equal(to_map(model->state_dict()), state_of(*other), "value");
     for (const auto& item : model->local_state_dict()) {
-      const auto* split =
-          runtime::Runtime::get().divided().find(net->named_parameters()[item.key()]);
+      const auto& split =
+          runtime::Runtime::get().table().at(net->named_parameters()[item.key()]).split;
       const auto whole = state_of(*other).at(item.key());
-      expect_equal(item.value(), split == nullptr ? whole : split->part(whole, tp_rank()),
+      expect_equal(item.value(), split ? split->part(whole, tp_rank()) : whole,
                    "local value of " + item.key());
     }
     const auto text = error_of<CheckpointError>(

@@ -1,9 +1,8 @@
-#include "runtime/parameters/divided_parameters.h"
+#include "runtime/parameters/join_parts.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "core/check.h"
 #include "dp/bucket_layout.h"
 
 namespace smp::runtime {
@@ -22,24 +21,6 @@ at::Tensor room_for_all(const nn::ParameterSplit& split, const at::Tensor& part)
 }
 
 }  // namespace
-
-void DividedParameters::add(const std::string& name, const at::Tensor& tensor,
-                            const nn::ParameterSplit& split, bool captured_whole) {
-  SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(split.local_sizes()), name, " has sizes ",
-                      tensor.sizes(), " and is no part of ", split.to_string());
-  by_impl_.emplace(tensor.unsafeGetTensorImpl(), entries_.size());
-  entries_.push_back({name, tensor, split, captured_whole});
-}
-
-const nn::ParameterSplit* DividedParameters::find(const at::Tensor& tensor) const {
-  const auto found = by_impl_.find(tensor.unsafeGetTensorImpl());
-  return found == by_impl_.end() ? nullptr : &entries_[found->second].split;
-}
-
-std::vector<int64_t> DividedParameters::whole_sizes(const at::Tensor& tensor) const {
-  const nn::ParameterSplit* split = find(tensor);
-  return split == nullptr ? tensor.sizes().vec() : split->sizes;
-}
 
 at::Tensor join_on_all(comm::Communicator& group, const nn::ParameterSplit& split,
                        const at::Tensor& part) {

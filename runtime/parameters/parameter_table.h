@@ -1,0 +1,111 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/tensor_table.h"
+#include "smp/nn/parameter_split.h"
+
+namespace smp::dp {
+class ParameterSlices;
+}  // namespace smp::dp
+
+namespace smp::runtime {
+
+/// All that is known of the parameters and buffers of a program's models: one entry for each
+/// tensor, from its registration to its place in a checkpoint. The same names, owners and splits in
+/// the same order on all ranks. Internal; belongs to the rank's thread.
+class ParameterTable {
+ public:
+  /// A parameter that replicas divide.
+  struct Slice {
+    std::shared_ptr<dp::ParameterSlices> slices;
+    size_t index = 0;  ///< among those of `slices`
+    /// Sharded data parallelism divides its values; `shard_optimizer_state` only what is kept of it
+    /// for updates.
+    bool is_shard = false;
+
+    /// This replica's piece; undefined where it has none.
+    const at::Tensor& piece() const;
+    bool has_piece() const;
+    bool has_gradient() const;
+  };
+
+  /// An entry is written by the calls of the table, whose comments say when.
+  struct Entry : graph::TensorTable::Entry {
+    explicit Entry(graph::TensorTable::Entry registered)
+        : graph::TensorTable::Entry(std::move(registered)) {}
+
+    /// The rank of the pipeline that owns it; none before partitioning, when all have it.
+    std::optional<int> owner;
+    std::string owner_reason;  ///< for people
+    /// How the ranks of a tensor-parallel group divide it; `tensor` is this rank's part.
+    std::optional<nn::ParameterSplit> split;
+    /// The user's code was captured on the whole, and is shown the whole's sizes when it is
+    /// captured or guarded again.
+    bool captured_whole = false;
+    /// How replicas divide it.
+    std::optional<Slice> slice;
+    /// A buffer that some graph writes.
+    bool is_written = false;
+
+    bool is_parameter() const { return kind == graph::ValueKind::kParameter; }
+    /// The partition that the program pinned it to.
+    std::optional<int> pin() const;
+    /// What the program said about dividing it among a tensor-parallel group.
+    std::optional<bool> tensor_parallelism_mark() const;
+    /// Its sizes before ranks divided it.
+    std::vector<int64_t> whole_sizes() const;
+    /// Its index among what sharded data parallelism divides, if it is there.
+    std::optional<size_t> shard() const;
+    /// Whether its memory is also another entry's, which cannot be divided or freed alone.
+    bool shares_storage_in(const ParameterTable& table) const;
+  };
+
+  /// A tensor of a model that is wrapped; a further name of one that is there is an alias. Throws
+  /// `UsageError` if another tensor has the name.
+  void add(graph::ValueKind kind, const std::string& name, const at::Tensor& tensor);
+  /// A parameter that holds its part already: by its module, or by the first step that divides it.
+  /// Throws `UsageError` where it is no part of `split`, or is divided in another way already.
+  void divide(const std::string& name, const nn::ParameterSplit& split, bool captured_whole);
+  /// In the first step.
+  void set_owner(const std::string& name, int rank, std::string reason);
+  /// When replicas have divided parameters; `are_shards` as in `Slice`.
+  void set_slices(const std::shared_ptr<dp::ParameterSlices>& slices, bool are_shards);
+  /// When a graph is found to write a buffer.
+  void set_written(const std::string& name);
+
+  /// The entry of this very tensor (by identity), or nullptr.
+  const Entry* find(const at::Tensor& tensor) const;
+  /// The entry of a tensor of a model; throws `UsageError` if it was registered after its module
+  /// was wrapped.
+  const Entry& at(const at::Tensor& tensor) const;
+  /// The entry with this name or alias; throws `UsageError` if there is none.
+  const Entry& at(const std::string& name) const;
+  /// All entries in the order they were added.
+  const std::vector<Entry>& entries() const { return entries_; }
+  /// Those that a tensor-parallel group divides.
+  std::vector<const Entry*> divided() const;
+  bool any_divided() const;
+
+  /// What captures need of it: kinds, names and tensors.
+  const graph::TensorTable& tensors() const { return tensors_; }
+
+ private:
+  size_t index_of(const graph::TensorTable::Entry& registered) const {
+    return static_cast<size_t>(&registered - tensors_.entries().data());
+  }
+  Entry& entry_of(const std::string& name) { return entries_[index_of(tensors_.at(name))]; }
+
+  graph::TensorTable tensors_;
+  std::vector<Entry> entries_;  // in the order of those of `tensors_`
+};
+
+}  // namespace smp::runtime
