@@ -152,8 +152,8 @@ void report(const std::string& file, int ranks, int microbatches) {
   const smp::runtime::Runtime& runtime = smp::runtime::Runtime::get();
   const auto& config = runtime.config();
   const auto planned = smp::runtime::plan_step(
-      config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, ranks,
-      smp::runtime::step_model(config, ranks, microbatches, /*replicas=*/1), false);
+      config, runtime.first_step.schedule, *runtime.first_step.graph, *runtime.first_step.plan,
+      ranks, smp::runtime::step_model(config, ranks, microbatches, /*replicas=*/1), false);
   const Recorded recorded(file);
   double step_us = 0;
   const auto idle = measured_idle(recorded, ranks, step_us);

@@ -71,7 +71,7 @@ void Model::backward(const std::vector<at::Tensor>& tensors,
   SMP_CHECK_WITH(UsageError, tracer != nullptr,
                  "model->backward was called outside a step function. Call it inside: auto train = "
                  "smp::step([&](torch::Tensor x) { ...; model->backward(loss); return loss; })");
-  const auto scaler = runtime_->loss_scaler.lock();
+  const auto scaler = runtime_->step_inputs.loss_scaler.lock();
   tracer->backward(scaler ? scaler->scale(tensors, gradients.empty()) : tensors, gradients);
 }
 
@@ -96,7 +96,7 @@ Model::TensorDict Model::local_named_parameters() const { return local(named_par
 Model::TensorDict Model::local_named_buffers() const { return local(named_buffers()); }
 Model::TensorDict Model::virtual_named_parameters() {
   const std::shared_ptr<dp::ParameterSlices> slices =
-      runtime_->sharding ? runtime_->sharding->parameters() : this->slices();
+      runtime_->sharding() ? runtime_->sharding()->parameters() : this->slices();
   if (slices) slices->bind();
   TensorDict result;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -155,7 +155,7 @@ Model::TensorDict Model::state_dict() const {
       if (!copy.defined()) {
         const auto& entry = runtime_->table().at(item.value());
         if (const auto shard = entry.shard()) {
-          copy = runtime_->sharding->parameters()->full(*shard).cpu().contiguous();
+          copy = runtime_->sharding()->parameters()->full(*shard).cpu().contiguous();
           result.insert(item.key(), copy);
           continue;
         }
@@ -183,7 +183,7 @@ Model::TensorDict Model::local_state_dict() const {
     for (const auto& item : dict) {
       const auto shard = runtime_->table().at(item.value()).shard();
       const at::Tensor held =
-          shard ? runtime_->sharding->parameters()->shard(*shard) : item.value();
+          shard ? runtime_->sharding()->parameters()->shard(*shard) : item.value();
       result.insert(item.key(), held.detach().clone());
     }
   }
@@ -219,7 +219,7 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
                  "the state dictionary does not fit the model:", problems,
                  "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
   at::NoGradGuard no_grad;
-  ++runtime_->parameter_loads;
+  ++runtime_->progress.parameter_loads;
   for (const auto& item : own) {
     const at::Tensor* given = state.find(item.key());
     if (given == nullptr) continue;
@@ -233,7 +233,7 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
 }
 
 void Model::check_outside_step(const char* call) const {
-  SMP_CHECK_WITH(UsageError, !runtime_->in_step, call,
+  SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running, call,
                  " was called inside a step function; call it before or after the step");
 }
 
@@ -241,7 +241,7 @@ void Model::zero_grad() {
   check_outside_step("zero_grad");
   module_->zero_grad();
   const std::shared_ptr<dp::ParameterSlices> slices =
-      runtime_->sharding ? runtime_->sharding->parameters() : slices_;
+      runtime_->sharding() ? runtime_->sharding()->parameters() : slices_;
   if (slices == nullptr) return;
   // Those of the pieces go with them.
   for (size_t i = 0; i < slices->parameters().size(); ++i) slices->has_gradient(i);
@@ -259,9 +259,9 @@ void Model::cpu() {
                  "module cannot be used as a plain one. Load model->state_dict(), which has them "
                  "whole, into a plain module");
   const auto pipeline = runtime_->group(CommGroup::kPp);
-  if (runtime_->sharding) {
-    runtime_->sharding->parameters()->take_back();  // what an earlier call gathered
-    runtime_->sharding->parameters()->lend();
+  if (runtime_->sharding()) {
+    runtime_->sharding()->parameters()->take_back();  // what an earlier call gathered
+    runtime_->sharding()->parameters()->lend();
   }
   for (const auto& tensors : {parameters(), buffers()}) {
     for (const at::Tensor& tensor : tensors) {
@@ -302,10 +302,10 @@ std::vector<std::pair<std::string, nn::ParameterSplit>> Model::split_parameters(
   return result;
 }
 
-bool Model::partitioned() const { return runtime_->partitioned; }
+bool Model::partitioned() const { return runtime_->partitioned(); }
 
 const std::string& Model::tensor_parallelism_report() const {
-  return runtime_->tensor_parallelism_report;
+  return runtime_->first_step.tensor_parallelism_report;
 }
 
 RemovableHandle Model::add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook) {

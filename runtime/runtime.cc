@@ -125,10 +125,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {
 }
 
 void Runtime::add_model(const std::shared_ptr<Model>& model) {
-  SMP_CHECK_WITH(UsageError, !in_step,
+  SMP_CHECK_WITH(UsageError, !current_step.is_running,
                  "a DistributedModel was made inside a step function; make it before the first "
                  "step");
-  SMP_CHECK_WITH(UsageError, !partitioned,
+  SMP_CHECK_WITH(UsageError, !partitioned(),
                  "a DistributedModel was made after the first step, when the models had been "
                  "divided among the ranks; make all models before");
   for (const auto& other : models()) {
@@ -164,7 +164,7 @@ std::shared_ptr<graph::TensorStore> Runtime::activation_store() {
 
 int Runtime::gradient_shards() const {
   if (config_.gradient_shards() > 0) return static_cast<int>(config_.gradient_shards());
-  return saved_gradient_shards > 0 ? saved_gradient_shards : topology_.rdp_size() * batches();
+  return progress.gradient_shards > 0 ? progress.gradient_shards : topology_.rdp_size() * batches();
 }
 
 void Runtime::fail(const std::string& reason) noexcept {

@@ -4,8 +4,6 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
-#include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,10 +13,8 @@
 #include "comm/communicator.h"
 #include "core/topology.h"
 #include "graph/tensor_store.h"
-#include "partitioner/plan.h"
-#include "pipeline/action.h"
 #include "runtime/parameters/parameter_table.h"
-#include "runtime/step/step_functions.h"
+#include "runtime/run_state.h"
 #include "smp/config.h"
 
 namespace c10d {
@@ -28,10 +24,7 @@ class ProcessGroup;
 namespace smp::runtime {
 
 class CheckpointContext;
-class LossScaler;
 class Model;
-class Sharding;
-class StepValue;
 
 /// Everything that `init` sets up for one rank: configuration, groups, models, owners of
 /// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
@@ -82,57 +75,20 @@ class Runtime {
   const ParameterTable& table() const { return table_; }
   ParameterTable& table() { return table_; }
 
-  /// The seed of all random streams, the same on all ranks; set at the first step.
-  uint64_t seed = 0;
-  bool seed_is_set = false;
-  /// Steps that trained, over all step functions.
-  int64_t training_steps = 0;
-  /// `gradient_shards` of the checkpoint that was loaded; 0 without one.
-  int saved_gradient_shards = 0;
-  StepFunctions step_functions;
+  Progress progress;
+  FirstStep first_step;
+  CurrentStep current_step;
+  StepInputs step_inputs;
+  Execution execution;
+  /// Whether the models are divided among the ranks.
+  bool partitioned() const { return first_step.plan != nullptr; }
+  /// Sharded data parallelism, once partitioned; null: parameters are whole.
+  const Sharding* sharding() const { return first_step.sharding.get(); }
   /// Where activations are offloaded to; made at the first call.
   std::shared_ptr<graph::TensorStore> activation_store();
 
   /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;
-
-  /// True once the models are divided among the ranks.
-  bool partitioned = false;
-  /// The graph whose costs were measured, as it was captured: the first one, or none.
-  std::shared_ptr<const graph::Graph> measured;
-  /// How many microbatches of the first graph run as one; 0 as long as that is not decided.
-  int coalescing = 0;
-  /// The first plan, and the graph in its order.
-  std::shared_ptr<const graph::Graph> first_graph;
-  std::shared_ptr<const partitioner::Plan> first_plan;
-  /// Which parameters the ranks of a tensor-parallel group divided, and why not the others; empty
-  /// before partitioning and without tensor parallelism.
-  std::string tensor_parallelism_report;
-  /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
-  std::string schedule;
-  /// A program of this rank records the timeline.
-  bool records_timeline = false;
-  /// In how many steps of training schedules can still be tried (`ScheduleRunner`).
-  int trial_steps = 64;
-  /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
-  /// arrive while the one before it is used.
-  int messages_ahead = 2;
-  /// Called when an action of a step has begun, if set; for tests.
-  std::function<void(const pipeline::Action&)> on_action;
-  /// The program whose gradients wait for later steps (`backward_passes_per_step`); null: none.
-  const void* adding_up = nullptr;
-  /// Sharded data parallelism, once partitioned; null: parameters are whole.
-  std::shared_ptr<Sharding> sharding;
-  /// Numbers that are inputs of every step function.
-  std::vector<std::weak_ptr<StepValue>> step_values;
-  /// By what `model->backward` multiplies the loss: that of the optimizer that has one.
-  std::weak_ptr<LossScaler> loss_scaler;
-  /// How often values were loaded into parameters: master weights made before are of old values.
-  int64_t parameter_loads = 0;
-  /// A step function is running on this thread.
-  bool in_step = false;
-  /// The run under way is the one that captures.
-  bool tracing = false;
 
   /// Whether this rank has the parameter or buffer: as its owner, or as all before partitioning.
   bool owns(const ParameterTable::Entry& entry) const {

@@ -40,7 +40,7 @@ CheckpointOptions& CheckpointOptions::group(int64_t neighbours) {
 }
 
 void detail::checkpoint_module(const torch::nn::Module& module, const CheckpointOptions& options) {
-  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned,
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned(),
                  "smp::set_activation_checkpointing was called after the first step, which planned "
                  "what runs again; call it before");
   const auto group = group_of(options.strategy());

@@ -14,7 +14,7 @@ using runtime::Runtime;
 bool may_have_cast() {
   if (!Runtime::exists()) return true;
   const Runtime& runtime = Runtime::get();
-  return !runtime.in_step || runtime.tracing;
+  return !runtime.current_step.is_running || runtime.current_step.is_captured;
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ using runtime::Runtime;
 
 comm::Communicator& communicator(CommGroup kind, const char* call) {
   const Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.in_step, call,
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
                  " was called inside a step function; communicate between steps");
   return *runtime.group(kind);
 }

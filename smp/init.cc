@@ -116,7 +116,7 @@ void shutdown() {
 
 bool is_initialized() { return Runtime::exists(); }
 
-bool is_tracing() { return Runtime::exists() && Runtime::get().tracing; }
+bool is_tracing() { return Runtime::exists() && Runtime::get().current_step.is_captured; }
 
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {

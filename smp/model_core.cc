@@ -122,7 +122,7 @@ void detail::check_model_call() {
   const auto& runtime = runtime::Runtime::get();
   const bool whole =
       runtime.topology().mp_size() == 1 && runtime.config().sharded_data_parallel_degree() == 1;
-  SMP_CHECK_WITH(UsageError, runtime.in_step || whole,
+  SMP_CHECK_WITH(UsageError, runtime.current_step.is_running || whole,
                  "a DistributedModel was called outside a step function: its parameters lie on "
                  "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
                  "model(x); })");

@@ -13,7 +13,7 @@ using runtime::Runtime;
 
 Runtime& runtime_for(const char* call) {
   Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.in_step, call,
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
                  " was called inside a step function; send objects between steps");
   return runtime;
 }

@@ -53,7 +53,7 @@ PartitionScope partition(int index) { return PartitionScope(index); }
 
 void detail::pin_module(const torch::nn::Module& module, int partition) {
   check_partition(partition);
-  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned,
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned(),
                  "smp::set_partition was called after the first step, which divided the models "
                  "among the ranks; call it before");
   const auto parameters = module.parameters();
@@ -70,7 +70,7 @@ int pinned_partition(const at::Tensor& tensor) { return runtime::pinned_partitio
 
 static const Runtime& partitioned_runtime(const char* call) {
   const Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, runtime.partitioned, call,
+  SMP_CHECK_WITH(UsageError, runtime.partitioned(), call,
                  " was called before the first step, which partitions the models; use "
                  "register_post_partition_hook to be called as soon as it has");
   return runtime;
@@ -86,8 +86,8 @@ Placement get_partition(const at::Tensor& tensor) {
 
 std::string explain_partition() {
   const Runtime& runtime = partitioned_runtime("smp::explain_partition");
-  const graph::Graph& graph = *runtime.first_graph;
-  const partitioner::Plan& plan = *runtime.first_plan;
+  const graph::Graph& graph = *runtime.first_step.graph;
+  const partitioner::Plan& plan = *runtime.first_step.plan;
   std::ostringstream out;
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const graph::Operator& op = graph.operators[i];

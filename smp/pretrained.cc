@@ -39,7 +39,7 @@ PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
                                  const PretrainedOptions& options) {
   const runtime::Model& model = core.impl();
   Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.in_step,
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load_pretrained was called inside a step function; call it before or after "
                  "the step");
   const auto tensors = runtime::tensors_of(runtime, model);

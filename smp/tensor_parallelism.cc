@@ -45,7 +45,7 @@ std::optional<bool> TensorParallelismScope::current() { return innermost(); }
 TensorParallelismScope tensor_parallelism(bool enabled) { return TensorParallelismScope(enabled); }
 
 void detail::mark_module(const torch::nn::Module& module, bool enabled) {
-  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned,
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned(),
                  "smp::set_tensor_parallelism was called after the first step, which divided the "
                  "models among the ranks; call it before");
   const auto parameters = module.parameters();

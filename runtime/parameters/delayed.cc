@@ -73,7 +73,7 @@ void make_shared_tensors(const Runtime& runtime) {
     if (entry.kind == ValueKind::kParameter) parameters.push_back(entry.tensor);
   }
   for (const auto& recording : recordings(runtime)) {
-    recording->assign_seeds(named, runtime.seed);
+    recording->assign_seeds(named, *runtime.progress.seed);
     recording->materialize_all(parameters);
   }
 }

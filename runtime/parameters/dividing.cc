@@ -53,7 +53,7 @@ class Divider {
     for (const auto* entry : runtime.table().divided()) {
       if (entry->captured_whole) options_.fixed.emplace(entry->name, *entry->split);
     }
-    if (!runtime.partitioned) allow();
+    if (!runtime.partitioned()) allow();
   }
 
   std::shared_ptr<const DividedGraph> run() {
@@ -66,7 +66,7 @@ class Divider {
       decision.skipped = true;
     }
     check_alike(*divided);
-    if (!runtime_.partitioned) {
+    if (!runtime_.partitioned()) {
       check_strict(*divided, obstacle);
       report(*divided, obstacle);
     }
@@ -99,7 +99,7 @@ class Divider {
   }
 
   void check_alike(const DividedGraph& divided) const {
-    const auto group = runtime_.partitioned ? runtime_.group(CommGroup::kMp) : runtime_.world();
+    const auto group = runtime_.partitioned() ? runtime_.group(CommGroup::kMp) : runtime_.world();
     const auto all = comm::all_gather_bytes(*group, std::to_string(divided.graph.fingerprint()));
     for (const std::string& other : all) {
       SMP_CHECK_WITH(UsageError, other == all[0], "step function \"", step_name_,
@@ -123,7 +123,7 @@ class Divider {
 
   /// Keeps the report, which names every parameter.
   void report(const DividedGraph& divided, const std::string& obstacle) {
-    std::string& text = runtime_.tensor_parallelism_report;
+    std::string& text = runtime_.first_step.tensor_parallelism_report;
     text = c10::str("Tensor parallelism among ", options_.ranks, " ranks.\n");
     for (const auto* entry : runtime_.table().divided()) {
       text += c10::str("  ", entry->name, ": ", entry->split->to_string(), ", by its module\n");
@@ -188,7 +188,7 @@ void check_same_kernels(Runtime& runtime) {
 std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::Graph& captured,
                                                  const std::string& step_name) {
   if (!runtime.is_tensor_parallel()) return nullptr;
-  if (!runtime.partitioned) check_same_kernels(runtime);
+  if (!runtime.partitioned()) check_same_kernels(runtime);
   return Divider(runtime, captured, step_name).run();
 }
 

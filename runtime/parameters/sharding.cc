@@ -183,14 +183,14 @@ std::vector<int64_t> Sharding::parameters_of_values(const Runtime& runtime,
 std::shared_ptr<graph::ParameterResidency> make_residency(const Runtime& runtime,
                                                           const graph::Graph& graph,
                                                           int microbatches) {
-  const Sharding& sharding = *runtime.sharding;
+  const Sharding& sharding = *runtime.sharding();
   return std::make_shared<ShardedResidency>(
       sharding, graph, sharding.parameters_of_values(runtime, graph), microbatches);
 }
 
 std::vector<size_t> gradient_order(const Runtime& runtime, const graph::Graph& graph,
                                    const std::vector<graph::ValueId>& values) {
-  const auto parameter_of = runtime.sharding->parameters_of_values(runtime, graph);
+  const auto parameter_of = runtime.sharding()->parameters_of_values(runtime, graph);
   std::set<size_t> wanted;
   for (graph::ValueId id : values) {
     if (parameter_of[id] >= 0) wanted.insert(static_cast<size_t>(parameter_of[id]));

@@ -51,7 +51,8 @@ class Load {
                      !with_optimizer || reader_->index().optimizer.contains("state"), "checkpoint \"",
                      path_, "\" holds no optimizer. Load it without one: smp::load(path, model)");
       if (with_optimizer) {
-        runtime_.step_functions.check_resumable(reader_->index().run.random.step_calls, path_);
+        runtime_.progress.step_functions.check_resumable(reader_->index().run.random.step_calls,
+                                                         path_);
       }
       return reader_->index().checksum + " at " + path_;
     });
@@ -86,14 +87,13 @@ class Load {
 
   LoadedRun load_run() const {
     const auto& run = reader_->index().run;
-    runtime_.seed = run.random.seed;
-    runtime_.seed_is_set = true;
-    runtime_.training_steps = run.step;
-    runtime_.saved_gradient_shards = static_cast<int>(run.gradient_shards);
+    runtime_.progress.seed = run.random.seed;
+    runtime_.progress.training_steps = run.step;
+    runtime_.progress.gradient_shards = static_cast<int>(run.gradient_shards);
     if (with_optimizer_) {
-      runtime_.step_functions.resume(run.random.step_calls, path_);
+      runtime_.progress.step_functions.resume(run.random.step_calls, path_);
     } else {
-      runtime_.step_functions.load(run.random.step_calls);
+      runtime_.progress.step_functions.load(run.random.step_calls);
     }
     for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
       if (run.extra.contains(name)) extra.load(run.extra.at(name).dump());
@@ -200,7 +200,7 @@ void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::
   if (const auto recording = graph::recording_of(tensor).first) {
     recording->set_source(tensor, std::move(read));
   } else if (const auto index = entry.shard()) {
-    runtime.sharding->parameters()->load(*index, read());
+    runtime.sharding()->parameters()->load(*index, read());
   } else if (has_data(tensor)) {
     tensor.detach().copy_(read());
   }
@@ -208,7 +208,7 @@ void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::
 
 void load_values(Runtime& runtime, const std::function<void()>& load) {
   const at::NoGradGuard no_grad;
-  ++runtime.parameter_loads;
+  ++runtime.progress.parameter_loads;
   try {
     load();
   } catch (const std::exception& error) {
@@ -220,7 +220,7 @@ void load_values(Runtime& runtime, const std::function<void()>& load) {
 LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer,
                const LoadOptions& options) {
   Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.in_step,
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load was called inside a step function; call it before or after the step");
   CheckpointContext::of(runtime).finish();
   if (!options.load_optimizer()) optimizer = nullptr;

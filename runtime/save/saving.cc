@@ -34,8 +34,8 @@ struct Writers {
     const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
     const bool all = writes_optimizer && shards_optimizer_state(runtime);
     int replicas = all ? runtime.replicas()->size() : 1;
-    if (runtime.sharding) replicas = runtime.sharding->parameters()->group()->size();
-    count = (runtime.partitioned ? stages * replicas : 1) * parts;
+    if (runtime.sharding()) replicas = runtime.sharding()->parameters()->group()->size();
+    count = (runtime.partitioned() ? stages * replicas : 1) * parts;
     const int place = runtime.replicas()->rank() * stages + runtime.rank_in(CommGroup::kPp);
     const int part = runtime.rank_in(CommGroup::kTp);
     mine = part < parts ? place * parts + part : count;
@@ -69,7 +69,7 @@ checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer
   for (auto& tensor : tensors_of(runtime, model)) {
     const auto& entry = runtime.table().at(tensor.name);
     if (const auto index = entry.shard()) {
-      auto gathered = gather_divided(*runtime.sharding, tensor, *index);
+      auto gathered = gather_divided(*runtime.sharding(), tensor, *index);
       if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
       continue;
     }
@@ -206,7 +206,7 @@ class MergedModel {
                                               const ParameterTable::Entry& entry) {
     const at::Tensor& tensor = entry.tensor;
     if (const auto index = entry.shard()) {
-      const auto parameters = runtime.sharding->parameters();
+      const auto parameters = runtime.sharding()->parameters();
       return [parameters, index = *index] { return parameters->full_on(0, index); };
     }
     if (!entry.split) return [tensor] { return tensor; };
@@ -250,10 +250,10 @@ nlohmann::json parse(const std::string& text, const std::string& what) {
 
 checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_content) {
   checkpoint::RunState state;
-  state.step = runtime.training_steps;
+  state.step = runtime.progress.training_steps;
   state.gradient_shards = runtime.gradient_shards();
-  state.random.seed = runtime.seed;
-  state.random.step_calls = runtime.step_functions.all();
+  state.random.seed = runtime.progress.seed.value_or(0);
+  state.random.step_calls = runtime.progress.step_functions.all();
   state.user_content = parse(user_content, "the user_content");
   if (runtime.checkpoint_context && runtime.rank() == 0) {
     for (const auto& [name, extra] : runtime.checkpoint_context->extras) {
@@ -339,7 +339,7 @@ std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) 
 std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
                                      Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.in_step, request.call,
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, request.call,
                  " was called inside a step function; call it after the step");
   SMP_CHECK_WITH(UsageError, !has_delayed(runtime), request.call,
                  " was called before the first step, and the model was made under delayed "

@@ -30,7 +30,8 @@ class Chooser {
     if (reason.empty()) {
       chosen = request_.measured ? fastest(reason) : like_the_first(reason);
     }
-    if (chosen && runtime_.coalescing == 0) runtime_.coalescing = chosen->factor;
+    if (chosen && runtime_.first_step.coalescing == 0)
+      runtime_.first_step.coalescing = chosen->factor;
     report(chosen.get(), reason);
     return chosen;
   }
@@ -115,15 +116,15 @@ class Chooser {
     }
     if (!best && reason.empty()) {
       reason = "nothing else is predicted to be faster";
-      runtime_.coalescing = 1;
+      runtime_.first_step.coalescing = 1;
     }
     return best;
   }
 
   /// As many as the first graph, or, where none was measured, as leaves two for each rank.
   std::shared_ptr<const graph::Coalesced> like_the_first(std::string& reason) {
-    const int64_t most = runtime_.coalescing > 0
-                             ? runtime_.coalescing
+    const int64_t most = runtime_.first_step.coalescing > 0
+                             ? runtime_.first_step.coalescing
                              : std::max<int64_t>(request_.microbatches / (2 * ranks_), 1);
     int chosen = 1;
     for (int factor : factors()) {
@@ -133,7 +134,7 @@ class Chooser {
     if (chosen == 1) return nullptr;
     auto made = make(chosen, reason);
     if (!made) return nullptr;
-    partitioner::estimate_costs(made->graph, runtime_.measured.get());
+    partitioner::estimate_costs(made->graph, runtime_.first_step.measured.get());
     if (predicted_step_us(runtime_, made->graph, static_cast<int>(request_.microbatches / chosen)) <
         std::numeric_limits<double>::infinity()) {
       return made;

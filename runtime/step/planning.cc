@@ -56,8 +56,9 @@ class Planner {
     const graph::Graph graph = partitioner::with_regions(*captured_, regions);
     const auto options = options_for(graph, regions, limit());
     const Plan plan = partitioner::partition_in_best_order(graph, options);
-    return plan_step(config_, runtime_.schedule, partitioner::reordered(graph, plan.order), plan,
-                     ranks_, options.step(), runtime_.partitioned)
+    return plan_step(config_, runtime_.first_step.schedule,
+                     partitioner::reordered(graph, plan.order), plan, ranks_, options.step(),
+                     runtime_.partitioned())
         .simulation.makespan;
   }
 
@@ -87,8 +88,8 @@ class Planner {
     const auto regions = partitioner::find_module_regions(*captured_, modules);
     const graph::Graph graph = partitioner::with_regions(*captured_, regions);
     const auto options = options_for(graph, regions, limit);
-    return runtime_.partitioned ? partitioner::partition_in_best_order(graph, options)
-                                : plan_by_file(runtime_, graph, options);
+    return runtime_.partitioned() ? partitioner::partition_in_best_order(graph, options)
+                                  : plan_by_file(runtime_, graph, options);
   }
 
   /// How to partition the graph, whose regions run again.
@@ -99,11 +100,12 @@ class Planner {
                        .memory_limit(limit)
                        .owner(owners_of(runtime_))
                        .pinned(pins_of(runtime_))
-                       .allow_empty_stages(runtime_.partitioned);
+                       .allow_empty_stages(runtime_.partitioned());
     options.step().largest_region(partitioner::largest_region_bytes(*captured_, regions));
-    return options.placement(runtime_.partitioned
-                                 ? runtime_.first_plan->rank_of_stage
-                                 : best_placement(config_, runtime_.schedule, graph, options));
+    return options.placement(
+        runtime_.partitioned()
+            ? runtime_.first_step.plan->rank_of_stage
+            : best_placement(config_, runtime_.first_step.schedule, graph, options));
   }
 
   std::vector<CheckpointedModules> modules_of_user() const {
@@ -138,7 +140,7 @@ class Planner {
   /// Warns, as SMP documents it: only what checkpointed modules keep is offloaded.
   void warn_without_effect(const partitioner::Regions& regions) const {
     if (!captured_->trains() || !regions.empty() || runtime_.rank() != 0) return;
-    if (!config_.offload_activations() || runtime_.partitioned) return;
+    if (!config_.offload_activations() || runtime_.partitioned()) return;
     log_warning(
         "\"offload_activations\" has no effect: no module is checkpointed. Call "
         "smp::set_activation_checkpointing for some");

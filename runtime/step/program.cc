@@ -49,7 +49,7 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   const Config& config = runtime_->config();
   const int ranks = pipeline_->size();
   auto step = plan_step(
-      config, runtime_->schedule, *graph_, plan_, ranks,
+      config, runtime_->first_step.schedule, *graph_, plan_, ranks,
       step_model(config, ranks, static_cast<int>(microbatches_), runtime_->topology().rdp_size())
           .largest_region(planned.largest_region),
       settled);
@@ -125,13 +125,13 @@ void Program::make_buckets() {
     buckets_.push_back(
         slices ? std::make_unique<dp::GradientBuckets>(slices, bucket)
                : std::make_unique<dp::GradientBuckets>(parameters, names, replicas, bucket));
-    if (runtime_->sharding) sharded_.push_back(make_sharded_gradients(bucket, divided));
+    if (runtime_->sharding()) sharded_.push_back(make_sharded_gradients(bucket, divided));
   }
 }
 
 std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
     const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const {
-  const Sharding& sharding = *runtime_->sharding;
+  const Sharding& sharding = *runtime_->sharding();
   dp::ShardedGradientOptions options;
   options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
   options.microbatches = bucket.microbatches;
@@ -145,7 +145,7 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
 }
 
 void Program::begin_training() {
-  SMP_CHECK_WITH(UsageError, runtime_->adding_up == nullptr || runtime_->adding_up == this,
+  SMP_CHECK_WITH(UsageError, runtime_->current_step.adding_up == nullptr || runtime_->current_step.adding_up == this,
                  "with backward_passes_per_step, the steps whose gradients add up must run the "
                  "same operators, but this one runs others than the one before. Call the same step "
                  "function with inputs of the same shapes, or use one backward pass a step");
@@ -201,10 +201,10 @@ void Program::complete_stage(int stage) {
 }
 
 void Program::finish_training() {
-  runtime_->adding_up = nullptr;
+  runtime_->current_step.adding_up = nullptr;
   for (auto& buckets : buckets_) {
     buckets->finish();
-    if (buckets->is_adding_up()) runtime_->adding_up = this;
+    if (buckets->is_adding_up()) runtime_->current_step.adding_up = this;
   }
   for (auto& gradients : sharded_) gradients->finish();
 }
@@ -279,7 +279,7 @@ void Program::complete_overrides(Inputs& inputs) {
 }
 
 Program::Outputs Program::run(Inputs inputs) {
-  if (runtime_->sharding) runtime_->sharding->parameters()->take_back();
+  if (runtime_->sharding()) runtime_->sharding()->parameters()->take_back();
   count_as_planned(inputs);
   complete_overrides(inputs);
   if (graph_->trains()) begin_training();
@@ -288,7 +288,7 @@ Program::Outputs Program::run(Inputs inputs) {
   step.inputs = inputs.tensors;
   for (int64_t m = 0; m < microbatches_; ++m) {
     graph::RandomKey key;
-    key.seed = runtime_->seed;
+    key.seed = *runtime_->progress.seed;
     key.step_function = inputs.random_stream;
     key.call = inputs.step_call;
     key.global_microbatch = global_microbatch(m);

@@ -30,10 +30,10 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
                                             std::move(step.simulation)};
   use(planned);
   if (!graph.trains()) return;
-  if (runtime.config().timeline() && !runtime.records_timeline) {
-    runtime.records_timeline = writes_timeline_ = true;
+  if (runtime.config().timeline() && !runtime.execution.records_timeline) {
+    runtime.execution.records_timeline = writes_timeline_ = true;
   }
-  if (is_auto() && runtime.trial_steps > 0) {
+  if (is_auto() && runtime.execution.trial_steps > 0) {
     identity_ = c10::str(graph.fingerprint(), " ", step.options.microbatches());
     trial_ = std::make_unique<ScheduleTrial>(std::move(step.options), planned);
     record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
@@ -58,7 +58,7 @@ void ScheduleRunner::use(const pipeline::RankedSchedule& scheduled) {
   executor_.reset();
   const auto pipeline = runtime_.group(CommGroup::kPp);
   executor_ = std::make_unique<pipeline::Executor>(scheduled.schedule, graph_, edges_, pipeline,
-                                                   runtime_.messages_ahead);
+                                                   runtime_.execution.messages_ahead);
   add_stages(scheduled.schedule.microbatches());
 }
 
@@ -74,7 +74,7 @@ void ScheduleRunner::add_stages(int microbatches) {
     auto stage = std::make_unique<pipeline::Stage>(graph_, plan_, executor_->edges(), index,
                                                    microbatches, runtime_.table().tensors());
     if (!regions_.empty()) stage->set_regions(regions_, store);
-    if (runtime_.sharding) {
+    if (runtime_.sharding()) {
       stage->set_residency(make_residency(runtime_, graph_, microbatches));
     }
     executor_->add_stage(std::move(stage));
@@ -88,14 +88,14 @@ void ScheduleRunner::record(int skipped, int steps) {
 
 void ScheduleRunner::run(pipeline::Executor::Step step) {
   step.recorder = begin_recording();
-  step.on_action = runtime_.on_action;
+  step.on_action = runtime_.execution.on_action;
   executor_->run(step);
   end_recording();
 }
 
 pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
-  if (is_auto() && runtime_.trial_steps > 0) {
-    --runtime_.trial_steps;
+  if (is_auto() && runtime_.execution.trial_steps > 0) {
+    --runtime_.execution.trial_steps;
     const bool together = replicas_are_together();
     if (trial_ && !together) return nullptr;
     ++trial_turns_;
@@ -105,7 +105,7 @@ pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
     recording_.reset();
     if (writes_timeline_) record(kSkippedSteps, kTimelineSteps);
   }
-  return recording_ ? recording_->begin_step(runtime_.training_steps + 1) : nullptr;
+  return recording_ ? recording_->begin_step(runtime_.progress.training_steps + 1) : nullptr;
 }
 
 /// Whether all replicas run this program and have done so equally often. Collective over them.

@@ -87,15 +87,14 @@ void broadcast_values(const Runtime& runtime) {
 
 /// The seed that the user set, or that the default generator of world rank 0 has.
 void settle_seed(Runtime& runtime) {
-  if (runtime.seed_is_set) return;
+  if (runtime.progress.seed) return;
   const int64_t configured = runtime.config().seed();
   uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
                                   : at::detail::getDefaultCPUGenerator().current_seed();
   const std::string bytes = comm::broadcast_bytes(
       *runtime.world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
   std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
-  runtime.seed = seed;
-  runtime.seed_is_set = true;
+  runtime.progress.seed = seed;
 }
 
 /// Whether the graph cannot run on one rank alone, since ranks of a tensor-parallel group have
@@ -141,7 +140,7 @@ void prepare_models(Runtime& runtime) {
   settle_seed(runtime);
   // Read once, so that ranks of other hosts run the same.
   const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
-  runtime.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
+  runtime.first_step.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
   if (has_delayed(runtime)) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);
@@ -225,14 +224,13 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
                       const Splits& splits) {
   const graph::Graph& graph = *planned.graph;
   settle_owners(runtime, graph, planned.plan);
-  runtime.first_graph = planned.graph;
-  runtime.first_plan = std::make_shared<partitioner::Plan>(planned.plan);
-  runtime.partitioned = true;
+  runtime.first_step.graph = planned.graph;
+  runtime.first_step.plan = std::make_shared<partitioner::Plan>(planned.plan);
   for (const auto& entry : runtime.table().entries()) {
     if (entry.is_parameter() && !runtime.owns(entry)) release_data(entry.tensor);
   }
   if (runtime.config().sharded_data_parallel_degree() > 1) {
-    runtime.sharding = std::make_shared<Sharding>(runtime);
+    runtime.first_step.sharding = std::make_shared<Sharding>(runtime);
   }
   divide_parameters(runtime, splits);
   core::return_freed_memory();  // what belongs to other ranks now, and what the capture took

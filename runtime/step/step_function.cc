@@ -70,11 +70,11 @@ const StepOptions& checked(const StepOptions& options) {
 StepFunction::StepFunction(StepOptions options)
     : runtime_(Runtime::get_shared()),
       options_(std::move(options)),
-      name_(runtime_->step_functions.add(checked(options_).name())),
+      name_(runtime_->progress.step_functions.add(checked(options_).name())),
       stream_(stream_of(name_)),
       guard_period_(period_of(runtime_->config().guard())) {}
 
-StepFunction::~StepFunction() { runtime_->step_functions.remove(name_); }
+StepFunction::~StepFunction() { runtime_->progress.step_functions.remove(name_); }
 
 int64_t StepFunction::microbatches() const {
   return options_.microbatches() > 0 ? options_.microbatches() : runtime_->config().microbatches();
@@ -94,7 +94,7 @@ void StepFunction::check_positions(int count) const {
 }
 
 StepResults StepFunction::run(const StepCall& call) {
-  SMP_CHECK_WITH(UsageError, !runtime_->in_step, "step function \"", name_,
+  SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running, "step function \"", name_,
                  "\" was called inside another step function; call them one after the other");
   try {
     return run_checked(call);
@@ -105,8 +105,8 @@ StepResults StepFunction::run(const StepCall& call) {
 }
 
 StepResults StepFunction::run_checked(const StepCall& given) {
-  runtime_->step_functions.check_resumed(name_);
-  if (!runtime_->partitioned) prepare_models(*runtime_);
+  runtime_->progress.step_functions.check_resumed(name_);
+  if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);
   const Batches batches = exchange(with_step_values(*runtime_, given));
   const StepCall& call = batches.front();
@@ -118,12 +118,12 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   agree(traced, batches);
   const Prepared& prepared = prepare(traced, call, inputs);
   Program::Inputs step = inputs_of(prepared, call, traced, std::move(inputs));
-  step.step_call = runtime_->step_functions.count_call(name_);
+  step.step_call = runtime_->progress.step_functions.count_call(name_);
   StepResults results = prepared.program->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
   results = own_outputs(std::move(results));
   if (traced.found->trains()) {
-    ++runtime_->training_steps;
+    ++runtime_->progress.training_steps;
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;
@@ -179,7 +179,7 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall
 /// ranks decide the same.
 bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const {
   if (!last_ || !call.has_last_result || call.per_microbatch) return true;
-  const auto number = static_cast<int64_t>(runtime_->step_functions.calls(name_));
+  const auto number = static_cast<int64_t>(runtime_->progress.step_functions.calls(name_));
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
   return metas_of(inputs) != last_inputs_;
 }
@@ -187,7 +187,7 @@ bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tens
 /// Runs the user's function.
 StepFunction::Traced StepFunction::guard(const StepCall& call,
                                          const std::vector<std::vector<at::Tensor>>& inputs) {
-  const FlagScope in_step(runtime_->in_step);
+  const FlagScope in_step(runtime_->current_step.is_running);
   Traced traced = trace(call, inputs);
   if (!guards_every_step()) {
     last_ = traced;
@@ -253,7 +253,7 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
     options.candidates.push_back(it->get());
   }
   const WholeShapes whole_shapes(runtime_->table());
-  const FlagScope tracing(runtime_->tracing, execute);
+  const FlagScope tracing(runtime_->current_step.is_captured, execute);
   graph::Tracer tracer(std::move(options));
   return tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
     return call.function(microbatch, tensors);
@@ -264,7 +264,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
                                          const std::vector<std::vector<at::Tensor>>& inputs) {
   Traced traced;
   graph::TraceResult first;
-  if (!runtime_->partitioned && !has_delayed(*runtime_)) {
+  if (!runtime_->partitioned() && !has_delayed(*runtime_)) {
     // Every rank still holds the whole model: this run computes, on copies of the inputs.
     const BufferRestorer restorer(*runtime_);
     std::vector<at::Tensor> copies;
@@ -342,14 +342,14 @@ void StepFunction::agree(const Traced& traced, const Batches& batches) {
 
 /// Of the random streams of the first microbatch in the next call.
 graph::RandomKey StepFunction::random_key() const {
-  return {runtime_->seed, stream_, runtime_->step_functions.calls(name_), 0};
+  return {*runtime_->progress.seed, stream_, runtime_->progress.step_functions.calls(name_), 0};
 }
 
 /// Captures the function on the samples of several microbatches, if they may run as one.
 std::shared_ptr<const graph::Coalesced> StepFunction::coalesce(const Traced& traced,
                                                                const StepCall& call,
                                                                bool measured) {
-  const FlagScope in_step(runtime_->in_step);
+  const FlagScope in_step(runtime_->current_step.is_running);
   CoalescingRequest request{
       name_, *traced.found, microbatches(), measured, call.per_microbatch, {}, {}, {}};
   request.key = random_key();
@@ -365,13 +365,13 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
                                               const std::vector<std::vector<at::Tensor>>& inputs) {
   Prepared& prepared = programs_[{traced.found.get(), microbatches_run()}];
   if (prepared.program != nullptr) return prepared;
-  const bool first = !runtime_->partitioned;
+  const bool first = !runtime_->partitioned();
   const bool measured = first && !has_delayed(*runtime_);
   if (measured) {
     measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(), traced.checksums, name_);
-    runtime_->measured = traced.found;
+    runtime_->first_step.measured = traced.found;
   } else {
-    partitioner::estimate_costs(*traced.found, runtime_->measured.get());
+    partitioner::estimate_costs(*traced.found, runtime_->first_step.measured.get());
   }
   prepared.coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
   std::shared_ptr<const graph::Graph> runs = traced.found;

@@ -15,7 +15,7 @@ StepValue::StepValue(double value) : value_(at::full({}, value, at::kFloat)) {}
 std::shared_ptr<StepValue> StepValue::make(double value) {
   const std::shared_ptr<StepValue> made(new StepValue(value));
   if (Runtime::exists()) {
-    auto& all = Runtime::get().step_values;
+    auto& all = Runtime::get().step_inputs.values;
     all.erase(
         std::remove_if(all.begin(), all.end(), [](const auto& value) { return value.expired(); }),
         all.end());
@@ -30,7 +30,7 @@ void StepValue::set(double value) { value_.fill_(value); }
 
 at::Tensor StepValue::tensor() const {
   if (placeholder_.defined()) return placeholder_;
-  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().in_step,
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().current_step.is_running,
                  "a loss scale was used in a step function that began without it. Make the "
                  "GradScaler after smp::init and outside of step functions");
   return value_;
@@ -38,7 +38,7 @@ at::Tensor StepValue::tensor() const {
 
 detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call) {
   std::vector<std::shared_ptr<StepValue>> values;
-  for (const auto& weak : runtime.step_values) {
+  for (const auto& weak : runtime.step_inputs.values) {
     if (auto value = weak.lock()) values.push_back(std::move(value));
   }
   detail::StepCall result = call;

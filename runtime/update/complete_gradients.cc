@@ -6,7 +6,7 @@
 namespace smp::runtime {
 
 void check_gradients_complete(const std::string& call) {
-  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().in_step, call,
+  SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().current_step.is_running, call,
                  " was called inside a step function. Gradients are complete when the step has "
                  "returned: call it after the step");
 }

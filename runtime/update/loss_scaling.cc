@@ -14,7 +14,7 @@ LossScaling::LossScaling(std::shared_ptr<Runtime> runtime, OptimizerPieces& piec
 
 /// A loss has one scale.
 void LossScaling::check_alone() const {
-  const auto scaler = runtime_->loss_scaler.lock();
+  const auto scaler = runtime_->step_inputs.loss_scaler.lock();
   SMP_CHECK_WITH(UsageError, scaler == nullptr || scaler == scaler_,
                  "the loss is multiplied by the loss scale of another DistributedOptimizer, which "
                  "alone can divide gradients by it. For several optimizers use "
@@ -22,18 +22,18 @@ void LossScaling::check_alone() const {
 }
 
 void LossScaling::start(const LossScaleOptions& options) {
-  SMP_CHECK_WITH(UsageError, !runtime_->in_step,
+  SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running,
                  "optimizer.scale_loss() was called inside a step function; call it before the "
                  "first step");
   check_alone();
   scaler_ = std::make_shared<LossScaler>(options);
-  runtime_->loss_scaler = scaler_;
+  runtime_->step_inputs.loss_scaler = scaler_;
 }
 
 bool LossScaling::unscale() {
   check_alone();
   if (scaler_ == nullptr) return true;
-  SMP_CHECK_WITH(UsageError, !unscaled_ || unscaled_after_ == runtime_->training_steps,
+  SMP_CHECK_WITH(UsageError, !unscaled_ || unscaled_after_ == runtime_->progress.training_steps,
                  "clip_master_grads() has divided the gradients by the loss scale, and a step has "
                  "added gradients that are not divided. Call optimizer.step() or "
                  "optimizer.zero_grad() before the next step (not that of torch::optim::Optimizer, "
@@ -43,7 +43,7 @@ bool LossScaling::unscale() {
   overflow_ = check_gradients(gradients, runtime_->world().get()).found_inf;
   if (!overflow_ && loss_scale() != 1) unscale_gradients(gradients, loss_scale());
   unscaled_ = true;
-  unscaled_after_ = runtime_->training_steps;
+  unscaled_after_ = runtime_->progress.training_steps;
   return !overflow_;
 }
 

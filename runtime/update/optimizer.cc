@@ -87,7 +87,7 @@ void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read
   const auto models = runtime_->models();
   SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
   set_state_({{}, groups}, parameter_names(*runtime_));
-  const auto apply = [this, read = std::move(read), loads = runtime_->parameter_loads] {
+  const auto apply = [this, read = std::move(read), loads = runtime_->progress.parameter_loads] {
     const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
       return runtime_->owns(name) && has_part(name);
     };
@@ -95,7 +95,7 @@ void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read
     pieces_.set_state(
         {read(wanted), optim::get_state(optimizer_, parameter_names(*runtime_)).groups}, loads);
   };
-  if (runtime_->partitioned) {
+  if (runtime_->partitioned()) {
     apply();
   } else {
     models.front()->register_post_partition_hook(apply);

@@ -27,7 +27,7 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
   for (const auto& model : runtime.models()) {
     if (auto slices = model->slices()) result.push_back(std::move(slices));
   }
-  if (runtime.sharding) result.push_back(runtime.sharding->parameters());
+  if (runtime.sharding()) result.push_back(runtime.sharding()->parameters());
   return result;
 }
 
@@ -162,8 +162,8 @@ void OptimizerPieces::prepare() {
 void OptimizerPieces::make_masters() {
   if (!has_masters_) return;
   at::NoGradGuard no_grad;
-  const bool loaded =
-      std::exchange(parameter_loads_, runtime_.parameter_loads) != runtime_.parameter_loads;
+  const bool loaded = std::exchange(parameter_loads_, runtime_.progress.parameter_loads) !=
+                      runtime_.progress.parameter_loads;
   for_each([&](const at::Tensor& parameter) {
     const at::Tensor target = target_of(parameter);
     if (!target.defined() || !MasterWeights::concerns(target)) return;
@@ -219,7 +219,7 @@ void OptimizerPieces::reload_masters() {
 
 /// With sharded data parallelism: `sdp_gradient_clipping`.
 void OptimizerPieces::clip() const {
-  if (runtime_.sharding == nullptr) return;
+  if (runtime_.sharding() == nullptr) return;
   clip_grad_norm_(optim::parameters_of(optimizer_), runtime_.config().sdp_gradient_clipping());
 }
 
@@ -257,7 +257,8 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
 /// States that the optimizer made in its constructor are of parameters that were whole then.
 void OptimizerPieces::divide_states() {
   const auto divided = runtime_.table().divided();
-  if (!runtime_.partitioned || divided.empty() || std::exchange(states_are_divided_, true)) return;
+  if (!runtime_.partitioned() || divided.empty() || std::exchange(states_are_divided_, true))
+    return;
   const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto* entry) {
     return entry->captured_whole &&
            optimizer_.state().count(entry->tensor.unsafeGetTensorImpl()) > 0;

@@ -106,13 +106,13 @@ OptimizerState Optimizer::state_dict() {
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
   join_states_of_parts(*runtime_, mine, JoinOn::kAll);
-  if (!runtime_->partitioned) return mine;
+  if (!runtime_->partitioned()) return mine;
   return merge(*runtime_->group(divides() ? CommGroup::kWorld : CommGroup::kPp), mine);
 }
 
 OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
   check_gradients_complete("optimizer.local_state_dict()");
-  SMP_CHECK_WITH(UsageError, runtime_->partitioned,
+  SMP_CHECK_WITH(UsageError, runtime_->partitioned(),
                  "optimizer.local_state_dict() was called before the first step, which divides the "
                  "parameters among the ranks. Call it later, or state_dict()");
   at::NoGradGuard no_grad;
@@ -136,7 +136,7 @@ void Optimizer::load_state_dict(const OptimizerState& state) {
 }
 
 bool Optimizer::divides() const {
-  return shards_optimizer_state(*runtime_) || runtime_->sharding != nullptr;
+  return shards_optimizer_state(*runtime_) || runtime_->sharding() != nullptr;
 }
 
 /// What can be said before the parameters are divided.
@@ -161,7 +161,7 @@ void Optimizer::check_fits(const OptimizerState& state) const {
   SMP_CHECK_WITH(CheckpointError, problems.empty(),
                  "the state dictionary does not fit the optimizer:", problems,
                  "\nNothing was loaded. Build the optimizer as it was when the dictionary was made");
-  if (runtime_->partitioned) {
+  if (runtime_->partitioned()) {
     check_complete(state, [this](const std::string& name) { return runtime_->owns(name); });
   }
 }

@@ -197,8 +197,8 @@ void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
     const auto runtime =
         std::make_shared<runtime::Runtime>(config, with_delays(world, chaos), hosts);
     const auto delays = std::make_shared<Delays>(~chaos.seed, world->rank());
-    runtime->messages_ahead = 1;
-    runtime->on_action = [delays](const pipeline::Action&) { delays->sleep(); };
+    runtime->execution.messages_ahead = 1;
+    runtime->execution.on_action = [delays](const pipeline::Action&) { delays->sleep(); };
     const runtime::ThreadRuntime scope(runtime);
     program();
   });

@@ -78,7 +78,7 @@ class Auto : public ::testing::Test {
         [&](int ranks, const Config& config, const std::function<void()>& program) {
           const auto recorded = Config(config).timeline(page_path().string()).skip_tracing(true);
           run_as_threads(ranks, recorded, [&] {
-            runtime::Runtime::get().on_action = hook;
+            runtime::Runtime::get().execution.on_action = hook;
             program();
           });
         });

@@ -43,10 +43,10 @@ TEST(Groups, AllGatherKeepsTheOrderOfTheRanks) {
 
 TEST(Groups, CommunicateBetweenStepsOnly) {
   run_as_threads(1, Config(), [] {
-    runtime::Runtime::get().in_step = true;
+    runtime::Runtime::get().current_step.is_running = true;
     const auto text =
         error_of<UsageError>([] { std::ignore = all_reduce(torch::ones({1}), CommGroup::kDp); });
-    runtime::Runtime::get().in_step = false;
+    runtime::Runtime::get().current_step.is_running = false;
     expect_has(text, {"smp::all_reduce was called inside a step function; communicate between"});
   });
 }

@@ -243,10 +243,10 @@ TEST(Objects, RefuseRanksThatAreNone) {
                 HasSubstr("smp::send: expected a pp rank in 0 to 1, got 2."));
     EXPECT_THAT(error_text<UsageError>([] { recv_from<int>(-1, CommGroup::kDp); }),
                 HasSubstr("smp::recv_from: expected a dp rank in 0 to 1, got -1."));
-    runtime::Runtime::get().in_step = true;
+    runtime::Runtime::get().current_step.is_running = true;
     EXPECT_THAT(error_text<UsageError>([] { allgather(1, CommGroup::kWorld); }),
                 HasSubstr("smp::allgather was called inside a step function; send objects"));
-    runtime::Runtime::get().in_step = false;
+    runtime::Runtime::get().current_step.is_running = false;
   });
 }
 

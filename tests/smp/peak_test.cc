@@ -44,8 +44,8 @@ struct Peaks {
 std::vector<double> predicted_peaks(const runtime::Runtime& runtime) {
   const auto& config = runtime.config();
   const auto step = runtime::plan_step(
-      config, runtime.schedule, *runtime.first_graph, *runtime.first_plan, kRanks,
-      runtime::step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
+      config, runtime.first_step.schedule, *runtime.first_step.graph, *runtime.first_step.plan,
+      kRanks, runtime::step_model(config, kRanks, kMicrobatches, /*replicas=*/1), false);
   return step.simulation.peak_memory;
 }
 

@@ -65,8 +65,8 @@ int64_t held_elements(const torch::nn::Module& module) {
   for (const auto& parameter : unique_parameters(module)) {
     count += static_cast<int64_t>(parameter.storage().nbytes() / parameter.element_size());
   }
-  if (!runtime::Runtime::get().sharding) return count;
-  const auto& divided = *runtime::Runtime::get().sharding->parameters();
+  if (!runtime::Runtime::get().sharding()) return count;
+  const auto& divided = *runtime::Runtime::get().sharding()->parameters();
   for (size_t i = 0; i < divided.size(); ++i) count += divided.shard(i).numel();
   return count;
 }
@@ -281,7 +281,7 @@ TEST(ShardedParameters, AreLiveWithinTheLimit) {
   for (const int64_t limit : {768, 1300, 2000}) {
     check<TinyGpt, torch::optim::SGD>(
         tied_gpt, kSgd, {2, 2, 2, 100, limit}, [&](DistributedModel<TinyGpt>&, int) {
-          const auto& window = *runtime::Runtime::get().sharding->window();
+          const auto& window = *runtime::Runtime::get().sharding()->window();
           EXPECT_EQ(window.live(), 0);
           EXPECT_LE(window.peak_live(), limit);
           EXPECT_GT(window.peak_live(), 700);
@@ -289,7 +289,7 @@ TEST(ShardedParameters, AreLiveWithinTheLimit) {
   }
   check<TinyGpt, torch::optim::SGD>(
       tied_gpt, kSgd, {2, 2, 1, 100, 1}, [&](DistributedModel<TinyGpt>&, int) {
-        EXPECT_EQ(runtime::Runtime::get().sharding->window()->peak_live(),
+        EXPECT_EQ(runtime::Runtime::get().sharding()->window()->peak_live(),
                   768);  // the largest alone
       });
 }
@@ -306,10 +306,10 @@ TEST(ShardedParameters, AreGatheredAhead) {
     auto train = make_training(model);
     const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
     for (int i = 0; i < 2; ++i) train(x, y);
-    auto& window = *runtime::Runtime::get().sharding->window();
+    auto& window = *runtime::Runtime::get().sharding()->window();
     window.on_event = [&](Event event, size_t parameter) {
       if (rank() > 0) return;
-      events.emplace_back(event, runtime::Runtime::get().sharding->parameters()->name(parameter));
+      events.emplace_back(event, runtime::Runtime::get().sharding()->parameters()->name(parameter));
     };
     train(x, y);
     window.on_event = nullptr;
@@ -460,9 +460,9 @@ TEST(ShardedParameters, ModelsAreReadAndWritten) {
     train(x, y);
     EXPECT_EQ(net->hidden[0]->weight.storage().nbytes(), 0u);
     // Gradients are dropped with those of the parameters.
-    EXPECT_TRUE(runtime::Runtime::get().sharding->parameters()->has_gradient(0));
+    EXPECT_TRUE(runtime::Runtime::get().sharding()->parameters()->has_gradient(0));
     model->zero_grad();
-    EXPECT_FALSE(runtime::Runtime::get().sharding->parameters()->shard(0).grad().defined());
+    EXPECT_FALSE(runtime::Runtime::get().sharding()->parameters()->shard(0).grad().defined());
   });
 }
 
@@ -560,8 +560,8 @@ TEST(ShardedParameters, AFailureNamesTheParameter) {
     auto train = make_training(model);
     const auto x = torch::ones({4, MlpImpl::kWidth}), y = torch::ones({4, 1});
     train(x, y);
-    runtime::Runtime::get().sharding->window()->on_event = [&](dp::ParameterWindow::Event event,
-                                                               size_t parameter) {
+    runtime::Runtime::get().sharding()->window()->on_event = [&](dp::ParameterWindow::Event event,
+                                                                 size_t parameter) {
       if (event != dp::ParameterWindow::Event::kUse || parameter != 2) return;
       ++arrived;
       // Only when the other rank is there, too, does it wait for the next parameter afterwards.

@@ -113,8 +113,8 @@ std::shared_ptr<const Trace> run_over_ranks(const Program& program, const Layout
     program.run(run);
     run.finish();
     if (rank() == 0) {
-      trace->first_graph = runtime::Runtime::get().measured;
-      trace->first_plan = runtime::Runtime::get().first_plan;
+      trace->first_graph = runtime::Runtime::get().first_step.measured;
+      trace->first_plan = runtime::Runtime::get().first_step.plan;
     }
   });
   return trace;

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "partitioner/plan.h"
+#include "pipeline/action.h"
+#include "runtime/step/step_functions.h"
+
+// What a rank's program is at, by who writes it. Internal; parts of `Runtime`.
+namespace smp::runtime {
+
+class LossScaler;
+class Sharding;
+class StepValue;
+
+/// What a run that is resumed continues. Written by steps, and by loading.
+struct Progress {
+  /// The seed of all random streams, the same on all ranks; settled in the first step.
+  std::optional<uint64_t> seed;
+  /// Steps that trained, over all step functions.
+  int64_t training_steps = 0;
+  /// `gradient_shards` of the checkpoint that was loaded; 0 without one.
+  int gradient_shards = 0;
+  StepFunctions step_functions;
+  /// How often values were loaded into parameters: master weights made before are of old values.
+  int64_t parameter_loads = 0;
+};
+
+/// What the first step settles for the rest of the program. Written by runtime/step in that step.
+struct FirstStep {
+  /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
+  std::string schedule;
+  /// The graph whose costs were measured, as it was captured: the first one, or none.
+  std::shared_ptr<const graph::Graph> measured;
+  /// How many microbatches of the first graph run as one; 0 as long as that is not decided.
+  int coalescing = 0;
+  /// Which parameters the ranks of a tensor-parallel group divided, and why not the others; empty
+  /// without tensor parallelism.
+  std::string tensor_parallelism_report;
+  /// The plan, and the graph in its order; null before partitioning.
+  std::shared_ptr<const graph::Graph> graph;
+  std::shared_ptr<const partitioner::Plan> plan;
+  /// Sharded data parallelism; null: parameters are whole.
+  std::shared_ptr<Sharding> sharding;
+};
+
+/// The step function that runs, if one does. Written by runtime/step.
+struct CurrentStep {
+  bool is_running = false;  ///< on this thread
+  bool is_captured = false;
+  /// The program whose gradients wait for later steps (`backward_passes_per_step`); null: none.
+  const void* adding_up = nullptr;
+};
+
+/// What reaches into steps from outside. Registered by whoever is constructed for it.
+struct StepInputs {
+  /// Numbers that are inputs of every step function.
+  std::vector<std::weak_ptr<StepValue>> values;
+  /// By what `model->backward` multiplies the loss: that of the optimizer that has one.
+  std::weak_ptr<LossScaler> loss_scaler;
+};
+
+/// How `ScheduleRunner`s run schedules. Written by them, and by tests before the first step.
+struct Execution {
+  /// A program of this rank records the timeline.
+  bool records_timeline = false;
+  /// In how many steps of training schedules can still be tried.
+  int trial_steps = 64;
+  /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
+  /// arrive while the one before it is used.
+  int messages_ahead = 2;
+  /// Called when an action of a step has begun, if set; for tests.
+  std::function<void(const pipeline::Action&)> on_action;
+};
+
+}  // namespace smp::runtime
