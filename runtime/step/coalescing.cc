@@ -10,8 +10,8 @@
 #include "graph/kept.h"
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
+#include "runtime/step/measuring.h"
 #include "runtime/step/planning.h"
-#include "runtime/step/setup.h"
 
 namespace smp::runtime {
 namespace {

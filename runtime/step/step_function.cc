@@ -18,13 +18,16 @@
 #include "graph/tracer.h"
 #include "partitioner/cost.h"
 #include "runtime/model.h"
+#include "runtime/parameters/buffer_restorer.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
 #include "runtime/step/coalescing.h"
-#include "runtime/step/setup.h"
+#include "runtime/step/measuring.h"
+#include "runtime/step/placing.h"
+#include "runtime/step/preparing.h"
 #include "runtime/step/step_value.h"
 
 namespace smp::runtime {

@@ -1,0 +1,81 @@
+#include "runtime/step/measuring.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "graph/profile.h"
+#include "graph/serialize.h"
+#include "partitioner/cost.h"
+#include "runtime/first_difference.h"
+#include "runtime/parameters/buffer_restorer.h"
+
+namespace smp::runtime {
+namespace {
+
+using graph::ValueKind;
+
+/// Whether the graph cannot run on one rank alone, since ranks of a tensor-parallel group have
+/// divided its parameters or exchange values in it.
+bool runs_in_group(const Runtime& runtime, const graph::Graph& graph) {
+  const auto is_part = [&](const graph::Value& value) {
+    return value.kind == ValueKind::kParameter && runtime.table().at(value.name).split;
+  };
+  const auto exchanges = [](const graph::Operator& op) {
+    return op.name().rfind("smp::tp_", 0) == 0;
+  };
+  return runtime.is_tensor_parallel() &&
+         (std::any_of(graph.values.begin(), graph.values.end(), is_part) ||
+          std::any_of(graph.operators.begin(), graph.operators.end(), exchanges));
+}
+
+/// A measurement on a busy machine is best repeated.
+constexpr int kMeasuredRuns = 3;
+
+graph::Environment whole_environment(const Runtime& runtime, const graph::Graph& graph,
+                                     const std::vector<at::Tensor>& inputs) {
+  graph::Environment environment(graph.values.size());
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const graph::Value& value = graph.values[id];
+    if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoul(value.name)].clone();
+    if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
+      environment[id] = runtime.table().at(value.name).tensor;
+    }
+    if (value.content.defined()) environment[id] = value.content.clone();
+  }
+  return environment;
+}
+
+}  // namespace
+
+void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+                        const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
+                        const std::vector<uint64_t>& checksums, const std::string& step_name) {
+  const size_t other =
+      first_other(comm::all_gather_bytes(*runtime.world(), std::to_string(graph.fingerprint())));
+  SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
+                 "\" calls other operators on rank ", other, " than on rank 0 in its first step. "
+                 "All replicas must begin with the same step function on inputs of the same shape");
+  const Config& config = runtime.config();
+  const bool times = config.trace_execution_times();
+  if (config.skip_tracing() || runs_in_group(runtime, graph)) {
+    partitioner::estimate_costs(graph, nullptr);
+  } else if (runtime.rank() == 0) {
+    const BufferRestorer restorer(runtime);
+    graph::measure_costs(graph, whole_environment(runtime, graph, inputs), key, checksums,
+                         step_name,
+                         graph::MeasureOptions()
+                             .runs(times ? kMeasuredRuns : 1)
+                             .memory(config.trace_memory_usage()));
+    if (!times) partitioner::estimate_times(graph);
+  }
+  const std::string bytes =
+      comm::broadcast_bytes(*runtime.world(), graph::costs_to_bytes(graph), 0);
+  graph::costs_from_bytes(graph, bytes);
+}
+
+void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {
+  const auto path = runtime.config().graph_file();
+  if (path && runtime.rank() == 0) graph::save_graph(graph, *path);
+}
+
+}  // namespace smp::runtime

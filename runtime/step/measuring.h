@@ -1,0 +1,26 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/random.h"
+#include "runtime/runtime.h"
+
+namespace smp::runtime {
+
+/// Measures the graph's costs on world rank 0, or estimates them if the configuration says so or
+/// the graph needs a tensor-parallel group to run, and sends them to all ranks. Collective over the
+/// world; all ranks have captured the same graph (checked). `checksums` are of the recorded run.
+void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+                        const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
+                        const std::vector<uint64_t>& checksums, const std::string& step_name);
+
+/// Writes the first graph, with its costs, to the configuration's `graph_file`, if that is set; on
+/// world rank 0. Throws `ConfigError` if it cannot be written.
+void save_first_graph(const Runtime& runtime, const graph::Graph& graph);
+
+}  // namespace smp::runtime

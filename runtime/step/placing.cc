@@ -1,0 +1,92 @@
+#include "runtime/step/placing.h"
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "core/heap.h"
+#include "core/log.h"
+#include "graph/visit.h"
+#include "partitioner/checkpointing.h"
+#include "partitioner/report.h"
+#include "runtime/model.h"
+#include "runtime/parameters/delayed.h"
+#include "runtime/parameters/dividing.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/storage.h"
+#include "runtime/step/pipeline_choice.h"
+
+namespace smp::runtime {
+namespace {
+
+/// Why each parameter and buffer that an operator of its owner's uses is there, by name.
+std::map<std::string, std::string> reasons_of(const graph::Graph& graph,
+                                              const partitioner::Plan& plan) {
+  std::map<std::string, std::string> reasons;
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    graph::for_each_argument(graph.operators[i], [&](graph::ValueId id) {
+      const auto owner = plan.owner.find(graph.values[id].name);
+      if (owner == plan.owner.end()) return;
+      const int rank = plan.rank_of_stage[plan.stage_of_operator[i]];
+      if (plan.rank_of_stage[owner->second] != rank) return;
+      reasons.emplace(owner->first, c10::str("operator ", i, " (", graph.operators[i].name(),
+                                             ") uses it; ", plan.reason_of_operator[i]));
+    });
+  }
+  return reasons;
+}
+
+/// Gives every parameter and buffer an owner, and the reason. What no operator reads has to live
+/// somewhere. A later graph that does read it will most likely do so beside what was registered
+/// before it.
+void settle_owners(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan) {
+  const auto reasons = reasons_of(graph, plan);
+  int last = 0;
+  for (const auto& entry : runtime.table().entries()) {
+    const auto planned = plan.owner.find(entry.name);
+    const auto pin = entry.pin();
+    if (planned != plan.owner.end()) {
+      last = plan.rank_of_stage[planned->second];
+    } else if (pin) {
+      last = *pin;
+    }
+    const auto reason = reasons.find(entry.name);
+    runtime.table().set_owner(entry.name, last,
+                              reason != reasons.end() ? reason->second
+                              : pin
+                                  ? "pinned; no operator of the first step uses it"
+                                  : "no operator of the first step uses it; it stays with what was "
+                                    "registered before it");
+  }
+}
+
+}  // namespace
+
+void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
+                      const Splits& splits) {
+  const graph::Graph& graph = *planned.graph;
+  settle_owners(runtime, graph, planned.plan);
+  runtime.first_step.graph = planned.graph;
+  runtime.first_step.plan = std::make_shared<partitioner::Plan>(planned.plan);
+  for (const auto& entry : runtime.table().entries()) {
+    if (entry.is_parameter() && !runtime.owns(entry)) release_data(entry.tensor);
+  }
+  if (runtime.config().sharded_data_parallel_degree() > 1) {
+    runtime.first_step.sharding = std::make_shared<Sharding>(runtime);
+  }
+  divide_parameters(runtime, splits);
+  core::return_freed_memory();  // what belongs to other ranks now, and what the capture took
+  make_own_parameters(runtime);
+  const std::string report =
+      partitioner::report(graph, planned.plan,
+                          step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
+                                     runtime.topology().rdp_size())
+                              .largest_region(planned.largest_region));
+  if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
+  for (const auto& model : runtime.models()) {
+    model->set_partition_report(report);
+    model->run_post_partition_hooks();
+  }
+}
+
+}  // namespace smp::runtime

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "runtime/runtime.h"
+#include "runtime/step/planning.h"
+#include "smp/nn/parameter_split.h"
+
+namespace smp::runtime {
+
+/// Parameters by name, with how they are to be divided among the ranks of a tensor-parallel group.
+using Splits = std::map<std::string, nn::ParameterSplit>;
+
+/// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
+/// own, divides parameters, makes delayed ones that this rank owns, keeps the report, and runs the
+/// post-partition hooks.
+void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
+                      const Splits& splits);
+
+}  // namespace smp::runtime

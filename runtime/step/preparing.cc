@@ -1,0 +1,106 @@
+#include "runtime/step/preparing.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+
+#include "core/check.h"
+#include "graph/recording.h"
+#include "runtime/first_difference.h"
+#include "runtime/model.h"
+#include "runtime/parameters/delayed.h"
+#include "runtime/step/checkpointed_modules.h"
+#include "runtime/step/pipeline_choice.h"
+
+namespace smp::runtime {
+namespace {
+
+/// Names, shapes and types of everything registered, and what runs again, one line each.
+std::string describe_models(const Runtime& runtime) {
+  std::ostringstream out;
+  for (const auto& entry : runtime.table().entries()) {
+    out << graph::to_string(entry.kind) << " " << entry.name << " : "
+        << graph::TensorMeta::of(entry.tensor).to_string();
+    for (const auto& alias : entry.aliases) out << " = " << alias;
+    if (graph::is_deferred(entry.tensor)) out << " (delayed)";
+    if (entry.split) out << ", a part of " << entry.split->to_string();
+    out << "\n";
+  }
+  for (const auto& modules : checkpointed_modules(runtime)) {
+    out << "checkpointed, in groups of " << modules.group << ":";
+    for (const auto& module : modules.modules) out << " " << module;
+    out << "\n";
+  }
+  return out.str();
+}
+
+void check_same_models(const Runtime& runtime) {
+  const auto all = comm::all_gather_bytes(*runtime.world(), describe_models(runtime));
+  const size_t other = first_other(all);
+  if (other == 0) return;
+  const auto [a, b] = first_difference(all[0], all[other]);
+  detail::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", other,
+                           " has ", b, ". Build the same model on every rank");
+}
+
+/// The device of this rank's models.
+void settle_device(Runtime& runtime) {
+  const auto& entries = runtime.table().entries();
+  if (entries.empty()) return;
+  const at::Device device = entries.front().tensor.device();
+  for (const auto& entry : entries) {
+    SMP_CHECK_WITH(UsageError, entry.tensor.device() == device, "\"", entries.front().name,
+                   "\" is on device ", device, " and \"", entry.name, "\" on ",
+                   entry.tensor.device(),
+                   ". All parameters and buffers of a rank's models are on one device: move each "
+                   "module before it is wrapped, net->to(torch::Device(torch::kCUDA, "
+                   "smp::local_rank()))");
+  }
+  runtime.use_device(device);
+}
+
+void broadcast_values(const Runtime& runtime) {
+  at::NoGradGuard no_grad;
+  for (const auto& entry : runtime.table().entries()) {
+    if (graph::is_deferred(entry.tensor)) continue;
+    const at::Tensor copy = entry.tensor.detach().cpu().contiguous();
+    (entry.split ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
+    if (!copy.is_alias_of(entry.tensor)) entry.tensor.detach().copy_(copy);
+  }
+}
+
+/// The seed that the user set, or that the default generator of world rank 0 has.
+void settle_seed(Runtime& runtime) {
+  if (runtime.progress.seed) return;
+  const int64_t configured = runtime.config().seed();
+  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
+                                  : at::detail::getDefaultCPUGenerator().current_seed();
+  const std::string bytes = comm::broadcast_bytes(
+      *runtime.world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
+  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
+  runtime.progress.seed = seed;
+}
+
+}  // namespace
+
+void prepare_models(Runtime& runtime) {
+  SMP_CHECK_WITH(UsageError, !runtime.models().empty(),
+                 "a step function ran, but no module was wrapped. Write smp::DistributedModel "
+                 "model(net) before the first step and call model(x) in it");
+  check_same_models(runtime);
+  settle_device(runtime);
+  broadcast_values(runtime);
+  settle_seed(runtime);
+  // Read once, so that ranks of other hosts run the same.
+  const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
+  runtime.first_step.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
+  if (has_delayed(runtime)) {
+    agree_on_construction(runtime);
+    make_shared_tensors(runtime);
+  }
+}
+
+}  // namespace smp::runtime

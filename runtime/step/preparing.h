@@ -1,0 +1,14 @@
+#pragma once
+
+#include "runtime/runtime.h"
+
+namespace smp::runtime {
+
+/// What the first step does before it captures: compares the models of all ranks, gives every
+/// rank the parameters and buffers of world rank 0 (but for delayed parameters, which are made once
+/// they have owners, and for parts of divided ones, which come from the first rank that has the
+/// same), and settles the seed. Collective over the world. Throws `UsageError` without
+/// a model, and when models differ between ranks.
+void prepare_models(Runtime& runtime);
+
+}  // namespace smp::runtime
