@@ -95,7 +95,7 @@ FileReader::FileReader(std::string path) : path_(std::move(path)) {
   const bool regular = ::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode);
   if (!regular) {
     ::close(fd_);
-    detail::fail<CheckpointError>("cannot read \"", path_, "\": expected a regular file.");
+    core::fail<CheckpointError>("cannot read \"", path_, "\": expected a regular file.");
   }
   size_ = static_cast<uint64_t>(status.st_size);
 }
@@ -139,7 +139,7 @@ void fail_on_disk(const std::string& what, int error) {
   SMP_CHECK_WITH(CheckpointError, error != ENOSPC && error != EDQUOT, what,
                  ". The disk is full: free some space or save elsewhere. Checkpoints that were "
                  "saved before are as they were.");
-  detail::fail<CheckpointError>(what, ". Check the path, its permissions and the free space.");
+  core::fail<CheckpointError>(what, ". Check the path, its permissions and the free space.");
 }
 
 void write_file(const std::string& path, const std::string& text) {

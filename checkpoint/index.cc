@@ -148,8 +148,8 @@ class Node {
   }
 
   [[noreturn]] void fail(const std::string& what) const {
-    detail::fail<CheckpointError>("\"", file_, "\" is malformed at \"", path_, "\": ", what,
-                                  ". Use another checkpoint.");
+    core::fail<CheckpointError>("\"", file_, "\" is malformed at \"", path_, "\": ", what,
+                                ". Use another checkpoint.");
   }
 
  private:
@@ -165,7 +165,7 @@ TensorSpec parse_spec(const Node& node) {
     spec.dtype = dtype_from_name(dtype);
     byte_size(spec);
   } catch (const CheckpointError& error) {
-    node.fail(text_without_prefix(error));
+    node.fail(core::text_without_prefix(error));
   }
   return spec;
 }
@@ -332,8 +332,8 @@ std::string Index::to_text() const {
   try {
     return with_checksum(pretty(root));
   } catch (const json::exception& error) {
-    detail::fail<CheckpointError>("cannot write the index of a checkpoint: expected UTF-8 text in ",
-                                  "names and in user_content, got: ", error.what());
+    core::fail<CheckpointError>("cannot write the index of a checkpoint: expected UTF-8 text in ",
+                                "names and in user_content, got: ", error.what());
   }
 }
 
@@ -371,7 +371,7 @@ void Index::merge(const Index& part) {
   try {
     merge_optimizer(optimizer, part.optimizer);
   } catch (const json::exception& error) {
-    detail::fail<CheckpointError>(
+    core::fail<CheckpointError>(
         "cannot merge the parts of a checkpoint: the optimizer section of one is malformed: ",
         error.what(), ". Expected an object with \"param_groups\" and \"state\".");
   }

@@ -28,7 +28,7 @@ NameMap& NameMap::add_pattern(Rule rule) {
   try {
     rule.expression = std::regex(rule.from);
   } catch (const std::regex_error& error) {
-    detail::fail<UsageError>(
+    core::fail<UsageError>(
         "a name map has a rule for \"", rule.from,
         "\": expected a regular expression, got one with an error: ", error.what());
   }

@@ -30,7 +30,7 @@ std::string find_folder(const std::string& path) {
     return replaced_folder(path);
   }
   const bool unfinished = fs::exists(temporary_folder(path), ignored);
-  detail::fail<CheckpointError>(
+  core::fail<CheckpointError>(
       "cannot load checkpoint \"", path, "\": expected a folder with ", kIndexFile, ", got ",
       exists ? "no such file in it" : "no such folder",
       unfinished ? c10::str(" (an unfinished save is at \"", temporary_folder(path), "\")") : "",
@@ -161,7 +161,7 @@ std::vector<std::string> Reader::find_damage(Section section, int part, int part
       }
     } catch (const CheckpointError& error) {
       unreadable = entry->file;
-      damage.push_back(c10::str(entry->file, ": ", text_without_prefix(error)));
+      damage.push_back(c10::str(entry->file, ": ", core::text_without_prefix(error)));
     }
   }
   return damage;
@@ -173,8 +173,8 @@ void check_undamaged(const std::string& path, const std::vector<std::string>& da
   for (size_t i = 0; i < std::min(damage.size(), kShownLines); ++i) list += "\n  " + damage[i];
   if (damage.size() > kShownLines)
     list += c10::str("\n  and ", damage.size() - kShownLines, " more");
-  detail::fail<CheckpointError>("checkpoint \"", path, "\" is damaged:", list,
-                                "\nNothing was loaded. Use another checkpoint.");
+  core::fail<CheckpointError>("checkpoint \"", path, "\" is damaged:", list,
+                              "\nNothing was loaded. Use another checkpoint.");
 }
 
 }  // namespace smp::checkpoint

@@ -69,8 +69,8 @@ std::string make_header(const std::string& path, const std::vector<NamedSpec>& t
     text.resize((text.size() + 7) / 8 * 8, ' ');  // the tensor bytes start 8-byte aligned
     return text;
   } catch (const nlohmann::json::exception& error) {
-    detail::fail<CheckpointError>("cannot write \"", path, "\": a tensor name is not UTF-8 (",
-                                  error.what(), "). Rename the tensor.");
+    core::fail<CheckpointError>("cannot write \"", path, "\": a tensor name is not UTF-8 (",
+                                error.what(), "). Rename the tensor.");
   }
 }
 
@@ -115,9 +115,9 @@ std::string dtype_name(at::ScalarType dtype) {
       return name;
     }
   }
-  detail::fail<CheckpointError>("checkpoints cannot hold dtype ", at::toString(dtype),
-                                "; expected one of ", kDtypeList,
-                                ". Convert the tensor with to(dtype).");
+  core::fail<CheckpointError>("checkpoints cannot hold dtype ", at::toString(dtype),
+                              "; expected one of ", kDtypeList,
+                              ". Convert the tensor with to(dtype).");
 }
 
 at::ScalarType dtype_from_name(const std::string& name) {
@@ -126,7 +126,7 @@ at::ScalarType dtype_from_name(const std::string& name) {
       return dtype;
     }
   }
-  detail::fail<CheckpointError>("unknown dtype \"", name, "\"; expected one of ", kDtypeList, ".");
+  core::fail<CheckpointError>("unknown dtype \"", name, "\"; expected one of ", kDtypeList, ".");
 }
 
 uint64_t byte_size(const TensorSpec& spec) {
@@ -233,8 +233,8 @@ void SafetensorsReader::parse_header(const std::string& header) {
       continue;
     }
     const auto fail = [&, &name = name](const std::string& what) {
-      detail::fail<CheckpointError>("\"", file_.path(), "\" has a malformed header: tensor \"",
-                                    name, "\": ", what);
+      core::fail<CheckpointError>("\"", file_.path(), "\" has a malformed header: tensor \"", name,
+                                  "\": ", what);
     };
     try {
       Entry entry = parse_entry(value);
@@ -243,7 +243,7 @@ void SafetensorsReader::parse_header(const std::string& header) {
     } catch (const nlohmann::json::exception& error) {
       fail(error.what());
     } catch (const CheckpointError& error) {
-      fail(text_without_prefix(error));
+      fail(core::text_without_prefix(error));
     }
   }
 }

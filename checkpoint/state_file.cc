@@ -50,11 +50,11 @@ auto with_libtorch(const std::string& path, const Action& action) {
   } catch (const CheckpointError&) {
     throw;
   } catch (const c10::Error& error) {
-    detail::fail<CheckpointError>("cannot read the state dictionary \"", path,
-                                  "\": ", error.what_without_backtrace(),
-                                  ". It may be damaged, or an OrderedDict, which libtorch does not "
-                                  "read. Write it again with torch.save(dict(model.state_dict()), "
-                                  "path) in Python, or torch::save(module, path) in C++.");
+    core::fail<CheckpointError>("cannot read the state dictionary \"", path,
+                                "\": ", error.what_without_backtrace(),
+                                ". It may be damaged, or an OrderedDict, which libtorch does not "
+                                "read. Write it again with torch.save(dict(model.state_dict()), "
+                                "path) in Python, or torch::save(module, path) in C++.");
   }
 }
 

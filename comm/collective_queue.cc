@@ -40,7 +40,7 @@ WorkPtr CollectiveQueue::push(Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
     entries_.push_back(entry);
     if (!thread_.joinable()) {
-      thread_ = std::thread([this, context = error_context()] { loop(context); });
+      thread_ = std::thread([this, context = core::error_context()] { loop(context); });
     }
   }
   changed_.notify_all();
@@ -81,8 +81,8 @@ void CollectiveQueue::wait(const EntryPtr& entry) {
   }
 }
 
-void CollectiveQueue::loop(const std::string& error_context) {
-  set_error_context(error_context);
+void CollectiveQueue::loop(const std::string& context) {
+  core::set_error_context(context);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return !occupied_ && (stop_ || !entries_.empty()); });

@@ -65,7 +65,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   bool try_occupy();
   void release();
   void wait(const EntryPtr& entry);
-  void loop(const std::string& error_context);
+  void loop(const std::string& context);
   static void execute(Entry& entry);
 
   const std::shared_ptr<const GroupState> group_;

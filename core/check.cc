@@ -1,6 +1,6 @@
 #include "core/check.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 std::string& context() {
@@ -21,13 +21,10 @@ std::string error_context() {
 
 std::string text_without_prefix(const Error& error) { return error.what() + error_prefix().size(); }
 
-namespace detail {
-
 void fail_internal(const char* file, int line, const char* condition, const std::string& message) {
   throw Error(c10::str(error_prefix(), "internal error at ", file, ":", line, ": ", condition,
                        message.empty() ? "" : ": ", message,
                        ". This is a bug in smp; please report it with this message."));
 }
 
-}  // namespace detail
-}  // namespace smp
+}  // namespace smp::core

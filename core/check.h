@@ -6,7 +6,7 @@
 
 #include "smp/error.h"
 
-namespace smp {
+namespace smp::core {
 
 /// Sets what errors of this thread say about where they happened, for example
 /// "smp rank 3 pp 1/2". Empty (the default) means plain "smp".
@@ -22,8 +22,6 @@ std::string error_context();
 /// What an error of this thread says after its prefix, to stand in another text.
 std::string text_without_prefix(const Error& error);
 
-namespace detail {
-
 /// Throws `E` with the prefix of this thread and the concatenated parts.
 template <class E, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
@@ -33,25 +31,24 @@ template <class E, class... Parts>
 [[noreturn]] void fail_internal(const char* file, int line, const char* condition,
                                 const std::string& message);
 
-}  // namespace detail
-}  // namespace smp
+}  // namespace smp::core
 
 /// Throws `E` unless `condition` holds. The message parts are only evaluated on failure; say
 /// what failed, where, expected and got, and what to do.
-#define SMP_CHECK_WITH(E, condition, ...)  \
-  do {                                     \
-    if (C10_UNLIKELY(!(condition))) {      \
-      ::smp::detail::fail<E>(__VA_ARGS__); \
-    }                                      \
+#define SMP_CHECK_WITH(E, condition, ...) \
+  do {                                    \
+    if (C10_UNLIKELY(!(condition))) {     \
+      ::smp::core::fail<E>(__VA_ARGS__);  \
+    }                                     \
   } while (false)
 
 /// As `SMP_CHECK_WITH` with the library's base error.
 #define SMP_CHECK(condition, ...) SMP_CHECK_WITH(::smp::Error, condition, __VA_ARGS__)
 
 /// For what can only fail through a bug in this library.
-#define SMP_INTERNAL_ASSERT(condition, ...)                                                \
-  do {                                                                                     \
-    if (C10_UNLIKELY(!(condition))) {                                                      \
-      ::smp::detail::fail_internal(__FILE__, __LINE__, #condition, c10::str(__VA_ARGS__)); \
-    }                                                                                      \
+#define SMP_INTERNAL_ASSERT(condition, ...)                                              \
+  do {                                                                                   \
+    if (C10_UNLIKELY(!(condition))) {                                                    \
+      ::smp::core::fail_internal(__FILE__, __LINE__, #condition, c10::str(__VA_ARGS__)); \
+    }                                                                                    \
   } while (false)

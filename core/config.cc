@@ -94,7 +94,7 @@ void Config::validate() const {
   SMP_CHECK_WITH(ConfigError, all.size() > 1, all.front());
   std::string lines;
   for (const std::string& problem : all) lines += "\n  " + problem;
-  detail::fail<ConfigError>("the configuration has ", all.size(), " errors:", lines);
+  core::fail<ConfigError>("the configuration has ", all.size(), " errors:", lines);
 }
 
 std::vector<std::string> Config::overridden() const {

@@ -88,9 +88,9 @@ json parse_json(const std::string& text, const std::string& source_name) {
                    position(text, error.byte), ": ", shortened(reason(error), 200),
                    ". Correct the text at that position.");
   } catch (const json::out_of_range& error) {
-    detail::fail<ConfigError>(source_name,
-                              ": a number is too large for JSON: ", shortened(reason(error)),
-                              ". Write a smaller one.");
+    core::fail<ConfigError>(source_name,
+                            ": a number is too large for JSON: ", shortened(reason(error)),
+                            ". Write a smaller one.");
   }
   SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");

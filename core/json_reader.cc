@@ -88,8 +88,8 @@ void JsonReader::fail_expected(const std::string& expected) const {
 }
 
 void JsonReader::fail(const std::string& problem, const std::string& remedy) const {
-  detail::fail<ConfigError>(source_, ": ", path_.empty() ? "" : "\"" + path_ + "\": ", problem, ".",
-                            remedy.empty() ? "" : " " + remedy);
+  core::fail<ConfigError>(source_, ": ", path_.empty() ? "" : "\"" + path_ + "\": ", problem, ".",
+                          remedy.empty() ? "" : " " + remedy);
 }
 
 }  // namespace smp::core

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "core/env.h"
 
-namespace smp {
+namespace smp::core {
 namespace {
 
 constexpr std::array<std::pair<const char*, LogLevel>, 4> kLevels = {{
@@ -74,4 +74,4 @@ void log_info(const std::string& text) { log(LogLevel::kInfo, text); }
 void log_warning(const std::string& text) { log(LogLevel::kWarning, text); }
 void log_error(const std::string& text) { log(LogLevel::kError, text); }
 
-}  // namespace smp
+}  // namespace smp::core

@@ -2,7 +2,7 @@
 
 #include <string>
 
-namespace smp {
+namespace smp::core {
 
 /// How important a line of log is. Lines below the level of this process are dropped.
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
@@ -25,4 +25,4 @@ void log_info(const std::string& text);
 void log_warning(const std::string& text);
 void log_error(const std::string& text);
 
-}  // namespace smp
+}  // namespace smp::core

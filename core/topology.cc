@@ -7,6 +7,28 @@
 #include "core/check.h"
 
 namespace smp {
+
+const char* to_string(CommGroup group) {
+  switch (group) {
+    case CommGroup::kWorld:
+      return "world";
+    case CommGroup::kPp:
+      return "pp";
+    case CommGroup::kTp:
+      return "tp";
+    case CommGroup::kRdp:
+      return "rdp";
+    case CommGroup::kMp:
+      return "mp";
+    case CommGroup::kDp:
+      return "dp";
+  }
+  SMP_INTERNAL_ASSERT(false, "unknown group");
+}
+
+}  // namespace smp
+
+namespace smp::core {
 namespace {
 
 // "1, 2, 4 or 8"
@@ -56,24 +78,6 @@ std::vector<std::string> blocks_of(int world_size, int local_size) {
 }
 
 }  // namespace
-
-const char* to_string(CommGroup group) {
-  switch (group) {
-    case CommGroup::kWorld:
-      return "world";
-    case CommGroup::kPp:
-      return "pp";
-    case CommGroup::kTp:
-      return "tp";
-    case CommGroup::kRdp:
-      return "rdp";
-    case CommGroup::kMp:
-      return "mp";
-    case CommGroup::kDp:
-      return "dp";
-  }
-  SMP_INTERNAL_ASSERT(false, "unknown group");
-}
 
 Topology::Topology(const Config& config, int world_size, int local_size)
     : Topology(config, blocks_of(world_size, local_size)) {}
@@ -205,4 +209,4 @@ std::ostream& operator<<(std::ostream& out, const Topology& topology) {
   return out << topology.to_string();
 }
 
-}  // namespace smp
+}  // namespace smp::core

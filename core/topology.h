@@ -7,7 +7,7 @@
 #include "smp/comm_group.h"
 #include "smp/config.h"
 
-namespace smp {
+namespace smp::core {
 
 /// Which rank has which part of the model, and with whom it forms groups. A pure value: the same
 /// on every rank, computed without communication.
@@ -78,4 +78,4 @@ class Topology {
 /// Prints `topology.to_string()`.
 std::ostream& operator<<(std::ostream& out, const Topology& topology);
 
-}  // namespace smp
+}  // namespace smp::core

@@ -8,7 +8,7 @@ namespace smp::dp {
 namespace {
 
 [[noreturn]] comm::CommunicatorPtr no_group() {
-  smp::detail::fail<UsageError>(
+  smp::core::fail<UsageError>(
       "DistributedDataParallel was given no group of ranks; call smp::init() first, or pass "
       "DDPOptions().process_group(communicator)");
 }

@@ -23,7 +23,7 @@ using Tensors = std::vector<at::Tensor>;
 
 template <class... Parts>
 [[noreturn]] void refuse(const LeafCall& call, const Parts&... parts) {
-  detail::fail<CaptureError>("leaf module \"", call.module, "\" ", parts...);
+  core::fail<CaptureError>("leaf module \"", call.module, "\" ", parts...);
 }
 
 /// While it lives, history that is recorded on a module's own tensors leads where that of the

@@ -272,7 +272,7 @@ void Segment::check_result(const Instruction& instruction, size_t index,
   if (result.sizes() == c10::IntArrayRef(recorded->sizes)) return;
   const std::string module =
       instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
-  detail::fail<CaptureError>(
+  core::fail<CaptureError>(
       "operator ", instruction.operator_index, " (", instruction.handle.schema().name(), ")",
       module, " gave a result of ", result.scalar_type(), result.sizes(),
       ", and was recorded with one of ", recorded->dtype, c10::IntArrayRef(recorded->sizes),

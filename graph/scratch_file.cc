@@ -97,7 +97,7 @@ void ScratchFile::read(int64_t offset, void* data, int64_t bytes) const {
 }
 
 void ScratchFile::fail(const char* action, int64_t bytes, int error) const {
-  detail::fail<ConfigError>(
+  core::fail<ConfigError>(
       "offload_activations: cannot ", action, " ", bytes, " bytes of activations in a file in ",
       directory_, ", which has ", end_, " bytes: ", std::strerror(error),
       ". Make room there, set \"offload_directory\" to a directory with more of it, or switch "

@@ -21,7 +21,7 @@ class PlaceholderNode : public torch::autograd::Node {
   std::string step_name;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    detail::fail<UsageError>(
+    core::fail<UsageError>(
         "step function \"", step_name,
         "\": backward() or autograd::grad was called inside it. The step runs the pipeline's "
         "backward pass itself: call model->backward(loss) instead");

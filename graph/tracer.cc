@@ -67,7 +67,7 @@ std::string Tracer::where() const {
 }
 
 void Tracer::refuse(const std::string& what, const std::string& remedy) const {
-  detail::fail<CaptureError>(where(), ": ", what, ". ", remedy, ".");
+  core::fail<CaptureError>(where(), ": ", what, ". ", remedy, ".");
 }
 
 void Tracer::Call::clear() {

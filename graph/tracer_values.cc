@@ -254,7 +254,7 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
   value.content = verifying() ? tensor : clone_content(tensor);
   constexpr int64_t kLargeBytes = 1 << 20;
   if (!verifying() && value.meta.nbytes() > kLargeBytes) {
-    TORCH_WARN(error_prefix(), "step function \"", options_.step_name, "\" uses a tensor of ",
+    TORCH_WARN(core::error_prefix(), "step function \"", options_.step_name, "\" uses a tensor of ",
                value.meta.nbytes() / kLargeBytes,
                " MiB that is neither an input nor a parameter or buffer. It is kept as a constant "
                "of the graph; register it as a buffer if it belongs to the model");
@@ -305,7 +305,7 @@ void Tracer::check_history(const at::Tensor& tensor) const {
 void Tracer::custom_function() { custom_function_ |= at::GradMode::is_enabled(); }
 
 void Tracer::differentiate() {
-  detail::fail<UsageError>(
+  core::fail<UsageError>(
       where(),
       ": backward() or autograd::grad was called inside it. The step runs the pipeline's backward "
       "pass itself: call model->backward(loss) instead. What needs gradients for its numbers, such "

@@ -191,9 +191,9 @@ class Restore {
     try {
       action();
     } catch (const c10::Error& error) {
-      smp::detail::fail<CheckpointError>("the saved optimizer state is malformed: ", what,
-                                         " cannot be read (", error.what_without_backtrace(),
-                                         "). Use another checkpoint.");
+      smp::core::fail<CheckpointError>("the saved optimizer state is malformed: ", what,
+                                       " cannot be read (", error.what_without_backtrace(),
+                                       "). Use another checkpoint.");
     }
   }
 
@@ -309,7 +309,7 @@ OptimizerState from_parts(const json& parts, const std::map<std::string, at::Ten
           param.at("shape").get<std::vector<int64_t>>(), {}, text_of(param.at("scalars"))};
     }
   } catch (const json::exception& error) {
-    smp::detail::fail<CheckpointError>(
+    smp::core::fail<CheckpointError>(
         "the saved optimizer state is malformed: expected param_groups and state, got ",
         error.what(), ". Use another checkpoint.");
   }

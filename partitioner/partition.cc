@@ -410,7 +410,7 @@ class Partitioner {
                         illegal, why_illegal_.size(), i, i + 1, why_illegal_[i]);
       break;
     }
-    detail::fail<PartitionError>(
+    core::fail<PartitionError>(
         fmt::format("cannot divide {} operators into {} stages: at most {} are possible, since {}. "
                     "Ask for fewer stages (\"pipeline_parallel_degree\") or replace operators "
                     "that work in place by ones that return a new tensor.",
@@ -423,7 +423,7 @@ class Partitioner {
       if (cut_between(low.pin->operator_index, high.pin->operator_index) < 0) {
         explain_no_cut(*low.pin, *high.pin);
       }
-      detail::fail<PartitionError>(fmt::format(
+      core::fail<PartitionError>(fmt::format(
           "cannot keep the pins: {}, but {}, and between the two there are too few operators for "
           "the {} stages that come between them. Pin fewer operators, or ask for fewer partitions.",
           describe(graph_, *low.pin), describe(graph_, *high.pin), high.stage - low.stage - 1));
@@ -431,7 +431,7 @@ class Partitioner {
     const bool late = low.pin != nullptr;
     const StagePin& pin = late ? low : high;
     const int others = late ? stages() - 1 - pin.stage : pin.stage;
-    detail::fail<PartitionError>(fmt::format(
+    core::fail<PartitionError>(fmt::format(
         "cannot keep the pins: {}, with too few operators {} it for the {} {} partition{}. Pin it "
         "elsewhere, or ask for fewer partitions.",
         describe(graph_, *pin.pin), late ? "after" : "before", others, late ? "later" : "earlier",
@@ -440,7 +440,7 @@ class Partitioner {
 
   [[noreturn]] void explain_no_cut(const Pin& before, const Pin& after) const {
     const int last = after.operator_index - 1;
-    detail::fail<PartitionError>(fmt::format(
+    core::fail<PartitionError>(fmt::format(
         "cannot keep the pins: {}, but {}; every cut between them is illegal, the last, {}|{}, "
         "because {}. Pin both to one partition, or replace operators that work in place by ones "
         "that return a new tensor.",
@@ -461,7 +461,7 @@ class Partitioner {
     const auto largest =
         std::max_element(prediction.rank_memory.begin(), prediction.rank_memory.end());
     const auto rank = static_cast<int>(largest - prediction.rank_memory.begin());
-    detail::fail<PartitionError>(fmt::format(
+    core::fail<PartitionError>(fmt::format(
         "no division into {} partitions keeps the memory limit of {} ({} bytes): {}, partition {} "
         "needs {}. Raise \"memory_limit_mb\", use more partitions or smaller microbatches, or "
         "lower "

@@ -83,8 +83,8 @@ class Finder {
   }
 
   [[noreturn]] void contradict(const Pin& a, const Pin& b, const char* remedy) const {
-    detail::fail<PartitionError>("cannot partition: ", describe(graph_, a), ", but ",
-                                 describe(graph_, b), ". ", remedy);
+    core::fail<PartitionError>("cannot partition: ", describe(graph_, a), ", but ",
+                               describe(graph_, b), ". ", remedy);
   }
 
   void pin_by_name(int index) {

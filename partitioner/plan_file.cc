@@ -109,8 +109,8 @@ class PlanReader {
     try {
       verify_plan(graph, plan);
     } catch (const Error& error) {
-      detail::fail<PartitionError>(source_, ": the plan cannot be used. ",
-                                   error.what_without_backtrace());
+      core::fail<PartitionError>(source_, ": the plan cannot be used. ",
+                                 error.what_without_backtrace());
     }
     return plan;
   }

@@ -82,11 +82,10 @@ class Cursor {
 
   [[noreturn]] void fail(const char* expected) {
     const auto rest = text_.substr(position_);
-    ::smp::detail::fail<Error>("cannot read the action \"", text_, "\"",
-                               where_.empty() ? "" : " at ", where_, ": position ", position_,
-                               ": expected ", expected, ", got ",
-                               rest.empty() ? "the end" : c10::str("\"", rest, "\""),
-                               ". Actions look like 0F3, 1B0, 0SEND_F3>1, 1RECV_F3<0 or 1REDUCE.");
+    ::smp::core::fail<Error>("cannot read the action \"", text_, "\"", where_.empty() ? "" : " at ",
+                             where_, ": position ", position_, ": expected ", expected, ", got ",
+                             rest.empty() ? "the end" : c10::str("\"", rest, "\""),
+                             ". Actions look like 0F3, 1B0, 0SEND_F3>1, 1RECV_F3<0 or 1REDUCE.");
   }
 
   std::string_view text_;

@@ -171,8 +171,8 @@ const ScheduleKind& schedule_kind(const std::string& name) {
     }
     names += (names.empty() ? "" : ", ") + kind.name;
   }
-  ::smp::detail::fail<ConfigError>("there is no schedule \"", name, "\". Use one of these: ", names,
-                                   ".");
+  ::smp::core::fail<ConfigError>("there is no schedule \"", name, "\". Use one of these: ", names,
+                                 ".");
 }
 
 Schedule make_schedule(const std::string& name, const ScheduleOptions& options) {

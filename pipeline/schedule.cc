@@ -99,7 +99,7 @@ class Reader {
 
   [[noreturn]] static void fail(const std::string& at, std::string_view expected,
                                 std::string_view got) {
-    ::smp::detail::fail<Error>(
+    ::smp::core::fail<Error>(
         "cannot read the schedule: ", at, ": expected ", expected, ", got ",
         got.empty() ? "the end of the line" : c10::str("\"", got, "\""),
         ". A schedule is a line \"schedule ranks=R microbatches=M backward=yes "

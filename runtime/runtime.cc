@@ -49,13 +49,13 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
     }
     return text;
   };
-  if (world_->size() > 1) set_error_context(context());
+  if (world_->size() > 1) core::set_error_context(context());
   const auto timeout =
       std::chrono::milliseconds(static_cast<int64_t>(config_.timeout_seconds() * 1000));
   world_->set_timeout(timeout);
   check_same_configuration();
   if (rank() == 0) {
-    for (const std::string& line : config_.overridden()) log_info(line);
+    for (const std::string& line : config_.overridden()) core::log_info(line);
   }
   world_->check_collectives(config_.check_collectives());  // those split from it, too
   make_groups(timeout);

@@ -44,7 +44,7 @@ class Runtime {
   static void set_for_thread(std::shared_ptr<Runtime> runtime);
 
   const Config& config() const { return config_; }
-  const Topology& topology() const { return topology_; }
+  const core::Topology& topology() const { return topology_; }
   int rank() const { return world_->rank(); }
   int rank_in(CommGroup group) const { return topology_.rank_in(group, rank()); }
 
@@ -109,7 +109,7 @@ class Runtime {
 
   Config config_;
   comm::CommunicatorPtr world_;
-  Topology topology_;
+  core::Topology topology_;
   std::map<CommGroup, comm::CommunicatorPtr> groups_;
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
   comm::CommunicatorPtr same_parts_;

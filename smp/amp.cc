@@ -196,7 +196,7 @@ void GradScaler::load_state_dict(const std::string& text) {
     state_->scale->set(options.init_scale());
     state_->growth_tracker.fill_(tracker);
   } catch (const json::exception& error) {
-    detail::fail<CheckpointError>(
+    core::fail<CheckpointError>(
         "the saved state of a GradScaler is malformed: expected what state_dict() gives, got ",
         text, " (", error.what(), ")");
   }

@@ -68,7 +68,7 @@ void ModelCore::to(at::Device device) const {
                  "it with model->cpu()");
   static std::once_flag warned;
   std::call_once(warned, [&] {
-    log_warning(
+    core::log_warning(
         c10::str("model->to(", device, ") is ignored; move the module before it is wrapped"));
   });
 }

@@ -100,7 +100,7 @@ class CombineResults : public testing::Environment {
 int run_tests(int* argc, char** argv) {
   at::set_num_threads(1);
   const CommunicatorPtr world = smp::comm::make_world();
-  smp::set_error_context("smp rank " + std::to_string(world->rank()));
+  smp::core::set_error_context("smp rank " + std::to_string(world->rank()));
 
   testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
   if (world->rank() != 0) {

@@ -100,7 +100,7 @@ std::string list_checkpoints(const std::string& folder) {
           << index.files.size() << (index.files.size() == 1 ? " file" : " files") << ", "
           << (index.optimizer.contains("state") ? "model and optimizer" : "model");
     } catch (const CheckpointError& error) {
-      out << text_without_prefix(error);
+      out << core::text_without_prefix(error);
     }
     out << (entry.name == newest ? " (newest)\n" : "\n");
   }

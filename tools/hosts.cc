@@ -35,8 +35,8 @@ std::vector<std::string> split_at_commas(const std::string& text) {
 }
 
 [[noreturn]] void fail_slurm(const char* variable, const std::string& text) {
-  smp::detail::fail<ConfigError>("the environment variable ", variable, " cannot be read: ", text,
-                                 ". Name the hosts with --hosts HOST:RANKS,...");
+  smp::core::fail<ConfigError>("the environment variable ", variable, " cannot be read: ", text,
+                               ". Name the hosts with --hosts HOST:RANKS,...");
 }
 
 /// "01-03" as 01, 02, 03; a number alone as itself.

@@ -104,7 +104,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (model_parallel) check(distribution->config, source);
   const std::vector<Host> hosts = find_hosts(options, context, distribution);
   const int ranks = rank_count(options, hosts, distribution);
-  if (model_parallel) Topology::check_divides(distribution->config, ranks);
+  if (model_parallel) core::Topology::check_divides(distribution->config, ranks);
 
   const std::string custom = distribution ? distribution->custom_mpi_options : "";
   MpirunArguments mpirun(

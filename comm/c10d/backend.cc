@@ -328,9 +328,9 @@ class SmpBackend final : public c10d::Backend {
   }
 
   Done recvAnysource(Tensors& /*tensors*/, int /*tag*/) override {
-    detail::fail<UsageError>("c10d recv on group '", group_->name(),
-                             "': expected the rank to receive from, got any. Name the rank; sums "
-                             "and results are in rank order here, never in order of arrival.");
+    core::fail<UsageError>("c10d recv on group '", group_->name(),
+                           "': expected the rank to receive from, got any. Name the rank; sums "
+                           "and results are in rank order here, never in order of arrival.");
   }
 
   Done barrier(const c10d::BarrierOptions& /*options*/) override {
@@ -357,10 +357,10 @@ class SmpBackend final : public c10d::Backend {
       case c10d::ReduceOp::BXOR:
         return ReduceOp::kBitXor;
       default:
-        detail::fail<UsageError>("c10d reduction on group '", group_->name(),
-                                 "': expected SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR, got "
-                                 "c10d::ReduceOp number ",
-                                 static_cast<int>(op.op_), ".");
+        core::fail<UsageError>("c10d reduction on group '", group_->name(),
+                               "': expected SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR, got "
+                               "c10d::ReduceOp number ",
+                               static_cast<int>(op.op_), ".");
     }
   }
 

@@ -78,9 +78,10 @@ struct Context {
     return PeerWait(transport, group, verb, spec, ProcessWatch(peer));
   }
   void warn_of_messages(const ChannelSpec& spec) const {
-    log_warning(c10::str("rank ", group->rank, " of group '", group->name, "' and rank ", spec.peer,
-                         " of the same host cannot map each other's memory; they send "
-                         "messages instead, which is slower."));
+    core::log_warning(c10::str("rank ", group->rank, " of group '", group->name, "' and rank ",
+                               spec.peer,
+                               " of the same host cannot map each other's memory; they send "
+                               "messages instead, which is slower."));
   }
 };
 

@@ -118,8 +118,8 @@ void HostBoard::fail_mismatch(const OperationInfo& info) const {
   for (int rank = 0; rank < ranks(); ++rank) {
     calls.push_back(record(rank).call);
   }
-  detail::fail<CommError>(describe(info), " does not match the other ranks' calls: ",
-                          mismatch_text(group_ranks_, calls));
+  core::fail<CommError>(describe(info), " does not match the other ranks' calls: ",
+                        mismatch_text(group_ranks_, calls));
 }
 
 const CallRecord& HostBoard::record(int rank) const { return record_of(rank, entered_); }
@@ -234,7 +234,7 @@ void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
                    describe(info_), "]");
     check_alive(kind, value);
     if (Clock::now() >= deadline_->get()) {
-      detail::fail<TimeoutError>(
+      core::fail<TimeoutError>(
           describe_timeout(*group_, info_, group_->timeout(), missing(kind, value)));
     }
   }

@@ -29,7 +29,7 @@ std::shared_ptr<SharedMemory> try_create(size_t bytes) {
   try {
     return SharedMemory::create(bytes);
   } catch (const CommError& error) {
-    log_warning(error.what());
+    core::log_warning(error.what());
     return nullptr;
   }
 }
@@ -116,9 +116,10 @@ std::shared_ptr<SharedMemory> share_memory(const GroupState& group, const HostLa
   }
   if (!have_it(answers)) {
     if (group.rank == 0) {
-      log_warning(c10::str("ranks of group '", group.name,
-                           "' on one host cannot map each other's memory; their collectives send "
-                           "messages instead, which is slower."));
+      core::log_warning(
+          c10::str("ranks of group '", group.name,
+                   "' on one host cannot map each other's memory; their collectives send "
+                   "messages instead, which is slower."));
     }
     return nullptr;
   }

@@ -119,7 +119,7 @@ struct FdMessage {
 }  // namespace
 
 void SharedMemory::fail(size_t bytes, const std::string& reason) {
-  detail::fail<CommError>(
+  core::fail<CommError>(
       "shared memory of ", megabytes(bytes), " for messages between ranks of this host: ", reason,
       ". Use smaller or fewer microbatches, lower \"active_microbatches\", or run fewer ranks on "
       "this host.");

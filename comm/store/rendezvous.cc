@@ -114,7 +114,7 @@ bool all_come(c10d::Store& store, const std::vector<std::string>& keys, millisec
       "same MASTER_ADDR and MASTER_PORT.");
   store.set(kTimedOut, to_bytes(message));
   std::this_thread::sleep_for(2 * kLookPeriod);
-  detail::fail<TimeoutError>(message);
+  core::fail<TimeoutError>(message);
 }
 
 void wait_for_all(c10d::Store& store, int size, milliseconds timeout) {
@@ -125,7 +125,7 @@ void wait_for_all(c10d::Store& store, int size, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   while (!all_come(store, keys, kLookPeriod)) {
     if (store.check({kTimedOut})) {
-      detail::fail<TimeoutError>(from_bytes(store.get(kTimedOut)));
+      core::fail<TimeoutError>(from_bytes(store.get(kTimedOut)));
     }
     if (Clock::now() >= deadline) {
       give_up(store, size, timeout);
@@ -170,7 +170,7 @@ void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint dea
       write_all(socket, &own, sizeof own, deadline);
       meeting.connections[peer] = std::move(socket);
     } catch (const CommError& error) {
-      throw CommError(c10::str(error_prefix(), "rank ", own.rank, " cannot reach rank ", peer,
+      throw CommError(c10::str(core::error_prefix(), "rank ", own.rank, " cannot reach rank ", peer,
                                " on host ", there.host_name, ": ", error.what_without_backtrace()));
     }
   }

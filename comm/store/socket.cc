@@ -222,9 +222,9 @@ Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline
     }
     reason = std::strerror(error);
   }
-  detail::fail<CommError>("no connection to ", host, " port ", port, ": ", reason,
-                          ". Check that its process lives and that no firewall is between; "
-                          "SMP_SOCKET_IFNAME chooses the network interface.");
+  core::fail<CommError>("no connection to ", host, " port ", port, ": ", reason,
+                        ". Check that its process lives and that no firewall is between; "
+                        "SMP_SOCKET_IFNAME chooses the network interface.");
 }
 
 std::optional<Descriptor> accept_from(const Descriptor& listener, TimePoint deadline) {

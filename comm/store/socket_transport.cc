@@ -330,9 +330,9 @@ int SocketTransport::make_context(const GroupState& parent, int first_member) {
     store_->set(key, std::vector<uint8_t>(text.begin(), text.end()));
     return context;
   } catch (const c10::DistError& error) {
-    detail::fail<CommError>("split of group '", parent.name,
-                            "': the store does not answer: ", error.what_without_backtrace(),
-                            ". It ends with the process that opened it, mostly rank 0.");
+    core::fail<CommError>("split of group '", parent.name,
+                          "': the store does not answer: ", error.what_without_backtrace(),
+                          ". It ends with the process that opened it, mostly rank 0.");
   }
 }
 

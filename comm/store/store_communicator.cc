@@ -157,8 +157,8 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout) {
     const std::string reason = where + text.substr(0, text.find('\n'));
     SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason,
                    ". Choose another MASTER_PORT if it is in use.");
-    detail::fail<CommError>("rank ", place.rank, " cannot reach", reason,
-                            ". Check that rank 0 has started and that its host can be reached.");
+    core::fail<CommError>("rank ", place.rank, " cannot reach", reason,
+                          ". Check that rank 0 has started and that its host can be reached.");
   }
 }
 

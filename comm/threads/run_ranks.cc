@@ -41,7 +41,7 @@ class Failures {
 
 void run_rank(const CommunicatorPtr& world, const std::function<void(CommunicatorPtr)>& fn,
               Failures& failures) {
-  set_error_context("smp rank " + std::to_string(world->rank()));
+  core::set_error_context("smp rank " + std::to_string(world->rank()));
   try {
     fn(world);
   } catch (const std::exception& e) {

@@ -52,7 +52,7 @@ void agree_on_construction(const Runtime& runtime) {
   if (const size_t other = first_other(comm::all_gather_bytes(alike, hash_of(text)))) {
     const auto texts = comm::all_gather_bytes(alike, text);
     const auto [a, b] = first_difference(texts[0], texts[other]);
-    detail::fail<UsageError>(
+    core::fail<UsageError>(
         "the models were constructed in different ways under delayed "
         "parameter initialization: rank 0 has ",
         a, ", rank ", other, " has ", b,

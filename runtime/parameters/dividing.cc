@@ -136,8 +136,8 @@ class Divider {
     text += others(divided);
     const bool any = !divided.parameters.empty() || runtime_.table().any_divided();
     if (runtime_.rank() != 0) return;
-    any ? log_info(text)
-        : log_warning(
+    any ? core::log_info(text)
+        : core::log_warning(
               "no layer is divided, so the ranks of a tensor-parallel group compute the "
               "same. " +
               text);

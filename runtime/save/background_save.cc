@@ -21,8 +21,9 @@ constexpr std::chrono::hours kLongestWrite{6};
 }  // namespace
 
 BackgroundSave::BackgroundSave(std::function<void()> write)
-    : future_(std::async(std::launch::async, [write = std::move(write), context = error_context()] {
-                set_error_context(context);
+    : future_(std::async(std::launch::async, [write = std::move(write),
+                                              context = core::error_context()] {
+                core::set_error_context(context);
                 const at::NoGradGuard no_grad;
                 write();
               }).share()) {}
@@ -45,7 +46,7 @@ std::string BackgroundSave::unseen_error() {
   try {
     future_.get();
   } catch (const Error& error) {
-    return text_without_prefix(error);
+    return core::text_without_prefix(error);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -55,7 +56,7 @@ std::string BackgroundSave::unseen_error() {
 CheckpointContext::~CheckpointContext() {
   if (last_ == nullptr) return;
   const std::string error = last_->unseen_error();
-  if (!error.empty()) log_error("an asynchronous save has failed: " + error);
+  if (!error.empty()) core::log_error("an asynchronous save has failed: " + error);
 }
 
 CheckpointContext& CheckpointContext::of(Runtime& runtime) {

@@ -19,9 +19,9 @@ Outcome outcome_of(const std::function<std::string()>& action) {
   } catch (const CommError&) {
     throw;  // the ranks cannot talk any more
   } catch (const UsageError& error) {
-    return kMisused + text_without_prefix(error);
+    return kMisused + core::text_without_prefix(error);
   } catch (const Error& error) {
-    return kFailed + text_without_prefix(error);
+    return kFailed + core::text_without_prefix(error);
   } catch (const c10::Error& error) {
     return kFailed + std::string(error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -54,8 +54,8 @@ bool any(const std::vector<Outcome>& outcomes, char kind) {
 std::vector<std::string> together(comm::Communicator& group,
                                   const std::function<std::string()>& action) {
   std::vector<Outcome> outcomes = comm::all_gather_bytes(group, outcome_of(action));
-  if (any(outcomes, kMisused)) detail::fail<UsageError>(describe(outcomes));
-  if (any(outcomes, kFailed)) detail::fail<CheckpointError>(describe(outcomes));
+  if (any(outcomes, kMisused)) core::fail<UsageError>(describe(outcomes));
+  if (any(outcomes, kFailed)) core::fail<CheckpointError>(describe(outcomes));
   for (Outcome& outcome : outcomes) outcome.erase(0, 1);
   return outcomes;
 }

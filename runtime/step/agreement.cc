@@ -143,10 +143,9 @@ void check_agreement(comm::Communicator& group, const StepTrace& step, const Agr
                  step.name, "\" has other constants on ", ranks, ". First difference: \"", a,
                  "\" against \"", b,
                  "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
-  detail::fail<UsageError>("step function \"", step.name, "\" was given different batches on ",
-                           ranks,
-                           ". All ranks of a pipeline must pass the same inputs; shard data by ",
-                           who.share, ", not by smp::rank()");
+  core::fail<UsageError>("step function \"", step.name, "\" was given different batches on ", ranks,
+                         ". All ranks of a pipeline must pass the same inputs; shard data by ",
+                         who.share, ", not by smp::rank()");
 }
 
 void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
@@ -157,7 +156,7 @@ void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
   if (other == 0) return;
   const auto texts = comm::all_gather_bytes(replicas, describe_graph(step.graph));
   const auto [a, b] = first_difference(texts[0], texts[other]);
-  detail::fail<UsageError>(
+  core::fail<UsageError>(
       "step function \"", step.name, "\" calls other operators on replica 0 and replica ", other,
       ". The first difference: replica 0 has \"", a, "\", replica ", other, " has \"", b,
       "\". With \"sharded_data_parallel_degree\" above 1 replicas gather "

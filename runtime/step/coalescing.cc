@@ -155,7 +155,7 @@ class Chooser {
       text += c10::str("one by one, though \"numerics\" is \"fast\": ", reason);
     }
     if (!predictions_.empty()) text += c10::str(". Predicted steps: ", predictions_);
-    log_info(text + ".");
+    core::log_info(text + ".");
   }
 
   Runtime& runtime_;

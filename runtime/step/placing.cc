@@ -82,7 +82,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
                           step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
                                      runtime.topology().rdp_size())
                               .largest_region(planned.largest_region));
-  if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) log_info(report);
+  if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) core::log_info(report);
   for (const auto& model : runtime.models()) {
     model->set_partition_report(report);
     model->run_post_partition_hooks();

@@ -141,7 +141,7 @@ class Planner {
   void warn_without_effect(const partitioner::Regions& regions) const {
     if (!captured_->trains() || !regions.empty() || runtime_.rank() != 0) return;
     if (!config_.offload_activations() || runtime_.partitioned()) return;
-    log_warning(
+    core::log_warning(
         "\"offload_activations\" has no effect: no module is checkpointed. Call "
         "smp::set_activation_checkpointing for some");
   }
@@ -166,7 +166,7 @@ class Planner {
     const auto predicted = predict(plan, with_all_candidates(modules));
     const auto& memory = predicted.rank_memory;
     const auto most = std::max_element(memory.begin(), memory.end());
-    detail::fail<PartitionError>(
+    core::fail<PartitionError>(
         "activation_checkpointing \"auto\": no choice of modules keeps the memory limit of ",
         partitioner::format_bytes(limit()), ": with all of them partition ", most - memory.begin(),
         " needs ", partitioner::format_bytes(*most),
@@ -186,10 +186,11 @@ class Planner {
     for (size_t i = before.size(); i < chosen.size(); ++i) {
       names += (names.empty() ? "" : ", ") + chosen[i].modules.front();
     }
-    log_info(c10::str("Activation checkpointing: ", names, " run again in the backward pass. A ",
-                      "partition needs ", most(with), " at most, not ", most(without),
-                      ", and a step takes ", partitioner::format_time(with.step_us), ", not ",
-                      partitioner::format_time(without.step_us), ", as predicted."));
+    core::log_info(c10::str("Activation checkpointing: ", names,
+                            " run again in the backward pass. A ", "partition needs ", most(with),
+                            " at most, not ", most(without), ", and a step takes ",
+                            partitioner::format_time(with.step_us), ", not ",
+                            partitioner::format_time(without.step_us), ", as predicted."));
   }
 
   const Runtime& runtime_;

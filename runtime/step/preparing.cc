@@ -42,8 +42,8 @@ void check_same_models(const Runtime& runtime) {
   const size_t other = first_other(all);
   if (other == 0) return;
   const auto [a, b] = first_difference(all[0], all[other]);
-  detail::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", other,
-                           " has ", b, ". Build the same model on every rank");
+  core::fail<UsageError>("the model differs between ranks: rank 0 has ", a, ", rank ", other,
+                         " has ", b, ". Build the same model on every rank");
 }
 
 /// The device of this rank's models.

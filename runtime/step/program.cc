@@ -334,7 +334,7 @@ Program::Outputs Program::run(Inputs inputs) {
 /// parallelism it runs those of its group, rank by rank, if each was given a batch.
 uint64_t Program::global_microbatch(int64_t microbatch) const {
   const int64_t each = microbatches_ / runtime_->batches();
-  const Topology& topology = runtime_->topology();
+  const core::Topology& topology = runtime_->topology();
   int64_t batch = runtime_->rank_in(CommGroup::kRdp);
   if (runtime_->batches() > 1) {
     const auto group = topology.members(CommGroup::kTp, runtime_->rank());

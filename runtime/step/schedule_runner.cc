@@ -25,7 +25,7 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
       plan_(plan),
       regions_(std::move(regions)),
       edges_(std::move(step.edges)) {
-  if (!step.report.empty() && runtime.rank() == 0) log_info(step.report);
+  if (!step.report.empty() && runtime.rank() == 0) core::log_info(step.report);
   const pipeline::RankedSchedule planned = {std::move(step.pipeline), std::move(step.schedule),
                                             std::move(step.simulation)};
   use(planned);
@@ -125,8 +125,8 @@ void ScheduleRunner::end_recording() {
   if (trial_ && goes_on(recorded)) return;
   if (!writes_timeline_ || runtime_.rank() != 0) return;
   const auto files = pipeline::write_timeline(recorded, *runtime_.config().timeline());
-  log_info(c10::str("Timeline written to ", files.page, " and ", files.trace, "\n",
-                    pipeline::to_string(recorded)));
+  core::log_info(c10::str("Timeline written to ", files.page, " and ", files.trace, "\n",
+                          pipeline::to_string(recorded)));
 }
 
 /// Goes on with the trial, unless that was its last part.
@@ -137,7 +137,7 @@ bool ScheduleRunner::goes_on(const pipeline::Timeline& recorded) {
     record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
     return true;
   }
-  if (runtime_.rank() == 0) log_info(trial_->report());
+  if (runtime_.rank() == 0) core::log_info(trial_->report());
   trial_.reset();
   return false;
 }

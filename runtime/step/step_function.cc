@@ -279,7 +279,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
   traced.is_new = first.match == nullptr;
   if (traced.is_new) {
     if (!first.difference.empty()) {
-      log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
+      core::log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
     graph::give_data_to_constants(*first.recorded, first.kept);
     graphs_.push_back(std::move(first.recorded));

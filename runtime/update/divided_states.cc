@@ -34,7 +34,7 @@ void check_alike(const Runtime& runtime, const OptimizerState& state) {
   const size_t other = first_other(all);
   if (other == 0) return;
   const auto [a, b] = first_difference(all[0], all[other]);
-  detail::fail<UsageError>(
+  core::fail<UsageError>(
       "the optimizer's state differs between the ranks of a tensor-parallel group: tp rank 0 has ",
       a, ", tp rank ", other, " has ", b, ". Call optimizer.step() on all ranks alike");
 }

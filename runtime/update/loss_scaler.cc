@@ -109,7 +109,7 @@ void LossScaler::load_state_dict(const json& state) {
     hysteresis_ = state.at("hysteresis").get<int64_t>();
     scale_->set(options.static_loss_scale());
   } catch (const json::exception& error) {
-    detail::fail<CheckpointError>(
+    core::fail<CheckpointError>(
         "the saved loss scale is malformed: expected what LossScaler::state_dict() gives, got ",
         state.dump(), " (", error.what(), ")");
   }

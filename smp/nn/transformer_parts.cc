@@ -42,7 +42,7 @@ bool slices(const char* module, const std::optional<std::string>& optimize, int6
   if (group->size() == 1 || optimize.value_or(default_optimize()) != "memory") return false;
   if (optimize || length % group->size() == 0) return true;
   if (group->rank() == 0 && is_first_of(module)) {
-    log_warning(c10::str(
+    core::log_warning(c10::str(
         module, ": a sequence of ", length, " tokens cannot be divided among the ", group->size(),
         " ranks of the tensor-parallel group, so such calls run as with optimize(\"speed\"), with "
         "activations that all ranks keep whole. Pad to a multiple of ",

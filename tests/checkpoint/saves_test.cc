@@ -249,7 +249,7 @@ std::set<std::string> errors_of_ranks(const std::string& folder, bool asynchrono
       ADD_FAILURE() << "saved on a full disk";
     } catch (const CheckpointError& error) {
       const std::lock_guard lock(mutex);
-      texts.insert(error.what() + error_prefix().size());
+      texts.insert(error.what() + core::error_prefix().size());
     }
     barrier();
     if (rank() == 0) {

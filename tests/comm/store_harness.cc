@@ -16,7 +16,7 @@ struct Rank {
 
 void run(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
          const std::function<void(const CommunicatorPtr&)>& body, Rank& result) {
-  set_error_context("smp rank " + std::to_string(rank));
+  core::set_error_context("smp rank " + std::to_string(rank));
   try {
     result.world = make_store_world(store, rank, size, std::chrono::seconds(30));
     result.world->set_timeout(std::chrono::seconds(30));

@@ -26,19 +26,19 @@ fs::path fresh_folder(const char* name) {
 }
 
 TEST(Log, LinesCarryTheRankAndTheLevel) {
-  set_error_context("smp rank 3");
-  EXPECT_EQ(log_line(LogLevel::kInfo, "text"), "[smp rank 3] text\n");
-  EXPECT_EQ(log_line(LogLevel::kWarning, "text"), "[smp rank 3] warning: text\n");
-  set_error_context("");
-  EXPECT_EQ(log_line(LogLevel::kError, "text"), "[smp] error: text\n");
+  core::set_error_context("smp rank 3");
+  EXPECT_EQ(core::log_line(core::LogLevel::kInfo, "text"), "[smp rank 3] text\n");
+  EXPECT_EQ(core::log_line(core::LogLevel::kWarning, "text"), "[smp rank 3] warning: text\n");
+  core::set_error_context("");
+  EXPECT_EQ(core::log_line(core::LogLevel::kError, "text"), "[smp] error: text\n");
 }
 
 TEST(Log, LevelNames) {
   bool recognised = false;
-  EXPECT_EQ(parse_log_level("debug", &recognised), LogLevel::kDebug);
+  EXPECT_EQ(core::parse_log_level("debug", &recognised), core::LogLevel::kDebug);
   EXPECT_TRUE(recognised);
-  EXPECT_EQ(parse_log_level("warning"), LogLevel::kWarning);
-  EXPECT_EQ(parse_log_level("verbose", &recognised), LogLevel::kInfo);
+  EXPECT_EQ(core::parse_log_level("warning"), core::LogLevel::kWarning);
+  EXPECT_EQ(core::parse_log_level("verbose", &recognised), core::LogLevel::kInfo);
   EXPECT_FALSE(recognised);
 }
 
@@ -46,15 +46,15 @@ TEST(Log, LinesBelowTheLevelAreDropped) {
   // The level is read once, so this is the only test that may use it.
   setenv("SMP_LOG_LEVEL", "warning", 1);
   ::testing::internal::CaptureStderr();
-  log_debug("a");
-  log_info("b");
-  log_warning("c");
-  log_error("d");
+  core::log_debug("a");
+  core::log_info("b");
+  core::log_warning("c");
+  core::log_error("d");
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "[smp] warning: c\n[smp] error: d\n");
 }
 
 TEST(InternalAssert, SaysWhereAndAsksForAReport) {
-  set_error_context("smp rank 1");
+  core::set_error_context("smp rank 1");
   try {
     const int parts = 3;
     SMP_INTERNAL_ASSERT(parts == 2, "parts of a whole: ", parts);
@@ -68,7 +68,7 @@ TEST(InternalAssert, SaysWhereAndAsksForAReport) {
               std::string::npos)
         << text;
   }
-  set_error_context("");
+  core::set_error_context("");
 }
 
 TEST(Failure, TheFirstCallOfAProcessWrites) {

@@ -12,7 +12,7 @@ namespace {
 using testing::error_text;
 using Groups = std::vector<std::vector<int>>;
 
-std::string digits(const Topology& topology, CommGroup group) {
+std::string digits(const core::Topology& topology, CommGroup group) {
   std::string text;
   for (int rank = 0; rank < topology.size(); ++rank) {
     text += std::to_string(topology.rank_in(group, rank));
@@ -38,7 +38,7 @@ TEST(Topology, PlacementTable) {
   };
   for (const Row& row : kRows) {
     const Config config = Config().partitions(2).tensor_parallel_degree(2).ddp(true);
-    const Topology topology(Config(config).placement_strategy(row.strategy), 8, 8);
+    const core::Topology topology(Config(config).placement_strategy(row.strategy), 8, 8);
     EXPECT_EQ(digits(topology, CommGroup::kPp), row.pp) << row.strategy;
     EXPECT_EQ(digits(topology, CommGroup::kTp), row.tp) << row.strategy;
     EXPECT_EQ(digits(topology, CommGroup::kRdp), row.rdp) << row.strategy;
@@ -50,19 +50,20 @@ TEST(Topology, PlacementTable) {
 
 TEST(Topology, WithoutTensorParallelism) {
   const Config two = Config().partitions(2).ddp(true);
-  const Topology spread(Config(two).placement_strategy("spread"), 8, 8);
+  const core::Topology spread(Config(two).placement_strategy("spread"), 8, 8);
   EXPECT_EQ(spread.groups(CommGroup::kMp), (Groups{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
   EXPECT_EQ(spread.groups(CommGroup::kDp), (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
-  const Topology cluster(two, 8, 8);
+  const core::Topology cluster(two, 8, 8);
   EXPECT_EQ(cluster.groups(CommGroup::kMp), (Groups{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
   EXPECT_EQ(cluster.groups(CommGroup::kDp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
   EXPECT_EQ(cluster.groups(CommGroup::kRdp), cluster.groups(CommGroup::kDp));
   EXPECT_EQ(cluster.groups(CommGroup::kPp), cluster.groups(CommGroup::kMp));
 
   const Config four = Config().partitions(4).ddp(true);
-  const Topology spread4(Config(four).placement_strategy("spread"), 8, 8);
+  const core::Topology spread4(Config(four).placement_strategy("spread"), 8, 8);
   EXPECT_EQ(spread4.groups(CommGroup::kMp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
-  EXPECT_EQ(Topology(four, 8, 8).groups(CommGroup::kMp), (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
+  EXPECT_EQ(core::Topology(four, 8, 8).groups(CommGroup::kMp),
+            (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
 }
 
 // For every kind of group: the groups divide the world, have the documented sizes, and a rank
@@ -70,7 +71,7 @@ TEST(Topology, WithoutTensorParallelism) {
 TEST(Topology, GroupsDivideTheWorld) {
   const Config config = Config().partitions(3).tensor_parallel_degree(2).ddp(true);
   for (const char* strategy : {"DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}) {
-    const Topology topology(Config(config).placement_strategy(strategy), 24, 4);
+    const core::Topology topology(Config(config).placement_strategy(strategy), 24, 4);
     EXPECT_EQ(topology.pp_size(), 3);
     EXPECT_EQ(topology.tp_size(), 2);
     EXPECT_EQ(topology.rdp_size(), 4);
@@ -95,7 +96,7 @@ TEST(Topology, GroupsDivideTheWorld) {
 }
 
 TEST(Topology, OneRank) {
-  const Topology topology(Config(), 1, 1);
+  const core::Topology topology(Config(), 1, 1);
   EXPECT_EQ(topology.size(), 1);
   EXPECT_EQ(topology.dp_rank(0), 0);
   EXPECT_EQ(topology.members(CommGroup::kMp, 0), std::vector<int>{0});
@@ -103,52 +104,53 @@ TEST(Topology, OneRank) {
 
 TEST(Topology, LocalRanks) {
   const Config config = Config().partitions(2).ddp(true);
-  const Topology blocks(config, 6, 4);
+  const core::Topology blocks(config, 6, 4);
   EXPECT_EQ(blocks.local_rank(3), 3);
   EXPECT_EQ(blocks.local_rank(5), 1);
   EXPECT_EQ(blocks.local_size(0), 4);
   EXPECT_EQ(blocks.local_size(5), 2);
-  const Topology hosts(config, {"a", "b", "a", "b"});
+  const core::Topology hosts(config, {"a", "b", "a", "b"});
   EXPECT_EQ(hosts.local_rank(2), 1);
   EXPECT_EQ(hosts.local_rank(1), 0);
   EXPECT_EQ(hosts.local_size(3), 2);
 }
 
 TEST(Topology, Errors) {
-  EXPECT_EQ(error_text<UsageError>([] { Topology::check_divides(Config(), 0); }),
+  EXPECT_EQ(error_text<UsageError>([] { core::Topology::check_divides(Config(), 0); }),
             "[smp] Topology: expected at least one rank, got 0.");
   EXPECT_EQ(
-      error_text([] { Topology(Config().partitions(3), 8, 8); }),
+      error_text([] { core::Topology(Config().partitions(3), 8, 8); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
   EXPECT_EQ(
-      error_text([] { Topology(Config().partitions(4), 2, 2); }),
+      error_text([] { core::Topology(Config().partitions(4), 2, 2); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (2), got 4. Set it "
       "to 1 or 2.");
-  EXPECT_EQ(error_text(
-                [] { Topology(Config().partitions(2).tensor_parallel_degree(3).ddp(true), 8, 8); }),
+  EXPECT_EQ(error_text([] {
+              core::Topology(Config().partitions(2).tensor_parallel_degree(3).ddp(true), 8, 8);
+            }),
             "[smp] config key \"tensor_parallel_degree\": expected a divisor of world size / "
             "partitions (4), got 3. Set it to 1, 2 or 4.");
   EXPECT_EQ(
-      error_text([] { Topology(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
+      error_text([] { core::Topology(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
       "data-parallel ranks (4), got 3. Set it to 1, 2 or 4.");
   EXPECT_EQ(
-      error_text([] { Topology(Config().partitions(2), 8, 8); }),
+      error_text([] { core::Topology(Config().partitions(2), 8, 8); }),
       "[smp] config key \"ddp\": expected true, because 8 ranks are 4 replicas of 2 partitions, "
       "got false. Set \"ddp\": true, or start 2 ranks.");
   EXPECT_EQ(
-      error_text([] { Topology(Config(), 2, 2); }),
+      error_text([] { core::Topology(Config(), 2, 2); }),
       "[smp] config key \"ddp\": expected true, because 2 ranks are 2 replicas of 1 partition, "
       "got false. Set \"ddp\": true, or start 1 rank.");
-  EXPECT_EQ(error_text<UsageError>([] { Topology(Config(), 1, 1).pp_rank(1); }),
+  EXPECT_EQ(error_text<UsageError>([] { core::Topology(Config(), 1, 1).pp_rank(1); }),
             "[smp] Topology: expected a rank from 0 to 0, got 1.");
-  EXPECT_EQ(error_text<UsageError>([] { Topology(Config(), 0, 1); }),
+  EXPECT_EQ(error_text<UsageError>([] { core::Topology(Config(), 0, 1); }),
             "[smp] Topology: expected a world size and a local size >= 1, got 0 and 1.");
 }
 
 TEST(Topology, Prints) {
-  const Topology topology(Config().partitions(2).ddp(true), {"a", "a", "b", "b"});
+  const core::Topology topology(Config().partitions(2).ddp(true), {"a", "a", "b", "b"});
   EXPECT_EQ(topology.to_string(),
             "4 ranks, placement DPT: 2 partitions x 1 tensor-parallel x 2 replicas\n"
             "rank  host            local  pp  tp  rdp  mp  dp\n"

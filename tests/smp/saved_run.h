@@ -105,7 +105,7 @@ class Texts {
     try {
       action();
     } catch (const Error& error) {
-      text = error.what() + error_prefix().size();
+      text = error.what() + core::error_prefix().size();
     }
     const std::lock_guard lock(mutex_);
     ++count_;
