@@ -147,18 +147,20 @@ std::string ScheduleKind::misplacement(const ScheduleOptions& options) const {
 
 const std::vector<ScheduleKind>& schedule_kinds() {
   static const std::vector<ScheduleKind> kKinds = {
-      {"simple", simple, Placement::kAny, true, false},
-      {"interleaved", interleaved, Placement::kAny, true, false},
-      {"1f1b", one_forward_one_backward, Placement::kOnePerRank, true, false},
-      {"eager_1f1b", eager_one_forward_one_backward, Placement::kOnePerRank, true, false},
-      {"interleaved_1f1b", interleaved_one_forward_one_backward, Placement::kLooped, true, false},
-      {"breadth_first", breadth_first, Placement::kLooped, true, false},
-      {"zb_h1", zero_bubble_h1, Placement::kOnePerRank, true, true},
-      {"zb_h2", zero_bubble_h2, Placement::kOnePerRank, true, true},
-      {"zbv", zero_bubble_v, Placement::kVShaped, true, true},
-      {"dualpipe_v", dualpipe_v, Placement::kVShaped, true, true},
-      {"list", list_schedule, Placement::kAny, true, true},
-      {"forward_only", forward_only, Placement::kAny, false, false},
+      {"simple", simple, Placement::kAny, InFlight::kAll, true, false},
+      {"interleaved", interleaved, Placement::kAny, InFlight::kActive, true, false},
+      {"1f1b", one_forward_one_backward, Placement::kOnePerRank, InFlight::kRanks, true, false},
+      {"eager_1f1b", eager_one_forward_one_backward, Placement::kOnePerRank, InFlight::kTwiceRanks,
+       true, false},
+      {"interleaved_1f1b", interleaved_one_forward_one_backward, Placement::kLooped,
+       InFlight::kTwiceRanks, true, false},
+      {"breadth_first", breadth_first, Placement::kLooped, InFlight::kAll, true, false},
+      {"zb_h1", zero_bubble_h1, Placement::kOnePerRank, InFlight::kRanks, true, true},
+      {"zb_h2", zero_bubble_h2, Placement::kOnePerRank, InFlight::kTwiceRanks, true, true},
+      {"zbv", zero_bubble_v, Placement::kVShaped, InFlight::kRanks, true, true},
+      {"dualpipe_v", dualpipe_v, Placement::kVShaped, InFlight::kTwiceRanks, true, true},
+      {"list", list_schedule, Placement::kAny, InFlight::kRanks, true, true},
+      {"forward_only", forward_only, Placement::kAny, InFlight::kRanks, false, false},
   };
   return kKinds;
 }

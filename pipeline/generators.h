@@ -114,11 +114,16 @@ Schedule dualpipe_v(const ScheduleOptions& options);
 /// Where a generator needs the stages.
 enum class Placement { kAny, kOnePerRank, kLooped, kVShaped };
 
+/// How many microbatches a rank keeps at most: as many as there are, as `active_microbatches`
+/// allows it, or by the number of ranks (docs/schedules.md).
+enum class InFlight { kAll, kActive, kRanks, kTwiceRanks };
+
 /// A generator and what to know of it.
 struct ScheduleKind {
   std::string name;  ///< as in the configuration
   Schedule (*generate)(const ScheduleOptions&);
   Placement placement;
+  InFlight in_flight;
   bool trains;  ///< has backwards
   bool splits;  ///< splits them, at least some
 

@@ -18,6 +18,7 @@
 namespace smp::runtime {
 namespace {
 
+using pipeline::InFlight;
 using pipeline::RankedSchedule;
 using pipeline::Schedule;
 using pipeline::ScheduleOptions;
@@ -170,6 +171,12 @@ partitioner::Sharding sharding_of(const Config& config, int replicas) {
       .bucket(config.sdp_reduce_bucket_size());
 }
 
+/// Of a schedule by the configuration's name; what "auto" takes is not known yet.
+InFlight in_flight_of(const std::string& pipeline) {
+  if (pipeline == "file") return InFlight::kAll;
+  return pipeline == "auto" ? InFlight::kRanks : pipeline::schedule_kind(pipeline).in_flight;
+}
+
 }  // namespace
 
 std::string read_schedule(const Config& config) {
@@ -178,17 +185,12 @@ std::string read_schedule(const Config& config) {
 }
 
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas) {
-  const std::string pipeline = config.pipeline();
-  // How many microbatches other schedules keep: docs/schedules.md.
-  const bool all = pipeline == "simple" || pipeline == "breadth_first" || pipeline == "file";
-  const bool twice = pipeline == "eager_1f1b" || pipeline == "zb_h2" ||
-                     pipeline == "interleaved_1f1b" || pipeline == "dualpipe_v";
-  const bool configured = all || pipeline == "interleaved";
-  const auto active =
-      configured ? static_cast<int>(config.active_microbatches()) : (twice ? 2 * ranks : ranks);
+  const InFlight in_flight = in_flight_of(config.pipeline());
+  const bool configured = in_flight == InFlight::kAll || in_flight == InFlight::kActive;
+  const int by_ranks = in_flight == InFlight::kTwiceRanks ? 2 * ranks : ranks;
   return partitioner::StepModel(microbatches)
-      .interleaved(!all)
-      .active_microbatches(active)
+      .interleaved(in_flight != InFlight::kAll)
+      .active_microbatches(configured ? static_cast<int>(config.active_microbatches()) : by_ranks)
       .optimizer_state(config.optimizer_state_factor())
       .sharding(sharding_of(config, replicas));
 }

@@ -6,9 +6,11 @@
 #include <cstddef>
 #include <functional>
 #include <numeric>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "core/settings.h"
 #include "pipeline/simulator.h"
 #include "pipeline/verifier.h"
 #include "tests/pipeline/schedule_helpers.h"
@@ -372,6 +374,34 @@ TEST(Names, AreListedWhereOneIsUnknown) {
                   "there is no schedule \"gpipe\". Use one of these: simple, interleaved, 1f1b, "
                   "eager_1f1b, interleaved_1f1b, breadth_first, zb_h1, zb_h2, zbv, dualpipe_v, "
                   "list, forward_only.");
+}
+
+/// core knows the names and placements, too, to check a configuration before anything runs.
+TEST(ScheduleKinds, AreThoseOfTheConfiguration) {
+  std::set<std::string> kinds = {"auto", "file"};
+  for (const auto& kind : schedule_kinds()) {
+    if (kind.trains) kinds.insert(kind.name);
+  }
+  const auto values = core::parameter_called("pipeline").available_values();
+  EXPECT_EQ(std::set<std::string>(values.begin(), values.end()), kinds);
+}
+
+TEST(ScheduleKinds, TakeTheVirtualStagesThatTheConfigurationAccepts) {
+  for (const auto& kind : schedule_kinds()) {
+    if (!kind.trains) continue;
+    for (int stages = 1; stages <= 3; ++stages) {
+      const bool fits = kind.misplacement(kind.place(2, stages, 4)).empty();
+      const auto validate = [&] {
+        Config().partitions(2).pipeline(kind.name).virtual_stages(stages).validate();
+      };
+      SCOPED_TRACE(c10::str(kind.name, " with ", stages));
+      if (fits) {
+        EXPECT_NO_THROW(validate());
+      } else {
+        EXPECT_THROW(validate(), ConfigError);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -502,6 +502,18 @@ TEST_F(Program, ModulesThatCannotBeWrapped) {
              {"two tensors are registered as \"", "a name of its own"});
 }
 
+TEST_F(Program, ParametersThatComeTooLate) {
+  expect_has(error_of_run<UsageError>(1, stages(1),
+                                      [] {
+                                        Mlp net(1);
+                                        DistributedModel<Mlp> model(net);
+                                        net->register_parameter("late", torch::zeros({3}));
+                                        model->state_dict();
+                                      }),
+             {"a parameter or buffer of shape [3] was registered after its module was wrapped in a "
+              "DistributedModel. Register all of them before"});
+}
+
 TEST_F(Program, CallsAtTheWrongTime) {
   expect_has(error_of_run<UsageError>(1, stages(1), [] { init(stages(1)); }),
              {"smp::init was called twice", "at the start of main()"});
