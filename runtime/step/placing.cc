@@ -1,9 +1,13 @@
 #include "runtime/step/placing.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "core/check.h"
 #include "core/heap.h"
 #include "core/log.h"
 #include "graph/visit.h"
@@ -60,6 +64,42 @@ void settle_owners(Runtime& runtime, const graph::Graph& graph, const partitione
   }
 }
 
+/// The bytes of its storage between which a tensor lies.
+std::pair<int64_t, int64_t> range_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const int64_t begin = tensor.storage_offset() * tensor.element_size();
+  return {begin, tensor.numel() == 0 ? begin : begin + (last + 1) * tensor.element_size()};
+}
+
+/// Two ranks would have a copy each of memory that one process has once.
+void check_overlaps(const ParameterTable& table) {
+  using Entries = std::vector<const ParameterTable::Entry*>;
+  std::map<const c10::StorageImpl*, Entries> by_storage;
+  for (const auto& entry : table.entries()) {
+    const Entries& others = by_storage[entry.tensor.storage().unsafeGetStorageImpl()];
+    const auto [begin, end] = range_of(entry.tensor);
+    for (const auto* other : others) {
+      const auto [other_begin, other_end] = range_of(other->tensor);
+      const bool overlap = std::max(begin, other_begin) < std::min(end, other_end);
+      SMP_CHECK_WITH(UsageError, !overlap || other->owner == entry.owner, "\"", other->name,
+                     "\" and \"", entry.name, "\" lie on the same memory, and partitions ",
+                     *other->owner, " and ", *entry.owner,
+                     " would each have a copy of it. Register one tensor under both names, or keep "
+                     "what uses them on one partition with smp::partition");
+    }
+    by_storage[entry.tensor.storage().unsafeGetStorageImpl()].push_back(&entry);
+  }
+}
+
+/// Frees what belongs to other ranks, but for memory that lies beside other parameters'.
+void release_others(const Runtime& runtime) {
+  for (const auto& entry : runtime.table().entries()) {
+    if (!entry.is_parameter() || runtime.owns(entry)) continue;
+    if (!entry.shares_storage_in(runtime.table())) release_data(entry.tensor);
+  }
+}
+
 }  // namespace
 
 void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
@@ -68,9 +108,8 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   settle_owners(runtime, graph, planned.plan);
   runtime.first_step.graph = planned.graph;
   runtime.first_step.plan = std::make_shared<partitioner::Plan>(planned.plan);
-  for (const auto& entry : runtime.table().entries()) {
-    if (entry.is_parameter() && !runtime.owns(entry)) release_data(entry.tensor);
-  }
+  check_overlaps(runtime.table());
+  release_others(runtime);
   if (runtime.config().sharded_data_parallel_degree() > 1) {
     runtime.first_step.sharding = std::make_shared<Sharding>(runtime);
   }

@@ -502,6 +502,40 @@ TEST_F(Program, ModulesThatCannotBeWrapped) {
              {"two tensors are registered as \"", "a name of its own"});
 }
 
+/// Its buffer is the weight under another name, and is used on the other partition.
+struct SharedMemoryImpl : torch::nn::Module {
+  SharedMemoryImpl() {
+    first = register_module("first", torch::nn::Linear(4, 4));
+    second = register_module("second", torch::nn::Linear(4, 4));
+    view = register_buffer("view", first->weight.detach());
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    {
+      const auto scope = partition(0);
+      x = first(x);
+    }
+    const auto scope = partition(1);
+    return second(x) + x.matmul(view);
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  torch::Tensor view;
+};
+TORCH_MODULE(SharedMemory);
+
+TEST_F(Program, MemoryThatTwoPartitionsWouldCopy) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [] {
+    DistributedModel<SharedMemory> model{SharedMemory()};
+    auto train = step([&](torch::Tensor x) {
+      const auto loss = model(x).pow(2).mean();
+      model->backward(loss);
+      return loss;
+    });
+    train(torch::ones({4, 4}));
+  });
+  expect_has(text, {"\"first.weight\" and \"view\" lie on the same memory, and partitions 0 and 1",
+                    "keep what uses them on one partition with smp::partition"});
+}
+
 TEST_F(Program, ParametersThatComeTooLate) {
   expect_has(error_of_run<UsageError>(1, stages(1),
                                       [] {

@@ -42,6 +42,33 @@ TEST_P(Parity, WithOneProcess) {
   }
 }
 
+/// All parameters as views of one tensor, as programs do that reduce gradients themselves.
+TinyGpt flat_gpt() {
+  TinyGpt net(false);
+  const auto parameters = net->parameters();
+  int64_t total = 0;
+  for (const auto& parameter : parameters) total += parameter.numel();
+  torch::Tensor flat = torch::empty({total});
+  int64_t offset = 0;
+  for (auto parameter : parameters) {
+    const auto place = flat.narrow(0, offset, parameter.numel()).view_as(parameter);
+    place.copy_(parameter.detach());
+    parameter.set_data(place);
+    offset += parameter.numel();
+  }
+  return net;
+}
+
+TEST(ParametersOnOneStorage, TrainAsOneProcess) {
+  torch::set_num_threads(1);
+  for (const int stages : {1, 2, 3}) {
+    const Layout layout{stages, 2, 2, "interleaved"};
+    SCOPED_TRACE(::testing::Message() << layout);
+    parity::check<TinyGpt, torch::optim::Adam>(layout, std::function<TinyGpt()>(flat_gpt),
+                                               torch::optim::AdamOptions(1e-2));
+  }
+}
+
 /// Equal up to rounding, in float64. Somewhere they must have rounded differently, or nothing was
 /// fused.
 void expect_close(const parity::Trace& got, const parity::Trace& expected) {
