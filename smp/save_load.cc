@@ -115,15 +115,8 @@ LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<st
 RemovableHandle register_checkpoint_state(const std::string& name,
                                           std::function<std::string()> save,
                                           std::function<void(const std::string&)> load) {
-  const auto runtime = Runtime::get_shared();
-  auto& extras = CheckpointContext::of(*runtime).extras;
-  const bool is_new =
-      extras.emplace(name, CheckpointContext::Extra{std::move(save), std::move(load)}).second;
-  SMP_CHECK_WITH(UsageError, is_new, "register_checkpoint_state was called twice for \"", name,
-                 "\": give each state a name of its own");
-  return RemovableHandle([weak = std::weak_ptr<Runtime>(runtime), name] {
-    if (const auto runtime = weak.lock()) CheckpointContext::of(*runtime).extras.erase(name);
-  });
+  return runtime::register_extra(Runtime::get_shared(), "register_checkpoint_state", name,
+                                 {std::move(save), std::move(load)});
 }
 
 void load_into_module(const std::string& path, torch::nn::Module& module,

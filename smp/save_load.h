@@ -85,7 +85,8 @@ LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<st
                                  const LoadOptions& options = {});
 
 /// Has checkpoints hold what `save` returns, text of JSON, under a name of its own, and calls
-/// `load` with it when one is loaded: for learning-rate schedulers, positions in data and the like.
+/// `load` with it when one is loaded: for positions in data and the like (for learning-rate
+/// schedulers there is `register_scheduler`).
 /// `save` is called on world rank 0 and `load` on all ranks, if the checkpoint has the name. Throws
 /// `UsageError` for a name that is taken.
 RemovableHandle register_checkpoint_state(const std::string& name,

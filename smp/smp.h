@@ -20,6 +20,7 @@
 #include "smp/partition_scope.h"
 #include "smp/pretrained.h"
 #include "smp/save_load.h"
+#include "smp/scheduler.h"
 #include "smp/step.h"
 #include "smp/step_output.h"
 #include "smp/tensor_parallelism.h"

@@ -93,4 +93,21 @@ std::shared_ptr<BackgroundSave> CheckpointContext::start(std::function<void()> w
   return last_;
 }
 
+RemovableHandle register_extra(const std::shared_ptr<Runtime>& runtime, const std::string& call,
+                               const std::string& name, CheckpointContext::Extra extra) {
+  auto& context = CheckpointContext::of(*runtime);
+  SMP_CHECK_WITH(UsageError, context.extras.count(name) == 0, call, " was called twice for \"", name,
+                 "\": give each state a name of its own");
+  const auto waiting = context.unclaimed.find(name);
+  if (extra.check && waiting != context.unclaimed.end()) {
+    extra.check(waiting->second);
+    extra.load(waiting->second);
+    context.unclaimed.erase(waiting);
+  }
+  context.extras.emplace(name, std::move(extra));
+  return RemovableHandle([weak = std::weak_ptr<Runtime>(runtime), name] {
+    if (const auto runtime = weak.lock()) CheckpointContext::of(*runtime).extras.erase(name);
+  });
+}
+
 }  // namespace smp::runtime

@@ -9,6 +9,7 @@
 
 #include "comm/communicator.h"
 #include "runtime/runtime.h"
+#include "smp/removable_handle.h"
 
 namespace smp::runtime {
 
@@ -38,6 +39,9 @@ class CheckpointContext {
   struct Extra {
     std::function<std::string()> save;
     std::function<void(const std::string&)> load;
+    /// For state that goes with the optimizer's, null for other: throws a `CheckpointError` unless
+    /// `load` can take it.
+    std::function<void(const std::string&)> check = nullptr;
   };
 
   explicit CheckpointContext(comm::CommunicatorPtr world) : world_(std::move(world)) {}
@@ -50,6 +54,8 @@ class CheckpointContext {
   static CheckpointContext& of(Runtime& runtime);
 
   std::map<std::string, Extra> extras;
+  /// What the checkpoint that was loaded with its optimizer has for those who come later.
+  std::map<std::string, std::string> unclaimed;
 
   /// All ranks, for saves that go on beside steps. Collective over the world at the first call.
   const comm::CommunicatorPtr& group();
@@ -65,5 +71,11 @@ class CheckpointContext {
   comm::CommunicatorPtr group_;
   std::shared_ptr<BackgroundSave> last_;
 };
+
+/// Has checkpoints hold a state under a name. One that goes with the optimizer's is loaded at once
+/// if the checkpoint that was loaded had it. `call` is what the user called. Throws `UsageError`
+/// for a name that is taken.
+RemovableHandle register_extra(const std::shared_ptr<Runtime>& runtime, const std::string& call,
+                               const std::string& name, CheckpointContext::Extra extra);
 
 }  // namespace smp::runtime

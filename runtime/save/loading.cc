@@ -53,6 +53,7 @@ class Load {
       if (with_optimizer) {
         runtime_.progress.step_functions.check_resumable(reader_->index().run.random.step_calls,
                                                          path_);
+        check_schedulers();
       }
       return reader_->index().checksum + " at " + path_;
     });
@@ -95,8 +96,15 @@ class Load {
     } else {
       runtime_.progress.step_functions.load(run.random.step_calls);
     }
-    for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
-      if (run.extra.contains(name)) extra.load(run.extra.at(name).dump());
+    auto& context = CheckpointContext::of(runtime_);
+    context.unclaimed.clear();
+    for (const auto& [name, state] : run.extra.items()) {
+      const auto extra = context.extras.find(name);
+      if (extra == context.extras.end()) {
+        if (with_optimizer_) context.unclaimed[name] = state.dump();
+      } else if (with_optimizer_ || extra->second.check == nullptr) {
+        extra->second.load(state.dump());
+      }
     }
     LoadedRun loaded{run.step, run.user_content.dump(), {}};
     for (const auto& [name, state] : run.extra.items()) loaded.extra[name] = state.dump();
@@ -118,6 +126,19 @@ class Load {
       }
     }
     checkpoint::check_undamaged(path_, {damage.begin(), damage.end()});
+  }
+
+  /// What goes with the optimizer must be there, or learning rates would not go on as they did.
+  void check_schedulers() const {
+    const auto& stored = reader_->index().run.extra;
+    for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
+      if (extra.check == nullptr) continue;
+      SMP_CHECK_WITH(CheckpointError, stored.contains(name) || !options_.strict(), "checkpoint \"",
+                     path_, "\" holds nothing of scheduler \"", name,
+                     "\": it was not registered when that was written. Load with strict = false "
+                     "for its schedule to begin anew");
+      if (stored.contains(name)) extra.check(stored.at(name).dump());
+    }
   }
 
   bool is_stored(const ExpectedTensor& expected) const {
