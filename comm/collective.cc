@@ -6,7 +6,31 @@
 #include "comm/reduce.h"
 #include "core/check.h"
 
-namespace smp::comm {
+namespace smp {
+
+const char* to_string(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAverage:
+      return "average";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+    case ReduceOp::kBitAnd:
+      return "bitwise and";
+    case ReduceOp::kBitOr:
+      return "bitwise or";
+    case ReduceOp::kBitXor:
+      return "bitwise xor";
+  }
+  return "unknown";
+}
+
+namespace comm {
 namespace {
 
 using Kind = Collective::Kind;
@@ -54,28 +78,6 @@ void fill_splits(const Caller& caller, const char* argument, const at::Tensor& t
 }
 
 }  // namespace
-
-const char* to_string(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAverage:
-      return "average";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kProduct:
-      return "product";
-    case ReduceOp::kBitAnd:
-      return "bitwise and";
-    case ReduceOp::kBitOr:
-      return "bitwise or";
-    case ReduceOp::kBitXor:
-      return "bitwise xor";
-  }
-  return "unknown";
-}
 
 const char* Collective::name(Kind kind) {
   switch (kind) {
@@ -251,4 +253,5 @@ void check_collective(Collective& call, const std::string& group, int rank, int 
   }
 }
 
-}  // namespace smp::comm
+}  // namespace comm
+}  // namespace smp

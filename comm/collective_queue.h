@@ -14,7 +14,7 @@
 
 #include "comm/deadline.h"
 #include "comm/transport.h"
-#include "comm/work.h"
+#include "smp/work.h"
 
 namespace smp::comm {
 

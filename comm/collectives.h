@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "comm/collective.h"
-#include "comm/work.h"
+#include "smp/work.h"
 
 namespace smp::comm {
 

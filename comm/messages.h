@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "comm/channel.h"
-#include "comm/work.h"
+#include "smp/work.h"
 
 namespace smp::comm {
 

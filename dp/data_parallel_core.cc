@@ -5,14 +5,13 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <exception>
 #include <unordered_set>
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "comm/group_core.h"
 #include "core/check.h"
 #include "dp/comm_errors.h"
-#include "dp/program_defaults.h"
 
 namespace smp::dp {
 namespace {
@@ -52,8 +51,8 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
                                    const DDPOptions& options)
     : module_(std::move(module)), options_(options) {
   check_module();
-  const auto group = options.process_group() ? options.process_group() : program_defaults().group();
-  group_ = own_group(group, module_->parameters().front().device());
+  const Group& replicas = options.process_group();
+  group_ = own_group(replicas.core().communicator(), module_->parameters().front().device());
   check_replicas();
   buffers_ = std::make_unique<TensorBroadcast>(tensors_of(module_->named_buffers()), group_);
   if (options.init_sync()) take_model_of(0);
@@ -70,16 +69,11 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
   reducer.find_unused_parameters = options.find_unused_parameters();
   reducer.gradient_as_bucket_view = options.gradient_as_bucket_view();
   reducer.static_graph = options.static_graph();
-  reducer_ = std::make_unique<Reducer>(std::move(parameters), std::move(names), group_, reducer);
+  reducer_ = std::make_unique<Reducer>(std::move(parameters), std::move(names),
+                                       comm::make_public_group(group_, replicas.ranks()), reducer);
 }
 
 void DataParallelCore::check_module() const {
-  SMP_CHECK_WITH(UsageError, module_ != nullptr,
-                 "DistributedDataParallel was given an empty module holder; construct the module "
-                 "first");
-  SMP_CHECK_WITH(UsageError, !program_defaults().is_partitioned(module_),
-                 "DistributedDataParallel was given a module that a DistributedModel holds, which "
-                 "reduces gradients over its replicas itself. Use one or the other");
   const auto parameters = module_->parameters();
   SMP_CHECK_WITH(UsageError,
                  std::any_of(parameters.begin(), parameters.end(),
@@ -207,7 +201,7 @@ void DataParallelCore::end_join() {
   // Ranks that ended together with the last were told of nobody else.
   const at::Tensor root = at::empty({1}, at::kLong);
   *root.mutable_data_ptr<int64_t>() = last_active < 0 ? group_->rank() : -1;
-  group_->all_reduce(root, comm::ReduceOp::kMax);
+  group_->all_reduce(root, ReduceOp::kMax);
   const auto from = static_cast<int>(*root.const_data_ptr<int64_t>());
   take_model_of(from);
 }
@@ -234,27 +228,6 @@ void DataParallelCore::take_model_of(int root) {
   }
   send();
   buffers_->run(root);
-}
-
-NoSync::NoSync(std::shared_ptr<DataParallelCore> core)
-    : core_(std::move(core)), before_(core_->synchronizes()) {
-  core_->set_synchronizes(false);
-}
-
-NoSync::~NoSync() { core_->set_synchronizes(before_); }
-
-Join::Join(std::shared_ptr<DataParallelCore> core, const JoinOptions& options)
-    : core_(std::move(core)), enabled_(options.enable()), exceptions_(std::uncaught_exceptions()) {
-  if (enabled_) core_->begin_join(options);
-}
-
-Join::~Join() noexcept(false) {
-  if (!enabled_) return;
-  if (std::uncaught_exceptions() > exceptions_) {
-    core_->leave_join();
-  } else {
-    core_->end_join();
-  }
 }
 
 }  // namespace smp::dp

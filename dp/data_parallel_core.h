@@ -3,13 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "dp/comm_hooks.h"
-#include "dp/data_parallel_options.h"
+#include "comm/communicator.h"
 #include "dp/reducer.h"
 #include "dp/replica_state.h"
+#include "smp/ddp_options.h"
 
 namespace torch::nn {
 class Module;
@@ -17,7 +16,7 @@ class Module;
 
 namespace smp::dp {
 
-/// What a `DistributedDataParallel` does around its module's forward. Internal.
+/// What a `DistributedDataParallel` does around its module's forward.
 class DataParallelCore {
  public:
   /// Collective; see `DistributedDataParallel`.
@@ -29,17 +28,15 @@ class DataParallelCore {
   /// After forward, with the tensors that it returned.
   void end_forward(const std::vector<at::Tensor>& outputs);
 
-  void register_comm_hook(CommHook hook) { reducer_->register_comm_hook(std::move(hook)); }
-
   bool synchronizes() const { return synchronizes_; }
   void set_synchronizes(bool on) { synchronizes_ = on; }
 
-  /// For `Join`.
+  /// The begin and end of `join`, and its end where an exception is on its way.
   void begin_join(const JoinOptions& options);
   void end_join();
   void leave_join();
 
-  const Reducer& reducer() const { return *reducer_; }
+  Reducer& reducer() { return *reducer_; }
 
  private:
   /// What the ranks tell each other before a forward pass under `join`.
@@ -67,35 +64,6 @@ class DataParallelCore {
   bool reduces_ = false;  // the forward pass under way
   bool is_joining_ = false;
   JoinOptions join_;
-};
-
-/// While it lives, passes only add gradients up; see `DistributedDataParallel::no_sync`.
-class [[nodiscard]] NoSync {
- public:
-  explicit NoSync(std::shared_ptr<DataParallelCore> core);
-  ~NoSync();
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
-
- private:
-  const std::shared_ptr<DataParallelCore> core_;
-  const bool before_;
-};
-
-/// While it lives, ranks may run out of data; see `DistributedDataParallel::join`.
-class [[nodiscard]] Join {
- public:
-  Join(std::shared_ptr<DataParallelCore> core, const JoinOptions& options);
-  /// Takes part in what the others communicate until their data have ended, too; throws what goes
-  /// wrong then. Does nothing where an exception is on its way.
-  ~Join() noexcept(false);
-  Join(const Join&) = delete;
-  Join& operator=(const Join&) = delete;
-
- private:
-  const std::shared_ptr<DataParallelCore> core_;
-  const bool enabled_;
-  const int exceptions_;
 };
 
 }  // namespace smp::dp

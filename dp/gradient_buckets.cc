@@ -166,7 +166,7 @@ void GradientBuckets::reduce() {
 /// After all buckets of all models, so that replicas reduce in one order.
 void GradientBuckets::reduce_usage() {
   any_used_ = used_by_any(used_);
-  works_.push_back(group_->async().all_reduce(any_used_, comm::ReduceOp::kMax));
+  works_.push_back(group_->async().all_reduce(any_used_, ReduceOp::kMax));
 }
 
 void GradientBuckets::start(size_t bucket) {
@@ -183,11 +183,11 @@ void GradientBuckets::start(size_t bucket) {
   } else if (slices_) {
     const at::Tensor& buffer = buffers_[0][bucket];
     sums_.push_back(slices_->part(buffer));
-    works_.push_back(group_->async().reduce_scatter(as_real(sums_.back()), as_real(buffer),
-                                                    comm::ReduceOp::kSum));
+    works_.push_back(
+        group_->async().reduce_scatter(as_real(sums_.back()), as_real(buffer), ReduceOp::kSum));
   } else {
     sums_.push_back(buffers_[0][bucket]);
-    works_.push_back(group_->async().all_reduce(as_real(sums_.back()), comm::ReduceOp::kSum));
+    works_.push_back(group_->async().all_reduce(as_real(sums_.back()), ReduceOp::kSum));
   }
 }
 

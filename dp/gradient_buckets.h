@@ -116,7 +116,7 @@ class GradientBuckets {
   int passes_ = 0;                                // steps that have only added up
   at::Tensor any_used_;                           // per parameter, over all replicas
   std::vector<at::Tensor> sums_;  // by bucket that has started: all of it, or this replica's part
-  std::vector<comm::WorkPtr> works_;
+  std::vector<WorkPtr> works_;
 };
 
 }  // namespace smp::dp

@@ -124,7 +124,7 @@ void ParameterSlices::all_gather(const std::vector<bool>& updated) {
   at::NoGradGuard no_grad;
   const auto is_updated = [&](size_t i) { return updated[i]; };
   std::vector<at::Tensor> buckets(layout_.size());
-  std::vector<comm::WorkPtr> works(layout_.size());
+  std::vector<WorkPtr> works(layout_.size());
   for (size_t b = 0; b < layout_.size(); ++b) {
     const auto& members = layout_.members[b];
     if (std::none_of(members.begin(), members.end(), is_updated)) continue;

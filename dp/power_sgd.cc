@@ -1,5 +1,3 @@
-#include "dp/power_sgd.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -14,8 +12,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "smp/comm_hooks.h"
 
-namespace smp::dp {
+namespace smp {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -78,7 +77,7 @@ class PowerSGD {
                    ". Buckets are rebuilt after the first iteration");
   }
 
-  comm::WorkPtr start(const GradBucket& bucket) {
+  WorkPtr start(const GradBucket& bucket) {
     const bool compresses = iteration_ >= options_.start_iter();
     if (bucket.is_last()) ++iteration_;
     if (!compresses || !bucket.buffer.is_floating_point()) return all_reduce_hook(bucket);
@@ -90,8 +89,8 @@ class PowerSGD {
   BucketState& state_of(const GradBucket& bucket);
   bool is_worth_it(const at::Tensor& gradient) const;
   void begin_q(Matrices& q, bool is_new);
-  comm::WorkPtr compress(const GradBucket& bucket, BucketState& state);
-  comm::WorkPtr average_whole(const GradBucket& bucket, const BucketState& state) const;
+  WorkPtr compress(const GradBucket& bucket, BucketState& state);
+  WorkPtr average_whole(const GradBucket& bucket, const BucketState& state) const;
   void decompress(const GradBucket& bucket, BucketState& state, const Tensors& matrices) const;
 
   const PowerSGDOptions options_;
@@ -149,7 +148,7 @@ void PowerSGD::begin_q(Matrices& q, bool is_new) {
   }
 }
 
-comm::WorkPtr PowerSGD::compress(const GradBucket& bucket, BucketState& state) {
+WorkPtr PowerSGD::compress(const GradBucket& bucket, BucketState& state) {
   if (options_.use_error_feedback()) {
     if (state.error.defined()) bucket.buffer.add_(state.error);
     state.error = bucket.buffer.clone();
@@ -161,7 +160,7 @@ comm::WorkPtr PowerSGD::compress(const GradBucket& bucket, BucketState& state) {
     (*state.p)[i].copy_(at::matmul(matrices[i], (*state.q)[i]));
   }
   const auto whole = average_whole(bucket, state);
-  return then(bucket.group->async().all_reduce(state.p->flat(), comm::ReduceOp::kSum),
+  return then(bucket.group.async().all_reduce(state.p->flat(), ReduceOp::kSum),
               [this, bucket, &state, matrices = std::move(matrices), whole] {
                 decompress(bucket, state, matrices);
                 if (whole) whole->wait();
@@ -169,7 +168,7 @@ comm::WorkPtr PowerSGD::compress(const GradBucket& bucket, BucketState& state) {
 }
 
 /// Averages the gradients that are not compressed; null if there are none.
-comm::WorkPtr PowerSGD::average_whole(const GradBucket& bucket, const BucketState& state) const {
+WorkPtr PowerSGD::average_whole(const GradBucket& bucket, const BucketState& state) const {
   if (state.whole.empty()) return nullptr;
   Tensors gradients, parts;
   for (size_t i : state.whole) {
@@ -177,7 +176,7 @@ comm::WorkPtr PowerSGD::average_whole(const GradBucket& bucket, const BucketStat
     parts.push_back(bucket.gradients[i].reshape({-1}));
   }
   const at::Tensor flat = at::cat(parts);
-  return then(bucket.group->async().all_reduce(flat, comm::ReduceOp::kSum),
+  return then(bucket.group.async().all_reduce(flat, ReduceOp::kSum),
               [flat, gradients = std::move(gradients), divisor = bucket.divisor] {
                 flat.div_(divisor);
                 int64_t offset = 0;
@@ -198,7 +197,7 @@ void PowerSGD::decompress(const GradBucket& bucket, BucketState& state,
     orthonormalize(p[i], options_.orthogonalization_epsilon());
     q[i].copy_(at::matmul(matrices[i].t(), p[i]));
   }
-  bucket.group->all_reduce(q.flat(), comm::ReduceOp::kSum);
+  bucket.group.async().all_reduce(q.flat())->wait();
   q.flat().div_(bucket.divisor);
   for (size_t i = 0; i < p.size(); ++i) {
     const at::Tensor& gradient = bucket.gradients[state.low_rank[i]];
@@ -214,4 +213,4 @@ CommHook power_sgd_hook(const PowerSGDOptions& options) {
   return [state](const GradBucket& bucket) { return state->start(bucket); };
 }
 
-}  // namespace smp::dp
+}  // namespace smp

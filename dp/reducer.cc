@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "comm/group_core.h"
 #include "core/check.h"
 #include "dp/comm_errors.h"
 
@@ -52,12 +53,13 @@ std::string list_parameters(const std::vector<std::string>& names, const std::ve
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                 comm::CommunicatorPtr group, const ReducerOptions& options)
+                 const Group& group, const ReducerOptions& options)
     : parameters_(std::move(parameters)),
       names_(std::move(names)),
-      group_(std::move(group)),
+      group_(group),
+      communicator_(group.core().communicator()),
       options_(options),
-      divisor_(group_->size()),
+      divisor_(communicator_->size()),
       used_(parameters_.size(), false),
       gradients_of_(parameters_.size(), 0) {
   make_buckets(make_bucket_layout(parameters_, options_of(parameters_),
@@ -86,7 +88,7 @@ void Reducer::make_buckets(BucketLayout layout) {
   layout_ = std::move(layout);
   buckets_.clear();
   for (size_t b = 0; b < layout_.size(); ++b) {
-    buckets_.push_back(make_bucket(*group_, layout_.numel[b], layout_.options[b]));
+    buckets_.push_back(make_bucket(*communicator_, layout_.numel[b], layout_.options[b]));
   }
   slices_.resize(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -113,7 +115,7 @@ void Reducer::rebuild(int root) {
   const at::Tensor order = at::zeros({count}, at::kLong);
   auto* indices = order.mutable_data_ptr<int64_t>();
   std::copy(ready_order_.begin(), ready_order_.end(), indices);
-  group_->broadcast(order, root);
+  communicator_->broadcast(order, root);
   auto layout =
       make_bucket_layout(parameters_, options_of(parameters_),
                          std::vector<size_t>(indices, indices + count), options_.bucket_sizes);
@@ -293,7 +295,7 @@ void Reducer::start_complete_buckets() {
   if (next_bucket_ < layout_.size() || !tracks_usage()) return;
   used_anywhere_ = at::zeros({static_cast<int64_t>(used_.size())}, at::kByte);
   std::copy(used_.begin(), used_.end(), used_anywhere_.mutable_data_ptr<uint8_t>());
-  usage_work_ = group_->async().all_reduce(used_anywhere_, comm::ReduceOp::kMax);
+  usage_work_ = communicator_->async().all_reduce(used_anywhere_, ReduceOp::kMax);
 }
 
 GradBucket Reducer::grad_bucket(size_t bucket) const {
@@ -407,6 +409,15 @@ void Reducer::register_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   hook_ = std::move(hook);
   has_hook_ = true;
+}
+
+std::vector<std::vector<std::string>> Reducer::buckets() const {
+  std::vector<std::vector<std::string>> result;
+  for (const auto& members : layout_.members) {
+    auto& bucket = result.emplace_back();
+    for (size_t index : members) bucket.push_back(names_[index]);
+  }
+  return result;
 }
 
 /// Calls something that communicates for a bucket. What goes wrong then says for which.

@@ -11,7 +11,7 @@
 
 #include "comm/communicator.h"
 #include "dp/bucket_layout.h"
-#include "dp/comm_hooks.h"
+#include "smp/comm_hooks.h"
 
 namespace torch::autograd {
 struct Node;
@@ -42,8 +42,8 @@ class Reducer {
  public:
   /// `parameters`: those that require gradients, each once. All ranks give the same in the same
   /// order. `names` are for errors. `group` takes their tensors and serves nobody else.
-  Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-          comm::CommunicatorPtr group, const ReducerOptions& options);
+  Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Group& group,
+          const ReducerOptions& options);
   /// Takes its hooks away; gradients stay.
   ~Reducer();
   Reducer(const Reducer&) = delete;
@@ -75,8 +75,8 @@ class Reducer {
   /// Reduces by `hook` instead. Throws `UsageError` the second time.
   void register_comm_hook(CommHook hook);
 
-  const BucketLayout& layout() const { return layout_; }
-  const std::vector<std::string>& names() const { return names_; }
+  /// The names of the parameters by bucket.
+  std::vector<std::vector<std::string>> buckets() const;
 
  private:
   using Node = torch::autograd::Node;
@@ -111,7 +111,8 @@ class Reducer {
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
-  const comm::CommunicatorPtr group_;
+  const Group group_;
+  const comm::CommunicatorPtr communicator_;
   const ReducerOptions options_;
   double divisor_;
   CommHook hook_ = all_reduce_hook;
@@ -140,12 +141,12 @@ class Reducer {
   std::vector<size_t> learned_order_;  // in which they came
 
   bool is_reducing_ = false;
-  std::vector<bool> ready_;           // by parameter
-  std::vector<size_t> pending_;       // by bucket: gradients that are not ready
-  size_t next_bucket_ = 0;            // the first that has not started
-  std::vector<comm::WorkPtr> works_;  // by bucket
-  at::Tensor used_anywhere_;          // per parameter, when usage is tracked
-  comm::WorkPtr usage_work_;
+  std::vector<bool> ready_;      // by parameter
+  std::vector<size_t> pending_;  // by bucket: gradients that are not ready
+  size_t next_bucket_ = 0;       // the first that has not started
+  std::vector<WorkPtr> works_;   // by bucket
+  at::Tensor used_anywhere_;     // per parameter, when usage is tracked
+  WorkPtr usage_work_;
   std::unordered_map<size_t, at::Tensor> kept_;  // gradients of unused parameters, as they were
 };
 

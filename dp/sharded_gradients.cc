@@ -126,7 +126,7 @@ void ShardedGradients::start(size_t index) {
     if (local_shards_ == 1) {
       bucket.received = at::empty({1, bucket.width}, bucket.options);
       bucket.work = replicas_->async().reduce_scatter(as_real(bucket.received),
-                                                      as_real(bucket.sums), comm::ReduceOp::kSum);
+                                                      as_real(bucket.sums), ReduceOp::kSum);
     } else {
       bucket.received = at::empty({ranks * local_shards_, bucket.width}, bucket.options);
       bucket.work =
@@ -160,7 +160,7 @@ void ShardedGradients::settle(size_t index) {
 
 void ShardedGradients::reduce_usage() {
   any_used_ = used_by_any(used_);
-  replicas_->all_reduce(any_used_, comm::ReduceOp::kMax);
+  replicas_->all_reduce(any_used_, ReduceOp::kMax);
 }
 
 void ShardedGradients::finish() {

@@ -76,7 +76,7 @@ class ShardedGradients {
     at::Tensor sums;     // by rank that reduces it, local shard and place in the row
     at::Tensor received;
     at::Tensor reduced;  // by twin and place in the row
-    comm::WorkPtr work;
+    WorkPtr work;
   };
 
   void fill_buckets(const std::vector<size_t>& order);

@@ -76,7 +76,7 @@ class ShardedParameters final : public ParameterSlices {
   struct Entry {
     at::Tensor padded;  // the shard in full length
     at::Tensor shard;
-    comm::WorkPtr work;  // of a gather under way
+    WorkPtr work;  // of a gather under way
     bool live = false;
   };
 

@@ -120,7 +120,7 @@ Loss compute(const Tensor& logits, const Tensor& target, const Tensor& weight,
   const auto group = tensor_group();
   const Tensor x = logits.to(sum_type(logits));
   const Tensor max = x.amax(1, /*keepdim=*/true).contiguous();
-  group->all_reduce(max, comm::ReduceOp::kMax);
+  group->all_reduce(max, ReduceOp::kMax);
   const Tensor shifted = x - max;
   const Own own(target, settings.first, logits.size(1));
   std::vector<Tensor> terms{shifted.gather(1, own.index).squeeze(1).mul_(own.here)};

@@ -1,18 +1,149 @@
 #pragma once
 
-/// Data parallelism without a pipeline: `smp::dp::DistributedDataParallel` over all ranks of the
-/// program. See docs/data_parallel.md.
+#include <ATen/core/Tensor.h>
 
-#include "dp/distributed_data_parallel.h"
-#include "dp/power_sgd.h"
-#include "smp/group.h"
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "smp/comm_hooks.h"
+#include "smp/ddp_options.h"
+#include "smp/detail/outputs.h"
 #include "smp/init.h"
 
-namespace smp::detail {
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
 
-/// Makes the ranks of `smp::init` the default replicas. Returns true.
-bool serve_data_parallelism();
+namespace smp {
 
-inline const bool serves_data_parallelism = serve_data_parallelism();
+namespace dp {
+class DataParallelCore;
+}  // namespace dp
 
-}  // namespace smp::detail
+/// While it lives, passes only add gradients up; see `DistributedDataParallel::no_sync`.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<dp::DataParallelCore> core);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  const std::shared_ptr<dp::DataParallelCore> core_;
+  const bool before_;
+};
+
+/// While it lives, ranks may run out of data; see `DistributedDataParallel::join`.
+class [[nodiscard]] Join {
+ public:
+  Join(std::shared_ptr<dp::DataParallelCore> core, const JoinOptions& options);
+  /// Takes part in what the others communicate until their data have ended, too; throws what goes
+  /// wrong then. Does nothing where an exception is on its way.
+  ~Join() noexcept(false);
+  Join(const Join&) = delete;
+  Join& operator=(const Join&) = delete;
+
+ private:
+  const std::shared_ptr<dp::DataParallelCore> core_;
+  const bool enabled_;
+  const int exceptions_;
+};
+
+namespace detail {
+
+/// What `DistributedDataParallel` does whatever the type of its module.
+class DataParallel {
+ public:
+  /// While what this returns lives, passes only add gradients up on this rank; those of the first
+  /// pass after it reduce the whole sum. Forward passes count: those made inside are not reduced.
+  [[nodiscard]] NoSync no_sync();
+
+  /// While what this returns lives, ranks may run out of data: at the end of the block they go on
+  /// with gradients of zero until all have, then all take the model of those that were last. Each
+  /// forward pass with gradients is followed by one backward pass. Collective. Throws `UsageError`
+  /// inside of another.
+  [[nodiscard]] Join join(const JoinOptions& options = {});
+
+  /// Reduces each bucket by `hook` instead of the mean: see comm_hooks.h. On all ranks the same,
+  /// once, before the first backward pass; throws `UsageError` the second time.
+  void register_comm_hook(CommHook hook);
+
+  /// The names of the parameters in each bucket, in the order in which buckets are reduced.
+  std::vector<std::vector<std::string>> buckets() const;
+
+ protected:
+  DataParallel(std::shared_ptr<torch::nn::Module> module, const DDPOptions& options);
+
+  /// Before forward. Returns whether `end_forward` is to be called after it, with what it returned.
+  bool begin_forward();
+  void end_forward(const std::vector<at::Tensor>& outputs);
+
+ private:
+  std::shared_ptr<dp::DataParallelCore> core_;
+};
+
+}  // namespace detail
+
+/// A module of which each rank trains a replica on data of its own, in any libtorch loop: gradients
+/// are averaged over the ranks while `backward()` computes them, so that replicas stay equal. `M`
+/// is the module's holder (what TORCH_MODULE makes) or a shared_ptr to it. Copies refer to the same
+/// replica. The C++ counterpart of torch.nn.parallel.DistributedDataParallel; see
+/// docs/data_parallel.md.
+///
+///     smp::init();
+///     smp::DistributedDataParallel<Net> model(net);
+///     torch::optim::SGD optimizer(model->parameters(), 0.1);
+///     for (auto& batch : *loader) {
+///       optimizer.zero_grad();
+///       torch::nll_loss(model(batch.data), batch.target).backward();
+///       optimizer.step();
+///     }
+///
+/// In evaluation (`model->eval()`, under a `torch::NoGradGuard`) it is the plain module and
+/// communicates nothing, so that one rank alone may evaluate.
+template <class M>
+class DistributedDataParallel : public detail::DataParallel {
+ public:
+  /// Gives all replicas the first one's parameters and buffers. Collective over the replicas.
+  /// Throws `UsageError` on all ranks when they wrap different models, naming the first difference;
+  /// and for a module without parameters to train, on several devices, or in a `DistributedModel`.
+  /// Parameters must not be added, replaced or moved afterwards.
+  explicit DistributedDataParallel(M module, const DDPOptions& options = {})
+      : DataParallel(plain(module), options), module_(std::move(module)) {}
+
+  /// Calls the module's `forward`. With gradients on, throws `UsageError` when the last backward
+  /// pass left out parameters without `find_unused_parameters`.
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    const bool trains = begin_forward();
+    auto result = module_->forward(std::forward<Arguments>(arguments)...);
+    if (trains) {
+      std::vector<at::Tensor> outputs;
+      detail::outputs::collect_tensors(result, outputs);
+      end_forward(outputs);
+    }
+    return result;
+  }
+
+  /// The module: `model->parameters()`, `model->train()` ...
+  auto operator->() { return &*module_; }
+  auto operator->() const { return &*module_; }
+  /// What was wrapped, for `torch::save` and `torch::load`.
+  M& module() { return module_; }
+
+ private:
+  static std::shared_ptr<torch::nn::Module> plain(const M& module) {
+    if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
+      return module;
+    } else {
+      return module.is_empty() ? nullptr : module.ptr();
+    }
+  }
+
+  M module_;
+};
+
+}  // namespace smp

@@ -1,9 +1,8 @@
 #include "smp/group.h"
 
-#include <ATen/ops/empty.h>
-
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "comm/group_core.h"
 #include "core/check.h"
 #include "runtime/runtime.h"
 
@@ -12,12 +11,31 @@ namespace {
 
 using runtime::Runtime;
 
-comm::Communicator& communicator(CommGroup kind, const char* call) {
-  const Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
-                 " was called inside a step function; communicate between steps");
-  return *runtime.group(kind);
-}
+/// A group of the program that `init` made, by its kind: models may give it another communicator,
+/// for their device, and each rank that is a thread has its own.
+class ProgramCore final : public comm::GroupCore {
+ public:
+  explicit ProgramCore(CommGroup kind) : kind_(kind) {}
+
+  comm::CommunicatorPtr communicator() const override { return Runtime::get().group(kind_); }
+
+  std::vector<int> ranks() const override {
+    const Runtime& runtime = Runtime::get();
+    return runtime.topology().members(kind_, runtime.rank());
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group() const override {
+    return Runtime::get().process_group(kind_);
+  }
+
+  void check_may_communicate(const char* call) const override {
+    SMP_CHECK_WITH(UsageError, !Runtime::get().current_step.is_running, call,
+                   " was called inside a step function; communicate between steps");
+  }
+
+ private:
+  const CommGroup kind_;
+};
 
 }  // namespace
 
@@ -36,49 +54,22 @@ int mp_size() { return group(CommGroup::kMp).size(); }
 int dp_rank() { return group(CommGroup::kDp).rank(); }
 int dp_size() { return group(CommGroup::kDp).size(); }
 
-int Group::rank() const { return Runtime::get().rank_in(kind_); }
-
-int Group::size() const { return Runtime::get().topology().size(kind_); }
-
-std::vector<int> Group::ranks() const {
-  const Runtime& runtime = Runtime::get();
-  return runtime.topology().members(kind_, runtime.rank());
-}
-
-void Group::barrier() const { communicator(kind_, "smp::barrier").barrier(); }
-
-at::Tensor Group::all_reduce(const at::Tensor& tensor) const {
-  at::Tensor sum = tensor.detach().clone(at::MemoryFormat::Contiguous);
-  communicator(kind_, "smp::all_reduce").all_reduce(sum);
-  return sum;
-}
-
-at::Tensor Group::all_gather(const at::Tensor& tensor) const {
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes.insert(sizes.begin(), size());
-  at::Tensor all = at::empty(sizes, tensor.options());
-  communicator(kind_, "smp::Group::all_gather").all_gather(all, tensor.detach().contiguous());
-  return all;
-}
-
-c10::intrusive_ptr<c10d::ProcessGroup> Group::process_group() const {
-  return Runtime::get().process_group(kind_);
-}
+Group::Group(CommGroup kind) : core_(std::make_shared<ProgramCore>(kind)) {}
 
 Group group(CommGroup kind) {
   Runtime::get();  // throws before `init`
   return Group(kind);
 }
 
-void barrier(CommGroup kind) { group(kind).barrier(); }
+void barrier(const Group& group) { group.barrier(); }
 
-at::Tensor all_reduce(const at::Tensor& tensor, CommGroup kind) {
-  return group(kind).all_reduce(tensor);
+at::Tensor all_reduce(const at::Tensor& tensor, const Group& group) {
+  return group.all_reduce(tensor);
 }
 
 at::Tensor shard(const at::Tensor& batch, int64_t axis) {
   const bool prescaled = Runtime::get().config().prescaled_batch();
-  const Group replicas = group(prescaled ? CommGroup::kRdp : CommGroup::kDp);
+  const Group replicas(prescaled ? CommGroup::kRdp : CommGroup::kDp);
   const int64_t parts = replicas.size();
   SMP_CHECK_WITH(UsageError, -batch.dim() <= axis && axis < batch.dim(),
                  "smp::shard: a tensor of shape ", batch.sizes(), " has no axis ", axis);

@@ -4,15 +4,24 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "smp/comm_group.h"
+#include "smp/reduce_op.h"
+#include "smp/work.h"
 
 namespace c10d {
 class ProcessGroup;
 }  // namespace c10d
 
 namespace smp {
+
+namespace comm {
+class Communicator;
+class GroupCore;
+}  // namespace comm
 
 /// This rank's number in the world, on its host, and in its groups, with the sizes of those. The
 /// numbering is described with `placement_strategy` in docs/configuration.md.
@@ -31,41 +40,91 @@ int mp_size();
 int dp_rank();
 int dp_size();
 
-/// The ranks of a group that this rank belongs to, between steps; see `group`. The collectives are
-/// called by all ranks of the group in the same order. They take dense CPU tensors; those of the
-/// kinds `kPp`, `kTp`, `kRdp` and `kDp` tensors of the models' device, too. They throw `UsageError`
-/// inside a step function and for tensors that differ between the ranks in shape or type, and
-/// `CommError` when a rank has failed.
+/// The collectives of a group, started: each returns at once what waits for it, and until then the
+/// tensors must not be touched. Tensors are dense and contiguous. Reductions go in the order of the
+/// ranks.
+class AsyncCollectives {
+ public:
+  /// For the library itself.
+  explicit AsyncCollectives(std::shared_ptr<comm::Communicator> communicator);
+
+  /// Replaces `tensor` on every rank by the reduction over the ranks.
+  [[nodiscard]] WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
+  /// Replaces `tensor` on rank `root` of the group by the reduction over the ranks.
+  [[nodiscard]] WorkPtr reduce(const at::Tensor& tensor, int root,
+                               ReduceOp op = ReduceOp::kSum) const;
+  /// Replaces `tensor` on every rank by that of rank `root` of the group.
+  [[nodiscard]] WorkPtr broadcast(const at::Tensor& tensor, int root) const;
+  /// Fills `output`, which has the elements of all ranks' `input`: rank r's come r-th.
+  [[nodiscard]] WorkPtr all_gather(const at::Tensor& output, const at::Tensor& input) const;
+  /// Reduces `input`, which has as many equal parts as there are ranks; rank r gets the r-th in
+  /// `output`.
+  [[nodiscard]] WorkPtr reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                       ReduceOp op = ReduceOp::kSum) const;
+  /// Sends the r-th part of `input` to rank r, and receives rank r's into the r-th part of
+  /// `output`. Splits give the parts' numbers of elements; empty ones mean equal parts.
+  [[nodiscard]] WorkPtr all_to_all(const at::Tensor& output,
+                                   const std::vector<int64_t>& output_splits,
+                                   const at::Tensor& input,
+                                   const std::vector<int64_t>& input_splits) const;
+  /// As `all_gather`, but only rank `root` needs an `output`.
+  [[nodiscard]] WorkPtr gather(const at::Tensor& output, const at::Tensor& input, int root) const;
+  /// Gives rank r the r-th part of rank `root`'s `input`; the others need none.
+  [[nodiscard]] WorkPtr scatter(const at::Tensor& output, const at::Tensor& input, int root) const;
+  /// Complete when all ranks have called it.
+  [[nodiscard]] WorkPtr barrier() const;
+
+ private:
+  std::shared_ptr<comm::Communicator> communicator_;
+};
+
+/// Ranks that communicate: this rank's group of a kind (`CommGroup`), the ranks of `smddp`, or the
+/// replicas that a communication hook reduces over. A value; copies refer to the same ranks.
+///
+/// The collectives are called by all ranks of the group in the same order. They take dense CPU
+/// tensors; those of the kinds `kPp`, `kTp`, `kRdp` and `kDp`, and of hooks, tensors of the models'
+/// device, too. They throw `UsageError` for tensors that differ between the ranks in shape or type,
+/// and for groups of the program inside a step function; `CommError` when a rank has failed, and
+/// `TimeoutError` when one does not come.
 class Group {
  public:
-  explicit Group(CommGroup kind) : kind_(kind) {}
+  /// This rank's group of a kind, so that a kind may be given wherever a group is asked for. Looked
+  /// up when it is used: that throws `UsageError` before `init`.
+  Group(CommGroup kind);  // NOLINT(google-explicit-constructor)
+  /// For the library itself.
+  explicit Group(std::shared_ptr<const comm::GroupCore> core) : core_(std::move(core)) {}
 
-  CommGroup kind() const { return kind_; }
   /// This rank's number in the group, and how many there are.
   int rank() const;
   int size() const;
-  /// The world ranks of the group, ascending.
+  /// The ranks of the group by their numbers in the world, ascending.
   std::vector<int> ranks() const;
   /// Returns when all ranks of the group have called it.
   void barrier() const;
-  /// The sum of the ranks' tensors, added in the order of the ranks; `tensor` is left as it is.
-  [[nodiscard]] at::Tensor all_reduce(const at::Tensor& tensor) const;
+  /// The reduction of the ranks' tensors, in the order of the ranks; `tensor` is left as it is.
+  [[nodiscard]] at::Tensor all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
   /// The ranks' tensors of shape [...], in the order of the ranks, as one of shape [size, ...].
   [[nodiscard]] at::Tensor all_gather(const at::Tensor& tensor) const;
-  /// The libtorch process group of these ranks, for other collectives on CPU tensors. Collective at
-  /// the first call. Include <torch/csrc/distributed/c10d/ProcessGroup.hpp> to use it.
+  /// All collectives, into tensors of the caller's, while the program goes on:
+  /// `group.async().all_reduce(tensor)->wait()`.
+  [[nodiscard]] AsyncCollectives async() const;
+  /// A libtorch process group of these ranks, for CPU tensors. Collective at the first call.
+  /// Include <torch/csrc/distributed/c10d/ProcessGroup.hpp> to use it.
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
+  /// For the library itself.
+  const comm::GroupCore& core() const { return *core_; }
+
  private:
-  CommGroup kind_;
+  std::shared_ptr<const comm::GroupCore> core_;
 };
 
 /// This rank's group of a kind: `group(CommGroup::kDp).size()`. Throws `UsageError` before `init`.
 [[nodiscard]] Group group(CommGroup kind);
 
-/// Short for `group(kind).barrier()` and `group(kind).all_reduce(tensor)`.
-void barrier(CommGroup kind = CommGroup::kWorld);
-[[nodiscard]] at::Tensor all_reduce(const at::Tensor& tensor, CommGroup kind);
+/// Short for `group.barrier()` and `group.all_reduce(tensor)`: `all_reduce(loss, CommGroup::kDp)`.
+void barrier(const Group& group = CommGroup::kWorld);
+[[nodiscard]] at::Tensor all_reduce(const at::Tensor& tensor, const Group& group);
 
 /// This replica's share of a batch that all ranks have: along `axis` (from the end if negative),
 /// the equal part of number `dp_rank()` of `dp_size()`, or with `prescaled_batch` of number

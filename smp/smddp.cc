@@ -2,49 +2,20 @@
 
 #include <ATen/ops/empty.h>
 
-#include "comm/communicator.h"
+#include <numeric>
+#include <optional>
+
+#include "comm/group_core.h"
 #include "comm/world.h"
 #include "core/check.h"
 
 namespace smp::smddp {
 namespace {
 
-using comm::Communicator;
-using comm::CommunicatorPtr;
-
-CommunicatorPtr& group() {
-  static CommunicatorPtr instance;
+std::optional<Group>& the_group() {
+  static std::optional<Group> instance;
   return instance;
 }
-
-Communicator& initialized() {
-  SMP_CHECK_WITH(UsageError, group() != nullptr,
-                 "smddp was used before it was initialised. Call smp::smddp::init_process_group() at "
-                 "the start of main()");
-  return *group();
-}
-
-// Copies the parts of a gathered tensor to where the user wants them, when all have come.
-class GatherWork final : public comm::Work {
- public:
-  GatherWork(WorkPtr work, at::Tensor flat, std::vector<at::Tensor> parts)
-      : work_(std::move(work)), flat_(std::move(flat)), parts_(std::move(parts)) {}
-
-  bool test() override { return work_->test(); }
-
-  void wait() override {
-    work_->wait();
-    for (size_t i = 0; i < parts_.size(); ++i) {
-      parts_[i].copy_(flat_[static_cast<int64_t>(i)].view(parts_[i].sizes()));
-    }
-    parts_.clear();
-  }
-
- private:
-  const WorkPtr work_;
-  const at::Tensor flat_;
-  std::vector<at::Tensor> parts_;
-};
 
 WorkPtr finish(WorkPtr work, bool async_op) {
   if (!async_op) work->wait();
@@ -65,51 +36,63 @@ bool is_available() { return comm::launcher() != comm::Launcher::kNone; }
 void init_process_group(std::chrono::milliseconds timeout) {
   SMP_CHECK_WITH(UsageError, !is_initialized(),
                  "smp::smddp::init_process_group was called twice; call it once");
-  const CommunicatorPtr world = comm::make_world();
+  const comm::CommunicatorPtr world = comm::make_world();
   std::vector<int> all(world->size());
-  for (int rank = 0; rank < world->size(); ++rank) all[rank] = rank;
-  group() = world->split(all, "smddp");
-  group()->set_timeout(timeout);
+  std::iota(all.begin(), all.end(), 0);
+  const comm::CommunicatorPtr own = world->split(all, "smddp");
+  own->set_timeout(timeout);
+  the_group() = comm::make_public_group(own, all);
 }
 
-bool is_initialized() { return group() != nullptr; }
+bool is_initialized() { return the_group().has_value(); }
 
-int get_rank() { return initialized().rank(); }
-int get_world_size() { return initialized().size(); }
-int get_local_rank() { return initialized(), comm::world_hosts().local_rank; }
-int get_local_size() { return initialized(), comm::world_hosts().local_size; }
+Group group() {
+  SMP_CHECK_WITH(UsageError, is_initialized(),
+                 "smddp was used before it was initialised. Call smp::smddp::init_process_group() at "
+                 "the start of main()");
+  return *the_group();
+}
+
+int get_rank() { return group().rank(); }
+int get_world_size() { return group().size(); }
+int get_local_rank() { return group(), comm::world_hosts().local_rank; }
+int get_local_size() { return group(), comm::world_hosts().local_size; }
 
 WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, bool async_op) {
-  return finish(initialized().async().all_reduce(tensor, op), async_op);
+  return finish(group().async().all_reduce(tensor, op), async_op);
 }
 
 WorkPtr reduce(const at::Tensor& tensor, int dst, ReduceOp op, bool async_op) {
-  return finish(initialized().async().reduce(tensor, dst, op), async_op);
+  return finish(group().async().reduce(tensor, dst, op), async_op);
 }
 
 WorkPtr broadcast(const at::Tensor& tensor, int src, bool async_op) {
-  return finish(initialized().async().broadcast(tensor, src), async_op);
+  return finish(group().async().broadcast(tensor, src), async_op);
 }
 
 WorkPtr all_gather(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor,
                    bool async_op) {
-  Communicator& world = initialized();
-  SMP_CHECK_WITH(UsageError, static_cast<int>(tensors.size()) == world.size(),
-                 "smddp::all_gather: expected one tensor for each of the ", world.size(),
+  const int size = group().size();
+  SMP_CHECK_WITH(UsageError, static_cast<int>(tensors.size()) == size,
+                 "smddp::all_gather: expected one tensor for each of the ", size,
                  " ranks, got ", tensors.size(), ".");
-  const at::Tensor flat = at::empty({world.size(), tensor.numel()}, tensor.options());
-  WorkPtr work = world.async().all_gather(flat, tensor);
-  return finish(std::make_shared<GatherWork>(std::move(work), flat, tensors), async_op);
+  const at::Tensor flat = at::empty({size, tensor.numel()}, tensor.options());
+  const auto copy_out = [flat, tensors] {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      tensors[i].copy_(flat[static_cast<int64_t>(i)].view(tensors[i].sizes()));
+    }
+  };
+  return finish(then(group().async().all_gather(flat, tensor), copy_out), async_op);
 }
 
 WorkPtr all_to_all_single(const at::Tensor& output, const at::Tensor& input,
                           const std::vector<int64_t>& output_split_sizes,
                           const std::vector<int64_t>& input_split_sizes, bool async_op) {
-  return finish(initialized().async().all_to_all(output, elements(output_split_sizes, output),
-                                                 input, elements(input_split_sizes, input)),
+  return finish(group().async().all_to_all(output, elements(output_split_sizes, output), input,
+                                           elements(input_split_sizes, input)),
                 async_op);
 }
 
-void barrier() { initialized().barrier(); }
+void barrier() { group().barrier(); }
 
 }  // namespace smp::smddp

@@ -6,23 +6,21 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/collective.h"
-#include "comm/work.h"
+#include "smp/group.h"
+#include "smp/reduce_op.h"
+#include "smp/work.h"
 
 /// The interface of Python's `smdistributed.dataparallel.torch.distributed`, for C++ programs that
 /// want ranks and collectives and nothing else: no model is wrapped, and `smp::init` is not needed
 /// (both may be used in one program). The world is that of the launcher: `smprun`, `mpirun`,
 /// torchrun, or one process alone. Tensors are contiguous and on the CPU.
 ///
+/// SUM, AVERAGE, MIN, MAX of the Python package are `ReduceOp::kSum` ... here; there are more.
 /// Collectives are called by all ranks in the same order. With `async_op` they return at once, and
 /// the tensors must not be touched before `wait()` of the result; otherwise they return when they
-/// are complete. Errors are those of `comm::Communicator`.
+/// are complete. Wrong arguments and calls before `init_process_group` throw `UsageError`; a rank
+/// that fails or does not come, `CommError` or `TimeoutError`.
 namespace smp::smddp {
-
-/// SUM, AVERAGE, MIN, MAX of the Python package are kSum, kAverage, kMin, kMax here; there are
-/// more.
-using comm::ReduceOp;
-using comm::WorkPtr;
 
 /// True when a launcher has started this process as one of a job.
 bool is_available();
@@ -31,6 +29,9 @@ bool is_available();
 /// `timeout` is how long a rank waits for another before a call throws `TimeoutError`.
 void init_process_group(std::chrono::milliseconds timeout = std::chrono::seconds(300));
 bool is_initialized();
+
+/// The ranks, for what takes a group: `smp::DDPOptions().process_group(smp::smddp::group())`.
+Group group();
 
 int get_rank();
 int get_world_size();

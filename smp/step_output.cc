@@ -4,7 +4,6 @@
 #include <ATen/ops/stack.h>
 
 #include "core/check.h"
-#include "smp/group.h"
 
 namespace smp {
 
@@ -22,8 +21,8 @@ at::Tensor StepOutput::reduce_mean() const {
              : sum.div(static_cast<double>(outputs_.size()));
 }
 
-at::Tensor StepOutput::reduce_mean(CommGroup group) const {
-  return StepOutput(Group(group).all_gather(stack()).flatten(0, 1).unbind()).reduce_mean();
+at::Tensor StepOutput::reduce_mean(const Group& group) const {
+  return StepOutput(group.all_gather(stack()).flatten(0, 1).unbind()).reduce_mean();
 }
 
 at::Tensor StepOutput::concat() const {

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "smp/comm_group.h"
+#include "smp/group.h"
 
 namespace smp {
 
@@ -23,7 +23,7 @@ class StepOutput {
   /// The same over the microbatches of all ranks of a group, in the order of the ranks. With
   /// `CommGroup::kDp` these are the microbatches of the whole batch, so that the mean has the same
   /// bits on any number of ranks. Collective over the group; between steps.
-  [[nodiscard]] at::Tensor reduce_mean(CommGroup group) const;
+  [[nodiscard]] at::Tensor reduce_mean(const Group& group) const;
   /// The sum over microbatches, in microbatch order.
   [[nodiscard]] at::Tensor reduce_sum() const;
   /// The microbatches one after the other along the batch axis (0). Throws `UsageError` for

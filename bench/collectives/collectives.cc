@@ -77,7 +77,7 @@ double time_of(const CommunicatorPtr& world, Contender& contender) {
   }
   const at::Tensor slowest = at::zeros({1}, at::kDouble);
   *slowest.mutable_data_ptr<double>() = time.count() / contender.repeats;
-  world->all_reduce(slowest, smp::comm::ReduceOp::kMax);
+  world->all_reduce(slowest, smp::ReduceOp::kMax);
   return *slowest.const_data_ptr<double>();
 }
 

@@ -15,7 +15,7 @@
 
 namespace {
 
-using Model = smp::dp::DistributedDataParallel<mnist::NormNet>;
+using Model = smp::DistributedDataParallel<mnist::NormNet>;
 using Tensors = c10::Dict<std::string, torch::Tensor>;
 
 Tensors read(const std::string& path) {
@@ -58,7 +58,7 @@ void train(Model& model, const Tensors& input, const std::string& mode) {
   const auto x = input.at("x")[smp::rank()], y = input.at("y")[smp::rank()];
   const int64_t batches = mode == "join" ? x.size(0) - smp::rank() : x.size(0);
   const auto backward = [&](int64_t i) { torch::nll_loss(model(x[i]), y[i]).backward(); };
-  const auto guard = model.join(smp::dp::JoinOptions().enable(mode == "join"));
+  const auto guard = model.join(smp::JoinOptions().enable(mode == "join"));
   for (int64_t i = 0; i < batches; ++i) {
     if (mode == "no_sync" && i % 2 == 0) {
       const auto adds_up = model.no_sync();
@@ -86,8 +86,8 @@ int main(int argc, char** argv) {
   mnist::NormNet net;
   take(net, input);
   Model model(net);
-  if (mode == "bf16") model.register_comm_hook(smp::dp::bf16_compress_hook);
-  if (mode == "fp16") model.register_comm_hook(smp::dp::fp16_compress_hook);
+  if (mode == "bf16") model.register_comm_hook(smp::bf16_compress_hook);
+  if (mode == "fp16") model.register_comm_hook(smp::fp16_compress_hook);
   train(model, input, mode);
   write(folder + "/ours-" + std::to_string(smp::rank()) + ".pt", result_of(model));
   smp::shutdown();

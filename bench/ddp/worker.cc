@@ -42,9 +42,9 @@ void run(const Options& options, Net net, const Loss& loss) {
     });
     return;
   }
-  smp::dp::DistributedDataParallel<Net> model(
-      net, smp::dp::DDPOptions().bucket_cap_mb(options.bucket_cap_mb));
-  if (options.hook == "bf16") model.register_comm_hook(smp::dp::bf16_compress_hook);
+  smp::DistributedDataParallel<Net> model(net,
+                                          smp::DDPOptions().bucket_cap_mb(options.bucket_cap_mb));
+  if (options.hook == "bf16") model.register_comm_hook(smp::bf16_compress_hook);
   serve(options, [&] {
     optimizer.zero_grad();
     loss(model).backward();

@@ -31,7 +31,7 @@ void run(const Settings& settings) {
 
   NormNet net;
   net->to(place.device);
-  smp::dp::DistributedDataParallel<NormNet> model(net);
+  smp::DistributedDataParallel<NormNet> model(net);
   train_and_test(
       model, data, place, [] { smp::barrier(); }, settings);
 }

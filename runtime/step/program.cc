@@ -213,7 +213,7 @@ void Program::finish_training() {
 /// owners to the stages that read them too.
 void Program::refresh_replicas() {
   at::NoGradGuard no_grad;
-  std::vector<comm::WorkPtr> sends;
+  std::vector<WorkPtr> sends;
   std::vector<at::Tensor> copies;
   for (size_t i = 0; i < copies_.size(); ++i) {
     const Copy& copied = copies_[i];

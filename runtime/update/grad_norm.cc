@@ -29,7 +29,7 @@ at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
   }
   numbers[count] = static_cast<double>(fingerprint);
   numbers[count + 1] = -numbers[count];
-  group.all_reduce(exchanged, comm::ReduceOp::kMax);
+  group.all_reduce(exchanged, ReduceOp::kMax);
   SMP_CHECK_WITH(UsageError, numbers[count] == -numbers[count + 1], call,
                  " was called with other arguments on other ranks. Give all ranks the same "
                  "parameters in the same order, such as model->parameters() (not "

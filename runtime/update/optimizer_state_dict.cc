@@ -59,7 +59,7 @@ OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
   json merged = {{kGroups, merge_groups(parts)}, {kState, json::object()}};
   const auto own = optim::tensors_of(mine);
   std::map<std::string, at::Tensor> tensors;
-  std::vector<comm::WorkPtr> works;
+  std::vector<WorkPtr> works;
   for (size_t r = 0; r < parts.size(); ++r) {
     std::set<std::string> added;  // what several ranks have is the first one's
     for (const auto& [name, state] : parts[r][kState].items()) {

@@ -46,7 +46,7 @@ GradientCheck check_gradients(const std::vector<at::Tensor>& gradients, comm::Co
   auto* flag = flags.mutable_data_ptr<uint8_t>();
   flag[0] = check.found_inf;
   flag[1] = check.any;
-  world->all_reduce(flags, comm::ReduceOp::kMax);
+  world->all_reduce(flags, ReduceOp::kMax);
   return {flag[0] != 0, flag[1] != 0};
 }
 

@@ -20,7 +20,6 @@ namespace {
 using comm::Channels;
 using comm::ChannelSpec;
 using comm::CommunicatorPtr;
-using comm::WorkPtr;
 
 /// Where a rank's delays come from.
 class Delays {
@@ -47,7 +46,7 @@ class Delays {
 
 using DelaysPtr = std::shared_ptr<Delays>;
 
-class DelayedWork final : public comm::Work {
+class DelayedWork final : public Work {
  public:
   DelayedWork(WorkPtr work, DelaysPtr delays)
       : work_(std::move(work)), delays_(std::move(delays)) {}

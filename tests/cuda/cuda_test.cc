@@ -73,7 +73,7 @@ void expect_collectives(int ranks) {
     const int next = (world->rank() + 1) % ranks, previous = (world->rank() + ranks - 1) % ranks;
     if (ranks > 1) {
       const bool first = world->rank() % 2 == 0;  // NCCL lets a sender wait for its receiver
-      comm::WorkPtr sent;
+      WorkPtr sent;
       const at::Tensor mine = part_of(world->rank(), at::kFloat).to(device);
       if (first) sent = group->isend(mine, next, 3);
       group->recv(got, previous, 3);

@@ -23,7 +23,6 @@ namespace smp::testing {
 namespace {
 
 using comm::ChannelSpec;
-using comm::ReduceOp;
 
 c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "runtime/runtime.h"
 #include "smp/ddp.h"
 #include "smp/distributed_model.h"
 #include "smp/error.h"
@@ -36,7 +35,7 @@ TEST(DataParallelPage, Training) {
     const int epochs = 2;
     const auto samples = Samples().map(torch::data::transforms::Stack<>());
     Net net;
-    smp::dp::DistributedDataParallel<Net> model(net);
+    smp::DistributedDataParallel<Net> model(net);
     torch::optim::SGD optimizer(model->parameters(), 0.1);
 
     // Each rank its own share, of the same size; another order in each epoch.
@@ -81,7 +80,7 @@ TEST(DataParallelPage, Training) {
 TEST(DataParallelPage, Join) {
   run([] {
     Net net;
-    smp::dp::DistributedDataParallel<Net> model(net);
+    smp::DistributedDataParallel<Net> model(net);
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     struct Batch {
       torch::Tensor data, target;
@@ -97,8 +96,7 @@ TEST(DataParallelPage, Join) {
     }
     // Rank 0 has taken the weights of rank 1, which was last.
     const auto weights = net->fc->weight.detach().clone();
-    const auto all = torch::empty({2, weights.numel()});
-    smp::runtime::Runtime::get().world()->all_gather(all, weights);
+    const auto all = smp::group(smp::CommGroup::kWorld).all_gather(weights);
     EXPECT_TRUE(torch::equal(all[0], all[1]));
   });
 }
@@ -106,18 +104,18 @@ TEST(DataParallelPage, Join) {
 TEST(DataParallelPage, Hooks) {
   run([] {
     Net net;
-    smp::dp::DistributedDataParallel<Net> model(net);
-    model.register_comm_hook([](const smp::dp::GradBucket& bucket) {
+    smp::DistributedDataParallel<Net> model(net);
+    model.register_comm_hook([](const smp::GradBucket& bucket) {
       // The largest of all ranks' gradients instead of their mean.
-      return bucket.group->async().all_reduce(bucket.buffer, smp::comm::ReduceOp::kMax);
+      return bucket.group.async().all_reduce(bucket.buffer, smp::ReduceOp::kMax);
     });
     torch::nll_loss(model(torch::ones({2, 4})), torch::tensor({0, 1})).backward();
     EXPECT_TRUE(net->fc->weight.grad().defined());
   });
   run([] {
     Net net;
-    smp::dp::DistributedDataParallel<Net> model(net);
-    model.register_comm_hook(smp::dp::fp16_compress_hook);
+    smp::DistributedDataParallel<Net> model(net);
+    model.register_comm_hook(smp::fp16_compress_hook);
     torch::nll_loss(model(torch::ones({2, 4})), torch::tensor({0, 1})).backward();
     EXPECT_TRUE(net->fc->weight.grad().defined());
   });
@@ -146,7 +144,7 @@ TEST(DataParallelPage, NotInsideOfAPipeline) {
     Net net;
     smp::DistributedModel<Net> pipeline(net);
     try {
-      smp::dp::DistributedDataParallel<Net> model(net);
+      smp::DistributedDataParallel<Net> model(net);
       FAIL() << "expected an error";
     } catch (const smp::UsageError& error) {
       EXPECT_NE(std::string(error.what())

@@ -1,10 +1,7 @@
-#include "dp/comm_hooks.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
 
-#include "dp/power_sgd.h"
 #include "tests/dp/models.h"
 #include "tests/dp/replicas.h"
 
@@ -49,7 +46,7 @@ std::vector<std::vector<torch::Tensor>> reduce_with(const Mlp& module, const Com
   std::vector<std::vector<std::vector<torch::Tensor>>> of_rank(kReplicas);
   comm::run_ranks(kReplicas, [&](const comm::CommunicatorPtr& world) {
     DistributedDataParallel<Mlp> model(modules[world->rank()],
-                                       DDPOptions(options).process_group(world));
+                                       DDPOptions(options).process_group(group_of(world)));
     model.register_comm_hook(hook);
     for (int step = 0; step < steps; ++step) {
       model->zero_grad();
@@ -100,7 +97,7 @@ TEST(CommHooks, AreGivenTheBuckets) {
       EXPECT_EQ(bucket.names[i].find("second") == 0, bucket.parameters[i].size(0) == 3);
     }
     ++calls;
-    return then(bucket.group->async().all_reduce(bucket.buffer, comm::ReduceOp::kMax),
+    return then(bucket.group.async().all_reduce(bucket.buffer, ReduceOp::kMax),
                 [buffer = bucket.buffer] { buffer.neg_(); });
   };
   const auto got = reduce_with(module, hook, 1, small_buckets());
@@ -114,7 +111,7 @@ TEST(CommHooks, AreGivenTheBuckets) {
 TEST(CommHooks, OnlyOne) {
   const auto text = error_of([] {
     comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
-      DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(world));
+      DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
       model.register_comm_hook(fp16_compress_hook);
       model.register_comm_hook(fp16_compress_hook);
     });
@@ -213,7 +210,7 @@ TEST(PowerSGD, IsThatOfThePaper) {
     std::vector<CommHook> hooks;
     for (int r = 0; r < kReplicas; ++r) hooks.push_back(power_sgd_hook(hook_options()));
     const CommHook hook = [&](const GradBucket& bucket) {
-      return hooks[bucket.group->rank()](bucket);
+      return hooks[bucket.group.rank()](bucket);
     };
     const auto got = reduce_with(module, hook, kSteps, DDPOptions());
     // The one bucket's first matrix is the last parameter's: the seed's first numbers.
@@ -254,7 +251,7 @@ TEST(PowerSGD, ErrorFeedbackLosesNothing) {
           PowerSGDOptions().start_iter(2).min_compression_rate(1).use_error_feedback(feedback)));
     }
     const auto got = reduce_with(
-        module, [&](const GradBucket& bucket) { return hooks[bucket.group->rank()](bucket); },
+        module, [&](const GradBucket& bucket) { return hooks[bucket.group.rank()](bucket); },
         kSteps, DDPOptions());
     torch::Tensor sum;
     for (const auto& step : got) sum = sum.defined() ? sum + step[0] : step[0].clone();

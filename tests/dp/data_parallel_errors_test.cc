@@ -2,8 +2,7 @@
 
 #include <chrono>
 
-#include "dp/distributed_data_parallel.h"
-#include "dp/program_defaults.h"
+#include "smp/ddp.h"
 #include "tests/dp/models.h"
 #include "tests/dp/replicas.h"
 
@@ -23,7 +22,8 @@ TEST(DistributedDataParallelErrors, OtherModels) {
   std::vector<Mlp> modules{Mlp(), Mlp(), Mlp()};
   modules[2]->second->weight = modules[2]->second->register_parameter("more", torch::zeros({3}));
   const auto text = error_of_ranks(3, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<Mlp> model(modules[world->rank()], DDPOptions().process_group(world));
+    DistributedDataParallel<Mlp> model(modules[world->rank()],
+                                       DDPOptions().process_group(group_of(world)));
   });
   EXPECT_HAS(text,
              "rank 2 wrapped another model or gave other options than rank 0. First "
@@ -31,14 +31,16 @@ TEST(DistributedDataParallelErrors, OtherModels) {
              "[3] with strides [1] on rank 2");
   const auto other = error_of_ranks(2, [&](const comm::CommunicatorPtr& world) {
     DistributedDataParallel<Mlp> model(
-        modules[world->rank()], DDPOptions().process_group(world).bucket_cap_mb(world->rank() + 1));
+        modules[world->rank()],
+        DDPOptions().process_group(group_of(world)).bucket_cap_mb(world->rank() + 1));
   });
   EXPECT_HAS(other, "option bucket_cap_mb = 1 on rank 0, option bucket_cap_mb = 2 on rank 1");
 }
 
 TEST(DistributedDataParallelErrors, ParametersWithoutAGradient) {
   const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<Branches> model(Branches(), DDPOptions().process_group(world));
+    DistributedDataParallel<Branches> model(Branches(),
+                                            DDPOptions().process_group(group_of(world)));
     const auto batch = make_batch(Training(), 0, 0, 0);
     kBranchOfRank(model, batch);
     kBranchOfRank(model, batch);
@@ -51,7 +53,8 @@ TEST(DistributedDataParallelErrors, ParametersWithoutAGradient) {
 
 TEST(DistributedDataParallelErrors, GradientsTwice) {
   const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<Rerunning> model(Rerunning(), DDPOptions().process_group(world));
+    DistributedDataParallel<Rerunning> model(Rerunning(),
+                                             DDPOptions().process_group(group_of(world)));
     kOnePass(model, make_batch(Training(), 0, 0, 0));
   });
   EXPECT_HAS(text, "parameter \"twice.");
@@ -68,8 +71,8 @@ TEST(DistributedDataParallelErrors, SparseGradients) {
     torch::nn::Embedding table{nullptr};
   };
   const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<std::shared_ptr<Sparse>> model(std::make_shared<Sparse>(),
-                                                           DDPOptions().process_group(world));
+    DistributedDataParallel<std::shared_ptr<Sparse>> model(
+        std::make_shared<Sparse>(), DDPOptions().process_group(group_of(world)));
     model(torch::tensor({1, 2})).sum().backward();
   });
   EXPECT_HAS(text, "parameter \"table.weight\" got a sparse gradient, which cannot be reduced");
@@ -77,7 +80,7 @@ TEST(DistributedDataParallelErrors, SparseGradients) {
 
 TEST(DistributedDataParallelErrors, GradientsOfGradients) {
   const auto text = error_of_ranks(1, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(world));
+    DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
     const auto batch = make_batch(Training(), 0, 0, 0);
     torch::mse_loss(model(batch.x), batch.y).backward({}, {}, /*create_graph=*/true);
   });
@@ -89,34 +92,30 @@ TEST(DistributedDataParallelErrors, Misuse) {
   const auto text = [&](const std::function<void(comm::CommunicatorPtr)>& body) {
     return error_of_ranks(1, body);
   };
-  EXPECT_HAS(error_of([] { Model model{Mlp()}; }),
-             "was given no group of ranks; call smp::init() first");
-  EXPECT_HAS(
-      text([](const auto& world) { Model model(nullptr, DDPOptions().process_group(world)); }),
-      "DistributedDataParallel was given an empty module holder");
+  EXPECT_HAS(error_of([] { Model model{Mlp()}; }), "smp is not initialised; call smp::init");
+  EXPECT_HAS(text([](const auto& world) {
+               Model model(nullptr, DDPOptions().process_group(group_of(world)));
+             }),
+             "DistributedDataParallel was given an empty module holder");
   EXPECT_HAS(text([](const auto& world) {
                Mlp frozen;
                for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
-               Model model(frozen, DDPOptions().process_group(world));
+               Model model(frozen, DDPOptions().process_group(group_of(world)));
              }),
              "without a parameter that requires a gradient, so there is nothing to reduce");
   EXPECT_HAS(text([](const auto& world) {
-               Model model(Mlp(), DDPOptions().process_group(world).bucket_cap_mb(0));
+               Model model(Mlp(), DDPOptions().process_group(group_of(world)).bucket_cap_mb(0));
              }),
              "expected a positive bucket_cap_mb and first_bucket_cap_mb, got 0 and 1");
   EXPECT_HAS(text([](const auto& world) {
-               Model model(Mlp(), DDPOptions().process_group(world).backward_passes_per_step(0));
+               Model model(Mlp(),
+                           DDPOptions().process_group(group_of(world)).backward_passes_per_step(0));
              }),
              "expected backward_passes_per_step of 1 or more, got 0");
-  const ProgramDefaults before = program_defaults();
-  set_program_defaults({before.group, [](const auto&) { return true; }});
-  EXPECT_HAS(text([](const auto& world) { Model(Mlp(), DDPOptions().process_group(world)); }),
-             "was given a module that a DistributedModel holds, which reduces");
-  set_program_defaults(before);
   EXPECT_HAS(text([](const auto& world) {
                Mlp meta;
                meta->register_parameter("more", torch::empty({3}, torch::kMeta));
-               Model model(meta, DDPOptions().process_group(world));
+               Model model(meta, DDPOptions().process_group(group_of(world)));
              }),
              "expected all parameters of a replica on one device, got meta and cpu");
 }
@@ -133,7 +132,8 @@ TEST(DistributedDataParallelErrors, AnotherNumberOfBatches) {
     const auto text = error_of_ranks(2, [&](const comm::CommunicatorPtr& world) {
       world->set_timeout(std::chrono::milliseconds(700));
       DistributedDataParallel<std::shared_ptr<ConvBlock>> model(
-          modules[world->rank()], small_buckets().process_group(world).broadcast_buffers(buffers));
+          modules[world->rank()],
+          small_buckets().process_group(group_of(world)).broadcast_buffers(buffers));
       const int batches = world->rank() == shorter ? 2 : 3;
       for (int step = 0; step < batches; ++step) {
         kPassOfPointer(model, make_batch(training, world->rank(), step, 0));

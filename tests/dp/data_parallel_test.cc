@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "dp/distributed_data_parallel.h"
+#include "smp/ddp.h"
 #include "tests/dp/models.h"
 #include "tests/dp/replicas.h"
 
@@ -101,7 +101,7 @@ TEST_P(Replicas, UnusedParametersKeepTheirGradients) {
     std::vector<State> after(keeps.replicas);
     comm::run_ranks(keeps.replicas, [&](const comm::CommunicatorPtr& world) {
       DistributedDataParallel<Branches> model(modules[world->rank()],
-                                              DDPOptions(options).process_group(world));
+                                              DDPOptions(options).process_group(group_of(world)));
       branch_of_step(model, make_batch(keeps, world->rank(), 0, 0));
       const auto kept = model->branches[0]->weight.grad().clone();
       branch_of_step(model, make_batch(keeps, world->rank(), 1, 0));
@@ -165,7 +165,8 @@ TEST_P(Replicas, EveryBackwardPassIsReduced) {
   for (auto& module : modules) module = Mlp();
   const Training run = this->run();
   comm::run_ranks(run.replicas, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<Mlp> model(modules[world->rank()], DDPOptions().process_group(world));
+    DistributedDataParallel<Mlp> model(modules[world->rank()],
+                                       DDPOptions().process_group(group_of(world)));
     const auto batch = make_batch(run, world->rank(), 0, 0);
     auto loss = torch::mse_loss(model(batch.x), batch.y);
     loss.backward({}, /*retain_graph=*/true);
@@ -243,13 +244,13 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZero) {
   run.y_shape = {4, 6};
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
     DistributedDataParallel<Shuffled> model(modules[world->rank()],
-                                            small_buckets().process_group(world));
+                                            small_buckets().process_group(group_of(world)));
     const auto layers = [&] {
-      std::vector<char> result;
-      for (const auto& bucket : model.reducer().layout().members) {
-        for (size_t i : bucket) result.push_back(model.reducer().names()[i][5]);
+      std::string result;
+      for (const auto& bucket : model.buckets()) {
+        for (const std::string& name : bucket) result += name[5];
       }
-      return std::string(result.begin(), result.end());
+      return result;
     };
     EXPECT_EQ(layers(), "221100");
     torch::Tensor kept;
@@ -275,8 +276,8 @@ TEST(DistributedDataParallel, EvaluatesOnOneRank) {
   run.x_shape = {4, 2, 4, 4};
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
     world->set_timeout(std::chrono::seconds(20));
-    DistributedDataParallel<std::shared_ptr<ConvBlock>> model(modules[world->rank()],
-                                                              DDPOptions().process_group(world));
+    DistributedDataParallel<std::shared_ptr<ConvBlock>> model(
+        modules[world->rank()], DDPOptions().process_group(group_of(world)));
     for (int step = 0; step < 3; ++step) {
       kPassOfPointer(model, make_batch(run, world->rank(), step, 0));
       if (world->rank() == 0) {
@@ -299,7 +300,7 @@ TEST(DistributedDataParallel, LeavesKeptGradientsAlone) {
   Training run;
   run.replicas = 1;
   comm::run_ranks(1, [&](const comm::CommunicatorPtr& world) {
-    DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(world));
+    DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
     auto optimizer = make_optimizer(model);
     kOnePass(model, make_batch(run, 0, 0, 0));
     const torch::Tensor kept = model->first->weight.grad();

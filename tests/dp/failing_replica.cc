@@ -18,8 +18,8 @@ void train(const std::string& how) {
   torch::set_num_threads(1);
   smp::init();
   const bool culprit = smp::rank() == smp::size() - 1;
-  smp::dp::DistributedDataParallel<torch::nn::Linear> model(
-      torch::nn::Linear(8, 2), smp::dp::DDPOptions().first_bucket_cap_mb(1e-5).bucket_cap_mb(1e-5));
+  smp::DistributedDataParallel<torch::nn::Linear> model(
+      torch::nn::Linear(8, 2), smp::DDPOptions().first_bucket_cap_mb(1e-5).bucket_cap_mb(1e-5));
   const int steps = how == "batches" && culprit ? 3 : 4;
   for (int step = 0; step < steps; ++step) {
     if (culprit && step == 2) {

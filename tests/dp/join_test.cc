@@ -47,7 +47,8 @@ std::vector<State> train_uneven(const std::vector<Mlp>& modules, const std::vect
   comm::run_ranks(static_cast<int>(batches.size()), [&](const comm::CommunicatorPtr& world) {
     world->set_timeout(std::chrono::seconds(20));
     const int rank = world->rank();
-    DistributedDataParallel<Mlp> model(modules[rank], DDPOptions(options).process_group(world));
+    DistributedDataParallel<Mlp> model(modules[rank],
+                                       DDPOptions(options).process_group(group_of(world)));
     auto optimizer = make_optimizer(model);
     {
       const auto guard = model.join(join);
@@ -99,8 +100,8 @@ TEST(JoinBuffers, FollowWhoHasData) {
   std::vector<State> states(2);
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
     const int rank = world->rank();
-    DistributedDataParallel<std::shared_ptr<ConvBlock>> model(modules[rank],
-                                                              DDPOptions().process_group(world));
+    DistributedDataParallel<std::shared_ptr<ConvBlock>> model(
+        modules[rank], DDPOptions().process_group(group_of(world)));
     {
       const auto guard = model.join();
       for (int step = 0; step < 1 + 2 * rank; ++step) {
@@ -122,7 +123,7 @@ TEST(JoinErrors, EarlyTerminationEndsTrainingEverywhere) {
   std::vector<std::string> texts(2);
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
     const int rank = world->rank();
-    DistributedDataParallel<Mlp> model(modules[rank], DDPOptions().process_group(world));
+    DistributedDataParallel<Mlp> model(modules[rank], DDPOptions().process_group(group_of(world)));
     texts[rank] = error_of([&] {
       const auto guard = model.join(JoinOptions().throw_on_early_termination(true));
       for (int step = 0; step < 2 + rank; ++step) kOnePass(model, make_batch({}, rank, step, 0));
@@ -138,7 +139,7 @@ TEST(JoinErrors, EarlyTerminationEndsTrainingEverywhere) {
 TEST(JoinErrors, OneInsideOfAnother) {
   const auto text = error_of([] {
     comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
-      DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(world));
+      DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
       const auto guard = model.join();
       const auto other = model.join();
     });

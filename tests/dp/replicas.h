@@ -5,16 +5,25 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "comm/group_core.h"
 #include "comm/threads/run_ranks.h"
-#include "dp/distributed_data_parallel.h"
+#include "smp/ddp.h"
 #include "tests/dp/error_of.h"
 
 /// Trains replicas as threads and compares them, bit for bit, with one process that computes the
 /// same shards one after the other and adds their gradients in rank order.
 namespace smp::dp::testing {
+
+/// The ranks of a communicator as replicas.
+inline Group group_of(const comm::CommunicatorPtr& world) {
+  std::vector<int> ranks(world->size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return comm::make_public_group(world, ranks);
+}
 
 /// What one rank computes from in one pass.
 struct Batch {
@@ -127,7 +136,7 @@ std::vector<State> train_replicas(
   std::vector<State> states(run.replicas);
   comm::run_ranks(run.replicas, [&](const comm::CommunicatorPtr& world) {
     DistributedDataParallel<Module> model(modules[world->rank()],
-                                          DDPOptions(options).process_group(world));
+                                          DDPOptions(options).process_group(group_of(world)));
     if (prepare) prepare(model);
     auto optimizer = make_optimizer(model);
     for (int step = 0; step < run.steps; ++step) {

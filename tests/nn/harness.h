@@ -122,13 +122,13 @@ class CountingGroup final : public comm::Communicator {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   const std::string& name() const override { return inner_->name(); }
-  comm::WorkPtr isend(const at::Tensor& tensor, int destination, comm::Tag tag) override {
+  WorkPtr isend(const at::Tensor& tensor, int destination, comm::Tag tag) override {
     return inner_->isend(tensor, destination, tag);
   }
-  comm::WorkPtr irecv(const at::Tensor& tensor, int source, comm::Tag tag) override {
+  WorkPtr irecv(const at::Tensor& tensor, int source, comm::Tag tag) override {
     return inner_->irecv(tensor, source, tag);
   }
-  comm::WorkPtr start(const comm::Collective& call) override {
+  WorkPtr start(const comm::Collective& call) override {
     if (call.kind != comm::Collective::Kind::kBarrier) {
       elements_ += call.input.numel();
       bytes_ += static_cast<int64_t>(call.input.nbytes());

@@ -26,7 +26,6 @@ TEST(Groups, AllReduceAddsInTheOrderOfTheRanks) {
       for (int member : group(kind).ranks()) expected += 1.0F + member;
       expect_equal(all_reduce(mine, kind), expected, to_string(kind));
       EXPECT_EQ(group(kind).ranks()[group(kind).rank()], rank());
-      EXPECT_EQ(group(kind).kind(), kind);
     }
     expect_equal(mine, torch::full({3, 2}, 1.0F + rank()), "the operand");
   });
@@ -46,8 +45,22 @@ TEST(Groups, CommunicateBetweenStepsOnly) {
     runtime::Runtime::get().current_step.is_running = true;
     const auto text =
         error_of<UsageError>([] { std::ignore = all_reduce(torch::ones({1}), CommGroup::kDp); });
+    const auto started = error_of<UsageError>([] { std::ignore = group(CommGroup::kDp).async(); });
+    EXPECT_EQ(group(CommGroup::kDp).rank(), 0);
     runtime::Runtime::get().current_step.is_running = false;
     expect_has(text, {"smp::all_reduce was called inside a step function; communicate between"});
+    expect_has(started, {"smp::Group::async was called inside a step function"});
+  });
+}
+
+/// Looked up when it is used: a model may have given the ranks another communicator since.
+TEST(Groups, MayBeNamedBeforeInit) {
+  const Group world = CommGroup::kWorld;
+  expect_has(error_of<UsageError>([&] { world.rank(); }), {"smp is not initialised"});
+  run_as_threads(2, Config().ddp(true), [&] {
+    EXPECT_EQ(world.rank(), rank());
+    const auto largest = world.all_reduce(torch::full({2}, rank()), ReduceOp::kMax);
+    expect_equal(largest, torch::full({2}, 1), "the largest");
   });
 }
 

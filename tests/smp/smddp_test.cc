@@ -5,11 +5,13 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 
 #include <cstdlib>
 #include <numeric>
 
 #include "core/check.h"
+#include "smp/ddp.h"
 
 namespace smp {
 namespace {
@@ -59,12 +61,12 @@ TEST(Smddp, Reductions) {
   EXPECT_TRUE(at::equal(tensor, sum_of_all()));
 
   tensor = of_rank(rank);
-  const smddp::WorkPtr work = smddp::all_reduce(tensor, smddp::ReduceOp::kAverage, true);
+  const WorkPtr work = smddp::all_reduce(tensor, ReduceOp::kAverage, true);
   work->wait();
   EXPECT_TRUE(at::equal(tensor, sum_of_all() / size));
 
   tensor = of_rank(rank);
-  smddp::all_reduce(tensor, smddp::ReduceOp::kMax);
+  smddp::all_reduce(tensor, ReduceOp::kMax);
   EXPECT_TRUE(at::equal(tensor, of_rank(size - 1)));
 
   tensor = of_rank(rank);
@@ -107,6 +109,22 @@ TEST(Smddp, ExchangesRows) {
   const at::Tensor got = at::empty_like(even);
   smddp::all_to_all_single(got, even);
   EXPECT_TRUE(at::equal(got.flatten(), at::arange(size, at::kInt)));
+}
+
+/// Needs no `smp::init`.
+TEST(Smddp, TrainsReplicas) {
+  const Group group = smddp::group();
+  const int rank = smddp::get_rank(), size = smddp::get_world_size();
+  EXPECT_EQ(group.size(), size);
+  EXPECT_EQ(group.ranks()[rank], rank);
+  torch::nn::Linear net(2, 3);
+  DistributedDataParallel<torch::nn::Linear> model(net, DDPOptions().process_group(group));
+  const auto all_weights = group.all_gather(net->weight).unbind();
+  model(of_rank(rank)).sum().backward();
+  // Of the sum of all outputs: each row of the weight gets the sum of the inputs.
+  const at::Tensor mean = sum_of_all() / size;
+  EXPECT_TRUE(at::allclose(net->weight.grad(), mean.sum(0).expand({3, 2})));
+  for (const at::Tensor& each : all_weights) EXPECT_TRUE(at::equal(each, net->weight));
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 #include <vector>
 
 /// Finds the tensors in what a module's forward returns. Internal.
-namespace smp::dp::detail {
+namespace smp::detail::outputs {
 
 template <class T, class = void>
 struct IsTupleLike : std::false_type {};
@@ -54,4 +54,4 @@ void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
   }
 }
 
-}  // namespace smp::dp::detail
+}  // namespace smp::detail::outputs

@@ -4,15 +4,15 @@
 
 #include <cstdint>
 
-#include "comm/communicator.h"
+#include "smp/group.h"
 
-namespace smp::dp {
+namespace smp {
 
 /// Options of `DistributedDataParallel`; names and defaults are those of PyTorch's class, except
 /// where it says so.
 struct DDPOptions {
-  /// The replicas; null: all ranks of the program, after `smp::init`.
-  TORCH_ARG(comm::CommunicatorPtr, process_group) = nullptr;
+  /// The replicas; at first all ranks of the program, after `smp::init`.
+  TORCH_ARG(Group, process_group) = CommGroup::kWorld;
   /// Give buffers the values of the first replica before each forward pass of training that is to
   /// be reduced. Never in evaluation, unlike PyTorch.
   TORCH_ARG(bool, broadcast_buffers) = true;
@@ -44,4 +44,4 @@ struct JoinOptions {
   TORCH_ARG(bool, throw_on_early_termination) = false;
 };
 
-}  // namespace smp::dp
+}  // namespace smp

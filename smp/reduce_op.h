@@ -1,0 +1,24 @@
+#pragma once
+
+namespace smp {
+
+/// How elements of several ranks are combined. Every reduction combines in ascending rank order
+/// within the group, element by element, so the result has the same bits on every rank, in every
+/// run and however the ranks lie on hosts: ((rank 0 + rank 1) + rank 2) + ...
+///
+/// float16 and bfloat16 are combined in float32 and rounded once; integers wrap.
+enum class ReduceOp {
+  kSum,
+  kAverage,  ///< The sum, divided once by the number of ranks. Floating point only.
+  kMin,
+  kMax,  ///< Minimum and maximum keep NaN, as `at::minimum` does.
+  kProduct,
+  kBitAnd,  ///< Bitwise: integers and bool.
+  kBitOr,
+  kBitXor,
+};
+
+/// "sum", "average", ...
+const char* to_string(ReduceOp op);
+
+}  // namespace smp
