@@ -181,7 +181,7 @@ bool ExecutionMode::runs_like(const ExecutionMode& other) const {
 }
 
 bool ExecutionMode::operator==(const ExecutionMode& other) const {
-  return runs_like(other) && partition == other.partition;
+  return runs_like(other) && after_backward == other.after_backward && partition == other.partition;
 }
 
 std::string ExecutionMode::to_string() const {
@@ -200,6 +200,7 @@ std::string ExecutionMode::to_string() const {
   if (default_dtype != at::kFloat) {
     parts.push_back(c10::str("default_dtype ", short_name(default_dtype)));
   }
+  if (after_backward) parts.push_back("after_backward");
   if (partition >= 0) parts.push_back(c10::str("partition ", partition));
   return join(parts, " ");
 }

@@ -64,8 +64,8 @@ struct Argument {
   c10::SmallVector<ValueId, 1> values;  ///< one for kTensor; kUndefined where undefined
 };
 
-/// The modes an operator ran under and is replayed under: libtorch's of the thread, and its default
-/// floating point type, which is one for all threads.
+/// The modes an operator ran under and is replayed under: libtorch's of the thread, its default
+/// floating point type, which is one for all threads, and what the step function says.
 struct ExecutionMode {
   bool grad = true;
   bool inference = false;
@@ -78,6 +78,8 @@ struct ExecutionMode {
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
   at::ScalarType autocast_cuda_dtype = at::kHalf;
   at::ScalarType default_dtype = at::kFloat;
+  /// The program calls it after `backward`, whose gradients it cannot change (`late_writes.h`).
+  bool after_backward = false;
   /// Where the operator is to run: the partition (rank of the pipeline) that the innermost
   /// `PartitionScope` asked for; -1: anywhere.
   int partition = -1;
@@ -85,7 +87,7 @@ struct ExecutionMode {
   static ExecutionMode current();
   /// Whether operators record a history for gradients.
   bool records_history() const { return grad && !inference && !below_autograd; }
-  /// Whether operators do the same under both; `partition` does not count.
+  /// Whether operators do the same under both; `after_backward` and `partition` do not count.
   bool runs_like(const ExecutionMode& other) const;
   bool operator==(const ExecutionMode& other) const;
   /// "" for the default mode, else for example "no_grad partition 1".

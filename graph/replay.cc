@@ -2,12 +2,14 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <condition_variable>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -15,6 +17,9 @@
 
 #include "core/check.h"
 #include "graph/autocast.h"
+#include "graph/autograd_entry.h"
+#include "graph/late_writes.h"
+#include "graph/layout.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
 #include "graph/parameter_residency.h"
@@ -29,6 +34,70 @@ std::vector<std::optional<TensorMeta>> recorded_results(const Graph& graph, cons
     metas.push_back(id == kUndefined ? std::nullopt : std::optional(graph.values[id].meta));
   }
   return metas;
+}
+
+struct ByIdentity {
+  bool operator()(const at::Tensor& a, const at::Tensor& b) const {
+    return a.unsafeGetTensorImpl() < b.unsafeGetTensorImpl();
+  }
+};
+
+int64_t itemsize(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.itemsize()); }
+
+/// Bytes on a storage.
+struct Range {
+  int64_t begin = std::numeric_limits<int64_t>::max();
+  int64_t end = 0;
+
+  void add(const at::Tensor& tensor) {
+    const int64_t first = tensor.storage_offset() * itemsize(tensor);
+    begin = std::min(begin, first);
+    end = std::max(end, first + span_of(tensor.sizes(), tensor.strides()) * itemsize(tensor));
+  }
+};
+
+/// A copy of these bytes, which begin as far from a multiple of 64 bytes as they do.
+at::Tensor copy_of(const at::Tensor& tensor, const Range& range) {
+  const auto options = tensor.options().dtype(at::kByte).requires_grad(false);
+  const at::Tensor bytes =
+      at::empty({0}, options).set_(tensor.storage(), range.begin, {range.end - range.begin}, {1});
+  return copy_as_laid_out(bytes);
+}
+
+/// `tensor` on other memory, whose first byte is that at `begin` of its storage.
+at::Tensor moved(const at::Tensor& tensor, const at::Tensor& memory, int64_t begin) {
+  at::Tensor result = tensor.variable_data();
+  auto* impl = result.unsafeGetTensorImpl();
+  impl->set_allow_tensor_metadata_change(true);
+  impl->set_storage_keep_dtype(memory.storage());
+  const int64_t byte = tensor.storage_offset() * itemsize(tensor) - begin + memory.storage_offset();
+  impl->set_storage_offset(byte / itemsize(tensor));
+  return tensor.requires_grad() ? enter(result, std::make_shared<GradientSink>()) : result;
+}
+
+/// Gives values memory of their own. Those that share some go on doing so.
+void move_to_own_memory(const std::vector<ValueId>& values, Environment& environment) {
+  const at::NoGradGuard no_grad;
+  std::map<const c10::StorageImpl*, Range> ranges;
+  const auto storage_of = [](const at::Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl();
+  };
+  for (ValueId id : values) {
+    const at::Tensor& tensor = environment[id];
+    if (tensor.defined() && tensor.numel() > 0) ranges[storage_of(tensor)].add(tensor);
+  }
+  std::map<const c10::StorageImpl*, at::Tensor> copies;
+  std::map<at::Tensor, at::Tensor, ByIdentity> done;  // holds the tensors, so that none is new
+  for (ValueId id : values) {
+    at::Tensor& tensor = environment[id];
+    if (!tensor.defined() || tensor.numel() == 0) continue;
+    const Range& range = ranges.at(storage_of(tensor));
+    at::Tensor& copy = copies[storage_of(tensor)];
+    if (!copy.defined()) copy = copy_of(tensor, range);
+    at::Tensor& own = done[tensor];
+    if (!own.defined()) own = moved(tensor, copy, range.begin);
+    tensor = own;
+  }
 }
 
 }  // namespace
@@ -93,6 +162,7 @@ class CastCacheScope {
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
   const std::vector<int> autocast = autocast_scopes(graph);
+  std::vector<bool> separate = sets_to_separate(graph);
   std::unordered_set<ValueId> made;
   std::unordered_set<ValueId> read;
   std::unordered_map<ValueId, size_t> last_use;
@@ -124,7 +194,9 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              is_leaf(op.handle),
                              op.scope,
                              {},
+                             {},
                              false});
+    if (op.mode.after_backward) find_moves(graph, op, separate);
     casts_ |= autocast[index] >= 0;
     casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
     if (literal) read.insert(op.results[0]);
@@ -135,6 +207,18 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   }
   reads_.assign(read.begin(), read.end());
   std::sort(reads_.begin(), reads_.end());
+}
+
+/// The operator, which comes last so far, moves what it is the first to write.
+void Segment::find_moves(const Graph& graph, const Operator& op, std::vector<bool>& separate) {
+  for (int alias_set : op.writes) {
+    if (!separate[alias_set]) continue;
+    separate[alias_set] = false;
+    for (size_t id = 0; id < graph.values.size(); ++id) {
+      if (graph.values[id].alias_set != alias_set) continue;
+      instructions_.back().moves.push_back(static_cast<ValueId>(id));
+    }
+  }
 }
 
 Segment::Run::Run(Segment& segment) : segment_(segment) {
@@ -152,6 +236,7 @@ Segment::Run::~Run() {
 void Segment::Run::part(size_t first, size_t last, Environment& environment, const RandomKey& key) {
   for (size_t i = first; i < last; ++i) {
     const Instruction& instruction = segment_.instructions_[i];
+    if (!instruction.moves.empty()) move_to_own_memory(instruction.moves, environment);
     if (instruction.is_resident) {
       resident(instruction, environment, key);
     } else {
@@ -264,21 +349,25 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
   }
 }
 
-/// What the program did with a size is part of the graph, so it must be the one recorded.
+/// What the program did with a size or a type is part of the graph, so they must be those recorded.
 void Segment::check_result(const Instruction& instruction, size_t index,
                            const at::Tensor& result) const {
   const auto& recorded = instruction.recorded[index];
   if (!recorded || !result.defined()) return;
-  if (result.sizes() == c10::IntArrayRef(recorded->sizes)) return;
+  const bool same_sizes = result.sizes() == c10::IntArrayRef(recorded->sizes);
+  if (same_sizes && result.scalar_type() == recorded->dtype) return;
   const std::string module =
       instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
   core::fail<CaptureError>(
       "operator ", instruction.operator_index, " (", instruction.handle.schema().name(), ")",
       module, " gave a result of ", result.scalar_type(), result.sizes(),
       ", and was recorded with one of ", recorded->dtype, c10::IntArrayRef(recorded->sizes),
-      ": its result shape depends on data. Use an operator whose result has a fixed shape "
-      "(torch::where with three arguments, a mask that multiplies), or make the module that calls "
-      "it a leaf: smp::leaf(module)(x)");
+      same_sizes ? ": its result type is not the one that all after it was planned for. Give it "
+                   "arguments of one type (x.to(dtype)), or make the module that calls it a leaf: "
+                   "smp::leaf(module)(x)"
+                 : ": its result shape depends on data. Use an operator whose result has a fixed "
+                   "shape (torch::where with three arguments, a mask that multiplies), or make the "
+                   "module that calls it a leaf: smp::leaf(module)(x)");
 }
 
 void Segment::pop_results(const Instruction& instruction, Environment& environment) {

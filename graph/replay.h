@@ -24,6 +24,10 @@ class ResidentTensors;
 
 /// Some operators of a graph, in program order, ready to run again and again.
 ///
+/// What its operators write after `backward` to memory that a backward may need (`late_writes.h`)
+/// they write to a copy: all tensors of the environment on that memory move there together, as
+/// though they had come from another rank. So a buffer has its new content in the environment only.
+///
 /// A segment belongs to one thread at a time.
 class Segment {
   struct Instruction;
@@ -86,9 +90,11 @@ class Segment {
     bool is_leaf;
     std::string scope;
     c10::SmallVector<ValueId, 4> dead;  // released afterwards
+    std::vector<ValueId> moves;         // to memory of their own before
     bool is_resident = false;           // concerns the residency
   };
 
+  void find_moves(const Graph& graph, const Operator& op, std::vector<bool>& separate);
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
   at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);

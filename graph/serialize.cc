@@ -118,6 +118,7 @@ Json mode_to_json(const ExecutionMode& mode) {
        c10::toString(usual.autocast_cuda_dtype));
   note("default_dtype", std::string(c10::toString(mode.default_dtype)),
        c10::toString(usual.default_dtype));
+  note("after_backward", mode.after_backward, usual.after_backward);
   note("partition", mode.partition, usual.partition);
   return result;
 }
@@ -376,6 +377,7 @@ class GraphReader {
     read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
     read_dtype("autocast_cuda_dtype", mode.autocast_cuda_dtype);
     read_dtype("default_dtype", mode.default_dtype);
+    read_flag("after_backward", mode.after_backward);
     if (const auto partition = in.find("partition")) {
       mode.partition = static_cast<int>(partition->integer(0, kMaxCount));
     }

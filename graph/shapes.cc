@@ -139,6 +139,20 @@ std::vector<at::Tensor> tensors_of(const torch::jit::Stack& stack) {
   return tensors;
 }
 
+/// The part of `shape`'s memory that `result` shows of the memory for which it stands.
+at::Tensor view_like(const at::Tensor& result, const at::Tensor& shape) {
+  if (result.scalar_type() == shape.scalar_type()) {
+    return shape.as_strided(result.sizes(), result.strides(), result.storage_offset());
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;  // as another type: the real part
+  const at::Tensor view =
+      at::empty({0}, shape.options().dtype(result.scalar_type()))
+          .set_(shape.storage(), result.storage_offset(), result.sizes(), result.strides())
+          .variable_data();
+  if (result.requires_grad()) give_placeholder_history(view);
+  return view;
+}
+
 /// The meta tensor that stands for `result`: an argument itself, a view of one, or a new one.
 at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zeros,
                     const std::vector<at::Tensor>& shapes) {
@@ -148,7 +162,7 @@ at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zer
   }
   for (size_t i = 0; i < zeros.size(); ++i) {
     if (zeros[i].defined() && zeros[i].storage().is_alias_of(result.storage())) {
-      return shapes[i].as_strided(result.sizes(), result.strides(), result.storage_offset());
+      return view_like(result, shapes[i]);
     }
   }
   return make_shape_tensor(TensorMeta::of(result));

@@ -11,8 +11,11 @@
 #include "core/check.h"
 #include "graph/content.h"
 #include "graph/engine.h"
+#include "graph/late_writes.h"
+#include "graph/leaf.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
+#include "graph/visit.h"
 
 namespace smp::graph {
 namespace {
@@ -68,6 +71,12 @@ std::string Tracer::where() const {
 
 void Tracer::refuse(const std::string& what, const std::string& remedy) const {
   core::fail<CaptureError>(where(), ": ", what, ". ", remedy, ".");
+}
+
+ExecutionMode Tracer::mode() const {
+  ExecutionMode mode = ExecutionMode::current();
+  mode.after_backward = differentiated_;
+  return mode;
 }
 
 void Tracer::Call::clear() {
@@ -320,6 +329,28 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
                    " without a gradient; reduce it to a scalar (loss.mean()) or give its gradient");
     roots_.push_back(root);
   }
+  differentiated_ = true;
+}
+
+/// What is written after `backward` is written to a copy where a backward may need what was there
+/// (`late_writes.h`). But a leaf works on the buffers of its module themselves.
+void Tracer::check_late_writes() const {
+  const std::vector<bool> separate = sets_to_separate(*graph_);
+  for (const Operator& op : graph_->operators) {
+    if (!is_leaf(op.handle)) continue;
+    for_each_argument(op, [&](ValueId id) {
+      const int alias_set = graph_->values[id].alias_set;
+      const Value& base = graph_->values[first_aliases_.at(alias_set)];
+      if (!separate[alias_set] || base.kind != ValueKind::kBuffer) return;
+      core::fail<CaptureError>("step function \"", options_.step_name, "\": buffer \"", base.name,
+                               "\" of leaf module \"", leaf_call(op.arguments[0].constant)->module,
+                               "\" is written after backward, and an operator before it has read "
+                               "the buffer, so that its "
+                               "backward may need what was there. Call model->backward after "
+                               "whatever writes the buffer, "
+                               "or read a copy of it: buffer.clone()");
+    });
+  }
 }
 
 TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
@@ -377,6 +408,7 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   }
   graph_->outputs = outputs_;
   graph_->roots = roots_;
+  check_late_writes();
   assign_scopes();
   for (size_t id = 0; id < concrete_.size(); ++id) {
     const auto& user = concrete_[id].user;

@@ -129,6 +129,7 @@ class Tracer final : public OperatorInterceptor {
   };
 
   bool verifying() const { return !live_.empty(); }
+  ExecutionMode mode() const;  // in which the function calls an operator now
   const Value& value(ValueId id) const;
   std::string last_scope() const;  // the module of the parameter that was read last
   std::string where() const;
@@ -190,6 +191,7 @@ class Tracer final : public OperatorInterceptor {
   int alias_set_of(const at::Tensor& tensor);
   uint64_t checksum(const Operator& op);
 
+  void check_late_writes() const;
   TraceResult finish(const std::vector<at::Tensor>& outputs);
   void assign_scopes();
 
@@ -202,6 +204,7 @@ class Tracer final : public OperatorInterceptor {
   std::unique_ptr<Graph> graph_;  // what is recorded; while verifying it is empty
   std::vector<uint64_t> checksums_;
   std::vector<BackwardRoot> roots_;
+  bool differentiated_ = false;  // the function has called `backward`
   std::vector<ValueId> outputs_;
   int random_count_ = 0;
   ValueId last_parameter_ = kUndefined;

@@ -54,7 +54,7 @@ at::Device result_device(const std::vector<Argument>& arguments, const Graph& gr
 void Tracer::record(Call& call, torch::jit::Stack& stack) {
   Operator op(*call.op);
   op.arguments = call.arguments;
-  op.mode = ExecutionMode::current();
+  op.mode = mode();
   op.scope = last_scope();
   op.first_result = static_cast<ValueId>(graph_->values.size());
   if (is_random(*call.op)) op.random_ordinal = random_count_++;

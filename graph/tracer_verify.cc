@@ -46,9 +46,9 @@ bool Tracer::is_expected(const c10::OperatorHandle& op) const {
 }
 
 bool Tracer::verify(Call& call, torch::jit::Stack& stack) {
-  const ExecutionMode mode = ExecutionMode::current();
+  const ExecutionMode now = mode();
   for (auto live = live_.begin(); live != live_.end();) {
-    const auto difference = differs(*live, call, mode);
+    const auto difference = differs(*live, call, now);
     if (!difference) {
       ++live;
     } else if (live_.size() > 1) {
@@ -94,7 +94,8 @@ std::optional<std::string> Tracer::differs(Live& live, const Call& call,
   if (!(op.handle == *call.op)) {
     return describe("is another one");
   }
-  if (!(op.mode == mode)) return describe("runs in another mode (grad, autocast, smp::partition)");
+  if (!(op.mode == mode))
+    return describe("runs in another mode (grad, autocast, smp::partition, after backward)");
   std::vector<ConstantOverride> constants;
   for (size_t i = 0; i < op.arguments.size(); ++i) {
     const Argument& expected = op.arguments[i];

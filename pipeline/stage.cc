@@ -8,9 +8,11 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/late_writes.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
 #include "graph/operator_traits.h"
+#include "graph/visit.h"
 
 namespace smp::pipeline {
 
@@ -58,6 +60,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
     : graph_(graph),
       edges_(edges),
       index_(index),
+      separate_(graph::sets_to_separate(graph)),
       environment_(graph.values.size()),
       in_flight_(microbatches) {
   for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
@@ -118,6 +121,15 @@ void Stage::find_kept() {
     kept.insert(root.value);
     kept.insert(root.gradient);
   }
+  std::set<ValueId> buffers;
+  for (int index : operators_) {
+    graph::for_each_argument(graph_.operators[index], [&](ValueId id) {
+      if (graph_.values[id].kind == ValueKind::kBuffer) buffers.insert(id);
+    });
+  }
+  for (ValueId id : buffers) {
+    if (is_copied(id)) kept.insert(id);
+  }
   kept.erase(kUndefined);
   kept_.assign(kept.begin(), kept.end());
 }
@@ -161,18 +173,21 @@ bool Stage::backward_may_need(ValueId value) const {
   const auto on_it = [&](ValueId id) {
     return id != kUndefined && graph_.values[id].alias_set == alias_set;
   };
-  const auto differentiable = [&](ValueId id) {
-    return id != kUndefined && graph_.values[id].meta.requires_grad;
-  };
   bool needed = std::any_of(roots_.begin(), roots_.end(),
                             [&](const auto& root) { return on_it(root.gradient); });
   for (int index : operators_) {
     const graph::Operator& op = graph_.operators[index];
     if (!reads_for_backward(op, on_it)) continue;
     if (graph::is_leaf(op.handle)) return false;
-    needed |= std::any_of(op.results.begin(), op.results.end(), differentiable);
+    needed |= graph::may_save(graph_, op);
   }
   return needed;
+}
+
+/// See `Parameter::copied`.
+bool Stage::is_copied(ValueId value) const {
+  if (!graph_.trains() || !writes(value)) return false;
+  return separate_[graph_.values[value].alias_set] || backward_may_need(value);
 }
 
 void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& table) {
@@ -188,7 +203,7 @@ void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& 
       case ValueKind::kBuffer:
         parameters_.push_back({id, table.at(value.name).tensor, plan.owner.at(value.name) == index_,
                                graph_.trains() && value.meta.requires_grad ? sinks_++ : kNoSink,
-                               graph_.trains() && writes(id) && backward_may_need(id)});
+                               is_copied(id)});
         break;
       case ValueKind::kConstant:
       case ValueKind::kLiteral:
@@ -326,16 +341,14 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
 }
 
 void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (const Parameter& parameter : parameters_) {
-    if (!parameter.copied) continue;
-    copies.emplace_back(parameter.tensor.detach(), environment_[parameter.value].variable_data());
-  }
   const bool stores = store_ != nullptr && !state.needed_soon;
   state.needed_soon = false;
   state.has_run = true;
   state.stored = segment_->run(environment_, key, stores ? store_.get() : nullptr);
-  for (const auto& [buffer, copy] : copies) buffer.copy_(copy);
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.copied) continue;
+    parameter.tensor.detach().copy_(environment_[parameter.value].detach());
+  }
 }
 
 /// Of a tensor on memory that others write, or that will not stay.

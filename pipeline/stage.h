@@ -180,6 +180,7 @@ class Stage {
   bool on_shared_memory(graph::ValueId value) const;
   bool writes(graph::ValueId value) const;
   bool backward_may_need(graph::ValueId value) const;
+  bool is_copied(graph::ValueId value) const;
   void find_kept();
   void find_reads(const partitioner::Plan& plan, const graph::TensorTable& table);
   void find_edges();
@@ -204,6 +205,7 @@ class Stage {
   const graph::Graph& graph_;
   const std::vector<Edge>& edges_;
   const int index_;
+  const std::vector<bool> separate_;  // see graph::sets_to_separate
   std::vector<int> operators_;
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage
   std::vector<int> returned_;               // positions of the graph's outputs complete here

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,15 @@ inline Replayed replay(const Graph& graph, const TensorTable& table, const Tenso
   std::vector<int> all(graph.operators.size());
   std::iota(all.begin(), all.end(), 0);
   std::vector<ValueId> keep = graph.outputs;
+  std::set<int> written;  // alias sets
+  for (const Operator& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
+  std::vector<ValueId> written_buffers;
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const Value& value = graph.values[id];
+    if (value.kind != ValueKind::kBuffer || written.count(value.alias_set) == 0) continue;
+    written_buffers.push_back(static_cast<ValueId>(id));
+    keep.push_back(written_buffers.back());
+  }
   for (const auto& root : graph.roots) {
     keep.push_back(root.value);
     if (root.gradient != kUndefined) keep.push_back(root.gradient);
@@ -86,7 +96,11 @@ inline Replayed replay(const Graph& graph, const TensorTable& table, const Tenso
       environment[id] = table.at(value.name).tensor;
     }
   }
+  for (ValueId id : written_buffers) environment[id] = environment[id].clone();
   segment.run(environment, key);
+  for (ValueId id : written_buffers) {
+    table.at(graph.values[id].name).tensor.detach().copy_(environment[id].detach());
+  }
   Replayed result;
   for (ValueId id : graph.outputs) result.outputs.push_back(environment[id].detach());
   std::vector<torch::autograd::Edge> roots;

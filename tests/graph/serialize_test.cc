@@ -157,6 +157,7 @@ TEST(Serialize, ModesListsAndUndefinedTensors) {
   mode.autocast_cuda = true;
   mode.autocast_cpu_dtype = at::kHalf;
   mode.autocast_cuda_dtype = at::kBFloat16;
+  mode.after_backward = true;
   mode.partition = 3;
   const Ref parts = b.op("aten::unbind.int", {x, 0});
   b.graph().operators.back().list_lengths = {4};

@@ -76,6 +76,31 @@ Graph without_one_write(Graph graph, Random& random) {
   return graph;
 }
 
+/// Undoes the copies of roots that were written after `backward`.
+Graph with_late_roots(Graph graph) {
+  const auto latest = [&](ValueId& root) {
+    if (root == graph::kUndefined) return;
+    const int producer = graph.values[root].producer;
+    if (producer < 0 || graph.operators[producer].name() != "aten::clone") return;
+    const graph::Value& source = graph.values[graph.operators[producer].arguments[0].values[0]];
+    for (size_t v = 0; v < graph.values.size(); ++v) {
+      const graph::Value& value = graph.values[v];
+      const bool same = value.alias_set == source.alias_set && value.meta == source.meta;
+      if (same) root = static_cast<ValueId>(v);
+    }
+  };
+  for (graph::BackwardRoot& root : graph.roots) {
+    latest(root.value);
+    latest(root.gradient);
+  }
+  return graph;
+}
+
+Graph with_backward_at_the_end(Graph graph) {
+  for (Operator& op : graph.operators) op.mode.after_backward = false;
+  return graph;
+}
+
 /// What the planner and the stages believe of the graph.
 Graph believed(const Graph& graph, Fault fault, Random& random) {
   switch (fault) {
@@ -87,6 +112,10 @@ Graph believed(const Graph& graph, Fault fault, Random& random) {
       return with_storages_apart(graph);
     case Fault::kLeafViewsApart:
       return with_leaf_views_apart(graph);
+    case Fault::kLateRoots:
+      return with_late_roots(graph);
+    case Fault::kLateWrites:
+      return with_backward_at_the_end(graph);
     default:
       return graph;
   }
@@ -210,6 +239,7 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
 /// The program without an instruction; who used its results uses its first argument instead.
 bool drop_instruction(Program& program, size_t index) {
   const Instruction dropped = program.instructions[index];
+  if (static_cast<int>(index) < program.backward_after) --program.backward_after;
   if (dropped.arguments.empty() && dropped.results > 0) return false;
   const auto replace = [&](int& use) {
     if (use < dropped.first_result || use >= dropped.first_result + dropped.results) return;
@@ -263,6 +293,10 @@ const char* to_string(Fault fault) {
       return "outputs and roots are taken where they are made";
     case Fault::kGradientsApart:
       return "gradients do not go through views";
+    case Fault::kLateRoots:
+      return "what backward was called on is taken as it is at the end";
+    case Fault::kLateWrites:
+      return "what is written after backward is written in place";
   }
   return "";
 }

@@ -23,11 +23,14 @@ enum class Fault {
   kStaleHops,       ///< a value travels from its producer, not from the stage that wrote it last
   kEarlyEnds,       ///< outputs and roots are taken where they are made, not where last written
   kGradientsApart,  ///< gradients are not followed through views
+  kLateRoots,       ///< what backward was called on is taken as it is at the end
+  kLateWrites,      ///< what is written after backward is written in place
 };
 
 constexpr Fault kFaults[] = {Fault::kEveryCut,      Fault::kNoWrites,       Fault::kOneWriteLost,
                              Fault::kStoragesApart, Fault::kLeafViewsApart, Fault::kStaleHops,
-                             Fault::kEarlyEnds,     Fault::kGradientsApart};
+                             Fault::kEarlyEnds,     Fault::kGradientsApart, Fault::kLateRoots,
+                             Fault::kLateWrites};
 
 const char* to_string(Fault fault);
 

@@ -23,14 +23,20 @@ class Writer {
     return program_.registers++;
   }
 
-  /// Calls an operation with one result.
-  int call(const char* name, std::vector<int> arguments, Numbers numbers = {}, Mode mode = {}) {
+  /// Calls an operation and returns its first result.
+  int call(const char* name, std::vector<int> arguments, Numbers numbers = {}, Mode mode = {},
+           int results = 1) {
+    const int first = program_.registers;
     program_.instructions.push_back(
-        {&operation(name), std::move(arguments), std::move(numbers), mode, program_.registers, 1});
-    return program_.registers++;
+        {&operation(name), std::move(arguments), std::move(numbers), mode, first, results});
+    program_.registers += results;
+    return first;
   }
 
-  void backward(int value, int gradient = -1) { program_.roots.push_back({value, gradient}); }
+  void backward(int value, int gradient = -1) {
+    program_.roots.push_back({value, gradient});
+    program_.backward_after = static_cast<int>(program_.instructions.size());
+  }
 
   /// Fails unless every cut and schedule tried gives the bits of eager execution; some has stages.
   void expect_equal() {
@@ -115,6 +121,38 @@ TEST(Found, StatisticsReadInEvaluationAreWritten) {
   const int normal = p.call("batch_norm", {p.call("tanh", {frozen}), mean, variance});
   p.backward(p.call("loss_term", {p.call("sin", {normal})}));
   p.expect_equal();
+}
+
+/// That update is no write for autograd, which would find any other.
+TEST(Found, StatisticsThatAProductReadAreUpdatedAfterBackward) {
+  Writer p;
+  const int input = p.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = p.leaf(Kind::kParameter, "weight", {6, 6});
+  const int mean = p.leaf(Kind::kBuffer, "mean", {6});
+  const int variance = p.leaf(Kind::kBuffer, "var", {6});
+  const int hidden = p.call("tanh", {p.call("matmul", {input, weight})});
+  const int product = p.call("mul", {hidden, mean});
+  p.backward(p.call("loss_term", {p.call("sin", {product})}));
+  p.call("tanh", {p.call("batch_norm", {input, mean, variance})});
+  p.expect_equal();
+}
+
+/// Stages of one rank share memory, but no count of its writes.
+TEST(Found, AnActivationIsWrittenAfterBackwardOnAnotherStage) {
+  for (const bool indices : {true, false}) {
+    Writer p;
+    const int input = p.leaf(Kind::kInput, "0", {4, 6});
+    const int weight = p.leaf(Kind::kParameter, "weight", {6, 6});
+    const int hidden = p.call("tanh", {p.call("matmul", {input, weight})});
+    const int values = p.call("max", {hidden}, {0}, {}, /*results=*/2);
+    p.backward(p.call("loss_term", {p.call("sin", {values})}));
+    if (indices) {
+      p.call("int_add_", {values + 1});
+    } else {
+      p.call("tanh_", {hidden});
+    }
+    p.expect_equal();
+  }
 }
 
 /// Autocast casts a weight once in a scope, and adds up gradients in the lower precision.

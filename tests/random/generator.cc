@@ -33,16 +33,39 @@ class Generator {
   Program run() {
     add_leaves();
     const size_t length = 4 + static_cast<size_t>(random_.below(random_.chance(30) ? 36 : 16));
-    for (int tries = 0; program_.instructions.size() < length && tries < 400; ++tries) {
-      add_instruction();
-    }
+    const bool goes_on = program_.trains && random_.chance(35);
+    grow(goes_on ? 1 + static_cast<size_t>(random_.below(static_cast<int64_t>(length))) : length);
     if (program_.trains) add_roots();
+    if (goes_on) {
+      program_.backward_after = static_cast<int>(program_.instructions.size());
+      write_roots();
+      grow(program_.instructions.size() + 1 + static_cast<size_t>(random_.below(8)));
+    }
     add_outputs();
     program_.registers = static_cast<int>(tensors_.size());
     return std::move(program_);
   }
 
  private:
+  void grow(size_t length) {
+    for (int tries = 0; program_.instructions.size() < length && tries < 400; ++tries) {
+      add_instruction();
+    }
+  }
+
+  /// Changes what the backward pass began with, after it.
+  void write_roots() {
+    for (const Root& root : program_.roots) {
+      for (int index : {root.value, root.gradient}) {
+        if (index < 0 || !random_.chance(60) || !fits('w', index, {})) continue;
+        const char* kWrites[] = {"mul_scalar_", "zero_", "relu_", "tanh_"};
+        const char* chosen = kWrites[random_.below(4)];
+        append({&operation(chosen), {index}, {2}, {random_.chance(40), false}, 0, 0},
+               {tensors_[index]});
+      }
+    }
+  }
+
   void add_leaf(Leaf::Kind kind, const std::string& name, Numbers sizes,
                 at::ScalarType dtype = at::kFloat) {
     program_.leaves.push_back({kind, name, std::move(sizes), dtype, -1});

@@ -30,6 +30,11 @@ Numbers factor(R random, A) {
   return {random.chance(30) ? -quarters : quarters};
 }
 
+/// In quarters, from 0 to 1: seldom an end.
+Numbers probability(R random, A) {
+  return {random.chance(15) ? 4 * random.below(2) : 1 + random.below(3)};
+}
+
 double quarters(int64_t number) { return static_cast<double>(number) / 4; }
 
 /// Axis, start and length of a part of the first argument.
@@ -296,8 +301,9 @@ const std::vector<Operation> kFactories = {
     {"zeros_like", 2, "f", none, SMP_RUN({at::zeros_like(a[0])})},
     {"empty_like_copy", 2, "f", none, SMP_RUN({at::empty_like(a[0]).copy_(a[0])})},
     {"new_zeros", 1, "f", none, SMP_RUN({a[0].new_zeros({6})})},
-    {"dropout", 4, "f", none, SMP_RUN({at::dropout(a[0], 0.3, true)})},
-    {"alpha_dropout", 1, "f", none, SMP_RUN({at::alpha_dropout(a[0], 0.3, true)})},
+    {"dropout", 4, "f", probability, SMP_RUN({at::dropout(a[0], quarters(n[0]), true)})},
+    {"alpha_dropout", 1, "f", probability,
+     SMP_RUN({at::alpha_dropout(a[0], quarters(n[0]), true)})},
     {"rand_like", 2, "f", none, SMP_RUN({at::rand_like(a[0])})},
     {"randn", 2, "", small_sizes, SMP_RUN({at::randn(n)})},
     {"bernoulli", 1, "f", none, SMP_RUN({at::bernoulli(a[0].detach().sigmoid())})},

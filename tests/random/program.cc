@@ -8,6 +8,7 @@
 #include <ATen/ops/rand.h>
 
 #include <optional>
+#include <set>
 #include <sstream>
 
 #include "core/check.h"
@@ -47,6 +48,16 @@ std::string list_of(const char* before, const std::vector<int>& registers) {
   return out.str();
 }
 
+std::string roots_text(const std::vector<Root>& roots) {
+  std::ostringstream out;
+  for (const Root& root : roots) {
+    out << "  backward(r" << root.value;
+    if (root.gradient >= 0) out << ", r" << root.gradient;
+    out << ")\n";
+  }
+  return out.str();
+}
+
 /// Per register, the last instruction that uses it; -1 for none, or if it is used at the end.
 std::vector<int> last_uses(const Program& program) {
   std::vector<int> uses(program.registers, -1);
@@ -77,7 +88,9 @@ std::string Program::to_string() const {
     if (leaf.tied_to >= 0) out << ", the same as r" << leaf.tied_to;
     out << "\n";
   }
-  for (const Instruction& instruction : instructions) {
+  for (size_t i = 0; i < instructions.size(); ++i) {
+    const Instruction& instruction = instructions[i];
+    if (static_cast<int>(i) == backward_after) out << roots_text(roots);
     std::vector<int> results(instruction.results);
     for (int r = 0; r < instruction.results; ++r) results[r] = instruction.first_result + r;
     out << "  " << list_of("r", results) << " = " << instruction.operation->name << "("
@@ -87,12 +100,9 @@ std::string Program::to_string() const {
     if (instruction.mode.autocast) out << " autocast";
     out << "\n";
   }
+  const auto length = static_cast<int>(instructions.size());
+  if (backward_after < 0 || backward_after >= length) out << roots_text(roots);
   out << "  return " << list_of("r", outputs) << "\n";
-  for (const Root& root : roots) {
-    out << "  backward(r" << root.value;
-    if (root.gradient >= 0) out << ", r" << root.gradient;
-    out << ")\n";
-  }
   return out.str();
 }
 
@@ -113,12 +123,21 @@ Tensors execute(const Instruction& instruction, const Tensors& arguments) {
   return execute_in_scope(instruction, arguments);
 }
 
-Results execute(const Program& program, const Tensors& leaves) {
+Tensors execute(const Program& program, const Tensors& leaves, const Backward& backward) {
   const std::vector<int> uses = last_uses(program);
   std::optional<AutocastScope> autocast;  // one around instructions that follow each other
   Tensors registers = leaves;
   registers.resize(program.registers);
+  const auto differentiate = [&] {
+    Tensors roots, gradients;
+    for (const Root& root : program.roots) {
+      roots.push_back(registers[root.value]);
+      gradients.push_back(root.gradient < 0 ? at::Tensor() : registers[root.gradient]);
+    }
+    if (!roots.empty()) backward(roots, gradients);
+  };
   for (size_t i = 0; i < program.instructions.size(); ++i) {
+    if (static_cast<int>(i) == program.backward_after) differentiate();
     const Instruction& instruction = program.instructions[i];
     Tensors arguments;
     for (int argument : instruction.arguments) arguments.push_back(registers[argument]);
@@ -137,13 +156,22 @@ Results execute(const Program& program, const Tensors& leaves) {
     for (int argument : instruction.arguments) drop(argument);
     for (int r = 0; r < instruction.results; ++r) drop(instruction.first_result + r);
   }
-  Results results;
-  for (int output : program.outputs) results.outputs.push_back(registers[output]);
-  for (const Root& root : program.roots) {
-    results.roots.push_back(registers[root.value]);
-    results.root_gradients.push_back(root.gradient < 0 ? at::Tensor() : registers[root.gradient]);
+  const auto length = static_cast<int>(program.instructions.size());
+  if (program.backward_after < 0 || program.backward_after >= length) differentiate();
+  Tensors outputs;
+  for (int output : program.outputs) outputs.push_back(registers[output]);
+  return outputs;
+}
+
+Program with_other_numbers(Program program, Random& random) {
+  static const std::set<std::string> kFactors = {"mul_scalar",  "add_scalar",   "add",
+                                                 "mul_scalar_", "add_",         "fill_",
+                                                 "dropout",     "alpha_dropout"};
+  for (Instruction& instruction : program.instructions) {
+    if (kFactors.count(instruction.operation->name) == 0 || random.chance(40)) continue;
+    for (int64_t& quarters : instruction.numbers) quarters = random.below(5);
   }
-  return results;
+  return program;
 }
 
 at::Tensor make_leaf(const Program& program, size_t index, int step, int microbatch) {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -81,22 +82,22 @@ struct Program {
   std::vector<Instruction> instructions;
   std::vector<int> outputs;  ///< registers
   std::vector<Root> roots;
+  int backward_after = -1;  ///< the number of instructions before `backward`; -1: all
   int registers = 0;
 
   /// One line per leaf and instruction, for people to read.
   std::string to_string() const;
 };
 
-/// What running a program leaves.
-struct Results {
-  Tensors outputs;
-  Tensors roots;
-  Tensors root_gradients;  ///< undefined: ones
-};
+/// Takes the roots and the gradient of each; undefined ones: ones.
+using Backward = std::function<void(const Tensors& roots, const Tensors& gradients)>;
 
-/// Runs a program on its leaves, as a user's function would. Registers are dropped after their
-/// last use.
-Results execute(const Program& program, const Tensors& leaves);
+/// Runs a program on its leaves, as a user's function would, and returns its outputs. Registers are
+/// dropped after their last use. `backward` is called where the program does, if it has roots.
+Tensors execute(const Program& program, const Tensors& leaves, const Backward& backward);
+
+/// The program with other factors and probabilities, 0 and 1 among them.
+Program with_other_numbers(Program program, Random& random);
 
 /// Runs one instruction on its arguments under its mode.
 Tensors execute(const Instruction& instruction, const Tensors& arguments);

@@ -65,6 +65,8 @@ TEST(RandomPrograms, PipelinesGiveTheBitsOfEagerExecution) {
     seen["skipped"] += !verdict.skipped.empty();
     seen["trained"] += verdict.skipped.empty() && !program.roots.empty();
     seen["cut"] += verdict.stages > 1;
+    const bool goes_on = program.backward_after >= 0 && !program.roots.empty();
+    seen["went on after backward"] += verdict.skipped.empty() && goes_on;
     seen["operators"] += verdict.operators;
     seen["transfers"] += verdict.transfers;
     const std::string kind = kind_of(verdict);
@@ -79,13 +81,14 @@ TEST(RandomPrograms, PipelinesGiveTheBitsOfEagerExecution) {
   EXPECT_LT(seen["skipped"] * 100, seen["programs"] * 30);
   EXPECT_GT(seen["trained"] * 100, seen["programs"] * 40);
   EXPECT_GT(seen["cut"] * 100, seen["programs"] * 40);
+  EXPECT_GT(seen["went on after backward"] * 100, seen["programs"] * 10);
 }
 
 class PlantedFaults : public ::testing::TestWithParam<Fault> {};
 
 /// The check or the verifier notices the fault; and where the check does, the verifier had refused
-/// the plan: except for a wrong gradient flow and for inputs that a stage forgets to copy before it
-/// writes them, which are no matter of plans.
+/// the plan: except for a wrong gradient flow, for a backward in the wrong place and for inputs
+/// that a stage forgets to copy before it writes them, which are no matter of plans.
 TEST_P(PlantedFaults, AreFound) {
   constexpr uint64_t kPrograms = 400;
   int found = 0, rejected = 0;
@@ -97,7 +100,9 @@ TEST_P(PlantedFaults, AreFound) {
     if (verdict.failure.empty()) continue;
     if (found++ == 0) first = seed;
     const bool input = verdict.failure.rfind("there is a changed input", 0) == 0;
-    if (GetParam() == Fault::kGradientsApart || input) continue;
+    const bool of_plan = GetParam() != Fault::kGradientsApart && GetParam() != Fault::kLateRoots &&
+                         GetParam() != Fault::kLateWrites;
+    if (!of_plan || input) continue;
     EXPECT_NE(verdict.rejection, "") << "seed " << seed << ": " << verdict.failure;
   }
   std::cout << to_string(GetParam()) << ": found by " << found << " of " << kPrograms

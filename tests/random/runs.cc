@@ -104,15 +104,12 @@ graph::TraceResult trace(const Program& program, const Trial& trial, bool execut
     for (size_t i = 0; i < leaves.size(); ++i) {
       if (program.leaves[i].kind == Leaf::Kind::kInput) leaves[i] = passed[next++];
     }
-    const Results results = random_programs::execute(program, leaves);
-    bool has_gradients = false;
-    for (const auto& gradient : results.root_gradients) has_gradients |= gradient.defined();
-    Tensors gradients;
-    for (size_t r = 0; has_gradients && r < results.roots.size(); ++r) {
-      gradients.push_back(results.root_gradients[r]);
-    }
-    if (!results.roots.empty()) tracer.backward(results.roots, gradients);
-    return results.outputs;
+    return random_programs::execute(
+        program, leaves, [&](const Tensors& roots, const Tensors& gradients) {
+          const bool all_ones = std::none_of(gradients.begin(), gradients.end(),
+                                             [](const auto& one) { return one.defined(); });
+          tracer.backward(roots, all_ones ? Tensors() : gradients);
+        });
   });
 }
 
@@ -208,6 +205,7 @@ Trial Trial::of(uint64_t seed) {
   trial.interleaved = random.chance(50);
   trial.active_microbatches = 1 + static_cast<int>(random.below(4));
   trial.shapes_only = random.chance(50);
+  trial.numbers_change = random.chance(30);
   return trial;
 }
 
@@ -270,15 +268,15 @@ Outcome run_eager(const Program& program, const Trial& trial) {
     for (int m = 0; m < trial.microbatches; ++m) {
       const Tensors leaves = state.leaves(step, m);
       const graph::KeyedRandomScope keyed(key_of(trial, step, m));
-      const Results results = execute(program, leaves);
-      for (size_t i = 0; i < results.outputs.size(); ++i) {
+      const Tensors outputs =
+          execute(program, leaves, [](const Tensors& roots, const Tensors& gradients) {
+            torch::autograd::backward(roots, gradients);
+          });
+      for (size_t i = 0; i < outputs.size(); ++i) {
         // Throws where libtorch does not tell the history: of views made without gradients whose
         // base was written with them. A pipeline has to ask.
-        if (results.outputs[i].defined()) results.outputs[i].grad_fn();
-        outcome[name_of("output", i, m, step)] = snapshot(results.outputs[i]);
-      }
-      if (!results.roots.empty()) {
-        torch::autograd::backward(results.roots, results.root_gradients);
+        if (outputs[i].defined()) outputs[i].grad_fn();
+        outcome[name_of("output", i, m, step)] = snapshot(outputs[i]);
       }
       finish_microbatch(state.table(), step, outcome);
     }
@@ -289,7 +287,22 @@ Outcome run_eager(const Program& program, const Trial& trial) {
 }
 
 std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial) {
-  return trace(program, trial, !trial.shapes_only, {}).recorded;
+  if (!trial.numbers_change) return trace(program, trial, !trial.shapes_only, {}).recorded;
+  Random random(trial.seed * 17 + 3);
+  const Program before = with_other_numbers(program, random);
+  try {
+    run_eager(before, trial);
+  } catch (const std::exception&) {  // eager libtorch cannot run it
+    return trace(program, trial, !trial.shapes_only, {}).recorded;
+  }
+  auto known = trace(before, trial, !trial.shapes_only, {}).recorded;
+  graph::TraceResult found = trace(program, trial, /*execute=*/false, {known.get()});
+  if (found.match == nullptr) return std::move(found.recorded);
+  for (const auto& change : found.constants) {
+    known->operators[change.operator_index].arguments[change.argument].constant = change.value;
+  }
+  for (const auto& change : found.contents) known->values[change.value].content = change.content;
+  return known;
 }
 
 std::string guard(const Program& program, const Trial& trial, const graph::Graph& graph) {

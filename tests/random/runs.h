@@ -20,7 +20,8 @@ struct Trial {
   int steps = 1;
   bool interleaved = false;
   int active_microbatches = 1;
-  bool shapes_only = false;  ///< captured without data
+  bool shapes_only = false;     ///< captured without data
+  bool numbers_change = false;  ///< after the first capture, which later runs are compared with
 
   static Trial of(uint64_t seed);
 };
