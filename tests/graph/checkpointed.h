@@ -54,7 +54,7 @@ class Checkpointed {
   Run forward(const Tensors& inputs, const RandomKey& key, TensorStore* store = nullptr) {
     Run run;
     Environment environment(graph().values.size());
-    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+    std::vector<std::pair<at::Tensor, ValueId>> copies;
     for (size_t id = 0; id < graph().values.size(); ++id) {
       const Value& value = graph().values[id];
       if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoi(value.name)];
@@ -65,10 +65,10 @@ class Checkpointed {
       const at::Tensor& tensor = table_.at(value.name).tensor;
       const bool copied = value.kind == ValueKind::kBuffer;  // as a stage does
       environment[id] = enter(copied ? tensor.clone() : tensor, sink);
-      if (copied) copies.emplace_back(tensor, environment[id].variable_data());
+      if (copied) copies.emplace_back(tensor, static_cast<ValueId>(id));
     }
     run.stored = segment_->run(environment, key, store);
-    for (const auto& [buffer, copy] : copies) buffer.copy_(copy);
+    for (const auto& [buffer, id] : copies) buffer.copy_(environment[id].detach());
     for (ValueId id : graph().outputs) run.outputs.push_back(environment[id].detach());
     for (const auto& root : graph().roots) {
       run.starts.push_back(start_of_backward(environment[root.value]));
@@ -97,6 +97,9 @@ class Checkpointed {
  private:
   std::vector<ValueId> keep() const {
     std::vector<ValueId> keep = graph().outputs;
+    for (size_t id = 0; id < graph().values.size(); ++id) {
+      if (graph().values[id].kind == ValueKind::kBuffer) keep.push_back(static_cast<ValueId>(id));
+    }
     for (const auto& root : graph().roots) {
       keep.push_back(root.value);
       if (root.gradient != kUndefined) keep.push_back(root.gradient);

@@ -130,6 +130,22 @@ TEST(CheckpointedSegment, ViewsAndWritesHaveTheBitsOfEagerCode) {
   });
 }
 
+TEST(CheckpointedSegment, WritesAfterBackwardHaveTheBitsOfEagerCode) {
+  torch::manual_seed(1);
+  Hard net;
+  const std::vector<Tensors> microbatches = {{torch::randn({5, 6})}, {torch::randn({5, 6})}};
+  expect_eager_bits(*net, microbatches, [&](const Tensors& inputs) -> Tensors {
+    auto h = torch::exp(net->first(inputs[0]));
+    auto part = h.narrow(1, 2, 4);
+    auto y = torch::dropout(net->second(part * net->scale), 0.3, true);
+    backward(y.square().sum());
+    const torch::NoGradGuard no_grad;
+    h.mul_(2).add_(part.sum());
+    net->scale.mul_(0.5).add_(part.mean(0), 0.5);
+    return {h, part, y};
+  });
+}
+
 TEST(CheckpointedSegment, AutocastHasTheBitsOfEagerCode) {
   torch::manual_seed(1);
   torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::GELU(), torch::nn::Linear(8, 8),

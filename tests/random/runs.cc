@@ -176,7 +176,10 @@ class Rank {
                              .rank_of_stage(plan_.rank_of_stage)
                              .edges(stage_edges)
                              .active_microbatches(trial_.active_microbatches);
+    const pipeline::ScheduleKind& split = pipeline::schedule_kind("zb_h1");
+    const bool splits = trial_.splits && split.misplacement(options).empty();
     const auto order = !graph_.trains()     ? pipeline::forward_only(options)
+                       : splits             ? split.generate(options)
                        : trial_.interleaved ? pipeline::interleaved(options)
                                             : pipeline::simple(options);
     auto schedule = pipeline::lower(order, stage_edges);
@@ -206,6 +209,7 @@ Trial Trial::of(uint64_t seed) {
   trial.active_microbatches = 1 + static_cast<int>(random.below(4));
   trial.shapes_only = random.chance(50);
   trial.numbers_change = random.chance(30);
+  trial.splits = random.chance(30);
   return trial;
 }
 

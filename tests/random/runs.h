@@ -19,6 +19,7 @@ struct Trial {
   int microbatches = 1;
   int steps = 1;
   bool interleaved = false;
+  bool splits = false;  ///< backwards, where every rank has one stage
   int active_microbatches = 1;
   bool shapes_only = false;     ///< captured without data
   bool numbers_change = false;  ///< after the first capture, which later runs are compared with
