@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "core/check.h"
 #include "dp/gradient_shards.h"
@@ -22,6 +23,15 @@ bool leave_to_program(at::Tensor& view) {
 }
 
 }  // namespace
+
+bool BucketOptions::operator==(const BucketOptions& other) const {
+  const auto fields = [](const BucketOptions& options) {
+    return std::tie(options.bucket_bytes, options.microbatches, options.gradient_shards,
+                    options.divisor, options.overlapping, options.backward_passes,
+                    options.gradient_as_bucket_view, options.gradients_as_summed);
+  };
+  return fields(*this) == fields(other);
+}
 
 GradientBuckets::GradientBuckets(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                  comm::CommunicatorPtr group, const BucketOptions& options)

@@ -33,6 +33,8 @@ struct BucketOptions {
   bool gradient_as_bucket_view = false;
   /// `.grad` has the dtype of the sum: float32 where parameters are of half precision.
   bool gradients_as_summed = false;
+
+  bool operator==(const BucketOptions& other) const;
 };
 
 /// The gradients of a list of parameters during one step: accumulated raw over microbatches in

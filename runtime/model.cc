@@ -143,6 +143,31 @@ std::shared_ptr<dp::ParameterSlices> Model::slices() {
   return slices_;
 }
 
+std::shared_ptr<dp::GradientBuckets> Model::gradient_buckets(
+    const std::vector<at::Tensor>& parameters, const dp::BucketOptions& options) {
+  const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  for (auto it = buckets_.begin(); it != buckets_.end();) {
+    const auto buckets = it->buckets.lock();
+    const auto& held = it->parameters;
+    if (buckets == nullptr) {
+      it = buckets_.erase(it);
+    } else if (it->options == options &&
+               std::equal(held.begin(), held.end(), parameters.begin(), parameters.end(), same)) {
+      return buckets;
+    } else {
+      ++it;
+    }
+  }
+  std::vector<std::string> names;
+  for (const at::Tensor& tensor : parameters) names.push_back(runtime_->table().at(tensor).name);
+  const auto divided = slices();
+  const auto buckets = divided ? std::make_shared<dp::GradientBuckets>(divided, options)
+                               : std::make_shared<dp::GradientBuckets>(
+                                     parameters, names, runtime_->replicas(), options);
+  buckets_.push_back({parameters, options, buckets});
+  return buckets;
+}
+
 Model::TensorDict Model::state_dict() const {
   check_outside_step("state_dict");
   at::NoGradGuard no_grad;

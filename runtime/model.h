@@ -13,14 +13,11 @@
 #include <utility>
 #include <vector>
 
+#include "dp/gradient_buckets.h"
 #include "runtime/runtime.h"
 #include "smp/model_options.h"
 #include "smp/nn/parameter_split.h"
 #include "smp/removable_handle.h"
-
-namespace smp::dp {
-class ParameterSlices;
-}  // namespace smp::dp
 
 namespace smp::runtime {
 
@@ -84,8 +81,17 @@ class Model {
   /// How those that are trained at first are divided among the replicas; null before partitioning,
   /// and without `shard_optimizer_state`.
   std::shared_ptr<dp::ParameterSlices> slices();
+  /// The buckets for the gradients of these of its parameters. All programs that sum alike share
+  /// them, one after the other: a program of another batch size needs no memory for gradients.
+  std::shared_ptr<dp::GradientBuckets> gradient_buckets(const std::vector<at::Tensor>& parameters,
+                                                        const dp::BucketOptions& options);
 
  private:
+  struct SharedBuckets {
+    std::vector<at::Tensor> parameters;
+    dp::BucketOptions options;
+    std::weak_ptr<dp::GradientBuckets> buckets;
+  };
   using Hooks = std::list<std::function<void()>>;
 
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
@@ -99,6 +105,7 @@ class Model {
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
   std::shared_ptr<dp::ParameterSlices> slices_;
+  std::vector<SharedBuckets> buckets_;
   std::string report_;
 };
 

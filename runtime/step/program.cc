@@ -93,7 +93,6 @@ void Program::make_buckets() {
   place_of_.assign(graph_->values.size(), {});
   for (const auto& model : runtime_->models()) {
     std::vector<at::Tensor> parameters;
-    std::vector<std::string> names;
     std::vector<graph::ValueId> divided;
     for (const at::Tensor& parameter : model->trained_parameters()) {
       const auto& entry = runtime_->table().at(parameter);
@@ -106,7 +105,6 @@ void Program::make_buckets() {
       }
       if (shard) continue;
       parameters.push_back(parameter);
-      names.push_back(entry.name);
     }
     const auto& options = model->options();
     dp::BucketOptions bucket;
@@ -122,9 +120,7 @@ void Program::make_buckets() {
     bucket.gradients_as_summed = model->half().has_value();
     const auto slices = model->slices();
     if (slices) check_still_trained(*slices, parameters);
-    buckets_.push_back(
-        slices ? std::make_unique<dp::GradientBuckets>(slices, bucket)
-               : std::make_unique<dp::GradientBuckets>(parameters, names, replicas, bucket));
+    buckets_.push_back(model->gradient_buckets(parameters, bucket));
     if (runtime_->sharding()) sharded_.push_back(make_sharded_gradients(bucket, divided));
   }
 }

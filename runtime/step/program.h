@@ -90,7 +90,7 @@ class Program {
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;
   int shards_ = 0;                                             // what the buckets were made for
-  std::vector<std::unique_ptr<dp::GradientBuckets>> buckets_;  // by model
+  std::vector<std::shared_ptr<dp::GradientBuckets>> buckets_;  // by model
   // By model, of parameters that are divided; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
   std::vector<Place> place_of_;   // by owned parameter

@@ -1,0 +1,57 @@
+#include <torch/torch.h>
+
+#include "graph/allocations.h"
+#include "tests/smp/oracle.h"
+
+// What further graphs of a step function cost, beside the first.
+namespace smp::testing {
+namespace {
+
+constexpr int64_t kWide = 1024, kMiB = 1 << 20;
+
+/// 16 MiB of weights.
+struct HeavyImpl : torch::nn::Module {
+  HeavyImpl() {
+    for (int i = 0; i < 4; ++i) {
+      layers.push_back(
+          register_module("layer" + std::to_string(i),
+                          torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false))));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& layer : layers) x = layer(x);
+    return x.square().mean();
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Heavy);
+
+/// How much more memory this rank has after steps on `sizes` batches of other sizes.
+int64_t growth_over(int sizes) {
+  DistributedModel<Heavy> model{Heavy()};
+  auto train = step([&](torch::Tensor x) {
+    const auto loss = model(x);
+    model->backward(loss);
+    return loss;
+  });
+  const graph::Allocations allocations;
+  for (int i = 0; i < 2; ++i) train(torch::ones({2, kWide}));  // gradients, and what it keeps
+  const int64_t before = allocations.now();
+  for (int size = 2; size <= sizes; ++size) train(torch::ones({2 * size, kWide}));
+  return allocations.now() - before;
+}
+
+TEST(Growth, AnotherBatchSizeNeedsNoMemoryForGradients) {
+  torch::set_num_threads(1);
+  for (const int ranks : {1, 2}) {
+    run_as_threads(ranks, Config().partitions(ranks).microbatches(2), [&] {
+      EXPECT_LT(growth_over(30), 20 * kMiB) << ranks << " ranks, rank " << rank();
+    });
+    run_as_threads(ranks, Config().ddp(true).shard_optimizer_state(true).microbatches(2), [&] {
+      EXPECT_LT(growth_over(30), 20 * kMiB) << ranks << " replicas, rank " << rank();
+    });
+  }
+}
+
+}  // namespace
+}  // namespace smp::testing
