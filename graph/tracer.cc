@@ -44,12 +44,20 @@ TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& f
   define_inputs(inputs, passed);
   install_engine();
   ActiveScope scope(this);
-  std::vector<at::Tensor> outputs;
-  {
-    InterceptScope intercept(*this);
-    outputs = function(passed);
+  return finish(run_function(function, passed));
+}
+
+/// libtorch's own errors, of shapes and types that do not fit, do not say where.
+std::vector<at::Tensor> Tracer::run_function(const Function& function,
+                                             const std::vector<at::Tensor>& inputs) {
+  try {
+    const InterceptScope intercept(*this);
+    return function(inputs);
+  } catch (const Error&) {
+    throw;
+  } catch (const c10::Error& error) {
+    core::fail<Error>(where(), ": ", error.what_without_backtrace());
   }
-  return finish(outputs);
 }
 
 // ---------------------------------------------------------------------------------------------

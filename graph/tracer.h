@@ -192,6 +192,8 @@ class Tracer final : public OperatorInterceptor {
   uint64_t checksum(const Operator& op);
 
   void check_late_writes() const;
+  std::vector<at::Tensor> run_function(const Function& function,
+                                       const std::vector<at::Tensor>& inputs);
   TraceResult finish(const std::vector<at::Tensor>& outputs);
   void assign_scopes();
 

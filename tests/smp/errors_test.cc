@@ -484,6 +484,15 @@ TEST_F(Capture, OtherThingsThatNeedValues) {
   }
 }
 
+TEST_F(Capture, ErrorsOfLibtorchSayWhere) {
+  const auto text = error_of_training<Error>(
+      2, stages(2), [&](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor) {
+        return model(x).matmul(torch::ones({3, 3})).sum();
+      });
+  expect_has(text, {"[smp rank ", "step function \"train\", in or after module \"",
+                    "mat1 and mat2 shapes cannot be multiplied"});
+}
+
 TEST_F(Program, ModulesThatCannotBeWrapped) {
   expect_has(
       error_of_run<UsageError>(1, stages(1), [] { DistributedModel<Mlp> model(Mlp(nullptr)); }),
