@@ -69,6 +69,8 @@ class Executor {
     std::function<void(const Action&)> on_action;
     /// Takes returned tensors.
     OutputConsumer output;
+    /// Takes what backwards start from; null: nobody looks.
+    RootConsumer root;
   };
 
   /// Runs all actions. Throws what communication and operators throw; the executor is not usable

@@ -325,7 +325,8 @@ void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
 }
 
 void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
-                    const graph::RandomKey& key, const OutputConsumer& output) {
+                    const graph::RandomKey& key, const OutputConsumer& output,
+                    const RootConsumer& root) {
   // Operators set the modes they were recorded in.
   at::AutoGradMode grad(true);
   InFlight& state = in_flight_[microbatch];
@@ -333,6 +334,7 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   enter_all(state, inputs);
   run_operators(state, key);
   if (graph_.trains()) keep_starts(state);
+  if (root) give_roots(microbatch, root);
   keep_values(state);
   give_outputs(microbatch, output);
   if (residency_) residency_->end(Pass::kForward, microbatch);
@@ -379,6 +381,10 @@ void Stage::keep_starts(InFlight& state) const {
       if (replica.sink != kNoSink) state.starts.emplace_back(state.sinks[replica.sink], 0);
     }
   }
+}
+
+void Stage::give_roots(int microbatch, const RootConsumer& consume) const {
+  for (const auto& root : roots_) consume(microbatch, environment_[root.value].detach());
 }
 
 void Stage::keep_values(InFlight& state) const {

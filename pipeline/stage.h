@@ -54,6 +54,9 @@ using GradientBuffer = std::function<at::Tensor(graph::ValueId parameter, int mi
 /// Takes a tensor that the step returns: its position among the graph's outputs, the microbatch.
 using OutputConsumer = std::function<void(int position, int microbatch, const at::Tensor& output)>;
 
+/// Takes a tensor that the backward of a microbatch starts from.
+using RootConsumer = std::function<void(int microbatch, const at::Tensor& root)>;
+
 /// One stage of a pipeline: its part of the graph, ready to run microbatch by microbatch.
 ///
 /// A stage holds, for every microbatch between forward and backward, the autograd history of its
@@ -98,9 +101,10 @@ class Stage {
 
   /// Runs the stage's operators on microbatch `microbatch`. `inputs` are the step's inputs for
   /// it, by graph input. The step's returned tensors that are complete here go to `output`; they
-  /// keep their history until the microbatch's backward.
+  /// keep their history until the microbatch's backward. Those that the backward starts from go to
+  /// `root`, unless it is null.
   void forward(int microbatch, const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
-               const OutputConsumer& output);
+               const OutputConsumer& output, const RootConsumer& root = nullptr);
 
   /// Runs the backward of the microbatch and forgets it. Gradients of owned parameters go to
   /// `consume`, and those that matrix products make into `buffer`, unless that is null (see
@@ -193,6 +197,7 @@ class Stage {
   void run_operators(InFlight& state, const graph::RandomKey& key);
   at::Tensor copy_of(const at::Tensor& tensor) const;
   void keep_starts(InFlight& state) const;
+  void give_roots(int microbatch, const RootConsumer& root) const;
   void keep_values(InFlight& state) const;
   void give_outputs(int microbatch, const OutputConsumer& output) const;
   void begin_backward(InFlight& state) const;

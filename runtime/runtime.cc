@@ -11,6 +11,7 @@
 #include "nn/tensor_group.h"
 #include "runtime/first_difference.h"
 #include "runtime/model.h"
+#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -59,6 +60,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   }
   world_->check_collectives(config_.check_collectives());  // those split from it, too
   make_groups(timeout);
+  update_watch = std::make_shared<UpdateWatch>(*this);
   nn::set_tensor_group([] { return get().group(CommGroup::kTp); });
   nn::set_default_optimize([] { return get().config().optimize(); });
 }

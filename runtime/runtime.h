@@ -25,6 +25,7 @@ namespace smp::runtime {
 
 class CheckpointContext;
 class Model;
+class UpdateWatch;
 
 /// Everything that `init` sets up for one rank: configuration, groups, models, owners of
 /// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
@@ -89,6 +90,8 @@ class Runtime {
 
   /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;
+  /// What the program does around its steps; never null.
+  std::shared_ptr<UpdateWatch> update_watch;
 
   /// Whether this rank has the parameter or buffer: as its owner, or as all before partitioning.
   bool owns(const ParameterTable::Entry& entry) const {

@@ -17,6 +17,7 @@
 #include "runtime/runtime.h"
 #include "runtime/save/together.h"
 #include "runtime/update/divided_states.h"
+#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -345,6 +346,7 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
   CheckpointContext::of(runtime).finish();
+  runtime.update_watch->compare_now();
   checkpoint::RunState run = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
   return request.merged ? save_merged(runtime, request, std::move(run), model)

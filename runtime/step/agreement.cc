@@ -110,16 +110,22 @@ std::string describe_constants(const graph::Graph& graph,
 StepFingerprints::StepFingerprints(const graph::Graph& graph)
     : graph(graph.fingerprint()), constants(graph.constants_fingerprint()) {}
 
-void check_agreement(comm::Communicator& group, const StepTrace& step, const AgreeingRanks& who) {
-  if (group.size() == 1) return;
+std::vector<std::string> check_agreement(comm::Communicator& group, const StepTrace& step,
+                                         const AgreeingRanks& who) {
+  if (group.size() == 1) return {step.note};
   const std::string overrides = describe_overrides(step.constants, step.contents);
   const std::array<uint64_t, 4> mine = {step.fingerprints.graph, step.fingerprints.constants,
                                         XXH64(overrides.data(), overrides.size(), 0),
                                         hash_inputs(step.inputs)};
-  const auto all = comm::all_gather_bytes(
-      group, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)));
+  auto all = comm::all_gather_bytes(
+      group, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)) + step.note);
+  std::vector<std::string> notes;
+  for (std::string& bytes : all) {
+    notes.push_back(bytes.substr(sizeof(mine)));
+    bytes.resize(sizeof(mine));
+  }
   const size_t other = first_other(all);
-  if (other == 0) return;
+  if (other == 0) return notes;
   std::array<uint64_t, 4> first, second;
   std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
   std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));

@@ -28,6 +28,7 @@ struct StepTrace {
   const std::vector<std::vector<graph::ConstantOverride>>& constants;  ///< by microbatch, or one
   const std::vector<std::vector<graph::ContentOverride>>& contents;
   const std::vector<at::Tensor>& inputs;  ///< of the whole batch
+  const std::string& note;                ///< what the other ranks must know beside
 };
 
 /// What errors call the ranks that must agree ("pp rank"), and by what data are to be shared out.
@@ -38,8 +39,9 @@ struct AgreeingRanks {
 
 /// Throws a `UsageError` on all ranks of the group, those of a pipeline and of its tensor-parallel
 /// groups, unless they run the same graph with the same constants on the same inputs; it shows the
-/// first difference. Collective over `group`.
-void check_agreement(comm::Communicator& group, const StepTrace& step, const AgreeingRanks& ranks);
+/// first difference. Returns the notes of all. Collective over `group`.
+std::vector<std::string> check_agreement(comm::Communicator& group, const StepTrace& step,
+                                         const AgreeingRanks& ranks);
 
 /// Throws a `UsageError` on all replicas unless they run the same graph; it shows the first
 /// difference. For replicas that gather parameters together. Collective over `replicas`.

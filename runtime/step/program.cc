@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "dp/comm_errors.h"
 #include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
 #include "pipeline/message.h"
@@ -13,6 +14,8 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/pipeline_choice.h"
+#include "runtime/step/replica_pace.h"
+#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -196,13 +199,30 @@ void Program::complete_stage(int stage) {
   }
 }
 
-void Program::finish_training() {
+void Program::finish_training(const Inputs& inputs) {
+  const bool bad = losses_.finish();
+  PaceExchange exchange(*runtime_->replicas(), {runtime_->update_watch->updates(), bad});
   runtime_->current_step.adding_up = nullptr;
-  for (auto& buckets : buckets_) {
-    buckets->finish();
-    if (buckets->is_adding_up()) runtime_->current_step.adding_up = this;
-  }
-  for (auto& gradients : sharded_) gradients->finish();
+  std::vector<ReplicaPace> paces;
+  const auto where = [&] {
+    return c10::str(
+        " [while replicas reduced the gradients of step function \"", inputs.name,
+        "\", training step ", runtime_->progress.training_steps + 1,
+        " of this rank: one that leaves out a step, or has fewer batches, ends before]");
+  };
+  dp::with_where_in_errors(where, [&] {
+    for (auto& buckets : buckets_) {
+      buckets->finish();
+      if (buckets->is_adding_up()) runtime_->current_step.adding_up = this;
+    }
+    for (auto& gradients : sharded_) gradients->finish();
+    paces = exchange.wait();
+  });
+  check_same_pace(paces, inputs.name);
+  if (!bad) return;
+  std::vector<bool> bad_ones;
+  for (const ReplicaPace& pace : paces) bad_ones.push_back(pace.has_bad_loss != 0);
+  losses_.report(*runtime_, inputs.name, bad_ones);
 }
 
 /// Parameters that an optimizer may have changed, and buffers that a step may have: from their
@@ -320,8 +340,10 @@ Program::Outputs Program::run(Inputs inputs) {
     outputs[position][microbatch] =
         output.defined() && inputs.detach_outputs ? output.detach() : output;
   };
+  losses_.begin(*runtime_, inputs.step_call);
+  step.root = [&](int microbatch, const at::Tensor& root) { losses_.look(microbatch, root); };
   runner_->run(std::move(step));
-  if (graph_->trains()) finish_training();
+  if (graph_->trains()) finish_training(inputs);
   share_outputs(outputs);
   return outputs;
 }

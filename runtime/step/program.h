@@ -13,6 +13,7 @@
 #include "graph/graph.h"
 #include "partitioner/plan.h"
 #include "runtime/runtime.h"
+#include "runtime/step/loss_watch.h"
 #include "runtime/step/planning.h"
 #include "runtime/step/schedule_runner.h"
 
@@ -33,7 +34,8 @@ class Program {
     /// By microbatch, or one entry for all; operators are counted as captured.
     std::vector<std::vector<graph::ConstantOverride>> constants;
     std::vector<std::vector<graph::ContentOverride>> contents;
-    uint64_t random_stream = 0;  ///< of the step function
+    std::string name;            ///< of the step function
+    uint64_t random_stream = 0;  ///< its
     uint64_t step_call = 0;      ///< how many calls of it came before
     bool detach_outputs = true;
   };
@@ -70,7 +72,7 @@ class Program {
   void begin_training();
   void count_stages();
   void complete_stage(int stage);
-  void finish_training();
+  void finish_training(const Inputs& inputs);
   void share_outputs(Outputs& outputs) const;
   uint64_t global_microbatch(int64_t microbatch) const;
   void count_as_planned(Inputs& inputs) const;
@@ -93,7 +95,8 @@ class Program {
   std::vector<std::shared_ptr<dp::GradientBuckets>> buckets_;  // by model
   // By model, of parameters that are divided; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
-  std::vector<Place> place_of_;   // by owned parameter
+  std::vector<Place> place_of_;  // by owned parameter
+  LossWatch losses_;
   std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
 };
 

@@ -29,6 +29,7 @@
 #include "runtime/step/placing.h"
 #include "runtime/step/preparing.h"
 #include "runtime/step/step_value.h"
+#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -125,6 +126,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   StepResults results = prepared.program->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
   results = own_outputs(std::move(results));
+  runtime_->update_watch->after_step(name_, traced.found->trains());
   if (traced.found->trains()) {
     ++runtime_->progress.training_steps;
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
@@ -165,6 +167,7 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall
   step.constants = std::move(traced.constants);
   step.contents = std::move(traced.contents);
   step.random_stream = stream_;
+  step.name = name_;
   step.detach_outputs = options_.detach_outputs();
   if (prepared.coalesced) {
     step.tensors = split(call, microbatches() / prepared.coalesced->factor);
@@ -331,13 +334,15 @@ void StepFunction::agree(const Traced& traced, const Batches& batches) {
   for (const StepCall& batch : batches) {
     inputs.insert(inputs.end(), batch.tensors.begin(), batch.tensors.end());
   }
-  const StepTrace step = {name_,           *traced.found, fingerprints->second, traced.constants,
-                          traced.contents, inputs};
+  const std::string note = runtime_->update_watch->before_step();
+  const StepTrace step = {
+      name_, *traced.found, fingerprints->second, traced.constants, traced.contents, inputs, note};
   const bool one_batch = runtime_->is_tensor_parallel() && runtime_->batches() == 1;
-  check_agreement(
-      *runtime_->group(CommGroup::kMp), step,
-      {runtime_->is_tensor_parallel() ? "mp rank" : "pp rank",
-       one_batch ? "smp::rdp_rank() and smp::rdp_size()" : "smp::dp_rank() and smp::dp_size()"});
+  const AgreeingRanks who = {
+      runtime_->is_tensor_parallel() ? "mp rank" : "pp rank",
+      one_batch ? "smp::rdp_rank() and smp::rdp_size()" : "smp::dp_rank() and smp::dp_size()"};
+  const auto notes = check_agreement(*runtime_->group(CommGroup::kMp), step, who);
+  runtime_->update_watch->compare(notes, who.name);
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     check_same_operators(*runtime_->replicas(), step);
   }

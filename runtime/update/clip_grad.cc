@@ -22,6 +22,7 @@
 #include "runtime/update/grad_norm.h"
 #include "runtime/update/optimizer_pieces.h"
 #include "runtime/update/precision.h"
+#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -165,12 +166,14 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
                  value, ", so they cannot be clipped. Nothing was changed. Skip this step, look for "
                  "the loss that is not finite, or pass error_if_nonfinite = false to scale them "
                  "anyway");
+  const UpdateWatch::OwnScaling own;
   optim::scale_to_norm(gradients.mine(), norm, max_norm);
   return value;
 }
 
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
   at::NoGradGuard no_grad;
+  const UpdateWatch::OwnScaling own;
   for (const at::Tensor& gradient : Gradients("smp::clip_grad_value_", parameters).mine()) {
     if (gradient.defined()) gradient.clamp_(-clip_value, clip_value);
   }

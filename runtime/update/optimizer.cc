@@ -3,12 +3,14 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "optim/elementwise.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/state_pieces.h"
+#include "runtime/update/update_watch.h"
 #include "smp/optim/uses_grad_norm.h"
 
 namespace smp::runtime {
@@ -46,14 +48,49 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
 
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   check_gradients_complete("optimizer.step()");
+  if (!closure) check_trained();
+  runtime_->update_watch->before_update();
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
-  return pieces_.step(update, closure);
+  at::Tensor loss = pieces_.step(update, closure);
+  runtime_->update_watch->after_update();
+  return loss;
+}
+
+bool Optimizer::has_gradient() const {
+  const auto parameters = optim::parameters_of(optimizer_);
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+}
+
+/// Without gradients libtorch does nothing and says nothing. Where steps were called and none
+/// trained, a model->backward is missing.
+void Optimizer::check_trained() {
+  const UpdateWatch& watch = *runtime_->update_watch;
+  const bool idle = watch.trainings() == trainings_ && watch.evaluations() > evaluations_;
+  const bool has_none = !has_gradient();
+  SMP_CHECK_WITH(UsageError, !idle || watch.trainings() > 0 || !has_none,
+                 "optimizer.step() was called, and no step function has trained so far: \"",
+                 watch.last_evaluation(),
+                 "\" calls no model->backward, so it was an evaluation and made no gradients. Call "
+                 "model->backward(loss) in it");
+  if (idle && (dropped_ || has_none) && !std::exchange(warned_, true)) {
+    core::log_warning(
+        "optimizer.step() was called, and no step function has trained since it was called "
+        "before: \"" +
+        watch.last_evaluation() +
+        "\" called no model->backward this time, so it was an evaluation and made no "
+        "gradients. Call model->backward(loss) in it, or leave out optimizer.step()");
+  }
+  trainings_ = watch.trainings();
+  evaluations_ = watch.evaluations();
+  dropped_ = false;
 }
 
 void Optimizer::zero_grad(bool set_to_none) {
   check_gradients_complete("optimizer.zero_grad()");
   pieces_.zero_grad(set_to_none);
+  dropped_ = true;
   loss_scaling_.forget();
 }
 

@@ -62,6 +62,8 @@ class Optimizer {
   void reload_model_params();
 
  private:
+  bool has_gradient() const;
+  void check_trained();
   OptimizerState own_part(OptimizerState state) const;
   bool divides() const;
   void check_fits(const OptimizerState& state) const;
@@ -74,6 +76,10 @@ class Optimizer {
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces pieces_;
   LossScaling loss_scaling_;
+  // What the watch had counted at the last step, and whether gradients were dropped since.
+  int64_t trainings_ = 0, evaluations_ = 0;
+  bool dropped_ = false;
+  bool warned_ = false;
 };
 
 }  // namespace smp::runtime

@@ -13,6 +13,8 @@
 #include <string>
 #include <utility>
 
+#include "runtime/update/update_watch.h"
+
 namespace smp::runtime {
 namespace {
 
@@ -52,6 +54,7 @@ GradientCheck check_gradients(const std::vector<at::Tensor>& gradients, comm::Co
 
 void unscale_gradients(const std::vector<at::Tensor>& gradients, double scale) {
   at::NoGradGuard no_grad;
+  const UpdateWatch::OwnScaling own;
   const auto inverse = static_cast<float>(1.0 / scale);
   for (const auto& group : group_alike(gradients)) {
     const auto options = group.front().options().dtype(at::kFloat);

@@ -1,0 +1,71 @@
+#include "runtime/step/loss_watch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "core/log.h"
+#include "runtime/update/loss_scaler.h"
+
+namespace smp::runtime {
+namespace {
+
+/// Of `optimizer.scale_loss`, `fp16`, or `amp::GradScaler`, whose scale is an input of every step.
+bool scales_loss(const Runtime& runtime) {
+  const auto& values = runtime.step_inputs.values;
+  return runtime.config().fp16() || !runtime.step_inputs.loss_scaler.expired() ||
+         std::any_of(values.begin(), values.end(),
+                     [](const auto& value) { return !value.expired(); });
+}
+
+bool is_power_of_ten(int64_t number) {
+  while (number % 10 == 0) number /= 10;
+  return number == 1;
+}
+
+}  // namespace
+
+void LossWatch::begin(const Runtime& runtime, uint64_t call) {
+  call_ = call;
+  looks_ = !scales_loss(runtime);
+  here_.clear();
+  awaited_ = std::exchange(on_device_, {});
+}
+
+void LossWatch::look(int microbatch, const at::Tensor& root) {
+  if (!looks_ || root.numel() != 1 || !root.is_floating_point()) return;
+  (root.is_cpu() ? here_ : on_device_).push_back({call_, microbatch, root.clone()});
+}
+
+bool LossWatch::finish() {
+  for (auto* const roots : {&awaited_, &here_}) {
+    for (Root& root : *roots) {
+      if (std::isfinite(root.value.item<double>())) continue;
+      found_ = std::move(root);
+      return true;
+    }
+  }
+  return false;
+}
+
+void LossWatch::report(const Runtime& runtime, const std::string& step_name,
+                       const std::vector<bool>& bad) {
+  if (!is_power_of_ten(++times_)) return;
+  const auto count = std::count(bad.begin(), bad.end(), true);
+  std::string where;
+  if (bad.size() > 1) {
+    where = count == 1 ? c10::str(" on this replica alone, of ", bad.size(), ": look at its batch")
+                       : c10::str(" on ", count, " of ", bad.size(), " replicas");
+  }
+  core::log_warning(
+      c10::str("step function \"", step_name, "\", call ", found_.call + 1,
+               ": the value that model->backward starts from is ", found_.value.item<double>(),
+               " in microbatch ", found_.microbatch, " on world rank ", runtime.rank(), where,
+               ". Its gradients are added to those of all microbatches and replicas, and after "
+               "optimizer.step() no weight may be a number any more. Leave out optimizer.step() on "
+               "all ranks "
+               "where loss.reduce_mean(smp::CommGroup::kDp) is not finite",
+               times_ == 1 ? "" : c10::str(". So far ", times_, " times")));
+}
+
+}  // namespace smp::runtime

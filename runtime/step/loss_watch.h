@@ -1,0 +1,44 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "runtime/runtime.h"
+
+namespace smp::runtime {
+
+/// Looks at the numbers that the backwards of a step start from, on the ranks that have them: one
+/// that is not finite makes parameters that are not, on all replicas. Internal.
+///
+/// Under a loss scale nobody looks: an overflow is part of the plan there, and such a step is
+/// skipped. What lies on a device is read when the next step ends, when it has long been there.
+class LossWatch {
+ public:
+  /// A step begins; `call` calls of its function came before.
+  void begin(const Runtime& runtime, uint64_t call);
+  /// A tensor from which the backward of a microbatch starts.
+  void look(int microbatch, const at::Tensor& root);
+  /// The step has run its backwards: whether one of its numbers was not finite.
+  bool finish();
+
+  /// Warns of it, the first, tenth, hundredth ... time. `bad[r]`: whether replica r had one, too.
+  void report(const Runtime& runtime, const std::string& step_name, const std::vector<bool>& bad);
+
+ private:
+  struct Root {
+    uint64_t call;
+    int microbatch;
+    at::Tensor value;
+  };
+
+  bool looks_ = false;
+  uint64_t call_ = 0;
+  std::vector<Root> here_, on_device_, awaited_;
+  Root found_{};
+  int64_t times_ = 0;
+};
+
+}  // namespace smp::runtime

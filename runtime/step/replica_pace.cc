@@ -1,0 +1,45 @@
+#include "runtime/step/replica_pace.h"
+
+#include <ATen/ops/empty.h>
+
+#include "core/check.h"
+
+namespace smp::runtime {
+namespace {
+
+constexpr int64_t kNumbers = 2;
+
+}  // namespace
+
+PaceExchange::PaceExchange(comm::Communicator& replicas, const ReplicaPace& mine)
+    : mine_(at::empty({kNumbers}, at::kLong)),
+      all_(at::empty({replicas.size(), kNumbers}, at::kLong)) {
+  auto* const numbers = mine_.mutable_data_ptr<int64_t>();
+  numbers[0] = mine.updates;
+  numbers[1] = mine.has_bad_loss;
+  work_ = replicas.async().all_gather(all_, mine_);
+}
+
+std::vector<ReplicaPace> PaceExchange::wait() {
+  work_->wait();
+  std::vector<ReplicaPace> result;
+  const auto* const numbers = all_.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < all_.size(0); ++r) {
+    result.push_back({numbers[r * kNumbers], numbers[r * kNumbers + 1]});
+  }
+  return result;
+}
+
+void check_same_pace(const std::vector<ReplicaPace>& all, const std::string& step_name) {
+  for (size_t r = 1; r < all.size(); ++r) {
+    SMP_CHECK_WITH(UsageError, all[r].updates == all[0].updates, "step function \"", step_name,
+                   "\": before this step, optimizer.step() was called ", all[0].updates,
+                   " times on replica 0 and ", all[r].updates, " times on replica ", r,
+                   ". A replica that leaves out a step of training or an update sums its gradients "
+                   "with those of another step of the others from then on. Call the step function "
+                   "and optimizer.step() on all replicas alike, whatever their data; a batch that "
+                   "is not to count has a loss multiplied by zero");
+  }
+}
+
+}  // namespace smp::runtime

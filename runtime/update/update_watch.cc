@@ -1,0 +1,158 @@
+#include "runtime/update/update_watch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "optim/grad_norm.h"
+#include "runtime/runtime.h"
+#include "runtime/update/precision.h"
+
+namespace smp::runtime {
+namespace {
+
+/// Norms in float32, over gradients that were multiplied by a rounded factor.
+constexpr double kSameNorm = 1e-3;
+constexpr double kSameFactor = 1e-3;
+
+bool same(double a, double b, double tolerance) {
+  return std::abs(a - b) <= tolerance * std::max(std::abs(a), std::abs(b));
+}
+
+}  // namespace
+
+bool UpdateWatch::Scaling::differs(const Scaling& other) const {
+  return is_known() && other.is_known() &&
+         !same(factor, other.factor, std::max({kSameFactor, tolerance, other.tolerance}));
+}
+
+/// Ranks that have other gradients of the same model.
+bool UpdateWatch::has_others() const { return runtime_.group(CommGroup::kMp)->size() > 1; }
+
+std::vector<at::Tensor> UpdateWatch::with_gradients() const {
+  std::vector<at::Tensor> result;
+  for (const auto& entry : runtime_.table().entries()) {
+    if (entry.kind == graph::ValueKind::kParameter && entry.tensor.grad().defined()) {
+      result.push_back(entry.tensor);
+    }
+  }
+  return result;
+}
+
+void UpdateWatch::look() {
+  if (has_others()) probes_.look(with_gradients());
+}
+
+/// Takes note of what was done to the gradients since `look`.
+void UpdateWatch::settle() {
+  if (!has_others()) return;
+  const std::optional<double> factor = probes_.factor();
+  if (!factor) return;
+  scaling_.factor = scaling_.is_known() ? scaling_.factor * *factor : *factor;
+  scaling_.tolerance = probes_.tolerance();
+  if (*factor == 1) return;
+  std::vector<at::Tensor> norms;
+  for (const at::Tensor& parameter : with_gradients()) {
+    norms.push_back(optim::gradient_norm(parameter.grad(), 2).to(at::kDouble));
+  }
+  scaling_.norm = optim::norm_of_norms(norms, 2).item<double>();
+}
+
+std::string UpdateWatch::before_step() {
+  check_optimizer();
+  settle();
+  look();
+  std::string note(sizeof(Scaling), '\0');
+  std::memcpy(note.data(), &scaling_, sizeof(Scaling));
+  scaling_ = {};
+  return note;
+}
+
+void UpdateWatch::compare(const std::vector<std::string>& notes, const std::string& kind) {
+  std::vector<Scaling> all(notes.size());
+  for (size_t r = 0; r < all.size(); ++r) std::memcpy(&all[r], notes[r].data(), sizeof(Scaling));
+  size_t first = 0, other = 0;
+  bool clipped = false;
+  for (size_t a = 0; a < all.size(); ++a) {
+    for (size_t b = a + 1; b < all.size(); ++b) {
+      if (!all[a].differs(all[b])) continue;
+      if (other == 0) first = a, other = b;
+      // To the same norm by different factors: each by its own.
+      clipped = clipped || same(all[a].norm, all[b].norm, kSameNorm);
+    }
+  }
+  if (other == 0) return;
+  // A program may scale what is all of one rank's by a number of its own; clipping takes another
+  // one every time.
+  bool varies = false;
+  for (size_t r = 0; r < differed_.size(); ++r) varies = varies || all[r].differs(differed_[r]);
+  const bool is_first = differed_.empty();
+  differed_ = all;
+  const std::string message = c10::str(
+      "the program has multiplied the gradients of ", kind, " ", first, " by ", all[first].factor,
+      " and those of ", kind, " ", other, " by ", all[other].factor,
+      " between the step that made them and optimizer.step(). torch::nn::utils::clip_grad_norm_ "
+      "does so: on each rank it takes the norm of this rank's gradients alone. Call "
+      "smp::clip_grad_norm_(model, max_norm), which takes the norm over all ranks");
+  SMP_CHECK_WITH(UsageError, !clipped && !varies, message,
+                 ", and go on from a checkpoint: the optimizer has stepped");
+  if (is_first && runtime_.rank() == 0) {
+    core::log_warning(message +
+                      ". If these are factors of the program's own, that never change, all is "
+                      "well");
+  }
+}
+
+void UpdateWatch::compare_now() {
+  if (!has_others()) return;
+  const auto group = runtime_.group(CommGroup::kMp);
+  compare(comm::all_gather_bytes(*group, before_step()), "mp rank");
+}
+
+void UpdateWatch::after_step(const std::string& step_name, bool trained) {
+  if (trained) {
+    ++trainings_;
+    look();
+  } else {
+    ++evaluations_;
+    last_evaluation_ = step_name;
+  }
+}
+
+void UpdateWatch::before_update() {
+  ++updates_;
+  settle();
+}
+
+/// Parameters in half precision, whose gradients the program has dropped before a
+/// `DistributedOptimizer` has used any.
+void UpdateWatch::check_optimizer() {
+  if (warned_of_optimizer_ || updates_ > 0 || trainings_ == 0) return;
+  const auto half = half_type(runtime_.config());
+  if (!half) return;
+  for (const at::Tensor& parameter : with_gradients()) {
+    if (parameter.grad().is_meta() || parameter.grad().any().item<bool>()) return;
+  }
+  warned_of_optimizer_ = true;
+  if (runtime_.rank() > 0) return;
+  core::log_warning(
+      c10::str("a step has trained parameters of type ", *half,
+               ", and its gradients were dropped before a DistributedOptimizer stepped. An "
+               "optimizer of torch::optim alone knows neither master weights, so that it "
+               "loses updates that are small beside a parameter, nor a loss scale. Wrap "
+               "it: auto optimizer = smp::distributed(plain), and call its step()"));
+}
+
+UpdateWatch::OwnScaling::OwnScaling()
+    : watch_(Runtime::exists() ? Runtime::get().update_watch.get() : nullptr) {
+  if (watch_ != nullptr) watch_->settle();
+}
+
+UpdateWatch::OwnScaling::~OwnScaling() {
+  if (watch_ != nullptr) watch_->look();
+}
+
+}  // namespace smp::runtime

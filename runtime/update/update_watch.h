@@ -1,0 +1,91 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "runtime/update/gradient_probes.h"
+
+namespace smp::runtime {
+
+class Runtime;
+
+/// Watches what a program does around its steps, which no rank can tell to be wrong by itself:
+/// whether the ranks that have one model together scale their gradients alike, whether steps train
+/// before the optimizer steps, and whether it is the optimizer that can. Belongs to the rank's
+/// thread. Internal.
+///
+/// Costs no message: what ranks have to tell each other travels with what they say to each other
+/// when a step begins. So gradients that were scaled wrongly are found when the next step begins,
+/// or at the next save.
+class UpdateWatch {
+ public:
+  /// `runtime` must outlive this.
+  explicit UpdateWatch(const Runtime& runtime) : runtime_(runtime) {}
+
+  /// A step begins. Returns what the other ranks of the model must know.
+  std::string before_step();
+  /// With what all these ranks returned. Throws a `UsageError` on all of them where they cannot
+  /// have scaled their gradients by one norm over all. `kind` is what errors call the ranks: "pp
+  /// rank".
+  void compare(const std::vector<std::string>& notes, const std::string& kind);
+  /// Both for calls that are no steps. Collective over the ranks of the model.
+  void compare_now();
+  void after_step(const std::string& step_name, bool trained);
+
+  /// A `DistributedOptimizer` is about to step, and has.
+  void before_update();
+  void after_update() { look(); }
+
+  /// How often these have happened.
+  int64_t trainings() const { return trainings_; }
+  int64_t evaluations() const { return evaluations_; }
+  int64_t updates() const { return updates_; }
+  /// The step function that was called last without `backward`.
+  const std::string& last_evaluation() const { return last_evaluation_; }
+
+  /// What the library itself does to gradients until the end of the block is not the program's
+  /// doing. Also without `init`.
+  class OwnScaling {
+   public:
+    OwnScaling();
+    ~OwnScaling();
+    OwnScaling(const OwnScaling&) = delete;
+    OwnScaling& operator=(const OwnScaling&) = delete;
+
+   private:
+    UpdateWatch* watch_;
+  };
+
+ private:
+  static constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
+  /// By what a rank has multiplied its gradients since the last comparison, and their norm then.
+  struct Scaling {
+    double factor = kUnknown;
+    double norm = kUnknown;
+    double tolerance = 0;
+
+    bool is_known() const { return factor == factor; }
+    bool differs(const Scaling& other) const;
+  };
+
+  bool has_others() const;
+  std::vector<at::Tensor> with_gradients() const;
+  void look();
+  void settle();
+  void check_optimizer();
+
+  const Runtime& runtime_;
+  GradientProbes probes_;
+  Scaling scaling_;
+  std::vector<Scaling> differed_;  // of all ranks, when they last did
+  int64_t trainings_ = 0, evaluations_ = 0, updates_ = 0;
+  std::string last_evaluation_;
+  bool warned_of_optimizer_ = false;
+};
+
+}  // namespace smp::runtime
