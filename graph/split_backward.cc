@@ -3,7 +3,6 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <algorithm>
 #include <set>
 #include <string>
 #include <utility>
@@ -60,9 +59,9 @@ class Division {
   /// Functions that lead to inputs and do all of their work in the first part.
   std::vector<Node*> finished() const {
     std::vector<Node*> result;
+    const ska::flat_hash_set<const Node*> going_on(divided_.begin(), divided_.end());
     for (Node* node : order_) {
-      const bool goes_on = std::find(divided_.begin(), divided_.end(), node) != divided_.end();
-      if (leads_to_input(node) && !goes_on) result.push_back(node);
+      if (leads_to_input(node) && going_on.count(node) == 0) result.push_back(node);
     }
     return result;
   }
@@ -104,8 +103,7 @@ class Division {
       divided |= divisible;
       if (divisible) continue;
       early_.insert(edge.function.get());
-      const auto known = std::find(early_edges_.begin(), early_edges_.end(), edge);
-      if (known == early_edges_.end()) early_edges_.push_back(edge);
+      if (known_.emplace(edge.function.get(), edge.input_nr).second) early_edges_.push_back(edge);
     }
     if (divided) divided_.push_back(node);
   }
@@ -127,6 +125,7 @@ class Division {
   std::vector<Node*> order_;
   std::vector<Node*> divided_;
   std::vector<Edge> early_edges_;
+  std::set<std::pair<const Node*, uint32_t>> known_;  // of these
   bool sound_ = true;
 };
 
