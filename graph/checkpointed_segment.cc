@@ -13,28 +13,11 @@
 namespace smp::graph {
 namespace {
 
-bool writes(const Operator& op, int alias_set) {
-  return std::find(op.writes.begin(), op.writes.end(), alias_set) != op.writes.end();
-}
-
-/// Whether a value lies on memory that outlives the run: of anything but a result.
-bool outlives_run(const Graph& graph, ValueId id) {
-  const int alias_set = graph.values[id].alias_set;
-  return std::any_of(graph.values.begin(), graph.values.end(), [&](const Value& other) {
-    return other.alias_set == alias_set && other.kind != ValueKind::kResult;
-  });
-}
-
-/// How to keep what a region that begins with operator `first` reads. What outlives a run is
-/// written by other microbatches' runs, too.
-KeptInput::Kind kind_of_input(const Graph& graph, ValueId id, int first) {
-  const int alias_set = graph.values[id].alias_set;
-  const bool outlives = outlives_run(graph, id);
-  const bool written =
-      std::any_of(graph.operators.begin() + (outlives ? 0 : first), graph.operators.end(),
-                  [&](const Operator& op) { return writes(op, alias_set); });
-  if (written) return KeptInput::Kind::kCopy;
-  return outlives ? KeptInput::Kind::kOther : KeptInput::Kind::kAlias;
+/// How to keep what a region that begins with operator `first` reads of some memory. What outlives
+/// a run is written by other microbatches' runs, too.
+KeptInput::Kind kind_of_input(const AliasAnalysis::Set& memory, int first) {
+  if (memory.is_written_from(memory.outlives_run() ? 0 : first)) return KeptInput::Kind::kCopy;
+  return memory.outlives_run() ? KeptInput::Kind::kOther : KeptInput::Kind::kAlias;
 }
 
 /// What operators read that none of them makes, ascending. A literal is there before its operator.
@@ -113,14 +96,15 @@ CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<i
                                          const std::vector<int>& region_of_operator)
     : graph_(graph), program_(std::make_shared<SegmentProgram>(graph, operators, keep)) {
   if (!graph.trains()) return;
-  for (const auto& region : find_regions(operators, region_of_operator)) {
-    add_region(operators, region);
-  }
+  const auto regions = find_regions(operators, region_of_operator);
+  if (regions.empty()) return;
+  const AliasAnalysis aliases(graph);
+  for (const auto& region : regions) add_region(operators, region, aliases);
   find_kept_by_others(operators);
 }
 
 void CheckpointedSegment::add_region(const std::vector<int>& operators,
-                                     const std::vector<int>& region) {
+                                     const std::vector<int>& region, const AliasAnalysis& aliases) {
   check_repeatable(graph_, region);
   const auto first = std::find(operators.begin(), operators.end(), region.front());
   Region result;
@@ -130,7 +114,7 @@ void CheckpointedSegment::add_region(const std::vector<int>& operators,
     return is_leaf(graph_.operators[index].handle);
   });
   for (ValueId id : inputs_of(graph_, region)) {
-    result.inputs.push_back({id, kind_of_input(graph_, id, region.front())});
+    result.inputs.push_back({id, kind_of_input(aliases.of(id), region.front())});
   }
   regions_.push_back(std::move(result));
 }

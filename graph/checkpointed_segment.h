@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "graph/alias_analysis.h"
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/region_run.h"
@@ -95,7 +96,8 @@ class CheckpointedSegment {
   };
   using KeptById = std::map<ValueId, std::weak_ptr<KeptInput>>;
 
-  void add_region(const std::vector<int>& operators, const std::vector<int>& region);
+  void add_region(const std::vector<int>& operators, const std::vector<int>& region,
+                  const AliasAnalysis& aliases);
   void find_kept_by_others(const std::vector<int>& operators);
   void run_region(const Region& region, Segment::Run& run, Environment& environment,
                   const RandomKey& key, TensorStore* store, KeptById& known, KeptInputs& stored);

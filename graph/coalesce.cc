@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/alias_analysis.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -15,12 +16,9 @@ namespace {
 class Coalescer {
  public:
   Coalescer(const Graph& one, const Graph& many, const BatchAxes& axes, int factor)
-      : one_(one), many_(many), axes_(axes), values_(one.values.size()) {
+      : one_(one), aliases_(one), many_(many), axes_(axes), values_(one.values.size()) {
     result_.factor = factor;
     result_.operators.resize(one.operators.size());
-    for (const Operator& op : one.operators) {
-      for (int set : op.writes) written_.push_back(set);
-    }
   }
 
   Coalesced run() {
@@ -144,13 +142,9 @@ class Coalescer {
     if (axes_.axis[value] == kNoAxis) return known.size() == 1 ? known[0] : known.at(part);
     auto& parts = split_[value];
     // What is written is cut where it is read, so that autograd sees the last state.
-    if (parts.empty() || (part == 0 && is_written(value))) parts = split(value, reader);
+    if (parts.empty() || (part == 0 && aliases_.of(value).is_written()))
+      parts = split(value, reader);
     return parts[part];
-  }
-
-  bool is_written(ValueId value) const {
-    return std::find(written_.begin(), written_.end(), one_.values[value].alias_set) !=
-           written_.end();
   }
 
   std::vector<ValueId> split(ValueId value, const Operator* reader) {
@@ -211,10 +205,10 @@ class Coalescer {
   }
 
   const Graph& one_;
+  const AliasAnalysis aliases_;
   const Graph& many_;
   const BatchAxes& axes_;
   Coalesced result_;
-  std::vector<int> written_;                       // alias sets of `one`
   std::vector<std::vector<ValueId>> values_;       // by value of `one`
   std::map<ValueId, std::vector<ValueId>> split_;  // of `one`: its microbatches
   int random_count_ = 0;

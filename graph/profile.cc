@@ -12,6 +12,7 @@
 #include <unordered_set>
 
 #include "core/check.h"
+#include "graph/alias_analysis.h"
 #include "graph/allocations.h"
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
@@ -60,11 +61,10 @@ uint64_t checksum(const Operator& op, const Environment& environment) {
 /// Copies of what the graph writes among the tensors that it does not make, so that another run
 /// finds them as the first one did.
 Environment copy_written(const Graph& graph, const Environment& environment) {
-  std::unordered_set<int> written;
-  for (const Operator& op : graph.operators) written.insert(op.writes.begin(), op.writes.end());
+  const AliasAnalysis aliases(graph);
   Environment copy = environment;
   for (size_t id = 0; id < copy.size(); ++id) {
-    if (!copy[id].defined() || written.count(graph.values[id].alias_set) == 0) continue;
+    if (!copy[id].defined() || !aliases.of(static_cast<ValueId>(id)).is_written()) continue;
     copy[id] = copy[id].detach().clone();
   }
   return copy;

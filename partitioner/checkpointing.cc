@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/alias_analysis.h"
 #include "graph/checkpointed_segment.h"
 #include "partitioner/data_flow.h"
 
@@ -85,15 +86,7 @@ class Members {
 /// microbatch is there anyway.
 std::vector<int64_t> input_bytes(const Graph& graph, const Regions& regions,
                                  const std::vector<int>& stage_of_operator) {
-  std::vector<int> maker(graph.alias_sets, -1);
-  std::vector<int64_t> bytes(graph.alias_sets, 0);
-  std::vector<bool> outlives(graph.alias_sets, false);
-  for (const graph::Value& value : graph.values) {
-    if (value.kind != ValueKind::kResult) outlives[value.alias_set] = true;
-    if (maker[value.alias_set] >= 0) continue;
-    maker[value.alias_set] = value.producer;
-    bytes[value.alias_set] = value.meta.nbytes();
-  }
+  const graph::AliasAnalysis aliases(graph);
   std::vector<int64_t> result(graph.operators.size(), 0);
   std::vector<bool> counted(graph.alias_sets, false);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
@@ -101,12 +94,15 @@ std::vector<int64_t> input_bytes(const Graph& graph, const Regions& regions,
     for_each_argument(graph.operators[i], [&](ValueId id) {
       const int set = graph.values[id].alias_set;
       const int producer = graph.values[id].producer;
-      if (outlives[set] || counted[set] || producer < 0 || regions[producer] == regions[i]) return;
+      const auto& memory = aliases.set(set);
+      if (memory.outlives_run() || counted[set] || producer < 0 || regions[producer] == regions[i])
+        return;
       const bool received =
           !stage_of_operator.empty() && stage_of_operator[producer] != stage_of_operator[i];
       if (received) return;
       counted[set] = true;
-      result[maker[set]] += bytes[set];
+      const graph::Value& first = graph.values[memory.values.front()];
+      result[first.producer] += first.meta.nbytes();
     });
   }
   return result;

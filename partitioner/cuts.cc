@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "graph/alias_analysis.h"
 #include "graph/autocast.h"
 #include "partitioner/data_flow.h"
 
@@ -16,15 +17,10 @@ using graph::kUndefined;
 using graph::ValueId;
 using graph::ValueKind;
 
-/// What the operators do with one alias set.
+/// Between which operators one alias set is used.
 struct StorageUse {
-  ValueId base = kUndefined;  ///< the first value that is not a result
   int first_touch = -1;
   int last_touch = -1;
-  int last_write = -1;
-  std::vector<ValueId> values;
-
-  bool written() const { return last_write >= 0; }
 
   void touch(int index) {
     first_touch = first_touch < 0 ? index : std::min(first_touch, index);
@@ -35,8 +31,10 @@ struct StorageUse {
 class Storages {
  public:
   explicit Storages(const Graph& graph)
-      : graph_(graph), uses_(graph.alias_sets), last_use_(graph.values.size(), -1) {
-    for (size_t v = 0; v < graph.values.size(); ++v) add_value(static_cast<ValueId>(v));
+      : graph_(graph),
+        aliases_(graph),
+        uses_(graph.alias_sets),
+        last_use_(graph.values.size(), -1) {
     for (size_t i = 0; i < graph.operators.size(); ++i) add_operator(static_cast<int>(i));
     for (ValueId value : graph.outputs) use_at_end(value);
     const std::vector<int> root_operator = root_operators(graph, last_writers(graph));
@@ -52,7 +50,7 @@ class Storages {
   /// The values of a set that exist before cut `i` and are used after it.
   std::vector<ValueId> crossing(int set, int i) const {
     std::vector<ValueId> result;
-    for (ValueId value : uses_[set].values) {
+    for (ValueId value : aliases_.set(set).values) {
       if (graph_.values[value].producer <= i && last_use_[value] > i) result.push_back(value);
     }
     return result;
@@ -61,25 +59,27 @@ class Storages {
   /// The rule, for one storage and one cut.
   bool violated(int set, int i) const {
     const StorageUse& use = uses_[set];
-    if (!use.written()) return false;
-    if (use.base != kUndefined) return use.first_touch <= i && i < use.last_touch;
-    return use.last_write > i && crossing(set, i).size() >= 2;
+    const auto& memory = aliases_.set(set);
+    if (!memory.is_written()) return false;
+    if (memory.outlives_run()) return use.first_touch <= i && i < use.last_touch;
+    return memory.last_writer() > i && crossing(set, i).size() >= 2;
   }
 
   /// Calls `visit(first, last)` for ranges of cuts that the set makes illegal.
   template <class Visitor>
   void for_each_illegal_range(int set, const Visitor& visit) const {
     const StorageUse& use = uses_[set];
-    if (!use.written()) return;
-    if (use.base != kUndefined) {
+    const auto& memory = aliases_.set(set);
+    if (!memory.is_written()) return;
+    if (memory.outlives_run()) {
       visit(use.first_touch, use.last_touch - 1);
       return;
     }
     // Each value counts at the cuts from its producer up to its last use or the last write.
     std::vector<std::pair<int, int>> changes;
-    for (ValueId value : use.values) {
+    for (ValueId value : memory.values) {
       const int first = graph_.values[value].producer;
-      const int end = std::min(last_use_[value], use.last_write);
+      const int end = std::min(last_use_[value], memory.last_writer());
       if (first >= end) continue;
       changes.emplace_back(first, +1);
       changes.emplace_back(end, -1);
@@ -94,10 +94,12 @@ class Storages {
 
   std::string reason(int set, int i) const {
     const StorageUse& use = uses_[set];
-    const std::string writer = describe_operator(graph_, use.last_write);
-    if (use.base != kUndefined) {
+    const auto& memory = aliases_.set(set);
+    const std::string writer = describe_operator(graph_, memory.last_writer());
+    if (memory.outlives_run()) {
       return fmt::format("{} is written by {}, so all its users, operators {} to {}, stay together",
-                         describe_value(graph_, use.base), writer, use.first_touch, use.last_touch);
+                         describe_value(graph_, memory.base), writer, use.first_touch,
+                         use.last_touch);
     }
     const std::vector<ValueId> values = crossing(set, i);
     return fmt::format(
@@ -106,14 +108,6 @@ class Storages {
   }
 
  private:
-  void add_value(ValueId id) {
-    const graph::Value& value = graph_.values[id];
-    if (value.alias_set < 0) return;
-    StorageUse& use = uses_[value.alias_set];
-    use.values.push_back(id);
-    if (value.kind != ValueKind::kResult && use.base == kUndefined) use.base = id;
-  }
-
   void add_operator(int index) {
     const graph::Operator& op = graph_.operators[index];
     const auto touch = [&](ValueId value) {
@@ -125,10 +119,7 @@ class Storages {
       touch(value);
     });
     for_each_result(op, touch);
-    for (int set : op.writes) {
-      uses_[set].touch(index);
-      uses_[set].last_write = index;
-    }
+    for (int set : op.writes) uses_[set].touch(index);
   }
 
   void use_at_end(ValueId value) {
@@ -144,6 +135,7 @@ class Storages {
   }
 
   const Graph& graph_;
+  const graph::AliasAnalysis aliases_;
   std::vector<StorageUse> uses_;
   std::vector<int> last_use_;
 };
@@ -222,20 +214,14 @@ std::vector<std::string> why_illegal(const Graph& graph) {
 }
 
 std::vector<ValueId> split_weights(const Graph& graph) {
-  std::vector<ValueId> parameter_of_set(graph.alias_sets, kUndefined);
-  for (size_t v = 0; v < graph.values.size(); ++v) {
-    const graph::Value& value = graph.values[v];
-    if (value.kind == ValueKind::kParameter && value.alias_set >= 0) {
-      parameter_of_set[value.alias_set] = static_cast<ValueId>(v);
-    }
-  }
+  const graph::AliasAnalysis aliases(graph);
   std::vector<ValueId> result(std::max<size_t>(graph.operators.size(), 1) - 1, kUndefined);
   const std::vector<std::vector<int>> uses = value_uses(graph);
   for (size_t v = 0; v < graph.values.size(); ++v) {
     const graph::Value& value = graph.values[v];
     if (value.kind != ValueKind::kResult || value.alias_set < 0 || uses[v].empty()) continue;
-    const ValueId parameter = parameter_of_set[value.alias_set];
-    if (parameter == kUndefined) continue;
+    const ValueId parameter = aliases.set(value.alias_set).base;
+    if (parameter == kUndefined || graph.values[parameter].kind != ValueKind::kParameter) continue;
     for (int i = value.producer; i < uses[v].back(); ++i) result[i] = parameter;
   }
   return result;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "graph/alias_analysis.h"
+
 namespace smp::partitioner {
 
 using graph::Graph;
@@ -11,24 +13,12 @@ using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;
 
-std::vector<bool> written_sets(const Graph& graph) {
-  std::vector<bool> written(graph.alias_sets, false);
-  for (const graph::Operator& op : graph.operators) {
-    for (int set : op.writes) written[set] = true;
-  }
-  return written;
-}
-
 std::vector<int> last_writers(const Graph& graph) {
-  std::vector<int> of_set(graph.alias_sets, -1);
-  for (size_t i = 0; i < graph.operators.size(); ++i) {
-    for (int set : graph.operators[i].writes) of_set[set] = static_cast<int>(i);
-  }
+  const graph::AliasAnalysis aliases(graph);
   std::vector<int> result;
-  result.reserve(graph.values.size());
-  for (const Value& value : graph.values) {
-    const int written = value.alias_set >= 0 ? of_set[value.alias_set] : -1;
-    result.push_back(std::max(value.producer, written));
+  for (size_t v = 0; v < graph.values.size(); ++v) {
+    const int written = aliases.of(static_cast<ValueId>(v)).last_writer();
+    result.push_back(std::max(graph.values[v].producer, written));
   }
   return result;
 }

@@ -11,9 +11,6 @@ namespace smp::partitioner {
 using graph::for_each_argument;
 using graph::for_each_result;
 
-/// Per alias set: whether an operator writes it.
-std::vector<bool> written_sets(const graph::Graph& graph);
-
 /// Per value: the last operator that makes it or writes its storage, -1 if there is none. From
 /// there on the value is what an output or a backward root of the graph sees.
 std::vector<int> last_writers(const graph::Graph& graph);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/alias_analysis.h"
 #include "graph/leaf.h"
 #include "partitioner/cost.h"
 #include "partitioner/data_flow.h"
@@ -82,18 +83,13 @@ class RuleFinder {
   /// Views see writes, and autograd remakes their history after one, so whatever touches a written
   /// storage keeps its place among what else does.
   void add_storages() {
-    const std::vector<bool> written = written_sets(graph_);
-    std::vector<ValueId> first_value(graph_.alias_sets, kUndefined);
-    for (size_t v = graph_.values.size(); v-- > 0;) {
-      const int set = graph_.values[v].alias_set;
-      if (set >= 0) first_value[set] = static_cast<ValueId>(v);
-    }
+    const graph::AliasAnalysis aliases(graph_);
     std::vector<int> last(graph_.alias_sets, -1);
     for (int i = 0; i < operators(); ++i) {
       const auto touch_set = [&](int set) {
-        if (set < 0 || !written[set]) return;
+        if (set < 0 || !aliases.set(set).is_written()) return;
         if (last[set] >= 0 && last[set] != i) {
-          rules_.push_back({last[set], i, Kind::kStorage, first_value[set]});
+          rules_.push_back({last[set], i, Kind::kStorage, aliases.set(set).values.front()});
         }
         last[set] = i;
       };

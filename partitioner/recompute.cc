@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "graph/alias_analysis.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/transfer_cost.h"
 
@@ -16,10 +17,7 @@ using graph::ValueId;
 using graph::ValueKind;
 
 std::vector<bool> repeatable_operators(const Graph& graph) {
-  const std::vector<bool> written = written_sets(graph);
-  const auto untouched = [&](const Value& value) {
-    return value.alias_set < 0 || !written[value.alias_set];
-  };
+  const graph::AliasAnalysis aliases(graph);
   std::vector<bool> repeatable(graph.operators.size(), false);
   const auto everywhere = [&](ValueId id) {
     const Value& value = graph.values[id];
@@ -27,7 +25,7 @@ std::vector<bool> repeatable_operators(const Graph& graph) {
       case ValueKind::kInput:
       case ValueKind::kConstant:
       case ValueKind::kLiteral:
-        return untouched(value);
+        return !aliases.of(id).is_written();
       case ValueKind::kResult:
         return static_cast<bool>(repeatable[value.producer]);
       default:
@@ -39,7 +37,7 @@ std::vector<bool> repeatable_operators(const Graph& graph) {
     bool ok = op.random_ordinal < 0 && op.writes.empty() && !graph.makes_literal(op);
     for_each_argument(op, [&](ValueId id) { ok = ok && everywhere(id); });
     for_each_result(op, [&](ValueId id) {
-      ok = ok && !graph.values[id].meta.requires_grad && untouched(graph.values[id]);
+      ok = ok && !graph.values[id].meta.requires_grad && !aliases.of(id).is_written();
     });
     repeatable[i] = ok;
   }

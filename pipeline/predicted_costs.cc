@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "graph/alias_analysis.h"
 #include "graph/visit.h"
 
 namespace smp::pipeline {
@@ -13,19 +14,17 @@ namespace {
 using graph::Graph;
 using partitioner::Plan;
 
-/// The operator that makes the storage of a value, where that is one.
-int maker_of(const Graph& graph, const graph::Value& value) {
-  int maker = value.producer;
-  for (const graph::Value& other : graph.values) {
-    if (other.alias_set == value.alias_set) maker = std::min(maker, other.producer);
-  }
+/// The operator that makes some memory, where that is one.
+int maker_of(const Graph& graph, const graph::AliasAnalysis::Set& memory) {
+  int maker = graph.values[memory.values.front()].producer;
+  for (graph::ValueId id : memory.values) maker = std::min(maker, graph.values[id].producer);
   return maker;
 }
 
 /// Whether an operator of the stage that makes a value's storage makes something else from it. If
 /// not, the stage lets go of it when it is sent, and where it arrives it counts again.
-bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value& value) {
-  const int stage = plan.stage_of_operator[maker_of(graph, value)];
+bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value& value,
+                        int stage) {
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const graph::Operator& op = graph.operators[i];
     if (plan.stage_of_operator[i] != stage) continue;
@@ -42,7 +41,7 @@ bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value
 class CostPredictor {
  public:
   CostPredictor(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges)
-      : graph_(graph), plan_(plan), edges_(edges) {
+      : graph_(graph), aliases_(graph), plan_(plan), edges_(edges) {
     costs_.forward.assign(plan.stages(), 0);
     costs_.backward_input.assign(plan.stages(), 0);
     costs_.backward_weight.assign(plan.stages(), 0);
@@ -98,11 +97,11 @@ class CostPredictor {
     std::set<int> counted;         // alias sets
     for (const auto& hop : plan_.transfers) {
       const graph::Value& value = graph_.values[hop.value];
-      const int maker = maker_of(graph_, value);
+      const int maker = maker_of(graph_, aliases_.of(hop.value));
       if (maker < 0 || plan_.stage_of_operator[maker] != hop.from) continue;
       if (plan_.rank_of_stage[hop.from] == plan_.rank_of_stage[hop.to]) continue;
       if (!counted.insert(value.alias_set).second) continue;
-      if (is_used_where_made(graph_, plan_, value)) continue;
+      if (is_used_where_made(graph_, plan_, value, hop.from)) continue;
       const int64_t saved = graph_.operators[maker].cost.saved_bytes;
       costs_.kept[hop.from] -= static_cast<double>(std::min<int64_t>(saved, value.meta.nbytes()));
     }
@@ -173,6 +172,7 @@ class CostPredictor {
   }
 
   const Graph& graph_;
+  const graph::AliasAnalysis aliases_;
   const Plan& plan_;
   const std::vector<Edge>& edges_;
   StageCosts costs_;

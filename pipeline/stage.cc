@@ -58,6 +58,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
              const std::vector<Edge>& edges, int index, int microbatches,
              const graph::TensorTable& table)
     : graph_(graph),
+      aliases_(graph),
       edges_(edges),
       index_(index),
       separate_(graph::sets_to_separate(graph)),
@@ -136,20 +137,13 @@ void Stage::find_kept() {
 
 /// Whether a value lies on the memory of a parameter, a buffer, an input or a constant, which
 /// outlives the microbatch.
-bool Stage::on_shared_memory(ValueId value) const {
-  const int alias_set = graph_.values[value].alias_set;
-  return std::any_of(graph_.values.begin(), graph_.values.end(), [&](const graph::Value& other) {
-    return other.alias_set == alias_set && other.kind != ValueKind::kResult;
-  });
-}
+bool Stage::on_shared_memory(ValueId value) const { return aliases_.of(value).outlives_run(); }
 
 bool Stage::writes(ValueId value) const {
-  const int alias_set = graph_.values[value].alias_set;
-  for (int index : operators_) {
-    const auto& written = graph_.operators[index].writes;
-    if (std::find(written.begin(), written.end(), alias_set) != written.end()) return true;
-  }
-  return false;
+  const auto& writers = aliases_.of(value).writers;
+  return std::any_of(writers.begin(), writers.end(), [this](int index) {
+    return std::binary_search(operators_.begin(), operators_.end(), index);
+  });
 }
 
 /// Whether an operator reads values `of_interest` where its backward may need them. One that

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "graph/alias_analysis.h"
 #include "graph/autograd_entry.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/graph.h"
@@ -208,6 +209,7 @@ class Stage {
                          const GradientConsumer& consume) const;
 
   const graph::Graph& graph_;
+  const graph::AliasAnalysis aliases_;
   const std::vector<Edge>& edges_;
   const int index_;
   const std::vector<bool> separate_;  // see graph::sets_to_separate

@@ -5,12 +5,12 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "graph/alias_analysis.h"
 #include "graph/coalesce.h"
 #include "graph/kept.h"
 #include "graph/random.h"
@@ -395,11 +395,12 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
     apply_first_plan(*runtime_, planned, count,
                      prepared.divided ? prepared.divided->parameters : Splits());
   }
-  std::unordered_set<int> written;
-  for (const auto& op : runs->operators) written.insert(op.writes.begin(), op.writes.end());
-  for (const auto& value : runs->values) {
-    if (value.kind == graph::ValueKind::kBuffer && written.count(value.alias_set) > 0) {
-      runtime_->table().set_written(value.name);
+  const graph::AliasAnalysis aliases(*runs);
+  for (const auto& memory : aliases.sets()) {
+    for (graph::ValueId id : memory.values) {
+      const graph::Value& value = runs->values[id];
+      const bool writes = memory.is_written() && value.kind == graph::ValueKind::kBuffer;
+      if (writes) runtime_->table().set_written(value.name);
     }
   }
   prepared.program = std::make_unique<Program>(runtime_, std::move(planned), count, !first, factor);
