@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
-#include <tuple>
 #include <utility>
 
 namespace smp::dp {
@@ -27,45 +26,6 @@ int64_t padded_numel(int64_t numel, const at::TensorOptions& options, int parts)
   return round_up(numel, parts > 1 ? kDivisibleElements : kAlignment / bytes_of(options, 1));
 }
 
-struct Bucket {
-  Bucket(const at::TensorOptions& options, int64_t limit) : options(options), limit(limit) {}
-
-  at::TensorOptions options;
-  int64_t limit;  // in bytes
-  int64_t numel = 0;
-  std::vector<std::pair<size_t, int64_t>> members;  // parameters and their offsets
-
-  bool fits(int64_t more) const {
-    return members.empty() || bytes_of(options, numel + more) <= limit;
-  }
-};
-
-/// In the order in which they become complete.
-std::vector<Bucket> fill_buckets(const std::vector<at::Tensor>& parameters,
-                                 const std::vector<at::TensorOptions>& options,
-                                 const std::vector<size_t>& order, const BucketSizes& sizes) {
-  std::vector<Bucket> full;
-  std::map<std::tuple<at::ScalarType, at::ScalarType, std::string>, Bucket> open;
-  for (size_t index : order) {
-    const at::TensorOptions& kind = options[index];
-    const auto key = std::tuple(c10::typeMetaToScalarType(kind.dtype()),
-                                parameters[index].scalar_type(), kind.device().str());
-    Bucket& bucket = open.try_emplace(key, kind, sizes.first).first->second;
-    const int64_t numel = padded_numel(parameters[index].numel(), kind, sizes.parts);
-    if (!bucket.fits(numel)) full.push_back(std::exchange(bucket, Bucket(kind, sizes.others)));
-    bucket.members.emplace_back(index, bucket.numel);
-    bucket.numel += numel;
-  }
-  for (auto& [key, bucket] : open) full.push_back(std::move(bucket));
-
-  std::vector<size_t> time_of(parameters.size());
-  for (size_t time = 0; time < order.size(); ++time) time_of[order[time]] = time;
-  std::sort(full.begin(), full.end(), [&](const Bucket& a, const Bucket& b) {
-    return time_of[a.members.back().first] < time_of[b.members.back().first];
-  });
-  return full;
-}
-
 }  // namespace
 
 at::TensorOptions sum_options(const at::Tensor& parameter) {
@@ -80,21 +40,58 @@ std::vector<at::TensorOptions> sum_options(const std::vector<at::Tensor>& parame
   return options;
 }
 
+std::vector<std::vector<size_t>> fill_buckets(const std::vector<BucketItem>& items, int64_t first,
+                                              int64_t others) {
+  struct Bucket {
+    int64_t limit;
+    int64_t size = 0;
+    size_t completed = 0;  // by which item
+    std::vector<size_t> members = {};
+  };
+  std::vector<Bucket> full;
+  std::map<std::string, Bucket> open;
+  for (size_t i = 0; i < items.size(); ++i) {
+    Bucket& bucket = open.try_emplace(items[i].kind, Bucket{first}).first->second;
+    if (!bucket.members.empty() && bucket.size + items[i].size > bucket.limit) {
+      full.push_back(std::exchange(bucket, Bucket{others}));
+    }
+    bucket.members.push_back(items[i].parameter);
+    bucket.size += items[i].size;
+    bucket.completed = i;
+  }
+  for (auto& [kind, bucket] : open) full.push_back(std::move(bucket));
+  std::sort(full.begin(), full.end(),
+            [](const Bucket& a, const Bucket& b) { return a.completed < b.completed; });
+  std::vector<std::vector<size_t>> members;
+  for (Bucket& bucket : full) members.push_back(std::move(bucket.members));
+  return members;
+}
+
 BucketLayout make_bucket_layout(const std::vector<at::Tensor>& parameters,
                                 const std::vector<at::TensorOptions>& options,
                                 const std::vector<size_t>& order, const BucketSizes& sizes) {
+  const auto numel_of = [&](size_t i) {
+    return padded_numel(parameters[i].numel(), options[i], sizes.parts);
+  };
+  std::vector<BucketItem> items;
+  for (size_t i : order) {
+    items.push_back({i,
+                     c10::str(options[i].dtype(), " of ", parameters[i].scalar_type(), " on ",
+                              options[i].device()),
+                     bytes_of(options[i], numel_of(i))});
+  }
   BucketLayout layout;
   layout.slots.resize(parameters.size());
-  for (const Bucket& bucket : fill_buckets(parameters, options, order, sizes)) {
-    std::vector<size_t> members;
-    for (const auto& [index, offset] : bucket.members) {
-      layout.slots[index] = {layout.size(), offset};
-      members.push_back(index);
+  layout.members = fill_buckets(items, sizes.first, sizes.others);
+  for (size_t bucket = 0; bucket < layout.size(); ++bucket) {
+    int64_t numel = 0;
+    for (size_t i : layout.members[bucket]) {
+      layout.slots[i] = {bucket, numel};
+      numel += numel_of(i);
     }
-    layout.members.push_back(std::move(members));
-    layout.numel.push_back(
-        sizes.parts > 1 ? round_up(bucket.numel, sizes.parts * kDivisibleElements) : bucket.numel);
-    layout.options.push_back(bucket.options);
+    layout.numel.push_back(sizes.parts > 1 ? round_up(numel, sizes.parts * kDivisibleElements)
+                                           : numel);
+    layout.options.push_back(options[layout.members[bucket].front()]);
   }
   return layout;
 }
@@ -118,13 +115,26 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-std::string describe_bucket(const BucketLayout& layout, size_t bucket,
-                            const std::vector<std::string>& names) {
-  const auto& members = layout.members[bucket];
-  std::string text =
-      c10::str("bucket ", bucket + 1, " of ", layout.size(), ": ", names[members[0]]);
-  if (members.size() > 1) text += c10::str(" ... ", names[members.back()]);
-  return text;
+BucketMemory make_bucket_memory(
+    const BucketLayout& layout, const std::vector<at::Tensor>& parameters,
+    const std::function<at::Tensor(int64_t numel, const at::TensorOptions&)>& allocate) {
+  BucketMemory memory;
+  for (size_t bucket = 0; bucket < layout.size(); ++bucket) {
+    memory.buckets.push_back(allocate(layout.numel[bucket], layout.options[bucket]));
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto [bucket, offset] = layout.slots[i];
+    memory.slices.push_back(gradient_slice(memory.buckets[bucket], offset, parameters[i]));
+  }
+  return memory;
+}
+
+void claim(at::Tensor& slice) {
+  if (slice.use_count() <= 1) return;
+  const at::AutoDispatchBelowADInplaceOrView no_view;
+  const at::Tensor other = slice.as_strided(slice.sizes(), slice.strides(), slice.storage_offset());
+  slice.set_data(slice.clone());
+  slice = other;
 }
 
 }  // namespace smp::dp

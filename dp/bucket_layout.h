@@ -4,6 +4,7 @@
 #include <c10/core/TensorOptions.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,19 @@ struct BucketSizes {
 at::TensorOptions sum_options(const at::Tensor& parameter);
 std::vector<at::TensorOptions> sum_options(const std::vector<at::Tensor>& parameters);
 
+/// A gradient on its way into a bucket.
+struct BucketItem {
+  size_t parameter;
+  std::string kind;  ///< A bucket holds gradients of one kind.
+  int64_t size;
+};
+
+/// Fills buckets with items in their order: the first of each kind up to one size, the others up to
+/// another; a larger item has a bucket of its own. Returns the parameters by bucket, buckets in the
+/// order in which they become complete.
+std::vector<std::vector<size_t>> fill_buckets(const std::vector<BucketItem>& items, int64_t first,
+                                              int64_t others);
+
 /// Fills buckets in `order`, the one in which gradients become ready (indices of `parameters`, each
 /// once). `options[i]` is the dtype and device of gradient i. Buckets are numbered in the order in
 /// which they become complete.
@@ -55,8 +69,19 @@ at::Tensor gradient_slice(const at::Tensor& bucket, int64_t offset, const at::Te
 /// Complex numbers are added part by part; communicators know real ones only.
 at::Tensor as_real(const at::Tensor& tensor);
 
-/// "bucket 2 of 5: conv1.weight ... fc.bias", for errors.
-std::string describe_bucket(const BucketLayout& layout, size_t bucket,
-                            const std::vector<std::string>& names);
+/// Flat tensors laid out as buckets, and each gradient's slice of them.
+struct BucketMemory {
+  std::vector<at::Tensor> buckets;
+  std::vector<at::Tensor> slices;  ///< by parameter
+};
+
+/// `allocate` makes a bucket, of zeros.
+BucketMemory make_bucket_memory(
+    const BucketLayout& layout, const std::vector<at::Tensor>& parameters,
+    const std::function<at::Tensor(int64_t numel, const at::TensorOptions&)>& allocate);
+
+/// To be called before a slice is written again. One that the program has kept (as `.grad`) keeps
+/// its values in memory of its own, and `slice` becomes another tensor on the bucket.
+void claim(at::Tensor& slice);
 
 }  // namespace smp::dp

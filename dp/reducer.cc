@@ -15,7 +15,6 @@
 
 #include "comm/group_core.h"
 #include "core/check.h"
-#include "dp/comm_errors.h"
 
 namespace smp::dp {
 namespace {
@@ -84,17 +83,18 @@ void Reducer::add_hook(size_t index) {
   accumulators_.push_back(std::move(accumulator));
 }
 
-void Reducer::make_buckets(BucketLayout layout) {
-  layout_ = std::move(layout);
-  buckets_.clear();
-  for (size_t b = 0; b < layout_.size(); ++b) {
-    buckets_.push_back(make_bucket(*communicator_, layout_.numel[b], layout_.options[b]));
-  }
-  slices_.resize(parameters_.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto [bucket, offset] = layout_.slots[i];
-    slices_[i] = gradient_slice(buckets_[bucket], offset, parameters_[i]);
-  }
+void Reducer::make_buckets(const BucketLayout& layout) {
+  memory_ =
+      make_bucket_memory(layout, parameters_, [this](int64_t numel, const at::TensorOptions& kind) {
+        return make_bucket(*communicator_, numel, kind);
+      });
+  queue_ = std::make_unique<BucketQueue>(
+      layout.members, names_,
+      BucketQueue::Policy{[this](size_t bucket) { return hook_(grad_bucket(bucket)); }, nullptr,
+                          "DistributedDataParallel reduced",
+                          ". If the ranks have different numbers of batches, drop the surplus or "
+                          "wrap the loop in model.join()",
+                          /*awaits_all=*/true});
 }
 
 void Reducer::check_complete() const {
@@ -102,7 +102,7 @@ void Reducer::check_complete() const {
   SMP_CHECK_WITH(UsageError, !is_reducing_,
                  "DistributedDataParallel: the backward pass before this forward pass gave no "
                  "gradient to ",
-                 list_parameters(names_, ready_),
+                 list_parameters(names_, queue_->ready()),
                  ", so that their buckets were not reduced. If the loss does not always depend on "
                  "all parameters, use DDPOptions().find_unused_parameters(true); otherwise make "
                  "sure that all outputs of forward take part in the loss");
@@ -116,19 +116,19 @@ void Reducer::rebuild(int root) {
   auto* indices = order.mutable_data_ptr<int64_t>();
   std::copy(ready_order_.begin(), ready_order_.end(), indices);
   communicator_->broadcast(order, root);
-  auto layout =
+  const BucketLayout layout =
       make_bucket_layout(parameters_, options_of(parameters_),
                          std::vector<size_t>(indices, indices + count), options_.bucket_sizes);
   rebuild_is_due_ = false;
   was_rebuilt_ = true;
-  if (layout.members == layout_.members) return;
-  const std::vector<at::Tensor> before = slices_;
-  make_buckets(std::move(layout));
+  if (layout.members == queue_->members()) return;
+  const BucketMemory before = std::exchange(memory_, {});
+  make_buckets(layout);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].mutable_grad();
-    if (!gradient.is_same(before[i])) continue;
-    slices_[i].copy_(gradient);
-    gradient = slices_[i];
+    if (!gradient.is_same(before.slices[i])) continue;
+    memory_.slices[i].copy_(gradient);
+    gradient = memory_.slices[i];
   }
 }
 
@@ -211,11 +211,7 @@ void Reducer::join_pass() {
 
 void Reducer::begin_reduction() {
   is_reducing_ = true;
-  ready_.assign(parameters_.size(), false);
-  pending_.clear();
-  for (const auto& members : layout_.members) pending_.push_back(members.size());
-  works_.assign(layout_.size(), nullptr);
-  next_bucket_ = 0;
+  queue_->reset();
   ready_order_.clear();
   gradients_left_ = gradients_of_;
   if (learns_graph()) return;
@@ -236,7 +232,7 @@ bool Reducer::is_last_gradient(size_t index) {
     learned_order_.push_back(index);
     return false;
   }
-  SMP_CHECK_WITH(UsageError, !ready_[index],
+  SMP_CHECK_WITH(UsageError, !queue_->ready()[index],
                  "DistributedDataParallel: parameter \"", names_[index],
                  "\" got a gradient twice in one reduction, or although no output of forward "
                  "depends on it. Add up the losses and call backward once; make what the loss "
@@ -248,32 +244,23 @@ bool Reducer::is_last_gradient(size_t index) {
 /// Puts the parameter's gradient into its bucket.
 void Reducer::fill(size_t index) {
   at::Tensor& gradient = parameters_[index].mutable_grad();
-  if (gradient.is_same(slices_[index])) return;
-  release_held_slice(index);
-  slices_[index].copy_(gradient);
-  if (options_.gradient_as_bucket_view) gradient = slices_[index];
-}
-
-/// A program may have kept a gradient of an earlier pass. It keeps its values, in memory of its
-/// own; the bucket's goes on to the next.
-void Reducer::release_held_slice(size_t index) {
-  at::Tensor& slice = slices_[index];
-  if (slice.use_count() == 1) return;
-  const auto [bucket, offset] = layout_.slots[index];
-  slice.set_data(slice.clone());
-  slice = gradient_slice(buckets_[bucket], offset, parameters_[index]);
+  at::Tensor& slice = memory_.slices[index];
+  if (gradient.is_same(slice)) return;
+  claim(slice);
+  slice.copy_(gradient);
+  if (options_.gradient_as_bucket_view) gradient = slice;
 }
 
 /// What a parameter without a gradient in this pass adds: what its `.grad` holds already, which
 /// stays as it is if no rank used the parameter.
 void Reducer::fill_unused(size_t index) {
   at::Tensor& gradient = parameters_[index].mutable_grad();
-  at::Tensor& slice = slices_[index];
+  at::Tensor& slice = memory_.slices[index];
   if (gradient.is_same(slice)) {
     kept_[index] = slice.clone();
     return;
   }
-  release_held_slice(index);
+  claim(slice);
   if (gradient.defined()) {
     slice.copy_(gradient);
   } else {
@@ -282,28 +269,23 @@ void Reducer::fill_unused(size_t index) {
 }
 
 void Reducer::mark_ready(size_t index) {
-  ready_[index] = true;
   ready_order_.push_back(index);
-  if (--pending_[layout_.slots[index].bucket] == 0) start_complete_buckets();
+  queue_->mark_ready(index);
+  if (queue_->start_ready()) reduce_usage();
 }
 
-void Reducer::start_complete_buckets() {
-  while (next_bucket_ < layout_.size() && pending_[next_bucket_] == 0) {
-    const size_t bucket = next_bucket_++;
-    name_bucket_in_errors(bucket, [&] { works_[bucket] = hook_(grad_bucket(bucket)); });
-  }
-  if (next_bucket_ < layout_.size() || !tracks_usage()) return;
-  used_anywhere_ = at::zeros({static_cast<int64_t>(used_.size())}, at::kByte);
-  std::copy(used_.begin(), used_.end(), used_anywhere_.mutable_data_ptr<uint8_t>());
+void Reducer::reduce_usage() {
+  if (!tracks_usage()) return;
+  used_anywhere_ = used_by_any({used_});
   usage_work_ = communicator_->async().all_reduce(used_anywhere_, ReduceOp::kMax);
 }
 
 GradBucket Reducer::grad_bucket(size_t bucket) const {
-  GradBucket result{bucket, layout_.size(), buckets_[bucket], {}, {}, {}, group_, divisor_};
+  GradBucket result{bucket, queue_->size(), memory_.buckets[bucket], {}, {}, {}, group_, divisor_};
   if (!has_hook_) return result;
-  for (size_t index : layout_.members[bucket]) {
+  for (size_t index : queue_->members()[bucket]) {
     result.parameters.push_back(parameters_[index]);
-    result.gradients.push_back(slices_[index]);
+    result.gradients.push_back(memory_.slices[index]);
     result.names.push_back(names_[index]);
   }
   return result;
@@ -322,7 +304,7 @@ void Reducer::on_end_of_pass() {
     add_what_was_learned();
     add_unused();
   }
-  if (is_reducing_ && next_bucket_ == layout_.size()) finish();
+  if (is_reducing_ && queue_->all_started()) finish();
 }
 
 /// In the pass in which a static graph is learned, all gradients are added at its end, in the order
@@ -345,27 +327,27 @@ void Reducer::add_what_was_learned() {
 void Reducer::add_unused() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     // One that a static graph says is used may come in a later pass.
-    if (ready_[i] || gradients_of_[i] > 0) continue;
+    if (queue_->ready()[i] || gradients_of_[i] > 0) continue;
     fill_unused(i);
     mark_ready(i);
   }
 }
 
 void Reducer::finish() {
-  for (size_t bucket = 0; bucket < layout_.size(); ++bucket) wait_for(bucket);
-  if (usage_work_) std::exchange(usage_work_, nullptr)->wait();
+  wait();
   for (size_t index = 0; index < parameters_.size(); ++index) publish(index);
   end_reduction();
 }
 
-void Reducer::wait_for(size_t bucket) {
-  name_bucket_in_errors(bucket, [&] { std::exchange(works_[bucket], nullptr)->wait(); });
+void Reducer::wait() {
+  queue_->wait();
+  if (usage_work_) std::exchange(usage_work_, nullptr)->wait();
 }
 
 /// Makes the reduced gradient `.grad`; one that no rank has used stays as it was.
 void Reducer::publish(size_t index) {
   at::Tensor& gradient = parameters_[index].mutable_grad();
-  const at::Tensor& slice = slices_[index];
+  const at::Tensor& slice = memory_.slices[index];
   const bool used = !tracks_usage() || used_anywhere_.const_data_ptr<uint8_t>()[index] != 0;
   if (!used) {
     const auto kept = kept_.find(index);
@@ -392,13 +374,11 @@ void Reducer::end_reduction() {
 void Reducer::reduce_zeros() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& bucket : buckets_) bucket.zero_();
-  pending_.assign(layout_.size(), 0);
-  works_.assign(layout_.size(), nullptr);
-  next_bucket_ = 0;
-  start_complete_buckets();
-  for (size_t bucket = 0; bucket < layout_.size(); ++bucket) wait_for(bucket);
-  if (usage_work_) std::exchange(usage_work_, nullptr)->wait();
+  for (const at::Tensor& bucket : memory_.buckets) bucket.zero_();
+  queue_->reset();
+  queue_->start_all();
+  reduce_usage();
+  wait();
   end_reduction();
 }
 
@@ -413,23 +393,11 @@ void Reducer::register_comm_hook(CommHook hook) {
 
 std::vector<std::vector<std::string>> Reducer::buckets() const {
   std::vector<std::vector<std::string>> result;
-  for (const auto& members : layout_.members) {
+  for (const auto& members : queue_->members()) {
     auto& bucket = result.emplace_back();
     for (size_t index : members) bucket.push_back(names_[index]);
   }
   return result;
-}
-
-/// Calls something that communicates for a bucket. What goes wrong then says for which.
-template <class Call>
-void Reducer::name_bucket_in_errors(size_t bucket, const Call& call) const {
-  const auto where = [&] {
-    return c10::str(" [while DistributedDataParallel reduced ",
-                    describe_bucket(layout_, bucket, names_),
-                    ". If the ranks have different numbers of batches, drop the surplus or wrap "
-                    "the loop in model.join()]");
-  };
-  with_where_in_errors(where, call);
 }
 
 }  // namespace smp::dp

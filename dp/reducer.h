@@ -11,6 +11,7 @@
 
 #include "comm/communicator.h"
 #include "dp/bucket_layout.h"
+#include "dp/bucket_queue.h"
 #include "smp/comm_hooks.h"
 
 namespace torch::autograd {
@@ -82,7 +83,7 @@ class Reducer {
   using Node = torch::autograd::Node;
 
   void add_hook(size_t index);
-  void make_buckets(BucketLayout layout);
+  void make_buckets(const BucketLayout& layout);
   bool tracks_usage() const { return options_.find_unused_parameters || options_.static_graph; }
   bool learns_graph() const { return options_.static_graph && !knows_graph_; }
 
@@ -93,9 +94,8 @@ class Reducer {
   bool is_last_gradient(size_t index);
   void fill(size_t index);
   void fill_unused(size_t index);
-  void release_held_slice(size_t index);
   void mark_ready(size_t index);
-  void start_complete_buckets();
+  void reduce_usage();
   GradBucket grad_bucket(size_t bucket) const;
   void on_end_of_pass();
   void add_what_was_learned();
@@ -103,11 +103,9 @@ class Reducer {
   void watch(const std::vector<at::Tensor>& outputs);
   void find_reachable(const std::vector<at::Tensor>& outputs);
   void finish();
-  void wait_for(size_t bucket);
+  void wait();
   void publish(size_t index);
   void end_reduction();
-  template <class Call>
-  void name_bucket_in_errors(size_t bucket, const Call& call) const;
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
@@ -123,9 +121,8 @@ class Reducer {
   const std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // for hooks of outputs
   mutable std::mutex mutex_;                                          // guards what follows
 
-  BucketLayout layout_;
-  std::vector<at::Tensor> buckets_;
-  std::vector<at::Tensor> slices_;  // by parameter: its part of a bucket
+  BucketMemory memory_;
+  std::unique_ptr<BucketQueue> queue_;
   bool rebuild_is_due_ = false;
   bool was_rebuilt_ = false;
   std::vector<size_t> ready_order_;  // of the first reduction
@@ -141,11 +138,7 @@ class Reducer {
   std::vector<size_t> learned_order_;  // in which they came
 
   bool is_reducing_ = false;
-  std::vector<bool> ready_;      // by parameter
-  std::vector<size_t> pending_;  // by bucket: gradients that are not ready
-  size_t next_bucket_ = 0;       // the first that has not started
-  std::vector<WorkPtr> works_;   // by bucket
-  at::Tensor used_anywhere_;     // per parameter, when usage is tracked
+  at::Tensor used_anywhere_;  // per parameter, when usage is tracked
   WorkPtr usage_work_;
   std::unordered_map<size_t, at::Tensor> kept_;  // gradients of unused parameters, as they were
 };

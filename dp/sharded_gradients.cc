@@ -1,204 +1,119 @@
 #include "dp/sharded_gradients.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
-#include "core/check.h"
-#include "dp/bucket_layout.h"
-#include "dp/comm_errors.h"
-#include "dp/gradient_shards.h"
-
 namespace smp::dp {
+namespace {
+
+std::vector<std::vector<size_t>> members_of(const ShardedParameters& parameters,
+                                            const std::vector<size_t>& order,
+                                            int64_t bucket_elements) {
+  std::vector<BucketItem> items;
+  for (size_t i : order) {
+    items.push_back(
+        {i, c10::str(sum_options(parameters.parameter(i)).dtype()), parameters.numel(i)});
+  }
+  return fill_buckets(items, bucket_elements, bucket_elements);
+}
+
+}  // namespace
 
 ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters,
                                    const std::vector<size_t>& order, comm::CommunicatorPtr replicas,
                                    comm::CommunicatorPtr twins,
                                    const ShardedGradientOptions& options)
-    : parameters_(std::move(parameters)),
-      replicas_(std::move(replicas)),
+    : StepGradients(members_of(*parameters, order, options.bucket_elements), parameters->names(),
+                    std::move(replicas), options,
+                    {[this](size_t bucket) { return start(bucket); },
+                     [this](size_t bucket) { return settle(bucket); },
+                     "sharded data parallelism reduced gradient", "",
+                     /*awaits_all=*/true}),
+      parameters_(std::move(parameters)),
       twins_(std::move(twins)),
-      options_(options),
-      local_shards_(
-          local_gradient_shards(options.gradient_shards, options.microbatches, replicas_->size())),
-      slots_(parameters_->size()),
-      used_(local_shards_, std::vector<bool>(parameters_->size(), false)) {
-  fill_buckets(order);
-}
-
-void ShardedGradients::fill_buckets(const std::vector<size_t>& order) {
-  std::map<at::ScalarType, Bucket> open;
-  for (size_t index : order) {
-    const at::TensorOptions options = sum_options(parameters_->parameter(index));
-    Bucket& bucket = open.try_emplace(c10::typeMetaToScalarType(options.dtype())).first->second;
-    const int64_t numel = parameters_->numel(index);
-    if (!bucket.members.empty() && bucket.elements + numel > options_.bucket_elements) {
-      buckets_.push_back(std::exchange(bucket, Bucket()));
+      buckets_(queue_.size()) {
+  layout_.slots.resize(parameters_->size());
+  for (size_t bucket = 0; bucket < queue_.size(); ++bucket) {
+    const auto& members = buckets()[bucket];
+    layout_.options.push_back(sum_options(parameters_->parameter(members.front())));
+    int64_t& numel = layout_.numel.emplace_back(0);
+    for (size_t i : members) {
+      layout_.slots[i] = {bucket, numel};
+      numel += piece_numel(i);
     }
-    const int64_t piece = (parameters_->length(index) + twins_->size() - 1) / twins_->size();
-    slots_[index] = {0, bucket.width, piece};
-    bucket.members.push_back(index);
-    bucket.options = options;
-    bucket.elements += numel;
-    bucket.width += piece;
-  }
-  for (auto& [dtype, bucket] : open) buckets_.push_back(std::move(bucket));
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    for (size_t index : buckets_[b].members) slots_[index].bucket = b;
-    buckets_[b].missing = buckets_[b].members.size();
   }
 }
 
-std::vector<std::vector<size_t>> ShardedGradients::buckets() const {
-  std::vector<std::vector<size_t>> result;
-  for (const Bucket& bucket : buckets_) result.push_back(bucket.members);
-  return result;
+/// How much of a parameter's gradient a rank reduces.
+int64_t ShardedGradients::piece_numel(size_t index) const {
+  return (parameters_->length(index) + twins_->size() - 1) / twins_->size();
 }
 
-void ShardedGradients::add(size_t parameter, int microbatch, const at::Tensor& gradient) {
-  check_dense(gradient, parameters_->name(parameter));
-  at::NoGradGuard no_grad;
-  const Slot& slot = slots_[parameter];
-  Bucket& bucket = buckets_[slot.bucket];
-  const int ranks = replicas_->size();
-  if (!bucket.sums.defined()) {
-    bucket.sums = at::zeros({ranks, local_shards_, bucket.width}, bucket.options);
+/// Zeros at first.
+at::Tensor& ShardedGradients::sums(size_t bucket) {
+  at::Tensor& sums = buckets_[bucket].sums;
+  if (!sums.defined()) {
+    sums = at::zeros({replicas_->size(), shards(), layout_.numel[bucket]}, layout_.options[bucket]);
   }
-  const int shard = microbatch / (options_.microbatches / local_shards_);
-  const bool first = !used_[shard][parameter];
-  used_[shard][parameter] = true;
+  return sums;
+}
+
+void ShardedGradients::accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) {
+  const auto [bucket, offset] = layout_.slots[index];
+  const at::Tensor& sums = this->sums(bucket);
+  const int64_t most = piece_numel(index);
   const int degree = parameters_->group()->size();
-  const at::Tensor flat = parameters_->elements(gradient, parameter, {0, gradient.numel(), 0, {}});
-  for (int rank = 0; rank < ranks; ++rank) {
-    const auto owned = parameters_->piece_of(parameter, rank % degree);
-    const int64_t begin = std::min(owned.numel(), rank / degree * slot.piece);
-    const int64_t numel = std::min(owned.numel(), begin + slot.piece) - begin;
+  const at::Tensor flat = parameters_->elements(gradient, index, {0, gradient.numel(), 0, {}});
+  for (int rank = 0; rank < replicas_->size(); ++rank) {
+    const auto owned = parameters_->piece_of(index, rank % degree);
+    const int64_t begin = std::min(owned.numel(), rank / degree * most);
+    const int64_t numel = std::min(owned.numel(), begin + most) - begin;
     if (numel == 0) continue;
-    const at::Tensor sum = bucket.sums[rank][shard].narrow(0, slot.offset, numel);
+    const at::Tensor sum = sums[rank][shard].narrow(0, offset, numel);
     const at::Tensor piece = flat.narrow(0, owned.begin + begin, numel);
     first ? sum.copy_(piece) : sum.add_(piece);
   }
-  if (microbatch + 1 < options_.microbatches || !reduces()) return;
-  --bucket.missing;
-  start_complete();
 }
 
-/// In ascending order, which is the same on all ranks whatever becomes complete first.
-void ShardedGradients::start_complete() {
-  while (next_ < buckets_.size() && buckets_[next_].missing == 0) start(next_);
-}
-
-void ShardedGradients::reduce() {
-  while (reduces() && next_ < buckets_.size()) start(next_);
-}
-
-/// Calls something that communicates for a bucket. What goes wrong then says for which.
-template <class Call>
-void ShardedGradients::name_in_errors(size_t bucket, const Call& call) const {
-  const auto where = [&] {
-    const auto& members = buckets_[bucket].members;
-    std::string text =
-        c10::str(" [while sharded data parallelism reduced gradient bucket ", bucket + 1, " of ",
-                 buckets_.size(), ": ", parameters_->name(members.front()));
-    if (members.size() > 1) text += " ... " + parameters_->name(members.back());
-    return text + "]";
-  };
-  with_where_in_errors(where, call);
+void ShardedGradients::on_last_microbatch(size_t index) {
+  queue_.mark_ready(index);
+  queue_.start_ready();
 }
 
 /// Without a gradient here a bucket takes part with zeros.
-void ShardedGradients::start(size_t index) {
-  at::NoGradGuard no_grad;
-  if (index > 0) settle(index - 1);
-  Bucket& bucket = buckets_[index];
-  ++next_;
-  const int ranks = replicas_->size();
-  if (!bucket.sums.defined()) {
-    bucket.sums = at::zeros({ranks, local_shards_, bucket.width}, bucket.options);
+WorkPtr ShardedGradients::start(size_t bucket) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& sums = this->sums(bucket);
+  at::Tensor& received = buckets_[bucket].received;
+  const int64_t rows = shards() == 1 ? 1 : replicas_->size() * shards();
+  received = at::empty({rows, layout_.numel[bucket]}, layout_.options[bucket]);
+  if (shards() == 1) {
+    return replicas_->async().reduce_scatter(as_real(received), as_real(sums), ReduceOp::kSum);
   }
-  name_in_errors(index, [&] {
-    if (local_shards_ == 1) {
-      bucket.received = at::empty({1, bucket.width}, bucket.options);
-      bucket.work = replicas_->async().reduce_scatter(as_real(bucket.received),
-                                                      as_real(bucket.sums), ReduceOp::kSum);
-    } else {
-      bucket.received = at::empty({ranks * local_shards_, bucket.width}, bucket.options);
-      bucket.work =
-          replicas_->async().all_to_all(as_real(bucket.received), {}, as_real(bucket.sums), {});
-    }
-  });
+  return replicas_->async().all_to_all(as_real(received), {}, as_real(sums), {});
 }
 
 /// When this rank has its pieces: all shards of all replicas are added in order, and the pieces of
 /// its parameters' shards put together.
-void ShardedGradients::settle(size_t index) {
-  Bucket& bucket = buckets_[index];
-  if (!bucket.received.defined()) return;
-  name_in_errors(index, [&] { bucket.work->wait(); });
-  bucket.sums.reset();
-  at::Tensor sum = bucket.received[0];
-  for (int64_t shard = 1; shard < bucket.received.size(0); ++shard) {
-    sum.add_(bucket.received[shard]);
-  }
-  bucket.received.reset();
-  bucket.work = nullptr;
-  if (twins_->size() == 1) {
-    bucket.reduced = sum.unsqueeze(0);
-    return;
-  }
-  bucket.reduced = at::empty({twins_->size(), bucket.width}, bucket.options);
-  name_in_errors(index, [&] {
-    bucket.work = twins_->async().all_gather(as_real(bucket.reduced), as_real(sum.contiguous()));
-  });
+WorkPtr ShardedGradients::settle(size_t bucket) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sum = sum_in_order(std::exchange(buckets_[bucket], {}).received);
+  sums_[bucket] = sum.unsqueeze(0);
+  if (twins_->size() == 1) return nullptr;
+  sums_[bucket] = at::empty({twins_->size(), sum.numel()}, sum.options());
+  return twins_->async().all_gather(as_real(sums_[bucket]), as_real(sum.contiguous()));
 }
 
-void ShardedGradients::reduce_usage() {
-  any_used_ = used_by_any(used_);
-  replicas_->all_reduce(any_used_, ReduceOp::kMax);
-}
-
-void ShardedGradients::finish() {
-  if (!reduces()) {
-    ++passes_;
-    return;
-  }
-  if (!buckets_.empty()) {
-    settle(buckets_.size() - 1);
-    reduce_usage();
-  }
-  at::NoGradGuard no_grad;
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    Bucket& bucket = buckets_[b];
-    if (bucket.work) name_in_errors(b, [&] { bucket.work->wait(); });
-    publish(b);
-    bucket.work = nullptr;
-    bucket.reduced.reset();
-    bucket.missing = bucket.members.size();
-  }
-  passes_ = 0;
-  next_ = 0;
-  for (auto& shard : used_) shard.assign(parameters_->size(), false);
-}
-
-/// Divides the sums of a bucket's shards and adds them to `.grad`.
+/// Of the shard: the pieces of the twins, one after the other.
 void ShardedGradients::publish(size_t index) {
-  const Bucket& bucket = buckets_[index];
-  for (size_t member : bucket.members) {
-    const at::Tensor& shard = parameters_->shard(member);
-    if (any_used_.const_data_ptr<uint8_t>()[member] == 0) continue;
-    const Slot& slot = slots_[member];
-    // The pieces of the twins, one after the other.
-    const at::Tensor sum = bucket.reduced.narrow(1, slot.offset, slot.piece).reshape({-1});
-    const at::Tensor mean = at::div(sum.narrow(0, 0, shard.numel()), options_.divisor);
-    parameters_->add_gradient(member,
-                              options_.gradients_as_summed ? mean : mean.to(shard.scalar_type()));
-  }
+  const auto [bucket, offset] = layout_.slots[index];
+  const at::Tensor& shard = parameters_->shard(index);
+  const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
+  parameters_->add_gradient(index, mean(sum.narrow(0, 0, shard.numel()), shard.scalar_type()));
 }
 
 }  // namespace smp::dp

@@ -131,13 +131,8 @@ void Program::make_buckets() {
 std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
     const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const {
   const Sharding& sharding = *runtime_->sharding();
-  dp::ShardedGradientOptions options;
+  dp::ShardedGradientOptions options{bucket};
   options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
-  options.microbatches = bucket.microbatches;
-  options.gradient_shards = bucket.gradient_shards;
-  options.divisor = bucket.divisor;
-  options.backward_passes = bucket.backward_passes;
-  options.gradients_as_summed = bucket.gradients_as_summed;
   return std::make_unique<dp::ShardedGradients>(sharding.parameters(),
                                                 gradient_order(*runtime_, *graph_, parameters),
                                                 runtime_->replicas(), sharding.twins(), options);

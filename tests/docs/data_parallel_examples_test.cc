@@ -4,8 +4,6 @@
 #include <torch/torch.h>
 
 #include "smp/ddp.h"
-#include "smp/distributed_model.h"
-#include "smp/error.h"
 
 namespace {
 
@@ -136,23 +134,6 @@ TEST(DataParallelPage, Samplers) {
     EXPECT_EQ(std::count(seen.begin(), seen.end(), 0), duplicates ? 0 : 2);
     EXPECT_EQ(std::count(seen.begin(), seen.end(), 2), duplicates ? 2 : 0);
   }
-}
-
-/// A module of a pipeline is not to be wrapped again.
-TEST(DataParallelPage, NotInsideOfAPipeline) {
-  run([] {
-    Net net;
-    smp::DistributedModel<Net> pipeline(net);
-    try {
-      smp::DistributedDataParallel<Net> model(net);
-      FAIL() << "expected an error";
-    } catch (const smp::UsageError& error) {
-      EXPECT_NE(std::string(error.what())
-                    .find("was given a module that a DistributedModel holds, which reduces"),
-                std::string::npos)
-          << error.what();
-    }
-  });
 }
 
 }  // namespace

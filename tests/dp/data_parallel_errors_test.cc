@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "smp/ddp.h"
+#include "smp/distributed_model.h"
 #include "tests/dp/models.h"
 #include "tests/dp/replicas.h"
 
@@ -122,6 +123,19 @@ TEST(DistributedDataParallelErrors, Misuse) {
 
 /// One rank has a batch less; the other waits in vain and says for what. Without buffers that is
 /// rank 0; with them, rank 1 waits for those of rank 0.
+TEST(DistributedDataParallelErrors, ModulesOfADistributedModel) {
+  const auto text = error_of([] {
+    run_as_threads(1, Config(), [] {
+      Mlp net;
+      const DistributedModel<Mlp> model(net);
+      DistributedDataParallel<Mlp> replica(net);
+    });
+  });
+  EXPECT_HAS(text,
+             "was given a module that a DistributedModel holds, which reduces gradients over its "
+             "replicas itself. Use one or the other");
+}
+
 TEST(DistributedDataParallelErrors, AnotherNumberOfBatches) {
   std::vector<std::shared_ptr<ConvBlock>> modules{std::make_shared<ConvBlock>(),
                                                   std::make_shared<ConvBlock>()};

@@ -222,5 +222,25 @@ TEST(GradientBuckets, GradientsAreViewsOfBuckets) {
   });
 }
 
+TEST(GradientBuckets, ARankThatFailsDuringAReductionIsNamed) {
+  std::string text;
+  testing::error_of([&] {
+    comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+      BucketOptions options;
+      options.gradient_shards = 2;
+      GradientBuckets buckets(make_parameters(), kNames, group, options);
+      if (group->rank() == 1) throw Error("out of luck");
+      text = testing::error_of([&] {
+        buckets.add(0, 0, at::ones({5, 3}));
+        buckets.reduce();
+        buckets.finish();
+      });
+    });
+  });
+  EXPECT_NE(text.find("out of luck"), std::string::npos) << text;
+  EXPECT_NE(text.find("[while replicas reduced gradient bucket 1 of 2: d]"), std::string::npos)
+      << text;
+}
+
 }  // namespace
 }  // namespace smp::dp

@@ -1,0 +1,98 @@
+#include "dp/step_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/div.h>
+
+#include <utility>
+
+#include "core/check.h"
+
+namespace smp::dp {
+namespace {
+
+/// How many of the shards a replica sums.
+int local_shards(const StepGradientOptions& options, int replicas) {
+  SMP_CHECK_WITH(ConfigError,
+                 options.gradient_shards > 0 && options.gradient_shards % replicas == 0,
+                 "config key \"gradient_shards\": expected a multiple of the number of replicas (",
+                 replicas, "), got ", options.gradient_shards,
+                 ". Leave it at 0 to use the number of replicas");
+  const int shards = options.gradient_shards / replicas;
+  SMP_CHECK_WITH(ConfigError, options.microbatches % shards == 0,
+                 "config key \"microbatches\": expected a multiple of the gradient shards of a "
+                 "replica (",
+                 shards, "), got ", options.microbatches,
+                 ". Change \"microbatches\" or \"gradient_shards\"");
+  return shards;
+}
+
+}  // namespace
+
+StepGradients::StepGradients(std::vector<std::vector<size_t>> members,
+                             std::vector<std::string> names, comm::CommunicatorPtr replicas,
+                             const StepGradientOptions& options, BucketQueue::Policy policy)
+    : replicas_(std::move(replicas)),
+      queue_(std::move(members), names, std::move(policy)),
+      sums_(queue_.size()),
+      options_(options),
+      shards_(local_shards(options, replicas_->size())),
+      used_(shards_, std::vector<bool>(names.size(), false)) {}
+
+void StepGradients::add(size_t index, int microbatch, const at::Tensor& gradient) {
+  SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"", queue_.name(index),
+                 "\" has a sparse gradient, which cannot be reduced. Build its embedding with "
+                 "sparse(false)");
+  const at::NoGradGuard no_grad;
+  const int shard = shard_of(microbatch);
+  accumulate(shard, index, gradient, begin(shard, index));
+  if (microbatch + 1 == options_.microbatches && reduces()) on_last_microbatch(index);
+}
+
+bool StepGradients::begin(int shard, size_t index) {
+  const bool is_new = !used_[shard][index];
+  used_[shard][index] = true;
+  return is_new;
+}
+
+void StepGradients::reduce() {
+  if (reduces()) queue_.start_all();
+}
+
+void StepGradients::finish() {
+  if (reduces()) {
+    if (queue_.size() > 0) finish_reduction();
+    for (auto& shard : used_) shard.assign(shard.size(), false);
+    passes_ = 0;
+  } else {
+    ++passes_;
+  }
+  queue_.reset();
+}
+
+void StepGradients::finish_reduction() {
+  // After all buckets of all models, so that replicas reduce in one order.
+  const at::Tensor used = used_by_any(used_);
+  const WorkPtr usage = replicas_->async().all_reduce(used, ReduceOp::kMax);
+  queue_.wait();
+  usage->wait();
+  const at::NoGradGuard no_grad;
+  for (size_t bucket = 0; bucket < queue_.size(); ++bucket) {
+    for (size_t index : buckets()[bucket]) {
+      if (used.const_data_ptr<uint8_t>()[index] != 0) publish(index);
+    }
+    sums_[bucket].reset();
+  }
+}
+
+at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter) const {
+  const at::Tensor mean = at::div(sum, options_.divisor);
+  return options_.gradients_as_summed ? mean : mean.to(parameter);
+}
+
+at::Tensor sum_in_order(const at::Tensor& rows) {
+  at::Tensor sum = rows[0];
+  for (int64_t row = 1; row < rows.size(0); ++row) sum.add_(rows[row]);
+  return sum;
+}
+
+}  // namespace smp::dp

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "dp/bucket_queue.h"
+
+namespace smp::dp {
+
+/// How the gradients of one step are summed and averaged.
+struct StepGradientOptions {
+  /// Microbatches of this rank in a step.
+  int microbatches = 1;
+  /// Into how many shards the microbatches of all replicas are grouped; a multiple of the number
+  /// of replicas. Sums go over the microbatches of a shard in order, then over shards in order, so
+  /// that any number of replicas gives the same bits.
+  int gradient_shards = 1;
+  /// The reduced sum is divided once by this number.
+  double divisor = 1;
+  /// Reduce in every n-th step; the gradients of the others add up.
+  int backward_passes = 1;
+  /// `.grad` has the dtype of the sum: float32 where parameters are of half precision.
+  bool gradients_as_summed = false;
+};
+
+/// The gradients of a list of parameters during one step: summed raw over microbatches, in float32
+/// where parameters are of half precision, then over the replicas bucket by bucket, divided once,
+/// and only then added to `.grad`. See docs/architecture.md, "Numerics". Where sums lie and how a
+/// bucket is reduced is for derived classes to say.
+///
+/// Belongs to one thread at a time. All replicas have the same parameters in the same order.
+class StepGradients {
+ public:
+  virtual ~StepGradients() = default;
+  StepGradients(const StepGradients&) = delete;
+  StepGradients& operator=(const StepGradients&) = delete;
+
+  /// Adds the gradient of one microbatch for parameter `index`. Microbatches come in ascending
+  /// order. Throws `UsageError` for a sparse gradient.
+  void add(size_t index, int microbatch, const at::Tensor& gradient);
+
+  /// Starts to reduce the rest; to be called when the last microbatch has been added.
+  void reduce();
+
+  /// Waits for the reduction and adds the results to `.grad`. A parameter without a gradient on
+  /// any replica keeps its `.grad` as it is. Starts the next step. In a step that only adds up,
+  /// this and `reduce` do nothing.
+  void finish();
+
+  /// Whether sums wait for a later step to be reduced.
+  bool is_adding_up() const { return passes_ > 0; }
+
+  /// Parameters by bucket, for tests and reports.
+  const std::vector<std::vector<size_t>>& buckets() const { return queue_.members(); }
+
+ protected:
+  /// `members`: parameters by bucket. `names`, of all parameters, are for errors. Throws
+  /// `ConfigError` when `gradient_shards` does not fit the number of replicas and microbatches.
+  StepGradients(std::vector<std::vector<size_t>> members, std::vector<std::string> names,
+                comm::CommunicatorPtr replicas, const StepGradientOptions& options,
+                BucketQueue::Policy policy);
+
+  /// Adds a gradient to its parameter's sum in a shard of this replica's, or begins that with it.
+  virtual void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) = 0;
+  /// Called when the gradient of the last microbatch has been added in a step that reduces.
+  virtual void on_last_microbatch(size_t) {}
+  /// Adds a parameter's reduced gradient to `.grad`.
+  virtual void publish(size_t index) = 0;
+
+  /// Whether this step reduces, not only adds up.
+  bool reduces() const { return passes_ + 1 == options_.backward_passes; }
+  int shard_of(int microbatch) const { return microbatch / (options_.microbatches / shards_); }
+  /// Shards of this replica.
+  int shards() const { return shards_; }
+  /// A reduced sum divided, in the dtype of a parameter's `.grad`.
+  at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter) const;
+  /// Says that a shard has a sum of a parameter. Returns whether that is new.
+  bool begin(int shard, size_t index);
+  bool has_sum(int shard, size_t index) const { return used_[shard][index]; }
+
+  const comm::CommunicatorPtr replicas_;
+  BucketQueue queue_;
+  std::vector<at::Tensor> sums_;  // by bucket: what has been reduced, until it is published
+
+ private:
+  void finish_reduction();
+
+  const StepGradientOptions options_;
+  const int shards_;
+  std::vector<std::vector<bool>> used_;  // by local shard and parameter
+  int passes_ = 0;                       // steps that have only added up
+};
+
+/// Adds the rows of a tensor to the first, in order. Returns that.
+at::Tensor sum_in_order(const at::Tensor& rows);
+
+}  // namespace smp::dp
