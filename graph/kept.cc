@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/replay.h"
 #include "graph/storage.h"
@@ -101,6 +102,27 @@ void give_data_to_constants(const Graph& graph, const std::vector<KeptResult>& k
   for (size_t i = 0; i < values.size(); ++i) {
     if (storages[i]->nbytes() > 0) continue;  // another value on it came first
     give_data(*storages[i], *environment[values[i]].storage().unsafeGetStorageImpl());
+  }
+}
+
+void check_no_state(const TraceResult& run, const std::string& step_name) {
+  if (run.recorded == nullptr || run.released.empty()) return;
+  const Graph& graph = *run.recorded;
+  const ConstantOperators constants(graph);
+  for (ValueId before : run.released) {
+    for (const KeptResult& after : run.kept) {
+      const TensorMeta& a = graph.values[before].meta;
+      const TensorMeta& b = graph.values[after.id].meta;
+      if (after.storage.expired() || constants.holds(after.id)) continue;
+      if (a.sizes != b.sizes || a.dtype != b.dtype) continue;
+      core::fail<CaptureError>(
+          "step function \"", step_name, "\" reads a tensor of shape ", c10::IntArrayRef(a.sizes),
+          " that was made outside of it, and puts one that it computes in its place (hidden "
+          "state). "
+          "Each microbatch of a call would read what was there before the call. Register it as a "
+          "buffer of the module and write it in place (state.copy_(h.detach())), or pass it in as "
+          "an argument and return the new one");
+    }
   }
 }
 

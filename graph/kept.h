@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "graph/graph.h"
@@ -13,5 +14,11 @@ namespace smp::graph {
 ///
 /// Computes what is needed for that, on the calling thread.
 void give_data_to_constants(const Graph& graph, const std::vector<KeptResult>& kept);
+
+/// Throws `CaptureError` if a run has put what it computed from data in the place of a constant
+/// that it read (`state = h`), as far as that shows: nobody holds the constant (one of `released`)
+/// any more, but a result of its type and shape. Each microbatch would see what was there before
+/// the call, and not what the one before has left.
+void check_no_state(const TraceResult& run, const std::string& step_name);
 
 }  // namespace smp::graph

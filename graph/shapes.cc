@@ -90,33 +90,34 @@ bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-at::Tensor zeros_like_shape(const at::Tensor& meta, at::Device device) {
+at::Tensor filled_like_shape(const at::Tensor& meta, at::Device device, int fill) {
   if (!meta.defined() || !meta.is_meta()) return meta;
-  at::Tensor zeros;
+  at::Tensor filled;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    zeros = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
-    zeros.zero_();
+    filled = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
+    filled.fill_(fill);
   }
-  zeros = zeros.variable_data();
-  if (meta.requires_grad()) give_placeholder_history(zeros);
-  return zeros;
+  filled = filled.variable_data();
+  if (meta.requires_grad()) give_placeholder_history(filled);
+  return filled;
 }
 
-c10::IValue to_zeros(const c10::IValue& value, at::Device device) {
-  if (is_meta(value)) return zeros_like_shape(value.toTensor(), device);
+c10::IValue to_filled(const c10::IValue& value, at::Device device, int fill) {
+  if (is_meta(value)) return filled_like_shape(value.toTensor(), device, fill);
   if (value.isDevice() && value.toDevice().is_meta()) return device;
   if (value.isGenerator()) return value.toGenerator().clone();
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
     for (const at::Tensor& tensor : value.toTensorVector())
-      list.push_back(zeros_like_shape(tensor, device));
+      list.push_back(filled_like_shape(tensor, device, fill));
     return list;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> list;
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      list.push_back(tensor ? std::optional(zeros_like_shape(*tensor, device)) : std::nullopt);
+      list.push_back(tensor ? std::optional(filled_like_shape(*tensor, device, fill))
+                            : std::nullopt);
     }
     return list;
   }
@@ -154,14 +155,14 @@ at::Tensor view_like(const at::Tensor& result, const at::Tensor& shape) {
 }
 
 /// The meta tensor that stands for `result`: an argument itself, a view of one, or a new one.
-at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zeros,
+at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
                     const std::vector<at::Tensor>& shapes) {
   if (!result.defined() || !result.has_storage()) return result;  // sparse: the caller refuses it
-  for (size_t i = 0; i < zeros.size(); ++i) {
-    if (zeros[i].defined() && zeros[i].is_same(result)) return shapes[i];
+  for (size_t i = 0; i < filled.size(); ++i) {
+    if (filled[i].defined() && filled[i].is_same(result)) return shapes[i];
   }
-  for (size_t i = 0; i < zeros.size(); ++i) {
-    if (zeros[i].defined() && zeros[i].storage().is_alias_of(result.storage())) {
+  for (size_t i = 0; i < filled.size(); ++i) {
+    if (filled[i].defined() && filled[i].storage().is_alias_of(result.storage())) {
       return view_like(result, shapes[i]);
     }
   }
@@ -169,11 +170,12 @@ at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& zer
 }
 
 /// No generator advances.
-void call_on_zeros(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                   torch::jit::Stack& stack, at::Device device) {
-  for (const c10::IValue& value : arguments) stack.push_back(to_zeros(value, device));
+void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
+                    torch::jit::Stack& stack, at::Device device, int fill) {
+  stack.clear();
+  for (const c10::IValue& value : arguments) stack.push_back(to_filled(value, device, fill));
   const std::vector<at::Tensor> shapes = tensors_of(arguments);
-  const std::vector<at::Tensor> zeros = tensors_of(stack);
+  const std::vector<at::Tensor> filled = tensors_of(stack);
   if (is_random(op)) {
     call_seeded(op, stack, 0);  // the default generator stays where it is
   } else {
@@ -183,12 +185,27 @@ void call_on_zeros(const c10::OperatorHandle& op, const torch::jit::Stack& argum
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorVector()) {
-        list.push_back(to_shape(tensor, zeros, shapes));
+        list.push_back(to_shape(tensor, filled, shapes));
       }
       value = std::move(list);
     } else {
-      value = to_shape(value.toTensor(), zeros, shapes);
+      value = to_shape(value.toTensor(), filled, shapes);
     }
+  }
+}
+
+/// On ones where zeros are no arguments of the operator (`multinomial`).
+void call_on_numbers(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
+                     torch::jit::Stack& stack, at::Device device) {
+  try {
+    return call_on_filled(op, arguments, stack, device, 0);
+  } catch (const c10::Error&) {
+    const auto zeros = std::current_exception();
+    try {
+      return call_on_filled(op, arguments, stack, device, 1);
+    } catch (const c10::Error&) {
+    }
+    std::rethrow_exception(zeros);
   }
 }
 
@@ -252,17 +269,15 @@ at::Tensor make_shape_tensor(const TensorMeta& meta) {
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack, at::Device device) {
   const torch::jit::Stack arguments = stack;
   if (layout_depends_on_device(op.schema().name()) || casts_automatically(op, device.type())) {
-    stack.clear();
-    call_on_zeros(op, arguments, stack, device);
+    call_on_numbers(op, arguments, stack, device);
     return;
   }
   try {
     op.callBoxed(stack);
     return;
   } catch (const c10::Error&) {
-    stack.clear();
   }
-  call_on_zeros(op, arguments, stack, device);
+  call_on_numbers(op, arguments, stack, device);
 }
 
 }  // namespace smp::graph

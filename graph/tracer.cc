@@ -1,6 +1,7 @@
 #include "graph/tracer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,6 +14,7 @@
 #include "graph/engine.h"
 #include "graph/late_writes.h"
 #include "graph/leaf.h"
+#include "graph/not_equal.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
 #include "graph/visit.h"
@@ -222,7 +224,7 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
     const at::Tensor& a = stack[stack.size() - 2].toTensor();
     const at::Tensor& b = stack[stack.size() - 1].toTensor();
     const bool same = a.is_same(b);
-    if (same || a.sizes() != b.sizes()) {
+    if (same || a.sizes() != b.sizes() || differ(a, b)) {
       torch::jit::drop(stack, 2);
       stack.push_back(same);
       return true;
@@ -236,6 +238,18 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
          "A step is captured as a graph of operators, so what it does cannot depend on data. Use "
          "tensor operators instead (torch::where, masks), return the tensor from the step and read "
          "it there, or make the module that needs the value a leaf: smp::leaf(module)(x)");
+}
+
+/// Whether the program may go on as it does where two tensors differ in data, which each microbatch
+/// is to check. Attention asks whether its query is its key.
+bool Tracer::differ(const at::Tensor& a, const at::Tensor& b) {
+  const UninterceptedScope own;
+  if (!verifying() && options_.execute && at::equal(concrete(lookup(a)), concrete(lookup(b)))) {
+    return false;
+  }
+  torch::jit::Stack arguments{a, b};
+  call(not_equal_operator(), arguments);
+  return true;
 }
 
 void Tracer::refuse_replaced_storage(const std::string& name) const {
@@ -361,6 +375,18 @@ void Tracer::check_late_writes() const {
   }
 }
 
+/// To be called at the end: it lets go of what the tracer holds itself.
+std::vector<ValueId> Tracer::released_constants() {
+  concrete_.clear();
+  host_data_.clear();
+  inner_arguments_.clear();
+  std::vector<ValueId> result;
+  for (const auto& [id, tensor] : constants_) {
+    if (tensor.expired()) result.push_back(id);
+  }
+  return result;
+}
+
 TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   check_hooks();
   for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
@@ -422,6 +448,7 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
     const auto& user = concrete_[id].user;
     if (user && !user->expired()) result.kept.push_back({static_cast<ValueId>(id), *user});
   }
+  result.released = released_constants();
   result.recorded = std::move(graph_);
   result.difference = difference_;
   result.checksums = std::move(checksums_);

@@ -65,6 +65,8 @@ struct TraceResult {
   std::vector<uint64_t> checksums;
   /// Of `recorded`, by value: see `give_data_to_constants`.
   std::vector<KeptResult> kept;
+  /// Constants of `recorded` whose tensors nobody holds any more: see `check_no_state`.
+  std::vector<ValueId> released;
 };
 
 /// Runs a step function on one microbatch and finds out which operators it calls.
@@ -157,6 +159,7 @@ class Tracer final : public OperatorInterceptor {
   void keep_roots(const Call& call);
   ValueId keep_root(ValueId root);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  bool differ(const at::Tensor& a, const at::Tensor& b);
   void refuse_unsupported(const Call& call);
   void refuse_replaced_storage(const std::string& name) const;
   void refuse_views_beyond(const Call& call);
@@ -194,6 +197,7 @@ class Tracer final : public OperatorInterceptor {
   void check_late_writes() const;
   std::vector<at::Tensor> run_function(const Function& function,
                                        const std::vector<at::Tensor>& inputs);
+  std::vector<ValueId> released_constants();
   TraceResult finish(const std::vector<at::Tensor>& outputs);
   void assign_scopes();
 
@@ -210,6 +214,8 @@ class Tracer final : public OperatorInterceptor {
   std::vector<ValueId> outputs_;
   int random_count_ = 0;
   ValueId last_parameter_ = kUndefined;
+  // The tensors that are constants, but for those on memory of others (`from_blob`).
+  std::vector<std::pair<ValueId, c10::weak_intrusive_ptr<c10::TensorImpl>>> constants_;
   Call spare_call_;                           // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
   bool custom_function_ = false;              // one was applied in this run, with gradients on

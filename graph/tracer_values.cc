@@ -259,7 +259,10 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
                " MiB that is neither an input nor a parameter or buffer. It is kept as a constant "
                "of the graph; register it as a buffer if it belongs to the model");
   }
-  return add_value(std::move(value), tensor);
+  const ValueId id = add_value(std::move(value), tensor);
+  const bool owned = tensor.has_storage() && tensor.storage().unsafeGetStorageImpl()->resizable();
+  if (owned) constants_.emplace_back(id, tensor.getIntrusivePtr());
+  return id;
 }
 
 /// Hooks on gradients of tensors leave no operator behind; those that the function registered are

@@ -284,6 +284,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
     if (!first.difference.empty()) {
       core::log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
+    if (inputs.size() > 1) graph::check_no_state(first, name_);
     graph::give_data_to_constants(*first.recorded, first.kept);
     graphs_.push_back(std::move(first.recorded));
     forget_oldest();

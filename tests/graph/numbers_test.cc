@@ -6,6 +6,7 @@
 #include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 
+#include "graph/kept.h"
 #include "graph/late_writes.h"
 #include "graph/leaf.h"
 #include "tests/core/error_text.h"
@@ -644,6 +645,101 @@ TEST_F(Numbers, AViewThatWasMadeBeforeABranchIsOneAfterIt) {
   net_->zero_grad();
   EXPECT_TRUE(torch::equal(replayed.outputs[0], function({x_})[0]));
   EXPECT_TRUE(torch::equal(replayed.gradients.at("fc.weight"), net_->fc->weight.grad()));
+}
+
+// -- What the host is told of data
+
+TEST_F(Numbers, AttentionOverASequenceOfTheLengthOfItsQuery) {
+  torch::manual_seed(5);
+  torch::nn::Transformer net(torch::nn::TransformerOptions(8, 2)
+                                 .num_encoder_layers(1)
+                                 .num_decoder_layers(1)
+                                 .dim_feedforward(8)
+                                 .dropout(0.1));
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto y = net(in[0], in[1]);
+    backward(y.square().mean());
+    return {y};
+  };
+  const Tensors inputs{torch::randn({3, 2, 8}), torch::randn({3, 2, 8})};
+  const Tensors fresh{torch::randn({3, 2, 8}), torch::randn({3, 2, 8})};
+  expect_replay_equals_eager(*net, inputs, fresh, function);
+  const TensorTable table = table_of(*net);
+  const TraceResult first = trace(table, inputs, function);
+  EXPECT_EQ(trace(table, inputs, function, false, {first.recorded.get()}).match,
+            first.recorded.get());
+  EXPECT_EQ(trace(table, inputs, function, false).recorded->to_string(),
+            first.recorded->to_string());
+}
+
+TEST_F(Numbers, TensorsThatAreEqualInAMicrobatchAreRefusedThere) {
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]);
+    if (torch::equal(in[0], in[1])) return {y * 2};
+    return {y};
+  };
+  const TraceResult first = trace(table_, {x_, x_ + 1}, function);
+  EXPECT_TRUE(torch::equal(replay(*first.recorded, table_, {x_, x_ * 3}).outputs[0], net_(x_)));
+  try {
+    replay(*first.recorded, table_, {x_, x_.clone()});
+    ADD_FAILURE() << "they are equal";
+  } catch (const CaptureError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("torch::equal was called on two tensors of shape [4, 4] "
+                                        "that are equal in this microbatch"));
+    EXPECT_THAT(error.what(),
+                HasSubstr("Pass the very same tensor where they are meant to be one"));
+  }
+  EXPECT_THAT(refusal(table_, {x_, x_.clone()}, function),
+              HasSubstr("operator aten::equal reads the data of a tensor on the host"));
+}
+
+TEST_F(Numbers, OperatorsThatTakeNoZerosAreRecordedOnShapes) {
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto drawn = torch::multinomial(torch::softmax(net_(in[0]), 1), 2);
+    auto inverse = torch::cholesky_inverse(in[0].mm(in[0].t()) + torch::eye(4));
+    return {drawn, inverse};
+  };
+  const TraceResult shapes = trace(table_, {x_}, function, /*execute=*/false);
+  EXPECT_EQ(shapes.recorded->to_string(), trace(table_, {x_}, function).recorded->to_string());
+}
+
+// -- State that nobody registered
+
+TEST_F(Numbers, AMemberThatIsGivenWhatAMicrobatchComputed) {
+  torch::Tensor state;
+  const auto left = [&](const Function& function) -> std::string {
+    state = torch::zeros({4, 4});
+    const TraceResult traced = trace(table_, {x_}, function);
+    try {
+      check_no_state(traced, "train");
+    } catch (const CaptureError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const std::string text = left([&](const Tensors& in) -> Tensors {
+    auto h = net_(in[0]) + state;
+    state = h.detach();
+    return {h.sum()};
+  });
+  EXPECT_THAT(text,
+              HasSubstr("step function \"train\" reads a tensor of shape [4, 4] that was made "
+                        "outside of it, and puts one that it computes in its place"));
+  EXPECT_THAT(text, HasSubstr("write it in place (state.copy_(h.detach()))"));
+  // Nothing of the kind: a constant that stays, one that grows by constants, one of another's
+  // memory.
+  EXPECT_EQ(left([&](const Tensors& in) -> Tensors { return {net_(in[0]) + state}; }), "");
+  EXPECT_EQ(left([&](const Tensors& in) -> Tensors {
+              auto h = net_(in[0]) + state;
+              state = state + 1;
+              return {h};
+            }),
+            "");
+  EXPECT_EQ(left([&](const Tensors& in) -> Tensors {
+              std::vector<float> mask(16, 1);
+              return {net_(in[0]) + torch::from_blob(mask.data(), {4, 4})};
+            }),
+            "");
 }
 
 // -- Gradients inside the function

@@ -74,11 +74,16 @@ TEST_F(Refusal, HostReads) {
   EXPECT_CONTAINS(item, "smp::leaf(module)(x)");
 }
 
-TEST_F(Refusal, EqualOfDifferentTensorsButNotOfTheSame) {
-  EXPECT_CONTAINS(text([&](torch::Tensor x) { torch::equal(x, x.clone()); }), "aten::equal");
+TEST_F(Refusal, EqualOfCopiesButNotOfTheSameTensorOrOfOthers) {
+  const auto copies = [](const Tensors& in) -> Tensors {
+    torch::equal(in[0], in[0].clone());
+    return {};
+  };
+  EXPECT_CONTAINS(refusal(table_, {torch::randn({4, 4})}, copies), "aten::equal");
   const auto traced = trace(table_, {torch::randn({4, 4})}, [&](const Tensors& in) -> Tensors {
     EXPECT_TRUE(torch::equal(in[0], in[0]));
     EXPECT_FALSE(torch::equal(in[0], in[0][0]));
+    EXPECT_FALSE(torch::equal(in[0], in[0] + 1));
     return {net_(in[0])};
   });
   EXPECT_GT(traced.recorded->operators.size(), 0u);

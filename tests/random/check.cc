@@ -232,6 +232,9 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
   verdict.transfers = static_cast<int>(plan.transfers.size());
   verdict.rejection = error_of([&] { partitioner::verify_plan(*captured, plan); });
   verdict.failure = run_and_compare(program, trial, graph, plan, expected);
+  if (fault != Fault::kNone && verdict.rejection.empty() && !verdict.failure.empty()) {
+    verdict.accepted_failure = run_and_compare(program, trial, *captured, plan, expected);
+  }
   if (fault != Fault::kNone || !verdict.failure.empty()) return;
   if (random.chance(25)) verdict.failure = guard(program, trial, *captured);
 }

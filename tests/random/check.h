@@ -42,6 +42,9 @@ struct Verdict {
   std::string failure;
   /// What `verify_plan` says of the plan, given the graph without faults; empty: it is right.
   std::string rejection;
+  /// With a fault: what differs when stages that know the graph without it run a plan that
+  /// `verify_plan` accepts. What a stage forgets to copy is no matter of plans.
+  std::string accepted_failure;
   int stages = 1;
   int operators = 0;
   int transfers = 0;

@@ -11,6 +11,8 @@
 #include <sstream>
 
 #include "comm/threads/run_ranks.h"
+#include "core/check.h"
+#include "graph/layout.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
 #include "pipeline/executor.h"
@@ -44,6 +46,14 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (!at::isFloatingType(a.scalar_type())) return false;
   const at::Tensor nan = a.isnan().logical_and(b.isnan());
   return same_bytes(a.masked_fill(nan, 0), b.masked_fill(nan, 0));
+}
+
+Tensors copies_of(const Tensors& tensors) {
+  Tensors copies;
+  for (const at::Tensor& tensor : tensors) {
+    copies.push_back(tensor.defined() ? graph::copy_as_laid_out(tensor) : tensor);
+  }
+  return copies;
 }
 
 /// Adds a microbatch's gradients to the sums of the step.
@@ -274,7 +284,9 @@ Outcome run_eager(const Program& program, const Trial& trial) {
       const graph::KeyedRandomScope keyed(key_of(trial, step, m));
       const Tensors outputs =
           execute(program, leaves, [](const Tensors& roots, const Tensors& gradients) {
-            torch::autograd::backward(roots, gradients);
+            // Of a copy: a parameter's gradient may lie on the very tensor that was given, and
+            // change when the program writes that.
+            torch::autograd::backward(roots, copies_of(gradients));
           });
       for (size_t i = 0; i < outputs.size(); ++i) {
         // Throws where libtorch does not tell the history: of views made without gradients whose
@@ -294,12 +306,15 @@ std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial
   if (!trial.numbers_change) return trace(program, trial, !trial.shapes_only, {}).recorded;
   Random random(trial.seed * 17 + 3);
   const Program before = with_other_numbers(program, random);
+  std::unique_ptr<graph::Graph> known;
   try {
-    run_eager(before, trial);
-  } catch (const std::exception&) {  // eager libtorch cannot run it
-    return trace(program, trial, !trial.shapes_only, {}).recorded;
+    known = trace(before, trial, !trial.shapes_only, {}).recorded;
+  } catch (const CaptureError&) {
+    // Dropout of 0 returns its argument, so the program may write a parameter now ...
+  } catch (const c10::Error&) {
+    // ... or call what eager libtorch cannot run.
   }
-  auto known = trace(before, trial, !trial.shapes_only, {}).recorded;
+  if (known == nullptr) return trace(program, trial, !trial.shapes_only, {}).recorded;
   graph::TraceResult found = trace(program, trial, /*execute=*/false, {known.get()});
   if (found.match == nullptr) return std::move(found.recorded);
   for (const auto& change : found.constants) {
