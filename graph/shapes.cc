@@ -1,12 +1,15 @@
 #include "graph/shapes.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorOptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <exception>
 
 #include "core/check.h"
 #include "graph/random.h"

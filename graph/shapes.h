@@ -44,7 +44,7 @@ at::Tensor make_shape_tensor(const TensorMeta& meta);
 /// Calls the operator on meta tensors (`make_shape_tensor`), so that nothing is computed. Device
 /// arguments must have been replaced by the meta device. An operator that has no meta kernel, here
 /// or in libtorch, and one that lays out its result in another way there, runs on zeros of `device`
-/// instead, which costs its compute but gives the exact shapes.
+/// instead, or on ones if it takes no zeros, which costs its compute but gives the exact shapes.
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                     at::Device device = at::kCPU);
 

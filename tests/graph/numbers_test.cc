@@ -6,6 +6,8 @@
 #include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 
+#include <algorithm>
+
 #include "graph/kept.h"
 #include "graph/late_writes.h"
 #include "graph/leaf.h"
