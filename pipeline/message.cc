@@ -1,6 +1,7 @@
 #include "pipeline/message.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_efficientzerotensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -16,6 +17,18 @@ namespace smp::pipeline {
 namespace {
 
 constexpr int64_t kAlignment = 64;
+
+/// The first word of a tensor's header: what follows.
+enum Content : int64_t {
+  kUndefined,
+  kElements,
+  kZeros,  ///< a tensor without memory that backward passes make where a gradient is zero
+};
+
+Content content_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return kUndefined;
+  return tensor._is_zerotensor() ? kZeros : kElements;
+}
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -42,6 +55,12 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
 at::Tensor as_copied(const at::Tensor& tensor, at::IntArrayRef strides) {
   if (tensor.strides() == strides && !tensor.is_conj() && !tensor.is_neg()) return tensor;
   return at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
+}
+
+/// A tensor as the sender's, which has no memory: times infinity it stays zero, as in one process.
+at::Tensor zeros_of(const graph::TensorMeta& meta) {
+  return at::_efficientzerotensor(meta.sizes,
+                                  c10::TensorOptions().dtype(meta.dtype).device(meta.device));
 }
 
 /// Whether the receiver is to have the same gaps between elements: kernels take another way there.
@@ -166,13 +185,13 @@ void MessageLayout::pack(const std::vector<at::Tensor>& tensors, const at::Tenso
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor& tensor = tensors[i];
       int64_t* words = header + header_at_[i];
-      words[0] = tensor.defined();
-      if (!tensor.defined()) continue;
+      words[0] = content_of(tensor);
+      if (words[0] == kUndefined) continue;
       SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(metas_[i].sizes) &&
                               tensor.scalar_type() == metas_[i].dtype,
                           "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
                           " where the graph has ", metas_[i].to_string());
-      copy_in(i, tensor, elements, words + 1);
+      if (words[0] == kElements) copy_in(i, tensor, elements, words + 1);
     }
   };
   if (crosses(elements)) {
@@ -202,12 +221,17 @@ void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& t
     const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
     for (size_t i = 0; i < metas_.size(); ++i) {
       const int64_t* words = header + header_at_[i];
-      if (words[0] == 0) {
-        tensors.emplace_back();
-        continue;
-      }
       const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
-      tensors.push_back(with_strides(elements, i, strides));
+      switch (words[0]) {
+        case kUndefined:
+          tensors.emplace_back();
+          break;
+        case kZeros:
+          tensors.push_back(zeros_of(metas_[i]));
+          break;
+        default:
+          tensors.push_back(with_strides(elements, i, strides));
+      }
     }
   };
   if (crosses(elements)) {

@@ -82,6 +82,17 @@ TEST(Message, CarriesUndefinedTensors) {
   EXPECT_TRUE(at::equal(got[1], defined));
 }
 
+/// What the backward pass of `sign` makes: reading its memory would end the process.
+TEST(Message, CarriesZerosThatHaveNoMemory) {
+  const auto zeros = at::_efficientzerotensor({3, 4}, at::kFloat);
+  const auto ones = at::ones({5});
+  const MessageLayout layout({graph::TensorMeta::of(zeros), graph::TensorMeta::of(ones)});
+  const auto got = layout.unpack(layout.pack({zeros, ones}));
+  EXPECT_TRUE(got[0]._is_zerotensor());
+  EXPECT_TRUE(at::equal(got[0].clone(), at::zeros({3, 4})));
+  EXPECT_TRUE(at::equal(got[1], ones));
+}
+
 /// A gradient may be laid out otherwise than the value it belongs to.
 TEST(Message, TakesOtherStridesThanTheLayoutWasMadeFor) {
   const auto value = at::randn({3, 4});
