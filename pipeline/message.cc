@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "graph/layout.h"
 #include "pipeline/copy_stream.h"
 
 namespace smp::pipeline {
@@ -67,11 +68,7 @@ at::Tensor zeros_of(const graph::TensorMeta& meta) {
 /// A small part of a large tensor becomes dense instead, which would cost too much memory.
 bool keeps_gaps(const at::Tensor& tensor) {
   constexpr int64_t kWorthwhile = 8;
-  int64_t span = tensor.numel() > 0 ? 1 : 0;
-  for (int64_t d = 0; d < tensor.dim() && span > 0; ++d) {
-    span += (tensor.size(d) - 1) * tensor.stride(d);
-  }
-  return span <= kWorthwhile * tensor.numel();
+  return graph::span_of(tensor.sizes(), tensor.strides()) <= kWorthwhile * tensor.numel();
 }
 
 }  // namespace

@@ -13,7 +13,6 @@ namespace smp::runtime {
 namespace {
 
 using graph::Recording;
-using graph::ValueKind;
 
 /// The recordings of delayed tensors, in the order of the models' tensors.
 std::vector<std::shared_ptr<Recording>> recordings(const Runtime& runtime) {
@@ -70,7 +69,7 @@ void make_shared_tensors(const Runtime& runtime) {
   std::vector<at::Tensor> parameters;
   for (const auto& entry : runtime.table().entries()) {
     named.emplace_back(entry.name, entry.tensor);
-    if (entry.kind == ValueKind::kParameter) parameters.push_back(entry.tensor);
+    if (entry.is_parameter()) parameters.push_back(entry.tensor);
   }
   for (const auto& recording : recordings(runtime)) {
     recording->assign_seeds(named, *runtime.progress.seed);

@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "core/heap.h"
 #include "core/log.h"
+#include "graph/layout.h"
 #include "graph/visit.h"
 #include "partitioner/checkpointing.h"
 #include "partitioner/report.h"
@@ -66,10 +67,9 @@ void settle_owners(Runtime& runtime, const graph::Graph& graph, const partitione
 
 /// The bytes of its storage between which a tensor lies.
 std::pair<int64_t, int64_t> range_of(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   const int64_t begin = tensor.storage_offset() * tensor.element_size();
-  return {begin, tensor.numel() == 0 ? begin : begin + (last + 1) * tensor.element_size()};
+  const int64_t span = graph::span_of(tensor.sizes(), tensor.strides());
+  return {begin, begin + span * tensor.element_size()};
 }
 
 /// Two ranks would have a copy each of memory that one process has once.

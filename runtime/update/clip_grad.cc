@@ -72,7 +72,7 @@ class Gradients {
 
   void add(size_t position, const at::Tensor& parameter) {
     const auto* entry = runtime_.table().find(parameter);
-    SMP_CHECK_WITH(UsageError, entry != nullptr && entry->kind == graph::ValueKind::kParameter,
+    SMP_CHECK_WITH(UsageError, entry != nullptr && entry->is_parameter(),
                    call_, ": tensor ", position, " of shape ", parameter.sizes(),
                    " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
                    "of them (not those of virtual_named_parameters())");

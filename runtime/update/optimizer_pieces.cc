@@ -34,7 +34,7 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
 optim::ParameterNames parameter_names(const Runtime& runtime) {
   optim::ParameterNames names;
   for (const auto& entry : runtime.table().entries()) {
-    if (entry.kind == graph::ValueKind::kParameter) {
+    if (entry.is_parameter()) {
       names.emplace(entry.tensor.unsafeGetTensorImpl(), entry.name);
     }
   }

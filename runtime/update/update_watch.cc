@@ -35,9 +35,7 @@ bool UpdateWatch::has_others() const { return runtime_.group(CommGroup::kMp)->si
 std::vector<at::Tensor> UpdateWatch::with_gradients() const {
   std::vector<at::Tensor> result;
   for (const auto& entry : runtime_.table().entries()) {
-    if (entry.kind == graph::ValueKind::kParameter && entry.tensor.grad().defined()) {
-      result.push_back(entry.tensor);
-    }
+    if (entry.is_parameter() && entry.tensor.grad().defined()) result.push_back(entry.tensor);
   }
   return result;
 }
