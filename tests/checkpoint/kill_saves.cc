@@ -24,7 +24,9 @@ namespace {
 using checkpoint::Reader;
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kReplaced = "replaced";
+/// All rounds save after one step. Of checkpoints of one step those whose names come first are
+/// removed first, which must not be this one.
+constexpr const char* kReplaced = "standing";
 constexpr int kKept = 3;
 constexpr int kSaves = 3;           // of a round
 constexpr int kPatience = 300'000;  // naps until a child must have begun
