@@ -6,6 +6,7 @@
 #include <set>
 
 #include "core/check.h"
+#include "graph/differentiate.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
 
@@ -196,6 +197,9 @@ std::string why_not_together(const Graph& graph) {
     const Operator& op = graph.operators[i];
     if (is_leaf(op.handle)) {
       return describe(graph, i) + " calls a leaf module, whose code is not seen";
+    }
+    if (op.handle == grad_operator()) {
+      return describe(graph, i) + " differentiates the operators of one microbatch";
     }
     for (int set : op.writes) {
       if (set < 0 || lasting[set] == nullptr) continue;

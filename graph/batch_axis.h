@@ -28,8 +28,9 @@ struct BatchAxes {
 };
 
 /// Why the graph must not run for several microbatches at once, whatever its operators do to the
-/// batch: it calls a leaf module, or writes a tensor that outlives the microbatch (a buffer such as
-/// batch norm's averages). A sentence without its full stop; empty if there is no such reason.
+/// batch: it calls a leaf module or `autograd::grad`, or writes a tensor that outlives the
+/// microbatch (a buffer such as batch norm's averages). A sentence without its full stop; empty if
+/// there is no such reason.
 std::string why_not_together(const Graph& graph);
 
 /// Finds out what each operator does to the batch, from two captures of one function: `one` of a

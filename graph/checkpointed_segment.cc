@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/differentiate.h"
 #include "graph/leaf.h"
 #include "graph/saved_tensors.h"
 #include "graph/visit.h"
@@ -60,6 +61,12 @@ std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
 }
 
 std::string why_not_repeatable(const Graph& graph, const std::vector<int>& region) {
+  for (const DifferentiatedRange& range : differentiated_ranges(graph)) {
+    if (range.last < region.front() || region.back() < range.first) continue;
+    return c10::str("autograd::grad, operator ", range.last,
+                    ", needs in the forward pass what operators ", range.first, " to ", range.last,
+                    " save");
+  }
   const std::set<ValueId> inputs = inputs_of(graph, region);
   for (int index : region) {
     const Operator& op = graph.operators[index];

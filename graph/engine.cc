@@ -30,7 +30,9 @@ class WatchedEngine final : public Engine {
                                          const torch::autograd::variable_list& gradients,
                                          bool keep_graph, bool create_graph, bool accumulate_grad,
                                          const torch::autograd::edge_list& outputs) override {
-    announce_backward();
+    auto answer =
+        announce_backward({roots, gradients, keep_graph, create_graph, accumulate_grad, outputs});
+    if (answer) return *std::move(answer);
     return Engine::execute(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
   }
 

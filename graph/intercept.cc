@@ -75,8 +75,9 @@ bool intercepting() {
          !c10::impl::tls_is_dispatch_key_excluded(kKey);
 }
 
-void announce_backward() {
-  if (current != nullptr && intercepting()) current->differentiate();
+std::optional<torch::autograd::variable_list> announce_backward(const BackwardPass& pass) {
+  if (current == nullptr || !intercepting()) return std::nullopt;
+  return current->differentiate(pass);
 }
 
 UninterceptedScope::UninterceptedScope() : exclude_(kKey) {}

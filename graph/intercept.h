@@ -4,10 +4,23 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <optional>
 
 namespace smp::graph {
+
+/// What an autograd engine is asked to do.
+struct BackwardPass {
+  const torch::autograd::edge_list& roots;
+  const torch::autograd::variable_list& gradients;  ///< of the roots
+  bool keep_graph;
+  bool create_graph;
+  bool accumulate;                           ///< into `.grad`, as `backward()` does
+  const torch::autograd::edge_list& inputs;  ///< whose gradients are returned
+};
 
 /// Sees every operator that code on this thread calls, at the level the code called it
 /// (`aten::conv2d`, not its kernels). See docs/capture.md for the mechanism: a boxed fallback on
@@ -26,8 +39,11 @@ class OperatorInterceptor {
   /// Called by `retain_grad()` of a tensor, which is no operator either.
   virtual void retain_grad() {}
   /// Called when code on the thread, not an operator, begins a backward pass: `backward()` of a
-  /// tensor or `autograd::grad`.
-  virtual void differentiate() {}
+  /// tensor or `autograd::grad`. Returns the gradients of the pass's inputs, or nothing if the
+  /// engine is to compute them.
+  virtual std::optional<torch::autograd::variable_list> differentiate(const BackwardPass&) {
+    return std::nullopt;
+  }
 };
 
 /// While it lives, operators of this thread go to `interceptor`. Scopes nest; the innermost
@@ -53,8 +69,9 @@ class InterceptScope {
 /// intercepted, such as a leaf.
 bool intercepting();
 
-/// Tells the interceptor of this thread, if there is one in force, that a backward pass begins.
-void announce_backward();
+/// Tells the interceptor of this thread, if there is one in force, that a backward pass begins, and
+/// returns what it answers.
+std::optional<torch::autograd::variable_list> announce_backward(const BackwardPass& pass);
 
 /// While it lives, no interceptor sees the operators of this thread.
 class UninterceptedScope {

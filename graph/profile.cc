@@ -17,6 +17,8 @@
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
 #include "graph/devices.h"
+#include "graph/differentiate.h"
+#include "graph/requires_grad.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -135,12 +137,17 @@ class Profiler {
         memory_(memory),
         device_(device_of(graph)),
         segment_(graph, all(graph.operators.size()), all(graph.values.size())),
+        is_differentiated_(graph.operators.size()),
         last_use_(graph.values.size(), 0),
         times_(graph.operators.size()),
         allocations_(memory ? std::make_unique<Allocations>() : nullptr),
         hidden_bytes_(graph.operators.size()) {
     for (size_t i = 0; i < graph.operators.size(); ++i) {
       for (ValueId id : tensor_arguments(graph.operators[i])) last_use_[id] = i;
+    }
+    for (const DifferentiatedRange& range : differentiated_ranges(graph)) {
+      std::fill(is_differentiated_.begin() + range.first,
+                is_differentiated_.begin() + range.last + 1, true);
     }
   }
 
@@ -206,13 +213,7 @@ class Profiler {
   template <class Check>
   void run_operator(size_t i, Environment& environment, const Check& check) {
     const Operator& op = graph_.operators[i];
-    // A history of one operator: its inputs enter anew.
-    std::vector<std::shared_ptr<GradientSink>> sinks;
-    for (ValueId id : tensor_arguments(op)) {
-      const bool differentiable = environment[id].defined() && graph_.values[id].meta.requires_grad;
-      sinks.push_back(differentiable ? std::make_shared<GradientSink>() : nullptr);
-      environment[id] = enter(environment[id], sinks.back());
-    }
+    enter_arguments(i, environment);
     const SavedStorages before(op, environment);
     const int64_t allocated = allocated_now();
     const auto start = Clock::now();
@@ -221,6 +222,7 @@ class Profiler {
     times_[i].forward_us = std::min(times_[i].forward_us, microseconds_since(start));
     hidden_bytes_[i] = allocated_now() - allocated - bytes_of_results(op, environment);
     check(i, environment);
+    if (is_differentiated_[i]) return go_on_with(i);
     std::vector<torch::autograd::Edge> starts;
     std::vector<at::Tensor> gradients;
     for (ValueId id : op.results) {
@@ -239,6 +241,35 @@ class Profiler {
     times_[i].backward_us = std::min(times_[i].backward_us, backward_us);
   }
 
+  /// A history of one operator: its arguments enter anew, but for what the operators of a
+  /// differentiated range have made or read before.
+  void enter_arguments(size_t i, Environment& environment) {
+    if (!is_differentiated_[i]) {
+      sinks_.clear();
+      in_range_.clear();
+    }
+    for (ValueId id : tensor_arguments(graph_.operators[i])) {
+      if (is_differentiated_[i] && !in_range_.insert(id).second) continue;
+      const bool differentiable = environment[id].defined() && graph_.values[id].meta.requires_grad;
+      sinks_.push_back(differentiable ? std::make_shared<GradientSink>() : nullptr);
+      environment[id] = enter(environment[id], sinks_.back());
+    }
+  }
+
+  /// An operator whose history has to stay for `autograd::grad`. Its backward is not measured, but
+  /// taken for two of its forward; whatever it may save counts as saved.
+  void go_on_with(size_t i) {
+    const Operator& op = graph_.operators[i];
+    for_each_result(op, [&](ValueId id) { in_range_.insert(id); });
+    const bool trains = graph_.trains() && records_history(graph_, op);
+    times_[i].backward_us = trains ? 2 * times_[i].forward_us : 0;
+    const auto keep = [&](ValueId id) {
+      if (graph_.values[id].meta.requires_grad) saved_.insert(graph_.values[id].alias_set);
+    };
+    for_each_argument(op, keep);
+    for_each_result(op, keep);
+  }
+
   int64_t allocated_now() const { return allocations_ ? allocations_->now() : 0; }
 
   bool is_saved(const Value& value) const {
@@ -250,6 +281,9 @@ class Profiler {
   const bool memory_;
   const at::Device device_;
   Segment segment_;
+  std::vector<bool> is_differentiated_;  // by operator: in a range that `autograd::grad` ends
+  std::unordered_set<ValueId> in_range_;
+  std::vector<std::shared_ptr<GradientSink>> sinks_;  // of what has entered
   std::vector<size_t> last_use_;
   std::vector<Times> times_;
   const std::unique_ptr<Allocations> allocations_;  // libtorch counts, and warns, while it exists

@@ -11,8 +11,8 @@ namespace {
 
 /// Views that autograd does not follow.
 bool cuts_gradient(const std::string& name) {
-  static const std::array<const char*, 3> kNames = {"aten::detach", "aten::detach_",
-                                                    "aten::variable_data"};
+  static const std::array<const char*, 4> kNames = {"aten::detach", "aten::detach_",
+                                                    "aten::variable_data", "smp::requires_grad"};
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 

@@ -21,13 +21,8 @@ namespace {
 /// The history of placeholders: none of them is a leaf, and none can be differentiated.
 class PlaceholderNode : public torch::autograd::Node {
  public:
-  std::string step_name;
-
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    core::fail<UsageError>(
-        "step function \"", step_name,
-        "\": backward() or autograd::grad was called inside it. The step runs the pipeline's "
-        "backward pass itself: call model->backward(loss) instead");
+    SMP_INTERNAL_ASSERT(false, "a backward pass went through a tensor that has no data");
   }
   std::string name() const override { return "smp::PlaceholderBackward"; }
 };
@@ -95,13 +90,7 @@ bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
 
 at::Tensor filled_like_shape(const at::Tensor& meta, at::Device device, int fill) {
   if (!meta.defined() || !meta.is_meta()) return meta;
-  at::Tensor filled;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    filled = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
-    filled.fill_(fill);
-  }
-  filled = filled.variable_data();
+  const at::Tensor filled = make_filled(TensorMeta::of(meta), device, fill);
   if (meta.requires_grad()) give_placeholder_history(filled);
   return filled;
 }
@@ -157,21 +146,6 @@ at::Tensor view_like(const at::Tensor& result, const at::Tensor& shape) {
   return view;
 }
 
-/// The meta tensor that stands for `result`: an argument itself, a view of one, or a new one.
-at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
-                    const std::vector<at::Tensor>& shapes) {
-  if (!result.defined() || !result.has_storage()) return result;  // sparse: the caller refuses it
-  for (size_t i = 0; i < filled.size(); ++i) {
-    if (filled[i].defined() && filled[i].is_same(result)) return shapes[i];
-  }
-  for (size_t i = 0; i < filled.size(); ++i) {
-    if (filled[i].defined() && filled[i].storage().is_alias_of(result.storage())) {
-      return view_like(result, shapes[i]);
-    }
-  }
-  return make_shape_tensor(TensorMeta::of(result));
-}
-
 /// No generator advances.
 void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
                     torch::jit::Stack& stack, at::Device device, int fill) {
@@ -218,6 +192,11 @@ void give_placeholder_history(const at::Tensor& tensor) {
   torch::autograd::impl::set_gradient_edge(tensor, {placeholder_node(), 0});
 }
 
+void number_placeholder(const at::Tensor& tensor, uint32_t number) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->grad_fn_ == placeholder_node()) meta->output_nr_ = number;
+}
+
 at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), 0,
@@ -232,9 +211,28 @@ at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name
   return tensor;
 }
 
-torch::autograd::Node& placeholder_history(const std::string& step_name) {
-  placeholder_node()->step_name = step_name;
-  return *placeholder_node();
+torch::autograd::Node& placeholder_history() { return *placeholder_node(); }
+
+at::Tensor make_filled(const TensorMeta& meta, at::Device device, int fill) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor filled =
+      at::empty_strided(meta.sizes, meta.strides, at::TensorOptions(meta.dtype).device(device));
+  filled.fill_(fill);
+  return filled.variable_data();
+}
+
+at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
+                    const std::vector<at::Tensor>& shapes) {
+  if (!result.defined() || !result.has_storage()) return result;  // sparse: the caller refuses it
+  for (size_t i = 0; i < filled.size(); ++i) {
+    if (filled[i].defined() && filled[i].is_same(result)) return shapes[i];
+  }
+  for (size_t i = 0; i < filled.size(); ++i) {
+    if (filled[i].defined() && filled[i].storage().is_alias_of(result.storage())) {
+      return view_like(result, shapes[i]);
+    }
+  }
+  return make_shape_tensor(TensorMeta::of(result));
 }
 
 void follow_in_place(const at::Tensor& tensor, const TensorMeta& meta) {

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -21,8 +22,8 @@ namespace smp::graph {
 at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name);
 
 /// The gradient history that all placeholders of this thread share, so that what user code attaches
-/// to the history of one (a hook) is found here. `step_name` is what its errors say from now on.
-torch::autograd::Node& placeholder_history(const std::string& step_name);
+/// to the history of one (a hook) is found here. A tracer answers what would go back through it.
+torch::autograd::Node& placeholder_history();
 
 /// Gives `tensor`, a placeholder or a factory's result, the sizes, strides and `requires_grad` that
 /// an in-place operator left it with.
@@ -37,6 +38,18 @@ bool is_placeholder(const at::Tensor& tensor);
 /// Makes a new tensor require a gradient, as a placeholder does: it is no leaf, and `backward()` on
 /// it throws.
 void give_placeholder_history(const at::Tensor& tensor);
+
+/// Gives the tensor's place in the history that placeholders share a number; does nothing to a
+/// tensor with another history.
+void number_placeholder(const at::Tensor& tensor, uint32_t number);
+
+/// A tensor of this shape with zeros, or what else, in all of its memory. It has no history.
+at::Tensor make_filled(const TensorMeta& meta, at::Device device, int fill);
+
+/// The meta tensor that stands for `result`, which an operator made of `filled`, for which `shapes`
+/// stand: one of those, a view of one, or a new one.
+at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
+                    const std::vector<at::Tensor>& shapes);
 
 /// A tensor on the meta device with this shape, for `call_on_shapes`.
 at::Tensor make_shape_tensor(const TensorMeta& meta);

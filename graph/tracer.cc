@@ -11,7 +11,9 @@
 
 #include "core/check.h"
 #include "graph/content.h"
+#include "graph/differentiate.h"
 #include "graph/engine.h"
+#include "graph/grad_shapes.h"
 #include "graph/late_writes.h"
 #include "graph/leaf.h"
 #include "graph/not_equal.h"
@@ -40,7 +42,7 @@ Tracer::~Tracer() = default;
 TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& function) {
   SMP_INTERNAL_ASSERT(!options_.execute || options_.candidates.empty(),
                       "a run that executes is compared with no other");
-  history_ = &placeholder_history(options_.step_name);
+  history_ = &placeholder_history();
   history_->tensor_pre_hooks().clear();  // an earlier run may have ended with an error
   std::vector<at::Tensor> passed;
   define_inputs(inputs, passed);
@@ -207,9 +209,7 @@ bool Tracer::share_storage(ValueId a, ValueId b) const {
 }
 
 ValueId Tracer::keep_root(ValueId root) {
-  // The tensor itself may be gone; another that is known for its value does as well.
-  const at::Tensor tensor = make_placeholder(value(root).meta, options_.step_name);
-  bind(tensor, root);
+  const at::Tensor tensor = tensor_for(root);
   const c10::InferenceMode normal(false);
   const at::AutoGradMode with_history(true);
   return derive(tensor, "aten::clone", {tensor, c10::IValue()});
@@ -284,11 +284,21 @@ void Tracer::refuse_views_beyond(const Call& call) {
          "Use slice(), narrow() or select() of the tensor that shows them");
 }
 
+void Tracer::refuse_grad_through_leaf(const Call& call) {
+  if (!(*call.op == grad_operator())) return;
+  const std::string leaf = leaf_on_the_way(*graph_, call.arguments);
+  if (leaf.empty()) return;
+  refuse("autograd::grad goes back through leaf module \"" + leaf +
+             "\", whose operators are not part of the graph",
+         "Call autograd::grad inside the leaf, or let the module be captured");
+}
+
 void Tracer::refuse_unsupported(const Call& call) {
   const auto& schema = call.op->schema();
   const std::string& name = schema.name();
   refuse_replaced_storage(name);
   refuse_views_beyond(call);
+  refuse_grad_through_leaf(call);
   for (const Argument& argument : call.arguments) {
     if (argument.kind == Argument::Kind::kConstant && argument.constant.isGenerator()) {
       refuse("operator " + name + " draws from an explicit generator",
@@ -380,6 +390,7 @@ std::vector<ValueId> Tracer::released_constants() {
   concrete_.clear();
   host_data_.clear();
   inner_arguments_.clear();
+  ends_.clear();
   std::vector<ValueId> result;
   for (const auto& [id, tensor] : constants_) {
     if (tensor.expired()) result.push_back(id);

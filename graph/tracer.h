@@ -99,7 +99,7 @@ class Tracer final : public OperatorInterceptor {
   void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
   void custom_function() override;
   [[noreturn]] void retain_grad() override;
-  [[noreturn]] void differentiate() override;
+  std::optional<torch::autograd::variable_list> differentiate(const BackwardPass& pass) override;
 
  private:
   struct Live {
@@ -139,6 +139,7 @@ class Tracer final : public OperatorInterceptor {
 
   void define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& passed);
   ValueId add_value(Value value, const at::Tensor& tensor);
+  at::Tensor tensor_for(ValueId id);
   void bind(const at::Tensor& tensor, ValueId id);
   ValueId lookup(const at::Tensor& tensor);
   at::Tensor find_shallow_copy(const at::Tensor& tensor) const;
@@ -147,7 +148,9 @@ class Tracer final : public OperatorInterceptor {
   ValueId define_from_table(const TensorTable::Entry& entry);
   ValueId define_constant(const at::Tensor& tensor);
   void check_hooks() const;
-  void check_requires_grad(const at::Tensor& tensor, const Known& known) const;
+  bool changed_by_hand(const at::Tensor& tensor, const Known& known) const;
+  ValueId require_grad(const at::Tensor& tensor, const at::Tensor& as_before);
+  at::Tensor end_of(const torch::autograd::Edge& edge);
   void check_history(const at::Tensor& tensor) const;
 
   void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, Call& call);
@@ -163,6 +166,7 @@ class Tracer final : public OperatorInterceptor {
   void refuse_unsupported(const Call& call);
   void refuse_replaced_storage(const std::string& name) const;
   void refuse_views_beyond(const Call& call);
+  void refuse_grad_through_leaf(const Call& call);
 
   bool is_expected(const c10::OperatorHandle& op) const;
   bool verify(Call& call, torch::jit::Stack& stack);
@@ -190,7 +194,8 @@ class Tracer final : public OperatorInterceptor {
   static bool is_view(const Graph& graph, const Operator& op, int alias_set);
   void record_results(const Call& call, Operator& op, torch::jit::Stack& stack);
   at::Tensor record_result(const Call& call, Operator& op, const at::Tensor& result);
-  void follow(const at::Tensor& tensor, const TensorMeta& meta) const;
+  void follow(const at::Tensor& tensor, const TensorMeta& meta);
+  void spread_history(const Operator& op, int index);
   int alias_set_of(const at::Tensor& tensor);
   uint64_t checksum(const Operator& op);
 
@@ -213,13 +218,16 @@ class Tracer final : public OperatorInterceptor {
   bool differentiated_ = false;  // the function has called `backward`
   std::vector<ValueId> outputs_;
   int random_count_ = 0;
+  bool history_begins_ = false;  // the operator at hand gave a history to what had none
   ValueId last_parameter_ = kUndefined;
   // The tensors that are constants, but for those on memory of others (`from_blob`).
   std::vector<std::pair<ValueId, c10::weak_intrusive_ptr<c10::TensorImpl>>> constants_;
   Call spare_call_;                           // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
-  bool custom_function_ = false;              // one was applied in this run, with gradients on
-  std::vector<at::Tensor> inner_arguments_;   // what it may have given a history of its own
+  // The ends of the histories of parameters and variables, by which `autograd::grad` names them.
+  std::vector<std::shared_ptr<torch::autograd::Node>> ends_;
+  bool custom_function_ = false;             // one was applied in this run, with gradients on
+  std::vector<at::Tensor> inner_arguments_;  // what it may have given a history of its own
 
   ska::flat_hash_map<const c10::TensorImpl*, Known> known_;
   // Storages seen, each with the last value on it and its alias set.

@@ -4,11 +4,15 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "graph/content.h"
 #include "graph/devices.h"
+#include "graph/differentiate.h"
+#include "graph/grad_shapes.h"
 #include "graph/leaf.h"
 #include "graph/operator_traits.h"
+#include "graph/requires_grad.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
 
@@ -67,6 +71,7 @@ void Tracer::record(Call& call, torch::jit::Stack& stack) {
   settle_written(op);
   run_operator(call, op, stack);
   record_results(call, op, stack);
+  spread_history(op, static_cast<int>(graph_->operators.size()));
   settle_read(call, op);
   if (options_.execute) checksums_.push_back(checksum(op));
   graph_->operators.push_back(std::move(op));
@@ -118,6 +123,11 @@ void Tracer::run_operator(const Call& call, const Operator& op, torch::jit::Stac
   push_concrete_arguments(call, stack);
   if (is_leaf(*call.op)) {
     run_leaf(call, op, stack);
+  } else if (!options_.execute && *call.op == grad_operator()) {
+    std::vector<at::Tensor> shapes;
+    for (ValueId id : call.ids) shapes.push_back(id == kUndefined ? at::Tensor() : concrete(id));
+    torch::jit::drop(stack, call.arguments.size());
+    stack.push_back(grad_on_shapes(*graph_, op, shapes));
   } else if (!options_.execute) {
     call_on_shapes(*call.op, stack, result_device(op.arguments, *graph_, schema));
   } else if (op.random_ordinal >= 0) {
@@ -278,8 +288,31 @@ at::Tensor Tracer::record_result(const Call& call, Operator& op, const at::Tenso
 
 /// Lets what the function holds show what an operator did to it in place. Parameters and buffers
 /// are left alone: they outlive the run.
-void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) const {
-  if (options_.table->find(tensor) == nullptr) follow_in_place(tensor, meta);
+void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) {
+  if (options_.table->find(tensor) != nullptr) return;
+  history_begins_ |= meta.requires_grad && !tensor.requires_grad();
+  follow_in_place(tensor, meta);
+}
+
+/// What an operator writes with a history has it wherever the memory is seen: the function's other
+/// views of it require a gradient from now on.
+void Tracer::spread_history(const Operator& op, int index) {
+  if (!std::exchange(history_begins_, false)) return;
+  std::optional<RequiresGrad> recorded;
+  if (verifying()) recorded.emplace(*live_[0].graph);
+  for (auto& [impl, known] : known_) {
+    const int set = value(known.id).alias_set;
+    if (std::find(op.writes.begin(), op.writes.end(), set) == op.writes.end()) continue;
+    const auto owner = known.keep.lock();
+    if (!owner) continue;
+    const at::Tensor tensor{owner};
+    if (tensor.requires_grad() || options_.table->find(tensor) != nullptr) continue;
+    const bool now =
+        recorded ? recorded->since(known.id) <= index : concrete(known.id).requires_grad();
+    if (!now) continue;
+    give_placeholder_history(tensor);
+    bind(tensor, known.id);
+  }
 }
 
 bool Tracer::HostData::changed() const { return hash_content(tensor) != content; }

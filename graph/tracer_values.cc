@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 
 #include "core/check.h"
 #include "graph/content.h"
+#include "graph/differentiate.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
 
@@ -58,7 +60,7 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     SMP_CHECK_WITH(CaptureError, !inputs[i].requires_grad(), "step function \"", options_.step_name,
                    "\": input ", i,
                    " requires a gradient; a step trains the parameters of its models only. Pass "
-                   "input.detach()");
+                   "input.detach(), and call requires_grad_() inside if autograd::grad needs it");
     Value value;
     value.kind = ValueKind::kInput;
     value.name = std::to_string(i);
@@ -88,7 +90,15 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
   }
 }
 
+/// A tensor that is known for the value: the function may have let its own go.
+at::Tensor Tracer::tensor_for(ValueId id) {
+  const at::Tensor tensor = make_placeholder(value(id).meta, options_.step_name);
+  bind(tensor, id);
+  return tensor;
+}
+
 void Tracer::bind(const at::Tensor& tensor, ValueId id) {
+  if (tensor.requires_grad()) number_placeholder(tensor, static_cast<uint32_t>(id));
   auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
   known_.insert_or_assign(tensor.unsafeGetTensorImpl(),
                           Known{id, tensor.requires_grad(), std::move(weak)});
@@ -142,10 +152,14 @@ ValueId Tracer::lookup(const at::Tensor& tensor) {
   if (custom_function_) check_history(tensor);
   const auto it = known_.find(tensor.unsafeGetTensorImpl());
   if (it != known_.end()) {
-    check_requires_grad(tensor, it->second);
-    return it->second.id;
+    if (!changed_by_hand(tensor, it->second)) return it->second.id;
+    return require_grad(tensor, tensor_for(it->second.id));
   }
   if (const auto* entry = options_.table->find(tensor)) return define_from_table(*entry);
+  if (tensor.requires_grad() && tensor.is_leaf()) {  // `torch::zeros(sizes, requires_grad)`
+    const at::Tensor as_made = tensor.detach();
+    if (find_alias(as_made) != kUndefined) return require_grad(tensor, as_made);
+  }
   const ValueId alias = find_alias(tensor);
   return alias != kUndefined ? alias : define_constant(tensor);
 }
@@ -213,6 +227,9 @@ ValueId Tracer::define_from_table(const TensorTable::Entry& entry) {
            "Gradients are complete when the step has returned: change them there, before "
            "optimizer.step()");
   }
+  if (entry.tensor.requires_grad() && entry.tensor.is_leaf()) {
+    ends_.push_back(torch::autograd::impl::grad_accumulator(entry.tensor));
+  }
   Value value;
   value.kind = entry.kind;
   value.name = entry.name;
@@ -275,9 +292,10 @@ void Tracer::check_hooks() const {
          "there, or make the module that needs the hook a leaf: smp::leaf(module)(x)");
 }
 
-/// `requires_grad_()` and what gives a tensor a history by hand are no operators.
-void Tracer::check_requires_grad(const at::Tensor& tensor, const Known& known) const {
-  if (tensor.requires_grad() == known.requires_grad) return;
+/// `requires_grad_()` and what gives a tensor a history by hand are no operators. The former is
+/// recorded as one, but for a parameter or buffer, which the step does not make.
+bool Tracer::changed_by_hand(const at::Tensor& tensor, const Known& known) const {
+  if (tensor.requires_grad() == known.requires_grad) return false;
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta != nullptr && meta->grad_fn_ != nullptr) {
     refuse(
@@ -286,10 +304,24 @@ void Tracer::check_requires_grad(const at::Tensor& tensor, const Known& known) c
         "Write what made it with differentiable tensor operators, or make the module that makes it "
         "a leaf: smp::leaf(module)(x)");
   }
-  refuse(c10::str("changes a tensor of shape ", tensor.sizes(), " by requires_grad_(",
-                  tensor.requires_grad() ? "true" : "false", "), which is no operator"),
-         "Freeze and unfreeze parameters before the step; a step differentiates with respect to "
-         "parameters only, and detach() gives a tensor that requires no gradient");
+  const auto* entry = options_.table->find(tensor);
+  if (entry == nullptr) return true;
+  refuse(c10::str("changes ", graph::to_string(entry->kind), " \"", entry->name,
+                  "\" by requires_grad_(", tensor.requires_grad() ? "true" : "false", ")"),
+         "Freeze and unfreeze parameters before the step; weight.detach() gives a tensor that "
+         "requires no gradient");
+}
+
+/// From now on the function's tensor is what `smp::requires_grad` makes of what it was.
+ValueId Tracer::require_grad(const at::Tensor& tensor, const at::Tensor& as_before) {
+  const bool on = tensor.requires_grad();
+  const UninterceptedScope own;
+  torch::jit::Stack arguments{as_before, on};
+  call(requires_grad_operator(), arguments);
+  const ValueId id = lookup(arguments[0].toTensor());
+  if (on) ends_.push_back(torch::autograd::impl::grad_accumulator(tensor));
+  bind(tensor, id);
+  return id;
 }
 
 /// A custom autograd function is not an operator: its forward's operators are seen, with gradients
@@ -307,13 +339,41 @@ void Tracer::check_history(const at::Tensor& tensor) const {
 
 void Tracer::custom_function() { custom_function_ |= at::GradMode::is_enabled(); }
 
-void Tracer::differentiate() {
-  core::fail<UsageError>(
-      where(),
-      ": backward() or autograd::grad was called inside it. The step runs the pipeline's backward "
-      "pass itself: call model->backward(loss) instead. What needs gradients for its numbers, such "
-      "as a gradient penalty, has to be a leaf: smp::leaf(module)(x), which may call "
-      "autograd::grad inside");
+/// The tensor whose gradient goes by an edge; undefined if the function has not used it.
+at::Tensor Tracer::end_of(const torch::autograd::Edge& edge) {
+  if (edge.function.get() == history_) return tensor_for(static_cast<ValueId>(edge.input_nr));
+  const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+  return leaf == nullptr ? at::Tensor() : leaf->variable;
+}
+
+/// `autograd::grad` is an operator of the graph. Its inputs that no operator has read have no end.
+std::optional<torch::autograd::variable_list> Tracer::differentiate(const BackwardPass& pass) {
+  if (pass.accumulate) {
+    core::fail<UsageError>(
+        where(),
+        ": backward() was called inside it, which would add to the gradients of one microbatch. "
+        "The step runs the pipeline's backward pass itself: call model->backward(loss) instead, or "
+        "torch::autograd::grad for gradients that the function goes on to use");
+  }
+  SMP_CHECK_WITH(UsageError, !differentiated_, where(),
+                 ": autograd::grad was called after backward, which is the end of the history. "
+                 "Call it before model->backward");
+  const UninterceptedScope own;
+  std::vector<at::Tensor> outputs, inputs;
+  for (const auto& edge : pass.roots) outputs.push_back(end_of(edge));
+  std::vector<size_t> known;
+  for (size_t i = 0; i < pass.inputs.size(); ++i) {
+    const at::Tensor input = end_of(pass.inputs[i]);
+    if (!input.defined()) continue;
+    known.push_back(i);
+    inputs.push_back(input);
+  }
+  torch::jit::Stack stack{outputs, pass.gradients, inputs, pass.keep_graph, pass.create_graph};
+  call(grad_operator(), stack);
+  const std::vector<at::Tensor> results = stack[0].toTensorVector();
+  torch::autograd::variable_list gradients(pass.inputs.size());
+  for (size_t i = 0; i < known.size(); ++i) gradients[known[i]] = results[i];
+  return gradients;
 }
 
 void Tracer::retain_grad() {

@@ -7,6 +7,7 @@
 
 #include "graph/alias_analysis.h"
 #include "graph/autocast.h"
+#include "graph/differentiate.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -140,16 +141,44 @@ class Storages {
   std::vector<int> last_use_;
 };
 
-/// What makes cuts illegal: storages that are written, and parameters that autocast casts once for
-/// several operators, whose gradients meet in the lower precision.
+/// Operators that stay together whatever their storages.
+struct Together {
+  int first;
+  int last;
+  std::string reason;
+};
+
+/// Those that read a parameter which autocast casts once for them, so that its gradients meet in
+/// the lower precision, and those that the step function differentiates.
+std::vector<Together> find_together(const Graph& graph) {
+  std::vector<Together> result;
+  for (const graph::SharedCast& cast : graph::shared_casts(graph)) {
+    result.push_back(
+        {cast.first, cast.last,
+         fmt::format("{} is cast once for {} and {}, which run under one autocast "
+                     "scope, so they stay together",
+                     describe_value(graph, cast.parameter), describe_operator(graph, cast.first),
+                     describe_operator(graph, cast.last))});
+  }
+  for (const graph::DifferentiatedRange& range : graph::differentiated_ranges(graph)) {
+    result.push_back(
+        {range.first, range.last,
+         fmt::format("autograd::grad ({}) differentiates what is computed from {} on, "
+                     "so they stay together",
+                     describe_operator(graph, range.last), describe_operator(graph, range.first))});
+  }
+  return result;
+}
+
+/// What makes cuts illegal.
 class Rules {
  public:
   explicit Rules(const Graph& graph)
-      : graph_(graph), storages_(graph), casts_(graph::shared_casts(graph)) {}
+      : storages_(graph), together_(find_together(graph)), operators_(graph.operators.size()) {}
 
   /// Per cut the first rule that it breaks, -1 if there is none.
   std::vector<int> first_broken() const {
-    std::vector<int> result(std::max<size_t>(graph_.operators.size(), 1) - 1, -1);
+    std::vector<int> result(std::max<size_t>(operators_, 1) - 1, -1);
     const auto note = [&](int rule, int first, int last) {
       for (int i = first; i <= last; ++i) {
         if (result[i] < 0) result[i] = rule;
@@ -158,33 +187,29 @@ class Rules {
     for (int set = 0; set < storages_.size(); ++set) {
       storages_.for_each_illegal_range(set, [&](int first, int last) { note(set, first, last); });
     }
-    for (size_t c = 0; c < casts_.size(); ++c) {
-      note(storages_.size() + static_cast<int>(c), casts_[c].first, casts_[c].last - 1);
+    for (size_t t = 0; t < together_.size(); ++t) {
+      note(storages_.size() + static_cast<int>(t), together_[t].first, together_[t].last - 1);
     }
     return result;
   }
 
   bool broken(int rule, int i) const {
     if (rule < storages_.size()) return storages_.violated(rule, i);
-    const graph::SharedCast& cast = casts_[rule - storages_.size()];
-    return cast.first <= i && i < cast.last;
+    const Together& together = together_[rule - storages_.size()];
+    return together.first <= i && i < together.last;
   }
 
-  int size() const { return storages_.size() + static_cast<int>(casts_.size()); }
+  int size() const { return storages_.size() + static_cast<int>(together_.size()); }
 
   std::string reason(int rule, int i) const {
     if (rule < storages_.size()) return storages_.reason(rule, i);
-    const graph::SharedCast& cast = casts_[rule - storages_.size()];
-    return fmt::format(
-        "{} is cast once for {} and {}, which run under one autocast scope, so they stay together",
-        describe_value(graph_, cast.parameter), describe_operator(graph_, cast.first),
-        describe_operator(graph_, cast.last));
+    return together_[rule - storages_.size()].reason;
   }
 
  private:
-  const Graph& graph_;
   Storages storages_;
-  std::vector<graph::SharedCast> casts_;
+  std::vector<Together> together_;
+  size_t operators_;
 };
 
 }  // namespace

@@ -15,7 +15,10 @@ namespace smp::partitioner {
 ///     aliases that exist before the cut are used after it: as copies they would no longer see
 ///     each other's writes;
 ///   - a storage that holds a parameter, buffer, constant, literal or input is written anywhere,
-///     and operators on both sides of the cut touch an alias of it: each rank has its own.
+///     and operators on both sides of the cut touch an alias of it: each rank has its own;
+///   - a parameter is read on both sides by operators that autocast casts it for once;
+///   - the step function differentiates what the operators on both sides compute
+///     (`graph::differentiated_ranges`).
 /// An output or backward root counts as used after every write to its storage.
 std::vector<bool> legal_cuts(const graph::Graph& graph);
 

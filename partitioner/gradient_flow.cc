@@ -55,12 +55,26 @@ void GradientFlow::find_dependencies(const Graph& graph) {
   for (size_t r = 0; r < graph.roots.size(); ++r) {
     mark(graph, graph.roots[r].value, std::max(root_operator[r], 0));
   }
+  const auto ranges = graph::differentiated_ranges(graph);
+  auto range = ranges.rbegin();
   for (int i = static_cast<int>(graph.operators.size()) - 1; i >= 0; --i) {
     const Operator& op = graph.operators[i];
+    while (range != ranges.rend() && range->last > i) ++range;
     mark_same_tensors(graph, i);
     if (!records_history(graph, op) || !reached(graph, i)) continue;
     for_each_argument(op, [&](ValueId value) {
       if (requires_grad_since(value) < i) mark(graph, value, i);
+    });
+    if (range != ranges.rend() && range->last == i) mark_read_in(graph, *range);
+  }
+}
+
+/// What differentiates a second time sends gradients to all that the operators of the range read.
+void GradientFlow::mark_read_in(const Graph& graph, const graph::DifferentiatedRange& range) {
+  for (int i = range.first; i < range.last; ++i) {
+    for_each_argument(graph.operators[i], [&](ValueId value) {
+      const bool made_inside = graph.values[value].producer >= range.first;
+      if (!made_inside && requires_grad_since(value) < i) mark(graph, value, range.last);
     });
   }
 }

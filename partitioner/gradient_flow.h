@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "graph/differentiate.h"
 #include "graph/graph.h"
 #include "graph/requires_grad.h"
 
@@ -28,6 +29,7 @@ class GradientFlow {
 
  private:
   void find_dependencies(const graph::Graph& graph);
+  void mark_read_in(const graph::Graph& graph, const graph::DifferentiatedRange& range);
   bool reached(const graph::Graph& graph, int operator_index);
   void mark(const graph::Graph& graph, graph::ValueId value, int operator_index);
   void mark_same_tensors(const graph::Graph& graph, int operator_index);

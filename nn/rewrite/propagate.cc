@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "graph/differentiate.h"
 #include "graph/visit.h"
 
 namespace smp::nn::rewrite {
@@ -100,6 +101,11 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
       if (users.empty() || users.back() != static_cast<int>(i))
         users.push_back(static_cast<int>(i));
     });
+  }
+  // What the step function differentiates, every rank computes whole: gradients of parts are sums
+  // over the ranks only when the backward pass of the step is over.
+  for (const graph::DifferentiatedRange& range : graph::differentiated_ranges(graph)) {
+    for (int i = range.first; i <= range.last; ++i) rules_[i] = nullptr;
   }
   const auto at_end = [&](ValueId value) {
     if (value != graph::kUndefined) layouts_.users[value].push_back(Layouts::kAtEnd);

@@ -744,36 +744,5 @@ TEST_F(Numbers, AMemberThatIsGivenWhatAMicrobatchComputed) {
             "");
 }
 
-// -- Gradients inside the function
-
-TEST_F(Numbers, AGradientPenaltyIsRefusedAtOnce) {
-  const std::vector<Function> functions = {
-      [&](const Tensors& in) -> Tensors {  // with respect to an intermediate tensor
-        auto h = net_(in[0]);
-        auto y = h.pow(3).sum();
-        auto g = torch::autograd::grad({y}, {h}, {}, true, true)[0];
-        return {h.mean() + g.pow(2).sum()};
-      },
-      [&](const Tensors& in) -> Tensors {  // to a parameter
-        auto y = net_(in[0]).pow(3).sum();
-        return {torch::autograd::grad({y}, {net_->fc->weight}, {}, true, true)[0]};
-      },
-      [&](const Tensors& in) -> Tensors {
-        auto y = net_(in[0]);
-        return torch::autograd::grad({y}, {y}, {torch::ones_like(y)});
-      },
-      [&](const Tensors& in) -> Tensors {
-        net_(in[0]).sum().backward();
-        return {};
-      }};
-  for (const Function& function : functions) {
-    for (const bool execute : {true, false}) {
-      const std::string text = refusal(table_, {x_}, function, execute);
-      EXPECT_THAT(text, HasSubstr("backward() or autograd::grad was called inside it"));
-      EXPECT_THAT(text, HasSubstr("such as a gradient penalty, has to be a leaf"));
-    }
-  }
-}
-
 }  // namespace
 }  // namespace smp::graph::testing

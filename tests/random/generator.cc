@@ -38,6 +38,7 @@ class Generator {
     if (program_.trains) add_roots();
     if (goes_on) {
       program_.backward_after = static_cast<int>(program_.instructions.size());
+      differentiated_ = true;
       write_roots();
       grow(program_.instructions.size() + 1 + static_cast<size_t>(random_.below(8)));
     }
@@ -107,7 +108,9 @@ class Generator {
     int64_t ticket = random_.below(total_weight_);
     for (const Operation& candidate : operations()) {
       ticket -= candidate.weight;
-      if (ticket < 0) return candidate;
+      if (ticket >= 0) continue;
+      const bool too_late = differentiated_ && std::string(candidate.name) == "slope";
+      return too_late ? operations().front() : candidate;
     }
     return operations().front();
   }
@@ -313,6 +316,7 @@ class Generator {
 
   Random random_;
   int64_t total_weight_;
+  bool differentiated_ = false;  // what follows comes after `backward`
   Program program_;
   Tensors tensors_;  ///< by register
 };

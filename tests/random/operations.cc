@@ -1,6 +1,7 @@
 // The vocabulary of random programs.
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <numeric>
@@ -355,6 +356,23 @@ const std::vector<Operation> kInPlace = {
     {"count_", 2, "J", none, SMP_RUN({a[0].add_(1)})},
 };
 
+/// The slope of a function of the first with respect to the second; zeros where it has none.
+Tensors run_slope(A a, N n) {
+  const at::Tensor none = at::zeros_like(a[1]).detach();
+  if (!a[0].requires_grad() || !a[1].requires_grad() || !at::GradMode::is_enabled()) return {none};
+  const at::Tensor slope = torch::autograd::grad({a[0].pow(2).sum()}, {a[1]}, {},
+                                                 /*retain_graph=*/true, /*create_graph=*/n[0] == 1,
+                                                 /*allow_unused=*/true)[0];
+  return {slope.defined() ? slope : none};
+}
+
+Numbers flag(R random, A) { return {random.below(2)}; }
+
+const std::vector<Operation> kGradients = {
+    {"slope", 5, "ff", flag, run_slope},
+    {"variable", 2, "f", none, SMP_RUN({a[0].detach().requires_grad_()})},
+};
+
 /// Not chosen at random: they build what a program differentiates.
 const std::vector<Operation> kLosses = {
     {"loss_term", 0, "a", none, SMP_RUN({real_part(a[0]).to(at::kFloat).sum()})},
@@ -370,7 +388,7 @@ const std::vector<Operation>& operations() {
   static const std::vector<Operation> kAll = [] {
     std::vector<Operation> all;
     for (const auto* part : {&kElementwise, &kProducts, &kReductions, &kViews, &kCopies,
-                             &kFactories, &kInPlace, &kLosses}) {
+                             &kFactories, &kInPlace, &kGradients, &kLosses}) {
       all.insert(all.end(), part->begin(), part->end());
     }
     return all;

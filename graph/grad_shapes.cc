@@ -1,0 +1,215 @@
+#include "graph/grad_shapes.h"
+
+#include <ATen/core/stack.h>
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+
+#include "core/check.h"
+#include "graph/autograd_entry.h"
+#include "graph/differentiate.h"
+#include "graph/leaf.h"
+#include "graph/mode_scope.h"
+#include "graph/random.h"
+#include "graph/requires_grad.h"
+#include "graph/shapes.h"
+#include "graph/stack_tensors.h"
+#include "graph/visit.h"
+
+namespace smp::graph {
+namespace {
+
+/// Runs the operators of a range on tensors filled with one number.
+class FilledRun {
+ public:
+  FilledRun(const Graph& graph, int fill)
+      : graph_(graph), fill_(fill), environment_(graph.values.size()) {}
+
+  void run(const Operator& op) {
+    if (is_leaf(op.handle) || !(records_history(graph_, op) || shares_memory(op))) {
+      for_each_result(op, [&](ValueId id) { given(id, /*leaf=*/true); });
+      return;
+    }
+    const std::vector<at::Tensor> results = call(op);
+    for (size_t r = 0; r < results.size(); ++r) {
+      if (op.results[r] != kUndefined) environment_[op.results[r]] = results[r];
+    }
+  }
+
+  std::vector<at::Tensor> call(const Operator& op) {
+    const ModeScope mode(op.mode);
+    torch::jit::Stack stack;
+    for (const Argument& argument : op.arguments) stack.push_back(argument_of(argument));
+    if (op.random_ordinal >= 0) {
+      call_seeded(op.handle, stack, 0);
+    } else {
+      op.handle.callBoxed(stack);
+    }
+    return tensors_in(stack, stack.size());
+  }
+
+  /// What stands for the arguments, in their order.
+  std::vector<at::Tensor> arguments_of(const Operator& op) {
+    std::vector<at::Tensor> tensors;
+    for (const Argument& argument : op.arguments) {
+      for (ValueId id : argument.values) tensors.push_back(tensor(id));
+    }
+    return tensors;
+  }
+
+ private:
+  bool shares_memory(const Operator& op) const {
+    return std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
+      bool shares = false;
+      for_each_argument(op, [&](ValueId argument) {
+        shares |=
+            id != kUndefined && graph_.values[id].alias_set == graph_.values[argument].alias_set;
+      });
+      return shares;
+    });
+  }
+
+  at::Tensor tensor(ValueId id) {
+    if (id == kUndefined) return at::Tensor();
+    if (!environment_[id].defined()) given(id, /*leaf=*/false);
+    return environment_[id];
+  }
+
+  /// A value that is not made here. What goes back through a leaf's result is an error.
+  void given(ValueId id, bool leaf) {
+    const Value& value = graph_.values[id];
+    at::Tensor& tensor = environment_[id];
+    tensor = value.content.defined() ? value.content.clone()
+                                     : make_filled(value.meta, value.meta.device, fill_);
+    if (!value.meta.requires_grad) return;
+    if (leaf) {
+      give_placeholder_history(tensor);
+    } else {
+      sinks_.push_back(std::make_shared<GradientSink>());
+      tensor = enter(tensor, sinks_.back());
+    }
+  }
+
+  c10::IValue argument_of(const Argument& argument) {
+    switch (argument.kind) {
+      case Argument::Kind::kConstant:
+        return argument.constant;
+      case Argument::Kind::kTensor:
+        return tensor(argument.values[0]);
+      case Argument::Kind::kTensorList: {
+        c10::List<at::Tensor> list;
+        for (ValueId id : argument.values) list.push_back(tensor(id));
+        return list;
+      }
+      case Argument::Kind::kOptionalTensorList: {
+        c10::List<std::optional<at::Tensor>> list;
+        for (ValueId id : argument.values) {
+          list.push_back(id == kUndefined ? std::nullopt : std::optional(tensor(id)));
+        }
+        return list;
+      }
+    }
+    SMP_INTERNAL_ASSERT(false, "an argument of another kind");
+  }
+
+  const Graph& graph_;
+  const int fill_;
+  std::vector<at::Tensor> environment_;  // by value
+  std::vector<std::shared_ptr<GradientSink>> sinks_;
+};
+
+/// Whether the operator, under no_grad, makes a view of what requires a gradient: so does the view,
+/// but none goes back through it.
+bool ends_history(const Graph& graph, const Operator& op) {
+  return !records_history(graph, op) &&
+         std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
+           return id != kUndefined && graph.values[id].meta.requires_grad;
+         });
+}
+
+/// The range of `op`, and before it what makes views of memory that is written there, since a write
+/// through one is seen by the others, and views that end a history.
+std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op) {
+  const auto count = static_cast<int>(graph.operators.size());
+  const int first = first_reader(graph, op);
+  std::vector<bool> written(graph.alias_sets, false);
+  for (int i = first; i < count; ++i) {
+    for (int set : graph.operators[i].writes) written[set] = true;
+  }
+  std::vector<const Operator*> operators;
+  for (int i = 0; i < count; ++i) {
+    const Operator& earlier = graph.operators[i];
+    const bool on_written = std::any_of(
+        earlier.results.begin(), earlier.results.end(),
+        [&](ValueId id) { return id != kUndefined && written[graph.values[id].alias_set]; });
+    if (i >= first || on_written || ends_history(graph, earlier)) operators.push_back(&earlier);
+  }
+  return operators;
+}
+
+std::vector<at::Tensor> grad_on_filled(const Graph& graph, const Operator& op,
+                                       const std::vector<at::Tensor>& shapes, int fill) {
+  FilledRun run(graph, fill);
+  for (const Operator* earlier : operators_of(graph, op)) run.run(*earlier);
+  const std::vector<at::Tensor> filled = run.arguments_of(op);
+  std::vector<at::Tensor> results;
+  for (const at::Tensor& result : run.call(op)) results.push_back(to_shape(result, filled, shapes));
+  return results;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> grad_on_shapes(const Graph& graph, const Operator& op,
+                                       const std::vector<at::Tensor>& shapes) {
+  try {
+    return grad_on_filled(graph, op, shapes, 0);
+  } catch (const Error&) {
+    throw;
+  } catch (const c10::Error&) {
+    const auto zeros = std::current_exception();
+    try {
+      return grad_on_filled(graph, op, shapes, 1);
+    } catch (const c10::Error&) {
+    }
+    std::rethrow_exception(zeros);
+  }
+}
+
+std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arguments) {
+  struct Way {
+    bool depends = false;
+    std::string leaf;
+
+    void add(const Way& other) {
+      depends |= other.depends;
+      if (leaf.empty()) leaf = other.leaf;
+    }
+  };
+  std::vector<Way> of_value(graph.values.size());
+  std::vector<Way> of_written(graph.alias_sets);  // what all see that read the memory from then on
+  const auto add_all = [&](const Argument& argument, Way& way) {
+    for (ValueId id : argument.values) {
+      if (id == kUndefined) continue;
+      way.add(of_value[id]);
+      way.add(of_written[graph.values[id].alias_set]);
+    }
+  };
+  for (ValueId id : arguments[2].values) of_value[id].depends = true;
+  for (const Operator& op : graph.operators) {
+    if (!records_history(graph, op)) continue;
+    Way way;
+    for (const Argument& argument : op.arguments) add_all(argument, way);
+    if (!way.depends) continue;
+    if (is_leaf(op.handle)) way.leaf = leaf_call(op.arguments[0].constant)->module;
+    for_each_result(op, [&](ValueId id) {
+      if (graph.values[id].meta.requires_grad) of_value[id].add(way);
+    });
+    for (int set : op.writes) of_written[set].add(way);
+  }
+  Way outputs;
+  add_all(arguments[0], outputs);
+  return outputs.leaf;
+}
+
+}  // namespace smp::graph

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+
+namespace smp::graph {
+
+/// The results of `op`, an `smp::grad` that follows all operators of `graph`, as meta tensors;
+/// `shapes` stand for its arguments.
+///
+/// Which gradients there are, and how they lie in memory, only a backward pass tells. So those
+/// operators that `op` differentiates run here on zeros, or on ones where they take no zeros.
+std::vector<at::Tensor> grad_on_shapes(const Graph& graph, const Operator& op,
+                                       const std::vector<at::Tensor>& shapes);
+
+/// The leaf module through which what an `smp::grad` with these arguments, after all operators of
+/// `graph`, differentiates depends on what it differentiates with respect to; empty if there is
+/// none.
+std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arguments);
+
+}  // namespace smp::graph
