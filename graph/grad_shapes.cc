@@ -24,7 +24,7 @@ namespace {
 class FilledRun {
  public:
   FilledRun(const Graph& graph, int fill)
-      : graph_(graph), fill_(fill), environment_(graph.values.size()) {}
+      : graph_(graph), fill_(fill), requires_grad_(graph), environment_(graph.values.size()) {}
 
   void run(const Operator& op) {
     if (is_leaf(op.handle) || !(records_history(graph_, op) || shares_memory(op))) {
@@ -82,7 +82,7 @@ class FilledRun {
     at::Tensor& tensor = environment_[id];
     tensor = value.content.defined() ? value.content.clone()
                                      : make_filled(value.meta, value.meta.device, fill_);
-    if (!value.meta.requires_grad) return;
+    if (requires_grad_.since(id) == RequiresGrad::kNever) return;
     if (leaf) {
       give_placeholder_history(tensor);
     } else {
@@ -115,6 +115,7 @@ class FilledRun {
 
   const Graph& graph_;
   const int fill_;
+  const RequiresGrad requires_grad_;
   std::vector<at::Tensor> environment_;  // by value
   std::vector<std::shared_ptr<GradientSink>> sinks_;
 };

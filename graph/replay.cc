@@ -84,13 +84,13 @@ void move_to_own_memory(const std::vector<ValueId>& values, Environment& environ
   };
   for (ValueId id : values) {
     const at::Tensor& tensor = environment[id];
-    if (tensor.defined() && tensor.numel() > 0) ranges[storage_of(tensor)].add(tensor);
+    if (tensor.defined()) ranges[storage_of(tensor)].add(tensor);
   }
   std::map<const c10::StorageImpl*, at::Tensor> copies;
   std::map<at::Tensor, at::Tensor, ByIdentity> done;  // holds the tensors, so that none is new
   for (ValueId id : values) {
     at::Tensor& tensor = environment[id];
-    if (!tensor.defined() || tensor.numel() == 0) continue;
+    if (!tensor.defined()) continue;
     const Range& range = ranges.at(storage_of(tensor));
     at::Tensor& copy = copies[storage_of(tensor)];
     if (!copy.defined()) copy = copy_of(tensor, range);

@@ -12,6 +12,7 @@
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
 #include "graph/operator_traits.h"
+#include "graph/requires_grad.h"
 #include "graph/visit.h"
 
 namespace smp::pipeline {
@@ -21,6 +22,18 @@ using Pass = graph::ParameterResidency::Pass;
 using graph::ValueId;
 using graph::ValueKind;
 
+namespace {
+
+/// By stage; for one without operators, as many as there are.
+std::vector<int> first_operators(const partitioner::Plan& plan) {
+  const auto count = static_cast<int>(plan.stage_of_operator.size());
+  std::vector<int> first(plan.stages(), count);
+  for (int i = count - 1; i >= 0; --i) first[plan.stage_of_operator[i]] = i;
+  return first;
+}
+
+}  // namespace
+
 std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& plan) {
   std::map<std::pair<int, int>, Edge> edges;
   const auto edge = [&](int from, int to) -> Edge& {
@@ -29,9 +42,14 @@ std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& p
     found.to = to;
     return found;
   };
+  const graph::RequiresGrad requires_grad(graph);
+  const std::vector<int> first = first_operators(plan);
   for (const auto& transfer : plan.transfers) {
     Edge& found = edge(transfer.from, transfer.to);
     found.values.push_back(transfer.value);
+    if (requires_grad.since(transfer.value) < first[transfer.to]) {
+      found.requiring.push_back(transfer.value);
+    }
     if (transfer.needs_gradient) found.gradients.push_back(transfer.value);
   }
   for (const auto& replica : plan.replicas) {
@@ -237,7 +255,9 @@ void Stage::find_incoming(const Edge& edge, size_t place) {
   for (ValueId id : edge.values) {
     const bool returns =
         std::find(edge.gradients.begin(), edge.gradients.end(), id) != edge.gradients.end();
-    incoming.values.push_back({id, returns ? sinks_++ : kNoSink});
+    const bool requires_grad =
+        std::find(edge.requiring.begin(), edge.requiring.end(), id) != edge.requiring.end();
+    incoming.values.push_back({id, returns ? sinks_++ : kNoSink, requires_grad});
     entered_.push_back(id);
   }
   const auto sink_of_value = [&](ValueId id) {
@@ -255,7 +275,7 @@ void Stage::find_incoming(const Edge& edge, size_t place) {
 
 void Stage::find_outgoing(const Edge& edge, size_t place) {
   Outgoing outgoing{place, edge.values, edge.gradients, {}};
-  for (ValueId id : edge.replicas) outgoing.replicas.push_back({id, sink_of(id)});
+  for (ValueId id : edge.replicas) outgoing.replicas.push_back({id, sink_of(id), true});
   outgoing_.push_back(std::move(outgoing));
 }
 
@@ -286,13 +306,11 @@ void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
 
 /// Whatever requires a gradient in the program does so here, even if none comes back: operators
 /// choose their kernels by it (matmul folds its operands), so the bits depend on it.
-void Stage::enter(ValueId value, int sink, const at::Tensor& data, InFlight& state) {
+void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
   std::shared_ptr<graph::GradientSink> end;
-  if (sink != kNoSink || graph_.values[value].meta.requires_grad) {
-    end = std::make_shared<graph::GradientSink>();
-  }
-  environment_[value] = graph::enter(data, end);
-  if (sink != kNoSink) state.sinks[sink] = std::move(end);
+  if (entry.sink != kNoSink || entry.requires_grad) end = std::make_shared<graph::GradientSink>();
+  environment_[entry.value] = graph::enter(data, end);
+  if (entry.sink != kNoSink) state.sinks[entry.sink] = std::move(end);
 }
 
 void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
@@ -306,14 +324,12 @@ void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
   }
   for (const Parameter& parameter : parameters_) {
     const at::Tensor& tensor = parameter.tensor;
-    enter(parameter.value, parameter.sink, parameter.copied ? tensor.detach().clone() : tensor,
-          state);
+    enter({parameter.value, parameter.sink, graph_.values[parameter.value].meta.requires_grad},
+          parameter.copied ? tensor.detach().clone() : tensor, state);
   }
   for (const Incoming& incoming : incoming_) {
     Message& received = state.values[incoming.place];
-    for (size_t i = 0; i < received.size(); ++i) {
-      enter(incoming.values[i].value, incoming.values[i].sink, received[i], state);
-    }
+    for (size_t i = 0; i < received.size(); ++i) enter(incoming.values[i], received[i], state);
     received.clear();
   }
 }

@@ -31,6 +31,7 @@ struct Edge {
   int from = 0;
   int to = 0;
   std::vector<graph::ValueId> values;     ///< sent forward
+  std::vector<graph::ValueId> requiring;  ///< those of `values` that require a gradient by then
   std::vector<graph::ValueId> gradients;  ///< of these of `values` the gradient comes back
   std::vector<graph::ValueId> replicas;   ///< parameters whose gradient comes back only
 };
@@ -148,6 +149,7 @@ class Stage {
   struct Entry {
     graph::ValueId value;
     int sink;
+    bool requires_grad;
   };
   /// An edge from an earlier stage: what comes, and the sinks of what goes back.
   struct Incoming {
@@ -193,7 +195,7 @@ class Stage {
   void find_outgoing(const Edge& edge, size_t place);
   int sink_of(graph::ValueId value) const;
   size_t place_of(int edge) const;
-  void enter(graph::ValueId value, int sink, const at::Tensor& data, InFlight& state);
+  void enter(const Entry& entry, const at::Tensor& data, InFlight& state);
   void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);
   void run_operators(InFlight& state, const graph::RandomKey& key);
   at::Tensor copy_of(const at::Tensor& tensor) const;

@@ -44,6 +44,7 @@ class Differentiate : public ::testing::Test {
   /// Captured on data and on shapes: the same graph, which has the numbers of eager code and which
   /// the next run is found to follow.
   void expect_equals_eager(const Function& function) {
+    table_ = table_of(*net_);
     expect_replay_equals_eager(*net_, {x_}, {torch::randn({4, 4})}, function);
     const TraceResult first = trace(table_, {x_}, function);
     EXPECT_EQ(trace(table_, {x_}, function, false, {first.recorded.get()}).match,
@@ -178,6 +179,22 @@ TEST_F(Differentiate, OfMemoryThatAViewGaveAHistory) {
     EXPECT_FALSE(apart.requires_grad());
     auto slope = grad({base.pow(3).sum()}, {base}, {}, true, true)[0];
     auto loss = slope.pow(2).sum() + apart.sum();
+    backward(loss);
+    return {loss};
+  });
+}
+
+TEST_F(Differentiate, OfMemoryThatABufferGaveAHistory) {
+  net_->register_buffer("mean", torch::zeros({4}));
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto mean = net_->named_buffers()["mean"];
+    mean.copy_(net_->fc->bias);
+    auto base = torch::rand_like(in[0]);
+    base.narrow(0, 1, 2).add_(mean.expand_as(base).narrow(0, 1, 2));
+    EXPECT_TRUE(base.requires_grad());
+    auto slope = grad({base.pow(3).sum()}, {net_->fc->bias}, {}, true, true)[0];
+    mean.detach_();
+    auto loss = slope.pow(2).sum();
     backward(loss);
     return {loss};
   });

@@ -220,7 +220,8 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
   Random random(program.seed * 1000003 + cut_seed);
   const std::unique_ptr<Graph> captured = capture(program, trial);
   Graph graph = believed(*captured, fault, random);
-  for (graph::Value& value : graph.values) {  // a run that does not know of a write spoils what it reads
+  for (graph::Value& value :
+       graph.values) {  // a run that does not know of a write spoils what it reads
     if (value.content.defined()) value.content = value.content.clone();
   }
   verdict.operators = static_cast<int>(graph.operators.size());

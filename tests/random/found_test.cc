@@ -170,5 +170,31 @@ TEST(Found, AWeightUsedTwiceUnderAutocast) {
   p.expect_equal();
 }
 
+/// A view without elements shares its memory's version, too.
+TEST(FoundPrograms, AnEmptyPartOfABufferIsWrittenAfterBackward) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int mean = program.leaf(Kind::kBuffer, "mean", {6});
+  const int var = program.leaf(Kind::kBuffer, "var", {6});
+  const int h = program.call("tanh", {weight});
+  program.backward(program.call("loss_term", {program.call("batch_norm", {h, mean, var})}));
+  program.call("mul_out_part", {mean, var}, {0, 5, 0});
+  program.expect_equal();
+}
+
+/// What a buffer was given a history by gives one to the memory that it is added to.
+TEST(FoundPrograms, ASlopeOfMemoryThatGotItsHistoryFromABuffer) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int bias = program.leaf(Kind::kParameter, "bias", {6});
+  const int other = program.leaf(Kind::kParameter, "other", {4, 6});
+  const int mean = program.leaf(Kind::kBuffer, "mean", {6});
+  program.call("copy_", {mean, bias});
+  const int noise = program.call("rand_like", {weight});
+  program.call("add_to_part", {noise, mean}, {0, 4, 2});
+  program.call("slope", {noise, other}, {0});
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
