@@ -6,10 +6,12 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <unordered_set>
 
@@ -112,7 +114,13 @@ Tensors run(LeafCall& call, const Tensors& inputs, const Tensors& state) {
   if (versions(inputs) != inputs_before) {
     refuse(call, "writes an input in place. Write into a copy: x = x.clone()");
   }
-  if (versions(call.state) != state_before) {
+  auto state_after = versions(call.state);
+  // A rank that does not run the module has its first buffers, which it may be about to set.
+  if (call.on_zeros) {
+    std::copy(state_before.begin() + call.parameters, state_before.end(),
+              state_after.begin() + call.parameters);
+  }
+  if (state_after != state_before) {
     refuse(call,
            "writes a parameter, or a buffer while its module is not training. Change parameters "
            "outside the step function, and buffers in training only");
@@ -238,6 +246,9 @@ Tensors run_leaf_on_zeros(const LeafCallPtr& call,
                           const std::vector<std::optional<TensorMeta>>& inputs) {
   const ZeroDataScope state(call->state);
   const ContentScope written(call->written);
+  const ContentScope read({call->state.begin() + call->parameters, call->state.end()});
+  call->on_zeros = true;
+  const auto end = c10::make_scope_exit([&] { call->on_zeros = false; });
   Tensors zeros;
   for (const auto& meta : inputs) zeros.push_back(meta ? zeros_of(*meta) : at::Tensor());
   torch::jit::Stack stack = arguments_of(call, zeros);

@@ -33,7 +33,9 @@ class LeafCall final : public torch::CustomClassHolder {
   std::string numbers;   ///< plain arguments that may change from step to step
   Function function;
   std::vector<at::Tensor> state;    ///< the module's parameters, and the buffers it only reads
+  size_t parameters = 0;            ///< how many of `state`, from the first on, are parameters
   std::vector<at::Tensor> written;  ///< buffers of those of its modules that are training
+  bool on_zeros = false;            ///< runs for the shapes of its results only
 
   /// The module's result with undefined tensors, from the run that was recorded; empty before it.
   const std::any& result() const { return result_; }

@@ -56,7 +56,8 @@ const std::string& dataless_message(const std::string& step_name) {
     named = step_name;
     message = c10::str(
         "[smp] the data of a tensor of step function \"", step_name,
-        "\" was read where only its shape exists. A step function runs to show which operators it "
+        "\" was read where only its shape exists (by data_ptr, an accessor or printing). A step "
+        "function runs to show which operators it "
         "calls: its tensors hold no data then, and none after it returned. Use what the step "
         "returns, or make the module that needs data, or that calls operators on another thread, a "
         "leaf: smp::leaf(module)(x)");

@@ -19,6 +19,7 @@
 #include "graph/not_equal.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
+#include "graph/stack_tensors.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -229,7 +230,8 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
       stack.push_back(same);
       return true;
     }
-  } else if (reads_only_metadata(name) || !has_tensor_argument(schema)) {
+  } else if (reads_only_metadata(name) || !has_tensor_argument(schema) ||
+             is_host_data(stack, schema.arguments().size())) {
     op.callBoxed(stack);
     return true;
   }
@@ -238,6 +240,16 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
          "A step is captured as a graph of operators, so what it does cannot depend on data. Use "
          "tensor operators instead (torch::where, masks), return the tensor from the step and read "
          "it there, or make the module that needs the value a leaf: smp::leaf(module)(x)");
+}
+
+/// Whether the program itself has the data of the call's tensors: constants made outside, and what
+/// host code may fill. It is the same for all microbatches, and the program reads it in each step.
+bool Tracer::is_host_data(const torch::jit::Stack& stack, size_t arguments) const {
+  const std::vector<at::Tensor> tensors = tensors_in(stack, arguments);
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return !tensor.defined() ||
+           (!is_placeholder(tensor) && options_.table->find_storage(tensor) == nullptr);
+  });
 }
 
 /// Whether the program may go on as it does where two tensors differ in data, which each microbatch

@@ -162,6 +162,7 @@ class Tracer final : public OperatorInterceptor {
   void keep_roots(const Call& call);
   ValueId keep_root(ValueId root);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  bool is_host_data(const torch::jit::Stack& stack, size_t arguments) const;
   bool differ(const at::Tensor& a, const at::Tensor& b);
   void refuse_unsupported(const Call& call);
   void refuse_replaced_storage(const std::string& name) const;

@@ -385,7 +385,8 @@ void Tracer::withhold(int alias_set) {
 /// Gives the tensors that operators run on, in place of those on `storage`, the data for their own.
 void Tracer::move_data(int alias_set, c10::StorageImpl& storage) {
   const c10::Storage own(c10::Storage::use_byte_size_t(), storage.nbytes(),
-                         std::move(storage._mutable_data_ptr_no_checks()));
+                         std::move(storage._mutable_data_ptr_no_checks()), storage.allocator(),
+                         /*resizable=*/storage.allocator() != nullptr);
   for (size_t id = 0; id < concrete_.size(); ++id) {
     const at::Tensor& tensor = concrete_[id].tensor;
     if (!tensor.defined() || graph_->values[id].alias_set != alias_set) continue;

@@ -27,6 +27,7 @@ graph::LeafCallPtr make_leaf_call(torch::nn::Module& module) {
   auto call = c10::make_intrusive<graph::LeafCall>();
   call->module = module.name();
   add_new(module.parameters(), call->state);
+  call->parameters = call->state.size();
   // A normalisation that is training updates its running statistics.
   for (const auto& part : module.modules()) {
     add_new(part->buffers(/*recurse=*/false), part->is_training() ? call->written : call->state);

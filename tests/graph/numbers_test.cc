@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <sstream>
 
 #include "graph/kept.h"
 #include "graph/late_writes.h"
@@ -742,6 +743,70 @@ TEST_F(Numbers, AMemberThatIsGivenWhatAMicrobatchComputed) {
               return {net_(in[0]) + torch::from_blob(mask.data(), {4, 4})};
             }),
             "");
+}
+
+// -- Data that the program has
+
+TEST_F(Numbers, HostCodeReadsAConstant) {
+  auto lengths = torch::tensor({3.0, 2.0, 4.0, 1.0});
+  const Function function = [&](const Tensors& in) -> Tensors {
+    auto h = net_(in[0]) * lengths.max();
+    if (torch::tensor(1.5).item<double>() > 1) h = h * 2;
+    const auto scale = torch::full({1}, 3).item<int64_t>() + (lengths[0] > 0).defined();
+    auto loss = (h * scale).sum();
+    backward(loss);
+    return {loss};
+  };
+  expect_equals_eager(function);
+  const torch::Tensor flag = torch::ones({});
+  const Function branch = [&](const Tensors& in) -> Tensors {
+    return {flag.item<float>() > 0 ? net_(in[0]) : in[0] * 2};
+  };
+  expect_equals_eager(branch);
+  const TraceResult first = trace(table_, {x_}, branch);
+  flag.zero_();
+  EXPECT_EQ(again(first, branch).match, nullptr);
+  for (const torch::Tensor& state : {net_->scale, net_->fc->weight}) {
+    EXPECT_THAT(refusal(table_, {x_},
+                        [&](const Tensors& in) -> Tensors {
+                          return {in[0] * state.detach().sum().item<float>()};
+                        }),
+                HasSubstr("reads the data of a tensor on the host"));
+    EXPECT_THAT(refusal(table_, {x_},
+                        [&](const Tensors& in) -> Tensors {
+                          return {in[0] * torch::equal(state, state.clone())};
+                        }),
+                HasSubstr("reads the data of a tensor on the host"));
+  }
+}
+
+TEST_F(Numbers, AnEmptyTensorIsGivenAsOut) {
+  for (const bool given : {true, false}) {
+    expect_equals_eager([&](const Tensors& in) -> Tensors {
+      auto out = given ? torch::empty({0}) : torch::empty({4, 4});
+      torch::mm_out(out, in[0], in[0]);
+      auto loss = (net_(in[0]) * out).sum();
+      backward(loss);
+      return {loss, out};
+    });
+  }
+}
+
+TEST_F(Numbers, PrintingSaysWhere) {
+  for (const bool execute : {true, false}) {
+    std::ostringstream out;
+    const Function print = [&](const Tensors& in) -> Tensors {
+      auto h = net_(in[0]);
+      out << h;
+      return {h};
+    };
+    const std::string text =
+        smp::testing::error_text<Error>([&] { trace(table_, {x_}, print, execute); });
+    EXPECT_THAT(text, HasSubstr("step function \"train\", in or after module \"out\": "));
+    EXPECT_THAT(
+        text,
+        HasSubstr("was read where only its shape exists (by data_ptr, an accessor or printing)"));
+  }
 }
 
 }  // namespace

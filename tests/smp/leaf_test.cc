@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "tests/smp/oracle.h"
+#include "tests/smp/parity.h"
 
 namespace smp::testing {
 namespace {
@@ -300,6 +301,53 @@ std::vector<Layout> layouts() {
 INSTANTIATE_TEST_SUITE_P(Layouts, Leaves, ::testing::ValuesIn(layouts()));
 
 /// A module that does what the test says, with one parameter.
+/// Takes its shift from the first data that it is given.
+struct ActNormImpl : torch::nn::Module {
+  ActNormImpl() {
+    shift = register_buffer("shift", torch::zeros({kWidth}));
+    ready = register_buffer("ready", torch::zeros({}));
+    scale = register_parameter("scale", torch::rand({kWidth}));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    if (ready.item<float>() == 0) {
+      torch::NoGradGuard no_grad;
+      shift.copy_(x.mean(0));
+      ready.fill_(1);
+    }
+    return (x - shift) * scale;
+  }
+  torch::Tensor shift, ready, scale;
+};
+TORCH_MODULE(ActNorm);
+
+struct NormalisedImpl : torch::nn::Module {
+  NormalisedImpl() {
+    in = register_module("in", linear());
+    norm = register_module("norm", ActNorm());
+    middle = register_module("middle", linear());
+    last = register_module("last", ActNorm());
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    x = torch::tanh(leaf(norm)(torch::tanh(in(x))));
+    return (leaf(last)(middle(x)) - y).pow(2).mean();
+  }
+  static Tensors batch(int64_t size) {
+    return {torch::randn({size, kWidth}), torch::randn({size, kWidth})};
+  }
+  torch::nn::Linear in{nullptr}, middle{nullptr};
+  ActNorm norm{nullptr}, last{nullptr};
+};
+TORCH_MODULE(Normalised);
+
+/// A rank that does not run a leaf has the buffers with which it began.
+TEST(LeafBuffers, MayBeInitialisedByTheFirstBatch) {
+  torch::set_num_threads(1);
+  for (const int stages : {1, 2}) {
+    parity::check<Normalised, torch::optim::SGD>(
+        {stages, 1, 2, "interleaved"}, [] { return Normalised(); }, torch::optim::SGDOptions(0.1));
+  }
+}
+
 struct CustomImpl : torch::nn::Module {
   using Body = std::function<Tensors(CustomImpl&, torch::Tensor)>;
   explicit CustomImpl(Body function) : body(std::move(function)) {
