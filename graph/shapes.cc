@@ -81,9 +81,11 @@ bool layout_depends_on_device(const std::string& name) {
   return name == "aten::scaled_dot_product_attention" || name == "aten::group_norm";
 }
 
-/// True where autocast may choose the types: it does not know the meta device.
+/// True where autocast may choose the types: it does not know the meta device. Our own operators
+/// are not made of others.
 bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
   if (!at::autocast::is_autocast_enabled(type)) return false;
+  if (op.operator_name().getNamespace() == "smp") return false;
   return op.hasKernelForDispatchKey(
              at::autocast::get_autocast_dispatch_key_from_device_type(type)) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);

@@ -33,11 +33,21 @@ Content content_of(const at::Tensor& tensor) {
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-/// One element for every expanded dimension.
+/// Sizes with one element for every expanded dimension.
+std::vector<int64_t> without_expansion(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  std::vector<int64_t> result = sizes.vec();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (strides[d] == 0 && sizes[d] > 1) result[d] = 1;
+  }
+  return result;
+}
+
+/// The tensor, as far as it shows each element once.
 at::Tensor without_expansion(const at::Tensor& tensor) {
+  const std::vector<int64_t> sizes = without_expansion(tensor.sizes(), tensor.strides());
   at::Tensor result = tensor;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.stride(d) == 0 && tensor.size(d) > 1) result = result.narrow(d, 0, 1);
+    if (sizes[d] < tensor.size(d)) result = result.narrow(d, 0, 1);
   }
   return result;
 }
@@ -137,7 +147,8 @@ at::Tensor MessageLayout::with_strides(const Elements& elements, size_t index,
   const at::IntArrayRef sizes = metas_[index].sizes;
   const at::Tensor view = view_of(elements, index, sizes, strides);
   if (view.is_non_overlapping_and_dense()) return on_device(index, view);
-  const at::Tensor compact = without_expansion(view);
+  // The strides may reach beyond the message, which has the elements without gaps.
+  const at::Tensor compact = view_of(elements, index, without_expansion(sizes, strides), strides);
   if (compact.is_non_overlapping_and_dense()) {
     const at::Tensor moved = on_device(index, compact);
     return moved.is_same(compact) ? view : moved.as_strided(sizes, strides);

@@ -252,6 +252,19 @@ TEST_F(Differentiate, UnderAutocastOnShapes) {
   }
 }
 
+TEST_F(Differentiate, RequiresGradIsAskedForUnderAutocast) {
+  const Function function = [&](const Tensors& in) -> Tensors {
+    auto x = in[0].detach().requires_grad_();
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    auto y = x.tril();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    EXPECT_TRUE(y.requires_grad());
+    backward(x.sum());
+    return {y};
+  };
+  expect_equals_eager(function);
+}
+
 // -- The guard
 
 TEST_F(Differentiate, ANumberBeforeItMayChange) {

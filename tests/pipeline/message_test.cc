@@ -61,7 +61,8 @@ TEST(Message, KeepsGapsAndOverlaps) {
   const auto whole = at::arange(48).reshape({6, 8});
   for (const auto& sent :
        {whole.slice(1, 2, 5), whole.slice(0, 1, 3).t(), whole.diagonal(),
-        at::arange(7).unfold(0, 3, 1), whole.slice(1, 0, 3).unsqueeze(1).expand({6, 4, 3})}) {
+        at::arange(7).unfold(0, 3, 1), whole.slice(1, 0, 3).unsqueeze(1).expand({6, 4, 3}),
+        at::arange(24).reshape({4, 6}).select(1, 5).expand({4, 4}).narrow(0, 0, 2)}) {
     const auto got = received(sent);
     EXPECT_TRUE(at::equal(got, sent));
     EXPECT_EQ(got.strides(), sent.strides());

@@ -135,6 +135,14 @@ class Generator {
                        [&](const at::Tensor& leaf) { return leaf.is_same(tensor); });
   }
 
+  bool lies_on_buffer(const at::Tensor& tensor) const {
+    for (size_t i = 0; i < program_.leaves.size(); ++i) {
+      const bool buffer = program_.leaves[i].kind == Leaf::Kind::kBuffer;
+      if (buffer && tensors_[i].is_alias_of(tensor)) return true;
+    }
+    return false;
+  }
+
   /// Whether the tensor in register `index` may be the next argument, by letter of `needs`.
   bool fits(char need, int index, const Tensors& before) const {
     const at::Tensor& tensor = tensors_[index];
@@ -148,6 +156,8 @@ class Generator {
         return true;
       case 'f':  // floating
         return floating;
+      case 'g':  // floating; whether a buffer requires a gradient does not show in the function
+        return floating && !lies_on_buffer(tensor);
       case 'd':  // with axes
         return floating && tensor.dim() >= 1;
       case 'm':  // a matrix

@@ -369,7 +369,7 @@ Tensors run_slope(A a, N n) {
 Numbers flag(R random, A) { return {random.below(2)}; }
 
 const std::vector<Operation> kGradients = {
-    {"slope", 5, "ff", flag, run_slope},
+    {"slope", 5, "gg", flag, run_slope},
     {"variable", 2, "f", none, SMP_RUN({a[0].detach().requires_grad_()})},
 };
 
