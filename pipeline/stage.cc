@@ -504,10 +504,9 @@ void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
   if (residency_) residency_->end(Pass::kBackward, microbatch);
 }
 
-/// With a residency gradients do not stay until the end.
+/// Each gradient goes on as soon as it is complete, so that a stage never has all of them.
 void Stage::take_gradients(int microbatch, const InFlight& state,
                            const GradientConsumer& consume) const {
-  if (residency_ == nullptr) return;
   for (const Parameter& parameter : parameters_) {
     if (!parameter.owned || parameter.sink == kNoSink) continue;
     state.sinks[parameter.sink]->take = [&consume, id = parameter.value,
@@ -517,6 +516,8 @@ void Stage::take_gradients(int microbatch, const InFlight& state,
   }
 }
 
+/// What other stages sent for parameters that this one does not read, and what the first half of a
+/// divided backward computed.
 void Stage::consume_gradients(int microbatch, const InFlight& state,
                               const GradientConsumer& consume) const {
   for (const auto& [id, gradient] : state.foreign) consume(id, microbatch, gradient);

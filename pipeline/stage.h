@@ -78,8 +78,7 @@ class Stage {
   void set_regions(const std::vector<int>& region_of_operator,
                    std::shared_ptr<graph::TensorStore> store);
 
-  /// Has the data of parameters only while somebody reads it. Gradients then go to `consume` while
-  /// the backward runs, each as soon as it is complete. Before the first forward, and after
+  /// Has the data of parameters only while somebody reads it. Before the first forward, and after
   /// `set_regions`.
   void set_residency(std::shared_ptr<graph::ParameterResidency> residency);
 
@@ -109,8 +108,8 @@ class Stage {
                const OutputConsumer& output, const RootConsumer& root = nullptr);
 
   /// Runs the backward of the microbatch and forgets it. Gradients of owned parameters go to
-  /// `consume`, and those that matrix products make into `buffer`, unless that is null (see
-  /// `graph::WeightFusion`).
+  /// `consume`, each as soon as it is complete, and those that matrix products make into `buffer`,
+  /// unless that is null (see `graph::WeightFusion`).
   void backward(int microbatch, const GradientConsumer& consume, const GradientBuffer& buffer);
 
   /// The same in two parts (see `graph::SplitBackward`), with the same bits: first what other

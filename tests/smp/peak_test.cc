@@ -96,5 +96,30 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Peak,
                          ::testing::Values("simple", "interleaved", "1f1b", "eager_1f1b",
                                            "interleaved_1f1b", "breadth_first", "zb_h1"));
 
+/// Sixteen weights of 256 KiB, and next to no activations.
+TEST(PeakOfGradients, IsFarBelowTheSumOfAMicrobatch) {
+  at::set_num_threads(1);
+  constexpr int64_t kCount = 16, kWide = 256, kBytes = kWide * kWide * 4;
+  for (const char* pipeline : {"simple", "interleaved", "zb_h1"}) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < kCount; ++i) {
+      net->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false)));
+    }
+    run_as_threads(1, Config().microbatches(2).pipeline(pipeline), [&] {
+      DistributedModel<torch::nn::Sequential> model(net);
+      auto train = step([&](torch::Tensor input) {
+        auto loss = model(input).square().mean();
+        model->backward(loss);
+        return loss;
+      });
+      const auto x = torch::ones({2, kWide});
+      for (int i = 0; i < 2; ++i) train(x);
+      const graph::Allocations allocations;
+      train(x);
+      EXPECT_LT(allocations.peak(), 4 * kBytes) << pipeline << ": each gradient goes on at once";
+    });
+  }
+}
+
 }  // namespace
 }  // namespace smp::testing
