@@ -9,7 +9,7 @@ at::Tensor enter(const at::Tensor& data, const std::shared_ptr<GradientSink>& si
   at::Tensor entered = data.variable_data();
   if (sink == nullptr) return entered;
   sink->add_input_metadata(entered);
-  if (data.is_leaf() && data.requires_grad()) {
+  if (data.is_leaf() && data.requires_grad() && !data.is_view()) {
     entered.set_requires_grad(true);
     torch::autograd::impl::set_grad_accumulator(entered, sink);
     return entered;

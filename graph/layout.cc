@@ -4,7 +4,10 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 namespace smp::graph {
 
@@ -15,6 +18,21 @@ int64_t span_of(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     span += (sizes[d] - 1) * strides[d];
   }
   return span;
+}
+
+bool overlaps_itself(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride and size
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return false;
+    if (sizes[d] > 1) dimensions.emplace_back(strides[d], sizes[d]);
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t span = 1;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride < span) return true;
+    span += (size - 1) * stride;
+  }
+  return false;
 }
 
 Layout::Layout(const at::Tensor& tensor)

@@ -11,6 +11,9 @@ namespace smp::graph {
 /// tensor without elements.
 int64_t span_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
+/// True if the strides may lead to one element in two ways.
+bool overlaps_itself(c10::IntArrayRef sizes, c10::IntArrayRef strides);
+
 /// How a tensor lies in memory, as far as kernels can tell: its sizes and strides, and how far its
 /// first element is from a multiple of 64 bytes.
 struct Layout {

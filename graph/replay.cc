@@ -59,6 +59,7 @@ struct Range {
 /// A copy of these bytes, which begin as far from a multiple of 64 bytes as they do.
 at::Tensor copy_of(const at::Tensor& tensor, const Range& range) {
   const auto options = tensor.options().dtype(at::kByte).requires_grad(false);
+  if (range.begin == range.end) return at::empty({0}, options);
   const at::Tensor bytes =
       at::empty({0}, options).set_(tensor.storage(), range.begin, {range.end - range.begin}, {1});
   return copy_as_laid_out(bytes);
@@ -305,9 +306,12 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
 }
 
 /// Autocast casts a leaf once until its cache is cleared, as it is at the end of each scope. So in
-/// each another alias of a parameter is used, with the same end of its gradients.
+/// each another alias of a parameter is used, with the same end of its gradients. A view whose base
+/// was given a history after it passes for a leaf, too, but autocast casts it anew.
 at::Tensor Segment::for_scope(int autocast_scope, const at::Tensor& tensor) {
-  if (autocast_scope < 0 || !tensor.requires_grad() || !tensor.is_leaf()) return tensor;
+  if (autocast_scope < 0 || !tensor.requires_grad() || !tensor.is_leaf() || tensor.is_view()) {
+    return tensor;
+  }
   at::Tensor& alias = aliases_[{autocast_scope, tensor.unsafeGetTensorImpl()}];
   if (!alias.defined()) {
     aliases_[{-1, tensor.unsafeGetTensorImpl()}] = tensor;  // its address must not be used again

@@ -8,6 +8,7 @@
 #include "graph/alias_analysis.h"
 #include "graph/autocast.h"
 #include "graph/differentiate.h"
+#include "graph/layout.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -48,6 +49,13 @@ class Storages {
   int size() const { return static_cast<int>(uses_.size()); }
   const StorageUse& operator[](int set) const { return uses_[set]; }
 
+  /// How many views of a storage that is written a value stands for: as a copy, one whose elements
+  /// overlap is another tensor to a backward pass.
+  int views_of(ValueId value) const {
+    const graph::TensorMeta& meta = graph_.values[value].meta;
+    return graph::overlaps_itself(meta.sizes, meta.strides) ? 2 : 1;
+  }
+
   /// The values of a set that exist before cut `i` and are used after it.
   std::vector<ValueId> crossing(int set, int i) const {
     std::vector<ValueId> result;
@@ -63,7 +71,9 @@ class Storages {
     const auto& memory = aliases_.set(set);
     if (!memory.is_written()) return false;
     if (memory.outlives_run()) return use.first_touch <= i && i < use.last_touch;
-    return memory.last_writer() > i && crossing(set, i).size() >= 2;
+    int views = 0;
+    for (ValueId value : crossing(set, i)) views += views_of(value);
+    return memory.last_writer() > i && views >= 2;
   }
 
   /// Calls `visit(first, last)` for ranges of cuts that the set makes illegal.
@@ -82,8 +92,8 @@ class Storages {
       const int first = graph_.values[value].producer;
       const int end = std::min(last_use_[value], memory.last_writer());
       if (first >= end) continue;
-      changes.emplace_back(first, +1);
-      changes.emplace_back(end, -1);
+      changes.emplace_back(first, +views_of(value));
+      changes.emplace_back(end, -views_of(value));
     }
     std::sort(changes.begin(), changes.end());
     int crossing = 0;
@@ -103,6 +113,10 @@ class Storages {
                          use.last_touch);
     }
     const std::vector<ValueId> values = crossing(set, i);
+    if (values.size() == 1) {
+      return fmt::format("{} writes {}, whose elements overlap, and it is used after the cut",
+                         writer, describe_value(graph_, values[0]));
+    }
     return fmt::format(
         "{} writes the storage that {} and {} share, and both are used after the cut", writer,
         describe_value(graph_, values[0]), describe_value(graph_, values[1]));

@@ -13,7 +13,7 @@ namespace smp::partitioner {
 /// A cut is illegal if
 ///   - a storage that only operators make is written after the cut, and two or more of its
 ///     aliases that exist before the cut are used after it: as copies they would no longer see
-///     each other's writes;
+///     each other's writes; or one whose elements overlap (`unfold`);
 ///   - a storage that holds a parameter, buffer, constant, literal or input is written anywhere,
 ///     and operators on both sides of the cut touch an alias of it: each rank has its own;
 ///   - a parameter is read on both sides by operators that autocast casts it for once;

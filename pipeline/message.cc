@@ -146,10 +146,13 @@ at::Tensor MessageLayout::with_strides(const Elements& elements, size_t index,
                                        at::IntArrayRef strides) const {
   const at::IntArrayRef sizes = metas_[index].sizes;
   const at::Tensor view = view_of(elements, index, sizes, strides);
-  if (view.is_non_overlapping_and_dense()) return on_device(index, view);
+  // libtorch takes the offset of a complex tensor for one of real numbers when a view of its parts
+  // is written, so one has memory of its own, as in one process.
+  const bool on_message = !c10::isComplexType(metas_[index].dtype);
+  if (on_message && view.is_non_overlapping_and_dense()) return on_device(index, view);
   // The strides may reach beyond the message, which has the elements without gaps.
   const at::Tensor compact = view_of(elements, index, without_expansion(sizes, strides), strides);
-  if (compact.is_non_overlapping_and_dense()) {
+  if (on_message && compact.is_non_overlapping_and_dense()) {
     const at::Tensor moved = on_device(index, compact);
     return moved.is_same(compact) ? view : moved.as_strided(sizes, strides);
   }

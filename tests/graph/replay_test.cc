@@ -1,6 +1,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/util/ScopeExit.h>
 
+#include "graph/layout.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -369,6 +370,22 @@ TEST(Replay, AlignedCopiesKeepSizesStridesAndValues) {
   EXPECT_TRUE(torch::equal(aligned(expanded), expanded));
   EXPECT_EQ(aligned(expanded).strides(), expanded.strides());
   EXPECT_TRUE(aligned(base).is_same(base));
+}
+
+/// Whether two indices lead to one element.
+TEST(Layout, SaysWhetherATensorOverlapsItself) {
+  const auto overlaps = [](const torch::Tensor& tensor) {
+    return overlaps_itself(tensor.sizes(), tensor.strides());
+  };
+  const auto x = torch::zeros({4, 6});
+  for (const auto& plain :
+       {x, x.t(), x.slice(1, 0, 6, 2), x.select(1, 2), x.unfold(1, 2, 2), x[0].expand({1, 6}),
+        torch::zeros({0, 3}).expand({5, 0, 3}), torch::zeros({})}) {
+    EXPECT_FALSE(overlaps(plain)) << plain.sizes() << plain.strides();
+  }
+  for (const auto& view : {x.unfold(1, 2, 1), x[0].expand({2, 6}), x.as_strided({3, 3}, {2, 2})}) {
+    EXPECT_TRUE(overlaps(view)) << view.sizes() << view.strides();
+  }
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ void expect_round_trip(const std::vector<at::Tensor>& tensors) {
     EXPECT_EQ(got[i].sizes(), tensors[i].sizes());
     if (tensors[i].numel() == 0) continue;
     EXPECT_EQ(reinterpret_cast<uintptr_t>(got[i].const_data_ptr()) % 64, 0u) << i;
-    EXPECT_TRUE(got[i].is_alias_of(received)) << "copied out";
+    EXPECT_EQ(got[i].is_alias_of(received), !got[i].is_complex()) << i;
   }
 }
 

@@ -196,5 +196,54 @@ TEST(FoundPrograms, ASlopeOfMemoryThatGotItsHistoryFromABuffer) {
   program.expect_equal();
 }
 
+/// A part of nothing may begin after the end of its memory.
+TEST(FoundPrograms, APartOfAnEmptyTensorIsWrittenAfterBackward) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int empty = program.leaf(Kind::kConstant, "empty", {0, 6});
+  const int scale = program.leaf(Kind::kConstant, "scale", {6});
+  const int sum = program.call("add", {empty, scale}, {3});
+  program.backward(program.call("loss_term", {program.call("tanh", {weight})}));
+  program.call("add_to_part", {sum, scale}, {1, 4, 1}, {/*no_grad=*/true, false});
+  program.expect_equal();
+}
+
+/// The gradient of what is written through an overlapping view depends on the memory below it.
+TEST(FoundPrograms, AnOverlappingViewIsWritten) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int product = program.call("mul", {weight, input});
+  const int windows = program.call("unfold", {product}, {1});
+  program.call("copy_into_part", {windows, windows}, {1, 0, 3});
+  const int term = program.call("loss_term", {windows});
+  program.backward(program.call("loss_add", {program.call("loss_term", {weight}), term}));
+  program.expect_equal();
+}
+
+TEST(FoundPrograms, AViewMadeBeforeABufferGotItsHistory) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int var = program.leaf(Kind::kBuffer, "var", {6});
+  const int row = program.call("select", {program.call("mul", {weight, input})}, {0, 1});
+  const int part = program.call("narrow", {var}, {0, 0, 5});
+  program.call("add_to_part", {var, row}, {0, 3, 3});
+  const int shown = program.call("view", {part}, {5}, kAutocast);
+  program.backward(program.call("loss_term", {shown}));
+  program.expect_equal();
+}
+
+TEST(FoundPrograms, TheImaginaryPartIsWritten) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int stacked = program.call("stack", {weight, weight}, {1});
+  const int number = program.call("complex", {stacked, stacked});
+  const int imag = program.call("imag", {number});
+  program.call("mul_scalar_", {imag}, {1});
+  program.backward(program.call("loss_term", {imag}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
