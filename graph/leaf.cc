@@ -13,10 +13,14 @@
 
 #include <algorithm>
 #include <memory>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "core/check.h"
+#include "graph/layout.h"
 #include "graph/random.h"
+#include "graph/saved_tensors.h"
 
 namespace smp::graph {
 namespace {
@@ -103,27 +107,83 @@ void check_new_memory(const LeafCall& call, const Tensors& results, const Tensor
   }
 }
 
+/// Keeps for the backward pass what a leaf saves: of parameters that it writes a copy, since the
+/// next microbatch writes them before.
+class CopyingKeeper final : public SavedTensorKeeper {
+ public:
+  explicit CopyingKeeper(const Tensors& written) {
+    for (const at::Tensor& tensor : written) {
+      if (tensor.has_storage()) written_.insert(tensor.storage().unsafeGetStorageImpl());
+    }
+  }
+
+  size_t pack(const at::Tensor& tensor) override {
+    const bool copies =
+        tensor.has_storage() && written_.count(tensor.storage().unsafeGetStorageImpl()) > 0;
+    const at::Tensor kept = copies ? copy_as_laid_out(tensor) : tensor.detach();
+    saved_[next_] = {kept, static_cast<int64_t>(kept._version())};
+    return next_++;
+  }
+
+  at::Tensor unpack(size_t number) override {
+    const Saved& saved = saved_.at(number);
+    TORCH_CHECK(static_cast<int64_t>(saved.tensor._version()) == saved.version,
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation inside a leaf module");
+    return saved.tensor;
+  }
+
+  void release(size_t number) noexcept override { saved_.erase(number); }
+
+ private:
+  struct Saved {
+    at::Tensor tensor;
+    int64_t version;
+  };
+
+  std::unordered_set<const c10::StorageImpl*> written_;
+  std::unordered_map<size_t, Saved> saved_;
+  size_t next_ = 0;
+};
+
+Tensors parameters_of(const LeafCall& call) {
+  return {call.state.begin(), call.state.begin() + static_cast<int64_t>(call.parameters)};
+}
+
+Tensors call_function(LeafCall& call, const Tensors& inputs) {
+  if (!call.writes_parameters) return call.function(call, inputs);
+  const Tensors parameters = parameters_of(call);
+  if (!call.on_zeros) LeafWritesScope::keep(parameters);
+  const SavedTensorScope copies(std::make_shared<CopyingKeeper>(parameters));
+  return call.function(call, inputs);
+}
+
 Tensors run(LeafCall& call, const Tensors& inputs, const Tensors& state) {
   const auto inputs_before = versions(inputs);
   const auto state_before = versions(call.state);
   Tensors results;
   {
     const HistoryScope history(call.state, state);
-    results = call.function(call, inputs);
+    results = call_function(call, inputs);
   }
   if (versions(inputs) != inputs_before) {
     refuse(call, "writes an input in place. Write into a copy: x = x.clone()");
   }
   auto state_after = versions(call.state);
+  if (call.writes_parameters) {
+    std::copy_n(state_before.begin(), call.parameters, state_after.begin());
+  }
   // A rank that does not run the module has its first buffers, which it may be about to set.
   if (call.on_zeros) {
     std::copy(state_before.begin() + call.parameters, state_before.end(),
               state_after.begin() + call.parameters);
   }
   if (state_after != state_before) {
-    refuse(call,
-           "writes a parameter, or a buffer while its module is not training. Change parameters "
-           "outside the step function, and buffers in training only");
+    refuse(
+        call,
+        "writes a parameter, or a buffer while its module is not training. Change parameters "
+        "outside the step function, or call smp::leaf(module, smp::LeafWrites::kParameters), and "
+        "buffers in training only");
   }
   check_new_memory(call, results, inputs);
   return results;
@@ -193,7 +253,7 @@ class ContentScope {
   ~ContentScope() {
     const at::NoGradGuard no_grad;
     for (const auto& [tensor, content] : saved_) {
-      tensor.detach_();
+      if (!tensor.is_leaf()) tensor.detach_();
       tensor.copy_(content);
     }
   }
@@ -228,6 +288,30 @@ void LeafCall::keep_result(std::any result, std::string structure) {
 void LeafCall::keep_result_of(const LeafCall& recorded) {
   result_ = recorded.result_;
   structure_ = recorded.structure_;
+}
+
+namespace {
+
+thread_local LeafWritesScope* writes_scope = nullptr;
+
+}  // namespace
+
+LeafWritesScope::LeafWritesScope() : outer_(std::exchange(writes_scope, this)) {}
+
+LeafWritesScope::~LeafWritesScope() {
+  writes_scope = outer_;
+  const at::NoGradGuard no_grad;
+  for (const auto& [parameter, copy] : kept_) parameter.copy_(copy);
+}
+
+void LeafWritesScope::keep(const std::vector<at::Tensor>& parameters) {
+  if (writes_scope == nullptr) return;
+  auto& kept = writes_scope->kept_;
+  for (const at::Tensor& parameter : parameters) {
+    const bool known = std::any_of(kept.begin(), kept.end(),
+                                   [&](const auto& pair) { return pair.first.is_same(parameter); });
+    if (!known) kept.emplace_back(parameter, parameter.detach().clone());
+  }
 }
 
 bool is_leaf(const c10::OperatorHandle& op) { return op == leaf_operator(); }

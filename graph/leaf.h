@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "graph/graph.h"
@@ -35,7 +36,9 @@ class LeafCall final : public torch::CustomClassHolder {
   std::vector<at::Tensor> state;    ///< the module's parameters, and the buffers it only reads
   size_t parameters = 0;            ///< how many of `state`, from the first on, are parameters
   std::vector<at::Tensor> written;  ///< buffers of those of its modules that are training
-  bool on_zeros = false;            ///< runs for the shapes of its results only
+  /// Whether it may write its parameters under no_grad; then they are in `written`, too.
+  bool writes_parameters = false;
+  bool on_zeros = false;  ///< runs for the shapes of its results only
 
   /// The module's result with undefined tensors, from the run that was recorded; empty before it.
   const std::any& result() const { return result_; }
@@ -51,6 +54,23 @@ class LeafCall final : public torch::CustomClassHolder {
 };
 
 using LeafCallPtr = c10::intrusive_ptr<LeafCall>;
+
+/// While it lives, parameters that leaves write on this thread are kept as they were before, and
+/// put back at its end.
+class LeafWritesScope {
+ public:
+  LeafWritesScope();
+  ~LeafWritesScope();
+  LeafWritesScope(const LeafWritesScope&) = delete;
+  LeafWritesScope& operator=(const LeafWritesScope&) = delete;
+
+  /// Keeps what has not been kept yet, in the scope that this thread is in, if it is in one.
+  static void keep(const std::vector<at::Tensor>& parameters);
+
+ private:
+  LeafWritesScope* outer_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  // parameter and copy
+};
 
 /// True for the operator `smp::leaf`.
 bool is_leaf(const c10::OperatorHandle& op);

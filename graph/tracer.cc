@@ -385,7 +385,9 @@ void Tracer::check_late_writes() const {
     for_each_argument(op, [&](ValueId id) {
       const int alias_set = graph_->values[id].alias_set;
       const Value& base = graph_->values[first_aliases_.at(alias_set)];
-      if (!separate[alias_set] || base.kind != ValueKind::kBuffer) return;
+      const bool lasts = base.kind == ValueKind::kBuffer || base.kind == ValueKind::kParameter;
+      const bool writes = std::count(op.writes.begin(), op.writes.end(), alias_set) > 0;
+      if (!separate[alias_set] || !lasts || !writes) return;
       core::fail<CaptureError>("step function \"", options_.step_name, "\": buffer \"", base.name,
                                "\" of leaf module \"", leaf_call(op.arguments[0].constant)->module,
                                "\" is written after backward, and an operator before it has read "
@@ -393,6 +395,31 @@ void Tracer::check_late_writes() const {
                                "backward may need what was there. Call model->backward after "
                                "whatever writes the buffer, "
                                "or read a copy of it: buffer.clone()");
+    });
+  }
+}
+
+/// A leaf that writes parameters keeps copies of what its own backward needs.
+void Tracer::check_written_parameters() const {
+  if (graph_->roots.empty()) return;
+  std::vector<const Operator*> writer(graph_->alias_sets, nullptr);
+  for (const Operator& op : graph_->operators) {
+    for (int set : op.writes) {
+      const bool parameter = graph_->values[first_aliases_.at(set)].kind == ValueKind::kParameter;
+      if (parameter) writer[set] = &op;
+    }
+  }
+  for (const Operator& op : graph_->operators) {
+    if (is_leaf(op.handle)) continue;
+    for_each_argument(op, [&](ValueId id) {
+      const int set = graph_->values[id].alias_set;
+      if (writer[set] == nullptr) return;
+      core::fail<CaptureError>(
+          "step function \"", options_.step_name, "\": leaf module \"",
+          leaf_call(writer[set]->arguments[0].constant)->module, "\" writes parameter \"",
+          graph_->values[first_aliases_.at(set)].name, "\", and operator ", op.name(),
+          " reads it, whose backward may need what was there. Let leaves only read it, or give the "
+          "operator a copy that the leaf returns: weight.clone()");
     });
   }
 }
@@ -466,6 +493,7 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   graph_->outputs = outputs_;
   graph_->roots = roots_;
   check_late_writes();
+  check_written_parameters();
   assign_scopes();
   for (size_t id = 0; id < concrete_.size(); ++id) {
     const auto& user = concrete_[id].user;

@@ -201,6 +201,7 @@ class Tracer final : public OperatorInterceptor {
   uint64_t checksum(const Operator& op);
 
   void check_late_writes() const;
+  void check_written_parameters() const;
   std::vector<at::Tensor> run_function(const Function& function,
                                        const std::vector<at::Tensor>& inputs);
   std::vector<ValueId> released_constants();

@@ -82,7 +82,7 @@ void Tracer::note_writes(const Call& call, Operator& op) {
   for (ValueId id : written_by(call)) op.writes.push_back(graph_->values[id].alias_set);
   for (int alias_set : op.writes) {
     const Value& base = graph_->values[first_aliases_.at(alias_set)];
-    if (base.kind == ValueKind::kParameter) {
+    if (base.kind == ValueKind::kParameter && !is_leaf(op.handle)) {
       refuse("operator " + op.name() + " writes parameter \"" + base.name + "\"",
              "Parameters may be changed outside the step function only: call optimizer.step() "
              "after the step has returned");

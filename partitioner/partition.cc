@@ -401,20 +401,23 @@ class Partitioner {
   }
 
   [[noreturn]] void explain_too_few(int possible) const {
-    std::string why = "every cut between them is legal";
+    std::string why = "a stage has at least one";
+    std::string remedy;
     for (size_t i = 0; i < why_illegal_.size(); ++i) {
       if (why_illegal_[i].empty()) continue;
       const auto illegal = std::count_if(why_illegal_.begin(), why_illegal_.end(),
                                          [](const std::string& why) { return !why.empty(); });
       why = fmt::format("{} of the {} cuts between them are illegal, the first of these {}|{}: {}",
                         illegal, why_illegal_.size(), i, i + 1, why_illegal_[i]);
+      remedy =
+          ", or change what keeps operators together: let one that works in place return a new "
+          "tensor, or differentiate (autograd::grad) with respect to a later one";
       break;
     }
     core::fail<PartitionError>(
         fmt::format("cannot divide {} operators into {} stages: at most {} are possible, since {}. "
-                    "Ask for fewer stages (\"pipeline_parallel_degree\") or replace operators "
-                    "that work in place by ones that return a new tensor.",
-                    operators_, stages(), possible, why));
+                    "Ask for fewer stages (\"pipeline_parallel_degree\"){}.",
+                    operators_, stages(), possible, why, remedy));
   }
 
   /// `low` keeps a cut late, `high` keeps it early; either may be missing, but not both.

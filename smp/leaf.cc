@@ -23,11 +23,13 @@ void add_new(const std::vector<at::Tensor>& tensors, std::vector<at::Tensor>& li
 }
 
 /// A call of the module, without the arguments.
-graph::LeafCallPtr make_leaf_call(torch::nn::Module& module) {
+graph::LeafCallPtr make_leaf_call(torch::nn::Module& module, bool writes_parameters) {
   auto call = c10::make_intrusive<graph::LeafCall>();
   call->module = module.name();
   add_new(module.parameters(), call->state);
   call->parameters = call->state.size();
+  call->writes_parameters = writes_parameters;
+  if (writes_parameters) call->written = call->state;
   // A normalisation that is training updates its running statistics.
   for (const auto& part : module.modules()) {
     add_new(part->buffers(/*recurse=*/false), part->is_training() ? call->written : call->state);
@@ -39,9 +41,10 @@ graph::LeafCallPtr make_leaf_call(torch::nn::Module& module) {
 
 bool records_leaves() { return graph::intercepting(); }
 
-LeafResult call_leaf(torch::nn::Module& module, const Description& arguments,
-                     const std::vector<at::Tensor>& inputs, RunLeaf run) {
-  const graph::LeafCallPtr call = make_leaf_call(module);
+LeafResult call_leaf(torch::nn::Module& module, bool writes_parameters,
+                     const Description& arguments, const std::vector<at::Tensor>& inputs,
+                     RunLeaf run) {
+  const graph::LeafCallPtr call = make_leaf_call(module, writes_parameters);
   call->settings = arguments.rest();
   call->numbers = arguments.numbers();
   call->function = [run = std::move(run)](graph::LeafCall& self,

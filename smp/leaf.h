@@ -118,17 +118,25 @@ bool records_leaves();
 /// Records a call of `module` as one operator with these tensors as inputs. What `arguments`
 /// describes belongs to the call; `run` outlives the step, so it holds none of the tensors. Returns
 /// the tensors of this call, and the rest of the result as it was when the call was recorded.
-LeafResult call_leaf(torch::nn::Module& module, const Description& arguments,
-                     const std::vector<at::Tensor>& inputs, RunLeaf run);
+LeafResult call_leaf(torch::nn::Module& module, bool writes_parameters,
+                     const Description& arguments, const std::vector<at::Tensor>& inputs,
+                     RunLeaf run);
 
 }  // namespace detail
+
+/// What a leaf may write in place, under no_grad, beside tensors of its own.
+enum class LeafWrites {
+  kBuffers,     ///< buffers of modules that are training
+  kParameters,  ///< those, and its parameters
+};
 
 /// A module to be called as one opaque node; see `leaf`. `M` is the module's holder (what
 /// TORCH_MODULE makes) or a shared_ptr to it.
 template <class M>
 class Leaf {
  public:
-  explicit Leaf(M module) : module_(std::move(module)) {}
+  explicit Leaf(M module, LeafWrites writes = LeafWrites::kBuffers)
+      : module_(std::move(module)), writes_(writes) {}
 
   /// Calls the module's `forward`. In a step function it is recorded as one operator and runs on
   /// the stage that holds the module's parameters; elsewhere it is called at once.
@@ -154,7 +162,7 @@ class Leaf {
     described.add(whole);
     const std::vector<at::Tensor> inputs = take_tensors(whole);
     const detail::LeafResult returned = detail::call_leaf(
-        *module_, described, inputs,
+        *module_, writes_ == LeafWrites::kParameters, described, inputs,
         [module = module_, whole = std::move(whole)](const std::vector<at::Tensor>& tensors) {
           return run<Result>(module, whole, tensors);
         });
@@ -190,6 +198,7 @@ class Leaf {
   }
 
   M module_;
+  LeafWrites writes_;
 };
 
 /// Makes `module` a leaf for one call: inside `forward`, write `smp::leaf(moe)(x)` for `moe(x)`
@@ -203,16 +212,22 @@ class Leaf {
 /// from step to step; another integer, bool, enum or string makes another graph; other objects are
 /// taken as they are at each step, and are not compared.
 ///
-/// Throws `CaptureError` where the module writes an input or a parameter, returns a tensor that
-/// shares memory with another one, or returns other shapes than were recorded. See docs/capture.md.
+/// A module that changes its parameters in `forward` (a weight that is clamped or normalised under
+/// no_grad, a codebook) says so by `writes`. What each microbatch's backward needs of them is then
+/// copied. Such parameters are read by leaves only, and every replica writes its own: the new value
+/// may not depend on the batch if there are several.
+///
+/// Throws `CaptureError` where the module writes an input, or a parameter without saying so,
+/// returns a tensor that shares memory with another one, or returns other shapes than were
+/// recorded. See docs/capture.md.
 ///
 /// Example:
 /// \code
 ///   torch::Tensor forward(torch::Tensor x) { return head(x + smp::leaf(experts)(norm(x))); }
 /// \endcode
 template <class M>
-Leaf<M> leaf(M module) {
-  return Leaf<M>(std::move(module));
+Leaf<M> leaf(M module, LeafWrites writes = LeafWrites::kBuffers) {
+  return Leaf<M>(std::move(module), writes);
 }
 
 }  // namespace smp

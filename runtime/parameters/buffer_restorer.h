@@ -5,11 +5,13 @@
 #include <utility>
 #include <vector>
 
+#include "graph/leaf.h"
 #include "runtime/runtime.h"
 
 namespace smp::runtime {
 
-/// Copies of all buffers, put back when it goes: captures are invisible.
+/// Copies of all buffers, and of the parameters that leaves write, put back when it goes: captures
+/// are invisible.
 class BufferRestorer {
  public:
   explicit BufferRestorer(const Runtime& runtime);
@@ -19,6 +21,7 @@ class BufferRestorer {
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> saved_;  // buffer and copy
+  graph::LeafWritesScope written_;
 };
 
 }  // namespace smp::runtime

@@ -25,6 +25,7 @@
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
 #include "runtime/step/coalescing.h"
+#include "runtime/step/leaf_writes.h"
 #include "runtime/step/measuring.h"
 #include "runtime/step/placing.h"
 #include "runtime/step/preparing.h"
@@ -285,6 +286,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
       core::log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
     if (inputs.size() > 1) graph::check_no_state(first, name_);
+    check_leaf_writes(runtime_->config(), *first.recorded, name_);
     graph::give_data_to_constants(*first.recorded, first.kept);
     graphs_.push_back(std::move(first.recorded));
     forget_oldest();

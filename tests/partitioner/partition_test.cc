@@ -488,11 +488,14 @@ TEST(Errors, TooFewPieces) {
       "cuts "
       "between them are illegal, the first of these 1|2: operator 2 (aten::relu_) writes the "
       "storage that %1 and %2 share, and both are used after the cut. Ask for fewer stages "
-      "(\"pipeline_parallel_degree\") or replace operators that work in place by ones that return "
-      "a new tensor.");
+      "(\"pipeline_parallel_degree\"), or change what keeps operators together: let one that works "
+      "in place return a new tensor, or differentiate (autograd::grad) with respect to a later "
+      "one.");
   b.graph().operators.pop_back();
   EXPECT_THAT(error_of<PartitionError>([&] { partition(b.graph(), PartitionOptions(3)); }),
-              HasSubstr("at most 2 are possible, since every cut between them is legal"));
+              HasSubstr("cannot divide 2 operators into 3 stages: at most 2 are possible, since a "
+                        "stage has at least one. Ask for fewer stages "
+                        "(\"pipeline_parallel_degree\")."));
 }
 
 TEST(Owners, InAnotherOrderRanksRunTheirStagesInThatOrder) {
