@@ -72,10 +72,10 @@ bool Tracer::verify(Call& call, torch::jit::Stack& stack) {
     note_constant(id, graph.values[id].alias_set, tensor);
   }
   push_recorded_results(call, stack);
-  spread_history(op, static_cast<int>(next_operator_));
   ++next_operator_;
   value_count_ = op.first_result;
   for (ValueId id : op.results) value_count_ += id != kUndefined;
+  spread_history(op, static_cast<int>(next_operator_) - 1);
   return true;
 }
 
