@@ -13,12 +13,18 @@
 
 #include <limits>
 
+#include "core/check.h"
 #include "smp/optim/uses_grad_norm.h"
 
 namespace smp::optim {
 namespace {
 
 bool is_maximum(double norm_type) { return norm_type == std::numeric_limits<double>::infinity(); }
+
+/// Ranks that do not own a parameter have the tensor, without memory.
+bool is_elsewhere(const at::Tensor& parameter) {
+  return parameter.has_storage() && parameter.numel() > 0 && parameter.storage().nbytes() == 0;
+}
 
 }  // namespace
 
@@ -60,6 +66,10 @@ at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters) {
   constexpr double kL2 = 2;
   std::vector<at::Tensor> norms;
   for (const at::Tensor& parameter : parameters) {
+    SMP_CHECK_WITH(UsageError, !is_elsewhere(parameter),
+                   "an optimizer needs the norm of all gradients, and this rank has those of some "
+                   "parameters only: one of shape ", parameter.sizes(), " is on another. Step it "
+                   "through a DistributedOptimizer: smp::distributed(optimizer)");
     if (parameter.grad().defined()) norms.push_back(gradient_norm(parameter.grad(), kL2));
   }
   return norm_of_norms(norms, kL2);

@@ -29,6 +29,7 @@ void scale_to_norm(const std::vector<at::Tensor>& gradients, const at::Tensor& n
                    double max_norm);
 
 /// The L2 norm over the gradients of parameters of this process alone, of which some may have none.
+/// Throws `UsageError` if one is on another rank.
 at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters);
 
 }  // namespace smp::optim

@@ -221,6 +221,19 @@ TEST(DistributedOptimizer, SeveralOverPartsOfAModel) {
   });
 }
 
+/// Its rank would clip by the norm of its own gradients.
+TEST(DistributedOptimizer, IsNeededByAnOptimizerThatClips) {
+  const std::string text = error_of_run<UsageError>(2, Config().partitions(2).microbatches(1), [] {
+    DistributedModel<Mlp> model(make_mlp());
+    optim::Lamb lamb(model->parameters(), optim::LambOptions(0.1).max_grad_norm(1));
+    auto train = step([&](torch::Tensor x) { model->backward(model(x).square().mean()); });
+    train(input_of(0));
+    lamb.step();
+  });
+  expect_has(text, {"needs the norm of all gradients, and this rank has those of some parameters",
+                    "smp::distributed(optimizer)"});
+}
+
 /// Before the module is wrapped, long before it is partitioned.
 TEST(DistributedOptimizer, MadeFromThePlainModule) {
   torch::set_num_threads(1);
