@@ -9,12 +9,18 @@
 
 namespace smp::comm {
 
-/// One directed stream of messages of one length between two ranks. Both ends give the same
-/// numbers.
+/// How long messages are.
+struct MessageSize {
+  int64_t bytes;
+  /// As `ChannelSpec::host_bytes`.
+  int64_t host_bytes = 0;
+};
+
+/// One directed stream of messages between two ranks. Both ends give the same numbers.
 struct ChannelSpec {
   int peer;       ///< The rank at the other end.
   int tag;        ///< Of the group's messages; used by nothing else while the channel is open.
-  int64_t bytes;  ///< Of every message; may be 0.
+  int64_t bytes;  ///< Of the longest message; may be 0.
   /// The messages that the receiver is expected to hold at one time. It may hold more, which costs
   /// a copy of each further one.
   int held = 1;
@@ -28,12 +34,21 @@ struct ChannelSpec {
   int64_t host_bytes = 0;
 };
 
+/// Whether a channel has elements that need not pass through the host. The ends agree on it.
+inline bool moves_on_device(const ChannelSpec& spec) {
+  return !spec.device.is_cpu() && spec.bytes > spec.host_bytes;
+}
+
 /// The end that sends. Belongs to one thread at a time.
 class Sender {
  public:
   virtual ~Sender() = default;
 
-  /// The memory to write the next message into: `bytes` of uint8 that start at a multiple of 64
+  /// How long messages are from the next on, at most as long as the spec says, which holds until
+  /// the first call. Both ends say the same of each message.
+  virtual void set_size(const MessageSize& size) = 0;
+
+  /// The memory to write the next message into: its bytes of uint8, which start at a multiple of 64
   /// bytes, with undefined content. Called again before send() it gives the same memory. Waits
   /// until there is room on the channel; throws as `Work::wait` does.
   virtual const at::Tensor& prepare() = 0;
@@ -54,6 +69,9 @@ class Sender {
 class Receiver {
  public:
   virtual ~Receiver() = default;
+
+  /// As `Sender::set_size`. When no message is expected.
+  virtual void set_size(const MessageSize& size) = 0;
 
   /// Says that so many further messages will come, so that they can move while this rank computes.
   /// No more than those expected may be received.

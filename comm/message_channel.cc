@@ -16,15 +16,17 @@ struct Pending {
   at::Tensor message;
 };
 
-at::Tensor make_message(const ChannelSpec& spec) {
+at::Tensor make_message(const ChannelSpec& spec, int64_t bytes) {
   const auto options = at::TensorOptions(at::kByte).pinned_memory(spec.device.is_cuda());
-  return at::empty({spec.bytes}, options);
+  return at::empty({bytes}, options);
 }
 
 class MessageSender final : public Sender {
  public:
   MessageSender(CommunicatorPtr group, const ChannelSpec& spec)
-      : group_(std::move(group)), spec_(spec) {}
+      : group_(std::move(group)), spec_(spec), bytes_(spec.bytes) {}
+
+  void set_size(const MessageSize& size) override { bytes_ = size.bytes; }
 
   const at::Tensor& prepare() override {
     if (!next_.defined() && !sent_.empty() && sent_.front().work->test()) {
@@ -32,8 +34,8 @@ class MessageSender final : public Sender {
       next_ = std::move(sent_.front().message);
       sent_.pop_front();
     }
-    if (!next_.defined()) {
-      next_ = make_message(spec_);
+    if (!next_.defined() || next_.numel() != bytes_) {
+      next_ = make_message(spec_, bytes_);
     }
     return next_;
   }
@@ -52,6 +54,7 @@ class MessageSender final : public Sender {
  private:
   const CommunicatorPtr group_;
   const ChannelSpec spec_;
+  int64_t bytes_;
   at::Tensor next_;
   std::deque<Pending> sent_;  // their memory is used again, oldest first
 };
@@ -59,7 +62,9 @@ class MessageSender final : public Sender {
 class MessageReceiver final : public Receiver {
  public:
   MessageReceiver(CommunicatorPtr group, const ChannelSpec& spec)
-      : group_(std::move(group)), spec_(spec) {}
+      : group_(std::move(group)), spec_(spec), bytes_(spec.bytes) {}
+
+  void set_size(const MessageSize& size) override { bytes_ = size.bytes; }
 
   void expect(int messages) override {
     expected_ += messages;
@@ -78,7 +83,7 @@ class MessageReceiver final : public Receiver {
  private:
   void post() {
     for (; expected_ > 0 && static_cast<int>(posted_.size()) < spec_.ahead; --expected_) {
-      at::Tensor message = make_message(spec_);
+      at::Tensor message = make_message(spec_, bytes_);
       WorkPtr work = group_->irecv(message, spec_.peer, spec_.tag);
       posted_.push_back({std::move(work), std::move(message)});
     }
@@ -86,6 +91,7 @@ class MessageReceiver final : public Receiver {
 
   const CommunicatorPtr group_;
   const ChannelSpec spec_;
+  int64_t bytes_;
   int expected_ = 0;  // and not yet posted
   std::deque<Pending> posted_;
 };

@@ -20,21 +20,29 @@ c10::impl::VirtualGuardImpl guard_of(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
-at::Tensor make_part(const ChannelSpec& spec) {
-  return at::empty({spec.bytes - spec.host_bytes},
-                   at::TensorOptions(at::kByte).device(spec.device));
+at::Tensor make_part(const MessageSize& size, at::Device device) {
+  return at::empty({size.bytes - size.host_bytes}, at::TensorOptions(at::kByte).device(device));
 }
 
 class GroupSender final : public Sender {
  public:
   GroupSender(std::unique_ptr<Sender> host, ChannelGroup group, const ChannelSpec& spec,
               std::chrono::milliseconds timeout)
-      : host_(std::move(host)), group_(std::move(group)), spec_(spec), timeout_(timeout) {}
+      : host_(std::move(host)),
+        group_(std::move(group)),
+        device_(spec.device),
+        timeout_(timeout),
+        size_{spec.bytes, spec.host_bytes} {}
 
   ~GroupSender() override {
     if (!sent_.empty()) {  // they end in order
       let_finish([this] { return sent_.back().work->isCompleted(); }, timeout_);
     }
+  }
+
+  void set_size(const MessageSize& size) override {
+    host_->set_size({size.host_bytes});
+    size_ = size;
   }
 
   const at::Tensor& prepare() override {
@@ -66,17 +74,18 @@ class GroupSender final : public Sender {
   // Memory is used again, oldest first.
   at::Tensor take_part() {
     if (sent_.empty() || !sent_.front().work->isCompleted()) {
-      return make_part(spec_);
+      return make_part(size_, device_);
     }
     const at::Tensor part = std::move(sent_.front().part);
     sent_.pop_front();
-    return part;
+    return part.numel() == size_.bytes - size_.host_bytes ? part : make_part(size_, device_);
   }
 
   const std::unique_ptr<Sender> host_;
   const ChannelGroup group_;
-  const ChannelSpec spec_;
+  const at::Device device_;
   const std::chrono::milliseconds timeout_;
+  MessageSize size_;
   at::Tensor next_;
   std::deque<Sent> sent_;
 };
@@ -86,8 +95,14 @@ class GroupReceiver final : public Receiver {
   GroupReceiver(std::unique_ptr<Receiver> host, ChannelGroup group, const ChannelSpec& spec)
       : host_(std::move(host)),
         group_(std::move(group)),
-        spec_(spec),
-        side_(guard_of(spec.device).getStreamFromGlobalPool(spec.device)) {}
+        device_(spec.device),
+        side_(guard_of(spec.device).getStreamFromGlobalPool(spec.device)),
+        size_{spec.bytes, spec.host_bytes} {}
+
+  void set_size(const MessageSize& size) override {
+    host_->set_size({size.host_bytes});
+    size_ = size;
+  }
 
   void expect(int messages) override { host_->expect(messages); }
 
@@ -99,12 +114,12 @@ class GroupReceiver final : public Receiver {
       // A group waits for the current stream before it writes: the elements do not wait for what is
       // computed here, since their memory is another stream's.
       const c10::StreamGuard guard(side_);
-      part = {make_part(spec_)};
+      part = {make_part(size_, device_)};
       work = group_->recv(part, kSenderRank, /*tag=*/0);
     }
     work->wait();
-    const auto device = guard_of(spec_.device);
-    device.recordDataPtrOnStream(part[0].storage().data_ptr(), device.getStream(spec_.device));
+    const auto guard = guard_of(device_);
+    guard.recordDataPtrOnStream(part[0].storage().data_ptr(), guard.getStream(device_));
     received_ = std::move(part[0]);
     return message;
   }
@@ -114,16 +129,13 @@ class GroupReceiver final : public Receiver {
  private:
   const std::unique_ptr<Receiver> host_;
   const ChannelGroup group_;
-  const ChannelSpec spec_;
+  const at::Device device_;
   const c10::Stream side_;
+  MessageSize size_;
   at::Tensor received_;
 };
 
 }  // namespace
-
-bool moves_on_device(const ChannelSpec& spec) {
-  return !spec.device.is_cpu() && spec.bytes > spec.host_bytes;
-}
 
 std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs) {
   for (ChannelSpec& spec : specs) {

@@ -19,9 +19,6 @@ using ChannelGroup = std::shared_ptr<c10d::Backend>;
 constexpr int kSenderRank = 0;
 constexpr int kReceiverRank = 1;
 
-/// Whether a channel has elements that need not pass through the host. The ends agree on it.
-bool moves_on_device(const ChannelSpec& spec);
-
 /// What goes through the host: the first bytes where the rest moves on the device, otherwise all.
 std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs);
 

@@ -51,11 +51,18 @@ class SharedSender final : public Sender {
   SharedSender(std::shared_ptr<SharedMemory> memory, const ChannelSpec& spec, PeerWait wait)
       : memory_(std::move(memory)), bytes_(spec.bytes), wait_(std::move(wait)), layout_(spec) {
     for (uint32_t slot = 0; slot < layout_.slots(); ++slot) {
-      messages_.push_back(at::from_blob(
-          memory_->data() + layout_.slot(slot), {spec.bytes}, [memory = memory_](void*) {},
-          at::TensorOptions(at::kByte)));
       free_.push_back(layout_.slots() - 1 - slot);
     }
+    make_messages();
+  }
+
+  void set_size(const MessageSize& size) override {
+    if (size.bytes == bytes_) {
+      return;
+    }
+    bytes_ = size.bytes;
+    wait_.set_bytes(bytes_);
+    make_messages();
   }
 
   const at::Tensor& prepare() override {
@@ -77,6 +84,15 @@ class SharedSender final : public Sender {
   void flush() override {}
 
  private:
+  void make_messages() {
+    messages_.clear();
+    for (uint32_t slot = 0; slot < layout_.slots(); ++slot) {
+      messages_.push_back(at::from_blob(
+          memory_->data() + layout_.slot(slot), {bytes_}, [memory = memory_](void*) {},
+          at::TensorOptions(at::kByte)));
+    }
+  }
+
   // The one that came back last, whose memory is most likely in a cache.
   uint32_t take_slot() {
     while (const auto slot = free_queue_.try_pop()) {
@@ -91,8 +107,8 @@ class SharedSender final : public Sender {
   }
 
   const std::shared_ptr<SharedMemory> memory_;
-  const int64_t bytes_;
-  const PeerWait wait_;
+  int64_t bytes_;
+  PeerWait wait_;
   const SharedLayout layout_;
   SlotQueue sent_queue_{memory_->data() + layout_.sent_queue(), layout_.slots()};
   SlotQueue free_queue_{memory_->data() + layout_.free_queue(), layout_.slots()};
@@ -136,15 +152,21 @@ class SharedReceiver final : public Receiver {
   SharedReceiver(std::shared_ptr<SharedMemory> memory, const ChannelSpec& spec, PeerWait wait)
       : memory_(std::move(memory)),
         wait_(std::move(wait)),
-        spec_(spec),
+        held_(spec.held),
+        bytes_(spec.bytes),
         layout_(spec),
         slot_return_(std::make_shared<SlotReturn>(memory_, layout_)) {}
+
+  void set_size(const MessageSize& size) override {
+    bytes_ = size.bytes;
+    wait_.set_bytes(bytes_);
+  }
 
   void expect(int /*messages*/) override {}  // messages move without help
 
   at::Tensor receive() override {
     const uint32_t slot = wait_.pop(sent_queue_);
-    if (slot_return_->hold(spec_.held)) {
+    if (slot_return_->hold(held_)) {
       return on_slot(slot, [slots = slot_return_, slot](void*) { slots->give_back(slot, true); });
     }
     // The sender counts on the rest of the slots.
@@ -155,13 +177,14 @@ class SharedReceiver final : public Receiver {
 
  private:
   at::Tensor on_slot(uint32_t slot, const std::function<void(void*)>& deleter) const {
-    return at::from_blob(memory_->data() + layout_.slot(slot), {spec_.bytes}, deleter,
+    return at::from_blob(memory_->data() + layout_.slot(slot), {bytes_}, deleter,
                          at::TensorOptions(at::kByte));
   }
 
   const std::shared_ptr<SharedMemory> memory_;
-  const PeerWait wait_;
-  const ChannelSpec spec_;
+  PeerWait wait_;
+  const int held_;
+  int64_t bytes_;
   const SharedLayout layout_;
   SlotQueue sent_queue_{memory_->data() + layout_.sent_queue(), layout_.slots()};
   const std::shared_ptr<SlotReturn> slot_return_;

@@ -48,6 +48,9 @@ class PeerWait {
   PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
            const char* verb, const ChannelSpec& spec, ProcessWatch peer);
 
+  /// How long the messages waited for are, for its texts.
+  void set_bytes(int64_t bytes) { info_.bytes = static_cast<size_t>(bytes); }
+
   /// Waits until it can pop from the queue: looks again for some microseconds if there are cores
   /// enough, then sleeps. Throws a `CommError` when a rank has aborted or the peer has ended, and a
   /// `TimeoutError`.

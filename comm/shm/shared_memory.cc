@@ -156,7 +156,8 @@ std::shared_ptr<SharedMemory> SharedMemory::map(int fd, size_t bytes, uint64_t i
   if (fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
       pread(fd, &found, sizeof found, 0) == sizeof found && found == id) {
     if (std::byte* data = map_pages(fd, bytes)) {
-      return std::shared_ptr<SharedMemory>(new SharedMemory(fd, data, bytes, id));
+      close(fd);
+      return std::shared_ptr<SharedMemory>(new SharedMemory(/*fd=*/-1, data, bytes, id));
     }
   }
   close(fd);

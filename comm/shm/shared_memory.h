@@ -25,7 +25,7 @@ class SharedMemory {
   /// they are touched. Throws `CommError` that says how much was asked for and is there.
   static std::shared_ptr<SharedMemory> create(size_t bytes);
 
-  /// What another process has made, by a file descriptor, which it takes. Null when it is not the
+  /// What another process has made, by a file descriptor, which it closes. Null when it is not the
   /// memory `id` of so many bytes.
   static std::shared_ptr<SharedMemory> map(int fd, size_t bytes, uint64_t id);
 
@@ -42,6 +42,7 @@ class SharedMemory {
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
   uint64_t id() const { return id_; }
+  /// Of who made it; -1 of others, who need none.
   int fd() const { return fd_; }
 
   /// When all have mapped it, nobody needs the descriptor any more.

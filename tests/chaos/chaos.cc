@@ -67,6 +67,7 @@ class DelayedSender final : public comm::Sender {
   DelayedSender(std::unique_ptr<comm::Sender> sender, DelaysPtr delays)
       : sender_(std::move(sender)), delays_(std::move(delays)) {}
 
+  void set_size(const comm::MessageSize& size) override { sender_->set_size(size); }
   const at::Tensor& prepare() override {
     delays_->sleep();
     return sender_->prepare();
@@ -90,6 +91,7 @@ class DelayedReceiver final : public comm::Receiver {
   DelayedReceiver(std::unique_ptr<comm::Receiver> receiver, DelaysPtr delays)
       : receiver_(std::move(receiver)), delays_(std::move(delays)) {}
 
+  void set_size(const comm::MessageSize& size) override { receiver_->set_size(size); }
   void expect(int messages) override { receiver_->expect(messages); }
   at::Tensor receive() override {
     delays_->sleep();

@@ -228,6 +228,37 @@ TEST_P(ChannelPair, TheSenderDoesNotWaitForAReceiverThatComputes) {
              });
 }
 
+TEST_P(ChannelPair, MessagesMayBeShorterThanTheLongest) {
+  on_channel(GetParam(), {0, 9, 100'000, 2, 2}, [](Communicator&, Sender* out, Receiver* in) {
+    std::vector<at::Tensor> held;  // more than it said: the last ones are copies
+    std::vector<at::Tensor> expected;
+    int number = 0;
+    for (const int64_t bytes : {100, 70'000, 0, 1, 100'000}) {
+      if (out != nullptr) out->set_size({bytes});
+      if (in != nullptr) in->set_size({bytes});
+      if (in != nullptr) in->expect(3);
+      for (int i = 0; i < 3; ++i) {
+        expected.push_back(content(0, 9, number++, bytes));
+        if (out != nullptr) send(*out, expected.back());
+        if (in != nullptr) held.push_back(in->receive());
+      }
+    }
+    for (size_t i = 0; i < held.size(); ++i) EXPECT_TRUE(same_bits(held[i], expected[i])) << i;
+  });
+}
+
+TEST_P(ChannelPair, AWaitForAShorterMessageSaysHowLongItIs) {
+  on_channel(GetParam(), {0, 78, 4000, 0, 1}, [](Communicator& group, Sender*, Receiver* in) {
+    if (in == nullptr) return;
+    group.set_timeout(milliseconds(150));
+    in->set_size({40});
+    in->expect(1);
+    EXPECT_THAT(error_text<TimeoutError>([&] { in->receive(); }),
+                HasSubstr(" of 40 bytes from rank 0 with tag 78 on group 'world'"));
+    group.set_timeout(std::chrono::seconds(30));
+  });
+}
+
 TEST_P(ChannelPair, ReceivedTensorsOutliveTheChannel) {
   const auto [size, path] = GetParam();
   on_every_rank(size, [path = path](const CommunicatorPtr& group) {

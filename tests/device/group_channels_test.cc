@@ -94,6 +94,9 @@ struct HostChannel {
 class HostSender final : public comm::Sender {
  public:
   explicit HostSender(HostChannel& channel) : channel_(channel) {}
+  void set_size(const comm::MessageSize& size) override {
+    channel_.memory = at::empty({size.bytes}, at::kByte);
+  }
   const at::Tensor& prepare() override { return channel_.memory; }
   void send() override { channel_.sent.push_back(channel_.memory.clone()); }
   void flush() override {}
@@ -105,6 +108,9 @@ class HostSender final : public comm::Sender {
 class HostReceiver final : public comm::Receiver {
  public:
   explicit HostReceiver(HostChannel& channel) : channel_(channel) {}
+  void set_size(const comm::MessageSize& size) override {
+    EXPECT_EQ(channel_.memory.numel(), size.bytes);
+  }
   void expect(int messages) override { channel_.expected += messages; }
   at::Tensor receive() override {
     const at::Tensor message = channel_.sent.front();
@@ -155,6 +161,25 @@ TEST_F(GroupChannels, ElementsMoveInOrderWithoutTheHost) {
   for (int i = 0; i < 3; ++i) {
     EXPECT_EQ(got[i].device(), device_);
     EXPECT_TRUE(at::equal(got[i].cpu(), at::arange(4.0) + 10 * i)) << i;
+  }
+}
+
+TEST_F(GroupChannels, MessagesMayBeShorterThanTheLongest) {
+  for (const int64_t length : {4, 2, 3, 4}) {
+    const at::Tensor numbers = (at::arange(length) + length).to(at::kFloat).to(device_);
+    const pipeline::MessageLayout layout({graph::TensorMeta::of(numbers)});
+    const comm::MessageSize size = {layout.nbytes(), layout.header_bytes()};
+    sender_->set_size(size);
+    receiver_->set_size(size);
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor message = sender_->prepare();
+      EXPECT_EQ(sender_->device_part().numel(), size.bytes - size.host_bytes);
+      layout.pack({numbers + i}, message, sender_->device_part());
+      sender_->send();
+      const at::Tensor received = receiver_->receive();
+      const at::Tensor got = layout.unpack(received, receiver_->device_part())[0];
+      EXPECT_TRUE(at::equal(got.cpu(), at::arange(length).to(at::kFloat) + length + i));
+    }
   }
 }
 
