@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/channel_pool.h"
 #include "comm/threads/run_ranks.h"
 #include "pipeline/executor.h"
 #include "pipeline/generators.h"
@@ -63,7 +64,8 @@ void measure(int ranks, bool interleaved) {
       interleaved ? pipeline::interleaved(options) : pipeline::simple(options), edges);
   std::vector<double> times;
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
-    pipeline::Executor executor(schedule, graph, {edge()}, world, /*ahead=*/2);
+    const auto pool = std::make_shared<comm::ChannelPool>(world);
+    pipeline::Executor executor(schedule, graph, {edge()}, pool, /*ahead=*/2);
     const graph::TensorTable table;
     for (int stage = 0; stage < kStages; ++stage) {
       if (plan.rank_of_stage[stage] != world->rank()) continue;

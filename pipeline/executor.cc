@@ -50,11 +50,11 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward) 
 }
 
 Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
-                   comm::CommunicatorPtr pipeline, int ahead)
-    : schedule_(std::move(schedule)), edges_(std::move(edges)), pipeline_(std::move(pipeline)) {
+                   std::shared_ptr<comm::ChannelPool> channels, int ahead)
+    : schedule_(std::move(schedule)), edges_(std::move(edges)), pool_(std::move(channels)) {
   const int credit = least_credit(schedule_, ahead);
   verify(schedule_, stage_edges(edges_), VerifyOptions().credit(credit));
-  open_channels(graph, credit);
+  take_lanes(graph, credit);
 }
 
 void Executor::add_stage(std::unique_ptr<Stage> stage) {
@@ -62,8 +62,8 @@ void Executor::add_stage(std::unique_ptr<Stage> stage) {
   stages_[index] = std::move(stage);
 }
 
-void Executor::open_channels(const graph::Graph& graph, int credit) {
-  const int me = pipeline_->rank();
+void Executor::take_lanes(const graph::Graph& graph, int credit) {
+  const int me = rank();
   std::vector<comm::ChannelSpec> outgoing, incoming;
   std::vector<Channel*> senders, receivers;
   for (size_t i = 0; i < edges_.size(); ++i) {
@@ -73,31 +73,38 @@ void Executor::open_channels(const graph::Graph& graph, int credit) {
       const int target = schedule_.rank_of(is_backward ? edge.from : edge.to);
       const int held = messages_held(schedule_, edge.from, edge.to, is_backward);
       if (held == 0 || source == target || (source != me && target != me)) continue;
-      const auto index = static_cast<int>(i);
       MessageLayout layout(metas(graph, values_of(edge, is_backward)));
       Channel& channel = channels_
-                             .try_emplace(std::make_pair(index, is_backward),
-                                          Channel{std::move(layout), nullptr, nullptr})
+                             .try_emplace(std::make_pair(static_cast<int>(i), is_backward),
+                                          Channel{std::move(layout)})
                              .first->second;
       const bool sends = source == me;
       const at::Device device = channel.layout.device();
       (sends ? senders : receivers).push_back(&channel);
       // Tensors of a device are copied out of a message, which is free when that is done.
       (sends ? outgoing : incoming)
-          .push_back({sends ? target : source, 2 * index + is_backward, channel.layout.nbytes(),
+          .push_back({sends ? target : source, /*tag=*/0, channel.layout.nbytes(),
                       device.is_cpu() ? held : 1, credit, device, channel.layout.header_bytes()});
     }
   }
-  comm::Channels opened = pipeline_->open_channels(outgoing, incoming);
-  for (size_t i = 0; i < senders.size(); ++i) senders[i]->sender = std::move(opened.senders[i]);
-  for (size_t i = 0; i < receivers.size(); ++i) {
-    receivers[i]->receiver = std::move(opened.receivers[i]);
+  const auto lanes = pool_->open(outgoing, incoming);
+  for (size_t i = 0; i < senders.size(); ++i) senders[i]->lane = lanes.outgoing[i];
+  for (size_t i = 0; i < receivers.size(); ++i) receivers[i]->lane = lanes.incoming[i];
+}
+
+void Executor::Channel::begin_step() const {
+  const comm::MessageSize size = {layout.nbytes(), layout.header_bytes()};
+  if (lane->sender) {
+    lane->sender->set_size(size);
+  } else {
+    lane->receiver->set_size(size);
+    lane->receiver->expect(messages);
   }
 }
 
 /// Looks up what the actions need.
 void Executor::resolve() {
-  for (const Action& action : schedule_.actions(pipeline_->rank())) {
+  for (const Action& action : schedule_.actions(rank())) {
     program_.push_back(resolve(action));
     if (action.is_recv()) ++program_.back().channel->messages;
   }
@@ -162,7 +169,7 @@ int Executor::known_edge(const Action& transfer) const {
 
 std::vector<int64_t> Executor::message_bytes() const {
   std::vector<int64_t> bytes;
-  for (const Action& action : schedule_.actions(pipeline_->rank())) {
+  for (const Action& action : schedule_.actions(rank())) {
     bytes.push_back(action.is_transfer()
                         ? channels_.at({known_edge(action), action.is_backward()}).layout.nbytes()
                         : 0);
@@ -172,16 +179,14 @@ std::vector<int64_t> Executor::message_bytes() const {
 
 void Executor::run(const Step& step) {
   if (program_.empty()) resolve();
-  for (auto& [key, channel] : channels_) {
-    if (channel.receiver) channel.receiver->expect(channel.messages);
-  }
+  for (const auto& [key, channel] : channels_) channel.begin_step();
   if (step.recorder == nullptr && !step.on_action) {
     for (const Instruction& instruction : program_) execute(instruction, step);
   } else {
     run_watched(step);
   }
-  for (auto& [key, channel] : channels_) {
-    if (channel.sender) channel.sender->flush();
+  for (const auto& [key, channel] : channels_) {
+    if (channel.lane->sender) channel.lane->sender->flush();
   }
 }
 
@@ -224,17 +229,19 @@ void Executor::execute(const Instruction& instruction, const Step& step) {
 }
 
 void Executor::send(const Instruction& instruction) {
-  const Channel& channel = *instruction.channel;
-  const at::Tensor& message = channel.sender->prepare();
-  channel.layout.pack(*instruction.message, message, channel.sender->device_part());
+  const MessageLayout& layout = instruction.channel->layout;
+  comm::Sender& sender = *instruction.channel->lane->sender;
+  const at::Tensor& message = sender.prepare();
+  layout.pack(*instruction.message, message, sender.device_part());
   instruction.message->clear();
-  channel.sender->send();
+  sender.send();
 }
 
 void Executor::receive(const Instruction& instruction) {
-  const Channel& channel = *instruction.channel;
-  const at::Tensor message = channel.receiver->receive();
-  channel.layout.unpack(message, *instruction.message, channel.receiver->device_part());
+  const MessageLayout& layout = instruction.channel->layout;
+  comm::Receiver& receiver = *instruction.channel->lane->receiver;
+  const at::Tensor message = receiver.receive();
+  layout.unpack(message, *instruction.message, receiver.device_part());
 }
 
 void Executor::forward(const Instruction& instruction, const Step& step) {

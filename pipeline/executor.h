@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/channel_pool.h"
 #include "pipeline/message.h"
 #include "pipeline/schedule.h"
 #include "pipeline/stage.h"
@@ -22,18 +22,19 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
 
 /// Runs this rank's part of a schedule: its actions, one after the other. The schedule is a fixed
 /// program; nothing is negotiated, and what an action needs is looked up before the first step.
-/// Each edge has a channel for each direction, with room for the messages that the schedule lets
-/// its receiver hold and for as many ahead as it takes that no send waits for ever.
+/// Each edge has a lane of the pool for each direction, with room for the messages that the
+/// schedule lets its receiver hold and for as many ahead as it takes that no send waits for ever.
 ///
 /// An executor belongs to one thread.
 class Executor {
  public:
-  /// Opens the channels: collective over `pipeline`, whose ranks are those of the schedule. They
-  /// take `ahead` messages beyond those held, or more where sends would wait in a circle. Throws
-  /// a `CommError` when there is not the memory for them, and what `verify` throws if the schedule
+  /// Takes lanes of `channels`: collective over its group, whose ranks are those of the schedule.
+  /// Executors with the same pool run one after the other, on all ranks in one order. The lanes
+  /// take `ahead` messages beyond those held, or more where sends would wait in a circle. Throws a
+  /// `CommError` when there is not the memory for them, and what `verify` throws if the schedule
   /// cannot run to its end on them.
   Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
-           comm::CommunicatorPtr pipeline, int ahead);
+           std::shared_ptr<comm::ChannelPool> channels, int ahead);
 
   /// The edges, which the stages refer to.
   const std::vector<Edge>& edges() const { return edges_; }
@@ -78,12 +79,13 @@ class Executor {
   void run(const Step& step);
 
  private:
-  /// Messages of one kind over one edge, in one direction. Has one of the two ends.
+  /// Messages of one kind over one edge, in one direction.
   struct Channel {
     MessageLayout layout;
-    std::unique_ptr<comm::Sender> sender;
-    std::unique_ptr<comm::Receiver> receiver;
+    comm::ChannelPool::Lane* lane = nullptr;
     int messages = 0;  // received in a step
+
+    void begin_step() const;
   };
 
   /// What a computation leaves for another stage of this rank.
@@ -104,7 +106,8 @@ class Executor {
 
   void execute(const Instruction& instruction, const Step& step);
   void run_watched(const Step& step);
-  void open_channels(const graph::Graph& graph, int credit);
+  int rank() const { return pool_->group()->rank(); }
+  void take_lanes(const graph::Graph& graph, int credit);
   void resolve();
   Instruction resolve(const Action& action);
   void find_prefetches();
@@ -118,7 +121,7 @@ class Executor {
 
   Schedule schedule_;
   std::vector<Edge> edges_;
-  comm::CommunicatorPtr pipeline_;
+  std::shared_ptr<comm::ChannelPool> pool_;
   std::map<int, std::unique_ptr<Stage>> stages_;
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
   std::vector<Instruction> program_;

@@ -164,6 +164,13 @@ std::shared_ptr<graph::TensorStore> Runtime::activation_store() {
   return activation_store_;
 }
 
+std::shared_ptr<comm::ChannelPool> Runtime::pipeline_channels() {
+  if (pipeline_channels_ == nullptr) {
+    pipeline_channels_ = std::make_shared<comm::ChannelPool>(group(CommGroup::kPp));
+  }
+  return pipeline_channels_;
+}
+
 int Runtime::gradient_shards() const {
   if (config_.gradient_shards() > 0) return static_cast<int>(config_.gradient_shards());
   return progress.gradient_shards > 0 ? progress.gradient_shards : topology_.rdp_size() * batches();

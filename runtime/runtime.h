@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/channel_pool.h"
 #include "comm/communicator.h"
 #include "core/topology.h"
 #include "graph/tensor_store.h"
@@ -87,6 +88,9 @@ class Runtime {
   const Sharding* sharding() const { return first_step.sharding.get(); }
   /// Where activations are offloaded to; made at the first call.
   std::shared_ptr<graph::TensorStore> activation_store();
+  /// The channels between the ranks of the pipeline, of all programs; made at the first call, when
+  /// the group takes tensors of the models' device.
+  std::shared_ptr<comm::ChannelPool> pipeline_channels();
 
   /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;
@@ -119,6 +123,7 @@ class Runtime {
   std::vector<std::weak_ptr<Model>> models_;
   ParameterTable table_;
   std::shared_ptr<graph::TensorStore> activation_store_;
+  std::shared_ptr<comm::ChannelPool> pipeline_channels_;
 };
 
 /// Sets the runtime of this thread until the end of the block.

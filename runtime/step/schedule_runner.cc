@@ -48,16 +48,16 @@ bool ScheduleRunner::is_auto() const {
          runtime_.group(CommGroup::kPp)->size() > 1;
 }
 
-/// Runs another schedule from the next step on. The channels and stages of the one before go first,
-/// for their memory.
+/// Runs another schedule from the next step on. The stages of the one before go first, for their
+/// memory.
 void ScheduleRunner::use(const pipeline::RankedSchedule& scheduled) {
   name_ = scheduled.name;
   predicted_ = scheduled.simulation;
   const bool runs_already = executor_ && executor_->schedule() == scheduled.schedule;
   if (runs_already) return;
   executor_.reset();
-  const auto pipeline = runtime_.group(CommGroup::kPp);
-  executor_ = std::make_unique<pipeline::Executor>(scheduled.schedule, graph_, edges_, pipeline,
+  executor_ = std::make_unique<pipeline::Executor>(scheduled.schedule, graph_, edges_,
+                                                   runtime_.pipeline_channels(),
                                                    runtime_.execution.messages_ahead);
   add_stages(scheduled.schedule.microbatches());
 }

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 
+#include "comm/channel_pool.h"
 #include "comm/threads/thread_communicator.h"
 #include "core/check.h"
 #include "pipeline/generators.h"
@@ -46,7 +48,8 @@ TEST(Executor, RefusesAScheduleThatDoesNotGetToItsEnd) {
       "schedule ranks=1 microbatches=1 backward=yes rank_of_stage=0\nrank 0: 0F0 0REDUCE\n");
   std::string text;
   try {
-    Executor(schedule, graph::Graph(), {}, comm::make_thread_world(1).front(), /*ahead=*/1);
+    const auto pool = std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front());
+    Executor(schedule, graph::Graph(), {}, pool, /*ahead=*/1);
   } catch (const Error& error) {
     text = error.what();
   }

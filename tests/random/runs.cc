@@ -10,6 +10,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "comm/channel_pool.h"
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
 #include "graph/layout.h"
@@ -137,7 +138,8 @@ class Rank {
     auto edges = pipeline::edges_of(graph, plan);
     auto schedule = make_schedule(edges, pipeline->size());
     executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), graph, std::move(edges),
-                                                     pipeline, /*ahead=*/1);
+                                                     std::make_shared<comm::ChannelPool>(pipeline),
+                                                     /*ahead=*/1);
     for (int stage = 0; stage < plan.stages(); ++stage) {
       if (executor_->schedule().rank_of(stage) != rank_) continue;
       executor_->add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor_->edges(), stage,
