@@ -1,6 +1,7 @@
 #include <torch/torch.h>
 
 #include "graph/allocations.h"
+#include "tests/smp/batch_shapes.h"
 #include "tests/smp/oracle.h"
 
 // What further graphs of a step function cost, beside the first.
@@ -49,6 +50,24 @@ TEST(Growth, AnotherBatchSizeNeedsNoMemoryForGradients) {
     });
     run_as_threads(ranks, Config().ddp(true).shard_optimizer_state(true).microbatches(2), [&] {
       EXPECT_LT(growth_over(30), 20 * kMiB) << ranks << " replicas, rank " << rank();
+    });
+  }
+}
+
+TEST(Growth, AnotherBatchShapeTakesNothingOfTheProcess) {
+  torch::set_num_threads(1);
+  for (const int ranks : {2, 4}) {
+    run_as_threads(ranks, stages(ranks), [] { expect_one_growth(70); });
+  }
+}
+
+TEST(Growth, SchedulesShareChannelsAmongBatchShapes) {
+  torch::set_num_threads(1);
+  for (const char* schedule : {"simple", "zb_h1", "interleaved_1f1b", "zbv", "auto"}) {
+    SCOPED_TRACE(schedule);
+    run_as_threads(2, stages(2).pipeline(schedule), [] {
+      train_on({4, 64, 4, 8, 128, 2, 4, 64, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4}, /*pinned=*/false,
+               [](size_t, const Tensors&, const Tensors&) {});
     });
   }
 }
