@@ -129,7 +129,7 @@ class Finder {
     const Operator& op = call.op();
     const auto& tensors = call.tensors();
     const auto partial = [&](ValueId value) { return partial_[value]; };
-    if (std::any_of(tensors.begin(), tensors.end(), partial) || touches(op, mixed_sets_)) {
+    if (std::any_of(tensors.begin(), tensors.end(), partial) || is_on_mixed_set(op)) {
       return BatchRole::kPart;
     }
     if (!one_.makes_literal(op) && treats_samples_apart(call)) return BatchRole::kWhole;
@@ -138,10 +138,10 @@ class Finder {
     return depends || op.random_ordinal >= 0 ? BatchRole::kPart : BatchRole::kShared;
   }
 
-  bool touches(const Operator& op, const std::set<int>& sets) const {
+  bool is_on_mixed_set(const Operator& op) const {
     bool found = false;
     const auto look = [&](ValueId value) {
-      found = found || sets.count(one_.values[value].alias_set) > 0;
+      found = found || mixed_sets_.count(one_.values[value].alias_set) > 0;
     };
     for_each_argument(op, look);
     for_each_result(op, look);
@@ -151,21 +151,22 @@ class Finder {
   /// Storages that are written, and on which operators of several roles work: all of these become
   /// parts.
   bool add_mixed_sets() {
+    std::vector<std::set<BatchRole>> roles(one_.alias_sets);
+    for (size_t i = 0; i < one_.operators.size(); ++i) {
+      const auto note = [&](ValueId value) {
+        const int set = one_.values[value].alias_set;
+        if (set >= 0) roles[set].insert(result_.role[i]);
+      };
+      for_each_argument(one_.operators[i], note);
+      for_each_result(one_.operators[i], note);
+    }
     const size_t before = mixed_sets_.size();
     for (const Operator& op : one_.operators) {
       for (int set : op.writes) {
-        if (has_several_roles(set)) mixed_sets_.insert(set);
+        if (set >= 0 && roles[set].size() > 1) mixed_sets_.insert(set);
       }
     }
     return mixed_sets_.size() > before;
-  }
-
-  bool has_several_roles(int set) const {
-    std::set<BatchRole> roles;
-    for (size_t i = 0; i < one_.operators.size(); ++i) {
-      if (touches(one_.operators[i], {set})) roles.insert(result_.role[i]);
-    }
-    return roles.size() > 1;
   }
 
   void check_ends() {

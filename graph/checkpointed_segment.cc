@@ -127,16 +127,19 @@ void CheckpointedSegment::add_region(const std::vector<int>& operators,
 }
 
 void CheckpointedSegment::find_kept_by_others(const std::vector<int>& operators) {
+  std::vector<int> region_of(graph_.operators.size(), -1);
+  for (size_t r = 0; r < regions_.size(); ++r) {
+    for (size_t i = regions_[r].first; i < regions_[r].last; ++i) {
+      region_of[operators[i]] = static_cast<int>(r);
+    }
+  }
   for (size_t later = 1; later < regions_.size(); ++later) {
     for (const Input& input : regions_[later].inputs) {
-      if (input.kind != KeptInput::Kind::kAlias) continue;
-      for (size_t r = 0; r < later; ++r) {
-        const int producer = graph_.values[input.value].producer;
-        const auto begin = operators.begin();
-        const bool made = std::find(begin + regions_[r].first, begin + regions_[r].last,
-                                    producer) != begin + regions_[r].last;
-        if (made) regions_[r].kept_by_others.push_back(input.value);
-      }
+      const int producer = graph_.values[input.value].producer;
+      if (input.kind != KeptInput::Kind::kAlias || producer < 0) continue;
+      const int maker = region_of[producer];
+      const bool earlier = maker >= 0 && maker < static_cast<int>(later);
+      if (earlier) regions_[maker].kept_by_others.push_back(input.value);
     }
   }
 }

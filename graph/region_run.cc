@@ -117,23 +117,28 @@ void RegionRun::Saved::keep_on(const at::Tensor& tensor) {
   torch::autograd::impl::set_version_counter(value, counter);
 }
 
+/// is_alias_of() would look at the data, which may be away.
+RegionRun::MemoryKey RegionRun::memory_of(const at::Tensor& tensor) {
+  return {tensor.storage().unsafeGetStorageImpl(), tensor.scalar_type()};
+}
+
 void RegionRun::add_input(ValueId value, const at::Tensor& tensor, std::shared_ptr<KeptInput> kept,
                           bool unchanged) {
   // Held while the region runs, so that its address belongs to no other memory.
-  if (unchanged && tensor.has_storage()) unchanged_.push_back({tensor.tensor_data(), kept});
+  if (unchanged && tensor.has_storage()) {
+    unchanged_.try_emplace(memory_of(tensor), Memory{tensor.tensor_data(), kept});
+  }
   inputs_.push_back({value, std::move(kept)});
 }
 
 size_t RegionRun::pack(const at::Tensor& tensor) {
   Saved saved(tensor);
-  for (const Memory& memory : unchanged_) {
-    // is_alias_of() would look at the data, which may be away.
-    const bool on_it = tensor.has_storage() && memory.tensor.storage().unsafeGetStorageImpl() ==
-                                                   tensor.storage().unsafeGetStorageImpl();
-    if (saved.value.defined() || !on_it) continue;
-    if (memory.tensor.scalar_type() != saved.dtype) continue;
-    saved.value = tensor.tensor_data();
-    saved.input = memory.kept;
+  if (tensor.has_storage() && !saved.value.defined()) {
+    const auto found = unchanged_.find(memory_of(tensor));
+    if (found != unchanged_.end()) {
+      saved.value = tensor.tensor_data();
+      saved.input = found->second.kept;
+    }
   }
   saved_.push_back(std::move(saved));
   return saved_.size() - 1;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
 #include <utility>
@@ -132,8 +133,10 @@ class RegionRun final : public SavedTensorKeeper {
     at::Tensor tensor;
     std::shared_ptr<KeptInput> kept;
   };
+  using MemoryKey = std::pair<const c10::StorageImpl*, at::ScalarType>;
   class SecondRun;
 
+  static MemoryKey memory_of(const at::Tensor& tensor);
   void move_to(TensorStore& store, std::vector<std::shared_ptr<KeptInput>>& stored);
   void run_again();
   void take(size_t number, const at::Tensor& tensor);
@@ -143,8 +146,8 @@ class RegionRun final : public SavedTensorKeeper {
   const bool early_end_;
   const RandomKey key_;
   const std::shared_ptr<const SegmentProgram::Overrides> constants_;
-  std::vector<Input> inputs_;      // empty: no second run
-  std::vector<Memory> unchanged_;  // while the region runs
+  std::vector<Input> inputs_;              // empty: no second run
+  std::map<MemoryKey, Memory> unchanged_;  // while the region runs; the first input of each
   std::vector<Saved> saved_;
   size_t missing_ = 0;  // in the second run
 };

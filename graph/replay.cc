@@ -163,7 +163,8 @@ class CastCacheScope {
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
   const std::vector<int> autocast = autocast_scopes(graph);
-  std::vector<bool> separate = sets_to_separate(graph);
+  const std::vector<bool> separate = sets_to_separate(graph);
+  std::vector<int> first_writer(graph.alias_sets, -1);  // of what is to be separated: instruction
   std::unordered_set<ValueId> made;
   std::unordered_set<ValueId> read;
   std::unordered_map<ValueId, size_t> last_use;
@@ -197,10 +198,18 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              {},
                              {},
                              false});
-    if (op.mode.after_backward) find_moves(graph, op, separate);
+    for (int alias_set : op.writes) {
+      if (!op.mode.after_backward || !separate[alias_set] || first_writer[alias_set] >= 0) continue;
+      first_writer[alias_set] = static_cast<int>(instructions_.size()) - 1;
+    }
     casts_ |= autocast[index] >= 0;
     casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
     if (literal) read.insert(op.results[0]);
+  }
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const int alias_set = graph.values[id].alias_set;
+    const int writer = alias_set < 0 ? -1 : first_writer[alias_set];
+    if (writer >= 0) instructions_[writer].moves.push_back(static_cast<ValueId>(id));
   }
   const std::unordered_set<ValueId> kept(keep.begin(), keep.end());
   for (const auto& [id, instruction] : last_use) {
@@ -208,18 +217,6 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   }
   reads_.assign(read.begin(), read.end());
   std::sort(reads_.begin(), reads_.end());
-}
-
-/// The operator, which comes last so far, moves what it is the first to write.
-void Segment::find_moves(const Graph& graph, const Operator& op, std::vector<bool>& separate) {
-  for (int alias_set : op.writes) {
-    if (!separate[alias_set]) continue;
-    separate[alias_set] = false;
-    for (size_t id = 0; id < graph.values.size(); ++id) {
-      if (graph.values[id].alias_set != alias_set) continue;
-      instructions_.back().moves.push_back(static_cast<ValueId>(id));
-    }
-  }
 }
 
 Segment::Run::Run(Segment& segment) : segment_(segment) {

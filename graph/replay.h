@@ -94,7 +94,6 @@ class Segment {
     bool is_resident = false;           // concerns the residency
   };
 
-  void find_moves(const Graph& graph, const Operator& op, std::vector<bool>& separate);
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
   at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);
