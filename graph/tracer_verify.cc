@@ -66,16 +66,17 @@ bool Tracer::verify(Call& call, torch::jit::Stack& stack) {
   pending_.clear();
   const Graph& graph = *live_[0].graph;
   const Operator& op = graph.operators[next_operator_];
+  // The graph has what was pending, and the results.
+  value_count_ = op.first_result;
+  for (ValueId id : op.results) value_count_ += id != kUndefined;
   settle_written(op);
   settle_read(call, op);
   for (const auto& [id, tensor] : constants) {
     note_constant(id, graph.values[id].alias_set, tensor);
   }
   push_recorded_results(call, stack);
+  spread_history(op, static_cast<int>(next_operator_));
   ++next_operator_;
-  value_count_ = op.first_result;
-  for (ValueId id : op.results) value_count_ += id != kUndefined;
-  spread_history(op, static_cast<int>(next_operator_) - 1);
   return true;
 }
 
