@@ -4,10 +4,10 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Type.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <list>
 #include <map>
@@ -59,7 +59,8 @@ class Reader {
   void operator()(T&... values) {
     (Codec<T>::read(*this, values), ...);
   }
-  void raw(void* data, size_t bytes) { std::memcpy(data, take(bytes), bytes); }
+  /// `data` may be null where there are no bytes, which memcpy does not allow.
+  void raw(void* data, size_t bytes) { std::copy_n(take(bytes), bytes, static_cast<char*>(data)); }
   /// The next bytes where they lie.
   const char* take(size_t bytes);
   /// A number of elements of at least `bytes_each` bytes each.
