@@ -1,5 +1,6 @@
-# Set-up shared by tools/test and tools/quickstart; source it, do not run it. It installs what is
-# missing and nothing else: where all is there, it neither asks for root nor touches the network.
+# What tools/test, tools/sanitize and tools/quickstart share; source it, do not run it. Its set-up
+# installs what is missing and nothing else: where all is there, it neither asks for root nor touches
+# the network.
 
 # What a build needs from Debian. libtorch comes through pip, by the rule in WORKSPACE.
 SMP_PACKAGES=(bazel-bootstrap libopenmpi-dev openmpi-bin nlohmann-json3-dev libgtest-dev
@@ -54,6 +55,30 @@ fetch_libtorch() {
   bazel build "${SMP_BAZEL_OUTPUT[@]}" "$@" @libtorch//:libtorch ||
     stop "Bazel could not fetch libtorch (see above). It needs, once, a pip index that offers:" \
       "torch==2.11.0 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85"
+}
+
+# Sets `events`, the folder that says what became of test runs: that of a caller (.ci/run) who counts
+# the runs of several scripts together, or one that goes when the script ends.
+make_events() {
+  events=${SMP_TEST_EVENTS:-}
+  [ -z "$events" ] || return 0
+  events=$(mktemp -d) || stop "cannot make a temporary folder"
+  trap 'rm -rf "$events"' EXIT
+}
+
+# run_tests NAME BAZEL_ARGUMENT...: runs tests, and keeps what becomes of them for count_tests.
+run_tests() {
+  [ -n "${events:-}" ] || make_events
+  bazel test "${SMP_BAZEL_OUTPUT[@]}" --keep_going --build_event_json_file="$events/$1.json" "${@:2}"
+}
+
+# count_tests: prints the counts of all runs, or leaves that to the caller.
+count_tests() {
+  if [ -n "${SMP_TEST_EVENTS:-}" ]; then
+    echo "      that is done at the end"
+  else
+    python3 tools/summarize_tests.py "$events"/*.json
+  fi
 }
 
 # A log keeps no line that was rewritten in place; only a person at a terminal wants that.

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Counts GoogleTest cases over all test targets of one Bazel run.
+"""Counts GoogleTest cases over all test targets of Bazel runs.
 
-Reads the run's build event file (bazel test --build_event_json_file=FILE), so that logs of earlier
-runs are not counted, and the test.xml of every shard. A target that failed without a failed case (it
-did not build, crashed, or ran out of time) counts as one failure and is named. A test without
+Reads the build event file of each run (bazel test --build_event_json_file=FILE), so that logs of
+earlier runs are not counted, and the test.xml of every shard. A target that failed without a failed
+case (it did not build, crashed, or ran out of time) counts as one failure and is named; so does a
+run that failed without a failed target, that was not ended, or in which no test ran. A test without
 GoogleTest's XML (a shell test) counts as one case. Prints the slowest targets with their seconds
-(those of the first run, where Bazel took the result from its cache), then what failed. The last
-line is "N passed, N failed", with ", N skipped" if any were. Exits non-zero if anything failed or
-nothing ran.
+(those of the first run, where Bazel took the result from its cache), then what failed, each with the
+name of its file if there are several. The last line is "N passed, N failed", with ", N skipped" if
+any were. Exits non-zero if anything failed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
+from pathlib import Path
 
 SLOWEST = 20  # targets that are printed
 
@@ -44,17 +46,20 @@ class Counts:
 
 
 def read_events(path):
-    """The events of a build event file, which has one JSON object a line."""
-    with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    """The events of a build event file, which has one JSON object a line; none if it is missing."""
+    try:
+        with open(path, encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    except FileNotFoundError:
+        return []
 
 
-def collect_targets(events):
-    """The test targets that the run wanted, by label, with what became of each."""
+def collect_targets(events, name):
+    """The test targets that the run `name` wanted, by label, with what became of each."""
     targets = {}
 
     def target(event_id):
-        return targets.setdefault(event_id["label"], Target(event_id["label"]))
+        return targets.setdefault(event_id["label"], Target(name + event_id["label"]))
 
     for event in events:
         event_id = event.get("id", {})
@@ -116,16 +121,35 @@ def count_target(target, counts):
         counts.fail(f"{target.label}: {target.status.replace('_', ' ')}")
 
 
-def summarize(targets):
-    counts = Counts()
+def why_run_failed(events):
+    """What Bazel itself says of the run as a whole: None, or why it failed."""
+    for event in events:
+        if "buildFinished" in event.get("id", {}):
+            # Zero is not written.
+            status = event.get("finished", {}).get("exitCode", {}).get("code", 0)
+            return f"exit status {status}, see above" if status else None
+    return "did not end, see above"
+
+
+def count_run(events, name, counts):
+    """Adds what became of the run `name`; returns its targets."""
+    failed_before = counts.failed
+    cases_before = counts.passed + counts.failed
+    targets = collect_targets(events, name)
     for label in sorted(targets):
         count_target(targets[label], counts)
-    return counts
+    why = why_run_failed(events)
+    if why and counts.failed == failed_before:
+        # For example a BUILD file with an error: no target failed because none was looked at.
+        counts.fail(f"{name}bazel test: {why}")
+    if counts.passed + counts.failed == cases_before:
+        counts.fail(f"{name}no test ran")
+    return list(targets.values())
 
 
 def print_slowest(targets):
     """Where the time of the tests goes: the longest first, equals by label."""
-    slowest = sorted(targets.values(), key=lambda target: (-target.seconds, target.label))
+    slowest = sorted(targets, key=lambda target: (-target.seconds, target.label))
     slowest = [target for target in slowest if target.seconds > 0][:SLOWEST]
     if slowest:
         print(f"The slowest {len(slowest)} of {len(targets)} test targets:")
@@ -135,17 +159,14 @@ def print_slowest(targets):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("events", help="build event file (JSON) of the run")
-    parser.add_argument("--bazel-status", type=int, default=0, help="exit status of bazel test")
-    arguments = parser.parse_args()
+    parser.add_argument("events", nargs="+", help="build event file (JSON) of a run")
+    paths = parser.parse_args().events
 
-    targets = collect_targets(read_events(arguments.events))
-    counts = summarize(targets)
-    if arguments.bazel_status and not counts.failed:
-        # For example a BUILD file with an error: no target failed because none was looked at.
-        counts.fail(f"bazel test: exit status {arguments.bazel_status}, see above")
-    if not (counts.passed or counts.failed):
-        counts.fail("no test ran")
+    counts = Counts()
+    targets = []
+    for path in paths:
+        name = f"{Path(path).stem}: " if len(paths) > 1 else ""
+        targets += count_run(read_events(path), name, counts)
     print_slowest(targets)
     for message in counts.messages:
         print(f"FAILED {message}")

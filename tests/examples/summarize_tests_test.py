@@ -27,8 +27,9 @@ MADE_UP = """<testsuites><testsuite name="shell" tests="1" failures="0" errors="
 class Run:
     """A made-up Bazel run: a folder with an event file and XML reports."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, name="events"):
         self.folder = Path(folder)
+        self.name = name
         self.events = []
 
     def target(self, label, reports, status="PASSED", built=True, milliseconds=None):
@@ -39,7 +40,7 @@ class Run:
             return
         for shard, report in enumerate(reports, start=1):
             # A space in the path is quoted in the event's URI.
-            path = self.folder / f"{label[2:].replace(':', ' ')} {shard}.xml"
+            path = self.folder / f"{self.name} {label[2:].replace(':', ' ')} {shard}.xml"
             if report is not None:
                 path.write_text(report)
             self.add(
@@ -59,22 +60,36 @@ class Run:
     def add(self, event_id, **payload):
         self.events.append({"id": event_id, **payload})
 
+    def ended(self, bazel_status=0):
+        """Adds the end of the run; returns its event file."""
+        exit_code = {"code": bazel_status} if bazel_status else {}  # as Bazel writes it
+        self.add({"buildFinished": {}}, finished={"exitCode": exit_code})
+        return self.written()
+
+    def written(self):
+        path = self.folder / f"{self.name}.json"
+        path.write_text("".join(json.dumps(event) + "\n" for event in self.events))
+        return path
+
     def summary(self, bazel_status=0):
-        """The exit status of the script and the lines that it printed."""
-        events = self.folder / "events.json"
-        events.write_text("".join(json.dumps(event) + "\n" for event in self.events))
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), "--bazel-status", str(bazel_status), str(events)],
-            check=False, capture_output=True, text=True,
-        )
-        return done.returncode, done.stdout.splitlines()
+        return summary(self.ended(bazel_status))
+
+
+def summary(*events):
+    """The exit status of the script and the lines that it printed."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, events)],
+        check=False, capture_output=True, text=True,
+    )
+    return done.returncode, done.stdout.splitlines()
 
 
 class SummarizeTests(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.run_ = Run(folder.name)
+        self.folder = folder.name
+        self.run_ = Run(self.folder)
 
     def test_counts_cases_over_targets_and_shards(self):
         self.run_.target("//a:x", [GTEST.format(cases=PASSED * 3)])
@@ -144,6 +159,41 @@ class SummarizeTests(unittest.TestCase):
 
     def test_no_test_is_a_failure(self):
         self.assertEqual(self.run_.summary(), (1, ["FAILED no test ran", "0 passed, 1 failed"]))
+
+    def test_run_that_did_not_end_is_a_failure(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED)])
+        self.assertEqual(
+            summary(self.run_.written()),
+            (1, ["FAILED bazel test: did not end, see above", "1 passed, 1 failed"]),
+        )
+
+    def test_adds_several_runs_and_names_them(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED + SKIPPED)], milliseconds=2000)
+        asan = Run(self.folder, "asan")
+        asan.target("//a:x", [GTEST.format(cases=FAILED)], "FAILED", milliseconds=3000)
+        missing = f"{self.folder}/tsan.json"
+        self.assertEqual(
+            summary(self.run_.ended(), asan.ended(3), missing),
+            (
+                1,
+                [
+                    "The slowest 2 of 2 test targets:",
+                    "     3.0 s  asan: //a:x",
+                    "     2.0 s  events: //a:x",
+                    "FAILED asan: //a:x: Suite.bad",
+                    "FAILED tsan: bazel test: did not end, see above",
+                    "1 passed, 2 failed, 1 skipped",
+                ],
+            ),
+        )
+
+    def test_one_run_without_tests_fails_all(self):
+        self.run_.target("//a:x", [GTEST.format(cases=PASSED)])
+        empty = Run(self.folder, "asan")
+        self.assertEqual(
+            summary(self.run_.ended(), empty.ended()),
+            (1, ["FAILED asan: no test ran", "1 passed, 1 failed"]),
+        )
 
 
 if __name__ == "__main__":
