@@ -13,9 +13,3 @@ void on_every_rank(int size, const std::function<void(const CommunicatorPtr&)>& 
 }
 
 }  // namespace smp::comm
-
-/// libtorch's reducer lets go of works, futures and tensors in code that the thread sanitizer does
-/// not see, so that their counts of references seem not to order what other threads did before.
-extern "C" const char* __tsan_default_suppressions() {
-  return "race:CarriesTheReducerOfLibtorch\nrace:c10::ivalue::Future\n";
-}
