@@ -25,7 +25,7 @@ std::vector<std::vector<size_t>> members_of(const ShardedParameters& parameters,
 
 ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters,
                                    const std::vector<size_t>& order, comm::CommunicatorPtr replicas,
-                                   comm::CommunicatorPtr twins,
+                                   comm::CommunicatorPtr replication_group,
                                    const ShardedGradientOptions& options)
     : StepGradients(members_of(*parameters, order, options.bucket_elements), parameters->names(),
                     std::move(replicas), options,
@@ -34,7 +34,7 @@ ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters
                      "sharded data parallelism reduced gradient", "",
                      /*awaits_all=*/true}),
       parameters_(std::move(parameters)),
-      twins_(std::move(twins)),
+      replication_group_(std::move(replication_group)),
       buckets_(queue_.size()) {
   layout_.slots.resize(parameters_->size());
   for (size_t bucket = 0; bucket < queue_.size(); ++bucket) {
@@ -50,7 +50,7 @@ ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters
 
 /// How much of a parameter's gradient a rank reduces.
 int64_t ShardedGradients::piece_numel(size_t index) const {
-  return (parameters_->length(index) + twins_->size() - 1) / twins_->size();
+  return (parameters_->length(index) + replication_group_->size() - 1) / replication_group_->size();
 }
 
 /// Zeros at first.
@@ -103,12 +103,12 @@ WorkPtr ShardedGradients::settle(size_t bucket) {
   const at::NoGradGuard no_grad;
   const at::Tensor sum = sum_in_order(std::exchange(buckets_[bucket], {}).received);
   sums_[bucket] = sum.unsqueeze(0);
-  if (twins_->size() == 1) return nullptr;
-  sums_[bucket] = at::empty({twins_->size(), sum.numel()}, sum.options());
-  return twins_->async().all_gather(as_real(sums_[bucket]), as_real(sum.contiguous()));
+  if (replication_group_->size() == 1) return nullptr;
+  sums_[bucket] = at::empty({replication_group_->size(), sum.numel()}, sum.options());
+  return replication_group_->async().all_gather(as_real(sums_[bucket]), as_real(sum.contiguous()));
 }
 
-/// Of the shard: the pieces of the twins, one after the other.
+/// Of the shard: the pieces of the replication group, one after the other.
 void ShardedGradients::publish(size_t index) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& shard = parameters_->shard(index);

@@ -30,10 +30,10 @@ struct ShardedGradientOptions : StepGradientOptions {
 class ShardedGradients final : public StepGradients {
  public:
   /// `order`: indices in `parameters`, as their gradients become ready. `replicas` has all ranks,
-  /// in groups of consecutive ones that are `parameters->group()`; `twins` those with the same
-  /// shard.
+  /// in groups of consecutive ones that are `parameters->group()`; `replication_group` those with
+  /// the same shard.
   ShardedGradients(std::shared_ptr<ShardedParameters> parameters, const std::vector<size_t>& order,
-                   comm::CommunicatorPtr replicas, comm::CommunicatorPtr twins,
+                   comm::CommunicatorPtr replicas, comm::CommunicatorPtr replication_group,
                    const ShardedGradientOptions& options);
 
  private:
@@ -52,7 +52,7 @@ class ShardedGradients final : public StepGradients {
   WorkPtr settle(size_t bucket);
 
   const std::shared_ptr<ShardedParameters> parameters_;
-  const comm::CommunicatorPtr twins_;
+  const comm::CommunicatorPtr replication_group_;
   BucketLayout layout_;  // of a row of a bucket's sums: what one rank reduces
   std::vector<Bucket> buckets_;
 };

@@ -16,9 +16,9 @@ namespace {
 
 /// How to keep what a region that begins with operator `first` reads of some memory. What outlives
 /// a run is written by other microbatches' runs, too.
-KeptInput::Kind kind_of_input(const AliasAnalysis::Set& memory, int first) {
-  if (memory.is_written_from(memory.outlives_run() ? 0 : first)) return KeptInput::Kind::kCopy;
-  return memory.outlives_run() ? KeptInput::Kind::kOther : KeptInput::Kind::kAlias;
+RegionInput::Kind kind_of_input(const AliasAnalysis::Set& memory, int first) {
+  if (memory.is_written_from(memory.outlives_run() ? 0 : first)) return RegionInput::Kind::kCopy;
+  return memory.outlives_run() ? RegionInput::Kind::kOther : RegionInput::Kind::kAlias;
 }
 
 /// What operators read that none of them makes, ascending. A literal is there before its operator.
@@ -40,7 +40,7 @@ std::set<ValueId> inputs_of(const Graph& graph, const std::vector<int>& region) 
 
 }  // namespace
 
-void KeptInputs::prefetch() const {
+void RegionInputs::prefetch() const {
   for (auto it = inputs_.rbegin(); it != inputs_.rend(); ++it) {
     if (const auto kept = it->lock()) kept->prefetch();
   }
@@ -136,7 +136,7 @@ void CheckpointedSegment::find_kept_by_others(const std::vector<int>& operators)
   for (size_t later = 1; later < regions_.size(); ++later) {
     for (const Input& input : regions_[later].inputs) {
       const int producer = graph_.values[input.value].producer;
-      if (input.kind != KeptInput::Kind::kAlias || producer < 0) continue;
+      if (input.kind != RegionInput::Kind::kAlias || producer < 0) continue;
       const int maker = region_of[producer];
       const bool earlier = maker >= 0 && maker < static_cast<int>(later);
       if (earlier) regions_[maker].kept_by_others.push_back(input.value);
@@ -144,10 +144,10 @@ void CheckpointedSegment::find_kept_by_others(const std::vector<int>& operators)
   }
 }
 
-KeptInputs CheckpointedSegment::run(Environment& environment, const RandomKey& key,
-                                    TensorStore* store) {
-  KeptInputs stored;
-  KeptById known;
+RegionInputs CheckpointedSegment::run(Environment& environment, const RandomKey& key,
+                                      TensorStore* store) {
+  RegionInputs stored;
+  InputsByValue known;
   Segment::Run run(program_->segment);
   size_t next = 0;
   for (const Region& region : regions_) {
@@ -161,16 +161,17 @@ KeptInputs CheckpointedSegment::run(Environment& environment, const RandomKey& k
 
 void CheckpointedSegment::run_region(const Region& region, Segment::Run& run,
                                      Environment& environment, const RandomKey& key,
-                                     TensorStore* store, KeptById& known, KeptInputs& stored) {
+                                     TensorStore* store, InputsByValue& known,
+                                     RegionInputs& stored) {
   const auto keeper = std::make_shared<RegionRun>(program_, region.first, region.last,
                                                   /*early_end=*/!region.calls_leaf, key);
   for (const Input& input : region.inputs) {
-    const bool unchanged = input.kind != KeptInput::Kind::kCopy;
+    const bool unchanged = input.kind != RegionInput::Kind::kCopy;
     const at::Tensor& tensor = environment[input.value];
     if (!tensor.defined()) continue;
     // Regions that read the same tensor keep it together.
-    std::shared_ptr<KeptInput> kept = unchanged ? known[input.value].lock() : nullptr;
-    if (kept == nullptr) kept = std::make_shared<KeptInput>(tensor, input.kind);
+    std::shared_ptr<RegionInput> kept = unchanged ? known[input.value].lock() : nullptr;
+    if (kept == nullptr) kept = std::make_shared<RegionInput>(tensor, input.kind);
     if (unchanged) known[input.value] = kept;
     keeper->add_input(input.value, tensor, std::move(kept), unchanged);
   }

@@ -17,14 +17,14 @@
 namespace smp::graph {
 
 /// What the regions of one run have put into a store until its backward. The history holds it.
-class KeptInputs {
+class RegionInputs {
  public:
-  void add(const std::shared_ptr<KeptInput>& input) { inputs_.push_back(input); }
+  void add(const std::shared_ptr<RegionInput>& input) { inputs_.push_back(input); }
   /// Begins to bring it back, the last regions' first, without waiting.
   void prefetch() const;
 
  private:
-  std::vector<std::weak_ptr<KeptInput>> inputs_;
+  std::vector<std::weak_ptr<RegionInput>> inputs_;
 };
 
 /// The regions of some operators: the longest runs of neighbours with the same number, other than
@@ -69,7 +69,7 @@ class CheckpointedSegment {
 
   /// Runs all operators. The environment holds what they read from outside. What regions keep goes
   /// to `store`, unless it is null; but for what others keep anyway, such as parameters.
-  KeptInputs run(Environment& environment, const RandomKey& key, TensorStore* store = nullptr);
+  RegionInputs run(Environment& environment, const RandomKey& key, TensorStore* store = nullptr);
 
   /// Uses other constants from now on; backwards of earlier runs go on with theirs.
   void apply(const std::vector<ConstantOverride>& changes) { program_->apply(graph_, changes); }
@@ -85,7 +85,7 @@ class CheckpointedSegment {
  private:
   struct Input {
     ValueId value;
-    KeptInput::Kind kind;
+    RegionInput::Kind kind;
   };
   struct Region {
     size_t first;  // positions in the segment
@@ -94,13 +94,14 @@ class CheckpointedSegment {
     std::vector<Input> inputs;
     std::vector<ValueId> kept_by_others;  // results that later regions read and do not copy
   };
-  using KeptById = std::map<ValueId, std::weak_ptr<KeptInput>>;
+  using InputsByValue = std::map<ValueId, std::weak_ptr<RegionInput>>;
 
   void add_region(const std::vector<int>& operators, const std::vector<int>& region,
                   const AliasAnalysis& aliases);
   void find_kept_by_others(const std::vector<int>& operators);
   void run_region(const Region& region, Segment::Run& run, Environment& environment,
-                  const RandomKey& key, TensorStore* store, KeptById& known, KeptInputs& stored);
+                  const RandomKey& key, TensorStore* store, InputsByValue& known,
+                  RegionInputs& stored);
 
   const Graph& graph_;
   std::vector<Region> regions_;

@@ -178,18 +178,19 @@ std::vector<at::Tensor> grad_on_shapes(const Graph& graph, const Operator& op,
 }
 
 std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arguments) {
-  struct Way {
+  struct Dependence {
     bool depends = false;
     std::string leaf;
 
-    void add(const Way& other) {
+    void add(const Dependence& other) {
       depends |= other.depends;
       if (leaf.empty()) leaf = other.leaf;
     }
   };
-  std::vector<Way> of_value(graph.values.size());
-  std::vector<Way> of_written(graph.alias_sets);  // what all see that read the memory from then on
-  const auto add_all = [&](const Argument& argument, Way& way) {
+  std::vector<Dependence> of_value(graph.values.size());
+  std::vector<Dependence> of_written(
+      graph.alias_sets);  // what all see that read the memory from then on
+  const auto add_all = [&](const Argument& argument, Dependence& way) {
     for (ValueId id : argument.values) {
       if (id == kUndefined) continue;
       way.add(of_value[id]);
@@ -199,7 +200,7 @@ std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arg
   for (ValueId id : arguments[2].values) of_value[id].depends = true;
   for (const Operator& op : graph.operators) {
     if (!records_history(graph, op)) continue;
-    Way way;
+    Dependence way;
     for (const Argument& argument : op.arguments) add_all(argument, way);
     if (!way.depends) continue;
     if (is_leaf(op.handle)) way.leaf = leaf_call(op.arguments[0].constant)->module;
@@ -208,7 +209,7 @@ std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arg
     });
     for (int set : op.writes) of_written[set].add(way);
   }
-  Way outputs;
+  Dependence outputs;
   add_all(arguments[0], outputs);
   return outputs.leaf;
 }

@@ -21,14 +21,14 @@ at::Tensor view_of(const at::Tensor& memory, c10::IntArrayRef sizes, c10::IntArr
 }
 
 /// The tensor without history. A leaf has none, and stays what it is: autocast casts it once.
-at::Tensor without_history(const at::Tensor& tensor, KeptInput::Kind kind) {
-  if (kind == KeptInput::Kind::kCopy) return copy_as_laid_out(tensor);
+at::Tensor without_history(const at::Tensor& tensor, RegionInput::Kind kind) {
+  if (kind == RegionInput::Kind::kCopy) return copy_as_laid_out(tensor);
   return tensor.requires_grad() && tensor.is_leaf() ? tensor : tensor.tensor_data();
 }
 
 }  // namespace
 
-KeptInput::KeptInput(const at::Tensor& tensor, Kind kind)
+RegionInput::RegionInput(const at::Tensor& tensor, Kind kind)
     : kind_(kind),
       requires_grad_(tensor.requires_grad()),
       is_leaf_(tensor.is_leaf()),
@@ -36,7 +36,7 @@ KeptInput::KeptInput(const at::Tensor& tensor, Kind kind)
       span_(tensor.has_storage() ? span_of(tensor.sizes(), tensor.strides()) : 0),
       tensor_(without_history(tensor, kind)) {}
 
-bool KeptInput::store(TensorStore& store) {
+bool RegionInput::store(TensorStore& store) {
   if (kind_ == Kind::kOther || (requires_grad_ && is_leaf_) || span_ == 0) return false;
   if (stored_ == nullptr) {
     stored_ = store.put(tensor_);
@@ -45,26 +45,26 @@ bool KeptInput::store(TensorStore& store) {
   return true;
 }
 
-void KeptInput::prefetch() const {
+void RegionInput::prefetch() const {
   if (stored_ != nullptr) stored_->prefetch();
 }
 
-const at::Tensor& KeptInput::fetched() {
+const at::Tensor& RegionInput::fetched() {
   if (!tensor_.defined()) tensor_ = stored_->get();
   return tensor_;
 }
 
-at::Tensor KeptInput::enter(std::vector<std::shared_ptr<GradientSink>>& sinks) {
+at::Tensor RegionInput::enter(std::vector<std::shared_ptr<GradientSink>>& sinks) {
   if (!requires_grad_ || is_leaf_) return fetched();
   sinks.push_back(std::make_shared<GradientSink>());
   return graph::enter(fetched(), sinks.back());
 }
 
-at::Tensor KeptInput::view(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
+at::Tensor RegionInput::view(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
   return view_of(fetched(), sizes, strides, offset - offset_ + fetched().storage_offset());
 }
 
-bool KeptInput::holds(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) const {
+bool RegionInput::holds(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) const {
   return offset >= offset_ && offset + span_of(sizes, strides) <= offset_ + span_;
 }
 
@@ -122,8 +122,8 @@ RegionRun::MemoryKey RegionRun::memory_of(const at::Tensor& tensor) {
   return {tensor.storage().unsafeGetStorageImpl(), tensor.scalar_type()};
 }
 
-void RegionRun::add_input(ValueId value, const at::Tensor& tensor, std::shared_ptr<KeptInput> kept,
-                          bool unchanged) {
+void RegionRun::add_input(ValueId value, const at::Tensor& tensor,
+                          std::shared_ptr<RegionInput> kept, bool unchanged) {
   // Held while the region runs, so that its address belongs to no other memory.
   if (unchanged && tensor.has_storage()) {
     unchanged_.try_emplace(memory_of(tensor), Memory{tensor.tensor_data(), kept});
@@ -153,7 +153,7 @@ void RegionRun::release(size_t number) noexcept {
   saved.input = nullptr;
 }
 
-std::vector<std::shared_ptr<KeptInput>> RegionRun::finish(
+std::vector<std::shared_ptr<RegionInput>> RegionRun::finish(
     const std::vector<at::Tensor>& kept_by_others, TensorStore* store) {
   unchanged_.clear();
   bool complete = true;
@@ -164,13 +164,13 @@ std::vector<std::shared_ptr<KeptInput>> RegionRun::finish(
     complete = complete && !saved.is_missing();
   }
   if (complete) inputs_.clear();
-  std::vector<std::shared_ptr<KeptInput>> stored;
+  std::vector<std::shared_ptr<RegionInput>> stored;
   if (store != nullptr) move_to(*store, stored);
   return stored;
 }
 
-void RegionRun::move_to(TensorStore& store, std::vector<std::shared_ptr<KeptInput>>& stored) {
-  const auto move = [&](const std::shared_ptr<KeptInput>& kept) {
+void RegionRun::move_to(TensorStore& store, std::vector<std::shared_ptr<RegionInput>>& stored) {
+  const auto move = [&](const std::shared_ptr<RegionInput>& kept) {
     if (!kept->store(store)) return false;
     if (std::find(stored.begin(), stored.end(), kept) == stored.end()) stored.push_back(kept);
     return true;

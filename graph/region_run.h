@@ -21,7 +21,7 @@
 namespace smp::graph {
 
 /// A tensor that regions read (see `CheckpointedSegment`), kept until their backward.
-class KeptInput {
+class RegionInput {
  public:
   enum class Kind {
     kAlias,  ///< nobody writes its memory before the backward
@@ -29,7 +29,7 @@ class KeptInput {
     kCopy,   ///< somebody does
   };
 
-  KeptInput(const at::Tensor& tensor, Kind kind);
+  RegionInput(const at::Tensor& tensor, Kind kind);
 
   /// Moves it to a store, if that is worth it. Returns whether it is in a store now.
   bool store(TensorStore& store);
@@ -80,7 +80,7 @@ class RegionRun final : public SavedTensorKeeper {
  public:
   struct Input {
     ValueId value;
-    std::shared_ptr<KeptInput> kept;
+    std::shared_ptr<RegionInput> kept;
   };
 
   /// `first` to `last` - 1 are positions in the segment. `early_end`: the second run may end inside
@@ -95,14 +95,14 @@ class RegionRun final : public SavedTensorKeeper {
         constants_(program_->in_effect) {}
 
   /// Notes what the region reads, before it runs. `unchanged`: what is saved may lie on it.
-  void add_input(ValueId value, const at::Tensor& tensor, std::shared_ptr<KeptInput> kept,
+  void add_input(ValueId value, const at::Tensor& tensor, std::shared_ptr<RegionInput> kept,
                  bool unchanged);
 
   /// To be called when the region has run: lets go of what its backward does not need, and moves
   /// what it does to the store, if there is one. `kept_by_others` are results on which saved
   /// tensors may lie. Returns what is in the store.
-  std::vector<std::shared_ptr<KeptInput>> finish(const std::vector<at::Tensor>& kept_by_others,
-                                                 TensorStore* store);
+  std::vector<std::shared_ptr<RegionInput>> finish(const std::vector<at::Tensor>& kept_by_others,
+                                                   TensorStore* store);
 
   size_t pack(const at::Tensor& tensor) override;
   at::Tensor unpack(size_t number) override;
@@ -125,19 +125,19 @@ class RegionRun final : public SavedTensorKeeper {
     c10::VariableVersion counter;
     uint32_t version;
     at::Tensor value;
-    std::shared_ptr<KeptInput> input;  // on which it lies
-    bool is_read = false;              // by the backward
+    std::shared_ptr<RegionInput> input;  // on which it lies
+    bool is_read = false;                // by the backward
     bool released = false;
   };
   struct Memory {
     at::Tensor tensor;
-    std::shared_ptr<KeptInput> kept;
+    std::shared_ptr<RegionInput> kept;
   };
   using MemoryKey = std::pair<const c10::StorageImpl*, at::ScalarType>;
   class SecondRun;
 
   static MemoryKey memory_of(const at::Tensor& tensor);
-  void move_to(TensorStore& store, std::vector<std::shared_ptr<KeptInput>>& stored);
+  void move_to(TensorStore& store, std::vector<std::shared_ptr<RegionInput>>& stored);
   void run_again();
   void take(size_t number, const at::Tensor& tensor);
 

@@ -44,7 +44,7 @@ struct TraceOptions {
 };
 
 /// A result of an operator that something may still hold when the step function has returned.
-struct KeptResult {
+struct LiveResult {
   ValueId id;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< of the placeholder
 };
@@ -64,7 +64,7 @@ struct TraceResult {
   /// is not determined (`empty`).
   std::vector<uint64_t> checksums;
   /// Of `recorded`, by value: see `give_data_to_constants`.
-  std::vector<KeptResult> kept;
+  std::vector<LiveResult> kept;
   /// Constants of `recorded` whose tensors nobody holds any more: see `check_no_state`.
   std::vector<ValueId> released;
 };

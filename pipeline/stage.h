@@ -136,7 +136,7 @@ class Stage {
     std::unique_ptr<graph::WeightFusion> fusion;
     // Gradients of owned parameters that only later stages read.
     std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
-    graph::KeptInputs stored;        // what lies in the store
+    graph::RegionInputs stored;      // what lies in the store
     bool has_run = false;            // forward
     bool needed_soon = false;        // before the forward: nothing goes to the store
     std::vector<Message> values;     // by place

@@ -129,8 +129,8 @@ void barrier(const Group& group = CommGroup::kWorld);
 /// This replica's share of a batch that all ranks have: along `axis` (from the end if negative),
 /// the equal part of number `dp_rank()` of `dp_size()`, or with `prescaled_batch` of number
 /// `rdp_rank()` of `rdp_size()`. All ranks of one pipeline get the same part, as a step function
-/// wants it. A view of `batch`. The twin of PyTorch's `DistributedSampler`: a shuffled order of
-/// samples that is the same on all ranks is shared by `shard(order)`. Throws `UsageError` if the
+/// wants it. A view of `batch`. The counterpart of PyTorch's `DistributedSampler`: a shuffled order
+/// of samples that is the same on all ranks is shared by `shard(order)`. Throws `UsageError` if the
 /// parts are not equal.
 [[nodiscard]] at::Tensor shard(const at::Tensor& batch, int64_t axis = 0);
 

@@ -1,5 +1,5 @@
-// The twin of SageMaker's PyTorch MNIST script: a convolutional network on pipeline stages times
-// replicas, as the configuration says. `plain.cc` is the program it grew from.
+// The counterpart of SageMaker's PyTorch MNIST script: a convolutional network on pipeline stages
+// times replicas, as the configuration says. `plain.cc` is the program it grew from.
 //
 //     tools/smprun --np 4 --config examples/mnist/2x2.json bazel-bin/examples/mnist/mnist --data
 //     DIR

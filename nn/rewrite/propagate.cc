@@ -127,7 +127,7 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
     if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
   }
   for (const Call& call : calls_) {
-    kept_.push_back(kept_by(call));
+    kept_.push_back(saved_by(call));
     may_be_in_stream_.push_back(may_be_in_stream(call) ? 1 : 0);
   }
 }
@@ -320,7 +320,7 @@ void Propagation::settle_result(const Call& call, const Treatment& treatment, si
 
 /// Counts what the operator's backward pass needs.
 void Propagation::keep(const Call& call, const Treatment& treatment, Outcome& outcome) {
-  const Kept& kept = kept_[call.index()];
+  const SavedForBackward& kept = kept_[call.index()];
   for (int position : kept.arguments) {
     keep(call.tensors()[position], treatment.arguments[position], outcome);
   }

@@ -6,8 +6,8 @@
 
 #include "graph/requires_grad.h"
 #include "nn/rewrite/conversion.h"
-#include "nn/rewrite/kept.h"
 #include "nn/rewrite/rule.h"
+#include "nn/rewrite/saved_for_backward.h"
 
 namespace smp::nn::rewrite {
 
@@ -95,7 +95,7 @@ class Propagation {
   std::vector<Call> calls_;
   std::vector<Rule> rules_;
   std::vector<double> times_;                            // of operators, undivided
-  std::vector<Kept> kept_;                               // of operators
+  std::vector<SavedForBackward> kept_;                   // of operators
   std::vector<char> is_activation_;                      // by value
   std::vector<char> may_be_in_stream_;                   // by operator: its result may be
   std::vector<char> comes_from_parameter_;               // by value

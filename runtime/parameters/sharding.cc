@@ -141,13 +141,13 @@ Sharding::Sharding(Runtime& runtime) {
   const Config& config = runtime.config();
   const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
   const auto replicas = runtime.replicas();
-  std::vector<int> shards, twins;
+  std::vector<int> shards, same_shard;
   const int first = replicas->rank() / degree * degree;
   for (int rank = first; rank < first + degree; ++rank) shards.push_back(rank);
   for (int rank = replicas->rank() % degree; rank < replicas->size(); rank += degree) {
-    twins.push_back(rank);
+    same_shard.push_back(rank);
   }
-  twins_ = replicas->split(twins, c10::str("shard twins", twins));
+  replication_group_ = replicas->split(same_shard, c10::str("replication group", same_shard));
   parameters_ =
       std::make_shared<dp::ShardedParameters>(replicas->split(shards, c10::str("shards", shards)));
   for (const auto& entry : runtime.table().entries()) {

@@ -26,7 +26,7 @@ class Sharding {
   const std::shared_ptr<dp::ShardedParameters>& parameters() const { return parameters_; }
   const std::shared_ptr<dp::ParameterWindow>& window() const { return window_; }
   /// The ranks that have the same shards as this one.
-  const comm::CommunicatorPtr& twins() const { return twins_; }
+  const comm::CommunicatorPtr& replication_group() const { return replication_group_; }
 
   /// By value of a graph of `runtime`'s models: the index of the divided parameter that it lies on,
   /// or -1.
@@ -34,7 +34,7 @@ class Sharding {
                                             const graph::Graph& graph) const;
 
  private:
-  comm::CommunicatorPtr twins_;
+  comm::CommunicatorPtr replication_group_;
   std::shared_ptr<dp::ShardedParameters> parameters_;
   std::shared_ptr<dp::ParameterWindow> window_;
 };

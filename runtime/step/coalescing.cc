@@ -7,7 +7,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "graph/batch_axis.h"
-#include "graph/kept.h"
+#include "graph/live_results.h"
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
 #include "runtime/step/measuring.h"

@@ -133,9 +133,9 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
   const Sharding& sharding = *runtime_->sharding();
   dp::ShardedGradientOptions options{bucket};
   options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
-  return std::make_unique<dp::ShardedGradients>(sharding.parameters(),
-                                                gradient_order(*runtime_, *graph_, parameters),
-                                                runtime_->replicas(), sharding.twins(), options);
+  return std::make_unique<dp::ShardedGradients>(
+      sharding.parameters(), gradient_order(*runtime_, *graph_, parameters), runtime_->replicas(),
+      sharding.replication_group(), options);
 }
 
 void Program::begin_training() {

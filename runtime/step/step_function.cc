@@ -12,7 +12,7 @@
 #include "core/log.h"
 #include "graph/alias_analysis.h"
 #include "graph/coalesce.h"
-#include "graph/kept.h"
+#include "graph/live_results.h"
 #include "graph/random.h"
 #include "graph/replay.h"
 #include "graph/tracer.h"

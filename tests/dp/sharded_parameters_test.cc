@@ -246,13 +246,14 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
   options.gradient_shards = shards;
   options.divisor = kMicrobatches;
   comm::run_ranks(count, [&](const comm::CommunicatorPtr& world) {
-    std::vector<int> group, twins;
+    std::vector<int> group, same_shard;
     for (int r = 0; r < count; ++r) {
       if (r / size == world->rank() / size) group.push_back(r);
-      if (r % size == world->rank() % size) twins.push_back(r);
+      if (r % size == world->rank() % size) same_shard.push_back(r);
     }
     const auto sharded = divide(make_parameters(), world->split(group, "shards"));
-    ShardedGradients reduced(sharded, {2, 1, 0}, world, world->split(twins, "twins"), options);
+    ShardedGradients reduced(sharded, {2, 1, 0}, world,
+                             world->split(same_shard, "replication group"), options);
     EXPECT_EQ(reduced.buckets().size(), options.bucket_elements < 400 ? 2u : 1u);
     for (int step = 1; step <= 2; ++step) {
       for (int m = 0; m < options.microbatches; ++m) {
@@ -287,8 +288,8 @@ TEST(ShardedGradients, AddUpOverSteps) {
     ShardedGradientOptions options;
     options.gradient_shards = 2;
     options.backward_passes = 2;
-    ShardedGradients reduced(sharded, {2, 1, 0}, world, world->split({world->rank()}, "twins"),
-                             options);
+    ShardedGradients reduced(sharded, {2, 1, 0}, world,
+                             world->split({world->rank()}, "replication group"), options);
     for (int step = 0; step < 4; ++step) {
       EXPECT_EQ(reduced.is_adding_up(), step % 2 == 1);
       reduced.add(0, 0, at::full({15, 30}, step + 10. * world->rank()));
@@ -335,8 +336,8 @@ TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
       const auto sharded = divide(make_parameters(), group);
       ShardedGradientOptions options;
       options.gradient_shards = 2;
-      ShardedGradients reduced(sharded, {2, 1, 0}, group, group->split({group->rank()}, "twins"),
-                               options);
+      ShardedGradients reduced(sharded, {2, 1, 0}, group,
+                               group->split({group->rank()}, "replication group"), options);
       if (group->rank() == 1) throw Error("out of luck");
       text = testing::error_of([&] {
         reduced.add(1, 0, at::zeros({20, 10}));

@@ -45,7 +45,7 @@ class Checkpointed {
   /// A run between its forward and its backward.
   struct Run {
     Tensors outputs;
-    KeptInputs stored;
+    RegionInputs stored;
     std::vector<torch::autograd::Edge> starts;
     Tensors gradients;
     std::map<std::string, std::shared_ptr<GradientSink>> sinks;

@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <sstream>
 
-#include "graph/kept.h"
 #include "graph/late_writes.h"
 #include "graph/leaf.h"
+#include "graph/live_results.h"
 #include "tests/core/error_text.h"
 #include "tests/graph/harness.h"
 

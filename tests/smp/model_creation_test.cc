@@ -98,7 +98,7 @@ class ModelCreationTest : public ::testing::TestWithParam<int> {
  protected:
   void SetUp() override { torch::set_num_threads(1); }
 
-  /// Trains a model that was constructed without memory and its plain twin, and compares.
+  /// Trains a model that was constructed without memory and a plain one, and compares.
   template <class Net>
   void check(const std::function<Net()>& make, int replicas = 1) {
     constexpr int kMicrobatches = 2, kSteps = 3;

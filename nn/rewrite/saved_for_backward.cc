@@ -1,4 +1,4 @@
-#include "nn/rewrite/kept.h"
+#include "nn/rewrite/saved_for_backward.h"
 
 #include <set>
 
@@ -35,28 +35,28 @@ bool keeps_results(const std::string& name) {
 }
 
 /// Each of two operands serves the gradient of the other.
-Kept operands(const Call& call, int a, int b) {
-  Kept kept;
+SavedForBackward operands(const Call& call, int a, int b) {
+  SavedForBackward kept;
   if (call.has_gradient(b)) kept.arguments.push_back(a);
   if (call.has_gradient(a)) kept.arguments.push_back(b);
   return kept;
 }
 
-Kept all_arguments(const Call& call) {
-  Kept kept;
+SavedForBackward all_arguments(const Call& call) {
+  SavedForBackward kept;
   for (size_t i = 0; i < call.tensors().size(); ++i) kept.arguments.push_back(static_cast<int>(i));
   return kept;
 }
 
 }  // namespace
 
-Kept kept_by(const Call& call) {
+SavedForBackward saved_by(const Call& call) {
   const std::string& name = call.base_name();
   bool any_gradient = false;
   for (size_t i = 0; i < call.tensors().size(); ++i) {
     any_gradient |= call.has_gradient(static_cast<int>(i));
   }
-  Kept kept;
+  SavedForBackward kept;
   if (!any_gradient || call.results().empty() || keeps_nothing(name)) return kept;
   if (keeps_results(name)) {
     kept.results = {0};

@@ -8,13 +8,13 @@ namespace smp::nn::rewrite {
 
 /// What the backward pass of an operator needs of its forward pass, by what the operator is. An
 /// estimate: libtorch decides.
-struct Kept {
+struct SavedForBackward {
   std::vector<int> arguments;  ///< positions among `Call::tensors`
   std::vector<int> results;    ///< positions among `Call::results`
   bool mask = false;           ///< a tensor of the result's size that nobody else sees
 };
 
 /// Nothing for an operator without a gradient.
-Kept kept_by(const Call& call);
+SavedForBackward saved_by(const Call& call);
 
 }  // namespace smp::nn::rewrite

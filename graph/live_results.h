@@ -13,7 +13,7 @@ namespace smp::graph {
 /// run finds an ordinary constant there. All others stay without data, so using them is refused.
 ///
 /// Computes what is needed for that, on the calling thread.
-void give_data_to_constants(const Graph& graph, const std::vector<KeptResult>& kept);
+void give_data_to_constants(const Graph& graph, const std::vector<LiveResult>& kept);
 
 /// Throws `CaptureError` if a run has put what it computed from data in the place of a constant
 /// that it read (`state = h`), as far as that shows: nobody holds the constant (one of `released`)

@@ -1,4 +1,4 @@
-#include "graph/kept.h"
+#include "graph/live_results.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -77,13 +77,13 @@ std::vector<int> leading_to(const Graph& graph, const ConstantOperators& constan
 
 }  // namespace
 
-void give_data_to_constants(const Graph& graph, const std::vector<KeptResult>& kept) {
+void give_data_to_constants(const Graph& graph, const std::vector<LiveResult>& kept) {
   if (kept.empty()) return;
   const ConstantOperators constants(graph);
   std::vector<bool> wanted(graph.alias_sets, false);
   std::vector<ValueId> values;
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;
-  for (const KeptResult& result : kept) {
+  for (const LiveResult& result : kept) {
     auto storage = result.storage.lock();
     if (!storage || !constants.holds(result.id)) continue;
     wanted[graph.values[result.id].alias_set] = true;
@@ -110,7 +110,7 @@ void check_no_state(const TraceResult& run, const std::string& step_name) {
   const Graph& graph = *run.recorded;
   const ConstantOperators constants(graph);
   for (ValueId before : run.released) {
-    for (const KeptResult& after : run.kept) {
+    for (const LiveResult& after : run.kept) {
       const TensorMeta& a = graph.values[before].meta;
       const TensorMeta& b = graph.values[after.id].meta;
       if (after.storage.expired() || constants.holds(after.id)) continue;
