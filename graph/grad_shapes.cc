@@ -20,11 +20,15 @@
 namespace smp::graph {
 namespace {
 
-/// Runs the operators of a range on tensors filled with one number.
+/// Runs some of a graph's first `count` operators on tensors filled with one number.
 class FilledRun {
  public:
-  FilledRun(const Graph& graph, int fill)
-      : graph_(graph), fill_(fill), requires_grad_(graph), environment_(graph.values.size()) {}
+  FilledRun(const Graph& graph, int count, int fill)
+      : graph_(graph),
+        count_(count),
+        fill_(fill),
+        requires_grad_(graph),
+        environment_(graph.values.size()) {}
 
   void run(const Operator& op) {
     if (is_leaf(op.handle) || !(records_history(graph_, op) || shares_memory(op))) {
@@ -82,7 +86,7 @@ class FilledRun {
     at::Tensor& tensor = environment_[id];
     tensor = value.content.defined() ? value.content.clone()
                                      : make_filled(value.meta, value.meta.device, fill_);
-    if (requires_grad_.since(id) == RequiresGrad::kNever) return;
+    if (requires_grad_.since(id) >= count_) return;
     if (leaf) {
       give_placeholder_history(tensor);
     } else {
@@ -114,6 +118,7 @@ class FilledRun {
   }
 
   const Graph& graph_;
+  const int count_;
   const int fill_;
   const RequiresGrad requires_grad_;
   std::vector<at::Tensor> environment_;  // by value
@@ -131,8 +136,7 @@ bool ends_history(const Graph& graph, const Operator& op) {
 
 /// The range of `op`, and before it what makes views of memory that is written there, since a write
 /// through one is seen by the others, and views that end a history.
-std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op) {
-  const auto count = static_cast<int>(graph.operators.size());
+std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op, int count) {
   const int first = first_reader(graph, op);
   std::vector<bool> written(graph.alias_sets, false);
   for (int i = first; i < count; ++i) {
@@ -149,10 +153,18 @@ std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op
   return operators;
 }
 
+/// How many operators of the graph come before `op`.
+int count_before(const Graph& graph, const Operator& op) {
+  const auto found = std::find_if(graph.operators.begin(), graph.operators.end(),
+                                  [&](const Operator& other) { return &other == &op; });
+  return static_cast<int>(found - graph.operators.begin());
+}
+
 std::vector<at::Tensor> grad_on_filled(const Graph& graph, const Operator& op,
                                        const std::vector<at::Tensor>& shapes, int fill) {
-  FilledRun run(graph, fill);
-  for (const Operator* earlier : operators_of(graph, op)) run.run(*earlier);
+  const int count = count_before(graph, op);
+  FilledRun run(graph, count, fill);
+  for (const Operator* earlier : operators_of(graph, op, count)) run.run(*earlier);
   const std::vector<at::Tensor> filled = run.arguments_of(op);
   std::vector<at::Tensor> results;
   for (const at::Tensor& result : run.call(op)) results.push_back(to_shape(result, filled, shapes));

@@ -9,8 +9,8 @@
 
 namespace smp::graph {
 
-/// The results of `op`, an `smp::grad` that follows all operators of `graph`, as meta tensors;
-/// `shapes` stand for its arguments.
+/// The results of `op`, an `smp::grad` of `graph` or one that follows all of its operators, as meta
+/// tensors; `shapes` stand for its arguments.
 ///
 /// Which gradients there are, and how they lie in memory, only a backward pass tells. So those
 /// operators that `op` differentiates run here on zeros, or on ones where they take no zeros.

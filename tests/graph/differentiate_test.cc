@@ -323,6 +323,25 @@ TEST_F(Differentiate, AfterLeavingAKnownGraph) {
   EXPECT_EQ(next.recorded->to_string(), trace(table_, {x_}, function).recorded->to_string());
 }
 
+/// A gradient that is a view of the one it was given is made again as one, though the call has let
+/// its history go.
+TEST_F(Differentiate, LeftAfterACallThatKeepsNoHistory) {
+  bool other = false;
+  const Function function = [&](const Tensors& in) -> Tensors {
+    auto h = net_(in[0]);
+    auto k = net_(in[0] + 1);
+    auto slopes = grad({h.exp().sum() + k.sum()}, {h, k});
+    auto later = torch::zeros({4, 4});
+    later.copy_(other ? in[0].sin() : in[0].cos());
+    return {(slopes[0] * slopes[1] * later).detach()};
+  };
+  const TraceResult first = trace(table_, {x_}, function);
+  other = true;
+  const TraceResult next = trace(table_, {x_}, function, false, {first.recorded.get()});
+  ASSERT_NE(next.recorded, nullptr);
+  EXPECT_EQ(next.recorded->to_string(), trace(table_, {x_}, function).recorded->to_string());
+}
+
 // -- What follows from it
 
 TEST_F(Differentiate, TheOperatorsStayTogether) {
