@@ -44,7 +44,9 @@ class FilledRun {
   std::vector<at::Tensor> call(const Operator& op) {
     const ModeScope mode(op.mode);
     torch::jit::Stack stack;
-    for (const Argument& argument : op.arguments) stack.push_back(argument_of(argument));
+    for (const Argument& argument : op.arguments) {
+      stack.push_back(to_ivalue(argument, [this](ValueId id) { return tensor(id); }));
+    }
     if (op.random_ordinal >= 0) {
       call_seeded(op.handle, stack, 0);
     } else {
@@ -93,28 +95,6 @@ class FilledRun {
       sinks_.push_back(std::make_shared<GradientSink>());
       tensor = enter(tensor, sinks_.back());
     }
-  }
-
-  c10::IValue argument_of(const Argument& argument) {
-    switch (argument.kind) {
-      case Argument::Kind::kConstant:
-        return argument.constant;
-      case Argument::Kind::kTensor:
-        return tensor(argument.values[0]);
-      case Argument::Kind::kTensorList: {
-        c10::List<at::Tensor> list;
-        for (ValueId id : argument.values) list.push_back(tensor(id));
-        return list;
-      }
-      case Argument::Kind::kOptionalTensorList: {
-        c10::List<std::optional<at::Tensor>> list;
-        for (ValueId id : argument.values) {
-          list.push_back(id == kUndefined ? std::nullopt : std::optional(tensor(id)));
-        }
-        return list;
-      }
-    }
-    SMP_INTERNAL_ASSERT(false, "an argument of another kind");
   }
 
   const Graph& graph_;

@@ -23,6 +23,7 @@
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
 #include "graph/parameter_residency.h"
+#include "graph/visit.h"
 
 namespace smp::graph {
 namespace {
@@ -324,29 +325,7 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
     return id == kUndefined ? at::Tensor() : for_scope(instruction.autocast_scope, environment[id]);
   };
   for (const Argument& argument : instruction.arguments) {
-    switch (argument.kind) {
-      case Argument::Kind::kConstant:
-        stack_.push_back(argument.constant);
-        break;
-      case Argument::Kind::kTensor:
-        stack_.emplace_back(tensor(argument.values[0]));
-        break;
-      case Argument::Kind::kTensorList: {
-        c10::List<at::Tensor> list;
-        list.reserve(argument.values.size());
-        for (ValueId id : argument.values) list.push_back(tensor(id));
-        stack_.emplace_back(std::move(list));
-        break;
-      }
-      case Argument::Kind::kOptionalTensorList: {
-        c10::List<std::optional<at::Tensor>> list;
-        for (ValueId id : argument.values) {
-          list.push_back(id == kUndefined ? std::nullopt : std::optional(tensor(id)));
-        }
-        stack_.emplace_back(std::move(list));
-        break;
-      }
-    }
+    stack_.push_back(to_ivalue(argument, tensor));
   }
 }
 

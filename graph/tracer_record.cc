@@ -15,6 +15,7 @@
 #include "graph/requires_grad.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
+#include "graph/visit.h"
 
 namespace smp::graph {
 namespace {
@@ -144,24 +145,10 @@ void Tracer::push_concrete_arguments(const Call& call, torch::jit::Stack& stack)
   torch::jit::drop(stack, call.arguments.size());
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const Argument& argument = call.arguments[i];
-    if (argument.kind == Argument::Kind::kTensor) {
-      stack.push_back(tensor(argument.values[0]));
-    } else if (argument.kind == Argument::Kind::kTensorList) {
-      c10::List<at::Tensor> list;
-      for (ValueId id : argument.values) list.push_back(tensor(id));
-      stack.push_back(std::move(list));
-    } else if (argument.kind == Argument::Kind::kOptionalTensorList) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (ValueId id : argument.values) {
-        list.push_back(id == kUndefined ? std::nullopt : std::optional(tensor(id)));
-      }
-      stack.push_back(std::move(list));
-    } else if (!options_.execute && schema.arguments()[i].name() == "device" &&
-               (argument.constant.isDevice() || call.tensors.empty())) {
-      stack.push_back(c10::Device(at::kMeta));
-    } else {
-      stack.push_back(argument.constant);
-    }
+    const bool device_of_result = !options_.execute && schema.arguments()[i].name() == "device" &&
+                                  (argument.constant.isDevice() || call.tensors.empty());
+    stack.push_back(device_of_result ? c10::IValue(c10::Device(at::kMeta))
+                                     : to_ivalue(argument, tensor));
   }
 }
 

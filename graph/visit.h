@@ -1,5 +1,13 @@
 #pragma once
 
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <utility>
+
+#include "core/check.h"
 #include "graph/graph.h"
 
 namespace smp::graph {
@@ -20,6 +28,34 @@ void for_each_result(const Operator& op, const Visitor& visit) {
   for (ValueId value : op.results) {
     if (value != kUndefined) visit(value);
   }
+}
+
+/// The argument as an operator is called with it. `tensor_of(ValueId)` gives the tensor of a value;
+/// it is asked for kUndefined, too.
+template <class TensorOf>
+c10::IValue to_ivalue(const Argument& argument, const TensorOf& tensor_of) {
+  switch (argument.kind) {
+    case Argument::Kind::kConstant:
+      return argument.constant;
+    case Argument::Kind::kTensor:
+      return tensor_of(argument.values[0]);
+    case Argument::Kind::kTensorList: {
+      c10::List<at::Tensor> list;
+      list.reserve(argument.values.size());
+      for (ValueId id : argument.values) list.push_back(tensor_of(id));
+      return list;
+    }
+    case Argument::Kind::kOptionalTensorList: {
+      c10::List<std::optional<at::Tensor>> list;
+      list.reserve(argument.values.size());
+      for (ValueId id : argument.values) {
+        const at::Tensor tensor = tensor_of(id);
+        list.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
+      }
+      return list;
+    }
+  }
+  SMP_INTERNAL_ASSERT(false, "an argument of another kind");
 }
 
 }  // namespace smp::graph

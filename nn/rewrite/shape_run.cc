@@ -1,10 +1,10 @@
 #include "nn/rewrite/shape_run.h"
 
 #include <map>
-#include <optional>
 
 #include "graph/mode_scope.h"
 #include "graph/shapes.h"
+#include "graph/visit.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -58,32 +58,10 @@ class ShapeRun {
     const auto& schema = op_.handle.schema();
     for (size_t i = 0; i < op_.arguments.size(); ++i) {
       const Argument& argument = op_.arguments[i];
-      switch (argument.kind) {
-        case Argument::Kind::kConstant: {
-          const bool is_device = schema.arguments()[i].name() == "device";
-          const bool replaced = is_device && argument.constant.isDevice();
-          stack.push_back(replaced ? c10::IValue(c10::Device(at::kMeta)) : argument.constant);
-          break;
-        }
-        case Argument::Kind::kTensor:
-          stack.emplace_back(tensor(argument.values[0]));
-          break;
-        case Argument::Kind::kTensorList: {
-          c10::List<at::Tensor> list;
-          for (ValueId id : argument.values) list.push_back(tensor(id));
-          stack.emplace_back(std::move(list));
-          break;
-        }
-        case Argument::Kind::kOptionalTensorList: {
-          c10::List<std::optional<at::Tensor>> list;
-          for (ValueId id : argument.values) {
-            const at::Tensor own = tensor(id);
-            list.push_back(own.defined() ? std::optional(own) : std::nullopt);
-          }
-          stack.emplace_back(std::move(list));
-          break;
-        }
-      }
+      const bool is_device = schema.arguments()[i].name() == "device";
+      stack.push_back(is_device && argument.constant.isDevice()
+                          ? c10::IValue(c10::Device(at::kMeta))
+                          : graph::to_ivalue(argument, [this](ValueId id) { return tensor(id); }));
     }
   }
 
