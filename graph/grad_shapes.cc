@@ -3,10 +3,8 @@
 #include <ATen/core/stack.h>
 
 #include <algorithm>
-#include <exception>
 #include <memory>
 
-#include "core/check.h"
 #include "graph/autograd_entry.h"
 #include "graph/differentiate.h"
 #include "graph/leaf.h"
@@ -155,18 +153,7 @@ std::vector<at::Tensor> grad_on_filled(const Graph& graph, const Operator& op,
 
 std::vector<at::Tensor> grad_on_shapes(const Graph& graph, const Operator& op,
                                        const std::vector<at::Tensor>& shapes) {
-  try {
-    return grad_on_filled(graph, op, shapes, 0);
-  } catch (const Error&) {
-    throw;
-  } catch (const c10::Error&) {
-    const auto zeros = std::current_exception();
-    try {
-      return grad_on_filled(graph, op, shapes, 1);
-    } catch (const c10::Error&) {
-    }
-    std::rethrow_exception(zeros);
-  }
+  return on_zeros_or_ones([&](int fill) { return grad_on_filled(graph, op, shapes, fill); });
 }
 
 std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arguments) {

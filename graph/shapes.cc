@@ -9,8 +9,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <exception>
-
 #include "core/check.h"
 #include "graph/random.h"
 #include "graph/storage.h"
@@ -174,21 +172,6 @@ void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& argu
   }
 }
 
-/// On ones where zeros are no arguments of the operator (`multinomial`).
-void call_on_numbers(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                     torch::jit::Stack& stack, at::Device device) {
-  try {
-    return call_on_filled(op, arguments, stack, device, 0);
-  } catch (const c10::Error&) {
-    const auto zeros = std::current_exception();
-    try {
-      return call_on_filled(op, arguments, stack, device, 1);
-    } catch (const c10::Error&) {
-    }
-    std::rethrow_exception(zeros);
-  }
-}
-
 }  // namespace
 
 void give_placeholder_history(const at::Tensor& tensor) {
@@ -272,16 +255,14 @@ at::Tensor make_shape_tensor(const TensorMeta& meta) {
 
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack, at::Device device) {
   const torch::jit::Stack arguments = stack;
-  if (layout_depends_on_device(op.schema().name()) || casts_automatically(op, device.type())) {
-    call_on_numbers(op, arguments, stack, device);
-    return;
+  if (!layout_depends_on_device(op.schema().name()) && !casts_automatically(op, device.type())) {
+    try {
+      op.callBoxed(stack);
+      return;
+    } catch (const c10::Error&) {
+    }
   }
-  try {
-    op.callBoxed(stack);
-    return;
-  } catch (const c10::Error&) {
-  }
-  call_on_numbers(op, arguments, stack, device);
+  on_zeros_or_ones([&](int fill) { call_on_filled(op, arguments, stack, device, fill); });
 }
 
 }  // namespace smp::graph

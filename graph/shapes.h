@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 
@@ -50,6 +51,23 @@ at::Tensor make_filled(const TensorMeta& meta, at::Device device, int fill);
 /// stand: one of those, a view of one, or a new one.
 at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
                     const std::vector<at::Tensor>& shapes);
+
+/// What `call(0)` returns, which runs operators on tensors that are filled with zeros; or what
+/// `call(1)` does if they take no zeros (`multinomial`). Throws what it does on zeros if neither
+/// returns.
+template <class Call>
+auto on_zeros_or_ones(const Call& call) {
+  try {
+    return call(0);
+  } catch (const c10::Error&) {
+    const auto zeros = std::current_exception();
+    try {
+      return call(1);
+    } catch (const c10::Error&) {
+    }
+    std::rethrow_exception(zeros);
+  }
+}
 
 /// A tensor on the meta device with this shape, for `call_on_shapes`.
 at::Tensor make_shape_tensor(const TensorMeta& meta);
