@@ -1,5 +1,7 @@
 #include "graph/alias_analysis.h"
 
+#include "graph/visit.h"
+
 namespace smp::graph {
 
 AliasAnalysis::AliasAnalysis(const Graph& graph) : sets_(graph.alias_sets) {
@@ -24,6 +26,18 @@ AliasAnalysis::AliasAnalysis(const Graph& graph) : sets_(graph.alias_sets) {
 const AliasAnalysis::Set& AliasAnalysis::of(ValueId value) const {
   static const Set kNone;
   return set_of_[value] < 0 ? kNone : sets_[set_of_[value]];
+}
+
+bool has_result_on(const Graph& graph, const Operator& op, int alias_set) {
+  return any_result(graph, op, [&](const Value& value) { return value.alias_set == alias_set; });
+}
+
+bool has_result_on_argument(const Graph& graph, const Operator& op) {
+  bool found = false;
+  for_each_argument(op, [&](ValueId id) {
+    found = found || has_result_on(graph, op, graph.values[id].alias_set);
+  });
+  return found;
 }
 
 }  // namespace smp::graph

@@ -38,4 +38,10 @@ class AliasAnalysis {
   std::vector<int> set_of_;  // by value
 };
 
+/// True if a result of the operator lies on the memory of an alias set.
+bool has_result_on(const Graph& graph, const Operator& op, int alias_set);
+
+/// True if one lies on that of an argument: a view, or what the operator writes.
+bool has_result_on_argument(const Graph& graph, const Operator& op);
+
 }  // namespace smp::graph

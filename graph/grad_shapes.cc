@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "graph/alias_analysis.h"
 #include "graph/autograd_entry.h"
 #include "graph/differentiate.h"
 #include "graph/leaf.h"
@@ -29,7 +30,8 @@ class FilledRun {
         environment_(graph.values.size()) {}
 
   void run(const Operator& op) {
-    if (is_leaf(op.handle) || !(records_history(graph_, op) || shares_memory(op))) {
+    if (is_leaf(op.handle) ||
+        !(records_history(graph_, op) || has_result_on_argument(graph_, op))) {
       for_each_result(op, [&](ValueId id) { given(id, /*leaf=*/true); });
       return;
     }
@@ -63,17 +65,6 @@ class FilledRun {
   }
 
  private:
-  bool shares_memory(const Operator& op) const {
-    return std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-      bool shares = false;
-      for_each_argument(op, [&](ValueId argument) {
-        shares |=
-            id != kUndefined && graph_.values[id].alias_set == graph_.values[argument].alias_set;
-      });
-      return shares;
-    });
-  }
-
   at::Tensor tensor(ValueId id) {
     if (id == kUndefined) return at::Tensor();
     if (!environment_[id].defined()) given(id, /*leaf=*/false);
@@ -103,15 +94,6 @@ class FilledRun {
   std::vector<std::shared_ptr<GradientSink>> sinks_;
 };
 
-/// Whether the operator, under no_grad, makes a view of what requires a gradient: so does the view,
-/// but none goes back through it.
-bool ends_history(const Graph& graph, const Operator& op) {
-  return !records_history(graph, op) &&
-         std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-           return id != kUndefined && graph.values[id].meta.requires_grad;
-         });
-}
-
 /// The range of `op`, and before it what makes views of memory that is written there, since a write
 /// through one is seen by the others, and views that end a history.
 std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op, int count) {
@@ -123,9 +105,8 @@ std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op
   std::vector<const Operator*> operators;
   for (int i = 0; i < count; ++i) {
     const Operator& earlier = graph.operators[i];
-    const bool on_written = std::any_of(
-        earlier.results.begin(), earlier.results.end(),
-        [&](ValueId id) { return id != kUndefined && written[graph.values[id].alias_set]; });
+    const bool on_written =
+        any_result(graph, earlier, [&](const Value& value) { return written[value.alias_set]; });
     if (i >= first || on_written || ends_history(graph, earlier)) operators.push_back(&earlier);
   }
   return operators;

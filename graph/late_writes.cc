@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "graph/requires_grad.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -9,9 +10,7 @@ namespace smp::graph {
 bool may_save(const Graph& graph, const Operator& op) {
   if (!op.mode.records_history()) return false;
   // What returns nothing (`_foreach_mul_`) gives a history to what it writes.
-  return op.results.empty() || std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-           return id != kUndefined && graph.values[id].meta.requires_grad;
-         });
+  return op.results.empty() || result_requires_grad(graph, op);
 }
 
 std::vector<bool> sets_to_separate(const Graph& graph) {

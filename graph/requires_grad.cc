@@ -18,11 +18,16 @@ bool cuts_gradient(const std::string& name) {
 
 }  // namespace
 
+bool result_requires_grad(const Graph& graph, const Operator& op) {
+  return any_result(graph, op, [](const Value& value) { return value.meta.requires_grad; });
+}
+
 bool records_history(const Graph& graph, const Operator& op) {
-  if (!op.mode.records_history()) return false;
-  return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
-    return value != kUndefined && graph.values[value].meta.requires_grad;
-  });
+  return op.mode.records_history() && result_requires_grad(graph, op);
+}
+
+bool ends_history(const Graph& graph, const Operator& op) {
+  return !op.mode.records_history() && result_requires_grad(graph, op);
 }
 
 RequiresGrad::RequiresGrad(const Graph& graph)

@@ -32,7 +32,14 @@ class RequiresGrad {
   std::vector<int> since_;
 };
 
+/// True if some result of the operator requires grad when it is made.
+bool result_requires_grad(const Graph& graph, const Operator& op);
+
 /// True if the operator records a backward function for some result.
 bool records_history(const Graph& graph, const Operator& op);
+
+/// True if the operator, under no_grad, makes a view of what requires grad: so does the view, but
+/// no gradient goes back through it.
+bool ends_history(const Graph& graph, const Operator& op);
 
 }  // namespace smp::graph

@@ -192,7 +192,6 @@ class Tracer final : public OperatorInterceptor {
   void move_data(int alias_set, c10::StorageImpl& storage);
   void settle_read(const Call& call, const Operator& op);
   void settle_read(ValueId id);
-  static bool is_view(const Graph& graph, const Operator& op, int alias_set);
   void record_results(const Call& call, Operator& op, torch::jit::Stack& stack);
   at::Tensor record_result(const Call& call, Operator& op, const at::Tensor& result);
   void follow(const at::Tensor& tensor, const TensorMeta& meta);

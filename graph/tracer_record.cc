@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "graph/alias_analysis.h"
 #include "graph/content.h"
 #include "graph/devices.h"
 #include "graph/differentiate.h"
@@ -382,18 +383,12 @@ void Tracer::move_data(int alias_set, c10::StorageImpl& storage) {
   }
 }
 
-/// Whether the operator returns a view on the storage, or the tensor itself: that is no read.
-bool Tracer::is_view(const Graph& graph, const Operator& op, int alias_set) {
-  return std::any_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-    return id != kUndefined && graph.values[id].alias_set == alias_set;
-  });
-}
-
+/// To return the memory itself, or a view of it, is not to read it.
 void Tracer::settle_read(const Call& call, const Operator& op) {
   if (host_data_.empty()) return;
   const Graph& graph = verifying() ? *live_[0].graph : *graph_;
   for (ValueId argument : call.ids) {
-    if (argument != kUndefined && !is_view(graph, op, value(argument).alias_set)) {
+    if (argument != kUndefined && !has_result_on(graph, op, value(argument).alias_set)) {
       settle_read(argument);
     }
   }

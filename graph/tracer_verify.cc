@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "graph/alias_analysis.h"
 #include "graph/content.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
@@ -154,7 +155,7 @@ std::optional<ValueId> Tracer::filled_by_host(const Graph& graph, const Call& ca
     if (const auto filled = find(alias_set, false)) return filled;
   }
   for (ValueId id : call.ids) {
-    if (id == kUndefined || is_view(graph, op, value(id).alias_set)) continue;
+    if (id == kUndefined || has_result_on(graph, op, value(id).alias_set)) continue;
     if (const auto filled = find(value(id).alias_set, true)) return filled;
   }
   return std::nullopt;
@@ -268,7 +269,7 @@ void Tracer::leave_candidates(const std::string& difference) {
 void Tracer::restore_views() {
   concrete_.resize(graph_->values.size());
   for (const Operator& op : graph_->operators) {
-    if (host_may_write(op.handle) || is_leaf(op.handle)) continue;
+    if (is_leaf(op.handle) || !has_result_on_argument(*graph_, op)) continue;
     Call call;
     call.op = &op.handle;
     call.arguments = op.arguments;
@@ -276,10 +277,6 @@ void Tracer::restore_views() {
       call.ids.insert(call.ids.end(), argument.values.begin(), argument.values.end());
     }
     call.tensors.resize(call.ids.size());
-    const bool on_memory = std::any_of(call.ids.begin(), call.ids.end(), [&](ValueId id) {
-      return id != kUndefined && is_view(*graph_, op, graph_->values[id].alias_set);
-    });
-    if (!on_memory) continue;
     const ModeScope mode(op.mode);
     torch::jit::Stack stack;
     stack.resize(call.arguments.size());

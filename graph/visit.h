@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -28,6 +29,14 @@ void for_each_result(const Operator& op, const Visitor& visit) {
   for (ValueId value : op.results) {
     if (value != kUndefined) visit(value);
   }
+}
+
+/// True if `test(const Value&)` is for some defined result of an operator.
+template <class Test>
+bool any_result(const Graph& graph, const Operator& op, const Test& test) {
+  return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
+    return value != kUndefined && test(graph.values[value]);
+  });
 }
 
 /// The argument as an operator is called with it. `tensor_of(ValueId)` gives the tensor of a value;

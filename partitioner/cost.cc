@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/requires_grad.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -57,13 +58,6 @@ int64_t own_result_bytes(const Graph& graph, const Operator& op) {
   return bytes;
 }
 
-bool has_backward(const Graph& graph, const Operator& op) {
-  bool requires_grad = false;
-  for_each_result(op,
-                  [&](ValueId value) { requires_grad |= graph.values[value].meta.requires_grad; });
-  return requires_grad && op.mode.records_history() && graph.trains();
-}
-
 Cost estimate_from_bytes(const Graph& graph, const Operator& op) {
   Cost cost;
   cost.output_bytes = own_result_bytes(graph, op);
@@ -74,7 +68,7 @@ Cost estimate_from_bytes(const Graph& graph, const Operator& op) {
     for_each_argument(op, [&](ValueId value) { moved += graph.values[value].meta.nbytes(); });
   }
   cost.forward_us = kCallUs + static_cast<double>(moved) / kBytesPerUs;
-  if (has_backward(graph, op)) {
+  if (graph.trains() && graph::records_history(graph, op)) {
     cost.backward_us = 2 * cost.forward_us;
     cost.saved_bytes = cost.output_bytes;
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "graph/alias_analysis.h"
+#include "graph/requires_grad.h"
 
 namespace smp::partitioner {
 
@@ -30,9 +31,7 @@ std::vector<int> last_differentiable_uses(const Graph& graph) {
   std::vector<int> result(graph.values.size(), -1);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const graph::Operator& op = graph.operators[i];
-    bool records = false;
-    for_each_result(op, [&](ValueId id) { records |= graph.values[id].meta.requires_grad; });
-    if (!records) continue;
+    if (!graph::result_requires_grad(graph, op)) continue;
     for_each_argument(op, [&](ValueId value) { result[value] = static_cast<int>(i); });
   }
   return result;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "graph/alias_analysis.h"
 #include "graph/differentiate.h"
 #include "graph/visit.h"
 
@@ -204,9 +205,7 @@ bool Propagation::cuts_views(const Call& call, const Treatment& treatment) const
         std::find(own.begin(), own.end(), set) != own.end()) {
       continue;
     }
-    for (ValueId result : call.results()) {
-      if (graph_.values[result].alias_set == set) return true;
-    }
+    if (graph::has_result_on(graph_, call.op(), set)) return true;
   }
   return false;
 }
