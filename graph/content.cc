@@ -38,6 +38,26 @@ at::Tensor clone_content(const at::Tensor& tensor) {
   return tensor.detach().clone();
 }
 
+ContentScope::ContentScope(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) keep(tensor);
+}
+
+ContentScope::~ContentScope() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [impl, kept] : kept_) {
+    const at::Tensor& tensor = kept.tensor;
+    const bool has_history = tensor.requires_grad() && !kept.requires_grad;
+    // detach_() would refuse views.
+    if (has_history) tensor.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+    tensor.copy_(kept.content);
+  }
+}
+
+void ContentScope::keep(const at::Tensor& tensor) {
+  auto& kept = kept_[tensor.unsafeGetTensorImpl()];
+  if (!kept.tensor.defined()) kept = {tensor, clone_content(tensor), tensor.requires_grad()};
+}
+
 void mark_uninitialised(const at::Tensor& tensor) {
   constexpr int kPattern = 0xA5;
   if (!tensor.is_cpu() || tensor.numel() == 0) return;

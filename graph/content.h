@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <unordered_map>
+#include <vector>
 
 #include "graph/graph.h"
 
@@ -19,6 +21,29 @@ bool is_small_on_cpu(const TensorMeta& meta);
 
 /// A copy without history.
 at::Tensor clone_content(const at::Tensor& tensor);
+
+/// Keeps the contents of tensors, and puts them back when it goes. A history that writes have left
+/// on a tensor without one goes, too.
+class ContentScope {
+ public:
+  ContentScope() = default;
+  explicit ContentScope(const std::vector<at::Tensor>& tensors);
+  ~ContentScope();
+  ContentScope(const ContentScope&) = delete;
+  ContentScope& operator=(const ContentScope&) = delete;
+
+  /// Does nothing for a tensor that has been kept already.
+  void keep(const at::Tensor& tensor);
+
+ private:
+  struct Kept {
+    at::Tensor tensor;
+    at::Tensor content;
+    bool requires_grad;
+  };
+
+  std::unordered_map<const c10::TensorImpl*, Kept> kept_;
+};
 
 /// Fills a new tensor on the CPU, whose content is undefined, with a pattern that no program
 /// writes by chance.

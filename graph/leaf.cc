@@ -1,7 +1,6 @@
 #include "graph/leaf.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty_strided.h>
@@ -243,27 +242,6 @@ class ZeroDataScope {
   std::vector<std::pair<at::Tensor, at::Storage>> saved_;
 };
 
-/// Puts tensors back as they were when it was made.
-class ContentScope {
- public:
-  explicit ContentScope(const Tensors& tensors) {
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& tensor : tensors) saved_.emplace_back(tensor, tensor.detach().clone());
-  }
-  ~ContentScope() {
-    const at::NoGradGuard no_grad;
-    for (const auto& [tensor, content] : saved_) {
-      if (!tensor.is_leaf()) tensor.detach_();
-      tensor.copy_(content);
-    }
-  }
-  ContentScope(const ContentScope&) = delete;
-  ContentScope& operator=(const ContentScope&) = delete;
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> saved_;
-};
-
 /// Zeros of this shape; where a gradient is required, an inner node of a history.
 at::Tensor zeros_of(const TensorMeta& meta) {
   const auto options = at::TensorOptions(meta.dtype).device(meta.device);
@@ -298,20 +276,11 @@ thread_local LeafWritesScope* writes_scope = nullptr;
 
 LeafWritesScope::LeafWritesScope() : outer_(std::exchange(writes_scope, this)) {}
 
-LeafWritesScope::~LeafWritesScope() {
-  writes_scope = outer_;
-  const at::NoGradGuard no_grad;
-  for (const auto& [parameter, copy] : kept_) parameter.copy_(copy);
-}
+LeafWritesScope::~LeafWritesScope() { writes_scope = outer_; }
 
 void LeafWritesScope::keep(const std::vector<at::Tensor>& parameters) {
   if (writes_scope == nullptr) return;
-  auto& kept = writes_scope->kept_;
-  for (const at::Tensor& parameter : parameters) {
-    const bool known = std::any_of(kept.begin(), kept.end(),
-                                   [&](const auto& pair) { return pair.first.is_same(parameter); });
-    if (!known) kept.emplace_back(parameter, parameter.detach().clone());
-  }
+  for (const at::Tensor& parameter : parameters) writes_scope->contents_.keep(parameter);
 }
 
 bool is_leaf(const c10::OperatorHandle& op) { return op == leaf_operator(); }

@@ -8,9 +8,9 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "graph/content.h"
 #include "graph/graph.h"
 
 namespace smp::graph {
@@ -56,7 +56,7 @@ class LeafCall final : public torch::CustomClassHolder {
 using LeafCallPtr = c10::intrusive_ptr<LeafCall>;
 
 /// While it lives, parameters that leaves write on this thread are kept as they were before, and
-/// put back at its end.
+/// put back at its end. Scopes nest; the innermost one counts.
 class LeafWritesScope {
  public:
   LeafWritesScope();
@@ -69,7 +69,7 @@ class LeafWritesScope {
 
  private:
   LeafWritesScope* outer_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  // parameter and copy
+  ContentScope contents_;
 };
 
 /// True for the operator `smp::leaf`.

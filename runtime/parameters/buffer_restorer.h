@@ -1,10 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <utility>
-#include <vector>
-
+#include "graph/content.h"
 #include "graph/leaf.h"
 #include "runtime/runtime.h"
 
@@ -15,12 +11,9 @@ namespace smp::runtime {
 class BufferRestorer {
  public:
   explicit BufferRestorer(const Runtime& runtime);
-  ~BufferRestorer();
-  BufferRestorer(const BufferRestorer&) = delete;
-  BufferRestorer& operator=(const BufferRestorer&) = delete;
 
  private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> saved_;  // buffer and copy
+  graph::ContentScope buffers_;
   graph::LeafWritesScope written_;
 };
 
