@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "core/check.h"
-#include "graph/differentiate.h"
 #include "graph/leaf.h"
 #include "graph/saved_tensors.h"
 #include "graph/visit.h"
@@ -60,8 +59,10 @@ std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
   return regions;
 }
 
-std::string why_not_repeatable(const Graph& graph, const std::vector<int>& region) {
-  for (const DifferentiatedRange& range : differentiated_ranges(graph)) {
+std::string why_not_repeatable(const Graph& graph,
+                               const std::vector<DifferentiatedRange>& differentiated,
+                               const std::vector<int>& region) {
+  for (const DifferentiatedRange& range : differentiated) {
     if (range.last < region.front() || region.back() < range.first) continue;
     return c10::str("autograd::grad, operator ", range.last,
                     ", needs in the forward pass what operators ", range.first, " to ", range.last,
@@ -90,12 +91,15 @@ std::string why_not_repeatable(const Graph& graph, const std::vector<int>& regio
   return "";
 }
 
-void check_repeatable(const Graph& graph, const std::vector<int>& region) {
-  const std::string why_not = why_not_repeatable(graph, region);
-  SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
-                 region.front(), " to ", region.back(), ", in module \"",
-                 graph.operators[region.front()].scope, "\", cannot run again in the backward "
-                 "pass: ", why_not, ". Leave the module out");
+void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions) {
+  const auto differentiated = differentiated_ranges(graph);
+  for (const std::vector<int>& region : regions) {
+    const std::string why_not = why_not_repeatable(graph, differentiated, region);
+    SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
+                   region.front(), " to ", region.back(), ", in module \"",
+                   graph.operators[region.front()].scope, "\", cannot run again in the backward "
+                   "pass: ", why_not, ". Leave the module out");
+  }
 }
 
 CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
@@ -105,6 +109,7 @@ CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<i
   if (!graph.trains()) return;
   const auto regions = find_regions(operators, region_of_operator);
   if (regions.empty()) return;
+  check_repeatable(graph, regions);
   const AliasAnalysis aliases(graph);
   for (const auto& region : regions) add_region(operators, region, aliases);
   find_kept_by_others(operators);
@@ -112,7 +117,6 @@ CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<i
 
 void CheckpointedSegment::add_region(const std::vector<int>& operators,
                                      const std::vector<int>& region, const AliasAnalysis& aliases) {
-  check_repeatable(graph_, region);
   const auto first = std::find(operators.begin(), operators.end(), region.front());
   Region result;
   result.first = static_cast<size_t>(first - operators.begin());

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "graph/alias_analysis.h"
+#include "graph/differentiate.h"
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/region_run.h"
@@ -33,10 +34,13 @@ std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
                                            const std::vector<int>& region_of_operator);
 
 /// Why operators that follow each other cannot run a second time with the same results and no other
-/// effect, as a sentence without a full stop; empty if they can.
-std::string why_not_repeatable(const Graph& graph, const std::vector<int>& region);
-/// Throws `UsageError` unless they can.
-void check_repeatable(const Graph& graph, const std::vector<int>& region);
+/// effect, as a sentence without a full stop; empty if they can. `differentiated`: the graph's
+/// `differentiated_ranges`.
+std::string why_not_repeatable(const Graph& graph,
+                               const std::vector<DifferentiatedRange>& differentiated,
+                               const std::vector<int>& region);
+/// Throws `UsageError` unless each of some regions can.
+void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions);
 
 /// A `Segment` some of whose operators, the *regions*, run a second time in the backward pass
 /// instead of keeping until then what autograd saves.

@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "graph/alias_analysis.h"
 #include "graph/checkpointed_segment.h"
+#include "graph/differentiate.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -119,10 +120,12 @@ std::vector<int> all_operators(const Graph& graph) {
   return all;
 }
 
-bool is_repeatable(const Graph& graph, const Regions& regions) {
+bool is_repeatable(const Graph& graph,
+                   const std::vector<graph::DifferentiatedRange>& differentiated,
+                   const Regions& regions) {
   const auto all = graph::find_regions(all_operators(graph), regions);
   return std::all_of(all.begin(), all.end(), [&](const std::vector<int>& region) {
-    return graph::why_not_repeatable(graph, region).empty();
+    return graph::why_not_repeatable(graph, differentiated, region).empty();
   });
 }
 
@@ -218,12 +221,13 @@ struct Candidate {
 std::vector<Candidate> find_candidates(const Graph& graph, const Plan& plan, const StepModel& step,
                                        const std::vector<CheckpointedModules>& modules) {
   const Prediction without = predict_with(graph, plan, step, modules);
+  const auto differentiated = graph::differentiated_ranges(graph);
   std::vector<Candidate> result;
   for (const std::string& module : candidate_modules(graph)) {
     std::vector<CheckpointedModules> with = modules;
     with.push_back({{module}, 1});
     const Regions regions = find_module_regions(graph, with, plan.stage_of_operator);
-    if (!is_repeatable(graph, regions)) continue;
+    if (!is_repeatable(graph, differentiated, regions)) continue;
     const Prediction predicted = predict_with(graph, plan, step, with);
     Candidate candidate{module, {}, 0};
     for (size_t r = 0; r < predicted.rank_us.size(); ++r) {
@@ -261,9 +265,7 @@ std::optional<std::vector<CheckpointedModules>> choose_modules(
 }
 
 void check_repeatable(const Graph& graph, const Regions& regions) {
-  for (const auto& region : graph::find_regions(all_operators(graph), regions)) {
-    graph::check_repeatable(graph, region);
-  }
+  graph::check_repeatable(graph, graph::find_regions(all_operators(graph), regions));
 }
 
 }  // namespace smp::partitioner

@@ -34,8 +34,9 @@ class Checkpointed {
   void set_regions_of(int length) {
     std::vector<int> of_operator;
     for (int index : operators_) of_operator.push_back(index / length);
+    const auto differentiated = differentiated_ranges(graph());
     for (const auto& region : find_regions(operators_, of_operator)) {
-      if (why_not_repeatable(graph(), region).empty()) continue;
+      if (why_not_repeatable(graph(), differentiated, region).empty()) continue;
       for (int index : region) of_operator[index] = -1;
     }
     segment_ = std::make_unique<CheckpointedSegment>(graph(), operators_, keep(), of_operator);
