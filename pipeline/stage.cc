@@ -275,7 +275,7 @@ void Stage::find_incoming(const Edge& edge, size_t place) {
 
 void Stage::find_outgoing(const Edge& edge, size_t place) {
   Outgoing outgoing{place, edge.values, edge.gradients, {}};
-  for (ValueId id : edge.replicas) outgoing.replicas.push_back({id, sink_of(id), true});
+  for (ValueId id : edge.replicas) outgoing.replicas.push_back({id, sink_of(id)});
   outgoing_.push_back(std::move(outgoing));
 }
 

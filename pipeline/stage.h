@@ -148,7 +148,7 @@ class Stage {
   struct Entry {
     graph::ValueId value;
     int sink;
-    bool requires_grad;
+    bool requires_grad = true;
   };
   /// An edge from an earlier stage: what comes, and the sinks of what goes back.
   struct Incoming {

@@ -15,9 +15,10 @@ void check_leaf_writes(const Config& config, const graph::Graph& graph,
   for (const graph::Operator& op : graph.operators) {
     if (!graph::is_leaf(op.handle)) continue;
     const graph::LeafCallPtr leaf = graph::leaf_call(op.arguments[0].constant);
+    if (!leaf->writes_parameters) continue;
     graph::for_each_argument(op, [&](graph::ValueId id) {
       const graph::Value& value = graph.values[id];
-      if (!leaf->writes_parameters || value.kind != graph::ValueKind::kParameter) return;
+      if (value.kind != graph::ValueKind::kParameter) return;
       core::fail<UsageError>(
           "step function \"", step_name, "\": leaf module \"", leaf->module,
           "\" writes parameter \"", value.name, "\", ",
