@@ -15,6 +15,7 @@
 #include "graph/intercept.h"
 #include "graph/leaf.h"
 #include "graph/random.h"
+#include "graph/requires_grad.h"
 #include "graph/tensor_table.h"
 
 namespace smp::graph {
@@ -106,6 +107,7 @@ class Tracer final : public OperatorInterceptor {
     const Graph* graph;
     std::vector<ConstantOverride> constants;
     std::vector<ContentOverride> contents;
+    std::optional<RequiresGrad> requires_grad;  // of the graph, once it is asked for
   };
   struct Known {
     ValueId id;

@@ -286,8 +286,12 @@ void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) {
 /// views of it require a gradient from now on.
 void Tracer::spread_history(const Operator& op, int index) {
   if (!std::exchange(history_begins_, false)) return;
-  std::optional<RequiresGrad> recorded;
-  if (verifying()) recorded.emplace(*live_[0].graph);
+  const auto requires_grad_now = [&](ValueId id) {
+    if (!verifying()) return concrete(id).requires_grad();
+    auto& recorded = live_[0].requires_grad;
+    if (!recorded) recorded.emplace(*live_[0].graph);
+    return recorded->since(id) <= index;
+  };
   for (auto& [impl, known] : known_) {
     const int set = value(known.id).alias_set;
     if (std::find(op.writes.begin(), op.writes.end(), set) == op.writes.end()) continue;
@@ -295,9 +299,7 @@ void Tracer::spread_history(const Operator& op, int index) {
     if (!owner) continue;
     const at::Tensor tensor{owner};
     if (tensor.requires_grad() || options_.table->find(tensor) != nullptr) continue;
-    const bool now =
-        recorded ? recorded->since(known.id) <= index : concrete(known.id).requires_grad();
-    if (!now) continue;
+    if (!requires_grad_now(known.id)) continue;
     give_placeholder_history(tensor);
     bind(tensor, known.id);
   }

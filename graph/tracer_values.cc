@@ -73,7 +73,7 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     for (size_t i = 0; fits && i < values.size(); ++i) {
       fits = candidate->values[i].meta == values[i].meta;
     }
-    if (fits) live_.push_back({candidate, {}, {}});
+    if (fits) live_.push_back({candidate, {}, {}, {}});
   }
   if (!options_.candidates.empty() && live_.empty()) difference_ = "the inputs' shapes or types";
   if (verifying()) {
