@@ -258,11 +258,12 @@ class Tracer final : public OperatorInterceptor {
   void settle(HostData& data, bool for_read);
   void settle_end(ValueId id);
   void make_literal(const HostData& data);
+  bool differs_from_literal(const HostData& data) const;
   void check_unchanged(const HostData& data) const;
   ska::flat_hash_map<int, HostData> host_data_;  // by alias set
   // Alias sets that began with undefined content, which need not be the same in another run.
   ska::flat_hash_set<int> uninitialised_;
-  // While verifying: contents of this run's literals, to be compared with those recorded.
+  // While verifying: contents of this run's literals that are not those recorded.
   std::vector<std::pair<ValueId, at::Tensor>> literals_;
   std::vector<Concrete> concrete_;                  // by value
   std::unordered_map<int, ValueId> first_aliases_;  // while recording: by alias set

@@ -328,17 +328,27 @@ void Tracer::note_constant(ValueId id, int alias_set, const at::Tensor& tensor) 
 /// Takes what host code filled for a literal: an operator reads it, or writes it and may leave
 /// parts as they are.
 void Tracer::settle(HostData& data, bool for_read) {
-  if (data.is_read) return check_unchanged(data);
+  if (data.is_read) {
+    // A large one is looked at when it is written, or at the end.
+    if (!for_read || is_small_on_cpu(TensorMeta::of(data.tensor))) check_unchanged(data);
+    return;
+  }
   if (!verifying()) {
     if (data.filled(for_read)) make_literal(data);
-  } else if (std::any_of(live_.begin(), live_.end(), [&](const Live& live) {
-               return live.graph->values[data.id].kind == ValueKind::kLiteral;
-             })) {
+  } else if (differs_from_literal(data)) {
     literals_.emplace_back(data.id, clone_content(data.tensor));
   }
   if (!for_read) return;
   data.content = hash_content(data.tensor);
   data.is_read = true;
+}
+
+/// Whether it holds something else than a known graph's literal.
+bool Tracer::differs_from_literal(const HostData& data) const {
+  return std::any_of(live_.begin(), live_.end(), [&](const Live& live) {
+    const Value& known = live.graph->values[data.id];
+    return known.kind == ValueKind::kLiteral && !same_content(known.content, data.tensor);
+  });
 }
 
 void Tracer::check_unchanged(const HostData& data) const {

@@ -599,6 +599,31 @@ TEST_F(Numbers, WhatHostCodeChangesAfterAReadIsRefused) {
   }
 }
 
+TEST_F(Numbers, ALargeTensorThatHostCodeChangesAfterAReadIsRefused) {
+  float second = 1;
+  bool written = false;
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto table = torch::zeros({2048});
+    table.data_ptr<float>()[0] = 1;
+    auto y = in[0].sum() * table;
+    table.data_ptr<float>()[0] = second;
+    y = y * table;
+    if (written) table.add_(y);
+    return {y};
+  };
+  const TraceResult first = trace(table_, {x_}, function);
+  EXPECT_EQ(again(first, function).match, first.recorded.get());
+  second = 2;
+  for (const bool writes : {false, true}) {
+    written = writes;
+    const std::string known = refusal(table_, {x_}, function, false, {first.recorded.get()});
+    for (const std::string& text :
+         {refusal(table_, {x_}, function, true), refusal(table_, {x_}, function, false), known}) {
+      EXPECT_THAT(text, HasSubstr("changes the data of a tensor of shape [2048] on the host"));
+    }
+  }
+}
+
 TEST_F(Numbers, AConstantThatIsChangedAfterItsLastReadIsNewInTheNextRun) {
   auto counter = torch::zeros({1});
   const auto function = [&](const Tensors& in) -> Tensors {
