@@ -37,13 +37,11 @@ std::shared_ptr<Recording> continue_recording() {
 /// Which tensor arguments of a call the operator writes, in the order of the tensors.
 std::vector<bool> written_tensors(const c10::FunctionSchema& schema,
                                   const torch::jit::Stack& arguments) {
-  const bool statistics =
-      writes_running_statistics(schema.name()) && arguments[5].isBool() && arguments[5].toBool();
+  const auto constant = [&](size_t i) -> const c10::IValue& { return arguments[i]; };
+  const auto positions = written_arguments(schema, constant);
   std::vector<bool> written;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool writes =
-        (alias != nullptr && alias->isWrite()) || (statistics && (i == 3 || i == 4));
+    const bool writes = std::find(positions.begin(), positions.end(), i) != positions.end();
     map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       written.push_back(writes);
       return tensor;
@@ -227,7 +225,7 @@ bool DeferredScope::Impl::is_small(Call& call) const {
 
 /// Calls the operator as it is, on the values of deferred arguments.
 void DeferredScope::Impl::run_now(const Call& call, torch::jit::Stack& stack) const {
-  const bool metadata = reads_only_metadata(call.op.schema().name()) ||
+  const bool metadata = has_trait(call.op.schema().name(), OperatorTrait::kReadsMetadata) ||
                         call.op.schema().name() == "aten::_has_compatible_shallow_copy_type";
   for (const c10::IValue& argument : call.arguments) {
     stack.push_back(metadata ? argument : map_tensors(argument, &value_of));
@@ -260,7 +258,7 @@ void DeferredScope::Impl::call_on_stand_ins(Call& call, torch::jit::Stack& stack
 
 void DeferredScope::Impl::check_supported(const Call& call) const {
   const std::string& name = call.op.schema().name();
-  SMP_CHECK_WITH(UsageError, !replaces_storage(name), "operator ", name,
+  SMP_CHECK_WITH(UsageError, !has_trait(name, OperatorTrait::kReplacesStorage), "operator ", name,
                  " replaces the storage of a tensor, which delayed parameter initialization cannot "
                  "record. Make a new tensor instead");
   SMP_CHECK_WITH(UsageError, stays_on_cpu(call.op.schema(), call.arguments), "operator ", name,

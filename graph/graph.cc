@@ -11,6 +11,7 @@
 
 #include "graph/content.h"
 #include "graph/leaf.h"
+#include "graph/operator_traits.h"
 #include "graph/partition_scope.h"
 
 namespace smp::graph {
@@ -91,17 +92,6 @@ std::string argument_text(const c10::FunctionSchema& schema, size_t index,
     default:
       return prefix + "[" + values_text(argument.values) + "]";
   }
-}
-
-/// A number whose value picks the shape of a factory's result, as in `arange(end)`.
-bool is_factory(const c10::FunctionSchema& schema) {
-  for (const auto& argument : schema.arguments()) {
-    if (argument.type()->isSubtypeOf(*c10::TensorType::get()) ||
-        argument.type()->isSubtypeOf(*c10::ListType::ofTensors())) {
-      return false;
-    }
-  }
-  return true;
 }
 
 }  // namespace
@@ -281,7 +271,7 @@ bool is_patchable(const c10::FunctionSchema& schema, size_t index) {
                       type->kind() == c10::TypeKind::FloatType ||
                       type->kind() == c10::TypeKind::CapsuleType;
   if (!number) return false;
-  return !is_factory(schema) || argument.name() == "fill_value";
+  return has_tensor_argument(schema) || argument.name() == "fill_value";
 }
 
 std::string constant_to_string(const c10::IValue& value) {

@@ -1,11 +1,53 @@
 #include "graph/operator_traits.h"
 
-#include <set>
+#include <unordered_map>
 
 #include "graph/random.h"
 
 namespace smp::graph {
 namespace {
+
+const std::unordered_map<std::string, OperatorTrait>& table() {
+  using Trait = OperatorTrait;
+  static const std::unordered_map<std::string, Trait> traits = {
+      {"aten::_batch_norm_impl_index", Trait::kUpdatesStatistics},
+      {"aten::_has_compatible_shallow_copy_type", Trait::kReplacesStorage},
+      {"aten::batch_norm", Trait::kUpdatesStatistics},
+      {"aten::can_cast", Trait::kReadsMetadata},
+      {"aten::cudnn_is_acceptable", Trait::kReadsMetadata},
+      {"aten::detach", Trait::kCutsHistory},
+      {"aten::detach_", Trait::kCutsHistory},
+      {"aten::empty", Trait::kLeavesUninitialised},
+      {"aten::empty_like", Trait::kLeavesUninitialised},
+      {"aten::empty_permuted", Trait::kLeavesUninitialised},
+      {"aten::empty_quantized", Trait::kLeavesUninitialised},
+      {"aten::empty_strided", Trait::kLeavesUninitialised},
+      {"aten::group_norm", Trait::kLaysOutByDevice},
+      {"aten::instance_norm", Trait::kUpdatesStatistics},
+      {"aten::is_complex", Trait::kReadsMetadata},
+      {"aten::is_floating_point", Trait::kReadsMetadata},
+      {"aten::is_inference", Trait::kReadsMetadata},
+      {"aten::is_same_size", Trait::kReadsMetadata},
+      {"aten::is_signed", Trait::kReadsMetadata},
+      {"aten::native_batch_norm", Trait::kUpdatesStatistics},
+      {"aten::new_empty", Trait::kLeavesUninitialised},
+      {"aten::new_empty_strided", Trait::kLeavesUninitialised},
+      {"aten::promote_types", Trait::kReadsMetadata},
+      {"aten::resize_", Trait::kReplacesStorage},
+      {"aten::resize_as_", Trait::kReplacesStorage},
+      {"aten::result_type", Trait::kReadsMetadata},
+      {"aten::scaled_dot_product_attention", Trait::kLaysOutByDevice},
+      {"aten::set_", Trait::kReplacesStorage},
+      {"aten::size", Trait::kReadsMetadata},
+      {"aten::stride", Trait::kReadsMetadata},
+      {"aten::sym_numel", Trait::kReadsMetadata},
+      {"aten::sym_size", Trait::kReadsMetadata},
+      {"aten::sym_stride", Trait::kReadsMetadata},
+      {"aten::variable_data", Trait::kCutsHistory},
+      {"smp::requires_grad", Trait::kCutsHistory},
+  };
+  return traits;
+}
 
 bool is_tensor_type(const c10::TypePtr& type) {
   return type->isSubtypeOf(*c10::TensorType::get()) ||
@@ -14,40 +56,16 @@ bool is_tensor_type(const c10::TypePtr& type) {
 
 }  // namespace
 
+bool has_trait(const std::string& name, OperatorTrait trait) {
+  const auto found = table().find(name);
+  return found != table().end() && found->second == trait;
+}
+
 bool returns_host_value(const c10::FunctionSchema& schema) {
   for (const auto& result : schema.returns()) {
     if (!is_tensor_type(result.type())) return true;
   }
   return false;
-}
-
-bool reads_only_metadata(const std::string& name) {
-  static const std::set<std::string> names = {
-      "aten::is_same_size", "aten::is_floating_point",  "aten::is_complex",    "aten::is_signed",
-      "aten::result_type",  "aten::can_cast",           "aten::promote_types", "aten::size",
-      "aten::stride",       "aten::sym_size",           "aten::sym_stride",    "aten::sym_numel",
-      "aten::is_inference", "aten::cudnn_is_acceptable"};
-  return names.count(name) > 0;
-}
-
-bool writes_running_statistics(const std::string& name) {
-  static const std::set<std::string> names = {"aten::batch_norm", "aten::instance_norm",
-                                              "aten::native_batch_norm",
-                                              "aten::_batch_norm_impl_index"};
-  return names.count(name) > 0;
-}
-
-bool replaces_storage(const std::string& name) {
-  return name == "aten::set_" || name == "aten::resize_" || name == "aten::resize_as_" ||
-         name == "aten::_has_compatible_shallow_copy_type";
-}
-
-int storage_offset_argument(const c10::FunctionSchema& schema) {
-  if (schema.name().rfind("aten::as_strided", 0) != 0) return -1;
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    if (schema.arguments()[i].name() == "storage_offset") return static_cast<int>(i);
-  }
-  return -1;
 }
 
 bool has_tensor_argument(const c10::FunctionSchema& schema) {
@@ -65,8 +83,16 @@ bool host_may_write(const c10::OperatorHandle& op) {
   return !is_random(op) && !has_tensor_argument(op.schema());
 }
 
-bool is_uninitialised_factory(const std::string& name) {
-  return name.rfind("aten::empty", 0) == 0 || name.rfind("aten::new_empty", 0) == 0;
+int storage_offset_argument(const c10::FunctionSchema& schema) {
+  if (schema.name().rfind("aten::as_strided", 0) != 0) return -1;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    if (schema.arguments()[i].name() == "storage_offset") return static_cast<int>(i);
+  }
+  return -1;
+}
+
+bool is_running_statistic(const c10::FunctionSchema& schema, size_t index) {
+  return (index == 3 || index == 4) && has_trait(schema.name(), OperatorTrait::kUpdatesStatistics);
 }
 
 }  // namespace smp::graph

@@ -1,36 +1,62 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace smp::graph {
 
+/// What is known of an operator, and its schema does not say.
+enum class OperatorTrait : uint8_t {
+  kReadsMetadata,        ///< its host result follows from shapes and types alone
+  kUpdatesStatistics,    ///< updates its running statistics (`is_running_statistic`)
+  kReplacesStorage,      ///< gives a tensor another storage under the feet of its other users
+  kLeavesUninitialised,  ///< leaves its result's content undefined
+  kCutsHistory,          ///< makes a view that autograd does not follow
+  kLaysOutByDevice,  ///< made of others, by which its results have other strides on the CPU than
+                     ///< on the meta device
+};
+
+/// Whether an operator ("aten::detach"; all overloads are alike) has a trait. There is one table of
+/// what is known of operators; rules that are functions are with those who use them.
+bool has_trait(const std::string& name, OperatorTrait trait);
+
 /// True if some result is no tensor: a number, a bool, a shape.
 bool returns_host_value(const c10::FunctionSchema& schema);
 
-/// True for operators whose host result follows from shapes and types alone.
-bool reads_only_metadata(const std::string& name);
-
-/// True for normalisations, which update their running statistics (arguments 3 and 4, if argument
-/// 5 is true) without saying so in their schema.
-bool writes_running_statistics(const std::string& name);
-
-/// True for operators that give a tensor another storage under the feet of its other users.
-bool replaces_storage(const std::string& name);
-
-/// The position of an argument that counts elements from the start of a tensor's storage
-/// (`as_strided`), or -1.
-int storage_offset_argument(const c10::FunctionSchema& schema);
-
-/// True if the schema has an argument that may hold tensors.
+/// True if the schema has an argument that may hold tensors. Others are factories, whose numbers
+/// pick the shape of the result (`arange(end)`).
 bool has_tensor_argument(const c10::FunctionSchema& schema);
 
 /// True for factories that are not random: a step function gets their results themselves, since
 /// host code may be about to fill them (`torch::tensor(vector)`, an accessor).
 bool host_may_write(const c10::OperatorHandle& op);
 
-/// True for factories that leave their result's content undefined.
-bool is_uninitialised_factory(const std::string& name);
+/// The position of an argument that counts elements from the start of a tensor's storage
+/// (`as_strided`), or -1.
+int storage_offset_argument(const c10::FunctionSchema& schema);
+
+/// True for a normalisation's running statistics, which it updates if it trains.
+bool is_running_statistic(const c10::FunctionSchema& schema, size_t index);
+
+/// The positions of the arguments that a call writes. `constant(index)` is an argument that holds
+/// no tensor.
+template <class ConstantAt>
+c10::SmallVector<size_t, 2> written_arguments(const c10::FunctionSchema& schema,
+                                              const ConstantAt& constant) {
+  constexpr size_t kTraining = 5;  // of a normalisation
+  const auto trains = [&] { return constant(kTraining).isBool() && constant(kTraining).toBool(); };
+  c10::SmallVector<size_t, 2> written;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool declared = alias != nullptr && alias->isWrite();
+    if (declared || (is_running_statistic(schema, i) && trains())) written.push_back(i);
+  }
+  return written;
+}
 
 }  // namespace smp::graph

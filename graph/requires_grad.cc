@@ -1,22 +1,11 @@
 #include "graph/requires_grad.h"
 
 #include <algorithm>
-#include <array>
-#include <string>
 
+#include "graph/operator_traits.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
-namespace {
-
-/// Views that autograd does not follow.
-bool cuts_gradient(const std::string& name) {
-  static const std::array<const char*, 4> kNames = {"aten::detach", "aten::detach_",
-                                                    "aten::variable_data", "smp::requires_grad"};
-  return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
-}
-
-}  // namespace
 
 bool result_requires_grad(const Graph& graph, const Operator& op) {
   return any_result(graph, op, [](const Value& value) { return value.meta.requires_grad; });
@@ -45,7 +34,7 @@ ValueId RequiresGrad::root(ValueId value) {
 void RequiresGrad::find_families(const Graph& graph) {
   for (size_t v = 0; v < family_.size(); ++v) family_[v] = static_cast<ValueId>(v);
   for (const Operator& op : graph.operators) {
-    if (cuts_gradient(op.name())) continue;
+    if (has_trait(op.handle.schema().name(), OperatorTrait::kCutsHistory)) continue;
     for_each_result(op, [&](ValueId result) {
       for_each_argument(op, [&](ValueId argument) {
         const int set = graph.values[result].alias_set;

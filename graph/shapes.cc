@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "core/check.h"
+#include "graph/operator_traits.h"
 #include "graph/random.h"
 #include "graph/storage.h"
 
@@ -71,12 +72,6 @@ void make_dataless(c10::StorageImpl& storage, const std::string& step_name) {
 
 bool is_meta(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta();
-}
-
-/// Operators made of others that take another way on the CPU than on the meta device, with results
-/// of other strides.
-bool layout_depends_on_device(const std::string& name) {
-  return name == "aten::scaled_dot_product_attention" || name == "aten::group_norm";
 }
 
 /// True where autocast may choose the types: it does not know the meta device. Our own operators
@@ -255,7 +250,8 @@ at::Tensor make_shape_tensor(const TensorMeta& meta) {
 
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack, at::Device device) {
   const torch::jit::Stack arguments = stack;
-  if (!layout_depends_on_device(op.schema().name()) && !casts_automatically(op, device.type())) {
+  const bool same_layout = !has_trait(op.schema().name(), OperatorTrait::kLaysOutByDevice);
+  if (same_layout && !casts_automatically(op, device.type())) {
     try {
       op.callBoxed(stack);
       return;

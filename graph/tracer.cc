@@ -173,18 +173,10 @@ void Tracer::make_offset_relative(Call& call) const {
   if (offset.toInt() == call.tensors[0].storage_offset()) offset = c10::IValue();
 }
 
-/// The arguments that the operator writes, as its schema says or `writes_running_statistics`.
 c10::SmallVector<ValueId, 1> Tracer::written_by(const Call& call) const {
-  const auto& schema = call.op->schema();
-  const bool statistics = writes_running_statistics(schema.name()) &&
-                          call.arguments[5].constant.isBool() &&
-                          call.arguments[5].constant.toBool();
+  const auto constant = [&](size_t i) -> const c10::IValue& { return call.arguments[i].constant; };
   c10::SmallVector<ValueId, 1> written;
-  for (size_t i = 0; i < call.arguments.size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool writes =
-        (alias != nullptr && alias->isWrite()) || (statistics && (i == 3 || i == 4));
-    if (!writes) continue;
+  for (size_t i : written_arguments(call.op->schema(), constant)) {
     for (ValueId id : call.arguments[i].values) {
       if (id != kUndefined) written.push_back(id);
     }
@@ -230,7 +222,7 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
       stack.push_back(same);
       return true;
     }
-  } else if (reads_only_metadata(name) || !has_tensor_argument(schema) ||
+  } else if (has_trait(name, OperatorTrait::kReadsMetadata) || !has_tensor_argument(schema) ||
              is_host_data(stack, schema.arguments().size())) {
     op.callBoxed(stack);
     return true;
@@ -265,7 +257,7 @@ bool Tracer::differ(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void Tracer::refuse_replaced_storage(const std::string& name) const {
-  if (!replaces_storage(name)) return;
+  if (!has_trait(name, OperatorTrait::kReplacesStorage)) return;
   refuse("operator " + name + " replaces the storage of a tensor (set_data, resize_)",
          "Make a new tensor instead, or make the module that does it a leaf: smp::leaf(module)(x)");
 }

@@ -256,7 +256,8 @@ at::Tensor Tracer::record_result(const Call& call, Operator& op, const at::Tenso
   op.results.push_back(id);
   op.result_is_argument.push_back(is_argument);
   concrete_.resize(graph_->values.size());
-  const bool uninitialised = is_uninitialised_factory(call.op->schema().name());
+  const bool uninitialised =
+      has_trait(call.op->schema().name(), OperatorTrait::kLeavesUninitialised);
   if (uninitialised) uninitialised_.insert(graph_->values[id].alias_set);
   if (host_may_write(op.handle)) {
     bind(result, id);

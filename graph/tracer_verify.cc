@@ -190,7 +190,7 @@ void Tracer::push_recorded_results(const Call& call, torch::jit::Stack& stack) {
     call.op->callBoxed(stack);
     const at::Tensor& result = stack.back().toTensor();
     note_factory(op.results[0], graph.values[op.results[0]].alias_set, result,
-                 is_uninitialised_factory(schema.name()));
+                 has_trait(schema.name(), OperatorTrait::kLeavesUninitialised));
     bind(result, op.results[0]);
     return;
   }

@@ -165,13 +165,11 @@ bool Stage::writes(ValueId value) const {
 }
 
 /// Whether an operator reads values `of_interest` where its backward may need them. One that
-/// updates running statistics (arguments 3 and 4) needs those of the batch instead.
+/// updates running statistics needs those of the batch instead.
 template <class Predicate>
 bool reads_for_backward(const graph::Operator& op, const Predicate& of_interest) {
-  const bool updates =
-      graph::writes_running_statistics(op.handle.schema().name()) && !op.writes.empty();
   for (size_t i = 0; i < op.arguments.size(); ++i) {
-    if (updates && (i == 3 || i == 4)) continue;
+    if (!op.writes.empty() && graph::is_running_statistic(op.handle.schema(), i)) continue;
     const auto& values = op.arguments[i].values;
     if (std::any_of(values.begin(), values.end(), of_interest)) return true;
   }
