@@ -14,13 +14,13 @@
 #include "graph/differentiate.h"
 #include "graph/engine.h"
 #include "graph/grad_shapes.h"
-#include "graph/late_writes.h"
 #include "graph/leaf.h"
 #include "graph/not_equal.h"
 #include "graph/operator_traits.h"
+#include "graph/recorder.h"
 #include "graph/shapes.h"
 #include "graph/stack_tensors.h"
-#include "graph/visit.h"
+#include "graph/verifier.h"
 
 namespace smp::graph {
 namespace {
@@ -92,22 +92,16 @@ ExecutionMode Tracer::mode() const {
   return mode;
 }
 
-void Tracer::Call::clear() {
-  arguments.clear();
-  tensors.clear();
-  ids.clear();
-  absolute_offset = false;
-}
-
 void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   check_hooks();
   // What was recorded as an operator is none that answers the host.
-  if (!is_expected(op) && answer_host_value(op, stack)) return;
+  const bool expected = verifier_ != nullptr && verifier_->expects(op);
+  if (!expected && answer_host_value(op, stack)) return;
   // Taken while it is in use: a call may derive a value with a call of its own.
-  Call current = std::move(spare_call_);
+  TracedCall current = std::move(spare_call_);
   collect(op, stack, current);
   if (!roots_.empty()) keep_roots(current);
-  if (!verifying() || !verify(current, stack)) {
+  if (verifier_ == nullptr || !verify(current, stack)) {
     refuse_unsupported(current);
     record(current, stack);
   }
@@ -115,7 +109,165 @@ void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   spare_call_ = std::move(current);
 }
 
-Argument Tracer::collect_argument(const c10::IValue& value, Call& call) {
+/// Whether the call is one of a known graph; it gets the results recorded there.
+bool Tracer::verify(const TracedCall& call, torch::jit::Stack& stack) {
+  const auto filled = [&](const Graph& graph, const Operator& op) {
+    return filled_by_host(graph, call, op);
+  };
+  if (auto difference = verifier_->compare(call, mode(), filled)) {
+    start_recording(*std::move(difference));
+    return false;
+  }
+  const auto constants = verifier_->added_constants();
+  const Operator& op = verifier_->advance();
+  settle_written(op);
+  settle_read(call, op);
+  for (const auto& [id, tensor] : constants) note_constant(id, tensor);
+  push_recorded_results(call, op, stack);
+  spread_history(op);
+  return true;
+}
+
+/// From here on the run is another one than the known graphs.
+void Tracer::start_recording(std::string difference) {
+  difference_ = std::move(difference);
+  const auto constants = verifier_->added_constants();
+  recorder_ = make_recorder(verifier_->prefix());
+  verifier_.reset();
+  for (const auto& [id, tensor] : constants) note_constant(id, tensor);
+}
+
+std::unique_ptr<Recorder> Tracer::make_recorder(Graph prefix) const {
+  const auto refuse = [this](const std::string& what, const std::string& remedy) {
+    this->refuse(what, remedy);
+  };
+  return std::make_unique<Recorder>(options_, refuse, std::move(prefix));
+}
+
+void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
+  Operator op = recorder_->make_operator(call, mode(), last_scope());
+  check_writes(op);
+  settle_written(op);
+  recorder_->run(call, op, stack);
+  const size_t returns = call.op->schema().returns().size();
+  for (size_t i = stack.size() - returns; i < stack.size(); ++i) {
+    op.list_lengths.push_back(
+        stack[i].isTensorList() ? static_cast<int>(stack[i].toTensorList().size()) : -1);
+    stack[i] = map_tensors(
+        stack[i], [&](const at::Tensor& result) { return record_result(call, op, result); });
+  }
+  spread_history(op);
+  settle_read(call, op);
+  recorder_->add(std::move(op));
+}
+
+void Tracer::check_writes(const Operator& op) const {
+  for (int alias_set : op.writes) {
+    const Value& base = recorder_->base(alias_set);
+    if (base.kind == ValueKind::kParameter && !is_leaf(op.handle)) {
+      refuse("operator " + op.name() + " writes parameter \"" + base.name + "\"",
+             "Parameters may be changed outside the step function only: call optimizer.step() "
+             "after the step has returned");
+    }
+    if (base.kind == ValueKind::kConstant) {
+      refuse("operator " + op.name() +
+                 " writes a tensor that was made outside the step function and is not registered "
+                 "(hidden state)",
+             "Register it as a buffer of the module");
+    }
+  }
+}
+
+/// Adds the value of one result and returns the tensor that the user's code gets.
+at::Tensor Tracer::record_result(const TracedCall& call, Operator& op, const at::Tensor& result) {
+  if (result.defined() && result.layout() != at::kStrided) {
+    refuse(
+        "operator " + op.name() + " returns a tensor that is not dense",
+        "Convert it with to_dense(), or make the module that uses it a leaf: smp::leaf(module)(x)");
+  }
+  const ValueId id = recorder_->add_result(call, op, result);
+  if (id == kUndefined) return result;
+  if (host_may_write(op.handle)) {
+    bind(result, id);
+    note_factory(id, op.handle, result);
+    return result;
+  }
+  const at::Tensor tensor = stand_in(call, id, op.result_is_argument.back());
+  if (is_placeholder(tensor)) recorder_->set_user(id, tensor);
+  return tensor;
+}
+
+void Tracer::push_recorded_results(const TracedCall& call, const Operator& op,
+                                   torch::jit::Stack& stack) {
+  const Graph& graph = verifier_->graph();
+  const bool factory = call.tensors.empty() && host_may_write(*call.op);
+  if (factory && (graph.makes_literal(op) || is_small_on_cpu(value(op.results[0]).meta))) {
+    // Host code may be about to write into it, even if no operator reads it then.
+    call.op->callBoxed(stack);
+    const at::Tensor& result = stack.back().toTensor();
+    note_factory(op.results[0], op.handle, result);
+    bind(result, op.results[0]);
+    return;
+  }
+  if (is_leaf(*call.op)) {
+    leaf_call(call.arguments[0].constant)->keep_result_of(*leaf_call(op.arguments[0].constant));
+  }
+  torch::jit::drop(stack, call.arguments.size());
+  size_t next = 0;
+  const auto take = [&] {
+    const size_t i = next++;
+    return op.results[i] == kUndefined ? at::Tensor()
+                                       : stand_in(call, op.results[i], op.result_is_argument[i]);
+  };
+  for (const int length : op.list_lengths) {
+    if (length >= 0) {
+      c10::List<at::Tensor> list;
+      for (int k = 0; k < length; ++k) list.push_back(take());
+      stack.push_back(std::move(list));
+    } else {
+      stack.push_back(take());
+    }
+  }
+}
+
+/// What the function gets for a result: a placeholder, or its own argument.
+at::Tensor Tracer::stand_in(const TracedCall& call, ValueId id, int is_argument) {
+  const TensorMeta& meta = value(id).meta;
+  const at::Tensor tensor =
+      is_argument >= 0 ? call.tensors[is_argument] : make_placeholder(meta, options_.step_name);
+  if (is_argument >= 0) follow(tensor, meta);
+  bind(tensor, id);
+  return tensor;
+}
+
+/// Lets what the function holds show what an operator did to it in place. Parameters and buffers
+/// are left alone: they outlive the run.
+void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) {
+  if (options_.table->find(tensor) != nullptr) return;
+  history_begins_ |= meta.requires_grad && !tensor.requires_grad();
+  follow_in_place(tensor, meta);
+}
+
+/// What an operator writes with a history has it wherever the memory is seen: the function's other
+/// views of it require a gradient from now on.
+void Tracer::spread_history(const Operator& op) {
+  if (!std::exchange(history_begins_, false)) return;
+  for (auto& [impl, known] : known_) {
+    const int set = value(known.id).alias_set;
+    if (std::find(op.writes.begin(), op.writes.end(), set) == op.writes.end()) continue;
+    const auto owner = known.keep.lock();
+    if (!owner) continue;
+    const at::Tensor tensor{owner};
+    if (tensor.requires_grad() || options_.table->find(tensor) != nullptr) continue;
+    const bool now = verifier_ != nullptr ? verifier_->requires_grad(known.id)
+                                          : recorder_->concrete(known.id).requires_grad();
+    if (!now) continue;
+    give_placeholder_history(tensor);
+    bind(tensor, known.id);
+  }
+}
+
+Argument Tracer::collect_argument(const c10::IValue& value, TracedCall& call) {
   Argument argument;
   const auto add = [&](const at::Tensor& tensor) {
     const ValueId id = lookup(tensor);
@@ -138,7 +290,8 @@ Argument Tracer::collect_argument(const c10::IValue& value, Call& call) {
   return argument;
 }
 
-void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, Call& call) {
+void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
+                     TracedCall& call) {
   const size_t count = op.schema().arguments().size();
   call.op = &op;
   call.arguments.reserve(count);
@@ -154,7 +307,7 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
 }
 
 /// The result of a custom function that works in place may be seen through another view only.
-void Tracer::watch_custom_function(const Call& call) {
+void Tracer::watch_custom_function(const TracedCall& call) {
   for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
   for (const at::Tensor& tensor : call.tensors) {
     if (tensor.defined() && !at::GradMode::is_enabled()) inner_arguments_.push_back(tensor);
@@ -164,7 +317,7 @@ void Tracer::watch_custom_function(const Call& call) {
 /// An input lies somewhere else in its storage in each microbatch, and a tensor that crossed
 /// between ranks has a storage of its own: an offset may only be the tensor's own, which is what
 /// none means. Parameters and buffers stay where they are.
-void Tracer::make_offset_relative(Call& call) const {
+void Tracer::make_offset_relative(TracedCall& call) const {
   const int index = storage_offset_argument(call.op->schema());
   if (index < 0 || call.ids[0] == kUndefined) return;
   c10::IValue& offset = call.arguments[index].constant;
@@ -173,21 +326,10 @@ void Tracer::make_offset_relative(Call& call) const {
   if (offset.toInt() == call.tensors[0].storage_offset()) offset = c10::IValue();
 }
 
-c10::SmallVector<ValueId, 1> Tracer::written_by(const Call& call) const {
-  const auto constant = [&](size_t i) -> const c10::IValue& { return call.arguments[i].constant; };
-  c10::SmallVector<ValueId, 1> written;
-  for (size_t i : written_arguments(call.op->schema(), constant)) {
-    for (ValueId id : call.arguments[i].values) {
-      if (id != kUndefined) written.push_back(id);
-    }
-  }
-  return written;
-}
-
 /// The program's backward pass was over when it called the operator. So what `backward` was called
 /// on, and the gradient it got, are copied before the operator writes them.
-void Tracer::keep_roots(const Call& call) {
-  for (ValueId written : written_by(call)) {
+void Tracer::keep_roots(const TracedCall& call) {
+  for (ValueId written : call.written()) {
     for (BackwardRoot& root : roots_) {
       if (share_storage(root.value, written)) root.value = keep_root(root.value);
       if (share_storage(root.gradient, written)) root.gradient = keep_root(root.gradient);
@@ -248,7 +390,8 @@ bool Tracer::is_host_data(const torch::jit::Stack& stack, size_t arguments) cons
 /// is to check. Attention asks whether its query is its key.
 bool Tracer::differ(const at::Tensor& a, const at::Tensor& b) {
   const UninterceptedScope own;
-  if (!verifying() && options_.execute && at::equal(concrete(lookup(a)), concrete(lookup(b)))) {
+  if (options_.execute &&
+      at::equal(recorder_->concrete(lookup(a)), recorder_->concrete(lookup(b)))) {
     return false;
   }
   torch::jit::Stack arguments{a, b};
@@ -263,7 +406,7 @@ void Tracer::refuse_replaced_storage(const std::string& name) const {
 }
 
 /// A view of memory that its argument does not show.
-void Tracer::refuse_views_beyond(const Call& call) {
+void Tracer::refuse_views_beyond(const TracedCall& call) {
   const int index = storage_offset_argument(call.op->schema());
   if (index < 0 || call.ids[0] == kUndefined) return;
   if (options_.table->find(call.tensors[0]) != nullptr) return;
@@ -273,7 +416,7 @@ void Tracer::refuse_views_beyond(const Call& call) {
       last += std::max<int64_t>(sizes[d] - 1, 0) * strides[d];
     return last;
   };
-  const at::Tensor& argument = concrete(call.ids[0]);
+  const at::Tensor& argument = recorder_->concrete(call.ids[0]);
   const auto sizes = call.arguments[index - 2].constant.toIntVector();
   const auto strides = call.arguments[index - 1].constant.toIntVector();
   const bool elsewhere = !call.arguments[index].constant.isNone() ||
@@ -288,16 +431,16 @@ void Tracer::refuse_views_beyond(const Call& call) {
          "Use slice(), narrow() or select() of the tensor that shows them");
 }
 
-void Tracer::refuse_grad_through_leaf(const Call& call) {
+void Tracer::refuse_grad_through_leaf(const TracedCall& call) {
   if (!(*call.op == grad_operator())) return;
-  const std::string leaf = leaf_on_the_way(*graph_, call.arguments);
+  const std::string leaf = leaf_on_the_way(recorder_->graph(), call.arguments);
   if (leaf.empty()) return;
   refuse("autograd::grad goes back through leaf module \"" + leaf +
              "\", whose operators are not part of the graph",
          "Call autograd::grad inside the leaf, or let the module be captured");
 }
 
-void Tracer::refuse_unsupported(const Call& call) {
+void Tracer::refuse_unsupported(const TracedCall& call) {
   const auto& schema = call.op->schema();
   const std::string& name = schema.name();
   refuse_replaced_storage(name);
@@ -356,7 +499,8 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
     // What operators run on knows best: a view of the tensor may have been written. Where the run
     // follows a known graph, that one was checked.
     const bool differentiable =
-        root.value != kUndefined && (verifying() || concrete(root.value).requires_grad());
+        root.value != kUndefined &&
+        (verifier_ != nullptr || recorder_->concrete(root.value).requires_grad());
     SMP_CHECK_WITH(UsageError, differentiable, where(),
                    ": backward was called on a tensor that does not depend on a parameter that "
                    "requires a gradient (or gradients are off: is a NoGradGuard alive?)");
@@ -368,57 +512,9 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
   differentiated_ = true;
 }
 
-/// What is written after `backward` is written to a copy where a backward may need what was there
-/// (`late_writes.h`). But a leaf works on the buffers of its module themselves.
-void Tracer::check_late_writes() const {
-  const std::vector<bool> separate = sets_to_separate(*graph_);
-  for (const Operator& op : graph_->operators) {
-    if (!is_leaf(op.handle)) continue;
-    for_each_argument(op, [&](ValueId id) {
-      const int alias_set = graph_->values[id].alias_set;
-      const Value& base = graph_->values[first_aliases_.at(alias_set)];
-      const bool lasts = base.kind == ValueKind::kBuffer || base.kind == ValueKind::kParameter;
-      const bool writes = std::count(op.writes.begin(), op.writes.end(), alias_set) > 0;
-      if (!separate[alias_set] || !lasts || !writes) return;
-      core::fail<CaptureError>("step function \"", options_.step_name, "\": buffer \"", base.name,
-                               "\" of leaf module \"", leaf_call(op.arguments[0].constant)->module,
-                               "\" is written after backward, and an operator before it has read "
-                               "the buffer, so that its "
-                               "backward may need what was there. Call model->backward after "
-                               "whatever writes the buffer, "
-                               "or read a copy of it: buffer.clone()");
-    });
-  }
-}
-
-/// A leaf that writes parameters keeps copies of what its own backward needs.
-void Tracer::check_written_parameters() const {
-  if (graph_->roots.empty()) return;
-  std::vector<const Operator*> writer(graph_->alias_sets, nullptr);
-  for (const Operator& op : graph_->operators) {
-    for (int set : op.writes) {
-      const bool parameter = graph_->values[first_aliases_.at(set)].kind == ValueKind::kParameter;
-      if (parameter) writer[set] = &op;
-    }
-  }
-  for (const Operator& op : graph_->operators) {
-    if (is_leaf(op.handle)) continue;
-    for_each_argument(op, [&](ValueId id) {
-      const int set = graph_->values[id].alias_set;
-      if (writer[set] == nullptr) return;
-      core::fail<CaptureError>(
-          "step function \"", options_.step_name, "\": leaf module \"",
-          leaf_call(writer[set]->arguments[0].constant)->module, "\" writes parameter \"",
-          graph_->values[first_aliases_.at(set)].name, "\", and operator ", op.name(),
-          " reads it, whose backward may need what was there. Let leaves only read it, or give the "
-          "operator a copy that the leaf returns: weight.clone()");
-    });
-  }
-}
-
 /// To be called at the end: it lets go of what the tracer holds itself.
 std::vector<ValueId> Tracer::released_constants() {
-  concrete_.clear();
+  recorder_.reset();
   host_data_.clear();
   inner_arguments_.clear();
   ends_.clear();
@@ -439,62 +535,17 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   for (const auto& [alias_set, data] : host_data_) {
     if (data.is_read && !is_small_on_cpu(TensorMeta::of(data.tensor))) check_unchanged(data);
   }
+  if (verifier_ != nullptr) {
+    if (auto match = verifier_->match(outputs_, roots_)) return *std::move(match);
+    start_recording(c10::str("the function ends after ", verifier_->size(),
+                             " operators, or returns or differentiates other tensors"));
+  }
   TraceResult result;
-  for (Live& live : live_) {
-    const Graph& graph = *live.graph;
-    const auto same_roots = [&] {
-      if (graph.roots.size() != roots_.size()) return false;
-      for (size_t i = 0; i < roots_.size(); ++i) {
-        if (graph.roots[i].value != roots_[i].value) return false;
-        if (graph.roots[i].gradient != roots_[i].gradient) return false;
-        if (!(graph.roots[i].mode == roots_[i].mode)) return false;
-      }
-      return true;
-    };
-    bool same = graph.operators.size() == next_operator_ && graph.outputs == outputs_ &&
-                same_roots() && graph.values.size() == value_count_ + pending_.size();
-    for (size_t i = 0; same && i < pending_.size(); ++i) {
-      const Value& expected = graph.values[value_count_ + i];
-      same = expected.kind == pending_[i].kind && expected.name == pending_[i].name &&
-             expected.meta == pending_[i].meta;
-      if (same && pending_[i].content.defined() &&
-          !same_content(pending_[i].content, expected.content)) {
-        live.contents.push_back(
-            {static_cast<ValueId>(value_count_ + i), clone_content(pending_[i].content)});
-      }
-    }
-    if (!same) continue;
-    result.match = live.graph;
-    result.constants = std::move(live.constants);
-    result.contents = std::move(live.contents);
-    for (const auto& [id, content] : literals_) {
-      if (graph.values[id].kind != ValueKind::kLiteral) continue;  // and not filled
-      if (!same_content(content, graph.values[id].content))
-        result.contents.push_back({id, content});
-    }
-    return result;
-  }
-  if (verifying()) {
-    leave_candidates(c10::str("the function ends after ", next_operator_,
-                              " operators, or returns or differentiates other tensors"));
-  }
-  for (size_t i = 0; i < graph_->values.size() && graph_->values[i].kind == ValueKind::kInput;
-       ++i) {
-    graph_->inputs.push_back(static_cast<ValueId>(i));
-  }
-  graph_->outputs = outputs_;
-  graph_->roots = roots_;
-  check_late_writes();
-  check_written_parameters();
-  assign_scopes();
-  for (size_t id = 0; id < concrete_.size(); ++id) {
-    const auto& user = concrete_[id].user;
-    if (user && !user->expired()) result.kept.push_back({static_cast<ValueId>(id), *user});
-  }
-  result.released = released_constants();
-  result.recorded = std::move(graph_);
+  result.recorded = recorder_->finish(outputs_, roots_);
   result.difference = difference_;
-  result.checksums = std::move(checksums_);
+  result.checksums = recorder_->checksums();
+  result.kept = recorder_->live_results();
+  result.released = released_constants();
   return result;
 }
 

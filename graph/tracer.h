@@ -7,16 +7,14 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "graph/graph.h"
 #include "graph/intercept.h"
-#include "graph/leaf.h"
 #include "graph/random.h"
-#include "graph/requires_grad.h"
 #include "graph/tensor_table.h"
+#include "graph/traced_call.h"
 
 namespace smp::graph {
 
@@ -70,6 +68,9 @@ struct TraceResult {
   std::vector<ValueId> released;
 };
 
+class Recorder;
+class Verifier;
+
 /// Runs a step function on one microbatch and finds out which operators it calls.
 ///
 /// The function works on *placeholders*, tensors that have a shape and no data, so that what it
@@ -103,36 +104,24 @@ class Tracer final : public OperatorInterceptor {
   std::optional<torch::autograd::variable_list> differentiate(const BackwardPass& pass) override;
 
  private:
-  struct Live {
-    const Graph* graph;
-    std::vector<ConstantOverride> constants;
-    std::vector<ContentOverride> contents;
-    std::optional<RequiresGrad> requires_grad;  // of the graph, once it is asked for
-  };
   struct Known {
     ValueId id;
     bool requires_grad;                             // when an operator last returned it
     c10::weak_intrusive_ptr<c10::TensorImpl> keep;  // keeps the address from being used again
   };
-  // What operators run on while recording, in place of what the function holds.
-  struct Concrete {
-    at::Tensor tensor;
-    // The storage of what the function holds: when it is gone, nothing can read the value.
-    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> user;
+  // What holds data that host code can write: a factory's result, until an operator writes it, and
+  // small constants.
+  struct HostData {
+    ValueId id;
+    at::Tensor tensor;     // on the same storage
+    uint64_t content;      // hash of what the factory returned; after a read, of what was read
+    bool uninitialised;    // by the factory
+    bool is_read = false;  // by an operator
+
+    bool changed() const;
+    bool filled(bool for_read) const;
   };
 
-  // Tensors of the current call, in the order of its arguments.
-  struct Call {
-    const c10::OperatorHandle* op;
-    std::vector<Argument> arguments;
-    std::vector<at::Tensor> tensors;
-    std::vector<ValueId> ids;
-    bool absolute_offset = false;  // it counted from the start of its argument's storage
-
-    void clear();
-  };
-
-  bool verifying() const { return !live_.empty(); }
   ExecutionMode mode() const;  // in which the function calls an operator now
   const Value& value(ValueId id) const;
   std::string last_scope() const;  // the module of the parameter that was read last
@@ -155,77 +144,64 @@ class Tracer final : public OperatorInterceptor {
   at::Tensor end_of(const torch::autograd::Edge& edge);
   void check_history(const at::Tensor& tensor) const;
 
-  void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, Call& call);
-  void watch_custom_function(const Call& call);
-  void make_offset_relative(Call& call) const;
-  Argument collect_argument(const c10::IValue& value, Call& call);
-  c10::SmallVector<ValueId, 1> written_by(const Call& call) const;
+  void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, TracedCall& call);
+  void watch_custom_function(const TracedCall& call);
+  void make_offset_relative(TracedCall& call) const;
+  Argument collect_argument(const c10::IValue& value, TracedCall& call);
   bool share_storage(ValueId a, ValueId b) const;
-  void keep_roots(const Call& call);
+  void keep_roots(const TracedCall& call);
   ValueId keep_root(ValueId root);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
   bool is_host_data(const torch::jit::Stack& stack, size_t arguments) const;
   bool differ(const at::Tensor& a, const at::Tensor& b);
-  void refuse_unsupported(const Call& call);
+  void refuse_unsupported(const TracedCall& call);
   void refuse_replaced_storage(const std::string& name) const;
-  void refuse_views_beyond(const Call& call);
-  void refuse_grad_through_leaf(const Call& call);
+  void refuse_views_beyond(const TracedCall& call);
+  void refuse_grad_through_leaf(const TracedCall& call);
 
-  bool is_expected(const c10::OperatorHandle& op) const;
-  bool verify(Call& call, torch::jit::Stack& stack);
-  std::optional<std::string> differs(Live& live, const Call& call, const ExecutionMode& mode) const;
-  void push_recorded_results(const Call& call, torch::jit::Stack& stack);
-  void leave_candidates(const std::string& difference);
-  void restore_views();
+  bool verify(const TracedCall& call, torch::jit::Stack& stack);
+  void push_recorded_results(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
+  void start_recording(std::string difference);
+  std::unique_ptr<Recorder> make_recorder(Graph prefix) const;
 
-  void record(Call& call, torch::jit::Stack& stack);
-  const at::Tensor& concrete(ValueId id);
-  void forget_dead();
-  void run_operator(const Call& call, const Operator& op, torch::jit::Stack& stack);
-  void push_concrete_arguments(const Call& call, torch::jit::Stack& stack);
-  void run_leaf(const Call& call, const Operator& op, torch::jit::Stack& stack);
-  std::vector<at::Tensor> run_leaf_on_data(const LeafCall& leaf, const Operator& op,
-                                           torch::jit::Stack& stack);
-  void note_writes(const Call& call, Operator& op);
-  void note_factory(ValueId id, int alias_set, const at::Tensor& result, bool uninitialised);
-  void note_constant(ValueId id, int alias_set, const at::Tensor& tensor);
-  void settle_written(const Operator& op);
-  void withhold(int alias_set);
-  void move_data(int alias_set, c10::StorageImpl& storage);
-  void settle_read(const Call& call, const Operator& op);
-  void settle_read(ValueId id);
-  void record_results(const Call& call, Operator& op, torch::jit::Stack& stack);
-  at::Tensor record_result(const Call& call, Operator& op, const at::Tensor& result);
+  void record(const TracedCall& call, torch::jit::Stack& stack);
+  void check_writes(const Operator& op) const;
+  at::Tensor record_result(const TracedCall& call, Operator& op, const at::Tensor& result);
+  at::Tensor stand_in(const TracedCall& call, ValueId id, int is_argument);
   void follow(const at::Tensor& tensor, const TensorMeta& meta);
-  void spread_history(const Operator& op, int index);
-  int alias_set_of(const at::Tensor& tensor);
-  uint64_t checksum(const Operator& op);
+  void spread_history(const Operator& op);
+  int alias_set_of(const at::Tensor& tensor) const;
 
-  void check_late_writes() const;
-  void check_written_parameters() const;
+  std::optional<ValueId> filled_by_host(const Graph& graph, const TracedCall& call,
+                                        const Operator& op) const;
+  void note_factory(ValueId id, const c10::OperatorHandle& op, const at::Tensor& result);
+  void note_constant(ValueId id, const at::Tensor& tensor);
+  void settle(HostData& data, bool for_read);
+  void settle_written(const Operator& op);
+  void settle_read(const TracedCall& call, const Operator& op);
+  void settle_read(ValueId id);
+  void settle_end(ValueId id);
+  void check_unchanged(const HostData& data) const;
+  void withhold(int alias_set);
+
   std::vector<at::Tensor> run_function(const Function& function,
                                        const std::vector<at::Tensor>& inputs);
   std::vector<ValueId> released_constants();
   TraceResult finish(const std::vector<at::Tensor>& outputs);
-  void assign_scopes();
 
   TraceOptions options_;
-  std::vector<Live> live_;
-  std::string difference_;
-  size_t next_operator_ = 0;
-  ValueId value_count_ = 0;       // values known so far, while verifying
-  std::vector<Value> pending_;    // values first seen in the call at hand, while verifying
-  std::unique_ptr<Graph> graph_;  // what is recorded; while verifying it is empty
-  std::vector<uint64_t> checksums_;
+  // One of the two at a time: the run follows known graphs, or is recorded.
+  std::unique_ptr<Verifier> verifier_;
+  std::unique_ptr<Recorder> recorder_;
+  std::string difference_;  // where the last known graph was left
   std::vector<BackwardRoot> roots_;
   bool differentiated_ = false;  // the function has called `backward`
   std::vector<ValueId> outputs_;
-  int random_count_ = 0;
   bool history_begins_ = false;  // the operator at hand gave a history to what had none
   ValueId last_parameter_ = kUndefined;
   // The tensors that are constants, but for those on memory of others (`from_blob`).
   std::vector<std::pair<ValueId, c10::weak_intrusive_ptr<c10::TensorImpl>>> constants_;
-  Call spare_call_;                           // keeps the memory of the last call for the next
+  TracedCall spare_call_;                     // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
   // The ends of the histories of parameters and variables, by which `autograd::grad` names them.
   std::vector<std::shared_ptr<torch::autograd::Node>> ends_;
@@ -233,40 +209,14 @@ class Tracer final : public OperatorInterceptor {
   std::vector<at::Tensor> inner_arguments_;  // what it may have given a history of its own
 
   ska::flat_hash_map<const c10::TensorImpl*, Known> known_;
-  // Storages seen, each with the last value on it and its alias set.
+  // Storages seen, each with the last value on it.
   struct StorageInfo {
     ValueId id;
     int64_t offset;
-    int alias_set;
     c10::weak_intrusive_ptr<c10::StorageImpl> keep;
   };
   ska::flat_hash_map<const c10::StorageImpl*, StorageInfo> storages_;
-  // What holds data that host code can write: a factory's result, until an operator writes it, and
-  // small constants.
-  struct HostData {
-    ValueId id;
-    at::Tensor tensor;     // on the same storage
-    uint64_t content;      // hash of what the factory returned; after a read, of what was read
-    bool uninitialised;    // by the factory
-    bool is_read = false;  // by an operator
-
-    bool changed() const;
-    bool filled(bool for_read) const;
-  };
-  std::optional<ValueId> filled_by_host(const Graph& graph, const Call& call,
-                                        const Operator& op) const;
-  void settle(HostData& data, bool for_read);
-  void settle_end(ValueId id);
-  void make_literal(const HostData& data);
-  bool differs_from_literal(const HostData& data) const;
-  void check_unchanged(const HostData& data) const;
   ska::flat_hash_map<int, HostData> host_data_;  // by alias set
-  // Alias sets that began with undefined content, which need not be the same in another run.
-  ska::flat_hash_set<int> uninitialised_;
-  // While verifying: contents of this run's literals that are not those recorded.
-  std::vector<std::pair<ValueId, at::Tensor>> literals_;
-  std::vector<Concrete> concrete_;                  // by value
-  std::unordered_map<int, ValueId> first_aliases_;  // while recording: by alias set
 };
 
 }  // namespace smp::graph

@@ -11,8 +11,10 @@
 #include "core/check.h"
 #include "graph/content.h"
 #include "graph/differentiate.h"
+#include "graph/recorder.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
+#include "graph/verifier.h"
 
 namespace smp::graph {
 namespace {
@@ -49,9 +51,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 const Value& Tracer::value(ValueId id) const {
-  if (!verifying()) return graph_->values[id];
-  if (id < value_count_) return live_[0].graph->values[id];
-  return pending_[id - value_count_];
+  return verifier_ != nullptr ? verifier_->value(id) : recorder_->value(id);
 }
 
 void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& passed) {
@@ -68,25 +68,18 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     values.push_back(std::move(value));
     passed.push_back(make_placeholder(values.back().meta, options_.step_name));
   }
-  for (const Graph* candidate : options_.candidates) {
-    bool fits = candidate->inputs.size() == values.size();
-    for (size_t i = 0; fits && i < values.size(); ++i) {
-      fits = candidate->values[i].meta == values[i].meta;
-    }
-    if (fits) live_.push_back({candidate, {}, {}, {}});
-  }
-  if (!options_.candidates.empty() && live_.empty()) difference_ = "the inputs' shapes or types";
-  if (verifying()) {
-    known_.reserve(live_[0].graph->values.size());
-    storages_.reserve(live_[0].graph->alias_sets);
-    value_count_ = static_cast<ValueId>(values.size());
+  verifier_ = std::make_unique<Verifier>(options_.candidates, values);
+  if (verifier_->follows_any()) {
+    known_.reserve(verifier_->graph().values.size());
+    storages_.reserve(verifier_->graph().alias_sets);
     for (size_t i = 0; i < passed.size(); ++i) bind(passed[i], static_cast<ValueId>(i));
     return;
   }
-  graph_ = std::make_unique<Graph>();
+  if (!options_.candidates.empty()) difference_ = "the inputs' shapes or types";
+  verifier_.reset();
+  recorder_ = make_recorder({});
   for (size_t i = 0; i < passed.size(); ++i) {
-    const ValueId id = add_value(std::move(values[i]), passed[i]);
-    if (options_.execute) concrete_[id].tensor = inputs[i];
+    bind(passed[i], recorder_->add(std::move(values[i]), inputs[i]));
   }
 }
 
@@ -110,8 +103,7 @@ void Tracer::bind(const at::Tensor& tensor, ValueId id) {
     it->second.offset = tensor.storage_offset();
     return;
   }
-  const int alias_set = verifying() ? -1 : value(id).alias_set;
-  storages_.emplace(storage, StorageInfo{id, tensor.storage_offset(), alias_set,
+  storages_.emplace(storage, StorageInfo{id, tensor.storage_offset(),
                                          c10::weak_intrusive_ptr<c10::StorageImpl>(
                                              tensor.storage().getWeakStorageImpl())});
 }
@@ -119,32 +111,22 @@ void Tracer::bind(const at::Tensor& tensor, ValueId id) {
 /// Adds a value that no operator made; `tensor` is what the user's code holds.
 ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
   ValueId id;
-  if (verifying()) {
-    id = value_count_ + static_cast<ValueId>(pending_.size());
-    pending_.push_back(std::move(value));
+  if (verifier_ != nullptr) {
+    id = verifier_->add(std::move(value));
   } else {
-    id = static_cast<ValueId>(graph_->values.size());
     value.alias_set = alias_set_of(tensor);
-    first_aliases_.emplace(value.alias_set, id);
-    graph_->values.push_back(std::move(value));
-    concrete_.resize(graph_->values.size());
-    // Operators give a buffer that they write a history, which ends with the step.
-    const bool buffer = graph_->values[id].kind == ValueKind::kBuffer;
-    if (options_.execute) concrete_[id].tensor = buffer ? tensor.variable_data() : tensor;
-    if (graph_->values[id].kind == ValueKind::kConstant) {
-      note_constant(id, graph_->values[id].alias_set, tensor);
-    }
+    id = recorder_->add(std::move(value), tensor);
+    if (this->value(id).kind == ValueKind::kConstant) note_constant(id, tensor);
   }
   bind(tensor, id);
   return id;
 }
 
-int Tracer::alias_set_of(const at::Tensor& tensor) {
-  if (tensor.has_storage()) {
-    const auto it = storages_.find(tensor.storage().unsafeGetStorageImpl());
-    if (it != storages_.end() && it->second.alias_set >= 0) return it->second.alias_set;
-  }
-  return graph_->alias_sets++;
+/// -1 for memory that the run has not seen.
+int Tracer::alias_set_of(const at::Tensor& tensor) const {
+  if (!tensor.has_storage()) return -1;
+  const auto it = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  return it == storages_.end() ? -1 : value(it->second.id).alias_set;
 }
 
 ValueId Tracer::lookup(const at::Tensor& tensor) {
@@ -259,7 +241,7 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
       refuse("reads the gradient of parameter \"" + entry.name + "\"",
              "Gradients are complete when the step has returned: read them there");
     }
-    if (!verifying() && overlap(entry.tensor, tensor)) {
+    if (recorder_ != nullptr && overlap(entry.tensor, tensor)) {
       refuse("uses a tensor that shares memory with " + std::string(graph::to_string(entry.kind)) +
                  " \"" + entry.name + "\" but was not made from it by an operator (from_blob)",
              "Make it with an operator, such as detach() or as_strided()");
@@ -268,9 +250,9 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
   Value value;
   value.kind = ValueKind::kConstant;
   value.meta = TensorMeta::of(tensor);
-  value.content = verifying() ? tensor : clone_content(tensor);
+  value.content = verifier_ != nullptr ? tensor : clone_content(tensor);
   constexpr int64_t kLargeBytes = 1 << 20;
-  if (!verifying() && value.meta.nbytes() > kLargeBytes) {
+  if (recorder_ != nullptr && value.meta.nbytes() > kLargeBytes) {
     TORCH_WARN(core::error_prefix(), "step function \"", options_.step_name, "\" uses a tensor of ",
                value.meta.nbytes() / kLargeBytes,
                " MiB that is neither an input nor a parameter or buffer. It is kept as a constant "

@@ -1,0 +1,389 @@
+#include "graph/recorder.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "graph/alias_analysis.h"
+#include "graph/content.h"
+#include "graph/devices.h"
+#include "graph/differentiate.h"
+#include "graph/grad_shapes.h"
+#include "graph/late_writes.h"
+#include "graph/mode_scope.h"
+#include "graph/operator_traits.h"
+#include "graph/shapes.h"
+#include "graph/stack_tensors.h"
+#include "graph/visit.h"
+
+namespace smp::graph {
+namespace {
+
+std::string common_prefix(const std::string& a, const std::string& b) {
+  if (a == b) return a;
+  size_t end = 0;
+  for (size_t i = 0; i <= std::min(a.size(), b.size()); ++i) {
+    const bool at_dot = (i == a.size() || a[i] == '.') && (i == b.size() || b[i] == '.');
+    if (at_dot) end = i;
+    if (i == a.size() || i == b.size() || a[i] != b[i]) break;
+  }
+  return a.substr(0, end);
+}
+
+/// The device a result would have had, when it was only made on the meta device.
+at::Device result_device(const std::vector<Argument>& arguments, const Graph& graph,
+                         const c10::FunctionSchema& schema) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() == "device" && arguments[i].constant.isDevice()) {
+      return with_index(arguments[i].constant.toDevice());
+    }
+  }
+  for (const Argument& argument : arguments) {
+    for (ValueId id : argument.values) {
+      if (id != kUndefined && !graph.values[id].meta.sizes.empty()) {
+        return graph.values[id].meta.device;
+      }
+    }
+  }
+  for (const Argument& argument : arguments) {
+    for (ValueId id : argument.values) {
+      if (id != kUndefined) return graph.values[id].meta.device;
+    }
+  }
+  return at::kCPU;
+}
+
+}  // namespace
+
+Recorder::Recorder(const TraceOptions& options, Refuse refuse, Graph prefix)
+    : options_(options),
+      refuse_(std::move(refuse)),
+      graph_(std::move(prefix)),
+      concrete_(graph_.values.size()) {
+  for (const Operator& op : graph_.operators) random_count_ += op.random_ordinal >= 0;
+  for (size_t id = 0; id < graph_.values.size(); ++id) {
+    first_aliases_.emplace(graph_.values[id].alias_set, static_cast<ValueId>(id));
+  }
+  restore_views();
+}
+
+/// Makes concrete tensors of the prefix views of each other where the program's are: a write
+/// through one is seen by the others, and so is its gradient.
+void Recorder::restore_views() {
+  for (const Operator& op : graph_.operators) {
+    if (is_leaf(op.handle) || !has_result_on_argument(graph_, op)) continue;
+    TracedCall call;
+    call.op = &op.handle;
+    call.arguments = op.arguments;
+    for (const Argument& argument : op.arguments) {
+      call.ids.insert(call.ids.end(), argument.values.begin(), argument.values.end());
+    }
+    call.tensors.resize(call.ids.size());
+    const ModeScope mode(op.mode);
+    torch::jit::Stack stack;
+    stack.resize(call.arguments.size());
+    run(call, op, stack);
+    const std::vector<at::Tensor> results = tensors_in(stack, stack.size());
+    for (size_t r = 0; r < results.size(); ++r) {
+      if (op.results[r] != kUndefined) concrete_[op.results[r]].tensor = results[r];
+    }
+  }
+}
+
+const at::Tensor& Recorder::concrete(ValueId id) {
+  at::Tensor& tensor = concrete_[id].tensor;
+  if (!tensor.defined()) tensor = make_shape_tensor(graph_.values[id].meta);
+  return tensor;
+}
+
+/// Lets the data go that the function can no longer reach.
+void Recorder::forget_dead() {
+  constexpr size_t kPeriod = 64;
+  if (!options_.execute || graph_.operators.size() % kPeriod != 0) return;
+  for (Concrete& value : concrete_) {
+    if (value.user && value.user->expired()) value = {};
+  }
+}
+
+ValueId Recorder::add_value(Value value, at::Tensor concrete) {
+  const auto id = static_cast<ValueId>(graph_.values.size());
+  if (value.alias_set < 0) value.alias_set = graph_.alias_sets++;
+  first_aliases_.emplace(value.alias_set, id);
+  graph_.values.push_back(std::move(value));
+  concrete_.resize(graph_.values.size());
+  concrete_[id].tensor = std::move(concrete);
+  return id;
+}
+
+ValueId Recorder::add(Value value, const at::Tensor& tensor) {
+  if (!options_.execute) return add_value(std::move(value), at::Tensor());
+  // Operators give a buffer that they write a history, which ends with the step.
+  const bool buffer = value.kind == ValueKind::kBuffer;
+  return add_value(std::move(value), buffer ? tensor.variable_data() : tensor);
+}
+
+void Recorder::make_literal(ValueId id, const at::Tensor& content) {
+  graph_.values[id].kind = ValueKind::kLiteral;
+  graph_.values[id].content = clone_content(content);
+}
+
+void Recorder::set_user(ValueId id, const at::Tensor& tensor) {
+  concrete_[id].user = tensor.storage().getWeakStorageImpl();
+}
+
+void Recorder::move_data(int alias_set, c10::StorageImpl& storage) {
+  const c10::Storage own(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                         std::move(storage._mutable_data_ptr_no_checks()), storage.allocator(),
+                         /*resizable=*/storage.allocator() != nullptr);
+  for (size_t id = 0; id < concrete_.size(); ++id) {
+    const at::Tensor& tensor = concrete_[id].tensor;
+    if (!tensor.defined() || graph_.values[id].alias_set != alias_set) continue;
+    tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(own);
+  }
+}
+
+Operator Recorder::make_operator(const TracedCall& call, const ExecutionMode& mode,
+                                 std::string scope) {
+  Operator op(*call.op);
+  op.arguments = call.arguments;
+  op.mode = mode;
+  op.scope = std::move(scope);
+  op.first_result = static_cast<ValueId>(graph_.values.size());
+  if (is_random(*call.op)) op.random_ordinal = random_count_++;
+  op.reads_parameter = std::any_of(call.ids.begin(), call.ids.end(), [&](ValueId id) {
+    return id != kUndefined && value(id).kind == ValueKind::kParameter;
+  });
+  for (ValueId id : call.written()) op.writes.push_back(value(id).alias_set);
+  return op;
+}
+
+void Recorder::run(const TracedCall& call, const Operator& op, torch::jit::Stack& stack) {
+  const auto& schema = call.op->schema();
+  if (host_may_write(op.handle)) {
+    call.op->callBoxed(stack);
+    return;
+  }
+  push_concrete_arguments(call, stack);
+  if (is_leaf(*call.op)) {
+    run_leaf(call, op, stack);
+  } else if (!options_.execute && *call.op == grad_operator()) {
+    std::vector<at::Tensor> shapes;
+    for (ValueId id : call.ids) shapes.push_back(id == kUndefined ? at::Tensor() : concrete(id));
+    torch::jit::drop(stack, call.arguments.size());
+    stack.push_back(grad_on_shapes(graph_, op, shapes));
+  } else if (!options_.execute) {
+    call_on_shapes(*call.op, stack, result_device(op.arguments, graph_, schema));
+  } else if (op.random_ordinal >= 0) {
+    call_seeded(*call.op, stack, stream_seed(options_.random, op.random_ordinal));
+  } else {
+    call.op->callBoxed(stack);
+  }
+}
+
+/// Puts on the stack, in place of the function's arguments, those that the operator runs on.
+void Recorder::push_concrete_arguments(const TracedCall& call, torch::jit::Stack& stack) {
+  const auto tensor = [&](ValueId id) { return id == kUndefined ? at::Tensor() : concrete(id); };
+  const auto& schema = call.op->schema();
+  torch::jit::drop(stack, call.arguments.size());
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const Argument& argument = call.arguments[i];
+    const bool device_of_result = !options_.execute && schema.arguments()[i].name() == "device" &&
+                                  (argument.constant.isDevice() || call.tensors.empty());
+    stack.push_back(device_of_result ? c10::IValue(c10::Device(at::kMeta))
+                                     : to_ivalue(argument, tensor));
+  }
+}
+
+/// A leaf runs on its arguments' data or, on shapes, on zeros. Whether a result of it requires a
+/// gradient may depend on data (no token for any expert), so one does where it may.
+void Recorder::run_leaf(const TracedCall& call, const Operator& op, torch::jit::Stack& stack) {
+  const LeafCallPtr leaf = leaf_call(call.arguments[0].constant);
+  std::vector<at::Tensor> results;
+  if (options_.execute) {
+    results = run_leaf_on_data(*leaf, op, stack);
+  } else {
+    torch::jit::drop(stack, call.arguments.size());
+    std::vector<std::optional<TensorMeta>> inputs;
+    for (ValueId id : call.arguments[2].values) {
+      inputs.push_back(id == kUndefined ? std::nullopt : std::optional(graph_.values[id].meta));
+    }
+    for (const at::Tensor& result : run_leaf_on_zeros(leaf, inputs)) {
+      TensorMeta meta;
+      if (result.defined()) meta = TensorMeta::of(result);
+      meta.requires_grad = false;
+      results.push_back(result.defined() ? make_shape_tensor(meta) : result);
+    }
+  }
+  const bool differentiable =
+      at::GradMode::is_enabled() && std::any_of(call.ids.begin(), call.ids.end(), [&](ValueId id) {
+        return id != kUndefined && graph_.values[id].meta.requires_grad;
+      });
+  for (const at::Tensor& result : results) {
+    if (!differentiable || !result.defined()) continue;
+    if (result.is_floating_point() || result.is_complex()) give_placeholder_history(result);
+  }
+  stack.push_back(std::move(results));
+}
+
+/// Takes the leaf's arguments from the stack and returns its results, without their history.
+std::vector<at::Tensor> Recorder::run_leaf_on_data(const LeafCall& leaf, const Operator& op,
+                                                   torch::jit::Stack& stack) {
+  const auto inputs = stack[stack.size() - op.arguments.size() + 2].toTensorVector();
+  call_seeded(op.handle, stack, stream_seed(options_.random, op.random_ordinal));
+  placeholder_history().tensor_pre_hooks().clear();  // a leaf may have hooks on its inputs
+  std::vector<at::Tensor> results = torch::jit::pop(stack).toTensorVector();
+  for (const at::Tensor& parameter : undeclared_parameters(leaf, inputs, results)) {
+    const auto* entry = options_.table->find(parameter);
+    if (entry == nullptr) continue;
+    refuse_("leaf module \"" + leaf.module + "\" uses parameter \"" + entry->name +
+                "\", which is not its own",
+            "Register it in the leaf too (register_parameter, register_module)");
+  }
+  for (at::Tensor& result : results) {
+    if (result.defined()) result = result.variable_data();
+  }
+  return results;
+}
+
+ValueId Recorder::add_result(const TracedCall& call, Operator& op, const at::Tensor& result) {
+  if (!result.defined()) {
+    op.results.push_back(kUndefined);
+    op.result_is_argument.push_back(-1);
+    return kUndefined;
+  }
+  int is_argument = -1;
+  Value value;
+  for (size_t k = 0; k < call.ids.size(); ++k) {
+    if (call.ids[k] == kUndefined) continue;
+    const at::Tensor& argument = concrete(call.ids[k]);
+    if (is_argument < 0 && argument.is_same(result)) is_argument = static_cast<int>(k);
+    if (argument.has_storage() && argument.storage().is_alias_of(result.storage())) {
+      value.alias_set = graph_.values[call.ids[k]].alias_set;
+    }
+  }
+  value.meta = TensorMeta::of(result);
+  if (result.is_meta()) {
+    value.meta.device = result_device(call.arguments, graph_, call.op->schema());
+  }
+  value.producer = static_cast<int>(graph_.operators.size());
+  // What host code may fill stays the function's alone, or `torch::zeros` returns a copy.
+  const ValueId id = host_may_write(op.handle) ? add(std::move(value), result.variable_data())
+                                               : add_value(std::move(value), result);
+  op.results.push_back(id);
+  op.result_is_argument.push_back(is_argument);
+  if (has_trait(call.op->schema().name(), OperatorTrait::kLeavesUninitialised)) {
+    uninitialised_.insert(graph_.values[id].alias_set);
+  }
+  return id;
+}
+
+void Recorder::add(Operator op) {
+  if (options_.execute) checksums_.push_back(checksum(op));
+  graph_.operators.push_back(std::move(op));
+  forget_dead();
+}
+
+std::vector<LiveResult> Recorder::live_results() const {
+  std::vector<LiveResult> results;
+  for (size_t id = 0; id < concrete_.size(); ++id) {
+    const auto& user = concrete_[id].user;
+    if (user && !user->expired()) results.push_back({static_cast<ValueId>(id), *user});
+  }
+  return results;
+}
+
+std::unique_ptr<Graph> Recorder::finish(const std::vector<ValueId>& outputs,
+                                        const std::vector<BackwardRoot>& roots) {
+  for (size_t i = 0; i < graph_.values.size() && graph_.values[i].kind == ValueKind::kInput; ++i) {
+    graph_.inputs.push_back(static_cast<ValueId>(i));
+  }
+  graph_.outputs = outputs;
+  graph_.roots = roots;
+  check_late_writes();
+  check_written_parameters();
+  assign_scopes();
+  return std::make_unique<Graph>(std::move(graph_));
+}
+
+/// What is written after `backward` is written to a copy where a backward may need what was there
+/// (`late_writes.h`). But a leaf works on the buffers of its module themselves.
+void Recorder::check_late_writes() const {
+  const std::vector<bool> separate = sets_to_separate(graph_);
+  for (const Operator& op : graph_.operators) {
+    if (!is_leaf(op.handle)) continue;
+    for_each_argument(op, [&](ValueId id) {
+      const int alias_set = graph_.values[id].alias_set;
+      const Value& base = this->base(alias_set);
+      const bool lasts = base.kind == ValueKind::kBuffer || base.kind == ValueKind::kParameter;
+      const bool writes = std::count(op.writes.begin(), op.writes.end(), alias_set) > 0;
+      if (!separate[alias_set] || !lasts || !writes) return;
+      core::fail<CaptureError>("step function \"", options_.step_name, "\": buffer \"", base.name,
+                               "\" of leaf module \"", leaf_call(op.arguments[0].constant)->module,
+                               "\" is written after backward, and an operator before it has read "
+                               "the buffer, so that its "
+                               "backward may need what was there. Call model->backward after "
+                               "whatever writes the buffer, "
+                               "or read a copy of it: buffer.clone()");
+    });
+  }
+}
+
+/// A leaf that writes parameters keeps copies of what its own backward needs.
+void Recorder::check_written_parameters() const {
+  if (graph_.roots.empty()) return;
+  std::vector<const Operator*> writer(graph_.alias_sets, nullptr);
+  for (const Operator& op : graph_.operators) {
+    for (int set : op.writes) {
+      const bool parameter = base(set).kind == ValueKind::kParameter;
+      if (parameter) writer[set] = &op;
+    }
+  }
+  for (const Operator& op : graph_.operators) {
+    if (is_leaf(op.handle)) continue;
+    for_each_argument(op, [&](ValueId id) {
+      const int set = graph_.values[id].alias_set;
+      if (writer[set] == nullptr) return;
+      core::fail<CaptureError>(
+          "step function \"", options_.step_name, "\": leaf module \"",
+          leaf_call(writer[set]->arguments[0].constant)->module, "\" writes parameter \"",
+          base(set).name, "\", and operator ", op.name(),
+          " reads it, whose backward may need what was there. Let leaves only read it, or give the "
+          "operator a copy that the leaf returns: weight.clone()");
+    });
+  }
+}
+
+uint64_t Recorder::checksum(const Operator& op) {
+  uint64_t hash = 1;
+  for (ValueId id : op.results) {
+    if (id == kUndefined) continue;
+    if (uninitialised_.count(graph_.values[id].alias_set) > 0) return 0;
+    hash = hash_content(concrete(id), hash);
+  }
+  return hash;
+}
+
+/// Operators without parameters belong to the innermost module that holds the operators with
+/// parameters before and after them.
+void Recorder::assign_scopes() {
+  std::vector<std::string> next(graph_.operators.size() + 1);
+  for (size_t i = graph_.operators.size(); i-- > 0;) {
+    const Operator& op = graph_.operators[i];
+    next[i] = op.reads_parameter ? op.scope : next[i + 1];
+  }
+  std::string previous;
+  for (size_t i = 0; i < graph_.operators.size(); ++i) {
+    Operator& op = graph_.operators[i];
+    if (op.reads_parameter) {
+      previous = op.scope;
+    } else {
+      op.scope = common_prefix(previous, next[i]);
+    }
+  }
+}
+
+}  // namespace smp::graph
