@@ -675,6 +675,46 @@ TEST_F(Numbers, AViewThatWasMadeBeforeABranchIsOneAfterIt) {
   EXPECT_TRUE(torch::equal(replayed.gradients.at("fc.weight"), net_->fc->weight.grad()));
 }
 
+/// Everything that a run has done before it leaves the known graphs is as in a run of its own.
+TEST_F(Numbers, ARunThatLeavesAKnownGraphIsRecordedAsOneFromTheStart) {
+  bool branch = false;
+  std::vector<float> early = {1, 2, 3, 4}, late = {1, 1, 1, 1};
+  double factor = 2;
+  const auto outside = torch::ones({4}), first_read_late = torch::ones({4});
+  const auto function = [&](const Tensors& in) -> Tensors {
+    const auto table = filled(late);
+    auto h = torch::dropout(net_(in[0]) * filled(early) * factor + outside, 0.5, true);
+    h = branch ? torch::dropout(h.relu(), 0.5, true) * first_read_late : h.tanh();
+    const auto y = h + table;
+    backward(y.sum());
+    return {y};
+  };
+  const TraceResult known = trace(table_, {x_}, function);
+  branch = true;
+  early = {5, 6, 7, 8};
+  late = {};  // not filled in this run
+  factor = 3;
+  outside.fill_(9);
+  const TraceResult left = again(known, function);
+  const TraceResult whole = trace(table_, {x_}, function, false);
+  ASSERT_NE(left.recorded, nullptr);
+  EXPECT_EQ(left.recorded->to_string(), whole.recorded->to_string());
+  EXPECT_EQ(left.recorded->constants_fingerprint(), whole.recorded->constants_fingerprint());
+  ASSERT_EQ(left.recorded->operators.size(), whole.recorded->operators.size());
+  for (size_t i = 0; i < whole.recorded->operators.size(); ++i) {
+    const Operator& a = left.recorded->operators[i];
+    const Operator& b = whole.recorded->operators[i];
+    EXPECT_EQ(a.random_ordinal, b.random_ordinal) << left.recorded->line(i);
+    EXPECT_EQ(a.first_result, b.first_result) << left.recorded->line(i);
+    EXPECT_EQ(a.result_is_argument, b.result_is_argument) << left.recorded->line(i);
+  }
+  const Replayed replayed = replay(*left.recorded, table_, {x_});
+  const Replayed expected = replay(*whole.recorded, table_, {x_});
+  EXPECT_TRUE(torch::equal(replayed.outputs[0], expected.outputs[0]));
+  EXPECT_TRUE(torch::equal(replayed.gradients.at("fc.weight"), expected.gradients.at("fc.weight")));
+  EXPECT_EQ(again(left, function).match, left.recorded.get());
+}
+
 // -- What the host is told of data
 
 TEST_F(Numbers, AttentionOverASequenceOfTheLengthOfItsQuery) {
