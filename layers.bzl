@@ -46,7 +46,7 @@ LAYERS = {
         "pipeline",
         "runtime",
     ],
-    "python": ["comm"],
+    "python": ["smp"],
     "tools": [
         "checkpoint",
         "core",
@@ -55,7 +55,7 @@ LAYERS = {
         "pipeline",
         "runtime/step/pipeline_choice.h",
     ],
-    "examples": ["comm/c10d/process_group.h", "smp"],
+    "examples": ["smp"],
 }
 
 # What sees everything.

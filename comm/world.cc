@@ -6,6 +6,7 @@
 #include "comm/threads/thread_communicator.h"
 #include "core/check.h"
 #include "core/env.h"
+#include "core/libtorch.h"
 #include "core/vector_math.h"
 
 namespace smp::comm {
@@ -30,6 +31,7 @@ Launcher launcher() {
 }
 
 CommunicatorPtr make_world(std::chrono::milliseconds timeout) {
+  core::check_libtorch();
   core::prepare_vector_math();
   switch (launcher()) {
     case Launcher::kMpirun:

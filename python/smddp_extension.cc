@@ -7,7 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "comm/c10d/backend.h"
+#include "smp/c10d.h"
 
 // As torch's own bindings hold these classes.
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
@@ -15,7 +15,7 @@ PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 namespace py = pybind11;
 
 PYBIND11_MODULE(_smddp, module) {
-  module.def("make_backend", &smp::comm::make_smddp_backend, py::arg("store"), py::arg("rank"),
+  module.def("make_backend", &smp::smddp::make_backend, py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
              "A torch.distributed Backend of the processes that meet at the store.");
 }

@@ -7,13 +7,15 @@
 #include <string>
 #include <type_traits>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// The strategies of `set_activation_checkpointing` that have no number.
 enum class CheckpointStrategy { kEach, kContiguous };
 
 /// Options of `set_activation_checkpointing`.
-struct CheckpointOptions {
+struct SMP_API CheckpointOptions {
   /// For a `Sequential` or `ModuleList`, which of its children run again together: "each" child by
   /// itself, "contiguous": all neighbours on one stage, or "group_N": N neighbours on one stage,
   /// "group_2" for example. Other modules know "each" only, and run again as a whole.
@@ -30,7 +32,7 @@ struct CheckpointOptions {
 };
 
 namespace detail {
-void checkpoint_module(const torch::nn::Module& module, const CheckpointOptions& options);
+SMP_API void checkpoint_module(const torch::nn::Module& module, const CheckpointOptions& options);
 }  // namespace detail
 
 /// Runs `module` (a holder, a module or a pointer to one) again in the backward pass instead of

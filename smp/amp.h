@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace torch::optim {
 class Optimizer;
 }  // namespace torch::optim
@@ -61,7 +63,7 @@ struct GradScalerOptions {
 ///
 /// Texts of errors are torch's. The scale in a step function is an input of the step, so another
 /// scale is no other graph. Copies are the same scaler.
-class GradScaler {
+class SMP_API GradScaler {
  public:
   /// Made after `init` and outside of step functions. Throws `UsageError` for factors that do not
   /// grow or back off.

@@ -3,12 +3,14 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
+#include "smp/export.h"
+
 namespace smp::amp {
 
 /// torch.autocast for C++: while it lives, operators on tensors of `device` that this thread calls
 /// compute in `dtype` where libtorch holds that to be safe. Inside a step function or around what
 /// is to be compared with one; scopes nest.
-class [[nodiscard]] Autocast {
+class [[nodiscard]] SMP_API Autocast {
  public:
   explicit Autocast(at::ScalarType dtype, at::DeviceType device = at::kCPU, bool enabled = true);
   /// Restores what was before. The outermost scope also forgets the parameters that were cast in

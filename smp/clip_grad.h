@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp {
 
 class ModelCore;
@@ -22,24 +24,24 @@ class ModelCore;
 ///
 /// Throws `UsageError` inside a step function, for tensors that are not parameters of a
 /// `DistributedModel`, and where ranks call it with other arguments.
-at::Tensor grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2);
+SMP_API at::Tensor grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2);
 
 /// Multiplies the gradients of parameters, on whatever ranks they are, by
 /// max_norm / (norm + 1e-6) if that is less than one, and returns the norm there was: `grad_norm`,
 /// which says more. With `error_if_nonfinite` a norm that is infinite or no number is a
 /// `UsageError` on all ranks, and nothing is changed; otherwise gradients are scaled by what
 /// follows from it, as torch::nn::utils::clip_grad_norm_ does.
-double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
-                       double norm_type = 2, bool error_if_nonfinite = false);
+SMP_API double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                               double norm_type = 2, bool error_if_nonfinite = false);
 
 /// Limits each element of the gradients of parameters to [-clip_value, clip_value], on whatever
 /// rank it is. Not collective. Throws `UsageError` as `grad_norm`.
-void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
+SMP_API void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
 
 /// The same for all parameters of a model.
-at::Tensor grad_norm(const ModelCore& model, double norm_type = 2);
-double clip_grad_norm_(const ModelCore& model, double max_norm, double norm_type = 2,
-                       bool error_if_nonfinite = false);
-void clip_grad_value_(const ModelCore& model, double clip_value);
+SMP_API at::Tensor grad_norm(const ModelCore& model, double norm_type = 2);
+SMP_API double clip_grad_norm_(const ModelCore& model, double max_norm, double norm_type = 2,
+                               bool error_if_nonfinite = false);
+SMP_API void clip_grad_value_(const ModelCore& model, double clip_value);
 
 }  // namespace smp

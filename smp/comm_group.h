@@ -1,5 +1,7 @@
 #pragma once
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// The groups of ranks. With pp, tp and rdp the digits of a rank:
@@ -13,6 +15,6 @@ enum class CommGroup {
 };
 
 /// "world", "pp", "tp", "rdp", "mp" or "dp".
-const char* to_string(CommGroup group);
+SMP_API const char* to_string(CommGroup group);
 
 }  // namespace smp

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "smp/export.h"
 #include "smp/group.h"
 
 namespace smp {
@@ -35,14 +36,14 @@ using CommHook = std::function<WorkPtr(const GradBucket& bucket)>;
 
 /// What happens without a hook: sums in rank order, divides once; half precision is rounded at the
 /// end.
-WorkPtr all_reduce_hook(const GradBucket& bucket);
+SMP_API WorkPtr all_reduce_hook(const GradBucket& bucket);
 
 /// Casts the gradients to float16, divides, sums in rank order (in float32, rounded once) and casts
 /// back: half the traffic. As PyTorch's hook of that name.
-WorkPtr fp16_compress_hook(const GradBucket& bucket);
+SMP_API WorkPtr fp16_compress_hook(const GradBucket& bucket);
 
 /// The same in bfloat16.
-WorkPtr bf16_compress_hook(const GradBucket& bucket);
+SMP_API WorkPtr bf16_compress_hook(const GradBucket& bucket);
 
 /// Options of `power_sgd_hook`; names and defaults are those of PyTorch's PowerSGDState.
 struct PowerSGDOptions {
@@ -71,6 +72,6 @@ struct PowerSGDOptions {
 /// Gradients that would not become smaller, those of vectors for instance, are averaged as they
 /// are. Results are the same on all ranks and in every run. Each call gives a hook with a state of
 /// its own, for one model. Throws `UsageError` for a rank below 1 or a `start_iter` below 2.
-CommHook power_sgd_hook(const PowerSGDOptions& options = {});
+SMP_API CommHook power_sgd_hook(const PowerSGDOptions& options = {});
 
 }  // namespace smp

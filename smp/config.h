@@ -10,6 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp {
 
 namespace core {
@@ -31,7 +33,7 @@ using ConfigValue = std::variant<std::monostate, bool, int64_t, double, std::str
 ///   smp::init(smp::Config::from_file("smp.json"));
 ///   smp::init(smp::Config().partitions(2).microbatches(4).ddp(true));
 /// \endcode
-class Config {
+class SMP_API Config {
  public:
   Config();
 
@@ -503,6 +505,6 @@ class Config {
 };
 
 /// Prints `config.to_string()`.
-std::ostream& operator<<(std::ostream& out, const Config& config);
+SMP_API std::ostream& operator<<(std::ostream& out, const Config& config);
 
 }  // namespace smp

@@ -11,6 +11,7 @@
 #include "smp/comm_hooks.h"
 #include "smp/ddp_options.h"
 #include "smp/detail/outputs.h"
+#include "smp/export.h"
 #include "smp/init.h"
 
 namespace torch::nn {
@@ -24,7 +25,7 @@ class DataParallelCore;
 }  // namespace dp
 
 /// While it lives, passes only add gradients up; see `DistributedDataParallel::no_sync`.
-class [[nodiscard]] NoSync {
+class [[nodiscard]] SMP_API NoSync {
  public:
   explicit NoSync(std::shared_ptr<dp::DataParallelCore> core);
   ~NoSync();
@@ -37,7 +38,7 @@ class [[nodiscard]] NoSync {
 };
 
 /// While it lives, ranks may run out of data; see `DistributedDataParallel::join`.
-class [[nodiscard]] Join {
+class [[nodiscard]] SMP_API Join {
  public:
   Join(std::shared_ptr<dp::DataParallelCore> core, const JoinOptions& options);
   /// Takes part in what the others communicate until their data have ended, too; throws what goes
@@ -55,7 +56,7 @@ class [[nodiscard]] Join {
 namespace detail {
 
 /// What `DistributedDataParallel` does whatever the type of its module.
-class DataParallel {
+class SMP_API DataParallel {
  public:
   /// While what this returns lives, passes only add gradients up on this rank; those of the first
   /// pass after it reduce the whole sum. Forward passes count: those made inside are not reduced.

@@ -5,47 +5,49 @@
 #include <string>
 #include <utility>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// Base of every exception this library throws. It derives from `c10::Error`, so code that
 /// catches libtorch's exceptions catches ours. `what()` is the message alone, no backtrace.
-class Error : public c10::Error {
+class SMP_API Error : public c10::Error {
  public:
   explicit Error(std::string message) : c10::Error(std::move(message), c10::Backtrace{}) {}
 };
 
 /// A parameter, file or environment variable of the configuration is wrong.
-class ConfigError : public Error {
+class SMP_API ConfigError : public Error {
   using Error::Error;
 };
 
 /// A call that the API does not allow at this point; the message names the right call.
-class UsageError : public Error {
+class SMP_API UsageError : public Error {
   using Error::Error;
 };
 
 /// The step function does something that cannot be captured as a graph of operators.
-class CaptureError : public Error {
+class SMP_API CaptureError : public Error {
   using Error::Error;
 };
 
 /// No valid partition exists for the graph and the constraints given.
-class PartitionError : public Error {
+class SMP_API PartitionError : public Error {
   using Error::Error;
 };
 
 /// Communication between ranks failed; the message names the peer.
-class CommError : public Error {
+class SMP_API CommError : public Error {
   using Error::Error;
 };
 
 /// A blocking wait ran out of time; the message names whom it waited for.
-class TimeoutError : public CommError {
+class SMP_API TimeoutError : public CommError {
   using CommError::CommError;
 };
 
 /// A checkpoint is missing, damaged or does not fit the model.
-class CheckpointError : public Error {
+class SMP_API CheckpointError : public Error {
   using Error::Error;
 };
 

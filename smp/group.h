@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "smp/comm_group.h"
+#include "smp/export.h"
 #include "smp/reduce_op.h"
 #include "smp/work.h"
 
@@ -25,25 +26,25 @@ class GroupCore;
 
 /// This rank's number in the world, on its host, and in its groups, with the sizes of those. The
 /// numbering is described with `placement_strategy` in docs/configuration.md.
-int rank();
-int size();
-int local_rank();
-int local_size();
-int pp_rank();
-int pp_size();
-int tp_rank();
-int tp_size();
-int rdp_rank();
-int rdp_size();
-int mp_rank();
-int mp_size();
-int dp_rank();
-int dp_size();
+SMP_API int rank();
+SMP_API int size();
+SMP_API int local_rank();
+SMP_API int local_size();
+SMP_API int pp_rank();
+SMP_API int pp_size();
+SMP_API int tp_rank();
+SMP_API int tp_size();
+SMP_API int rdp_rank();
+SMP_API int rdp_size();
+SMP_API int mp_rank();
+SMP_API int mp_size();
+SMP_API int dp_rank();
+SMP_API int dp_size();
 
 /// The collectives of a group, started: each returns at once what waits for it, and until then the
 /// tensors must not be touched. Tensors are dense and contiguous. Reductions go in the order of the
 /// ranks.
-class AsyncCollectives {
+class SMP_API AsyncCollectives {
  public:
   /// For the library itself.
   explicit AsyncCollectives(std::shared_ptr<comm::Communicator> communicator);
@@ -86,7 +87,7 @@ class AsyncCollectives {
 /// device, too. They throw `UsageError` for tensors that differ between the ranks in shape or type,
 /// and for groups of the program inside a step function; `CommError` when a rank has failed, and
 /// `TimeoutError` when one does not come.
-class Group {
+class SMP_API Group {
  public:
   /// This rank's group of a kind, so that a kind may be given wherever a group is asked for. Looked
   /// up when it is used: that throws `UsageError` before `init`.
@@ -120,11 +121,11 @@ class Group {
 };
 
 /// This rank's group of a kind: `group(CommGroup::kDp).size()`. Throws `UsageError` before `init`.
-[[nodiscard]] Group group(CommGroup kind);
+[[nodiscard]] SMP_API Group group(CommGroup kind);
 
 /// Short for `group.barrier()` and `group.all_reduce(tensor)`: `all_reduce(loss, CommGroup::kDp)`.
-void barrier(const Group& group = CommGroup::kWorld);
-[[nodiscard]] at::Tensor all_reduce(const at::Tensor& tensor, const Group& group);
+SMP_API void barrier(const Group& group = CommGroup::kWorld);
+[[nodiscard]] SMP_API at::Tensor all_reduce(const at::Tensor& tensor, const Group& group);
 
 /// This replica's share of a batch that all ranks have: along `axis` (from the end if negative),
 /// the equal part of number `dp_rank()` of `dp_size()`, or with `prescaled_batch` of number
@@ -132,6 +133,6 @@ void barrier(const Group& group = CommGroup::kWorld);
 /// wants it. A view of `batch`. The counterpart of PyTorch's `DistributedSampler`: a shuffled order
 /// of samples that is the same on all ranks is shared by `shard(order)`. Throws `UsageError` if the
 /// parts are not equal.
-[[nodiscard]] at::Tensor shard(const at::Tensor& batch, int64_t axis = 0);
+[[nodiscard]] SMP_API at::Tensor shard(const at::Tensor& batch, int64_t axis = 0);
 
 }  // namespace smp

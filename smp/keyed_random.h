@@ -4,6 +4,8 @@
 #include <memory>
 #include <string_view>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// While it lives, random operators (dropout, randn ...) that this thread calls in plain eager
@@ -11,7 +13,7 @@ namespace smp {
 /// first one without a name is "step 0"), in its call number `call`, on global microbatch
 /// `microbatch` (dp_rank * microbatches + m), under `seed`. For comparing a distributed run with a
 /// plain one.
-class [[nodiscard]] KeyedRandom {
+class [[nodiscard]] SMP_API KeyedRandom {
  public:
   KeyedRandom(uint64_t seed, std::string_view step_function, uint64_t call, uint64_t microbatch);
   ~KeyedRandom();

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "smp/detail/structure.h"
+#include "smp/export.h"
 
 namespace torch::nn {
 class Module;
@@ -113,14 +114,14 @@ struct LeafResult {
 using RunLeaf = std::function<LeafResult(const std::vector<at::Tensor>& tensors)>;
 
 /// True where a call of a leaf is recorded instead of made at once.
-bool records_leaves();
+SMP_API bool records_leaves();
 
 /// Records a call of `module` as one operator with these tensors as inputs. What `arguments`
 /// describes belongs to the call; `run` outlives the step, so it holds none of the tensors. Returns
 /// the tensors of this call, and the rest of the result as it was when the call was recorded.
-LeafResult call_leaf(torch::nn::Module& module, bool writes_parameters,
-                     const Description& arguments, const std::vector<at::Tensor>& inputs,
-                     RunLeaf run);
+SMP_API LeafResult call_leaf(torch::nn::Module& module, bool writes_parameters,
+                             const Description& arguments, const std::vector<at::Tensor>& inputs,
+                             RunLeaf run);
 
 }  // namespace detail
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "smp/export.h"
 #include "smp/model_options.h"
 #include "smp/removable_handle.h"
 
@@ -24,7 +25,7 @@ class Model;
 
 /// A `DistributedModel` whatever its module's type: what it does apart from calling the module.
 /// Copies refer to the same model.
-class ModelCore {
+class SMP_API ModelCore {
  public:
   using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
 
@@ -133,7 +134,7 @@ class ModelCore {
 
 namespace detail {
 /// Throws `UsageError` unless a step function is running, or this rank holds the whole model.
-void check_model_call();
+SMP_API void check_model_call();
 }  // namespace detail
 
 }  // namespace smp

@@ -8,6 +8,8 @@
 #include <memory>
 #include <optional>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// Options of `model_creation`.
@@ -30,7 +32,7 @@ struct ModelCreationOptions {
 };
 
 /// The scope that `model_creation` begins; it ends with the block.
-class [[nodiscard]] ModelCreation {
+class [[nodiscard]] SMP_API ModelCreation {
  public:
   explicit ModelCreation(const ModelCreationOptions& options);
   ~ModelCreation();
@@ -57,14 +59,14 @@ class [[nodiscard]] ModelCreation {
 ///
 /// Scopes nest; the innermost one counts. Belongs to one thread. Needs `smp::init` unless
 /// `delayed` is given. Throws `UsageError` for a `dtype` that is no floating point type.
-ModelCreation model_creation(const ModelCreationOptions& options = {});
+SMP_API ModelCreation model_creation(const ModelCreationOptions& options = {});
 
 /// `model_creation` for this purpose alone. In a scope that delays, `enabled = false` makes what is
 /// constructed inside at once.
-ModelCreation delayed_parameter_initialization(bool enabled = true);
+SMP_API ModelCreation delayed_parameter_initialization(bool enabled = true);
 
 /// Makes what the module's parameters and buffers are still without, on this rank, as if they had
 /// been constructed plainly: for modules that are used without a step. Not collective.
-void materialize(const torch::nn::Module& module);
+SMP_API void materialize(const torch::nn::Module& module);
 
 }  // namespace smp

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// What happens to a tensor on its way from a file into a model.
@@ -25,7 +27,7 @@ enum class Transform {
 ///       .rename("wte.weight", "tokens.weight")
 ///       .prefix("transformer.", "");
 /// \endcode
-class NameMap {
+class SMP_API NameMap {
  public:
   /// What a stored tensor is in the model.
   struct Target {

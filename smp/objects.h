@@ -5,16 +5,17 @@
 
 #include "smp/comm_group.h"
 #include "smp/detail/archive.h"
+#include "smp/export.h"
 
 namespace smp {
 
 namespace detail {
 
-void send_object(const std::string& bytes, int dest_rank, CommGroup group);
-std::string recv_object(int src_rank, CommGroup group);
-void broadcast_object(const std::string& bytes, CommGroup group);
-std::vector<std::string> allgather_objects(const std::string& bytes, CommGroup group);
-int this_rank_in(CommGroup group);
+SMP_API void send_object(const std::string& bytes, int dest_rank, CommGroup group);
+SMP_API std::string recv_object(int src_rank, CommGroup group);
+SMP_API void broadcast_object(const std::string& bytes, CommGroup group);
+SMP_API std::vector<std::string> allgather_objects(const std::string& bytes, CommGroup group);
+SMP_API int this_rank_in(CommGroup group);
 
 }  // namespace detail
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "smp/detail/optimizer_traits.h"
+#include "smp/export.h"
 #include "smp/loss_scale_options.h"
 #include "smp/optimizer_state.h"
 
@@ -18,7 +19,7 @@ class Optimizer;
 
 /// A `DistributedOptimizer`, or what `smp::distributed` gives, whatever its optimizer's type: what
 /// it has beside `step`. For training in half precision by SMP's names; see docs/precision.md.
-class OptimizerCore {
+class SMP_API OptimizerCore {
  public:
   /// Sets all gradients to undefined, or to zero. Throws `UsageError` inside a step function.
   void zero_grad(bool set_to_none = true) const;

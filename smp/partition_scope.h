@@ -8,11 +8,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// What `partition` returns; it is in force as long as it lives, on the thread that made it. What
 /// was made under it stays pinned, whichever thread runs the first step.
-class PartitionScope {
+class SMP_API PartitionScope {
  public:
   explicit PartitionScope(int partition);
   ~PartitionScope();
@@ -43,10 +45,10 @@ class PartitionScope {
 ///     fc = register_module("fc", torch::nn::Linear(128, 10));
 ///   }
 /// \endcode
-[[nodiscard]] PartitionScope partition(int index);
+[[nodiscard]] SMP_API PartitionScope partition(int index);
 
 namespace detail {
-void pin_module(const torch::nn::Module& module, int partition);
+SMP_API void pin_module(const torch::nn::Module& module, int partition);
 }  // namespace detail
 
 /// Pins all parameters and buffers of `module` (a holder, a module or a pointer to one) and of its
@@ -64,7 +66,7 @@ void set_partition(const M& module, int index) {
 }
 
 /// The partition that a scope or `set_partition` asked for; -1: none.
-int pinned_partition(const at::Tensor& tensor);
+SMP_API int pinned_partition(const at::Tensor& tensor);
 
 /// Where a parameter or buffer went, and why.
 struct Placement {
@@ -75,13 +77,13 @@ struct Placement {
 
 /// Of a parameter or buffer of a `DistributedModel`. Throws `UsageError` before the first step,
 /// which partitions the models, and for a tensor that belongs to none.
-Placement get_partition(const at::Tensor& tensor);
+SMP_API Placement get_partition(const at::Tensor& tensor);
 
 /// Where every operator of the first step function went, and why; one a line:
 ///
 ///     operator 3 (aten::linear) in fc1: partition 1, parameter fc1.weight is pinned
 ///
 /// Throws `UsageError` before the first step.
-std::string explain_partition();
+SMP_API std::string explain_partition();
 
 }  // namespace smp

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "smp/export.h"
 #include "smp/pretrained_options.h"
 
 namespace torch::nn {
@@ -18,11 +19,11 @@ class ModelCore;
 /// world, each rank reads what it holds. Shapes, types and names are checked first: what does not
 /// fit is one `CheckpointError` on all ranks, and then nothing has changed. Returns what was used
 /// and what not, the same on all ranks.
-PretrainedReport load_pretrained(const std::string& path, const ModelCore& model,
-                                 const PretrainedOptions& options = {});
+SMP_API PretrainedReport load_pretrained(const std::string& path, const ModelCore& model,
+                                         const PretrainedOptions& options = {});
 
 /// The same into a plain module of this process; needs no `init`.
-PretrainedReport load_pretrained(const std::string& path, torch::nn::Module& module,
-                                 const PretrainedOptions& options = {});
+SMP_API PretrainedReport load_pretrained(const std::string& path, torch::nn::Module& module,
+                                         const PretrainedOptions& options = {});
 
 }  // namespace smp

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// How elements of several ranks are combined. Every reduction combines in ascending rank order
@@ -19,6 +21,6 @@ enum class ReduceOp {
 };
 
 /// "sum", "average", ...
-const char* to_string(ReduceOp op);
+SMP_API const char* to_string(ReduceOp op);
 
 }  // namespace smp

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "smp/checkpoint_options.h"
+#include "smp/export.h"
 #include "smp/removable_handle.h"
 
 namespace torch::nn {
@@ -23,7 +24,7 @@ class BackgroundSave;
 
 /// A save that may still be under way; copies are the same one. Nothing needs to be done with it: a
 /// save goes on without, and the next save, `load` and the end of the program wait for it.
-class SaveHandle {
+class SMP_API SaveHandle {
  public:
   explicit SaveHandle(std::shared_ptr<runtime::BackgroundSave> save) : save_(std::move(save)) {}
 
@@ -42,28 +43,30 @@ class SaveHandle {
 /// file system. Every stage writes its own tensors, under names that do not depend on the layout. A
 /// crash at any point leaves an earlier checkpoint of that name loadable. Files that cannot be
 /// written are one `CheckpointError` on all ranks, after which training can go on.
-void save(const std::string& path, const ModelCore& model, const std::string& user_content = "{}");
-void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
-          const std::string& user_content = "{}");
+SMP_API void save(const std::string& path, const ModelCore& model,
+                  const std::string& user_content = "{}");
+SMP_API void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
+                  const std::string& user_content = "{}");
 
 /// The same, but returns as soon as this rank's share has been copied to host memory, while another
 /// thread writes it. What is saved is what there was at the call. One save at a time: the next one
 /// waits. Until it is complete, an earlier checkpoint of that name can be loaded, also when a rank
 /// dies.
-[[nodiscard]] SaveHandle save_async(const std::string& path, const ModelCore& model,
-                                    const std::string& user_content = "{}");
-[[nodiscard]] SaveHandle save_async(const std::string& path, const ModelCore& model,
-                                    const OptimizerCore& optimizer,
-                                    const std::string& user_content = "{}");
+[[nodiscard]] SMP_API SaveHandle save_async(const std::string& path, const ModelCore& model,
+                                            const std::string& user_content = "{}");
+[[nodiscard]] SMP_API SaveHandle save_async(const std::string& path, const ModelCore& model,
+                                            const OptimizerCore& optimizer,
+                                            const std::string& user_content = "{}");
 
 /// SMP's `save_checkpoint`: saves as `path`/`tag`_partial, or as `path`/`tag` with
 /// `partial(false)`, and notes in `path`/newest that this is the newest. All ranks give the same
 /// arguments, but for `user_content`, which is world rank 0's. Otherwise as `save`.
-SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
-                           const SaveCheckpointOptions& options = {});
-SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
-                           const OptimizerCore& optimizer,
-                           const SaveCheckpointOptions& options = {});
+SMP_API SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
+                                   const ModelCore& model,
+                                   const SaveCheckpointOptions& options = {});
+SMP_API SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
+                                   const ModelCore& model, const OptimizerCore& optimizer,
+                                   const SaveCheckpointOptions& options = {});
 
 /// Loads what `save` wrote, into any number of stages and replicas, before or after the first
 /// step. Collective over the world. First everything is checked, the bytes of all tensors too, of
@@ -72,30 +75,33 @@ SaveHandle save_checkpoint(const std::string& path, const std::string& tag, cons
 /// give the losses of the run that was not interrupted, bit for bit, if `gradient_shards` is the
 /// same (it is taken from the checkpoint unless the configuration sets it). Each rank reads what it
 /// holds, one tensor at a time. To load into a plain module without `init`, use `load_into_module`.
-LoadedRun load(const std::string& path, const ModelCore& model, const LoadOptions& options = {});
-LoadedRun load(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
-               const LoadOptions& options = {});
+SMP_API LoadedRun load(const std::string& path, const ModelCore& model,
+                       const LoadOptions& options = {});
+SMP_API LoadedRun load(const std::string& path, const ModelCore& model,
+                       const OptimizerCore& optimizer, const LoadOptions& options = {});
 
 /// SMP's `resume_from_checkpoint`: loads what `save_checkpoint` saved under `tag`, by default the
 /// newest of `path`. Otherwise as `load`; any layout may follow any other.
-LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
-                                 const ModelCore& model, const LoadOptions& options = {});
-LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
-                                 const ModelCore& model, const OptimizerCore& optimizer,
-                                 const LoadOptions& options = {});
+SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
+                                         const std::optional<std::string>& tag,
+                                         const ModelCore& model, const LoadOptions& options = {});
+SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
+                                         const std::optional<std::string>& tag,
+                                         const ModelCore& model, const OptimizerCore& optimizer,
+                                         const LoadOptions& options = {});
 
 /// Has checkpoints hold what `save` returns, text of JSON, under a name of its own, and calls
 /// `load` with it when one is loaded: for positions in data and the like (for learning-rate
 /// schedulers there is `register_scheduler`).
 /// `save` is called on world rank 0 and `load` on all ranks, if the checkpoint has the name. Throws
 /// `UsageError` for a name that is taken.
-RemovableHandle register_checkpoint_state(const std::string& name,
-                                          std::function<std::string()> save,
-                                          std::function<void(const std::string&)> load);
+SMP_API RemovableHandle register_checkpoint_state(const std::string& name,
+                                                  std::function<std::string()> save,
+                                                  std::function<void(const std::string&)> load);
 
 /// Loads the model of a checkpoint into a plain module of this process; needs no `init`. Of the
 /// options, `strict` and `convert` count. Checks as `load` does.
-void load_into_module(const std::string& path, torch::nn::Module& module,
-                      const LoadOptions& options = {});
+SMP_API void load_into_module(const std::string& path, torch::nn::Module& module,
+                              const LoadOptions& options = {});
 
 }  // namespace smp

@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "smp/export.h"
 #include "smp/removable_handle.h"
 
 namespace smp {
@@ -31,9 +32,10 @@ struct SchedulerState {
 ///   torch::optim::StepLR scheduler(optimizer, /*step_size=*/10, /*gamma=*/0.5);
 ///   smp::register_scheduler("lr", scheduler);
 /// \endcode
-RemovableHandle register_scheduler(const std::string& name, torch::optim::LRScheduler& scheduler,
-                                   SchedulerState own = {});
-RemovableHandle register_scheduler(const std::string& name,
-                                   torch::optim::ReduceLROnPlateauScheduler& scheduler);
+SMP_API RemovableHandle register_scheduler(const std::string& name,
+                                           torch::optim::LRScheduler& scheduler,
+                                           SchedulerState own = {});
+SMP_API RemovableHandle register_scheduler(const std::string& name,
+                                           torch::optim::ReduceLROnPlateauScheduler& scheduler);
 
 }  // namespace smp

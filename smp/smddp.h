@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "smp/export.h"
 #include "smp/group.h"
 #include "smp/reduce_op.h"
 #include "smp/work.h"
@@ -23,45 +24,46 @@
 namespace smp::smddp {
 
 /// True when a launcher has started this process as one of a job.
-bool is_available();
+SMP_API bool is_available();
 
 /// Joins the other ranks; the first call, collective. Throws `UsageError` at a second call.
 /// `timeout` is how long a rank waits for another before a call throws `TimeoutError`.
-void init_process_group(std::chrono::milliseconds timeout = std::chrono::seconds(300));
-bool is_initialized();
+SMP_API void init_process_group(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+SMP_API bool is_initialized();
 
 /// The ranks, for what takes a group: `smp::DDPOptions().process_group(smp::smddp::group())`.
-Group group();
+SMP_API Group group();
 
-int get_rank();
-int get_world_size();
+SMP_API int get_rank();
+SMP_API int get_world_size();
 /// This rank's place among those of its host, and how many those are.
-int get_local_rank();
-int get_local_size();
+SMP_API int get_local_rank();
+SMP_API int get_local_size();
 
 /// Replaces `tensor` on every rank by the reduction over the ranks, in rank order.
-WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum, bool async_op = false);
+SMP_API WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
+                           bool async_op = false);
 
 /// Replaces `tensor` on rank `dst` by the reduction over the ranks.
-WorkPtr reduce(const at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::kSum,
-               bool async_op = false);
+SMP_API WorkPtr reduce(const at::Tensor& tensor, int dst, ReduceOp op = ReduceOp::kSum,
+                       bool async_op = false);
 
 /// Replaces `tensor` on every rank by that of rank `src`.
-WorkPtr broadcast(const at::Tensor& tensor, int src = 0, bool async_op = false);
+SMP_API WorkPtr broadcast(const at::Tensor& tensor, int src = 0, bool async_op = false);
 
 /// Fills `tensors[r]`, one of each rank's shape, with rank r's `tensor`. Shapes are equal.
-WorkPtr all_gather(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor,
-                   bool async_op = false);
+SMP_API WorkPtr all_gather(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor,
+                           bool async_op = false);
 
 /// Sends rows of `input` (along axis 0) to the ranks, input_split_sizes[r] of them to rank r, and
 /// puts the rows that come from rank r into `output`, output_split_sizes[r] of them, in rank order.
 /// Empty lists mean equal numbers.
-WorkPtr all_to_all_single(const at::Tensor& output, const at::Tensor& input,
-                          const std::vector<int64_t>& output_split_sizes = {},
-                          const std::vector<int64_t>& input_split_sizes = {},
-                          bool async_op = false);
+SMP_API WorkPtr all_to_all_single(const at::Tensor& output, const at::Tensor& input,
+                                  const std::vector<int64_t>& output_split_sizes = {},
+                                  const std::vector<int64_t>& input_split_sizes = {},
+                                  bool async_op = false);
 
 /// Returns when all ranks have called it.
-void barrier();
+SMP_API void barrier();
 
 }  // namespace smp::smddp

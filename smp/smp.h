@@ -25,3 +25,4 @@
 #include "smp/step_output.h"
 #include "smp/tensor_parallelism.h"
 #include "smp/tp_register.h"
+#include "smp/version.h"

@@ -4,13 +4,14 @@
 
 #include <vector>
 
+#include "smp/export.h"
 #include "smp/group.h"
 
 namespace smp {
 
 /// One tensor that a step function returned, for every microbatch. Available on every rank of
 /// the pipeline that computed it; nothing crosses replicas. As documented for SMP's StepOutput.
-class StepOutput {
+class SMP_API StepOutput {
  public:
   StepOutput() = default;
   explicit StepOutput(std::vector<at::Tensor> outputs) : outputs_(std::move(outputs)) {}

@@ -7,11 +7,13 @@
 #include <optional>
 #include <type_traits>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// What `tensor_parallelism` returns; it lasts as long as it lives. Belongs to the thread that made
 /// it.
-class TensorParallelismScope {
+class SMP_API TensorParallelismScope {
  public:
   explicit TensorParallelismScope(bool enabled);
   ~TensorParallelismScope();
@@ -39,10 +41,10 @@ class TensorParallelismScope {
 ///     blocks = register_module("blocks", torch::nn::Sequential(Block(), Block()));
 ///   }
 /// \endcode
-[[nodiscard]] TensorParallelismScope tensor_parallelism(bool enabled = true);
+[[nodiscard]] SMP_API TensorParallelismScope tensor_parallelism(bool enabled = true);
 
 namespace detail {
-void mark_module(const torch::nn::Module& module, bool enabled);
+SMP_API void mark_module(const torch::nn::Module& module, bool enabled);
 }  // namespace detail
 
 /// Marks `module` (a holder, a module or a pointer to one) and its submodules, or unmarks them; the

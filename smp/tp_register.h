@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "smp/export.h"
 #include "smp/nn/layout.h"
 
 namespace smp {
@@ -29,7 +30,7 @@ struct TpTreatment {
 
 /// A call of an operator, and how its arguments lie on the ranks at present: what a rule decides
 /// by. Belongs to the call of the rule.
-class TpCall {
+class SMP_API TpCall {
  public:
   explicit TpCall(const nn::rewrite::Call& call) : call_(call) {}
 
@@ -54,7 +55,7 @@ class TpCall {
 };
 
 /// Says how an operator runs on parts. A value; copies share what they hold.
-class TpRule {
+class SMP_API TpRule {
  public:
   /// Given how the arguments lie, says how the operator is run; nothing if it needs them whole. It
   /// is asked when an argument is divided or a partial sum, must depend on the call alone, and
@@ -95,6 +96,6 @@ class TpRule {
 /// \code
 ///   smp::tp_register("my::swish", smp::TpRule::elementwise());
 /// \endcode
-void tp_register(const std::string& operator_name, const TpRule& rule);
+SMP_API void tp_register(const std::string& operator_name, const TpRule& rule);
 
 }  // namespace smp

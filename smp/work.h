@@ -3,12 +3,14 @@
 #include <functional>
 #include <memory>
 
+#include "smp/export.h"
+
 namespace smp {
 
 /// A communication under way. Copies of its pointer share the operation. Tensors given to the
 /// operation are kept alive until it is complete, and must not be touched before `wait()` has
 /// returned.
-class Work {
+class SMP_API Work {
  public:
   virtual ~Work() = default;
 
@@ -24,6 +26,6 @@ class Work {
 using WorkPtr = std::shared_ptr<Work>;
 
 /// Work that calls `next` once, in `wait()`, when `work` is complete.
-WorkPtr then(WorkPtr work, std::function<void()> next);
+SMP_API WorkPtr then(WorkPtr work, std::function<void()> next);
 
 }  // namespace smp

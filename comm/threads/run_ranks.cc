@@ -9,6 +9,7 @@
 #include "comm/threads/thread_communicator.h"
 #include "comm/threads/thread_world.h"
 #include "core/check.h"
+#include "core/libtorch.h"
 #include "core/vector_math.h"
 
 namespace smp::comm {
@@ -55,6 +56,7 @@ void run_rank(const CommunicatorPtr& world, const std::function<void(Communicato
 
 void run_ranks(int size, const std::function<void(CommunicatorPtr)>& fn,
                const std::vector<int>& hosts) {
+  core::check_libtorch();
   core::prepare_vector_math();
   const auto shared = std::make_shared<ThreadWorld>(size, hosts);
   const auto ranks = make_thread_world(size, shared);

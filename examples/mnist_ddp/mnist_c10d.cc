@@ -9,9 +9,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "comm/c10d/process_group.h"
 #include "examples/mnist_ddp/loop.h"
 #include "examples/program.h"
+#include "smp/c10d.h"
 
 namespace mnist {
 namespace {
@@ -66,7 +66,7 @@ class Replica {
 };
 
 void run(const Settings& settings) {
-  const Group group = smp::comm::make_smddp_process_group();
+  const Group group = smp::smddp::make_process_group();
   const char* local_rank = std::getenv("LOCAL_RANK");
   const Place place{group->getRank(), group->getSize(),
                     local_rank == nullptr ? 0 : std::atoi(local_rank), torch::kCPU};

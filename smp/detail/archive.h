@@ -22,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "smp/export.h"
+
 /// C++ values as bytes, for ranks that run the same program: the types that smp/objects.h names.
 /// Every object begins with the name of its type, which the reader compares with the type that it
 /// expects. Internal.
@@ -31,7 +33,7 @@ template <class T, class = void>
 struct Codec;
 
 /// Takes values and keeps their bytes.
-class Writer {
+class SMP_API Writer {
  public:
   template <class... T>
   void operator()(const T&... values) {
@@ -50,7 +52,7 @@ class Writer {
 
 /// Gives values back in the order in which they were written. Throws a `CommError` when the bytes
 /// end early.
-class Reader {
+class SMP_API Reader {
  public:
   /// `bytes` outlive the reader.
   explicit Reader(const std::string& bytes) : next_(bytes.data()), left_(bytes.size()) {}
@@ -301,9 +303,9 @@ struct Codec<std::optional<T>> {
 
 /// Throws a `CommError` unless the type that `reader` begins with is `expected`; `source` is the
 /// rank that sent it, for the text.
-void check_type(Reader& reader, const std::string& expected, int source);
+SMP_API void check_type(Reader& reader, const std::string& expected, int source);
 /// Throws a `CommError` when bytes are left over.
-void check_end(const Reader& reader, const std::string& type, int source);
+SMP_API void check_end(const Reader& reader, const std::string& type, int source);
 
 /// The object and its type.
 template <class T>

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <typeinfo>
 
+#include "smp/export.h"
 #include "smp/optim/traits.h"
 
 namespace torch::optim {
@@ -33,7 +34,7 @@ struct ElementwiseTrait<Optimizer, std::void_t<decltype(IsElementwise<Optimizer>
 
 /// The answer for an optimizer of exactly one of the types that the library knows, found at run
 /// time; none for another, even one that derives from them.
-std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer);
+SMP_API std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer);
 
 /// What the trait says of a type.
 template <class Optimizer>
@@ -59,7 +60,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_param_state() {
 /// The factory for `optimizer`, found at run time among the optimizers that the library knows and
 /// what derives from them. Throws `UsageError` for LBFGS, which has one state for all parameters,
 /// and one that names the trait for any other.
-ParamStateFactory find_param_state_factory(const torch::optim::Optimizer& optimizer);
+SMP_API ParamStateFactory find_param_state_factory(const torch::optim::Optimizer& optimizer);
 
 template <class Optimizer, class = void>
 struct StateTrait {

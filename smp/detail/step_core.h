@@ -5,6 +5,7 @@
 #include <string>
 
 #include "smp/detail/step_call.h"
+#include "smp/export.h"
 #include "smp/step_options.h"
 
 namespace smp::runtime {
@@ -14,7 +15,7 @@ class StepFunction;
 namespace smp::detail {
 
 /// What a `Step` does whatever its function's type.
-class StepCore {
+class SMP_API StepCore {
  public:
   /// Throws `UsageError` before `smp::init` and for options without meaning.
   explicit StepCore(const StepOptions& options);

@@ -7,6 +7,7 @@
 #include <ostream>
 #include <tuple>
 
+#include "smp/export.h"
 #include "smp/nn/parallel_linear.h"
 #include "smp/nn/transformer_options.h"
 
@@ -25,7 +26,8 @@ namespace smp::nn {
 ///
 /// Throws `UsageError` if the ranks do not divide the heads, without any layer norm, and for a
 /// sequence longer than causal_mask_size.
-class DistributedAttentionLayerImpl : public torch::nn::Cloneable<DistributedAttentionLayerImpl> {
+class SMP_API DistributedAttentionLayerImpl
+    : public torch::nn::Cloneable<DistributedAttentionLayerImpl> {
  public:
   explicit DistributedAttentionLayerImpl(const DistributedAttentionLayerOptions& options = {});
 

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <string>
 
+#include "smp/export.h"
+
 namespace smp::nn {
 
 /// How a tensor of the whole graph lies on the ranks of a tensor-parallel group.
@@ -12,7 +14,7 @@ namespace smp::nn {
 /// in the terms of `ParameterSplit`: dimension `dim` is `blocks` equal blocks, of each of which a
 /// rank has its part, so `stride` is the elements of one part times those of the dimensions behind.
 /// Taking a digit out keeps the row-major order, so a view of the whole is a view of each part.
-struct Layout {
+struct SMP_API Layout {
   enum class Kind : uint8_t {
     kWhole,    ///< every rank has all of it, and all of its gradient
     kShared,   ///< every rank has all of it, and a part of the sum that is its gradient

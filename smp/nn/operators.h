@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "smp/export.h"
+
 namespace smp::nn {
 
 // Operators on tensors that the ranks of a tensor-parallel group divide. A *whole* tensor is one
@@ -19,33 +21,33 @@ namespace smp::nn {
 
 /// The number of ranks in the calling rank's tensor-parallel group, and its rank there, for modules
 /// with parameters of their own that are divided. Throw `UsageError` before `smp::init`.
-int group_size();
-int group_rank();
+SMP_API int group_size();
+SMP_API int group_rank();
 
 /// Enters a whole `x` into a divided region: the same values, on the memory of `x`; the gradients
 /// of all ranks are summed (smp::tp_copy, Megatron's f). The result must not be written in place:
 /// where gradients are recorded, autograd refuses.
-at::Tensor copy_to_group(const at::Tensor& x);
+SMP_API at::Tensor copy_to_group(const at::Tensor& x);
 
 /// Ends a divided region whose ranks hold terms of a sum: the sum over the ranks, in the order of
 /// the ranks; the gradient is passed on as it is (smp::tp_reduce, Megatron's g).
-at::Tensor reduce_from_group(const at::Tensor& x);
+SMP_API at::Tensor reduce_from_group(const at::Tensor& x);
 
 /// This rank's part of a whole `x` along `dim` in `blocks` blocks; gradients are gathered
 /// (smp::tp_scatter). Throws `UsageError` if the size is no multiple of blocks x ranks.
-at::Tensor scatter_to_group(const at::Tensor& x, int64_t dim, int64_t blocks = 1);
+SMP_API at::Tensor scatter_to_group(const at::Tensor& x, int64_t dim, int64_t blocks = 1);
 
 /// The whole of all ranks' `x`, which divide it along `dim` in `blocks` blocks; each rank gets its
 /// part of the gradient, which is taken to be whole (smp::tp_gather).
-at::Tensor gather_from_group(const at::Tensor& x, int64_t dim, int64_t blocks = 1);
+SMP_API at::Tensor gather_from_group(const at::Tensor& x, int64_t dim, int64_t blocks = 1);
 
 /// Sequence parallelism: the whole of all ranks' `x` along `dim`, which enters a divided region:
 /// the gradients of all ranks are summed, and each gets its part (smp::tp_all_gather).
-at::Tensor all_gather_to_group(const at::Tensor& x, int64_t dim);
+SMP_API at::Tensor all_gather_to_group(const at::Tensor& x, int64_t dim);
 
 /// Sequence parallelism: this rank's part, along `dim`, of the sum of all ranks' `x`; gradients are
 /// gathered (smp::tp_reduce_scatter).
-at::Tensor reduce_scatter_from_group(const at::Tensor& x, int64_t dim);
+SMP_API at::Tensor reduce_scatter_from_group(const at::Tensor& x, int64_t dim);
 
 /// Sequence parallelism: `at::linear` of all_gather_to_group(x, dim), with the same bits, that
 /// keeps this rank's part `x` for the backward pass instead of the whole, and gathers it again
@@ -53,27 +55,27 @@ at::Tensor reduce_scatter_from_group(const at::Tensor& x, int64_t dim);
 /// x] and `bias` [outputs] are this rank's; the gradient of `x` is the rank's part of the sum over
 /// the ranks. Under autocast `x` is cast before it is gathered. Throws `UsageError` if `dim` is the
 /// last dimension.
-at::Tensor gathered_linear(const at::Tensor& x, const at::Tensor& weight,
-                           const std::optional<at::Tensor>& bias, int64_t dim);
+SMP_API at::Tensor gathered_linear(const at::Tensor& x, const at::Tensor& weight,
+                                   const std::optional<at::Tensor>& bias, int64_t dim);
 
 /// Divides `x` along `split_dim`, gives rank r the r-th part, and joins those received along
 /// `join_dim` in the order of the ranks; gradients go the way back (smp::tp_all_to_all). So a
 /// tensor divided along `join_dim` becomes one divided along `split_dim`.
-at::Tensor all_to_all_in_group(const at::Tensor& x, int64_t split_dim, int64_t join_dim);
+SMP_API at::Tensor all_to_all_in_group(const at::Tensor& x, int64_t split_dim, int64_t join_dim);
 
 /// Dropout of a divided tensor (along `dim`, in `blocks` blocks): draws the mask of the whole as
 /// `torch::dropout` does in one process for a contiguous tensor, the same numbers from the default
 /// generator, and keeps this rank's part (smp::tp_dropout).
-at::Tensor divided_dropout(const at::Tensor& x, double p, bool train, int64_t dim,
-                           int64_t blocks = 1);
+SMP_API at::Tensor divided_dropout(const at::Tensor& x, double p, bool train, int64_t dim,
+                                   int64_t blocks = 1);
 
 /// The rows of a vocabulary whose rank r has the r-th part in `weight` [num_embeddings / ranks,
 /// width]; zeros for indices that other ranks have, so that reduce_from_group() makes the whole
 /// (smp::tp_embedding). `padding_idx` is an index of the whole, -1 for none: its row gets no
 /// gradient. Throws `UsageError` for an index outside the vocabulary (on the CPU).
-at::Tensor divided_embedding(const at::Tensor& weight, const at::Tensor& indices,
-                             int64_t num_embeddings, int64_t padding_idx = -1,
-                             bool scale_grad_by_freq = false);
+SMP_API at::Tensor divided_embedding(const at::Tensor& weight, const at::Tensor& indices,
+                                     int64_t num_embeddings, int64_t padding_idx = -1,
+                                     bool scale_grad_by_freq = false);
 
 /// Cross entropy of logits [N, C / ranks] or [N, C / ranks, d1, ...] whose rank r has the r-th part
 /// of the classes (smp::tp_cross_entropy). Only the maximum and sums over the classes, numbers for
@@ -82,8 +84,8 @@ at::Tensor divided_embedding(const at::Tensor& weight, const at::Tensor& indices
 /// `at::Reduction`, the rest as in `at::cross_entropy_loss`. Computed in float32 for half
 /// precision. Throws `UsageError` for shapes that do not fit, targets that are no class (on the
 /// CPU), and a second differentiation.
-at::Tensor divided_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
-                                 const std::optional<at::Tensor>& weight, int64_t reduction,
-                                 int64_t ignore_index = -100, double label_smoothing = 0);
+SMP_API at::Tensor divided_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                                         const std::optional<at::Tensor>& weight, int64_t reduction,
+                                         int64_t ignore_index = -100, double label_smoothing = 0);
 
 }  // namespace smp::nn

@@ -10,6 +10,7 @@
 #include <ostream>
 #include <string>
 
+#include "smp/export.h"
 #include "smp/nn/split_module.h"
 
 namespace smp::nn {
@@ -35,8 +36,8 @@ struct VocabParallelEmbeddingOptions {
 /// shape; output [..., embedding_dim] whole. `weight` is what a tied vocabulary head needs. It
 /// begins with the values that `torch::nn::Embedding` draws from the same generator. Throws
 /// `UsageError` if num_embeddings is no multiple of the ranks.
-class VocabParallelEmbeddingImpl : public torch::nn::Cloneable<VocabParallelEmbeddingImpl>,
-                                   public SplitModule {
+class SMP_API VocabParallelEmbeddingImpl : public torch::nn::Cloneable<VocabParallelEmbeddingImpl>,
+                                           public SplitModule {
  public:
   VocabParallelEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
       : VocabParallelEmbeddingImpl(VocabParallelEmbeddingOptions(num_embeddings, embedding_dim)) {}
@@ -80,8 +81,8 @@ struct DistributedEmbeddingOptions {
 /// the ranks of the tensor-parallel group, and the output is gathered. Rank r has columns of
 /// `weight` [num_embeddings, embedding_dim / ranks]. Throws `UsageError` if embedding_dim is no
 /// multiple of the ranks, for `max_norm` and for `sparse`.
-class DistributedEmbeddingImpl : public torch::nn::Cloneable<DistributedEmbeddingImpl>,
-                                 public SplitModule {
+class SMP_API DistributedEmbeddingImpl : public torch::nn::Cloneable<DistributedEmbeddingImpl>,
+                                         public SplitModule {
  public:
   DistributedEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
       : DistributedEmbeddingImpl(DistributedEmbeddingOptions(num_embeddings, embedding_dim)) {}

@@ -10,6 +10,7 @@
 #include <ostream>
 #include <string>
 
+#include "smp/export.h"
 #include "smp/nn/split_module.h"
 
 namespace smp::nn {
@@ -41,8 +42,8 @@ struct ColumnParallelLinearOptions {
 /// out_features / ranks], or whole with `gather_output`. Parameters begin with the values that
 /// `torch::nn::Linear` draws from the same generator. Throws `UsageError` if out_features is no
 /// multiple of blocks x ranks.
-class ColumnParallelLinearImpl : public torch::nn::Cloneable<ColumnParallelLinearImpl>,
-                                 public SplitModule {
+class SMP_API ColumnParallelLinearImpl : public torch::nn::Cloneable<ColumnParallelLinearImpl>,
+                                         public SplitModule {
  public:
   ColumnParallelLinearImpl(int64_t in_features, int64_t out_features)
       : ColumnParallelLinearImpl(ColumnParallelLinearOptions(in_features, out_features)) {}
@@ -87,7 +88,7 @@ struct RowParallelLinearOptions {
 
 /// What `RowParallelLinear` and `DistributedLinear` have in common.
 template <class Derived>
-class RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
+class SMP_API RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
  public:
   explicit RowDivided(const RowParallelLinearOptions& options);
 
@@ -113,7 +114,7 @@ class RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
 /// output [..., out_features] whole (or, with `sequence_parallel`, this rank's part of the
 /// sequence). Parameters begin with the values that `torch::nn::Linear` draws from the same
 /// generator. Throws `UsageError` if in_features is no multiple of the ranks.
-class RowParallelLinearImpl : public RowDivided<RowParallelLinearImpl> {
+class SMP_API RowParallelLinearImpl : public RowDivided<RowParallelLinearImpl> {
  public:
   RowParallelLinearImpl(int64_t in_features, int64_t out_features)
       : RowDivided(RowParallelLinearOptions(in_features, out_features)) {}
@@ -123,7 +124,7 @@ TORCH_MODULE(RowParallelLinear);
 
 /// Takes the place of a `torch::nn::Linear`: input and output are whole, and the input channels of
 /// the weight are divided, as in `RowParallelLinear`.
-class DistributedLinearImpl : public RowDivided<DistributedLinearImpl> {
+class SMP_API DistributedLinearImpl : public RowDivided<DistributedLinearImpl> {
  public:
   DistributedLinearImpl(int64_t in_features, int64_t out_features)
       : DistributedLinearImpl(RowParallelLinearOptions(in_features, out_features)) {}

@@ -6,13 +6,15 @@
 #include <string>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp::nn {
 
 /// How a parameter is divided among the ranks of a tensor-parallel group: dimension `dim` is seen
 /// as `blocks` equal blocks, one after the other, and rank r holds the r-th of `ranks` equal parts
 /// of each block. One block divides rows or columns; three blocks divide a fused projection to
 /// queries, keys and values so that every rank has its heads of all three.
-struct ParameterSplit {
+struct SMP_API ParameterSplit {
   std::vector<int64_t> sizes;  ///< of the whole parameter
   int64_t dim = 0;
   int64_t blocks = 1;

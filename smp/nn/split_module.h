@@ -3,6 +3,7 @@
 #include <map>
 #include <string>
 
+#include "smp/export.h"
 #include "smp/nn/parameter_split.h"
 
 namespace smp::nn {
@@ -10,7 +11,7 @@ namespace smp::nn {
 /// What a module inherits from, beside `torch::nn::Module`, if some of its own parameters hold this
 /// rank's part only. The runtime asks it: divided parameters are reduced, saved, loaded and counted
 /// in norms as one logical tensor. Belongs to the module's thread.
-class SplitModule {
+class SMP_API SplitModule {
  public:
   virtual ~SplitModule() = default;
 

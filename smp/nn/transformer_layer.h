@@ -8,6 +8,7 @@
 #include <ostream>
 #include <tuple>
 
+#include "smp/export.h"
 #include "smp/nn/attention_layer.h"
 #include "smp/nn/parallel_linear.h"
 #include "smp/nn/transformer_options.h"
@@ -22,7 +23,7 @@ namespace smp::nn {
 ///
 /// Throws `UsageError` if the ranks do not divide intermediate_size, without any layer norm, and
 /// for an activation other than "gelu" and "relu".
-class DistributedTransformerOutputLayerImpl
+class SMP_API DistributedTransformerOutputLayerImpl
     : public torch::nn::Cloneable<DistributedTransformerOutputLayerImpl> {
  public:
   explicit DistributedTransformerOutputLayerImpl(
@@ -45,7 +46,7 @@ class DistributedTransformerOutputLayerImpl
 TORCH_MODULE(DistributedTransformerOutputLayer);
 
 /// "attention", with add_cross_attention "cross_attention", then "output".
-class DistributedTransformerLayerImpl
+class SMP_API DistributedTransformerLayerImpl
     : public torch::nn::Cloneable<DistributedTransformerLayerImpl> {
  public:
   using Pair = std::tuple<at::Tensor, at::Tensor>;
@@ -75,7 +76,7 @@ TORCH_MODULE(DistributedTransformerLayer);
 
 /// `num_layers` layers, one after the other, in the list "seq_layers". With `optimize("memory")`
 /// the hidden states are divided along the sequence from the first layer to the last.
-class DistributedTransformerImpl : public torch::nn::Cloneable<DistributedTransformerImpl> {
+class SMP_API DistributedTransformerImpl : public torch::nn::Cloneable<DistributedTransformerImpl> {
  public:
   using Pair = DistributedTransformerLayerImpl::Pair;
   using Four = DistributedTransformerLayerImpl::Four;

@@ -8,6 +8,7 @@
 #include <ostream>
 #include <tuple>
 
+#include "smp/export.h"
 #include "smp/nn/parallel_embedding.h"
 #include "smp/nn/transformer_layer.h"
 #include "smp/nn/transformer_options.h"
@@ -22,7 +23,7 @@ namespace smp::nn {
 ///
 /// Throws `UsageError` if the ranks do not divide vocab_size, and for a sequence longer than
 /// num_positions.
-class DistributedTransformerLMHeadImpl
+class SMP_API DistributedTransformerLMHeadImpl
     : public torch::nn::Cloneable<DistributedTransformerLMHeadImpl> {
  public:
   /// (input_ids, attention_mask, token_type_ids, position_ids, labels).

@@ -10,10 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp::optim {
 
 /// Options of `Adadelta`; the defaults are PyTorch's.
-struct AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
+struct SMP_API AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
   AdadeltaOptions(double lr = 1.0);
   /// Scales the update; the published method has 1.
   TORCH_ARG(double, lr) = 1.0;
@@ -31,10 +33,11 @@ struct AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<Adadelta
   void set_lr(const double lr) override;
 };
 
-bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs);
+SMP_API bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs);
 
 /// State of one parameter.
-struct AdadeltaParamState : public torch::optim::OptimizerCloneableParamState<AdadeltaParamState> {
+struct SMP_API AdadeltaParamState
+    : public torch::optim::OptimizerCloneableParamState<AdadeltaParamState> {
   /// Steps done.
   TORCH_ARG(int64_t, step) = 0;
   /// Running average of squared gradients, E[g^2].
@@ -47,7 +50,7 @@ struct AdadeltaParamState : public torch::optim::OptimizerCloneableParamState<Ad
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs);
+SMP_API bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs);
 
 /// Adadelta, which libtorch lacks in C++ (M. D. Zeiler, "ADADELTA: An Adaptive Learning Rate
 /// Method", arXiv:1212.5701, algorithm 1):
@@ -58,7 +61,7 @@ bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs);
 ///     x       = x - lr dx
 ///
 /// Otherwise like libtorch's own optimizers: param groups, closures, LR schedulers, torch::save.
-class Adadelta : public torch::optim::Optimizer {
+class SMP_API Adadelta : public torch::optim::Optimizer {
  public:
   /// Throws ConfigError for options out of range.
   explicit Adadelta(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

@@ -5,6 +5,8 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include "smp/export.h"
+
 namespace smp::optim {
 
 // libtorch's optimizers with its own fused kernels, which C++ programs cannot ask for
@@ -17,28 +19,28 @@ namespace smp::optim {
 // floating point or not dense, and those with a sparse gradient.
 
 /// torch::optim::SGD, fused.
-class FusedSGD : public torch::optim::SGD {
+class SMP_API FusedSGD : public torch::optim::SGD {
  public:
   using SGD::SGD;
   torch::Tensor step(LossClosure closure = nullptr) override;
 };
 
 /// torch::optim::Adam, fused.
-class FusedAdam : public torch::optim::Adam {
+class SMP_API FusedAdam : public torch::optim::Adam {
  public:
   using Adam::Adam;
   torch::Tensor step(LossClosure closure = nullptr) override;
 };
 
 /// torch::optim::AdamW, fused.
-class FusedAdamW : public torch::optim::AdamW {
+class SMP_API FusedAdamW : public torch::optim::AdamW {
  public:
   using AdamW::AdamW;
   torch::Tensor step(LossClosure closure = nullptr) override;
 };
 
 /// torch::optim::Adagrad, fused. Takes param groups that are added later, too.
-class FusedAdagrad : public torch::optim::Adagrad {
+class SMP_API FusedAdagrad : public torch::optim::Adagrad {
  public:
   using Adagrad::Adagrad;
   torch::Tensor step(LossClosure closure = nullptr) override;

@@ -10,12 +10,13 @@
 #include <tuple>
 #include <vector>
 
+#include "smp/export.h"
 #include "smp/optim/uses_grad_norm.h"
 
 namespace smp::optim {
 
 /// Options of `Lamb`; names and defaults are those of FusedLAMB in NVIDIA's apex.
-struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
+struct SMP_API LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
   LambOptions(double lr = 1e-3);
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
@@ -44,10 +45,10 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
   void set_lr(const double lr) override;
 };
 
-bool operator==(const LambOptions& lhs, const LambOptions& rhs);
+SMP_API bool operator==(const LambOptions& lhs, const LambOptions& rhs);
 
 /// State of one parameter.
-struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
+struct SMP_API LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
   /// Steps done.
   TORCH_ARG(int64_t, step) = 0;
   /// Running average of gradients.
@@ -60,7 +61,7 @@ struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambPa
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-bool operator==(const LambParamState& lhs, const LambParamState& rhs);
+SMP_API bool operator==(const LambParamState& lhs, const LambParamState& rhs);
 
 /// LAMB, for large batches (Y. You et al., "Large Batch Optimization for Deep Learning: Training
 /// BERT in 76 minutes", arXiv:1904.00962, algorithm 2), as in apex's FusedLAMB. With the gradient g
@@ -75,7 +76,7 @@ bool operator==(const LambParamState& lhs, const LambParamState& rhs);
 /// `use_nvlamb`. Under `DistributedOptimizer` the norm of all gradients is that over all ranks, so
 /// that `step` is collective over the pipeline. Not elementwise: pieces of parameters
 /// (`shard_optimizer_state`) will not do.
-class Lamb : public torch::optim::Optimizer, public UsesGradNorm {
+class SMP_API Lamb : public torch::optim::Optimizer, public UsesGradNorm {
  public:
   /// Throws ConfigError for options out of range.
   explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

@@ -10,10 +10,12 @@
 #include <tuple>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp::optim {
 
 /// Options of `NovoGrad`; names and defaults are those of FusedNovoGrad in NVIDIA's apex.
-struct NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGradOptions> {
+struct SMP_API NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGradOptions> {
   NovoGradOptions(double lr = 1e-3);
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
@@ -41,10 +43,11 @@ struct NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGrad
   void set_lr(const double lr) override;
 };
 
-bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs);
+SMP_API bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs);
 
 /// State of one parameter.
-struct NovoGradParamState : public torch::optim::OptimizerCloneableParamState<NovoGradParamState> {
+struct SMP_API NovoGradParamState
+    : public torch::optim::OptimizerCloneableParamState<NovoGradParamState> {
   /// Steps done.
   TORCH_ARG(int64_t, step) = 0;
   /// Running average of gradients.
@@ -57,7 +60,7 @@ struct NovoGradParamState : public torch::optim::OptimizerCloneableParamState<No
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs);
+SMP_API bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs);
 
 /// NovoGrad, which has one second moment for each parameter (B. Ginsburg et al., "Stochastic
 /// Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
@@ -70,7 +73,7 @@ bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs);
 /// With `reg_inside_moment`: m = beta1 m + (1 - beta1) (g / (n' + eps) + weight_decay x) and
 /// x = x - lr m'. With the largest magnitude as norm: n = beta2 n + (1 - beta2) |g|. Not
 /// elementwise: pieces of parameters (`shard_optimizer_state`) will not do.
-class NovoGrad : public torch::optim::Optimizer {
+class SMP_API NovoGrad : public torch::optim::Optimizer {
  public:
   /// Throws ConfigError for options out of range.
   explicit NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "smp/export.h"
+
 namespace smp::optim {
 
 /// Gives the L2 norm over the gradients of parameters, of which some may have none.
@@ -13,7 +15,7 @@ using GradNorm = std::function<at::Tensor(const std::vector<at::Tensor>& paramet
 
 /// Base of optimizers that need the norm over all gradients: where a model is divided among ranks,
 /// `DistributedOptimizer` has them use one over all.
-class UsesGradNorm {
+class SMP_API UsesGradNorm {
  public:
   virtual ~UsesGradNorm() = default;
   void set_grad_norm(GradNorm norm) { grad_norm_ = std::move(norm); }
