@@ -1,0 +1,28 @@
+// What a build without MPI has in place of the rest of this folder.
+
+#include "comm/mpi/mpi_communicator.h"
+#include "core/check.h"
+#include "core/env.h"
+
+namespace smp::comm {
+
+bool under_mpirun() { return core::env("OMPI_COMM_WORLD_SIZE").has_value(); }
+
+CommunicatorPtr make_mpi_world() {
+  core::fail<CommError>(
+      "this process was started by mpirun or srun, and smp was built without MPI. Build it with "
+      "-DSMP_MPI=ON, or start the processes with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and "
+      "MASTER_PORT set.");
+}
+
+void finalize_mpi() {}
+bool mpi_aborted() { return false; }
+
+int mpi_local_rank() { SMP_INTERNAL_ASSERT(false, "mpi_local_rank in a build without MPI"); }
+int mpi_local_size() { SMP_INTERNAL_ASSERT(false, "mpi_local_size in a build without MPI"); }
+
+const std::vector<std::string>& mpi_hosts() {
+  SMP_INTERNAL_ASSERT(false, "mpi_hosts in a build without MPI");
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,168 @@
+#!/usr/bin/env bash
+# Adopts the library as a CMake project does, from nothing: builds and installs it, then builds
+# examples/cmake outside of the tree and compares what it trains with what Bazel's hello trains.
+#
+#     tests/cmake/adopt.sh --libtorch DIR --hello PROGRAM [--quick]
+#
+# DIR holds libtorch's include and lib; PROGRAM is Bazel's examples/hello. With --quick, only the
+# install tree, with its symbols and what is refused; otherwise also FetchContent, pkg-config, GCC and
+# clang with C++17 and C++20 and warnings as errors, and a build without MPI. CMAKE_BUILD_PARALLEL_LEVEL
+# says how many compilers run at once.
+set -uo pipefail
+source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+quick=false
+while [ $# -gt 0 ]; do
+  case $1 in
+    --libtorch) libtorch=$(realpath "$2") && libtorch=${libtorch%/share/cmake/*} && shift 2 ;;
+    --hello) hello=$(realpath "$2") && shift 2 ;;
+    --quick) quick=true && shift ;;
+    *) echo "adopt.sh: unknown argument $1" >&2 && exit 2 ;;
+  esac
+done
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# Bazel shows a test links to the sources, which CMake would install as links.
+[ -z "${TEST_SRCDIR:-}" ] || { cp -rL "$source" "$work/source" && source=$work/source; }
+export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} OMP_NUM_THREADS=1
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+passed=0
+failed=0
+
+# check WHAT COMMAND...: runs the command, and counts.
+check() {
+  local start=$SECONDS what=$1
+  shift
+  if "$@" >"$work/log" 2>&1; then
+    passed=$((passed + 1))
+    printf 'ok    %s (%d s)\n' "$what" $((SECONDS - start))
+  else
+    failed=$((failed + 1))
+    printf 'FAIL  %s (%d s)\n' "$what" $((SECONDS - start))
+    tail -40 "$work/log" | sed 's/^/      /'
+  fi
+}
+
+# build SOURCE FOLDER OPTION...: configures and builds.
+build() {
+  cmake -G Ninja -S "$1" -B "$2" "${@:3}" && cmake --build "$2"
+}
+
+# refuses TEXT COMMAND...: the command fails, and says TEXT. CMake wraps its lines.
+refuses() {
+  local text=$1
+  shift
+  ! "$@" >"$work/refused" 2>&1 && tr -s ' \n' ' ' <"$work/refused" | grep -F "$text"
+}
+
+# trains LAUNCH PARAMETERS PROGRAM: runs a copy of hello, and says the hashes of all that it has saved.
+trains() {
+  local folder
+  folder=$(mktemp -d -p "$work")
+  (cd "$folder" && SM_HP_MP_PARAMETERS=$2 timeout 300 $1 "$3") >"$folder/output" 2>&1 || {
+    cat "$folder/output"
+    return 1
+  }
+  python3 - "$folder/sine" <<'PYTHON'
+import json, pathlib, sys
+index = json.loads((pathlib.Path(sys.argv[1]) / "index.json").read_text())
+def hashes(node):
+    if isinstance(node, dict):
+        for key in sorted(node):
+            if key == "xxh64":
+                yield node[key]
+            else:
+                yield from hashes(node[key])
+    elif isinstance(node, list):
+        for item in node:
+            yield from hashes(item)
+found = list(hashes(index))
+assert found, index
+print(*found)
+PYTHON
+}
+
+# same_as_bazel PROGRAM: 1, 2 and 4 ranks of the program leave the weights that Bazel's leaves alone.
+same_as_bazel() {
+  local alone='{"microbatches": 8, "gradient_shards": 2}' expected got
+  expected=$(trains "" "$alone" "$hello") || { echo "$expected" && return 1; }
+  local mpirun="mpirun --oversubscribe --bind-to none -np"
+  for run in "|$alone" "$mpirun 2|{\"partitions\": 2, \"microbatches\": 8, \"gradient_shards\": 2}" \
+    "$mpirun 4|{\"partitions\": 2, \"microbatches\": 4, \"ddp\": true}"; do
+    got=$(trains "${run%%|*}" "${run#*|}" "$1") || { echo "$got" && return 1; }
+    [ "$got" = "$expected" ] || { printf '%s: %s\nexpected %s\n' "$run" "$got" "$expected" && return 1; }
+  done
+}
+
+# exports_only_smp LIBRARY: nothing but smp's own names can be linked against, and none of what it
+# is made of.
+exports_only_smp() {
+  local names
+  names=$(nm -DC --defined-only "$1" | cut -d' ' -f3-) || return 1
+  printf 'exported: %d\n' "$(wc -l <<<"$names")"
+  ! grep -E 'nlohmann|fmt::|XXH|smp::(core|comm|graph|partitioner|pipeline|dp|checkpoint|runtime|tools)::' <<<"$names" &&
+    grep -q 'smp::init(' <<<"$names"
+}
+
+# another_libtorch FOLDER VERSION: what looks like libtorch of another version.
+another_libtorch() {
+  mkdir -p "$1/share/cmake/Torch"
+  touch "$1/share/cmake/Torch/TorchConfig.cmake"
+  echo "set(PACKAGE_VERSION \"$2\")" >"$1/share/cmake/Torch/TorchConfigVersion.cmake"
+}
+
+prefix=$work/prefix
+type=Release
+$quick && type=Debug # a third of the time
+check "build the library and its tools" build "$source" "$work/build" -DCMAKE_BUILD_TYPE=$type \
+  -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang -DSMP_WERROR=ON \
+  -DCMAKE_PREFIX_PATH="$libtorch" -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
+check "install it" cmake --install "$work/build"
+printf '      install tree %s, headers %s\n' $(du -sh "$prefix" "$prefix/include" | cut -f1)
+check "only smp's own names are exported" exports_only_smp "$prefix/lib/libsmp.so"
+sed 's/^/      /' "$work/log"
+
+cp -r "$source/examples/cmake" "$work/project" # as a stranger does
+check "its program is the README's" cmp "$source/examples/cmake/train.cc" "$source/examples/hello/hello.cc"
+check "build examples/cmake on the install tree" build "$work/project" "$work/on_install" \
+  -DCMAKE_PREFIX_PATH="$prefix"
+check "1, 2 and 4 ranks have the weights of Bazel's program" same_as_bazel "$work/on_install/train"
+check "smprun runs it" env -C "$work" "$prefix/bin/smprun" --np 2 \
+  --config "$source/examples/cmake/2x2.json" --help
+
+another_libtorch "$work/old" 2.10.0
+check "another libtorch is refused" refuses "smp: this smp was built with libtorch" \
+  cmake -S "$work/project" -B "$work/refused_build" -DCMAKE_PREFIX_PATH="$prefix;$work/old" \
+  -DTorch_DIR="$work/old/share/cmake/Torch"
+check "no libtorch is refused" refuses "smp: libtorch was not found" \
+  cmake -S "$source" -B "$work/none" -DCMAKE_FIND_USE_SYSTEM_ENVIRONMENT_PATH=OFF
+
+if ! $quick; then
+  cat >"$work/fetch.cmake" <<CMAKE
+include(FetchContent)
+FetchContent_Declare(smp SOURCE_DIR $source OVERRIDE_FIND_PACKAGE)
+CMAKE
+  check "build examples/cmake by FetchContent" build "$work/project" "$work/fetched" \
+    -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES="$work/fetch.cmake" -DCMAKE_PREFIX_PATH="$libtorch"
+  check "which has the same weights" same_as_bazel "$work/fetched/train"
+  check "build it by pkg-config" env PKG_CONFIG_PATH="$prefix/lib/pkgconfig" bash -c \
+    "g++ $work/project/train.cc -o $work/by_pkg_config \$(pkg-config --cflags --libs smp)"
+  check "which has the same weights" same_as_bazel "$work/by_pkg_config"
+  for compiler in gcc clang; do
+    for standard in 17 20; do
+      cxx=${compiler/gcc/g++}
+      check "$compiler, C++$standard, all examples" build "$source" "$work/$compiler$standard" \
+        -DCMAKE_C_COMPILER=$compiler -DCMAKE_CXX_COMPILER="${cxx/clang/clang++}" \
+        -DCMAKE_CXX_STANDARD=$standard -DSMP_WERROR=ON -DSMP_EXAMPLES=ON \
+        -DCMAKE_PREFIX_PATH="$libtorch"
+      check "whose hello has the same weights" same_as_bazel "$work/$compiler$standard/examples/hello"
+      rm -rf "${work:?}/$compiler$standard"
+    done
+  done
+  check "build without MPI" build "$source" "$work/no_mpi" -DSMP_MPI=OFF -DSMP_TOOLS=OFF \
+    -DSMP_EXAMPLES=ON -DCMAKE_PREFIX_PATH="$libtorch"
+  check "mpirun is refused there" refuses "smp was built without MPI" \
+    mpirun --oversubscribe -np 2 "$work/no_mpi/examples/hello"
+fi
+
+printf '%d passed, %d failed\n' "$passed" "$failed"
+[ "$failed" -eq 0 ]
