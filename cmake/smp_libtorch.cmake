@@ -2,8 +2,8 @@
 # by CMAKE_PREFIX_PATH, Torch_ROOT or Torch_DIR. It is not find_package(Torch), because that demands a
 # CUDA toolkit of whoever links a libtorch that has CUDA, and smp needs only libtorch_cpu and libc10.
 
-# smp_find_libtorch([VERSION]): makes the target smp::libtorch and sets SMP_LIBTORCH_DIR and
-# SMP_LIBTORCH_VERSION. With a version, a libtorch of another minor version is an error.
+# smp_find_libtorch([VERSION]): makes the target smp::libtorch and sets SMP_LIBTORCH_DIR,
+# SMP_LIBTORCH_VERSION and SMP_LIBTORCH_CXX_STANDARD, which its headers need. With a version, a libtorch of another minor version is an error.
 macro(smp_find_libtorch)
   find_path(SMP_TORCH_CMAKE_DIR TorchConfig.cmake
     HINTS ${Torch_DIR} ENV Torch_DIR ${Torch_ROOT} ENV Torch_ROOT
@@ -17,6 +17,10 @@ macro(smp_find_libtorch)
   get_filename_component(SMP_LIBTORCH_DIR ${SMP_TORCH_CMAKE_DIR}/../../.. REALPATH)
   include(${SMP_TORCH_CMAKE_DIR}/TorchConfigVersion.cmake)
   string(REGEX MATCH "^[0-9.]+" SMP_LIBTORCH_VERSION "${PACKAGE_VERSION}")
+  set(SMP_LIBTORCH_CXX_STANDARD 17)
+  if(SMP_LIBTORCH_VERSION VERSION_GREATER_EQUAL 2.14)
+    set(SMP_LIBTORCH_CXX_STANDARD 20)
+  endif()
   smp_check_libtorch(${ARGN})
   smp_add_libtorch()
 endmacro()
@@ -48,6 +52,7 @@ function(smp_add_libtorch)
   target_include_directories(smp::libtorch SYSTEM INTERFACE
     ${SMP_LIBTORCH_DIR}/include ${SMP_LIBTORCH_DIR}/include/torch/csrc/api/include)
   set(lib ${SMP_LIBTORCH_DIR}/lib)
+  target_compile_features(smp::libtorch INTERFACE cxx_std_${SMP_LIBTORCH_CXX_STANDARD})
   find_package(Threads REQUIRED)
   target_link_libraries(smp::libtorch INTERFACE
     ${lib}/libtorch_cpu.so ${lib}/libc10.so Threads::Threads)

@@ -1,5 +1,6 @@
 #include "core/libtorch.h"
 
+#include <c10/util/StringUtil.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/version.h>
