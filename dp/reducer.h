@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/node.h"
 #include "dp/bucket_layout.h"
 #include "dp/bucket_queue.h"
 #include "smp/comm_hooks.h"
@@ -115,8 +116,8 @@ class Reducer {
   double divisor_;
   CommHook hook_ = all_reduce_hook;
   bool has_hook_ = false;
-  std::vector<std::shared_ptr<Node>> accumulators_;  // by parameter
-  std::vector<uintptr_t> hook_keys_;                 // by parameter
+  std::vector<core::NodePtr> accumulators_;  // by parameter
+  std::vector<uintptr_t> hook_keys_;         // by parameter
   std::unordered_map<const Node*, size_t> index_of_;
   const std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // for hooks of outputs
   mutable std::mutex mutex_;                                          // guards what follows

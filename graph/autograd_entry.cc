@@ -3,15 +3,17 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "core/node.h"
+
 namespace smp::graph {
 
-at::Tensor enter(const at::Tensor& data, const std::shared_ptr<GradientSink>& sink) {
+at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink) {
   at::Tensor entered = data.variable_data();
   if (sink == nullptr) return entered;
   sink->add_input_metadata(entered);
   if (data.is_leaf() && data.requires_grad() && !data.is_view()) {
     entered.set_requires_grad(true);
-    torch::autograd::impl::set_grad_accumulator(entered, sink);
+    torch::autograd::impl::set_grad_accumulator(entered, core::WeakNodePtr(core::NodePtr(sink)));
     return entered;
   }
   torch::autograd::impl::set_gradient_edge(entered, {sink, 0});

@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "core/node.h"
+
 namespace smp::graph {
 
 /// The end of a stage's autograd graph: receives the gradient of a tensor that entered the stage
@@ -33,11 +35,13 @@ class GradientSink final : public torch::autograd::Node {
   std::string name() const override { return "smp::GradientSink"; }
 };
 
+using GradientSinkPtr = core::NodePtrTo<GradientSink>;
+
 /// An alias of `data` whose gradient goes to `sink` (which may be null for a tensor that needs
 /// none). A parameter's is a leaf, which autocast casts once for all its uses, and which the sink
 /// has to outlive. Others are none, so that in-place operators on them are legal, as they are in
 /// one process.
-at::Tensor enter(const at::Tensor& data, const std::shared_ptr<GradientSink>& sink);
+at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink);
 
 /// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the
 /// history, not the data.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "core/node.h"
 #include "graph/alias_analysis.h"
 #include "graph/autograd_entry.h"
 #include "graph/differentiate.h"
@@ -81,7 +82,7 @@ class FilledRun {
     if (leaf) {
       give_placeholder_history(tensor);
     } else {
-      sinks_.push_back(std::make_shared<GradientSink>());
+      sinks_.push_back(core::make_node<GradientSink>());
       tensor = enter(tensor, sinks_.back());
     }
   }
@@ -91,7 +92,7 @@ class FilledRun {
   const int fill_;
   const RequiresGrad requires_grad_;
   std::vector<at::Tensor> environment_;  // by value
-  std::vector<std::shared_ptr<GradientSink>> sinks_;
+  std::vector<GradientSinkPtr> sinks_;
 };
 
 /// The range of `op`, and before it what makes views of memory that is written there, since a write

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/layout.h"
 #include "graph/random.h"
 #include "graph/saved_tensors.h"
@@ -55,17 +56,18 @@ class HistoryScope {
   struct Saved {
     at::Tensor tensor;
     bool requires_grad;
-    std::weak_ptr<torch::autograd::Node> accumulator;
+    core::WeakNodePtr accumulator;
   };
 
   void lead(const at::Tensor& own, const at::Tensor& entered) {
     saved_.push_back(
-        {own, own.requires_grad(), torch::autograd::impl::try_get_grad_accumulator(own)});
+        {own, own.requires_grad(),
+         core::WeakNodePtr(torch::autograd::impl::try_get_grad_accumulator(own))});
     own.set_requires_grad(entered.requires_grad());
     if (!entered.requires_grad()) return;
     const auto edge = torch::autograd::impl::gradient_edge(entered);
     SMP_INTERNAL_ASSERT(edge.input_nr == 0, "a parameter entered as output ", edge.input_nr);
-    torch::autograd::impl::set_grad_accumulator(own, edge.function);
+    torch::autograd::impl::set_grad_accumulator(own, core::WeakNodePtr(edge.function));
   }
 
   std::vector<Saved> saved_;
@@ -348,7 +350,7 @@ Tensors undeclared_parameters(const LeafCall& call, const Tensors& inputs, const
   Tensors found;
   std::unordered_set<const torch::autograd::Node*> seen;
   std::vector<const torch::autograd::Node*> open;
-  const auto visit = [&](const std::shared_ptr<torch::autograd::Node>& node) {
+  const auto visit = [&](const core::NodePtr& node) {
     if (node != nullptr && seen.insert(node.get()).second) open.push_back(node.get());
   };
   for (const at::Tensor& input : inputs) {

@@ -12,6 +12,7 @@
 #include <unordered_set>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/alias_analysis.h"
 #include "graph/allocations.h"
 #include "graph/autograd_entry.h"
@@ -251,7 +252,7 @@ class Profiler {
     for (ValueId id : tensor_arguments(graph_.operators[i])) {
       if (is_differentiated_[i] && !in_range_.insert(id).second) continue;
       const bool differentiable = environment[id].defined() && graph_.values[id].meta.requires_grad;
-      sinks_.push_back(differentiable ? std::make_shared<GradientSink>() : nullptr);
+      sinks_.push_back(differentiable ? core::make_node<GradientSink>() : nullptr);
       environment[id] = enter(environment[id], sinks_.back());
     }
   }
@@ -283,7 +284,7 @@ class Profiler {
   Segment segment_;
   std::vector<bool> is_differentiated_;  // by operator: in a range that `autograd::grad` ends
   std::unordered_set<ValueId> in_range_;
-  std::vector<std::shared_ptr<GradientSink>> sinks_;  // of what has entered
+  std::vector<GradientSinkPtr> sinks_;  // of what has entered
   std::vector<size_t> last_use_;
   std::vector<Times> times_;
   const std::unique_ptr<Allocations> allocations_;  // libtorch counts, and warns, while it exists

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/layout.h"
 #include "graph/parameter_residency.h"
 
@@ -54,9 +55,9 @@ const at::Tensor& RegionInput::fetched() {
   return tensor_;
 }
 
-at::Tensor RegionInput::enter(std::vector<std::shared_ptr<GradientSink>>& sinks) {
+at::Tensor RegionInput::enter(std::vector<GradientSinkPtr>& sinks) {
   if (!requires_grad_ || is_leaf_) return fetched();
-  sinks.push_back(std::make_shared<GradientSink>());
+  sinks.push_back(core::make_node<GradientSink>());
   return graph::enter(fetched(), sinks.back());
 }
 
@@ -228,7 +229,7 @@ void RegionRun::run_again() {
   missing_ = static_cast<size_t>(std::count_if(
       saved_.begin(), saved_.end(), [](const Saved& saved) { return saved.is_missing(); }));
   Environment environment(program_->values);
-  std::vector<std::shared_ptr<GradientSink>> sinks;
+  std::vector<GradientSinkPtr> sinks;
   for (const Input& input : inputs_) environment[input.value] = input.kept->enter(sinks);
   inputs_.clear();
   const at::AutoGradMode grad(true);  // operators set the modes they were recorded in

@@ -37,7 +37,7 @@ class RegionInput {
   void prefetch() const;
 
   /// An alias that operators treat as they treated the tensor; gradients go to a sink.
-  at::Tensor enter(std::vector<std::shared_ptr<GradientSink>>& sinks);
+  at::Tensor enter(std::vector<GradientSinkPtr>& sinks);
   /// A view that lay `offset` elements from the start of the tensor's memory at first.
   at::Tensor view(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset);
   /// Whether such a view lies between the first and the last element of the tensor.

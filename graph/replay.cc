@@ -16,6 +16,7 @@
 #include <unordered_set>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/autocast.h"
 #include "graph/autograd_entry.h"
 #include "graph/late_writes.h"
@@ -74,7 +75,7 @@ at::Tensor moved(const at::Tensor& tensor, const at::Tensor& memory, int64_t beg
   impl->set_storage_keep_dtype(memory.storage());
   const int64_t byte = tensor.storage_offset() * itemsize(tensor) - begin + memory.storage_offset();
   impl->set_storage_offset(byte / itemsize(tensor));
-  return tensor.requires_grad() ? enter(result, std::make_shared<GradientSink>()) : result;
+  return tensor.requires_grad() ? enter(result, core::make_node<GradientSink>()) : result;
 }
 
 /// Gives values memory of their own. Those that share some go on doing so.
@@ -314,8 +315,8 @@ at::Tensor Segment::for_scope(int autocast_scope, const at::Tensor& tensor) {
   if (!alias.defined()) {
     aliases_[{-1, tensor.unsafeGetTensorImpl()}] = tensor;  // its address must not be used again
     alias = tensor.variable_data().set_requires_grad(true);
-    torch::autograd::impl::set_grad_accumulator(alias,
-                                                torch::autograd::impl::grad_accumulator(tensor));
+    torch::autograd::impl::set_grad_accumulator(
+        alias, core::WeakNodePtr(torch::autograd::impl::grad_accumulator(tensor)));
   }
   return alias;
 }

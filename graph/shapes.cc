@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"
 #include "graph/storage.h"
@@ -27,9 +28,9 @@ class PlaceholderNode : public torch::autograd::Node {
 };
 
 /// One node serves all of a thread: the engine only ever reaches it to be refused.
-const std::shared_ptr<PlaceholderNode>& placeholder_node() {
-  thread_local const std::shared_ptr<PlaceholderNode> node = [] {
-    auto made = std::make_shared<PlaceholderNode>();
+const core::NodePtrTo<PlaceholderNode>& placeholder_node() {
+  thread_local const core::NodePtrTo<PlaceholderNode> node = [] {
+    auto made = core::make_node<PlaceholderNode>();
     // backward() without a gradient only passes a scalar on to the engine.
     at::AutoDispatchBelowADInplaceOrView guard;
     made->add_input_metadata(at::zeros({}));

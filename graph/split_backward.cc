@@ -37,8 +37,7 @@ bool is_divisible(const Node& node) {
 /// What is reached from the starts of a backward pass, and how to divide it.
 class Division {
  public:
-  Division(const std::vector<Edge>& starts,
-           const std::vector<std::shared_ptr<GradientSink>>& inputs) {
+  Division(const std::vector<Edge>& starts, const std::vector<GradientSinkPtr>& inputs) {
     for (const auto& input : inputs) leads_to_input_[input.get()] = true;
     for (const Edge& start : starts) {
       if (start.is_valid()) visit(start.function.get());
@@ -133,7 +132,7 @@ class Division {
 
 SplitBackward::SplitBackward(const std::vector<Edge>& starts,
                              const std::vector<at::Tensor>& gradients,
-                             const std::vector<std::shared_ptr<GradientSink>>& inputs) {
+                             const std::vector<GradientSinkPtr>& inputs) {
   const Division division(starts, inputs);
   if (!division.sound()) {
     run_backward(starts, gradients);

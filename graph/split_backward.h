@@ -28,7 +28,7 @@ class SplitBackward {
   /// caller lets go of `starts`.
   SplitBackward(const std::vector<torch::autograd::Edge>& starts,
                 const std::vector<at::Tensor>& gradients,
-                const std::vector<std::shared_ptr<GradientSink>>& inputs);
+                const std::vector<GradientSinkPtr>& inputs);
 
   /// Runs the second part, which gives all other sinks their gradients, and frees the history. To
   /// be called once.

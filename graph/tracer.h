@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/graph.h"
 #include "graph/intercept.h"
 #include "graph/random.h"
@@ -204,7 +205,7 @@ class Tracer final : public OperatorInterceptor {
   TracedCall spare_call_;                     // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
   // The ends of the histories of parameters and variables, by which `autograd::grad` names them.
-  std::vector<std::shared_ptr<torch::autograd::Node>> ends_;
+  std::vector<core::NodePtr> ends_;
   bool custom_function_ = false;             // one was applied in this run, with gradients on
   std::vector<at::Tensor> inner_arguments_;  // what it may have given a history of its own
 

@@ -13,7 +13,7 @@ namespace smp::graph {
 
 /// Where the gradient of a weight is summed.
 struct WeightBuffer {
-  std::shared_ptr<GradientSink> weight;
+  GradientSinkPtr weight;
   /// Gives a tensor of its sizes and dtype; called when something is about to be added.
   std::function<at::Tensor()> buffer;
 };

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/late_writes.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
@@ -305,8 +306,8 @@ void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
 /// Whatever requires a gradient in the program does so here, even if none comes back: operators
 /// choose their kernels by it (matmul folds its operands), so the bits depend on it.
 void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
-  std::shared_ptr<graph::GradientSink> end;
-  if (entry.sink != kNoSink || entry.requires_grad) end = std::make_shared<graph::GradientSink>();
+  graph::GradientSinkPtr end;
+  if (entry.sink != kNoSink || entry.requires_grad) end = core::make_node<graph::GradientSink>();
   environment_[entry.value] = graph::enter(data, end);
   if (entry.sink != kNoSink) state.sinks[entry.sink] = std::move(end);
 }
@@ -475,7 +476,7 @@ void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
   InFlight& state = in_flight_[microbatch];
   begin_backward(state);
   fuse(microbatch, state, buffer, /*defer=*/true);
-  std::vector<std::shared_ptr<graph::GradientSink>> inputs;
+  std::vector<graph::GradientSinkPtr> inputs;
   for (int sink : input_sinks_) inputs.push_back(state.sinks[sink]);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {

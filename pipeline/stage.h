@@ -126,7 +126,7 @@ class Stage {
 
   /// A microbatch between its forward and its backward. Vectors keep their memory for the next.
   struct InFlight {
-    std::vector<std::shared_ptr<graph::GradientSink>> sinks;  // by number
+    std::vector<graph::GradientSinkPtr> sinks;  // by number
     // Where the backward starts: at the roots, then at what went out, edge by edge. The gradients
     // of the roots are known after the forward, the others follow when the backward begins.
     std::vector<torch::autograd::Edge> starts;

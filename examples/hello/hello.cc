@@ -10,8 +10,8 @@ int main() {
   torch::set_num_threads(1);
   torch::manual_seed(1);
 
-  torch::nn::Sequential net(torch::nn::Linear(1, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64),
-                            torch::nn::Tanh(), torch::nn::Linear(64, 1));
+  torch::nn::Sequential net{torch::nn::Linear(1, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64),
+                            torch::nn::Tanh(), torch::nn::Linear(64, 1)};
   smp::DistributedModel<torch::nn::Sequential> model(net);
   smp::DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters(), 0.01);
 

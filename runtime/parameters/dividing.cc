@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/node.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
 #include "runtime/parameters/storage.h"
@@ -36,7 +37,7 @@ void keep_part(const at::Tensor& tensor, const nn::ParameterSplit& split, int ra
   }
   if (tensor.grad().defined()) tensor.mutable_grad() = split.part(tensor.grad(), rank);
   // One that an earlier backward pass left knows the old sizes.
-  torch::autograd::impl::set_grad_accumulator(tensor, std::weak_ptr<torch::autograd::Node>());
+  torch::autograd::impl::set_grad_accumulator(tensor, core::WeakNodePtr(core::NodePtr()));
 }
 
 using nn::rewrite::DividedGraph;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/checkpointed_segment.h"
 #include "tests/graph/harness.h"
 
@@ -49,7 +50,7 @@ class Checkpointed {
     RegionInputs stored;
     std::vector<torch::autograd::Edge> starts;
     Tensors gradients;
-    std::map<std::string, std::shared_ptr<GradientSink>> sinks;
+    std::map<std::string, GradientSinkPtr> sinks;
   };
 
   Run forward(const Tensors& inputs, const RandomKey& key, TensorStore* store = nullptr) {
@@ -62,7 +63,7 @@ class Checkpointed {
       if (value.content.defined()) environment[id] = value.content.clone();
       if (value.kind != ValueKind::kParameter && value.kind != ValueKind::kBuffer) continue;
       auto& sink = run.sinks[value.name];
-      if (value.meta.requires_grad) sink = std::make_shared<GradientSink>();
+      if (value.meta.requires_grad) sink = core::make_node<GradientSink>();
       const at::Tensor& tensor = table_.at(value.name).tensor;
       const bool copied = value.kind == ValueKind::kBuffer;  // as a stage does
       environment[id] = enter(copied ? tensor.clone() : tensor, sink);

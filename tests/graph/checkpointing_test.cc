@@ -341,7 +341,7 @@ TEST(CheckpointedSegment, SplitBackwardsHaveTheBitsOfWholeOnes) {
   auto run = blocks.step.forward(inputs, {});
   // The first block's weights stand for what comes from another stage.
   Calls calls("aten::gelu");
-  const std::vector<std::shared_ptr<GradientSink>> first = {run.sinks.at("up0.weight")};
+  const std::vector<GradientSinkPtr> first = {run.sinks.at("up0.weight")};
   std::unique_ptr<SplitBackward> split;
   {
     const auto starts = std::move(run.starts);

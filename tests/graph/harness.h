@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/node.h"
 #include "graph/autograd_entry.h"
 #include "graph/profile.h"
 #include "graph/random.h"
@@ -84,13 +85,13 @@ inline Replayed replay(const Graph& graph, const TensorTable& table, const Tenso
   Segment segment(graph, all, keep);
   segment.apply(constants);
   Environment environment(graph.values.size());
-  std::map<std::string, std::shared_ptr<GradientSink>> sinks;
+  std::map<std::string, GradientSinkPtr> sinks;
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const Value& value = graph.values[id];
     if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoi(value.name)];
     if (value.content.defined()) environment[id] = value.content.clone();
     if (value.kind == ValueKind::kParameter && value.meta.requires_grad) {
-      sinks[value.name] = std::make_shared<GradientSink>();
+      sinks[value.name] = core::make_node<GradientSink>();
       environment[id] = enter(table.at(value.name).tensor, sinks[value.name]);
     } else if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
       environment[id] = table.at(value.name).tensor;

@@ -1,5 +1,6 @@
 #include <future>
 
+#include "core/node.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -237,7 +238,7 @@ class OwnNode : public torch::autograd::Node {
 TEST_F(Refusal, HistoriesMadeByHand) {
   EXPECT_CONTAINS(text([&](torch::Tensor x) {
                     auto y = x * 2;
-                    auto node = std::make_shared<OwnNode>();
+                    auto node = core::make_node<OwnNode>();
                     node->add_input_metadata(y);
                     torch::autograd::impl::set_gradient_edge(y, {node, 0});
                     y.sum();

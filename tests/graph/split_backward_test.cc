@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/autograd_entry.h"
 
 namespace smp::graph {
@@ -34,7 +35,7 @@ class Entered {
  public:
   explicit Entered(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
-      sinks.push_back(std::make_shared<GradientSink>());
+      sinks.push_back(core::make_node<GradientSink>());
       aliases.push_back(enter(tensor, sinks.back()));
     }
   }
@@ -44,7 +45,7 @@ class Entered {
     return result;
   }
   Tensors aliases;
-  std::vector<std::shared_ptr<GradientSink>> sinks;
+  std::vector<GradientSinkPtr> sinks;
 };
 
 /// Where the backward of a part starts, with fixed random gradients.

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/autograd_entry.h"
 #include "graph/split_backward.h"
 
@@ -30,7 +31,7 @@ class Run {
   explicit Run(const Part& part) {
     const auto x = enter(part.input, input);
     for (const auto& weight : part.weights) {
-      sinks.push_back(std::make_shared<GradientSink>());
+      sinks.push_back(core::make_node<GradientSink>());
       entered_.push_back(enter(weight, sinks.back()));
     }
     const auto y = part.forward(x, entered_);
@@ -39,8 +40,8 @@ class Run {
     gradients = {torch::randn(y.sizes(), y.options())};
   }
 
-  std::shared_ptr<GradientSink> input = std::make_shared<GradientSink>();
-  std::vector<std::shared_ptr<GradientSink>> sinks;
+  GradientSinkPtr input = core::make_node<GradientSink>();
+  std::vector<GradientSinkPtr> sinks;
   std::vector<torch::autograd::Edge> starts;
   Tensors gradients;
 

@@ -129,8 +129,7 @@ TEST(Capture, BackwardPassesCanBeSplit) {
     {
       const auto starts = std::move(run.starts);
       split = std::make_unique<graph::SplitBackward>(
-          starts, run.gradients,
-          std::vector<std::shared_ptr<graph::GradientSink>>{run.sinks.at("words")});
+          starts, run.gradients, std::vector<graph::GradientSinkPtr>{run.sinks.at("words")});
     }
     split->run_weights();
     graph::testing::expect_equal(graph::testing::Checkpointed::gradients(run), expected,

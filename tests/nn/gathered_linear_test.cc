@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "core/node.h"
 #include "graph/autograd_entry.h"
 #include "graph/saved_tensors.h"
 #include "graph/split_backward.h"
@@ -212,9 +213,9 @@ TEST(GatheredLinear, SplitsItsBackwardPass) {
   const auto expected = in_one_process(all, 1);
   on_ranks(2, [&](int r) {
     const Rank& own = all[r];
-    std::map<std::string, std::shared_ptr<graph::GradientSink>> sinks;
+    std::map<std::string, graph::GradientSinkPtr> sinks;
     const auto enter = [&](const char* name, const Tensor& tensor) {
-      sinks[name] = std::make_shared<graph::GradientSink>();
+      sinks[name] = core::make_node<graph::GradientSink>();
       return graph::enter(tensor.detach(), sinks[name]);
     };
     const Counted counted;
