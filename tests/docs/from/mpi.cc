@@ -1,0 +1,32 @@
+// The second program of docs/from/mpi.md.
+#include <vector>
+
+#include "smp/smp.h"
+#include "tests/docs/from/training.h"
+
+int main() {
+  torch::set_num_threads(1);
+  const auto batches = make_batches();
+  std::vector<double> losses;
+
+  smp::init(smp::Config().partitions(2).microbatches(4).pipeline("simple"));
+
+  Net net;
+  smp::DistributedModel<Net> model(net);
+  smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-3);
+
+  auto train = smp::step([&](torch::Tensor data, torch::Tensor target) {
+    auto loss = torch::cross_entropy_loss(model(data), target);
+    model->backward(loss);
+    return loss;
+  });
+
+  for (const auto& [data, target] : batches) {
+    optimizer.zero_grad();
+    auto loss = train(data, target).reduce_mean();
+    optimizer.step();
+    losses.push_back(loss.item<double>());
+  }
+
+  return check_losses(losses, plain_losses());
+}
