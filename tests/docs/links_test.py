@@ -72,6 +72,15 @@ def navigation_problems(root):
     return problems
 
 
+def headers_without_page(root):
+    """Public headers that tools/api_reference.py does not know."""
+    known = set(re.findall(r'"([\w/]+\.h)"', read(root, "tools/api_reference.py")))
+    there = {os.path.relpath(os.path.join(folder, name), os.path.join(root, "smp"))
+             for folder, _, names in os.walk(os.path.join(root, "smp"))
+             for name in names if name.endswith(".h") and not folder.endswith("detail")}
+    return sorted(there - known - {"nn/transformer_parts.h"})
+
+
 def commands_not_run(root):
     """Commands of the README that continuous integration does not call."""
     run = {line.strip().replace("- run: ", "")
@@ -93,6 +102,9 @@ class LinksTest(unittest.TestCase):
 
     def test_the_site_has_all_pages(self):
         self.assertEqual(navigation_problems(ROOT), [])
+
+    def test_the_reference_has_all_headers(self):
+        self.assertEqual(headers_without_page(ROOT), [])
 
     def test_the_commands_of_the_readme_are_run(self):
         self.assertTrue(COMMANDS.search(read(ROOT, "README.md")))
@@ -128,6 +140,14 @@ class PlantedTest(unittest.TestCase):
         self.assertEqual(navigation_problems(self.root), [
             "mkdocs.yml lists a.md twice", "mkdocs.yml lists c.md, which is not there",
             "mkdocs.yml does not list docs/b.md"])
+
+    def test_headers(self):
+        for folder in ("tools", "smp/detail"):
+            os.makedirs(os.path.join(self.root, folder))
+        self.plant("tools/api_reference.py", 'PAGES = ["a.h"]')
+        for header in ("a.h", "b.h", "detail/c.h"):
+            self.plant("smp/" + header, "")
+        self.assertEqual(headers_without_page(self.root), ["b.h"])
 
     def test_commands(self):
         self.plant("README.md", "```sh\ntools/a\ntools/b --c\n```\n```\ntools/d\n```\n")
