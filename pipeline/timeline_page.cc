@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/svg.h"
 #include "pipeline/timeline_picture.h"
+#include "pipeline/timeline_script.h"
 #include "pipeline/trace.h"
 
 namespace smp::pipeline {
@@ -18,39 +19,21 @@ namespace {
 
 constexpr const char* kStyle = R"(
 :root{color-scheme:light dark}
-body{margin:0 auto;padding:12px;font:14px/1.45 Helvetica,Arial,sans-serif;
-color:#1f2933;background:#fff}
-nav{padding:8px 16px 0;text-align:right}
-select{font:inherit;padding:2px 6px}
+body{margin:0;font:14px/1.45 Helvetica,Arial,sans-serif;color:#1f2933;background:#fff}
+nav{display:flex;gap:20px;justify-content:flex-end;align-items:center;padding:12px 28px 0;
+color:#616e7c;font-size:12.5px}
+nav select{font:inherit;padding:2px 6px}
 .scroll{overflow-x:auto}
-.scroll svg{display:block;margin:0 auto}
+.scroll svg{display:block;touch-action:pan-y;cursor:grab;user-select:none}
 table{border-collapse:collapse;margin:8px auto 24px;font-size:13px}
-th,td{padding:4px 14px;text-align:right;border-bottom:1px solid #dde2e7;
+th,td{padding:4px clamp(4px,.8vw,14px);text-align:right;border-bottom:1px solid #dde2e7;
 font-variant-numeric:tabular-nums}
 th{color:#616e7c;font-weight:normal}
 [data-m]{transition:opacity .1s}
 .focus [data-m]{opacity:.15}
 .focus [data-m].on{opacity:1}
 @media (prefers-color-scheme:dark){
-body{color:#e6eaee;background:#10171f}th,td{border-color:#2c3844}th{color:#98a4b1}}
-)";
-
-constexpr const char* kScript = R"(
-const steps = [...document.querySelectorAll('section')];
-const choice = document.querySelector('select');
-function show() { steps.forEach((step, i) => { step.hidden = i !== choice.selectedIndex; }); }
-if (choice) { choice.addEventListener('change', show); show(); }
-document.querySelectorAll('svg').forEach(svg => {
-  svg.addEventListener('mouseover', event => {
-    const under = event.target.closest('[data-m]');
-    const m = under ? under.dataset.m : '-1';
-    svg.classList.toggle('focus', m !== '-1');
-    svg.querySelectorAll('[data-m]').forEach(one => {
-      one.classList.toggle('on', one.dataset.m === m);
-    });
-  });
-  svg.addEventListener('mouseleave', () => svg.classList.remove('focus'));
-});
+body{color:#e6eaee;background:#10171f}th,td{border-color:#2c3844}th,nav{color:#98a4b1}}
 )";
 
 std::string cells(const std::vector<std::string>& row, const char* tag) {
@@ -67,13 +50,21 @@ std::string html_table(const std::vector<std::vector<std::string>>& rows) {
   return html + "</table>\n";
 }
 
-std::string chooser(const std::vector<StepTimeline>& steps) {
-  if (steps.size() < 2) return "";
-  std::string html = "<nav><select aria-label=\"step\">\n";
-  for (const StepTimeline& step : steps) {
-    html += fmt::format("<option>{}</option>\n", core::escape_xml(step.name));
+/// What stands above the pictures: how to move them, and the choice of a step.
+std::string navigation(const Timeline& timeline, const std::vector<StepTimeline>& steps) {
+  std::string html = "<nav><span>wheel: zoom; drag: move; double click: all</span>\n";
+  if (!timeline.measured.empty() && timeline.predicted) {
+    html +=
+        "<label><input type=\"checkbox\" id=\"own\"/> prediction on a scale of its own</label>\n";
   }
-  return html + "</select></nav>\n";
+  if (steps.size() > 1) {
+    html += "<select aria-label=\"step\">\n";
+    for (const StepTimeline& step : steps) {
+      html += fmt::format("<option>{}</option>\n", core::escape_xml(step.name));
+    }
+    html += "</select>";
+  }
+  return html + "</nav>\n";
 }
 
 void write(const std::string& text, const std::string& path) {
@@ -92,13 +83,15 @@ std::string to_html(const Timeline& timeline) {
       "<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" "
       "content=\"width=device-width\"/>\n<title>{}</title>\n<style>{}{}</style>\n</"
       "head>\n<body>\n{}",
-      core::escape_xml(timeline.title), kStyle, picture_style(), chooser(steps));
+      core::escape_xml(timeline.title), kStyle, picture_style(), navigation(timeline, steps));
   for (size_t i = 0; i < steps.size(); ++i) {
     html += "<section>\n<div class=\"scroll\">\n" + to_svg(timeline, i, /*with_style=*/false) +
-            "</div>\n" + html_table(table_of(steps[i], timeline)) + "</section>\n";
+            "</div>\n<div class=\"scroll\">\n" + html_table(table_of(steps[i], timeline)) +
+            "</div>\n</section>\n";
   }
   // A page is XML too if its script stays clear of markup.
-  return html + fmt::format("<script>//<![CDATA[{}//]]></script>\n</body>\n</html>\n", kScript);
+  return html +
+         fmt::format("<script>//<![CDATA[{}//]]></script>\n</body>\n</html>\n", kTimelineScript);
 }
 
 TimelineFiles timeline_files(const std::string& path) {

@@ -271,6 +271,12 @@ class Picture {
   double draw_lanes(const StepTimeline& step, const char* heading, double y, bool small) {
     const double bar = small ? kSmallBar : kBar;
     const double pitch = bar + (small ? kSmallGap : memory_height() + kLaneGap);
+    // The data are for the script of a page.
+    svg_.raw(
+        fmt::format("<g class=\"lanes\" data-left=\"{:.1f}\" data-right=\"{:.1f}\" "
+                    "data-length=\"{:.3f}\" data-end=\"{:.3f}\" data-unit=\"{}\">\n",
+                    left(), left() + chart_, length_, step.makespan,
+                    timeline_.unit == TimeUnit::kSlots ? "slots" : "us"));
     svg_.text(kMargin, y + 14, heading, "class=\"ink\" font-size=\"13\" font-weight=\"bold\"");
     svg_.text(width() - kMargin, y + 14, "idle",
               "class=\"mute\" font-size=\"11.5\" text-anchor=\"end\"");
@@ -284,6 +290,7 @@ class Picture {
     for (size_t l = 0; l < step.lanes.size(); ++l) {
       draw_actions(step.lanes[l], top + pitch * static_cast<double>(l), bar);
     }
+    svg_.end_group();
     return bottom + kAxis;
   }
 

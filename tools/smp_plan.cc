@@ -19,6 +19,7 @@
 #include "partitioner/plan_file.h"
 #include "smp/config.h"
 #include "tools/forecast.h"
+#include "tools/plan_page.h"
 #include "tools/plan_picture.h"
 #include "tools/plan_text.h"
 #include "tools/schedule_view.h"
@@ -122,11 +123,10 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
 }
 
 std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
-  SMP_CHECK_WITH(smp::ConfigError, options.format != "html",
-                 "smp_plan: expected --format text, json or svg for a plan, got html, which shows "
-                 "a --schedule.");
-  SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "svg",
-                 "smp_plan: --compare has no picture: expected --format text or json, got svg.");
+  const bool is_picture = options.format == "svg" || options.format == "html";
+  SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || !is_picture,
+                 "smp_plan: --compare has no picture: expected --format text or json, got ",
+                 options.format, ".");
   if (!options.compare.empty()) {
     const auto alternatives =
         smp::tools::plan_alternatives(graph, config, options.compare, options.replicas);
@@ -146,7 +146,10 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
     write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
   }
   if (options.format == "json") return smp::tools::to_json(ordered, forecast).dump(2) + "\n";
-  if (options.format == "svg") return smp::tools::to_svg(ordered, forecast, options.title);
+  if (is_picture) {
+    const std::string svg = smp::tools::to_svg(ordered, forecast, options.title);
+    return options.format == "svg" ? svg : smp::tools::to_html(svg, options.title);
+  }
   return smp::tools::to_text(ordered, forecast);
 }
 
@@ -172,7 +175,7 @@ int main(int argc, char** argv) {
                  "A schedule to draw instead: a name as for --pipeline, or a file");
   app.add_option("--config", options.config, "JSON file with the parameters of the run to plan");
   const Parameters parameters(app);
-  app.add_option("--format", options.format, "text, json or svg; html for a schedule")
+  app.add_option("--format", options.format, "text, json, svg or html")
       ->check(CLI::IsMember({"text", "json", "svg", "html"}))
       ->capture_default_str();
   app.add_option("--output", options.output, "File to write instead of the standard output");

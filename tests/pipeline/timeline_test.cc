@@ -545,6 +545,21 @@ TEST(TimelinePage, HasEveryStepAndNeedsNothingElse) {
   EXPECT_EQ(count(to_html(measured(1)), "<option>"), 0u);
 }
 
+TEST(TimelinePage, SaysWhereItsChartsAre) {
+  const Simulation simulation = simulated(two_ranks());
+  const std::string page = to_html(measured(3, &simulation));
+  EXPECT_EQ(count(page, "<g class=\"lanes\" data-left=\"110.0\""), 2u * 3u)
+      << "measured and predicted, in every step";
+  EXPECT_EQ(count(page, "data-length=\"8.500\" data-end=\"8.500\" data-unit=\"us\""), 3u);
+  EXPECT_EQ(count(page, "id=\"own\""), 1u);
+  Timeline schedule;
+  schedule.unit = TimeUnit::kSlots;
+  schedule.predicted = predicted_timeline(simulation);
+  const std::string alone = to_html(schedule);
+  EXPECT_EQ(count(alone, "data-unit=\"slots\""), 1u);
+  EXPECT_EQ(count(alone, "id=\"own\""), 0u) << "nothing beside it has another scale";
+}
+
 TEST(TimelinePage, LiesBesideItsTrace) {
   for (const char* path : {"folder/run", "folder/run.html", "folder/run.json"}) {
     EXPECT_EQ(timeline_files(path).page, "folder/run.html");

@@ -186,6 +186,12 @@ TEST_F(SmpPlan, Picture) {
                                ">attention_in0<", ">head 1.1 KiB<", ">The step, as predicted<"}) {
     EXPECT_NE(picture.output.find(expected), std::string::npos) << expected;
   }
+  const Outcome page = run(file + " --stages 3 --microbatches 4 --format html --title 'a<b'");
+  EXPECT_EQ(page.status, 0);
+  EXPECT_EQ(page.output.find("<!DOCTYPE html>\n"), 0u);
+  EXPECT_NE(page.output.find("<title>a&lt;b</title>\n<style>"), std::string::npos);
+  EXPECT_NE(page.output.find(picture.output), std::string::npos) << "the same picture";
+  EXPECT_EQ(page.output.find("src="), std::string::npos) << "needs nothing else";
 }
 
 TEST_F(SmpPlan, SavesThePlan) {
@@ -211,9 +217,8 @@ TEST_F(SmpPlan, Errors) {
   EXPECT_EQ(run(file + " --compare 1,2 --format svg").output,
             "[smp] smp_plan: --compare has no picture: expected --format text or json, got svg.\n");
   EXPECT_EQ(
-      run(file + " --format html").output,
-      "[smp] smp_plan: expected --format text, json or svg for a plan, got html, which shows a "
-      "--schedule.\n");
+      run(file + " --compare 1,2 --format html").output,
+      "[smp] smp_plan: --compare has no picture: expected --format text or json, got html.\n");
   const std::string either =
       "[smp] smp_plan: expected a graph to plan or a --schedule to draw, got ";
   EXPECT_EQ(run("").output, either + "neither.\n");
