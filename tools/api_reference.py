@@ -17,7 +17,7 @@ FOLDER = "reference"
 NAMED = 3  # of declarations that are shown together, as many are in the heading
 # The pages: title, then headers of smp/. Every public header is on one of them.
 PAGES = {
-    "Start and end": ["init.h", "keyed_random.h"],
+    "Start and end": ["init.h", "version.h", "keyed_random.h"],
     "Configuration": ["config.h"],
     "Ranks and groups": ["group.h", "comm_group.h", "reduce_op.h", "work.h"],
     "Objects between ranks": ["objects.h"],
@@ -35,7 +35,8 @@ PAGES = {
     "Activation memory": ["activation_checkpointing.h"],
     "Checkpoints": ["save_load.h", "checkpoint_options.h", "pretrained.h", "pretrained_options.h",
                     "name_map.h"],
-    "Data parallelism": ["ddp.h", "ddp_options.h", "comm_hooks.h", "smddp.h"],
+    "Data parallelism": ["ddp.h", "ddp_options.h", "comm_hooks.h"],
+    "smddp": ["smddp.h", "c10d.h"],
     "Tensor parallelism": ["tensor_parallelism.h", "tp_register.h", "nn/layout.h",
                            "nn/parameter_split.h", "nn/split_module.h"],
     "Divided layers": ["nn/parallel_linear.h", "nn/parallel_embedding.h", "nn/cross_entropy.h",
@@ -45,7 +46,7 @@ PAGES = {
     "Errors": ["error.h"],
 }
 # Lists of includes.
-WITHOUT_PAGE = {"smp.h", "nn.h", "optim.h", "version.h", "export.h"}
+WITHOUT_PAGE = {"smp.h", "nn.h", "optim.h", "export.h"}
 # Not for users, as their BUILD file and their namespaces say.
 INTERNAL = re.compile(r"detail/|nn/transformer_parts\.h")
 INTERNAL_NAMESPACES = {"detail", "comm", "core", "graph", "runtime", "rewrite"}
@@ -54,7 +55,8 @@ TYPES = {"class_specifier": "class", "struct_specifier": "struct", "enum_specifi
 TORCH_ARG = re.compile(r"TORCH_ARG\(((?:[^()]|\([^()]*\))*), (\w+)\)")
 MACRO = re.compile(r"^#define (\w+) *\\\n((?:.*\\\n)*.*)\n", re.MULTILINE)
 FOR_THE_LIBRARY = re.compile(r"\AFor the library itself|its type is internal")
-IGNORED = re.compile(r"\bSMP_API +|\bTORCH_MODULE\(\w+\);|^#(?:define|undef) .*$", re.MULTILINE)
+EXPORTED = re.compile(r"\bSMP_API ([^;{]*)")
+IGNORED = re.compile(r"\bTORCH_MODULE\(\w+\);|^#(?:define|undef) .*$", re.MULTILINE)
 
 
 @dataclass
@@ -82,6 +84,9 @@ def expand(source):
     source = MACRO.sub("", source)
     for name, body in macros.items():
         source = re.sub(r"\b%s;" % name, lambda _: body.strip() + ";", source)
+    # What follows a mark of export is aligned with it.
+    source = EXPORTED.sub(
+        lambda match: re.sub(r"\n {%d}(?= )" % len("SMP_API "), "\n", match.group(1)), source)
     return IGNORED.sub("", TORCH_ARG.sub(r"\1 \2", source))
 
 
@@ -147,6 +152,8 @@ class Header:
     def read(self, node, doc):
         """What a node declares; None if it is nothing that users see."""
         doc = textwrap.dedent(doc)
+        if node.type == "namespace_definition" and doc:
+            return Entry([], doc, ["namespace " + node.child_by_field_name("name").text.decode()])
         inner = node
         while inner.type == "template_declaration":
             inner = inner.named_children[-1]
@@ -244,7 +251,7 @@ def render(entries, names, level, here=""):
             title = ", ".join(entry.names[:NAMED] + ["..."] * (len(entry.names) > NAMED))
             lines += heading(level, title, anchor(here or "smp", entry.names[0]))
         last = entry.names
-        lines += ["```cpp", *entry.code, "```", ""]
+        lines += ["```cpp", *entry.code, "```", ""] if entry.code else []
         lines += [markdown_of(entry.doc, names, entry.type_name or here), ""] if entry.doc else []
         lines += render(entry.members, names, level + 1, entry.type_name)
     return lines

@@ -26,9 +26,9 @@ int main(int argc, char** argv) {
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 
-  torch::nn::Sequential first(torch::nn::Linear(8, 64), torch::nn::Tanh());
-  torch::nn::Sequential second(torch::nn::Linear(64, 64), torch::nn::Tanh(),
-                               torch::nn::Linear(64, 3));
+  torch::nn::Sequential first{torch::nn::Linear(8, 64), torch::nn::Tanh()};
+  torch::nn::Sequential second{torch::nn::Linear(64, 64), torch::nn::Tanh(),
+                               torch::nn::Linear(64, 3)};
   auto half = rank == 0 ? first : second;
   torch::optim::AdamW optimizer(half->parameters(), torch::optim::AdamWOptions(1e-3));
 
