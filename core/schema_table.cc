@@ -34,7 +34,7 @@ class Row {
   Row default_only() { return with(&Parameter::availability, Availability::kDefaultOnly); }
   Row tensorflow_only() { return with(&Parameter::availability, Availability::kTensorFlowOnly); }
 
-  operator Parameter() const { return row_; }
+  operator Parameter() const { return row_; }  // NOLINT(google-explicit-constructor)
 
  private:
   template <class Member, class T>

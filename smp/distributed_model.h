@@ -52,7 +52,7 @@ class DistributedModel {
 
   const ModelCore* operator->() const { return &core_; }
   /// What functions such as `smp::save` take.
-  operator const ModelCore&() const { return core_; }
+  operator const ModelCore&() const { return core_; }  // NOLINT(google-explicit-constructor)
 
   /// The wrapped module's holder. Its parameters that other ranks own hold no data, but for tied
   /// ones that this rank reads too: they have the owner's value since the last step.

@@ -16,7 +16,7 @@ namespace smp::optim {
 
 /// Options of `Adadelta`; the defaults are PyTorch's.
 struct SMP_API AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
-  AdadeltaOptions(double lr = 1.0);
+  AdadeltaOptions(double lr = 1.0);  // NOLINT(google-explicit-constructor)
   /// Scales the update; the published method has 1.
   TORCH_ARG(double, lr) = 1.0;
   /// Decay of the two running averages, in [0, 1].

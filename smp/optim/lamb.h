@@ -17,7 +17,7 @@ namespace smp::optim {
 
 /// Options of `Lamb`; names and defaults are those of FusedLAMB in NVIDIA's apex.
 struct SMP_API LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
-  LambOptions(double lr = 1e-3);
+  LambOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor)
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
   /// Decay of the running averages of the gradient and of its square, in [0, 1).

@@ -16,7 +16,7 @@ namespace smp::optim {
 
 /// Options of `NovoGrad`; names and defaults are those of FusedNovoGrad in NVIDIA's apex.
 struct SMP_API NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGradOptions> {
-  NovoGradOptions(double lr = 1e-3);
+  NovoGradOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor)
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
   /// Decay of the running averages of the gradient and of its norm, in [0, 1).
