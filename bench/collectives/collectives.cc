@@ -41,8 +41,8 @@ constexpr int kRounds = 15;
 constexpr double kMicrosecondsOfARound = 20'000;
 
 struct Contender {
-  Contender(std::string name,
-            std::function<void()> call = {})  // NOLINT(google-explicit-constructor)
+  // NOLINTNEXTLINE(google-explicit-constructor)
+  Contender(std::string name, std::function<void()> call = {})
       : name(std::move(name)), call(std::move(call)) {}
 
   std::string name;
