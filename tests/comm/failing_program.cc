@@ -2,11 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <stdexcept>
-#include <thread>
 
 #include "comm/world.h"
+#include "tests/comm/marks.h"
 
 namespace smp::comm {
 namespace {
@@ -15,7 +14,11 @@ namespace {
 // tell rank 1 that: an abort may overtake what rank 0 has not looked at yet.
 void wait_until_the_others_are_in_the_test(const CommunicatorPtr& world) {
   world->barrier();
-  if (world->rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(1));
+  if (world->rank() == 1) {
+    testing::wait_for_marks({0, 2});
+  } else {
+    testing::leave_mark(world->rank());
+  }
 }
 
 TEST(Failing, LeavesEarly) {
