@@ -10,18 +10,15 @@
 #include <functional>
 #include <vector>
 
+#include "bench/gpt_step.h"
 #include "bench/measure.h"
-#include "examples/gpt/gpt_model.h"
-#include "graph/tracer.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 
 namespace {
 
 using smp::graph::Graph;
-using smp::graph::Tracer;
 
-constexpr int64_t kSequence = 16;
 constexpr int kStages = 64;
 
 /// Of milliseconds.
@@ -31,47 +28,8 @@ double median(int rounds, const std::function<void()>& body) {
   return bench::median(times);
 }
 
-/// A step function that trains a GPT, captured by hand.
-class Subject {
- public:
-  explicit Subject(int64_t layers)
-      : net_(gpt::GPTOptions().layers(layers).width(16).heads(2).sequence(kSequence).dropout(0.1)) {
-    for (const auto& item : net_->named_parameters()) {
-      table_.add(smp::graph::ValueKind::kParameter, item.key(), item.value());
-    }
-  }
-
-  smp::graph::TraceResult trace(bool execute, std::vector<const Graph*> candidates) const {
-    smp::graph::TraceOptions options;
-    options.step_name = "bench";
-    options.table = &table_;
-    options.execute = execute;
-    options.candidates = std::move(candidates);
-    Tracer tracer(std::move(options));
-    return tracer.run(inputs_, [&](const std::vector<torch::Tensor>& in) {
-      auto loss = loss_of(in);
-      tracer.backward({loss}, {});
-      return std::vector<torch::Tensor>{loss};
-    });
-  }
-
-  /// Plain eager libtorch, forward only: what a capture adds to.
-  void run() const { loss_of(inputs_); }
-
- private:
-  torch::Tensor loss_of(const std::vector<torch::Tensor>& in) const {
-    gpt::GPT net = net_;
-    return torch::nn::functional::cross_entropy(net(in[0]).flatten(0, 1), in[1].flatten());
-  }
-
-  gpt::GPT net_;
-  smp::graph::TensorTable table_;
-  std::vector<torch::Tensor> inputs_{torch::randint(256, {1, kSequence}),
-                                     torch::randint(256, {1, kSequence})};
-};
-
 void measure(int64_t layers) {
-  const Subject subject(layers);
+  const bench::GptStep subject(layers);
   const auto recorded = subject.trace(true, {}).recorded;
   Graph& graph = *recorded;
   smp::partitioner::estimate_costs(graph, nullptr);

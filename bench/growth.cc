@@ -18,9 +18,9 @@
 #include <string>
 #include <vector>
 
+#include "bench/gpt_step.h"
 #include "bench/measure.h"
 #include "examples/gpt/gpt_model.h"
-#include "graph/tracer.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/order.h"
@@ -103,39 +103,6 @@ void live(const std::string& what, int ranks, int64_t layers, int steps,
   print_row(what, ranks, usages, times);
 }
 
-/// A step function that trains a GPT, captured by hand.
-class Subject {
- public:
-  explicit Subject(int64_t layers)
-      : net_(gpt::GPTOptions().layers(layers).width(16).heads(2).sequence(kSequence)) {
-    for (const auto& item : net_->named_parameters()) {
-      table_.add(smp::graph::ValueKind::kParameter, item.key(), item.value());
-    }
-  }
-
-  const smp::graph::TensorTable& table() const { return table_; }
-
-  smp::graph::TraceResult trace(bool execute, std::vector<const Graph*> candidates) const {
-    smp::graph::TraceOptions options;
-    options.step_name = "bench";
-    options.table = &table_;
-    options.execute = execute;
-    options.candidates = std::move(candidates);
-    smp::graph::Tracer tracer(std::move(options));
-    const auto x = torch::zeros({1, kSequence}, torch::kLong);
-    return tracer.run({x, x}, [&](const std::vector<torch::Tensor>& in) {
-      gpt::GPT net = net_;
-      auto loss = torch::nn::functional::cross_entropy(net(in[0]).flatten(0, 1), in[1].flatten());
-      tracer.backward({loss}, {});
-      return std::vector<torch::Tensor>{loss};
-    });
-  }
-
- private:
-  gpt::GPT net_;
-  smp::graph::TensorTable table_;
-};
-
 /// Each block a region of activation checkpointing, for `pipeline::Stage::set_regions`.
 std::vector<int> blocks_of(const Graph& graph) {
   std::map<std::string, int> number;
@@ -158,7 +125,7 @@ void print_phase(const char* phase, size_t operators, double time) {
 /// its own stage.
 void phases(int64_t layers, int stages) {
   constexpr int kMicrobatches = 8;
-  const Subject subject(layers);
+  const bench::GptStep subject(layers);
   std::shared_ptr<const Graph> graph;
   const double first = seconds([&] { graph = subject.trace(true, {}).recorded; });
   const size_t operators = graph->operators.size();
