@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -25,18 +24,20 @@
 #include "comm/shm/slot_queue.h"
 #include "core/check.h"
 #include "tests/comm/quiet_transport.h"
+#include "tests/process_entries.h"
 
 namespace smp::comm {
 namespace {
 
+using smp::testing::open_descriptors;
 using std::chrono::milliseconds;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class OneIntraOpThread : public testing::Environment {
+class OneIntraOpThread : public ::testing::Environment {
  public:
   void SetUp() override { at::set_num_threads(1); }
 };
-const auto* const kOneIntraOpThread = testing::AddGlobalTestEnvironment(new OneIntraOpThread);
+const auto* const kOneIntraOpThread = ::testing::AddGlobalTestEnvironment(new OneIntraOpThread);
 
 // A process that runs `body` and ends with the status that it returns.
 class Child {
@@ -72,11 +73,6 @@ class Child {
 
 int forever() {
   while (true) pause();
-}
-
-size_t open_files() {
-  const std::filesystem::directory_iterator files("/proc/self/fd");
-  return static_cast<size_t>(std::distance(begin(files), end(files)));
 }
 
 TEST(SlotQueue, GivesBackInOrderWhatWasPushed) {
@@ -138,21 +134,21 @@ TEST(SharedMemory, IsZeroAndSaysWhoseItIs) {
 }
 
 TEST(SharedMemory, LeavesNothingOpen) {
-  const size_t before = open_files();
+  const int64_t before = open_descriptors();
   {
     const auto memory = SharedMemory::create(10'000);
     const auto other = SharedMemory::map(open_fd_of(this_process(), memory->fd(), memory->id()),
                                          10'000, memory->id());
     EXPECT_EQ(other->fd(), -1);
-    EXPECT_EQ(open_files(), before + 1);
+    EXPECT_EQ(open_descriptors(), before + 1);
     memory->close_fd();
-    EXPECT_EQ(open_files(), before);
+    EXPECT_EQ(open_descriptors(), before);
   }
-  EXPECT_EQ(open_files(), before);
+  EXPECT_EQ(open_descriptors(), before);
 }
 
 TEST(SharedMemory, TooMuchIsAnErrorThatSaysHowMuchThereIs) {
-  const size_t before = open_files();
+  const int64_t before = open_descriptors();
   std::string text;
   try {
     SharedMemory::create(size_t{1} << 46);
@@ -162,7 +158,7 @@ TEST(SharedMemory, TooMuchIsAnErrorThatSaysHowMuchThereIs) {
   EXPECT_THAT(text, HasSubstr("shared memory of 67108864 MiB for messages between ranks of this "
                               "host: only "));
   EXPECT_THAT(text, HasSubstr(" MiB are available. Use smaller or fewer microbatches"));
-  EXPECT_EQ(open_files(), before);
+  EXPECT_EQ(open_descriptors(), before);
 }
 
 TEST(SharedMemory, AnotherProcessOpensItThroughProc) {
@@ -232,7 +228,7 @@ TEST(SharedMemory, IsMadeWhileSignalsCome) {
   sigaction(SIGPROF, &before, nullptr);
 }
 
-class ChannelToAProcess : public testing::Test {
+class ChannelToAProcess : public ::testing::Test {
  protected:
   ChannelToAProcess() : memory_(SharedMemory::create(SharedLayout(kSpec).total())) {
     group_->name = "world";

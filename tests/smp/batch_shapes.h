@@ -2,10 +2,8 @@
 
 #include <cstdint>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -13,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/process_entries.h"
 #include "tests/smp/oracle.h"
 
 /// Training on batches of many shapes, each of which is a graph of its own: compared with plain
@@ -22,8 +21,8 @@ namespace smp::testing {
 /// What this process holds.
 struct Usage {
   int64_t shared_bytes = 0;  ///< mapped, of memory that ranks share
-  int64_t descriptors = entries("/proc/self/fd");
-  int64_t threads = entries("/proc/self/task");
+  int64_t descriptors = open_descriptors();
+  int64_t threads = running_threads();
 
   Usage() {
     for_each_shared([this](uintptr_t begin, uintptr_t end) {
@@ -46,12 +45,6 @@ struct Usage {
   bool operator==(const Usage& other) const {
     return std::tie(shared_bytes, descriptors, threads) ==
            std::tie(other.shared_bytes, other.descriptors, other.threads);
-  }
-
- private:
-  static int64_t entries(const char* folder) {
-    const std::filesystem::directory_iterator all(folder);
-    return std::distance(begin(all), end(all));
   }
 };
 
