@@ -1,16 +1,12 @@
 // Step functions that call autograd::grad: gradient penalties, physics-informed losses, a step of
 // gradient descent inside. The same numbers as plain libtorch, to the bit.
 
-#include <gmock/gmock.h>
-
-#include "tests/core/error_text.h"
 #include "tests/smp/parity.h"
 
 namespace smp::testing {
 namespace {
 
 using parity::Layout;
-using ::testing::HasSubstr;
 using torch::autograd::grad;
 
 constexpr int64_t kWidth = 6;
