@@ -1,0 +1,55 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <string>
+
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+
+/// A program that trains a small model and ends with an error.
+class ErrorsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    torch::set_num_threads(1);
+    torch::manual_seed(5);
+    x_ = torch::randn({8, MlpImpl::kWidth});
+    y_ = torch::randn({8, 1});
+  }
+
+  /// What a training loop that ends with an E says. `loss` is called on every rank.
+  using Loss = std::function<torch::Tensor(int step, DistributedModel<Mlp>&, torch::Tensor x,
+                                           torch::Tensor y)>;
+  template <class E>
+  std::string error_of_training(int ranks, const Config& config, const Loss& loss) {
+    return error_of_run<E>(ranks, config, [&] {
+      DistributedModel<Mlp> model(Mlp(4));
+      int i = 0;
+      auto train = step(
+          [&](torch::Tensor x, torch::Tensor y) {
+            auto value = loss(i, model, x, y);
+            model->backward(value);
+            return value;
+          },
+          StepOptions().name("train"));
+      for (; i < 3; ++i) train(x_, y_);
+    });
+  }
+
+  /// As above for what runs in the step function before a proper loss.
+  std::string error_in_step(const std::function<void(DistributedModel<Mlp>&)>& action) {
+    return error_of_training<UsageError>(
+        1, stages(1), [&](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {
+          auto loss = torch::mse_loss(model(x), y);
+          action(model);
+          return loss;
+        });
+  }
+
+  torch::Tensor x_, y_;
+};
+
+}  // namespace smp::testing
