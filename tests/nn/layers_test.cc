@@ -94,6 +94,7 @@ TEST(Start, OfANormalDistributionIsTheSameForAllDegrees) {
   const Outcome one = run_module<ColumnParallelLinear>(1, make, none);
   const Outcome four = run_module<ColumnParallelLinear>(4, make, none);
   EXPECT_NEAR(one.parameters.at("weight").std().item<double>(), 0.02, 0.001);
+  ASSERT_EQ(four.parameters.size(), one.parameters.size());
   for (const auto& [name, value] : one.parameters) {
     expect_equal(four.parameters.at(name), value, name);
   }

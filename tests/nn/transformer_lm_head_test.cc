@@ -158,6 +158,7 @@ TEST(LMHead, BeginsWithTheSameValuesForAllDegrees) {
   const auto none = [](DistributedTransformerLMHead&) { return Tensors(); };
   const Outcome one = run_module<DistributedTransformerLMHead>(1, make, none);
   const Outcome four = run_module<DistributedTransformerLMHead>(4, make, none);
+  ASSERT_EQ(four.parameters.size(), one.parameters.size());
   for (const auto& [name, value] : one.parameters) {
     expect_equal(four.parameters.at(name), value, name);
   }

@@ -124,6 +124,7 @@ TEST(TransformerLayer, RunsAreTheSameAmongThemselves) {
   for (size_t i = 0; i < first.outputs.size(); ++i) {
     expect_equal(second.outputs[i], first.outputs[i], "output");
   }
+  ASSERT_EQ(second.gradients.size(), first.gradients.size());
   for (const auto& [name, gradient] : first.gradients) {
     expect_equal(second.gradients.at(name), gradient, name);
   }
@@ -225,6 +226,7 @@ TEST(TransformerLayer, IsWholeForASequenceThatTheRanksDoNotDivide) {
     const Outcome outcome = run_layer(test, 2, std::nullopt);
     EXPECT_EQ(outcome.groups[0]->calls(), expected.groups[0]->calls());
     expect_equal(outcome.outputs[0], expected.outputs[0], "output");
+    ASSERT_EQ(outcome.gradients.size(), expected.gradients.size());
     for (const auto& [name, gradient] : expected.gradients) {
       expect_equal(outcome.gradients.at(name), gradient, name);
     }
