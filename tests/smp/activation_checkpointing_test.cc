@@ -158,10 +158,14 @@ Trained run_checkpointed(const Maker<Net>& make, const Layout& layout, const Ten
       {
         const std::lock_guard<std::mutex> lock(mutex);
         for (int m = 0; m < layout.microbatches; ++m) {
-          run.losses[i][dp_rank() * layout.microbatches + m] = losses.outputs()[m];
+          auto& place = run.losses[i][dp_rank() * layout.microbatches + m];
+          if (place.defined()) expect_equal(losses.outputs()[m], place, "loss on another rank");
+          place = losses.outputs()[m];
         }
         for (const auto& [name, gradient] : gradients_of(model->local_named_parameters())) {
-          run.gradients[i][name] = gradient;
+          auto& known = run.gradients[i][name];
+          if (known.defined()) expect_equal(gradient, known, "gradient on another rank");
+          known = gradient;
         }
       }
       optimizer.step();
