@@ -46,8 +46,11 @@ struct TinyGptImpl : torch::nn::Module {
     return torch::nn::functional::linear(x, head);
   }
 
+  static torch::Tensor criterion(torch::Tensor scores, torch::Tensor targets) {
+    return torch::nn::functional::cross_entropy(scores.flatten(0, 1), targets.flatten());
+  }
   torch::Tensor loss(torch::Tensor ids, torch::Tensor targets) {
-    return torch::nn::functional::cross_entropy(forward(ids).flatten(0, 1), targets.flatten());
+    return criterion(forward(ids), targets);
   }
 
   static std::vector<torch::Tensor> batch(int64_t size) {
@@ -85,7 +88,10 @@ struct TinyConvNetImpl : torch::nn::Module {
     return torch::log_softmax(fc2(x), 1);
   }
 
-  torch::Tensor loss(torch::Tensor x, torch::Tensor y) { return torch::nll_loss(forward(x), y); }
+  static torch::Tensor criterion(torch::Tensor scores, torch::Tensor y) {
+    return torch::nll_loss(scores, y);
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) { return criterion(forward(x), y); }
 
   static std::vector<torch::Tensor> batch(int64_t size) {
     return {torch::randn({size, 1, 8, 8}), torch::randint(5, {size})};

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <ostream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "smp/smp.h"
@@ -26,6 +27,7 @@ struct Layout {
   std::string pipeline;
   bool fusion = false;  // gradient_accumulation_fusion
   int steps = 3;
+  std::string placement = "cluster";
 
   Layout with_steps(int count) const {
     Layout result = *this;
@@ -37,7 +39,8 @@ struct Layout {
 inline std::ostream& operator<<(std::ostream& out, const Layout& layout) {
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
              << layout.microbatches << " microbatches, " << layout.pipeline
-             << (layout.fusion ? ", fused" : "");
+             << (layout.fusion ? ", fused" : "")
+             << (layout.placement == "cluster" ? "" : ", " + layout.placement);
 }
 
 /// What a run leaves behind, to be compared bit for bit.
@@ -171,6 +174,22 @@ Trace run_plain(const std::function<Net()>& make, const Options& options, const 
   return trace;
 }
 
+template <class Net, class = void>
+struct HasCriterion : std::false_type {};
+template <class Net>
+struct HasCriterion<Net, std::void_t<decltype(&Net::ContainedType::criterion)>> : std::true_type {};
+
+/// As a user's step function computes it: a criterion of what the wrapped model gives, where the
+/// net has one; else a method of the module.
+template <class Net>
+torch::Tensor loss_of(DistributedModel<Net>& model, torch::Tensor x, torch::Tensor y) {
+  if constexpr (HasCriterion<Net>::value) {
+    return Net::ContainedType::criterion(model(x), y);
+  } else {
+    return model.get_module()->loss(x, y);
+  }
+}
+
 /// Plays ranks, each of which calls the program, as `run_as_threads` does.
 using RunRanks =
     std::function<void(int ranks, const Config& config, const std::function<void()>& program)>;
@@ -190,7 +209,7 @@ Trace run_distributed(const std::function<Net()>& make, const Options& options,
                           .pipeline(layout.pipeline)
                           .gradient_accumulation_fusion(layout.fusion)
                           .ddp(layout.replicas > 1)
-                          .placement_strategy(layout.microbatches == 3 ? "spread" : "cluster")
+                          .placement_strategy(layout.placement)
                           .seed(kSeed)
                           .timeout_seconds(60);
   torch::manual_seed(5);
@@ -201,17 +220,12 @@ Trace run_distributed(const std::function<Net()>& make, const Options& options,
   run_ranks(ranks, config, [&] {
     DistributedModel<Net> model(nets[rank()]);
     DistributedOptimizer<Optimizer> optimizer(model->parameters(), options);
-    auto net = model.get_module();
-    const auto loss_of = [&](torch::Tensor x, torch::Tensor y) {
-      (void)model;
-      return net->loss(x, y);
-    };
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      auto loss = loss_of(x, y);
+      auto loss = loss_of(model, x, y);
       model->backward(loss);
       return loss;
     });
-    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return loss_of(x, y); });
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return loss_of(model, x, y); });
     for (int i = 0; i < layout.steps; ++i) {
       const int64_t size = batches[i][0].size(0) / layout.replicas;
       const auto x = batches[i][0].narrow(0, dp_rank() * size, size);

@@ -114,7 +114,11 @@ std::vector<Layout> layouts() {
     for (int replicas : {1, 2}) {
       for (int microbatches : {1, 3, 8}) {
         for (const char* pipeline : {"simple", "interleaved"}) {
-          result.push_back({stages, replicas, microbatches, pipeline});
+          Layout layout{stages, replicas, microbatches, pipeline};
+          result.push_back(layout);
+          if (stages == 1 || replicas == 1) continue;  // there is one placement only
+          layout.placement = "spread";
+          result.push_back(layout);
         }
       }
     }
@@ -138,8 +142,12 @@ std::vector<Training> trainings() {
     for (const Layout& layout : layouts()) product.push_back({name, layout});
   }
   return cases_of(product, [](const Training& one) {
-    return Factors{one.name, std::to_string(one.layout.stages), std::to_string(one.layout.replicas),
-                   std::to_string(one.layout.microbatches), one.layout.pipeline};
+    return Factors{one.name,
+                   std::to_string(one.layout.stages),
+                   std::to_string(one.layout.replicas),
+                   std::to_string(one.layout.microbatches),
+                   one.layout.pipeline,
+                   one.layout.placement};
   });
 }
 

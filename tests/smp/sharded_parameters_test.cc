@@ -97,11 +97,12 @@ parity::Trace run_sharded(const std::function<Net()>& make, const Options& optio
     auto net = model.get_module();
     if (prepare) prepare(net);
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      auto loss = net->loss(x, y);
+      auto loss = parity::loss_of(model, x, y);
       model->backward(loss);
       return loss;
     });
-    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    auto evaluate =
+        step([&](torch::Tensor x, torch::Tensor y) { return parity::loss_of(model, x, y); });
     for (int i = 0; i < run.steps; ++i) {
       const int64_t size = batches[i][0].size(0) / run.replicas;
       const auto x = batches[i][0].narrow(0, dp_rank() * size, size);
