@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which folder may include which: the table of docs/architecture.md, "The folders".
 
 A folder's BUILD files make its targets visible to those that may include it:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What it costs to know a step function: its first capture, a capture on shapes, the guard, and
 // the plan, for transformers of about 100, 1,000 and 10,000 operators. Medians, on one thread.
 //

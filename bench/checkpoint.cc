@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What checkpoints cost: bandwidth of saving and loading against `cp` of the same bytes, the pause
 // that a save makes between steps, in the background and not, and memory above the model's own. The
 // things compared run in turn; every figure is a median.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that are compared: all are started once and then take one step each in turn, in another
 order each round, so that what else the machine does hits all alike.
 """

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a long life costs: memory, descriptors and threads over many batch shapes, many steps and
 // many stages, ranks being threads of this process; and where the time of a new graph goes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long ranks are idle in a step, against what the schedule alone makes of the times that the
 // actions took: what the runtime costs, and whether the simulator is right.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step of an optimizer costs on one rank: libtorch's plain classes, the fused ones, both
 // under DistributedOptimizer, and clipping by the norm, in turn. A line gives the median of the
 // times, the median of the ratios to the plain class in the same round with its quartiles, and the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The automatic partition against two splits by hand that people use: equally many layers on each
 // rank, and equally many parameters. Two ranks, as threads with one intra-op thread each; the three
 // ways take turns, and the table shows medians over the rounds and their ratios.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the contenders that train with torch share: the model of examples/gpt, and the loop that takes
 a step whenever a compare.py asks for one.
 """

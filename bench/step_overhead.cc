@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step costs beyond the operators themselves, on one rank: a plain libtorch training step
 // and the same step through smp, in turn, as a ratio of medians; and the guard alone, per operator.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What it takes to bring a message from one rank to another of the same host: a channel through
 // shared memory, Open MPI by itself, and the library's messages over it, in turn. Bandwidth is the
 // ratio to that of memcpy on one core, measured in the same rounds. Where the receiver sleeps, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds libtorch where find_package(Torch) would: the zip, the pip wheel or an installed build, named
 # by CMAKE_PREFIX_PATH, Torch_ROOT or Torch_DIR. It is not find_package(Torch), because that demands a
 # CUDA toolkit of whoever links a libtorch that has CUDA, and smp needs only libtorch_cpu and libc10.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/collective_engine.h"
 
 #include <ATen/ops/zeros.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/message_channel.h"
 
 #include <ATen/ops/empty.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/reduce.h"
 
 #include <c10/util/BFloat16.h>

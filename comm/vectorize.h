@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 /// Before a loop: no iteration reads what another writes, so the compiler may vectorize it without

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `Config::validate()` checks: names, values one by one, then parameters against each other.
 
 #include "core/check.h"

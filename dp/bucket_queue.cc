@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dp/bucket_queue.h"
 
 #include <ATen/ops/zeros.h>

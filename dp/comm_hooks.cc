@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/comm_hooks.h"
 
 #include "dp/bucket_layout.h"

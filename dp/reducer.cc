@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dp/reducer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

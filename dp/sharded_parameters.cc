@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dp/sharded_parameters.h"
 
 #include <ATen/core/grad_mode.h>

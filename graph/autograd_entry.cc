@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/autograd_entry.h"
 
 #include <torch/csrc/autograd/engine.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/default_dtype.h"
 
 #include <c10/core/DefaultDtype.h>

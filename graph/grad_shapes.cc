@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/grad_shapes.h"
 
 #include <ATen/core/stack.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shape rules of operators whose kernels for the meta device libtorch registers from Python only:
 // without them a recording on shapes runs the operator on zeros (capture-facts). Each gives the
 // sizes, strides and type of the CPU kernel; tests/graph/meta_kernels_test.cc compares them.

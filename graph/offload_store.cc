@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/offload_store.h"
 
 #include <c10/core/Event.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/parameter_residency.h"
 
 #include <torch/csrc/autograd/variable.h>

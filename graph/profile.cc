@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/profile.h"
 
 #include <ATen/ops/ones_like.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "graph/saved_tensors.h"
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>

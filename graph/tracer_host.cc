@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of Tracer that knows what host code can write: a factory's result, until an operator
 // writes it, and small constants.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of Tracer that knows tensors again: which value of the graph the code holds.
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // smp::tp_cross_entropy. For sample i with target t, weights w (1 without), label smoothing e and C
 // classes, where log p_c = x_c - max - log(sum_c exp(x_c - max)):
 //

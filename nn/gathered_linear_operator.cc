@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // smp::tp_gathered_linear: smp::tp_all_gather followed by aten::linear, as one operator that keeps
 // this rank's part for its backward pass and gathers the whole again there (Korthikanti et al.,
 // "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators that move tensors between the ranks of a tensor-parallel group. Each is a linear
 // map, and its gradient's formula is another one of them.
 

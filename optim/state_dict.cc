@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "optim/state_dict.h"
 
 #include <ATen/ops/empty_like.h>

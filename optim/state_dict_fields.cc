@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "optim/state_dict_fields.h"
 
 #include <ATen/core/ivalue.h>

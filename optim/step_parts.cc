@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "optim/step_parts.h"
 
 #include <ATen/ops/equal.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "pipeline/copy_stream.h"
 
 #include <c10/core/StreamGuard.h>

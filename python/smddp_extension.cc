@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The compiled part of the Python package smdistributed.dataparallel.torch.torch_smddp: the creator
 // of backends that torch.distributed calls. It uses the libtorch that `import torch` has loaded.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/clip_grad.h"
 
 #include "runtime/update/clip_grad.h"

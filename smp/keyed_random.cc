@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/keyed_random.h"
 
 #include "graph/random.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/model_creation.h"
 
 #include <c10/core/ScalarType.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 /// All of smp::nn: layers whose parameters are divided among the ranks of the tensor-parallel

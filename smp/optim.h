@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 /// All of smp::optim: optimizers that libtorch lacks, its own on fused kernels, and what an

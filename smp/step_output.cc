@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/step_output.h"
 
 #include <ATen/ops/cat.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/version.h"
 
 #define SMP_TEXT_OF(x) #x

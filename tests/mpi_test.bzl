@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests whose ranks are processes."""
 
 load("//tests:precompiled.bzl", "torch_cc_binary")

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: mpi_test.sh RANKS SECONDS PROGRAM [ARGUMENT...]
 # Runs the program under mpirun and ends the whole job when it takes longer than SECONDS. Single
 # copies between processes are off because containers often forbid them (ptrace), with a warning

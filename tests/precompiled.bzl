@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules for tests that include libtorch: they take its headers precompiled (//bazel:precompiled.bzl).
 
     load("//tests:precompiled.bzl", cc_library = "torch_cc_library", cc_test = "torch_cc_test")

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 // Precompiled for the tests (precompiled.bzl); no source includes it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // main() of the tests that run under mpirun or with torchrun's variables: every rank runs every
 // test.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: torchrun_test.sh RANKS SECONDS PROGRAM [ARGUMENT...]
 # Runs the program RANKS times with the variables that torchrun sets, and ends the whole job when it
 # takes longer than SECONDS.

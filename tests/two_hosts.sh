@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: two_hosts.sh torchrun|mpirun RANKS_PER_HOST PROGRAM [ARGUMENT...]
 # Runs the program on two hosts that this one pretends to be: network and host-name namespaces with
 # one wire between them, so that all messages between the two go over TCP. Needs root. Prints at the

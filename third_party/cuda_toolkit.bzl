@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds what a CUDA build needs on this machine; nothing is downloaded."""
 
 # What libtorch_cuda.so of the torch wheel in WORKSPACE is linked against.

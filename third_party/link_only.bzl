@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A library of which dependents see nothing when they are compiled."""
 
 def _link_only_impl(ctx):

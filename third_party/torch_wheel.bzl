@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks Python wheels (libtorch comes as one) into an external repository."""
 
 def _fetch(ctx, requirement):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the API reference: pages of Markdown from the docstrings (`///`) of the public headers.
 
 The headers are parsed as text by tree-sitter, so nothing that they include is needed. Neighbours

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mkdocs asks while it builds the site: pages that are made of other files of the repository.
 
 The front page is README.md; the reference is written from the public headers (api_reference.py).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What tools/test, tools/sanitize and tools/quickstart share; source it, do not run it. Its set-up
 # installs what is missing and nothing else: where all is there, it neither asks for root nor touches
 # the network.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // smp_ckpt: looks at checkpoints, and makes others of them. docs/checkpoints.md
 
 #include <CLI/CLI.hpp>

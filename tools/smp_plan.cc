@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // smp_plan: plans a model from its saved graph, or draws a schedule, without running it.
 
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // smprun: starts the ranks of a program with mpirun, and says last what failed first.
 
 #include <stdlib.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Counts GoogleTest cases over all test targets of Bazel runs.
 
 Reads the build event file of each run (bazel test --build_event_json_file=FILE), so that logs of

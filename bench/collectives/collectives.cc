@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives of float32 by the ranks of one host: ours, on ordinary tensors and on those of
 // shared_tensor(), Open MPI's, those of libtorch's gloo, and for the all-reduce the floor
 // (floor.h), all in one run and in turn. A line gives the medians in microseconds, and ratios of

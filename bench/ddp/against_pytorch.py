@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares DistributedDataParallel with PyTorch's own on the same model and data.
 
     bazel build //bench/ddp:gradients //tools:smprun_bin

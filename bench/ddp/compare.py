@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares data-parallel training steps of smp and of PyTorch with the step without communication.
 
     bazel build -c opt //bench/ddp:worker //tools:smprun_bin

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The half of bench/ddp/against_pytorch.py that is ours: trains on what the script has written and
 // writes gradients, parameters and buffers for it to compare.
 

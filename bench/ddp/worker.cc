@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One contender of bench/ddp/compare.py: trains replicas and takes a step whenever rank 0 reads a
 // line, then prints how long it took, in seconds.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares training steps of smp with torch.distributed.pipelining and with one process.
 
     bazel build //bench/pipeline:worker //tools:smprun_bin

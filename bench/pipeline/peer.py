@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same training as worker.cc by torch.distributed.pipelining over gloo, one process for each rank.
 
 Started by compare.py with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.

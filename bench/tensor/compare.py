@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares training steps with layers divided over 2 ranks: smp, which rewrites the plain model of
 examples/gpt, torch.distributed.tensor.parallel over gloo, and one process.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same training as ../pipeline/worker.cc by torch.distributed.tensor.parallel over gloo, one
 process for each rank.
 

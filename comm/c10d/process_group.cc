@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/c10d/process_group.h"
 
 #include <numeric>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a build without --config=cuda has in place of pinned_memory.cc.
 
 #include "comm/cuda/pinned_memory.h"

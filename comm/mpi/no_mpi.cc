@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a build without MPI has in place of the rest of this folder.
 
 #include "comm/mpi/mpi_communicator.h"

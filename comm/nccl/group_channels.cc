@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/nccl/group_channels.h"
 
 #include <ATen/ops/empty.h>

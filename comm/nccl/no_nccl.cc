@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a build without --config=cuda has in place of nccl_communicator.cc.
 
 #include "comm/nccl/nccl_communicator.h"

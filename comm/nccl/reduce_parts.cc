@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/nccl/reduce_parts.h"
 
 #include <ATen/ops/add.h>

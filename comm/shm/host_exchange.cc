@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/shm/host_exchange.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/shm/slot_queue.h"
 
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/store/socket_transport.h"
 
 #include <sys/epoll.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "comm/store/store_communicator.h"
 
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Learns the sine function on any number of ranks.
 #include <torch/torch.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The program that a libtorch user would start from: one process trains a byte-level GPT.
 // `train.cc` is the same program on many ranks; compare the two to see what `smp` asks for.
 #include <torch/torch.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "examples/gpt/text_data.h"
 
 #include <ATen/ops/empty.h>

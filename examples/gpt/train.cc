@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a byte-level GPT on any number of ranks: pipeline stages times replicas, as the
 // configuration says. Compare it with `plain.cc`, the same program in one process.
 //

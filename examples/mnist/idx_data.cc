@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "examples/mnist/idx_data.h"
 
 #include <ATen/CPUGeneratorImpl.h>

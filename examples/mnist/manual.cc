@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `mnist.cc` partitioned by hand, as SageMaker documents it: the network's two halves are made
 // under partition scopes, and the configuration turns the automatic partition off.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The counterpart of SageMaker's PyTorch MNIST script: a convolutional network on pipeline stages
 // times replicas, as the configuration says. `plain.cc` is the program it grew from.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyTorch's MNIST script in libtorch, one process. `mnist.cc` is the same program on many ranks.
 #include <torch/torch.h>
 

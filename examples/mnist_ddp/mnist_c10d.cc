@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The same as mnist_ddp with nothing but libtorch's own distributed parts, as a program has them
 // that was written for torch.distributed: c10d's reducer, over the backend "smddp".
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyTorch's DistributedDataParallel on MNIST, in C++: every rank trains a replica on its share of
 // the digits, in an ordinary libtorch loop (loop.h).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules of operators that work on elements, or along some dimensions.
 
 #include <algorithm>

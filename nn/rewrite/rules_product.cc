@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules of products of matrices, embeddings and attention.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules of operators that keep elements and give them other places.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules of operators for which others stand when they are divided: dropout and losses.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nn/rewrite/shape_run.h"
 
 #include <map>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """smp, pipeline, tensor and data parallel training for libtorch, as a C++ library in a wheel.
 
 A CMake project finds it, and torch beside it, by

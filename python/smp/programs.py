@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The console scripts: each becomes the program of its name in the wheel."""
 
 import os

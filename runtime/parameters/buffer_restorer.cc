@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/parameters/buffer_restorer.h"
 
 namespace smp::runtime {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/parameters/sharding.h"
 
 #include <c10/util/flat_hash_map.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/parameters/storage.h"
 
 #include <ATen/ops/empty_strided.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/agreement.h"
 
 #include <c10/util/StringUtil.h>

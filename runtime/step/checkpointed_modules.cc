@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/checkpointed_modules.h"
 
 #include <torch/nn/modules/container/modulelist.h>

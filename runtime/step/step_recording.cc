@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/step_recording.h"
 
 #include <ATen/ops/from_blob.h>

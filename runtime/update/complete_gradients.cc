@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/update/complete_gradients.h"
 
 #include "core/check.h"

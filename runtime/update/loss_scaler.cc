@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/update/loss_scaler.h"
 
 #include <ATen/ops/mul.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // State dictionaries of optimizers: the methods of Optimizer that give and take them.
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/detail/step_core.h"
 
 #include "runtime/step/step_function.h"

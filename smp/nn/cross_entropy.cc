@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/cross_entropy.h"
 
 #include <torch/enum.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/transformer_layer.h"
 
 #include <ATen/ops/gelu.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/transformer_parts.h"
 
 #include <ATen/TensorOperators.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/optim/fused.h"
 
 #include <ATen/ops/_fused_adagrad.h>

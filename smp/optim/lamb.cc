@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "smp/optim/lamb.h"
 
 #include <ATen/ops/zeros_like.h>

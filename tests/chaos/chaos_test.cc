@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The results of every schedule are those of one process, bit for bit, however long each action and
 // each transfer takes, and with no more room for messages than the schedule needs. Every schedule
 // is tried with seeds from SMP_CHAOS_SEED on (default 1), SMP_CHAOS_COUNT of them (default 2); an

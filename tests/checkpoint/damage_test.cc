@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Damage to the files of a checkpoint is found, with the file's name, before anything is used.
 
 #include <ATen/Functions.h>

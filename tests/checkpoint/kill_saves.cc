@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/checkpoint/kill_saves.h"
 
 #include <sys/mman.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bazel run //tests/checkpoint:kill_saves -- [ROUNDS [SEED [FOLDER]]]
 //
 // Kills ROUNDS (200) processes while they save, and checks after each what is left in FOLDER (by

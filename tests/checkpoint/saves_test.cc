@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saves that go wrong: killed at each file call, on a full disk, on a disk that stores other bits.
 
 #include <ATen/Functions.h>

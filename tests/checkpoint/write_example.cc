@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes a checkpoint of known numbers to a folder, for python_test.py.
 
 #include <ATen/Functions.h>

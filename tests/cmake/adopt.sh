@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Adopts the library as a CMake project does, from nothing: builds and installs it, then builds
 # examples/cmake outside of the tree and compares what it trains with what Bazel's hello trains.
 #

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a pool of channels must do over every back end.
 
 #include <ATen/ops/full.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every channel must do, whether through shared memory or over messages.
 
 #include <gmock/gmock.h>

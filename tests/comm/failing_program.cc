@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests that fail on purpose on one rank; run and checked by process_failure_test.sh.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank sees of another process that dies or stalls in the middle of collectives. The other
 // process is forked here.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups whose ranks pretend to be on several hosts: the bits are those of one host, and no more
 // goes from host to host than must.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is said when MPI cannot be started as it is needed. MPI can be started once in a process,
 // so the tests go on from one another, in the order in which they stand here, on one rank.
 

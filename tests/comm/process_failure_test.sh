@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: process_failure_test.sh LAUNCHER ABORT_PROGRAM FAILING_PROGRAM TEXT_OF_A_KILLED_RANK
 # A failure on one rank must end the whole job, with its reason on every rank: none waits for its own
 # time-out, or for the launcher's, which are minutes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that processes share, and what an end of a channel sees when the process at the other end
 // dies. The other process is forked here.
 

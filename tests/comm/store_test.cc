@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Worlds without MPI: how ranks meet, and what they learn of those who do not come or end.
 
 #include <gmock/gmock.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: two_hosts_test.sh TWO_HOSTS PROGRAM
 # The suite of collectives on two hosts of two ranks, which both launchers start. Skipped where
 # network namespaces cannot be made, which needs root. Left out are two cases that ask for what only

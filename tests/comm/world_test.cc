@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs alone, under mpirun and with torchrun's variables: the world is what the launcher says.
 
 #include "comm/world.h"

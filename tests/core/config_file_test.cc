@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a configuration comes from: files, the environment, the program.
 
 #include "core/config_file.h"

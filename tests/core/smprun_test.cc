@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the real launcher with real processes.
 
 #include <gtest/gtest.h>

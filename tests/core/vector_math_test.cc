@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each case runs in a process of its own, since MKL looks at the CPU once a process.
 #include "core/vector_math.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "tests/device/parity_suite.h"

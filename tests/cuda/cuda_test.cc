@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What only a GPU shows: the parts below the numbers of parity_test. See docs/cuda.md.
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ends a program before its first test where there is no GPU.
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The library on a device other than the CPU, apart from the numbers (parity_suite.cc).
 
 #include <ATen/Context.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of the channels over NCCL needs no GPU, over a group that moves memory of the fake device.
 
 #include "comm/nccl/group_channels.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors of a device that leave it for the host's memory while it computes.
 
 #include "graph/offload_store.h"

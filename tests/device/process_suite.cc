@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Under mpirun, two ranks that are processes: messages pass through memory that both map.
 
 #include <gtest/gtest.h>

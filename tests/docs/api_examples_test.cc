@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The code of docs/api.md and docs/model_creation.md, compiled and run: api_page_test and
 // model_creation_page_test check that every block of those pages is found here.
 #include <gtest/gtest.h>

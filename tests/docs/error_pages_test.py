@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Every error has an entry in docs/errors and a test of its text, and every entry an error.
 
 usage: error_pages_test.py PAGE... SOURCE... TEST...  (pages end with .md, tests lie in tests/)

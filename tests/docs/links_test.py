@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Links of the documents lead somewhere, the site has all pages, and the README's commands are run.
 
 usage: links_test.py FILE...  (FILE: one in the root of the sources)

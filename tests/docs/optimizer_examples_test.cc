@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The code of docs/optimizers.md, compiled and run: optimizers_page_test checks that every block of
 // that page is found here.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The code of docs/precision.md, compiled and run: precision_page_test checks that every block of
 // the page is found here.
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: snippets_test.sh PAGE SOURCE...
 # Every block of C++ in PAGE (between ```cpp and ```) must be found in one of the compiled SOURCEs,
 # line by line but for indentation, so that what the page shows is what was built and run.

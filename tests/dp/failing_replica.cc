@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains replicas and fails in the way its first argument names, on the last rank. Started by
 // replica_failure_test through smprun.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dp/parameter_slices.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: examples_test.sh SMPRUN GPT MNIST CONFIG_2X2 CONFIG_1X1 MNIST_MANUAL CONFIG_MANUAL
 #   CONFIG_TENSOR_2X2
 # Runs the examples as a user would, small, under smprun and alone, and compares what they print.

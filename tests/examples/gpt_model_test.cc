@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "examples/gpt/gpt_model.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: mnist_ddp_test.sh SMPRUN MNIST_DDP CONFIG MNIST_C10D TORCHRUN
 # Runs the example under smprun, under plain mpirun and with torchrun's variables, and its twin on
 # c10d, for a few steps on made-up digits.

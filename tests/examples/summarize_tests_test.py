@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs tools/summarize_tests.py on made-up runs and compares what it prints with counts by hand."""
 
 import json

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training program that fails in the way its first argument names, on the last rank if it can.
 // Started by failure_test through smprun.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // usage: saving_step FOLDER [CALL]
 //
 // Trains and saves in the background, over an earlier checkpoint; the last rank is killed at the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saves in the background on ranks that are processes, and what is left when one of them dies.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzz targets: readers of files that anybody may have written."""
 
 def fuzz_target(name, deps):

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # usage: tests/fuzz/fuzz.sh [SECONDS [TARGET...]]
 #
 # Runs each fuzz target (config, index, safetensors, weight_map, idx) for SECONDS (600) under libFuzzer with

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An idx file of the MNIST example, plain or gzipped.
 
 #include <ATen/Parallel.h>

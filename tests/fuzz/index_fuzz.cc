@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index of a checkpoint, with its checksum put right, which no fuzzer would guess.
 
 #include "checkpoint/index.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gives every file of the folders named to the fuzz target that it is linked with.
 
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index of a model in several safetensors files, as Hugging Face's libraries write it.
 
 #include <nlohmann/json.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Regions that run again in the backward pass: the bits of a plain run, and less memory until then.
 
 #include <ATen/autocast_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which operators treat the samples apart, operator by operator.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Step functions that differentiate: autograd::grad and requires_grad_ as operators of the graph.
 
 #include "graph/differentiate.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes after the backward pass: they reach nothing that it reads.
 
 #include "graph/late_writes.h"

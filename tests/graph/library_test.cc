@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operators that a TORCH_LIBRARY extension defines are captured like libtorch's own.
 
 #include <torch/library.h>

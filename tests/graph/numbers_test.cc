@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programs around a model that a graph once got wrong without a word: each equals plain libtorch,
 // or is refused.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors that leave the memory and come back as they were.
 
 #include "graph/offload_store.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <ATen/autocast_mode.h>
 #include <c10/util/ScopeExit.h>
 

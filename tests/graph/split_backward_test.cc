@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A backward pass in two parts gives the bits of one.
 
 #include "graph/split_backward.h"

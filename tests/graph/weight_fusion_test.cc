@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weight gradients that matrix products add to buffers are those of a plain backward.
 
 #include "graph/weight_fusion.h"

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Includes go down the layers, and what users include reaches nothing of the inside.
 
 usage: layout_test.py COMPILED_HEADER...  (in the root of the sources; headers that a target

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Every source begins with the line that names its licence.
 
 usage: license_test.py FILE...  (FILE: one in the root of the sources)

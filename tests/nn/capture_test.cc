@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators of tensor parallelism are captured as one operator each, with and without data, and
 // replayed.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linear layer of what the ranks have together, which keeps a part of it: against one process,
 // which has the whole.
 

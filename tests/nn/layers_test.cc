@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear layers, embeddings and the loss, against torch::nn's.
 
 #include <ATen/autocast_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operators that compute with a part of a vocabulary, against torch's on the whole.
 
 #include <ATen/autocast_mode.h>

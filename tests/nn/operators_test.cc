@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators that move tensors, and dropout: forward and backward against what one process makes
 // of all ranks' tensors.
 

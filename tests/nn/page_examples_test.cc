@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The programs of docs/tensor_parallelism.md, "Modules".
 
 #include "smp/nn.h"

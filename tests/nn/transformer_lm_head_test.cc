@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The language model, against plain functions of libtorch.
 
 #include "smp/nn.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layers of a transformer, against plain functions of libtorch.
 
 #include <algorithm>

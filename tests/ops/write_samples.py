@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes samples of torch's OpInfo and ModuleInfo databases for //tests/ops:samples_test.
 
     tests/ops/write_samples.py FOLDER [--few] [--only NAME...]

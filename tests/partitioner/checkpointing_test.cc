@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What runs again in the backward pass, what it costs, and how it is chosen.
 
 #include "partitioner/checkpointing.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What follows from the stages of a plan: transfers, owners, replicas, and where gradients go.
 
 #include "partitioner/complete.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "partitioner/plan_file.h"
 
 #include <ATen/ops/ones.h>

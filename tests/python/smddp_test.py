@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.distributed does over the backend "smddp", held against gloo and one plain process.
 
 Run on every rank: docs/smddp.md gives the commands. Any failed assertion fails the job.

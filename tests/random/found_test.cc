@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What random programs have found, as small programs.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The vocabulary of random programs.
 
 #include <ATen/ATen.h>

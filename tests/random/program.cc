@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/random/program.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activation checkpointing and offloading: the bits of plain libtorch, in less memory.
 
 #include <ATen/record_function.h>

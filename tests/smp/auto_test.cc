@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // "pipeline": "auto" in training: it measures, changes its schedule between steps, and gives the
 // numbers of one process all the while.
 

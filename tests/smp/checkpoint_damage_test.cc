@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever is wrong with a checkpoint's files, all ranks say so and nothing changes on any.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `numerics: "fast"`: microbatches that run as one, against plain libtorch that runs them one by
 // one, in float64; and what is refused, which runs exactly.
 

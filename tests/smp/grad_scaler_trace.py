@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Prints tests/smp/grad_scaler_trace.h: what torch.amp.GradScaler does with given overflows.
 
 Needs Python's torch (recorded with 2.11, on the CPU):

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Step functions that call autograd::grad: gradient penalties, physics-informed losses, a step of
 // gradient descent inside. The same numbers as plain libtorch, to the bit.
 

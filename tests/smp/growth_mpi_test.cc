@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Batches of many shapes on ranks that are processes.
 
 #include "tests/smp/batch_shapes.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When step functions are guarded, which structures of tensors they take and return, and what
 // nobody reads.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Step functions that change between steps: each graph known is found again, or another is made.
 
 #include <functional>

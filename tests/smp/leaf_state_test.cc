@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Leaf modules that write their buffers and parameters.
 
 #include <gtest/gtest.h>

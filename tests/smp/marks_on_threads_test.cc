@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is said about a model holds for it, whichever thread says it and whichever runs its steps.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs on 4 ranks under mpirun, each with a limit on its memory of a third of the model.
 
 #include <malloc.h>

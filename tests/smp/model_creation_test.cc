@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models that are constructed without memory, against the same models constructed plainly.
 
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `DistributedModel` gives and takes around steps.
 
 #include <functional>

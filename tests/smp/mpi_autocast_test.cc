@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Autocast, sharded parameters and a leaf module on ranks that are processes.
 
 #include "tests/smp/gated.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs on 4 ranks under mpirun: 2 stages x 2 replicas, compared with one plain libtorch process.
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

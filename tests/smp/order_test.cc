@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training in another order than the program's: the same numbers, to the bit, with fewer bytes
 // between the stages.
 

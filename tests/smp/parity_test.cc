@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/smp/parity.h"
 
 #include "tests/covering_array.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank allocates at most in a step is what was predicted for its schedule.
 
 #include <ATen/Parallel.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loading another program's safetensors into a model on several ranks.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that do different things, and ranks that fail: every rank ends with the cause.
 
 #include <chrono>

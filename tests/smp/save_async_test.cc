@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saves that go on while the ranks train.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // smp::save_checkpoint and smp::resume_from_checkpoint.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which schedule a step runs: by name, from a file, or the one predicted to be shortest. That all
 // give the numbers of one process is parity_test's.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which schedules "auto" tries, and which one it keeps: without ranks, on steps made of known
 // costs.
 

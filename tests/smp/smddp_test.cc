@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs under mpirun, with torchrun's variables and alone.
 
 #include "smp/smddp.h"

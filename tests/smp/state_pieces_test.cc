@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "runtime/update/state_pieces.h"
 
 #include <ATen/ATen.h>

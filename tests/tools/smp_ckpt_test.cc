@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the real tool on checkpoints that the library wrote.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the real tool on graphs that a program saved.
 
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
 # table_test.sh TABLE PAGE: the page has the rows that the program prints, apart from stages,
 # balance and boundary, which follow the partitioner.
 set -euo pipefail

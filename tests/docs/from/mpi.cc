@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The second program of docs/from/mpi.md.
 #include <vector>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first program of docs/from/mpi.md.
 #include <mpi.h>
 

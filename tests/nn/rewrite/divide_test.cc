@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The text of divided graphs, decisions and their reasons, what later graphs follow, and errors.
 
 #include "nn/rewrite/divide.h"

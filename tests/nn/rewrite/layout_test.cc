@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The algebra of layouts against brute force: which elements of a tensor a rank has.
 
 #include "nn/rewrite/layout.h"

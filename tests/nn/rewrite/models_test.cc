@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models that know nothing of smp, divided: results and gradients on every rank are those of one
 // process, in float64, with dropout on.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random functions of random operators, divided among random numbers of ranks: whatever the pass
 // makes of them gives what one process does.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every rule by execution: a function is captured, divided among 2 and 4 ranks and run by them, and
 // its results and gradients are those of plain libtorch in one process, in float64. Which operators
 // communicate shows what was divided.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations between divided layers in parts (`DivideOptions::streams`): which, along which
 // dimension, by which operators, and what that keeps and moves.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deprecated by SageMaker; not part of this package."""
 
 raise ImportError(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deprecated since smdistributed.dataparallel 1.4; not part of this package."""
 
 raise ImportError(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registers "smddp" as a backend of torch.distributed:
 
     import smdistributed.dataparallel.torch.torch_smddp
