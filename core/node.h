@@ -13,7 +13,8 @@ namespace smp::core {
 
 using torch::autograd::Node;
 
-/// libtorch 2.11 holds the nodes of autograd's graph by std::shared_ptr, 2.14 by c10::intrusive_ptr.
+/// libtorch 2.11 holds the nodes of autograd's graph by std::shared_ptr, 2.14 by
+/// c10::intrusive_ptr.
 inline constexpr bool kNodesAreShared =
     std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<Node>>;
 

@@ -61,9 +61,8 @@ class HistoryScope {
   };
 
   void lead(const at::Tensor& own, const at::Tensor& entered) {
-    saved_.push_back(
-        {own, own.requires_grad(),
-         core::WeakNodePtr(torch::autograd::impl::try_get_grad_accumulator(own))});
+    saved_.push_back({own, own.requires_grad(),
+                      core::WeakNodePtr(torch::autograd::impl::try_get_grad_accumulator(own))});
     own.set_requires_grad(entered.requires_grad());
     if (!entered.requires_grad()) return;
     const auto edge = torch::autograd::impl::gradient_edge(entered);

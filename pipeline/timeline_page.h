@@ -8,8 +8,8 @@
 namespace smp::pipeline {
 
 /// A page of one file that needs nothing else: the picture (`to_svg`) and the table (`table_of`) of
-/// each step, one step at a time, fitted to the window; the wheel zooms into the time, dragging moves
-/// it; a microbatch under the pointer is shown without the others. Also well-formed XML.
+/// each step, one step at a time, fitted to the window; the wheel zooms into the time, dragging
+/// moves it; a microbatch under the pointer is shown without the others. Also well-formed XML.
 std::string to_html(const Timeline& timeline);
 
 /// Where `write_timeline` writes.

@@ -5,8 +5,8 @@
 
 namespace smp::tools {
 
-/// A page of one file that needs nothing else: `svg` fitted to the window; the wheel zooms, dragging
-/// moves it. Also well-formed XML.
+/// A page of one file that needs nothing else: `svg` fitted to the window; the wheel zooms,
+/// dragging moves it. Also well-formed XML.
 std::string to_html(const std::string& svg, const std::string& title);
 
 }  // namespace smp::tools

@@ -12,7 +12,8 @@ bool under_mpirun() { return core::env("OMPI_COMM_WORLD_SIZE").has_value(); }
 CommunicatorPtr make_mpi_world() {
   core::fail<CommError>(
       "this process was started by mpirun or srun, and smp was built without MPI. Build it with "
-      "-DSMP_MPI=ON, or start the processes with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and "
+      "-DSMP_MPI=ON, or start the processes with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR "
+      "and "
       "MASTER_PORT set.");
 }
 

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "smp/smp.h"
 #include "smp/detail/structure.h"
+#include "smp/smp.h"
 #include "tests/smp/oracle.h"
 #include "tests/zoo/zoo.h"
 
