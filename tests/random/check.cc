@@ -15,6 +15,7 @@
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/verify.h"
+#include "pipeline/generators.h"
 #include "tests/random/runs.h"
 
 namespace smp::random_programs {
@@ -142,7 +143,13 @@ std::vector<int> random_stages(const std::vector<bool>& legal, Random& random) {
 /// A rank for each stage, often its own; every rank gets a stage.
 std::vector<int> random_ranks(int stages, Random& random) {
   std::vector<int> ranks = partitioner::one_stage_per_rank(stages);
-  if (random.chance(50)) return ranks;
+  if (random.chance(40)) return ranks;
+  if (stages % 2 == 0 && random.chance(40)) {  // as schedules with several stages a rank need them
+    using Options = pipeline::ScheduleOptions;
+    return (random.chance(50) ? Options::v_shaped(stages / 2, 1)
+                              : Options::looped(stages / 2, 2, 1))
+        .rank_of_stage();
+  }
   const int64_t count = 1 + random.below(stages);
   for (int64_t s = count; s < stages; ++s) ranks[s] = static_cast<int>(random.below(count));
   for (size_t s = ranks.size(); s-- > 1;) {
@@ -235,6 +242,7 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
   plant(plan, fault, *captured);
   verdict.stages = plan.stages();
   verdict.transfers = static_cast<int>(plan.transfers.size());
+  verdict.schedule = schedule_of(trial, graph, plan).name;
   verdict.rejection = error_of([&] { partitioner::verify_plan(*captured, plan); });
   verdict.failure = run_and_compare(program, trial, graph, plan, expected);
   if (fault != Fault::kNone && verdict.rejection.empty() && !verdict.failure.empty()) {

@@ -28,11 +28,6 @@ enum class Fault {
   kLateWrites,      ///< what is written after backward is written in place
 };
 
-constexpr Fault kFaults[] = {Fault::kEveryCut,      Fault::kNoWrites,       Fault::kOneWriteLost,
-                             Fault::kStoragesApart, Fault::kLeafViewsApart, Fault::kStaleHops,
-                             Fault::kEarlyEnds,     Fault::kGradientsApart, Fault::kLateRoots,
-                             Fault::kLateWrites};
-
 const char* to_string(Fault fault);
 
 /// How the check of one program ended.
@@ -49,6 +44,7 @@ struct Verdict {
   int stages = 1;
   int operators = 0;
   int transfers = 0;
+  std::string schedule;
 };
 
 /// Runs the program in eager libtorch, then captured, cut at random and over thread ranks.

@@ -28,6 +28,7 @@ class Generator {
   explicit Generator(uint64_t seed) : random_(seed), total_weight_(0) {
     program_.seed = seed;
     program_.trains = !random_.chance(20);
+    program_.outer = {random_.chance(8), random_.chance(10)};
     for (const Operation& candidate : operations()) total_weight_ += candidate.weight;
   }
 
@@ -62,8 +63,8 @@ class Generator {
         if (index < 0 || !random_.chance(60) || !fits('w', index, {})) continue;
         const char* kWrites[] = {"mul_scalar_", "zero_", "relu_", "tanh_"};
         const char* chosen = kWrites[random_.below(4)];
-        append({&operation(chosen), {index}, {2}, {random_.chance(40), false}, 0, 0},
-               {tensors_[index]});
+        const Mode mode{random_.chance(40), program_.outer.autocast};
+        append({&operation(chosen), {index}, {2}, mode, 0, 0}, {tensors_[index]});
       }
     }
   }
@@ -242,8 +243,9 @@ class Generator {
       arguments.push_back(tensors_[index]);
     }
     instruction.numbers = chosen.choose(random_, arguments);
-    instruction.mode.no_grad = random_.chance(7);
-    instruction.mode.autocast = random_.chance(3);
+    instruction.mode = program_.outer;
+    if (random_.chance(program_.outer.no_grad ? 50 : 7)) instruction.mode.no_grad ^= true;
+    if (random_.chance(program_.outer.autocast ? 25 : 3)) instruction.mode.autocast ^= true;
     append(std::move(instruction), arguments);
   }
 
@@ -270,7 +272,8 @@ class Generator {
   int add(const char* name, const std::vector<int>& arguments) {
     Tensors tensors;
     for (int index : arguments) tensors.push_back(tensors_[index]);
-    if (!append({&operation(name), arguments, {}, {}, 0, 0}, tensors)) return -1;
+    const Mode mode{/*no_grad=*/false, program_.outer.autocast};
+    if (!append({&operation(name), arguments, {}, mode, 0, 0}, tensors)) return -1;
     return static_cast<int>(tensors_.size()) - 1;
   }
 

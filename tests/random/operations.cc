@@ -116,6 +116,23 @@ at::Tensor real_part(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::real(tensor) : tensor;
 }
 
+/// Six numbers of the host, in quarters: sometimes all 0.
+Numbers host_numbers(R random, A) {
+  Numbers numbers(6);
+  const bool zeros = random.chance(20);
+  for (int64_t& number : numbers) number = zeros ? 0 : random.below(5);
+  return numbers;
+}
+
+/// What a factory gave, filled through a pointer unless there is nothing to fill it with.
+Tensors run_filled(A, N n) {
+  at::Tensor tensor = at::zeros({static_cast<int64_t>(n.size())});
+  if (std::all_of(n.begin(), n.end(), [](int64_t number) { return number == 0; })) return {tensor};
+  std::transform(n.begin(), n.end(), tensor.mutable_data_ptr<float>(),
+                 [](int64_t number) { return static_cast<float>(quarters(number)); });
+  return {tensor};
+}
+
 Tensors run_max(A a, N n) {
   auto [values, indices] = a[0].max(n[0]);
   return {values, indices};
@@ -300,6 +317,7 @@ const std::vector<Operation> kFactories = {
     {"arange", 1, "", none, SMP_RUN({at::arange(6)})},
     {"literal", 2, "d", indices,
      SMP_RUN({at::tensor({quarters(n[0]), quarters(n[1]), quarters(n[2])}, at::kFloat)})},
+    {"filled", 3, "", host_numbers, run_filled},
     {"zeros_like", 2, "f", none, SMP_RUN({at::zeros_like(a[0])})},
     {"empty_like_copy", 2, "f", none, SMP_RUN({at::empty_like(a[0]).copy_(a[0])})},
     {"new_zeros", 1, "f", none, SMP_RUN({a[0].new_zeros({6})})},

@@ -17,14 +17,19 @@
 namespace smp::random_programs {
 namespace {
 
-/// Autocast as a user switches it on around some calls.
+/// Autocast as a user switches it on or off around some calls.
 class AutocastScope {
  public:
-  AutocastScope() { at::autocast::set_autocast_enabled(at::kCPU, true); }
+  explicit AutocastScope(bool on) : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+    at::autocast::set_autocast_enabled(at::kCPU, on);
+  }
   ~AutocastScope() {
     at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(at::kCPU, before_);
   }
+
+ private:
+  bool before_;
 };
 
 const char* name_of(Leaf::Kind kind) {
@@ -81,7 +86,9 @@ std::vector<int> last_uses(const Program& program) {
 
 std::string Program::to_string() const {
   std::ostringstream out;
-  out << "program of seed " << seed << (trains ? "" : ", without gradients") << "\n";
+  out << "program of seed " << seed << (trains ? "" : ", without gradients")
+      << (outer.no_grad ? ", under no_grad" : "") << (outer.autocast ? ", under autocast" : "")
+      << "\n";
   for (size_t i = 0; i < leaves.size(); ++i) {
     const Leaf& leaf = leaves[i];
     out << "  r" << i << " = " << name_of(leaf.kind) << " " << leaf.name << " "
@@ -111,8 +118,10 @@ namespace {
 
 /// Runs an instruction under its mode, but for autocast.
 Tensors execute_in_scope(const Instruction& instruction, const Tensors& arguments) {
-  std::optional<at::NoGradGuard> no_grad;
-  if (instruction.mode.no_grad) no_grad.emplace();
+  std::optional<at::AutoGradMode> grad;
+  if (instruction.mode.no_grad == at::GradMode::is_enabled()) {
+    grad.emplace(!instruction.mode.no_grad);
+  }
   return instruction.operation->run(arguments, instruction.numbers);
 }
 
@@ -120,13 +129,16 @@ Tensors execute_in_scope(const Instruction& instruction, const Tensors& argument
 
 Tensors execute(const Instruction& instruction, const Tensors& arguments) {
   std::optional<AutocastScope> autocast;
-  if (instruction.mode.autocast) autocast.emplace();
+  if (instruction.mode.autocast) autocast.emplace(true);
   return execute_in_scope(instruction, arguments);
 }
 
 Tensors execute(const Program& program, const Tensors& leaves, const Backward& backward) {
   const std::vector<int> uses = last_uses(program);
-  std::optional<AutocastScope> autocast;  // one around instructions that follow each other
+  std::optional<at::NoGradGuard> no_grad;
+  if (program.outer.no_grad) no_grad.emplace();
+  std::optional<AutocastScope> outer, inner;  // inner: around instructions that follow each other
+  if (program.outer.autocast) outer.emplace(true);
   Tensors registers = leaves;
   registers.resize(program.registers);
   const auto differentiate = [&] {
@@ -142,8 +154,9 @@ Tensors execute(const Program& program, const Tensors& leaves, const Backward& b
     const Instruction& instruction = program.instructions[i];
     Tensors arguments;
     for (int argument : instruction.arguments) arguments.push_back(registers[argument]);
-    if (!instruction.mode.autocast) autocast.reset();
-    if (instruction.mode.autocast && !autocast) autocast.emplace();
+    const bool differs = instruction.mode.autocast != program.outer.autocast;
+    if (!differs) inner.reset();
+    if (differs && !inner) inner.emplace(instruction.mode.autocast);
     const Tensors results = execute_in_scope(instruction, arguments);
     arguments.clear();
     SMP_CHECK(static_cast<int>(results.size()) == instruction.results, instruction.operation->name,
@@ -165,13 +178,22 @@ Tensors execute(const Program& program, const Tensors& leaves, const Backward& b
 }
 
 Program with_other_numbers(Program program, Random& random) {
-  static const std::set<std::string> kFactors = {"mul_scalar",  "add_scalar",   "add",
-                                                 "mul_scalar_", "add_",         "fill_",
-                                                 "dropout",     "alpha_dropout"};
+  static const std::set<std::string> kFactors = {"mul_scalar",  "add_scalar",    "add",
+                                                 "mul_scalar_", "add_",          "fill_",
+                                                 "dropout",     "alpha_dropout", "filled"};
   for (Instruction& instruction : program.instructions) {
     if (kFactors.count(instruction.operation->name) == 0 || random.chance(40)) continue;
-    for (int64_t& quarters : instruction.numbers) quarters = random.below(5);
+    const bool zeros = random.chance(20);
+    for (int64_t& quarters : instruction.numbers) quarters = zeros ? 0 : random.below(5);
   }
+  return program;
+}
+
+Program with_one_more(Program program, Random& random) {
+  const auto index = random.below(static_cast<int64_t>(program.instructions.size()) + 1);
+  const Instruction more{&operation("tanh"), {0}, {}, {}, program.registers++, 1};
+  program.instructions.insert(program.instructions.begin() + index, more);
+  if (index <= program.backward_after) ++program.backward_after;
   return program;
 }
 

@@ -45,7 +45,7 @@ const std::vector<Operation>& operations();
 /// The one with this name.
 const Operation& operation(const std::string& name);
 
-/// Modes an instruction runs under.
+/// Modes that something runs under.
 struct Mode {
   bool no_grad = false;
   bool autocast = false;
@@ -78,6 +78,8 @@ struct Root {
 
 struct Program {
   uint64_t seed = 0;
+  /// Around the whole program. An instruction whose mode differs has a scope of its own inside.
+  Mode outer;
   bool trains = true;  ///< parameters require grad
   std::vector<Leaf> leaves;
   std::vector<Instruction> instructions;
@@ -97,8 +99,11 @@ using Backward = std::function<void(const Tensors& roots, const Tensors& gradien
 /// dropped after their last use. `backward` is called where the program does, if it has roots.
 Tensors execute(const Program& program, const Tensors& leaves, const Backward& backward);
 
-/// The program with other factors and probabilities, 0 and 1 among them.
+/// The program with other factors, probabilities and host data, 0 and 1 among them.
 Program with_other_numbers(Program program, Random& random);
+
+/// The program with one more instruction somewhere, whose result nobody uses.
+Program with_one_more(Program program, Random& random);
 
 /// Runs one instruction on its arguments under its mode.
 Tensors execute(const Instruction& instruction, const Tensors& arguments);

@@ -18,7 +18,6 @@
 #include "graph/random.h"
 #include "graph/tracer.h"
 #include "pipeline/executor.h"
-#include "pipeline/generators.h"
 #include "pipeline/stage.h"
 #include "pipeline/verifier.h"
 
@@ -125,6 +124,17 @@ graph::TraceResult trace(const Program& program, const Trial& trial, bool execut
   });
 }
 
+int ranks_of(const partitioner::Plan& plan) {
+  return 1 + *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end());
+}
+
+pipeline::ScheduleOptions options_of(const Trial& trial, const partitioner::Plan& plan) {
+  return pipeline::ScheduleOptions(plan.stages(), trial.microbatches)
+      .ranks(ranks_of(plan))
+      .rank_of_stage(plan.rank_of_stage)
+      .active_microbatches(trial.active_microbatches);
+}
+
 /// One rank's part of a run, and what it leaves.
 class Rank {
  public:
@@ -137,7 +147,7 @@ class Rank {
         rank_(pipeline->rank()),
         state_(program) {
     auto edges = pipeline::edges_of(graph, plan);
-    auto schedule = make_schedule(edges, pipeline->size());
+    auto schedule = make_schedule(edges);
     executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), graph, std::move(edges),
                                                      std::make_shared<comm::ChannelPool>(pipeline),
                                                      /*ahead=*/1);
@@ -182,20 +192,11 @@ class Rank {
   const Outcome& outcome() const { return outcome_; }
 
  private:
-  pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges, int ranks) const {
+  pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges) const {
     const auto stage_edges = pipeline::stage_edges(edges);
-    const auto options = pipeline::ScheduleOptions(plan_.stages(), trial_.microbatches)
-                             .ranks(ranks)
-                             .rank_of_stage(plan_.rank_of_stage)
-                             .edges(stage_edges)
-                             .active_microbatches(trial_.active_microbatches);
-    const pipeline::ScheduleKind& split = pipeline::schedule_kind("zb_h1");
-    const bool splits = trial_.splits && split.misplacement(options).empty();
-    const auto order = !graph_.trains()     ? pipeline::forward_only(options)
-                       : splits             ? split.generate(options)
-                       : trial_.interleaved ? pipeline::interleaved(options)
-                                            : pipeline::simple(options);
-    auto schedule = pipeline::lower(order, stage_edges);
+    const auto options = options_of(trial_, plan_).edges(stage_edges);
+    auto schedule =
+        pipeline::lower(schedule_of(trial_, graph_, plan_).generate(options), stage_edges);
     pipeline::verify(schedule, stage_edges, pipeline::VerifyOptions().credit(trial_.microbatches));
     return schedule;
   }
@@ -218,11 +219,11 @@ Trial Trial::of(uint64_t seed) {
   trial.seed = seed;
   trial.microbatches = 1 + static_cast<int>(random.below(3));
   trial.steps = random.chance(25) ? 2 : 1;
-  trial.interleaved = random.chance(50);
+  trial.schedule = static_cast<uint64_t>(random.below(1'000'000));
   trial.active_microbatches = 1 + static_cast<int>(random.below(4));
   trial.shapes_only = random.chance(50);
   trial.numbers_change = random.chance(30);
-  trial.splits = random.chance(30);
+  trial.leaves = random.chance(20);
   return trial;
 }
 
@@ -306,9 +307,13 @@ Outcome run_eager(const Program& program, const Trial& trial) {
 }
 
 std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial) {
-  if (!trial.numbers_change) return trace(program, trial, !trial.shapes_only, {}).recorded;
+  if (!trial.numbers_change && !trial.leaves) {
+    return trace(program, trial, !trial.shapes_only, {}).recorded;
+  }
   Random random(trial.seed * 17 + 3);
-  const Program before = with_other_numbers(program, random);
+  Program before = program;
+  if (trial.numbers_change) before = with_other_numbers(std::move(before), random);
+  if (trial.leaves) before = with_one_more(std::move(before), random);
   std::unique_ptr<graph::Graph> known;
   try {
     known = trace(before, trial, !trial.shapes_only, {}).recorded;
@@ -340,17 +345,34 @@ std::string guard(const Program& program, const Trial& trial, const graph::Graph
   return "";
 }
 
+void merge(Outcome& all, const Outcome& of_a_rank) {
+  for (const auto& [name, tensor] : of_a_rank) {
+    const auto [known, is_new] = all.emplace(name, tensor);
+    if (!is_new && !same_bits(tensor, known->second)) all[name + " on another rank"] = tensor;
+  }
+}
+
+const pipeline::ScheduleKind& schedule_of(const Trial& trial, const graph::Graph& graph,
+                                          const partitioner::Plan& plan) {
+  const auto options = options_of(trial, plan);
+  std::vector<const pipeline::ScheduleKind*> fitting;
+  for (const auto& kind : pipeline::schedule_kinds()) {
+    const bool fits = kind.trains == graph.trains() && kind.misplacement(options).empty();
+    if (fits) fitting.push_back(&kind);
+  }
+  return *fitting[trial.schedule % fitting.size()];
+}
+
 Outcome run_pipeline(const Program& program, const Trial& trial, const graph::Graph& graph,
                      const partitioner::Plan& plan) {
   Outcome outcome;
   std::mutex mutex;
-  const int ranks = 1 + *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end());
-  comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& pipeline) {
+  comm::run_ranks(ranks_of(plan), [&](const comm::CommunicatorPtr& pipeline) {
     at::set_num_threads(1);
     Rank rank(program, trial, graph, plan, pipeline);
     for (int step = 0; step < trial.steps; ++step) rank.run(step);
     const std::lock_guard<std::mutex> lock(mutex);
-    outcome.insert(rank.outcome().begin(), rank.outcome().end());
+    merge(outcome, rank.outcome());
   });
   return outcome;
 }

@@ -9,6 +9,7 @@
 #include "graph/graph.h"
 #include "graph/tensor_table.h"
 #include "partitioner/plan.h"
+#include "pipeline/generators.h"
 #include "tests/random/program.h"
 
 /// A random program run by plain eager libtorch, and by thread ranks that hold a stage each.
@@ -19,11 +20,11 @@ struct Trial {
   uint64_t seed = 0;
   int microbatches = 1;
   int steps = 1;
-  bool interleaved = false;
-  bool splits = false;  ///< backwards, where every rank has one stage
+  uint64_t schedule = 0;  ///< which of those that fit the stages
   int active_microbatches = 1;
   bool shapes_only = false;     ///< captured without data
   bool numbers_change = false;  ///< after the first capture, which later runs are compared with
+  bool leaves = false;          ///< the first capture goes another way from some instruction on
 
   static Trial of(uint64_t seed);
 };
@@ -34,6 +35,9 @@ using Outcome = std::map<std::string, at::Tensor>;
 
 /// The first difference in bits, as text; empty if there is none. Any NaN equals any NaN.
 std::string difference(const Outcome& got, const Outcome& expected);
+
+/// Adds what a rank has. What it has otherwise than a rank before is an entry of its own.
+void merge(Outcome& all, const Outcome& of_a_rank);
 
 /// True if some floating tensor holds infinities or NaN.
 bool has_non_finite(const Outcome& outcome);
@@ -62,6 +66,10 @@ std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial
 
 /// What another run of the program differs in from its own graph; empty if the guard sees none.
 std::string guard(const Program& program, const Trial& trial, const graph::Graph& graph);
+
+/// The schedule in which the plan is run.
+const pipeline::ScheduleKind& schedule_of(const Trial& trial, const graph::Graph& graph,
+                                          const partitioner::Plan& plan);
 
 /// Runs the plan over as many thread ranks as it names. `graph` is what the stages replay.
 Outcome run_pipeline(const Program& program, const Trial& trial, const graph::Graph& graph,
