@@ -23,7 +23,7 @@ import sys
 
 RAISES = re.compile(
     r"\bSMP_CHECK_WITH\(\s*[\w:]*\w*Error\s*,|\bSMP_CHECK\(|\bfail<[\w:]*\w*Error>\("
-    r"|\brefuse\(|\bthrow \w*Error\(|\btake_data\(|\bmessage = c10::str\(")
+    r"|\brefuse_?\(|\bthrow \w*Error\(|\btake_data\(|\bmessage = c10::str\(")
 LITERAL = re.compile(r'R"\((.*?)\)"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 GAP = "..."
 WORD = re.compile(r"\w+")

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "comm/mpi/mpi_communicator.h"
+#include "smp/error.h"
+
+namespace smp::comm {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(WithoutMpi, ARankOfMpirunIsKnownAndRefused) {
+  unsetenv("OMPI_COMM_WORLD_SIZE");
+  EXPECT_FALSE(under_mpirun());
+  setenv("OMPI_COMM_WORLD_SIZE", "2", /*overwrite=*/1);
+  EXPECT_TRUE(under_mpirun());
+  try {
+    make_mpi_world();
+    FAIL() << "a world was made";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("this process was started by mpirun or srun, and smp was "
+                                        "built without MPI. Build it with -DSMP_MPI=ON"));
+  }
+}
+
+TEST(WithoutMpi, ThereIsNothingToEnd) {
+  EXPECT_NO_THROW(finalize_mpi());
+  EXPECT_FALSE(mpi_aborted());
+}
+
+}  // namespace
+}  // namespace smp::comm
