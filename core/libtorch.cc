@@ -5,6 +5,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
 
+#include <string>
+
 #include "core/check.h"
 
 namespace smp::core {
@@ -18,17 +20,15 @@ std::string text_of(uint64_t version) {
 
 }  // namespace
 
-std::string why_not_with(uint64_t compiled, uint64_t loaded) {
-  if (compiled >> kMinorBits == loaded >> kMinorBits) return "";
-  return "smp was compiled with libtorch " + text_of(compiled) + ", and libtorch " +
-         text_of(loaded) +
-         " is loaded. Build smp with that one, or let the program find the other first (ldd shows "
-         "which libtorch_cpu.so it loads; LD_LIBRARY_PATH goes before what was linked).";
+void check_libtorch(uint64_t compiled, uint64_t loaded) {
+  SMP_CHECK_WITH(ConfigError, compiled >> kMinorBits == loaded >> kMinorBits,
+                 "smp was compiled with libtorch ", text_of(compiled), ", and libtorch ",
+                 text_of(loaded),
+                 " is loaded. Build smp with that one, or let the program find the other first (ldd "
+                 "shows which libtorch_cpu.so it loads; LD_LIBRARY_PATH goes before what was "
+                 "linked).");
 }
 
-void check_libtorch() {
-  const std::string why = why_not_with(TORCH_ABI_VERSION, aoti_torch_abi_version());
-  SMP_CHECK_WITH(ConfigError, why.empty(), why);
-}
+void check_libtorch() { check_libtorch(TORCH_ABI_VERSION, aoti_torch_abi_version()); }
 
 }  // namespace smp::core
