@@ -92,7 +92,7 @@ def reached_internals(tree):
 
 def never_first(tree):
     """Public headers that nothing shows to compile alone: no source includes them first, no target
-    compiles them by themselves, and they are more than a list of includes."""
+    compiles them by themselves, and they are more than a list of includes and macros."""
     sources = [tree.includes(path) for path in tree.files if path.endswith(".cc")]
     shown = {includes[0][1] for includes in sources if includes} | COMPILED
     return [header for header in tree.public
@@ -100,8 +100,8 @@ def never_first(tree):
 
 
 def holds_code(text):
-    text = INCLUDE.sub("", COMMENT.sub("", text)).replace("#pragma once", "")
-    return bool(text.strip())
+    text = re.sub(r"\\\n", "", INCLUDE.sub("", COMMENT.sub("", text)))
+    return bool(re.sub(r"^#(define|pragma once).*", "", text, flags=re.MULTILINE).strip())
 
 
 class LayoutTest(unittest.TestCase):
