@@ -24,7 +24,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Bazel shows a test links to the sources, which CMake would install as links.
 [ -z "${TEST_SRCDIR:-}" ] || { cp -rL "$source" "$work/source" && source=$work/source; }
-export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} OMP_NUM_THREADS=1
+export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc --all)} OMP_NUM_THREADS=1
 export CMAKE_GENERATOR=Ninja OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 passed=0
 failed=0
