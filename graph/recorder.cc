@@ -132,7 +132,9 @@ void Recorder::make_literal(ValueId id, const at::Tensor& content) {
 }
 
 void Recorder::set_user(ValueId id, const at::Tensor& tensor) {
-  concrete_[id].user = tensor.storage().getWeakStorageImpl();
+  auto& user = concrete_[id].user;
+  user.reset();
+  if (is_placeholder(tensor)) user = tensor.storage().getWeakStorageImpl();
 }
 
 void Recorder::move_data(int alias_set, c10::StorageImpl& storage) {

@@ -43,7 +43,8 @@ class Recorder {
   ValueId add(Value value, const at::Tensor& tensor);
   /// The value is what host code has put into a factory's result.
   void make_literal(ValueId id, const at::Tensor& content);
-  /// What the function holds of a value: when it is gone, nothing can read the value.
+  /// What the function holds of a value: when it is gone, nothing can read the value. One that has
+  /// data itself, which others may hold, is taken to stay.
   void set_user(ValueId id, const at::Tensor& tensor);
   /// Gives the concrete tensors of an alias set the data of `storage`, which loses it.
   void move_data(int alias_set, c10::StorageImpl& storage);

@@ -194,7 +194,7 @@ at::Tensor Tracer::record_result(const TracedCall& call, Operator& op, const at:
     return result;
   }
   const at::Tensor tensor = stand_in(call, id, op.result_is_argument.back());
-  if (is_placeholder(tensor)) recorder_->set_user(id, tensor);
+  recorder_->set_user(id, tensor);
   return tensor;
 }
 
@@ -510,6 +510,8 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
                    " without a gradient; reduce it to a scalar (loss.mean()) or give its gradient");
     roots_.push_back(root);
   }
+  root_tensors_ = tensors;
+  root_tensors_.insert(root_tensors_.end(), gradients.begin(), gradients.end());
   differentiated_ = true;
 }
 
@@ -518,6 +520,7 @@ std::vector<ValueId> Tracer::released_constants() {
   recorder_.reset();
   host_data_.clear();
   inner_arguments_.clear();
+  root_tensors_.clear();
   ends_.clear();
   std::vector<ValueId> result;
   for (const auto& [id, tensor] : constants_) {

@@ -197,7 +197,8 @@ class Tracer final : public OperatorInterceptor {
   std::unique_ptr<Recorder> recorder_;
   std::string difference_;  // where the last known graph was left
   std::vector<BackwardRoot> roots_;
-  bool differentiated_ = false;  // the function has called `backward`
+  std::vector<at::Tensor> root_tensors_;  // a later write copies them (`keep_roots`)
+  bool differentiated_ = false;           // the function has called `backward`
   std::vector<ValueId> outputs_;
   bool history_begins_ = false;  // the operator at hand gave a history to what had none
   ValueId last_parameter_ = kUndefined;

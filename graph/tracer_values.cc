@@ -200,6 +200,7 @@ ValueId Tracer::derive(const at::Tensor& tensor, const char* name, torch::jit::S
   call(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), arguments);
   const ValueId id = lookup(arguments[0].toTensor());
   bind(tensor, id);
+  if (recorder_ != nullptr) recorder_->set_user(id, tensor);
   return id;
 }
 
@@ -298,13 +299,8 @@ bool Tracer::changed_by_hand(const at::Tensor& tensor, const Known& known) const
 /// From now on the function's tensor is what `smp::requires_grad` makes of what it was.
 ValueId Tracer::require_grad(const at::Tensor& tensor, const at::Tensor& as_before) {
   const bool on = tensor.requires_grad();
-  const UninterceptedScope own;
-  torch::jit::Stack arguments{as_before, on};
-  call(requires_grad_operator(), arguments);
-  const ValueId id = lookup(arguments[0].toTensor());
   if (on) ends_.push_back(torch::autograd::impl::grad_accumulator(tensor));
-  bind(tensor, id);
-  return id;
+  return derive(tensor, "smp::requires_grad", {as_before, on});
 }
 
 /// A custom autograd function is not an operator: its forward's operators are seen, with gradients

@@ -214,6 +214,19 @@ TEST_F(Differentiate, RequiresGradIsTakenBack) {
   });
 }
 
+/// A run on data lets go of what the function cannot reach any more, and of nothing else.
+TEST_F(Differentiate, AVariableIsReadAgainMuchLater) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto x = in[0].detach().requires_grad_();
+    auto h = net_(x);
+    for (int i = 0; i < 150; ++i) h = h * 0.99;
+    auto slope = grad({(h * x).sum()}, {x}, {}, true, true)[0];
+    auto loss = slope.pow(2).sum() + x.sum();
+    backward(loss);
+    return {loss, slope};
+  });
+}
+
 TEST_F(Differentiate, UnderAutocast) {
   expect_replay_equals_eager(*net_, {x_}, {torch::randn({4, 4})},
                              [&](const Tensors& in) -> Tensors {

@@ -244,5 +244,18 @@ TEST_F(LateWrites, WritesToOtherTensorsAfterBackwardLeaveTheGraphAsItWas) {
   expect_equals_eager(plain);
 }
 
+TEST_F(LateWrites, WhatALossThatIsGoneIsAViewOfIsWrittenMuchLater) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto losses = net_(in[0]).pow(2).mean(1);
+    auto gradients = torch::ones_like(losses) * 0.5;
+    backward_with({losses[2]}, {gradients[2]});
+    auto y = in[0];
+    for (int i = 0; i < 150; ++i) y = y * 0.99;
+    losses.mul_(3);
+    gradients.mul_(3);
+    return {losses, gradients, y};
+  });
+}
+
 }  // namespace
 }  // namespace smp::graph::testing

@@ -277,6 +277,24 @@ TEST(Replay, ViewsOfBuffersMadeOutside) {
   expect_replay_equals_eager(*net, {torch::randn({4, 4})}, {torch::randn({4, 4})}, function);
 }
 
+/// A run on data lets go of what the function cannot reach any more, and of nothing else.
+TEST(Replay, TensorsThatNoOperatorMadeAreReadAgainMuchLater) {
+  torch::manual_seed(3);
+  Weight net(std::vector<int64_t>{4, 4});
+  net->counter.resize_({2, 4}).fill_(1);
+  const auto row = net->counter[1];
+  expect_replay_equals_eager(*net, {torch::randn({4, 4})}, {torch::randn({4, 4})},
+                             [&](const Tensors& in) -> Tensors {
+                               auto h = torch::matmul(in[0], net->weight);
+                               const auto data = h.data();
+                               auto y = h * row + data;
+                               for (int i = 0; i < 150; ++i) y = y * 0.99;
+                               auto loss = (y * row * data).sum();
+                               backward(loss);
+                               return {loss};
+                             });
+}
+
 /// A member that is not registered: its content is a constant, compared in each run.
 TEST(Replay, MembersOutsideTheModuleAreConstantsThatMayChange) {
   torch::manual_seed(3);

@@ -246,5 +246,17 @@ TEST(FoundPrograms, TheImaginaryPartIsWritten) {
   program.expect_equal();
 }
 
+/// A capture on data lets go of what the program cannot reach any more, and of nothing else.
+TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int variable = program.call("variable", {weight});
+  int term = program.call("loss_term", {program.call("sin", {variable})});
+  for (int i = 0; i < 150; ++i) term = program.call("tanh", {term});
+  program.call("slope", {program.call("mul", {variable, term}), variable}, {1});
+  program.call("tanh", {program.call("sin", {weight})});
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
