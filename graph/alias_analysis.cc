@@ -33,8 +33,8 @@ bool has_result_on(const Graph& graph, const Operator& op, int alias_set) {
   return any_result(graph, op, [&](const Value& value) { return value.alias_set == alias_set; });
 }
 
-bool has_result_on_argument(const Graph& graph, const Operator& op) {
-  bool found = false;
+bool acts_on_arguments(const Graph& graph, const Operator& op) {
+  bool found = op.results.empty() && !op.writes.empty();
   for_each_argument(op, [&](ValueId id) {
     found = found || has_result_on(graph, op, graph.values[id].alias_set);
   });

@@ -42,7 +42,8 @@ class AliasAnalysis {
 /// True if a result of the operator lies on the memory of an alias set.
 bool has_result_on(const Graph& graph, const Operator& op, int alias_set);
 
-/// True if one lies on that of an argument: a view, or what the operator writes.
-bool has_result_on_argument(const Graph& graph, const Operator& op);
+/// True if what the operator does is seen through its arguments: a result lies on the memory of one
+/// (a view, or what it writes), or it writes and has none (`_foreach_add_`).
+bool acts_on_arguments(const Graph& graph, const Operator& op);
 
 }  // namespace smp::graph

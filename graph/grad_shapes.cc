@@ -21,33 +21,34 @@
 namespace smp::graph {
 namespace {
 
-/// Runs some of a graph's first `count` operators on tensors filled with one number.
+/// Runs some of a graph's operators, in their order, on tensors filled with one number.
 class FilledRun {
  public:
-  FilledRun(const Graph& graph, int count, int fill)
-      : graph_(graph),
-        count_(count),
-        fill_(fill),
-        requires_grad_(graph),
-        environment_(graph.values.size()) {}
+  FilledRun(const Graph& graph, int fill)
+      : graph_(graph), fill_(fill), requires_grad_(graph), environment_(graph.values.size()) {}
 
-  void run(const Operator& op) {
-    if (is_leaf(op.handle) ||
-        !(records_history(graph_, op) || has_result_on_argument(graph_, op))) {
-      for_each_result(op, [&](ValueId id) { given(id, /*leaf=*/true); });
+  void run(int index) {
+    const Operator& op = graph_.operators[index];
+    if (is_leaf(op.handle) || !(records_history(graph_, op) || acts_on_arguments(graph_, op))) {
+      for_each_result(op, [&](ValueId id) {
+        environment_[id] = filled(id);
+        // What goes back through a leaf's result is an error.
+        if (requires_grad_.since(id) <= index) give_placeholder_history(environment_[id]);
+      });
       return;
     }
-    const std::vector<at::Tensor> results = call(op);
+    const std::vector<at::Tensor> results = call(op, index);
     for (size_t r = 0; r < results.size(); ++r) {
       if (op.results[r] != kUndefined) environment_[op.results[r]] = results[r];
     }
   }
 
-  std::vector<at::Tensor> call(const Operator& op) {
+  /// Calls an operator before which the graph has `index` others.
+  std::vector<at::Tensor> call(const Operator& op, int index) {
     const ModeScope mode(op.mode);
     torch::jit::Stack stack;
     for (const Argument& argument : op.arguments) {
-      stack.push_back(to_ivalue(argument, [this](ValueId id) { return tensor(id); }));
+      stack.push_back(to_ivalue(argument, [&](ValueId id) { return tensor(id, index); }));
     }
     if (op.random_ordinal >= 0) {
       call_seeded(op.handle, stack, 0);
@@ -58,38 +59,35 @@ class FilledRun {
   }
 
   /// What stands for the arguments, in their order.
-  std::vector<at::Tensor> arguments_of(const Operator& op) {
+  std::vector<at::Tensor> arguments_of(const Operator& op, int index) {
     std::vector<at::Tensor> tensors;
     for (const Argument& argument : op.arguments) {
-      for (ValueId id : argument.values) tensors.push_back(tensor(id));
+      for (ValueId id : argument.values) tensors.push_back(tensor(id, index));
     }
     return tensors;
   }
 
  private:
-  at::Tensor tensor(ValueId id) {
+  /// A value as operator `index` finds it: with a history if it has one by then, which operators
+  /// that do not run here may have given it.
+  at::Tensor tensor(ValueId id, int index) {
     if (id == kUndefined) return at::Tensor();
-    if (!environment_[id].defined()) given(id, /*leaf=*/false);
-    return environment_[id];
-  }
-
-  /// A value that is not made here. What goes back through a leaf's result is an error.
-  void given(ValueId id, bool leaf) {
-    const Value& value = graph_.values[id];
     at::Tensor& tensor = environment_[id];
-    tensor = value.content.defined() ? value.content.clone()
-                                     : make_filled(value.meta, value.meta.device, fill_);
-    if (requires_grad_.since(id) >= count_) return;
-    if (leaf) {
-      give_placeholder_history(tensor);
-    } else {
+    if (!tensor.defined()) tensor = filled(id);
+    if (!tensor.requires_grad() && requires_grad_.since(id) < index) {
       sinks_.push_back(core::make_node<GradientSink>());
       tensor = enter(tensor, sinks_.back());
     }
+    return tensor;
+  }
+
+  at::Tensor filled(ValueId id) const {
+    const Value& value = graph_.values[id];
+    return value.content.defined() ? value.content.clone()
+                                   : make_filled(value.meta, value.meta.device, fill_);
   }
 
   const Graph& graph_;
-  const int count_;
   const int fill_;
   const RequiresGrad requires_grad_;
   std::vector<at::Tensor> environment_;  // by value
@@ -98,18 +96,20 @@ class FilledRun {
 
 /// The range of `op`, and before it what makes views of memory that is written there, since a write
 /// through one is seen by the others, and views that end a history.
-std::vector<const Operator*> operators_of(const Graph& graph, const Operator& op, int count) {
+std::vector<int> operators_of(const Graph& graph, const Operator& op, int count) {
   const int first = first_reader(graph, op);
   std::vector<bool> written(graph.alias_sets, false);
   for (int i = first; i < count; ++i) {
     for (int set : graph.operators[i].writes) written[set] = true;
   }
-  std::vector<const Operator*> operators;
+  std::vector<int> operators;
   for (int i = 0; i < count; ++i) {
     const Operator& earlier = graph.operators[i];
     const bool on_written =
-        any_result(graph, earlier, [&](const Value& value) { return written[value.alias_set]; });
-    if (i >= first || on_written || ends_history(graph, earlier)) operators.push_back(&earlier);
+        any_result(graph, earlier, [&](const Value& value) { return written[value.alias_set]; }) ||
+        std::any_of(earlier.writes.begin(), earlier.writes.end(),
+                    [&](int set) { return written[set]; });
+    if (i >= first || on_written || ends_history(graph, earlier)) operators.push_back(i);
   }
   return operators;
 }
@@ -124,11 +124,13 @@ int count_before(const Graph& graph, const Operator& op) {
 std::vector<at::Tensor> grad_on_filled(const Graph& graph, const Operator& op,
                                        const std::vector<at::Tensor>& shapes, int fill) {
   const int count = count_before(graph, op);
-  FilledRun run(graph, count, fill);
-  for (const Operator* earlier : operators_of(graph, op, count)) run.run(*earlier);
-  const std::vector<at::Tensor> filled = run.arguments_of(op);
+  FilledRun run(graph, fill);
+  for (int earlier : operators_of(graph, op, count)) run.run(earlier);
+  const std::vector<at::Tensor> filled = run.arguments_of(op, count);
   std::vector<at::Tensor> results;
-  for (const at::Tensor& result : run.call(op)) results.push_back(to_shape(result, filled, shapes));
+  for (const at::Tensor& result : run.call(op, count)) {
+    results.push_back(to_shape(result, filled, shapes));
+  }
   return results;
 }
 

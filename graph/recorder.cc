@@ -75,7 +75,7 @@ Recorder::Recorder(const TraceOptions& options, Refuse refuse, Graph prefix)
 /// through one is seen by the others, and so is its gradient.
 void Recorder::restore_views() {
   for (const Operator& op : graph_.operators) {
-    if (is_leaf(op.handle) || !has_result_on_argument(graph_, op)) continue;
+    if (is_leaf(op.handle) || !acts_on_arguments(graph_, op)) continue;
     TracedCall call;
     call.op = &op.handle;
     call.arguments = op.arguments;

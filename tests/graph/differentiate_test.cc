@@ -227,6 +227,38 @@ TEST_F(Differentiate, AVariableIsReadAgainMuchLater) {
   });
 }
 
+TEST_F(Differentiate, OfABufferThatWasAnOutBefore) {
+  net_->register_buffer("state", torch::zeros({4, 4}));
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto state = net_->named_buffers()["state"];
+    auto part = state.narrow(0, 0, 2);
+    torch::mul_out(part, in[0].narrow(0, 0, 2), in[0].narrow(0, 1, 2));
+    auto h = net_(in[0]);
+    part.copy_(h.narrow(0, 2, 2));
+    auto slope = grad({(state * 2).pow(3).sum()}, {h}, {}, true, true)[0];
+    state.detach_();
+    auto loss = slope.pow(2).sum();
+    backward(loss);
+    return {loss, slope};
+  });
+}
+
+/// After the write `base` is another tensor for autograd than the one that was used before.
+TEST_F(Differentiate, WithRespectToWhatAListOperatorWroteSince) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto base = in[0] * 1;
+    auto row = base[0];
+    row.copy_(net_->fc->bias);
+    auto y = base * 2;
+    at::_foreach_add_(Tensors{row}, 1);
+    auto slopes = grad({y.pow(2).sum()}, {base, net_->fc->bias}, {}, true, true, true);
+    EXPECT_FALSE(slopes[0].defined());
+    auto loss = slopes[1].sum() + base.sum();
+    backward(loss);
+    return {loss, slopes[1]};
+  });
+}
+
 TEST_F(Differentiate, UnderAutocast) {
   expect_replay_equals_eager(*net_, {x_}, {torch::randn({4, 4})},
                              [&](const Tensors& in) -> Tensors {

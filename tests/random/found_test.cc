@@ -246,6 +246,37 @@ TEST(FoundPrograms, TheImaginaryPartIsWritten) {
   program.expect_equal();
 }
 
+/// `out=` takes no tensor that requires a gradient, which the buffer does later only.
+TEST(FoundPrograms, ABufferIsAnOutBeforeItGetsItsHistory) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int var = program.leaf(Kind::kBuffer, "var", {6});
+  const int state = program.leaf(Kind::kBuffer, "state", {4, 6});
+  const int highest = program.call("max", {weight}, {1}, {}, /*results=*/2);
+  const int part = program.call("mul_out_part", {state, var}, {0, 0, 3});
+  program.call("copy_into_part", {part, highest}, {0, 1, 2});
+  const int slope = program.call("slope", {highest, highest}, {1});
+  program.call("tanh", {program.call("sin", {slope})});
+  program.expect_equal();
+}
+
+/// What a list operator writes has another history from then on, though the operator returns
+/// nothing.
+TEST(FoundPrograms, ASlopeWithRespectToWhatAListOperatorWroteSince) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int other = program.leaf(Kind::kParameter, "other", {4, 6});
+  const int var = program.leaf(Kind::kBuffer, "var", {6});
+  const int state = program.leaf(Kind::kBuffer, "state", {4, 6});
+  const int part = program.call("copy_into_part", {input, other}, {1, 1, 2});
+  const int product = program.call("mul", {var, input});
+  program.call("foreach_add_", {part, state}, {}, {}, /*results=*/0);
+  const int slope = program.call("slope", {product, input}, {1});
+  program.call("tanh_out", {state, slope}, {}, {/*no_grad=*/true, false});
+  program.call("tanh", {program.call("sin", {other})});
+  program.expect_equal();
+}
+
 /// A capture on data lets go of what the program cannot reach any more, and of nothing else.
 TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
   Writer program;
