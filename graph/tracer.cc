@@ -447,6 +447,7 @@ void Tracer::refuse_unsupported(const TracedCall& call) {
   refuse_replaced_storage(name);
   refuse_views_beyond(call);
   refuse_grad_through_leaf(call);
+  refuse_history_without_result(call);
   for (const Argument& argument : call.arguments) {
     if (argument.kind == Argument::Kind::kConstant && argument.constant.isGenerator()) {
       refuse("operator " + name + " draws from an explicit generator",
@@ -470,6 +471,25 @@ void Tracer::refuse_unsupported(const TracedCall& call) {
     refuse("the result shape of operator " + name + " depends on data",
            "Use an operator whose result has a fixed shape (torch::where, a mask that multiplies), "
            "or make the module that calls it a leaf: smp::leaf(module)(x)");
+  }
+}
+
+/// A graph shows a history by a result, so one that an operator without results gives to what it
+/// writes (`_foreach_mul_` of two lists) would lead nowhere. What is written keeps its own.
+void Tracer::refuse_history_without_result(const TracedCall& call) {
+  const auto& schema = call.op->schema();
+  if (!schema.returns().empty() || !at::GradMode::is_enabled()) return;
+  size_t next = 0;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool writes = alias != nullptr && alias->isWrite();
+    for (size_t end = next + call.arguments[i].values.size(); next < end; ++next) {
+      const at::Tensor& tensor = call.tensors[next];
+      if (writes || !tensor.defined() || !tensor.requires_grad()) continue;
+      refuse("operator " + schema.name() + " writes its tensors from one that requires a gradient",
+             "Call the operator for each tensor (a.mul_(b)), use the form that returns a list "
+             "(_foreach_mul), or make the module that calls it a leaf: smp::leaf(module)(x)");
+    }
   }
 }
 
