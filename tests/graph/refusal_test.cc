@@ -438,15 +438,15 @@ TEST_F(Refusal, ListsWrittenFromWhatRequiresAGradient) {
       text([&](torch::Tensor x) {
         auto y = x * 1;
         auto z = net_->fc->weight * 1;
-        at::_foreach_add_({y, z}, {z, y});
+        at::_foreach_add_({y, z}, Tensors{z, y});
       }),
       "operator aten::_foreach_add_ writes its tensors from one that requires a gradient");
   expect_captured([&](torch::Tensor x) {
     auto y = net_(x);
     at::_foreach_mul_({y}, 2);
-    at::_foreach_mul_({y}, {x});
+    at::_foreach_mul_({y}, Tensors{x});
     const torch::NoGradGuard no_grad;
-    at::_foreach_mul_({y}, {net_->fc->weight});
+    at::_foreach_mul_({y}, Tensors{net_->fc->weight});
   });
 }
 
