@@ -74,6 +74,24 @@ Environment copy_written(const Graph& graph, const Environment& environment) {
   return copy;
 }
 
+/// By operator, whether the backward pass goes through it. By storage, since what is written may
+/// lead there by way of another view. Others need not be able to go back: a value may be written
+/// that a history has saved and nobody asks for.
+std::vector<bool> operators_with_backward(const Graph& graph) {
+  std::vector<bool> leads_to_root(graph.alias_sets), result(graph.operators.size());
+  const auto note = [&](ValueId id) { leads_to_root[graph.values[id].alias_set] = true; };
+  for (const BackwardRoot& root : graph.roots) note(root.value);
+  for (size_t i = graph.operators.size(); i-- > 0;) {
+    const Operator& op = graph.operators[i];
+    for (int set : op.writes) result[i] = result[i] || leads_to_root[set];
+    for_each_result(op, [&](ValueId id) {
+      result[i] = result[i] || leads_to_root[graph.values[id].alias_set];
+    });
+    if (result[i]) for_each_argument(op, note);
+  }
+  return result;
+}
+
 /// One operator's history, and which storages it keeps alive. An argument is kept if something
 /// besides the environment and the results refers to it or its storage.
 class SavedStorages {
@@ -139,6 +157,7 @@ class Profiler {
         memory_(memory),
         device_(device_of(graph)),
         segment_(graph, all(graph.operators.size()), all(graph.values.size())),
+        has_backward_(operators_with_backward(graph)),
         is_differentiated_(graph.operators.size()),
         last_use_(graph.values.size(), 0),
         times_(graph.operators.size()),
@@ -229,7 +248,7 @@ class Profiler {
     std::vector<at::Tensor> gradients;
     for (ValueId id : op.results) {
       if (id == kUndefined) continue;
-      if (graph_.trains() && environment[id].requires_grad()) {
+      if (has_backward_[i] && environment[id].requires_grad()) {
         starts.push_back(start_of_backward(environment[id]));
         gradients.push_back(at::ones_like(environment[id]));
       }
@@ -283,7 +302,8 @@ class Profiler {
   const bool memory_;
   const at::Device device_;
   Segment segment_;
-  std::vector<bool> is_differentiated_;  // by operator: in a range that `autograd::grad` ends
+  const std::vector<bool> has_backward_;  // by operator
+  std::vector<bool> is_differentiated_;   // by operator: in a range that `autograd::grad` ends
   std::unordered_set<ValueId> in_range_;
   std::vector<GradientSinkPtr> sinks_;  // of what has entered
   std::vector<size_t> last_use_;

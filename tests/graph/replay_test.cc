@@ -378,6 +378,30 @@ TEST(Replay, MeasuresCostsAndAgreesWithTheRecordedRun) {
   }
 }
 
+/// The product saves what it then writes, so its own backward is impossible; the program's never
+/// goes through it.
+TEST(Replay, MeasuresOperatorsThatCannotGoBack) {
+  torch::nn::Linear net(3, 3);
+  const TensorTable table = table_of(*net);
+  const Tensors inputs{torch::randn({2, 3})};
+  TraceResult traced = trace(table, inputs, [&](const Tensors& in) -> Tensors {
+    auto loss = net(in[0]).sum();
+    backward(loss);
+    return {loss.mul_(loss)};
+  });
+  Graph& graph = *traced.recorded;
+  Environment environment(graph.values.size());
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const Value& value = graph.values[id];
+    if (value.kind == ValueKind::kInput) environment[id] = inputs[0];
+    if (value.kind == ValueKind::kParameter) environment[id] = table.at(value.name).tensor;
+  }
+  measure_costs(graph, environment, {}, traced.checksums, "train");
+  EXPECT_GT(graph.operators.front().cost.backward_us, 0);
+  EXPECT_EQ(graph.operators.back().name(), "aten::mul_.Tensor");
+  EXPECT_EQ(graph.operators.back().cost.backward_us, 0);
+}
+
 TEST(Replay, AlignedCopiesKeepSizesStridesAndValues) {
   const auto base = torch::randn({9, 7});
   const auto odd = base.slice(0, 1);  // starts 28 bytes in
