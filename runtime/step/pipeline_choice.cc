@@ -106,10 +106,11 @@ class StepPlanner {
     if (!trains_) return generate(name = "forward_only");
     if (name == "file") return load();
     const std::string misplaced = pipeline::schedule_kind(name).misplacement(options_);
-    if (!misplaced.empty() && settled_) {
-      report = c10::str("The schedule \"", name,
-                        "\" cannot run another graph of the program: ", misplaced,
-                        " It runs \"interleaved\" instead.");
+    if (!misplaced.empty() && (settled_ || ranks_ == 1)) {
+      report =
+          c10::str("The schedule \"", name, "\" cannot run ",
+                   ranks_ == 1 ? "on one partition: " : "another graph of the program: ", misplaced,
+                   " It runs \"interleaved\" instead.");
       name = "interleaved";
     }
     return generate(name);

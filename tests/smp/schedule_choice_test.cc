@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "pipeline/generators.h"
 #include "tests/smp/oracle.h"
 
 namespace smp::testing {
@@ -17,13 +18,13 @@ namespace {
 
 constexpr int kSteps = 2;
 
-/// Losses of a few steps on two ranks.
-Tensors train(const Config& config, int steps = kSteps) {
+/// Losses of a few steps.
+Tensors train(const Config& config, int steps = kSteps, int ranks = 2) {
   Tensors losses;
   torch::manual_seed(3);
   const Mlp prototype(6);
   const auto x = torch::randn({8, MlpImpl::kWidth}), y = torch::randn({8, 1});
-  run_as_threads(2, config, [&] {
+  run_as_threads(ranks, config, [&] {
     Mlp net(6);
     copy_values(*prototype, *net);
     DistributedModel<Mlp> model(net);
@@ -86,6 +87,14 @@ TEST_F(ScheduleChoice, SeveralStagesOfARank) {
                train(four_microbatches("simple")), "losses");
   expect_equal(train(four_microbatches("interleaved").virtual_stages(2)),
                train(four_microbatches("simple")), "losses");
+}
+
+TEST_F(ScheduleChoice, OnePartitionRunsAnySchedule) {
+  for (const auto& kind : pipeline::schedule_kinds()) {
+    if (!kind.trains) continue;
+    expect_equal(train(four_microbatches(kind.name).partitions(1), kSteps, /*ranks=*/1),
+                 train(four_microbatches("simple")), kind.name);
+  }
 }
 
 TEST_F(ScheduleChoice, AMemoryLimitRestrictsTheChoice) {
