@@ -70,19 +70,19 @@ class OrderChooser {
     return std::move(best.plan);
   }
 
-  /// Parameters and buffers stay where they are, so operators follow them.
+  /// Parameters and buffers stay where they are, so operators follow them. In one of the two orders
+  /// that may be impossible.
   Plan later_plan() const {
     const Order order = order_by_owner(graph_, options_.owner());
-    if (order.empty()) return partition(graph_, options_);
-    if (visits(reordered(graph_, order)) < visits(graph_)) {
-      return candidate(order, options_).plan;
-    }
-    Candidate program = candidate({}, options_);
-    auto other = try_candidate(order, options_);
-    const bool closer = other && other->foreign < program.foreign;
-    const bool shorter = other && other->foreign == program.foreign &&
-                         other->step_us < program.step_us / (1 + kWorthwhile);
-    return std::move(closer || shorter ? other->plan : program.plan);
+    auto other = order.empty() ? std::nullopt : try_candidate(order, options_);
+    if (!other) return partition(graph_, options_);
+    if (visits(reordered(graph_, order)) < visits(graph_)) return std::move(other->plan);
+    auto program = try_candidate({}, options_);
+    if (!program) return std::move(other->plan);
+    const bool closer = other->foreign < program->foreign;
+    const bool shorter =
+        other->foreign == program->foreign && other->step_us < program->step_us / (1 + kWorthwhile);
+    return std::move(closer || shorter ? other->plan : program->plan);
   }
 
   /// How many stages the settled owners ask for.

@@ -429,6 +429,20 @@ TEST(BestOrder, LaterGraphsFollowTheOwners) {
   }
 }
 
+/// One rank's buffer is written, then the other's, then the first is read: no cut is legal between
+/// the writes in the order of the program.
+TEST(BestOrder, LaterGraphsLeaveAnOrderThatTheOwnersForbid) {
+  GraphBuilder b;
+  const Ref x = b.input(ones(2)), first = b.buffer("first", ones(2));
+  const Ref second = b.buffer("second", ones(2));
+  b.op("aten::add_.Tensor", {first, x, 1});        // 0
+  b.op("aten::add_.Tensor", {second, x, 1});       // 1
+  b.output(b.op("aten::mul.Tensor", {first, x}));  // 2
+  const auto options = options_for(2).owner({{"first", 0}, {"second", 1}}).allow_empty_stages(true);
+  EXPECT_THROW(partition(b.graph(), options), PartitionError);
+  EXPECT_THAT(partition_in_best_order(b.graph(), options).order, ElementsAre(0, 2, 1));
+}
+
 TEST(BestOrder, LaterGraphsInProgramOrderStaySo) {
   Towers one(1, 6);
   const Plan first = partition_in_best_order(one.b.graph(), options_for(3));
