@@ -101,6 +101,9 @@ at::Tensor dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
 }
 
+/// Whether dropout drops: a second number says so, where there is one.
+bool drops(N n) { return n.size() < 2 || n[1] != 0; }
+
 at::Tensor part(A a, N n) { return a[0].narrow(n[0], n[1], n[2]); }
 
 /// Indices for an axis of `size`.
@@ -321,9 +324,9 @@ const std::vector<Operation> kFactories = {
     {"zeros_like", 2, "f", none, SMP_RUN({at::zeros_like(a[0])})},
     {"empty_like_copy", 2, "f", none, SMP_RUN({at::empty_like(a[0]).copy_(a[0])})},
     {"new_zeros", 1, "f", none, SMP_RUN({a[0].new_zeros({6})})},
-    {"dropout", 4, "f", probability, SMP_RUN({at::dropout(a[0], quarters(n[0]), true)})},
+    {"dropout", 4, "f", probability, SMP_RUN({at::dropout(a[0], quarters(n[0]), drops(n))})},
     {"alpha_dropout", 1, "f", probability,
-     SMP_RUN({at::alpha_dropout(a[0], quarters(n[0]), true)})},
+     SMP_RUN({at::alpha_dropout(a[0], quarters(n[0]), drops(n))})},
     {"rand_like", 2, "f", none, SMP_RUN({at::rand_like(a[0])})},
     {"randn", 2, "", small_sizes, SMP_RUN({at::randn(n)})},
     {"bernoulli", 1, "f", none, SMP_RUN({at::bernoulli(a[0].detach().sigmoid())})},
