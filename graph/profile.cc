@@ -258,7 +258,7 @@ class Profiler {
     const auto back = Clock::now();
     run_backward(starts, gradients);
     synchronize(device_);
-    const double backward_us = graph_.trains() ? microseconds_since(back) : 0;
+    const double backward_us = starts.empty() ? 0 : microseconds_since(back);
     times_[i].backward_us = std::min(times_[i].backward_us, backward_us);
   }
 
