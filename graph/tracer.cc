@@ -193,7 +193,9 @@ at::Tensor Tracer::record_result(const TracedCall& call, Operator& op, const at:
     note_factory(id, op.handle, result);
     return result;
   }
-  const at::Tensor tensor = stand_in(call, id, op.result_is_argument.back());
+  const int is_argument = op.result_is_argument.back();
+  if (is_argument >= 0) check_keeps_shape(call, call.tensors[is_argument], result);
+  const at::Tensor tensor = stand_in(call, id, is_argument);
   recorder_->set_user(id, tensor);
   return tensor;
 }
@@ -406,6 +408,33 @@ void Tracer::refuse_replaced_storage(const std::string& name) const {
          "Make a new tensor instead, or make the module that does it a leaf: smp::leaf(module)(x)");
 }
 
+/// Operators that make a tensor itself another view of its memory. What is registered outlives the
+/// run, and the next microbatch would find what this one made of it.
+void Tracer::refuse_views_in_place(const TracedCall& call) const {
+  const std::string& name = call.op->schema().name();
+  if (!call.op->hasTag(at::Tag::inplace_view)) return;
+  if (has_trait(name, OperatorTrait::kCutsHistory)) return;  // `detach_` leaves the shape
+  const auto* entry = options_.table->find(call.tensors[0]);
+  if (entry != nullptr) refuse_new_shape(name, *entry);
+}
+
+/// The same for what has a new shape afterwards, as an `out=` may.
+void Tracer::check_keeps_shape(const TracedCall& call, const at::Tensor& argument,
+                               const at::Tensor& result) const {
+  if (argument.sizes() == result.sizes() && argument.strides() == result.strides()) return;
+  const auto* entry = options_.table->find(argument);
+  if (entry != nullptr) refuse_new_shape(call.op->schema().name(), *entry);
+}
+
+void Tracer::refuse_new_shape(const std::string& name, const TensorTable::Entry& entry) const {
+  refuse(
+      c10::str("operator ", name, " changes the shape of ", graph::to_string(entry.kind), " \"",
+               entry.name, "\" in place"),
+      "Use the operator that returns a view of it (unsqueeze in place of unsqueeze_), and let an "
+      "out= have the shape of the result; what is registered gets its shape outside the step "
+      "function");
+}
+
 /// A view of memory that its argument does not show.
 void Tracer::refuse_views_beyond(const TracedCall& call) {
   const int index = storage_offset_argument(call.op->schema());
@@ -445,6 +474,7 @@ void Tracer::refuse_unsupported(const TracedCall& call) {
   const auto& schema = call.op->schema();
   const std::string& name = schema.name();
   refuse_replaced_storage(name);
+  refuse_views_in_place(call);
   refuse_views_beyond(call);
   refuse_grad_through_leaf(call);
   refuse_history_without_result(call);

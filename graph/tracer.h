@@ -158,6 +158,11 @@ class Tracer final : public OperatorInterceptor {
   bool differ(const at::Tensor& a, const at::Tensor& b);
   void refuse_unsupported(const TracedCall& call);
   void refuse_replaced_storage(const std::string& name) const;
+  void refuse_views_in_place(const TracedCall& call) const;
+  void check_keeps_shape(const TracedCall& call, const at::Tensor& argument,
+                         const at::Tensor& result) const;
+  [[noreturn]] void refuse_new_shape(const std::string& name,
+                                     const TensorTable::Entry& entry) const;
   void refuse_views_beyond(const TracedCall& call);
   void refuse_grad_through_leaf(const TracedCall& call);
   void refuse_history_without_result(const TracedCall& call);

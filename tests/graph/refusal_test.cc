@@ -352,6 +352,48 @@ TEST_F(Refusal, MemorySharedByHand) {
                   "shares memory with another one of the step");
 }
 
+/// What is registered outlives the run: the next microbatch would find another shape.
+TEST_F(Refusal, RegisteredTensorsThatAreViewedInPlace) {
+  const auto state = torch::randn({4, 4}), row = torch::randn({4});
+  table_.add(ValueKind::kBuffer, "state", state);
+  table_.add(ValueKind::kBuffer, "row", row);
+  const auto expect = [&](const std::string& name, const std::function<void()>& view) {
+    EXPECT_CONTAINS(text([&](torch::Tensor) { view(); }),
+                    "operator aten::" + name + " changes the shape of buffer \"state\" in place");
+  };
+  expect("unsqueeze_", [&] { state.unsqueeze_(0); });
+  expect("squeeze_", [&] { state.squeeze_(); });
+  expect("t_", [&] { state.t_(); });
+  expect("transpose_", [&] { state.transpose_(0, 1); });
+  expect("swapaxes_", [&] { state.swapaxes_(0, 1); });
+  expect("as_strided_", [&] { state.as_strided_({2, 2}, {1, 2}); });
+  EXPECT_EQ(state.sizes(), torch::IntArrayRef({4, 4}));
+  const auto out = text([&](torch::Tensor x) {
+    auto result = row;
+    at::mul_out(result, x, x);
+  });
+  EXPECT_CONTAINS(out,
+                  "operator aten::mul.out changes the shape of buffer \"row\" in place. Use "
+                  "the operator that returns a view of it");
+  EXPECT_EQ(row.sizes(), torch::IntArrayRef({4}));
+  EXPECT_CONTAINS(text([&](torch::Tensor) {
+                    const torch::NoGradGuard no_grad;
+                    net_->fc->weight.t_();
+                  }),
+                  "aten::t_ changes the shape of parameter \"fc.weight\"");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { state.set_data(x); }), "replaces the storage");
+  EXPECT_CONTAINS(text([&](torch::Tensor) { state.resize_({2, 2}); }), "replaces the storage");
+  EXPECT_CONTAINS(text([&](torch::Tensor) {
+                    const torch::NoGradGuard no_grad;
+                    net_->fc->weight.detach_();
+                  }),
+                  "aten::detach_ writes parameter \"fc.weight\"");
+  expect_captured([&](torch::Tensor x) {
+    x.unsqueeze_(0).squeeze_().t_().add_(state.unsqueeze(0).squeeze_());
+    state.detach_();
+  });
+}
+
 TEST_F(Refusal, StridedViewsBeyondTheirTensor) {
   EXPECT_CONTAINS(
       text([](torch::Tensor x) { x[1].as_strided({4}, {1}, 0); }),

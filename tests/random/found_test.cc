@@ -277,6 +277,19 @@ TEST(FoundPrograms, ASlopeWithRespectToWhatAListOperatorWroteSince) {
   program.expect_equal();
 }
 
+/// The function makes a view of its input itself; the caller's batch stays as it is.
+TEST(FoundPrograms, AnInputIsViewedInPlace) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int before = program.call("tanh", {program.call("mul", {input, weight})});
+  program.call("transpose_", {input}, {0, 1});
+  program.call("unsqueeze_", {input});
+  const int after = program.call("sin", {program.call("squeeze", {input})});
+  program.backward(program.call("loss_term", {program.call("matmul", {after, before})}));
+  program.expect_equal();
+}
+
 /// A capture on data lets go of what the program cannot reach any more, and of nothing else.
 TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
   Writer program;
