@@ -284,8 +284,8 @@ ValueId Recorder::add_result(const TracedCall& call, Operator& op, const at::Ten
   return id;
 }
 
-void Recorder::add(Operator op) {
-  if (options_.execute) checksums_.push_back(checksum(op));
+void Recorder::add(Operator op, bool may_be_filled) {
+  if (options_.execute) checksums_.push_back(may_be_filled ? 0 : checksum(op));
   graph_.operators.push_back(std::move(op));
   forget_dead();
 }

@@ -55,7 +55,9 @@ class Recorder {
   void run(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
   /// Adds the value of its next result, which may be undefined.
   ValueId add_result(const TracedCall& call, Operator& op, const at::Tensor& result);
-  void add(Operator op);
+  /// Adds the operator. If host code may yet fill what it has returned, that is not compared with
+  /// what a replay gives.
+  void add(Operator op, bool may_be_filled);
 
   /// What the function may still hold of the values.
   std::vector<LiveResult> live_results() const;

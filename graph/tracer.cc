@@ -159,7 +159,8 @@ void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
   }
   spread_history(op);
   settle_read(call, op);
-  recorder_->add(std::move(op));
+  const bool may_be_filled = views_unread_host_data(op);
+  recorder_->add(std::move(op), may_be_filled);
 }
 
 void Tracer::check_writes(const Operator& op) const {

@@ -62,7 +62,7 @@ struct TraceResult {
   /// Where the last candidate was left, as text; empty if there was none.
   std::string difference;
   /// With `execute`: per operator, a hash of its results right after it ran; 0 where the content
-  /// is not determined (`empty`).
+  /// is not determined then (`empty`, a view of what host code may yet fill).
   std::vector<uint64_t> checksums;
   /// Of `recorded`, by value: see `give_data_to_constants`.
   std::vector<LiveResult> kept;
@@ -189,6 +189,7 @@ class Tracer final : public OperatorInterceptor {
   void settle_read(const TracedCall& call, const Operator& op);
   void settle_read(ValueId id);
   void settle_end(ValueId id);
+  bool views_unread_host_data(const Operator& op) const;
   void check_unchanged(const HostData& data) const;
   void withhold(int alias_set);
 

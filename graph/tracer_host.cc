@@ -9,6 +9,7 @@
 #include "graph/shapes.h"
 #include "graph/tracer.h"
 #include "graph/verifier.h"
+#include "graph/visit.h"
 
 namespace smp::graph {
 
@@ -95,6 +96,15 @@ void Tracer::settle_read(const TracedCall& call, const Operator& op) {
 void Tracer::settle_read(ValueId id) {
   const auto it = host_data_.find(value(id).alias_set);
   if (it != host_data_.end()) settle(it->second, /*for_read=*/true);
+}
+
+/// Whether the operator has returned a view of a factory's result, which host code may yet fill.
+bool Tracer::views_unread_host_data(const Operator& op) const {
+  if (host_may_write(op.handle)) return false;  // the factory: what is filled is not run again
+  return any_result(recorder_->graph(), op, [&](const Value& result) {
+    const auto it = host_data_.find(result.alias_set);
+    return it != host_data_.end() && !it->second.is_read;
+  });
 }
 
 /// A factory's result that the operator is the first to use, and that host code has filled before,

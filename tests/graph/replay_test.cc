@@ -2,6 +2,8 @@
 #include <ATen/autocast_mode.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
+
 #include "graph/layout.h"
 #include "tests/graph/harness.h"
 
@@ -323,6 +325,20 @@ TEST(Replay, LongSkipsAndSeveralConsumers) {
   });
 }
 
+/// What a graph does not make itself.
+Environment environment_of(const Graph& graph, const TensorTable& table, const Tensors& inputs) {
+  Environment environment(graph.values.size());
+  for (size_t id = 0; id < graph.values.size(); ++id) {
+    const Value& value = graph.values[id];
+    if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoi(value.name)];
+    if (value.content.defined()) environment[id] = value.content;
+    if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
+      environment[id] = table.at(value.name).tensor;
+    }
+  }
+  return environment;
+}
+
 TEST(Replay, MeasuresCostsAndAgreesWithTheRecordedRun) {
   torch::manual_seed(4);
   ConvNet net;
@@ -341,15 +357,7 @@ TEST(Replay, MeasuresCostsAndAgreesWithTheRecordedRun) {
   TraceResult traced = trace(table, inputs, function);
   restore();
   Graph& graph = *traced.recorded;
-  Environment environment(graph.values.size());
-  for (size_t id = 0; id < graph.values.size(); ++id) {
-    const Value& value = graph.values[id];
-    if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoi(value.name)];
-    if (value.content.defined()) environment[id] = value.content;
-    if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
-      environment[id] = table.at(value.name).tensor;
-    }
-  }
+  const Environment environment = environment_of(graph, table, inputs);
   Graph copy = graph;
   measure_costs(graph, environment, {}, traced.checksums, "train");
   double forward = 0, backward_time = 0;
@@ -390,16 +398,27 @@ TEST(Replay, MeasuresOperatorsThatCannotGoBack) {
     return {loss.mul_(loss)};
   });
   Graph& graph = *traced.recorded;
-  Environment environment(graph.values.size());
-  for (size_t id = 0; id < graph.values.size(); ++id) {
-    const Value& value = graph.values[id];
-    if (value.kind == ValueKind::kInput) environment[id] = inputs[0];
-    if (value.kind == ValueKind::kParameter) environment[id] = table.at(value.name).tensor;
-  }
-  measure_costs(graph, environment, {}, traced.checksums, "train");
+  measure_costs(graph, environment_of(graph, table, inputs), {}, traced.checksums, "train");
   EXPECT_GT(graph.operators.front().cost.backward_us, 0);
   EXPECT_EQ(graph.operators.back().name(), "aten::mul_.Tensor");
   EXPECT_EQ(graph.operators.back().cost.backward_us, 0);
+}
+
+/// A view of a factory's result shows what host code fills it with afterwards.
+TEST(Replay, MeasuresViewsOfWhatHostCodeFillsLater) {
+  const TensorTable table;
+  const Tensors inputs{torch::randn({2, 3})};
+  TraceResult traced = trace(table, inputs, [&](const Tensors& in) -> Tensors {
+    auto mask = torch::zeros({6});
+    auto rows = mask.view({2, 3});
+    mask.data_ptr<float>()[4] = 2;
+    return {in[0] * rows, mask.view({3, 2})};
+  });
+  Graph& graph = *traced.recorded;
+  EXPECT_EQ(std::count(traced.checksums.begin(), traced.checksums.end(), 0u), 1) << "read by then";
+  measure_costs(graph, environment_of(graph, table, inputs), {}, traced.checksums, "train");
+  EXPECT_TRUE(torch::equal(replay(graph, table, inputs).outputs[1],
+                           torch::tensor({{0.f, 0.f}, {0.f, 0.f}, {2.f, 0.f}})));
 }
 
 TEST(Replay, AlignedCopiesKeepSizesStridesAndValues) {
