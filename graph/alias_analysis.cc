@@ -34,7 +34,7 @@ bool has_result_on(const Graph& graph, const Operator& op, int alias_set) {
 }
 
 bool acts_on_arguments(const Graph& graph, const Operator& op) {
-  bool found = op.results.empty() && !op.writes.empty();
+  bool found = false;
   for_each_argument(op, [&](ValueId id) {
     found = found || has_result_on(graph, op, graph.values[id].alias_set);
   });

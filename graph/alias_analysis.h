@@ -43,7 +43,7 @@ class AliasAnalysis {
 bool has_result_on(const Graph& graph, const Operator& op, int alias_set);
 
 /// True if what the operator does is seen through its arguments: a result lies on the memory of one
-/// (a view, or what it writes), or it writes and has none (`_foreach_add_`).
+/// (a view, or what it writes).
 bool acts_on_arguments(const Graph& graph, const Operator& op);
 
 }  // namespace smp::graph

@@ -17,6 +17,7 @@
 #include "graph/shapes.h"
 #include "graph/stack_tensors.h"
 #include "graph/visit.h"
+#include "graph/written_results.h"
 
 namespace smp::graph {
 namespace {
@@ -50,11 +51,13 @@ class FilledRun {
     for (const Argument& argument : op.arguments) {
       stack.push_back(to_ivalue(argument, [&](ValueId id) { return tensor(id, index); }));
     }
-    if (op.random_ordinal >= 0) {
-      call_seeded(op.handle, stack, 0);
-    } else {
-      op.handle.callBoxed(stack);
-    }
+    call_for_results(op.handle, stack, [&] {
+      if (op.random_ordinal >= 0) {
+        call_seeded(op.handle, stack, 0);
+      } else {
+        op.handle.callBoxed(stack);
+      }
+    });
     return tensors_in(stack, stack.size());
   }
 

@@ -8,19 +8,13 @@
 
 namespace smp::graph {
 
-bool may_save(const Graph& graph, const Operator& op) {
-  if (!op.mode.records_history()) return false;
-  // What returns nothing (`_foreach_mul_`) gives a history to what it writes.
-  return op.results.empty() || result_requires_grad(graph, op);
-}
-
 std::vector<bool> sets_to_separate(const Graph& graph) {
   std::vector<bool> result(graph.alias_sets, false);
   const auto late = [](const Operator& op) { return op.mode.after_backward; };
   if (std::none_of(graph.operators.begin(), graph.operators.end(), late)) return result;
   std::vector<bool> needed(graph.alias_sets, false);
   for (const Operator& op : graph.operators) {
-    if (late(op) || !may_save(graph, op)) continue;
+    if (late(op) || !records_history(graph, op)) continue;
     const auto need = [&](ValueId id) {
       const int alias_set = graph.values[id].alias_set;
       if (alias_set >= 0) needed[alias_set] = true;

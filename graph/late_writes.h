@@ -7,9 +7,6 @@
 
 namespace smp::graph {
 
-/// Whether the backward of an operator may need what it read and made: it records one.
-bool may_save(const Graph& graph, const Operator& op);
-
 /// Per alias set: whether an operator writes it after `backward`, and the backward of an earlier
 /// one may need what it held.
 ///

@@ -19,6 +19,7 @@
 #include "graph/shapes.h"
 #include "graph/stack_tensors.h"
 #include "graph/visit.h"
+#include "graph/written_results.h"
 
 namespace smp::graph {
 namespace {
@@ -165,12 +166,17 @@ Operator Recorder::make_operator(const TracedCall& call, const ExecutionMode& mo
 }
 
 void Recorder::run(const TracedCall& call, const Operator& op, torch::jit::Stack& stack) {
-  const auto& schema = call.op->schema();
   if (host_may_write(op.handle)) {
     call.op->callBoxed(stack);
     return;
   }
   push_concrete_arguments(call, stack);
+  call_for_results(*call.op, stack, [&] { run_on_concrete(call, op, stack); });
+}
+
+/// The same with the arguments that it runs on.
+void Recorder::run_on_concrete(const TracedCall& call, const Operator& op,
+                               torch::jit::Stack& stack) {
   if (is_leaf(*call.op)) {
     run_leaf(call, op, stack);
   } else if (!options_.execute && *call.op == grad_operator()) {
@@ -179,7 +185,7 @@ void Recorder::run(const TracedCall& call, const Operator& op, torch::jit::Stack
     torch::jit::drop(stack, call.arguments.size());
     stack.push_back(grad_on_shapes(graph_, op, shapes));
   } else if (!options_.execute) {
-    call_on_shapes(*call.op, stack, result_device(op.arguments, graph_, schema));
+    call_on_shapes(*call.op, stack, result_device(op.arguments, graph_, call.op->schema()));
   } else if (op.random_ordinal >= 0) {
     call_seeded(*call.op, stack, stream_seed(options_.random, op.random_ordinal));
   } else {

@@ -51,7 +51,8 @@ class Recorder {
 
   /// The operator of a call, with what is known before it runs.
   Operator make_operator(const TracedCall& call, const ExecutionMode& mode, std::string scope);
-  /// Runs it: takes the function's arguments from the stack and leaves concrete results there.
+  /// Runs it: takes the function's arguments from the stack and leaves concrete results there, with
+  /// what it has written and does not return (`written_results.h`).
   void run(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
   /// Adds the value of its next result, which may be undefined.
   ValueId add_result(const TracedCall& call, Operator& op, const at::Tensor& result);
@@ -77,6 +78,7 @@ class Recorder {
   void restore_views();
   void forget_dead();
   void push_concrete_arguments(const TracedCall& call, torch::jit::Stack& stack);
+  void run_on_concrete(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
   void run_leaf(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
   std::vector<at::Tensor> run_leaf_on_data(const LeafCall& leaf, const Operator& op,
                                            torch::jit::Stack& stack);

@@ -26,6 +26,7 @@
 #include "graph/mode_scope.h"
 #include "graph/parameter_residency.h"
 #include "graph/visit.h"
+#include "graph/written_results.h"
 
 namespace smp::graph {
 namespace {
@@ -197,6 +198,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              literal ? op.results[0] : kUndefined,
                              recorded_results(graph, op),
                              is_leaf(op.handle),
+                             has_written_results(op.handle),
                              op.scope,
                              {},
                              {},
@@ -293,10 +295,17 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
   if (!instruction.mode.runs_like(ExecutionMode::current())) mode.emplace(instruction.mode);
   stack_.clear();
   push_arguments(instruction, environment);
-  if (instruction.random_ordinal >= 0) {
-    call_seeded(instruction.handle, stack_, stream_seed(key, instruction.random_ordinal));
+  const auto call = [&] {
+    if (instruction.random_ordinal >= 0) {
+      call_seeded(instruction.handle, stack_, stream_seed(key, instruction.random_ordinal));
+    } else {
+      instruction.handle.callBoxed(stack_);
+    }
+  };
+  if (instruction.has_written_results) {
+    call_for_results(instruction.handle, stack_, call);
   } else {
-    instruction.handle.callBoxed(stack_);
+    call();
   }
   if (instruction.is_leaf) {
     check_leaf_results(*leaf_call(instruction.arguments[0].constant), instruction.recorded,

@@ -89,6 +89,7 @@ class Segment {
     ValueId literal;     // instead of running: the literal's value; else -1
     std::vector<std::optional<TensorMeta>> recorded;  // results; nothing where undefined
     bool is_leaf;
+    bool has_written_results;
     std::string scope;
     c10::SmallVector<ValueId, 4> dead;  // released afterwards
     std::vector<ValueId> moves;         // to memory of their own before

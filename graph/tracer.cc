@@ -22,6 +22,7 @@
 #include "graph/shapes.h"
 #include "graph/stack_tensors.h"
 #include "graph/verifier.h"
+#include "graph/written_results.h"
 
 namespace smp::graph {
 namespace {
@@ -150,13 +151,15 @@ void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
   check_writes(op);
   settle_written(op);
   recorder_->run(call, op, stack);
-  const size_t returns = call.op->schema().returns().size();
-  for (size_t i = stack.size() - returns; i < stack.size(); ++i) {
+  const size_t written = has_written_results(*call.op) ? 1 : 0;
+  const size_t results = call.op->schema().returns().size() + written;
+  for (size_t i = stack.size() - results; i < stack.size(); ++i) {
     op.list_lengths.push_back(
         stack[i].isTensorList() ? static_cast<int>(stack[i].toTensorList().size()) : -1);
     stack[i] = map_tensors(
         stack[i], [&](const at::Tensor& result) { return record_result(call, op, result); });
   }
+  torch::jit::drop(stack, written);
   spread_history(op);
   settle_read(call, op);
   const bool may_be_filled = views_unread_host_data(op);
@@ -232,6 +235,8 @@ void Tracer::push_recorded_results(const TracedCall& call, const Operator& op,
       stack.push_back(take());
     }
   }
+  // What the operator writes and does not return.
+  torch::jit::drop(stack, op.list_lengths.size() - call.op->schema().returns().size());
 }
 
 /// What the function gets for a result: a placeholder, or its own argument.
@@ -478,7 +483,6 @@ void Tracer::refuse_unsupported(const TracedCall& call) {
   refuse_views_in_place(call);
   refuse_views_beyond(call);
   refuse_grad_through_leaf(call);
-  refuse_history_without_result(call);
   for (const Argument& argument : call.arguments) {
     if (argument.kind == Argument::Kind::kConstant && argument.constant.isGenerator()) {
       refuse("operator " + name + " draws from an explicit generator",
@@ -502,25 +506,6 @@ void Tracer::refuse_unsupported(const TracedCall& call) {
     refuse("the result shape of operator " + name + " depends on data",
            "Use an operator whose result has a fixed shape (torch::where, a mask that multiplies), "
            "or make the module that calls it a leaf: smp::leaf(module)(x)");
-  }
-}
-
-/// A graph shows a history by a result, so one that an operator without results gives to what it
-/// writes (`_foreach_mul_` of two lists) would lead nowhere. What is written keeps its own.
-void Tracer::refuse_history_without_result(const TracedCall& call) {
-  const auto& schema = call.op->schema();
-  if (!schema.returns().empty() || !at::GradMode::is_enabled()) return;
-  size_t next = 0;
-  for (size_t i = 0; i < call.arguments.size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool writes = alias != nullptr && alias->isWrite();
-    for (size_t end = next + call.arguments[i].values.size(); next < end; ++next) {
-      const at::Tensor& tensor = call.tensors[next];
-      if (writes || !tensor.defined() || !tensor.requires_grad()) continue;
-      refuse("operator " + schema.name() + " writes its tensors from one that requires a gradient",
-             "Call the operator for each tensor (a.mul_(b)), use the form that returns a list "
-             "(_foreach_mul), or make the module that calls it a leaf: smp::leaf(module)(x)");
-    }
   }
 }
 

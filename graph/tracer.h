@@ -165,7 +165,6 @@ class Tracer final : public OperatorInterceptor {
                                      const TensorTable::Entry& entry) const;
   void refuse_views_beyond(const TracedCall& call);
   void refuse_grad_through_leaf(const TracedCall& call);
-  void refuse_history_without_result(const TracedCall& call);
 
   bool verify(const TracedCall& call, torch::jit::Stack& stack);
   void push_recorded_results(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);

@@ -191,7 +191,7 @@ bool Stage::backward_may_need(ValueId value) const {
     const graph::Operator& op = graph_.operators[index];
     if (!reads_for_backward(op, on_it)) continue;
     if (graph::is_leaf(op.handle)) return false;
-    needed |= graph::may_save(graph_, op);
+    needed |= graph::records_history(graph_, op);
   }
   return needed;
 }

@@ -6,6 +6,7 @@
 #include "graph/mode_scope.h"
 #include "graph/shapes.h"
 #include "graph/visit.h"
+#include "graph/written_results.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -26,7 +27,8 @@ class ShapeRun {
     const graph::ModeScope mode(op_.mode);
     torch::jit::Stack stack;
     push_arguments(stack);
-    graph::call_on_shapes(op_.handle, stack, device());
+    graph::call_for_results(op_.handle, stack,
+                            [&] { graph::call_on_shapes(op_.handle, stack, device()); });
     std::vector<ShapeResult> results;
     for (const c10::IValue& value : stack) {
       if (value.isTensorList()) {

@@ -17,6 +17,15 @@ torch::Tensor scaled_add(const torch::Tensor& a, const torch::Tensor& b, double 
 
 torch::Tensor& bump_(torch::Tensor& self, const torch::Tensor& other) { return self.add_(other); }
 
+/// Returns nothing, as libtorch's own operators on lists do.
+void scale_(torch::Tensor& self, const torch::Tensor& other) { self.mul_(other); }
+
+/// Returns something else than what it writes.
+torch::Tensor fold_(torch::Tensor& self, const torch::Tensor& other) {
+  self.sub_(other);
+  return other.sum();
+}
+
 torch::Tensor cube(const torch::Tensor& x) { return x.pow(3); }
 
 /// The usual way to give an operator a backward of its own.
@@ -40,6 +49,8 @@ torch::Tensor cube_autograd(const torch::Tensor& x) { return Cube::apply(x); }
 TORCH_LIBRARY(smp_test, m) {
   m.def("scaled_add(Tensor a, Tensor b, float scale) -> Tensor", &scaled_add);
   m.def("bump_(Tensor(a!) self, Tensor other) -> Tensor(a!)", &bump_);
+  m.def("scale_(Tensor(a!) self, Tensor other) -> ()", &scale_);
+  m.def("fold_(Tensor(a!) self, Tensor other) -> Tensor", &fold_);
   m.def("cube(Tensor x) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(smp_test, CPU, m) { m.impl("cube", &cube); }
@@ -59,7 +70,11 @@ struct NetImpl : torch::nn::Module {
     y = call<Tensor(const Tensor&, const Tensor&, double)>("smp_test::scaled_add", y, x, 0.25);
     auto row = y[1];
     call<Tensor&(Tensor&, const Tensor&)>("smp_test::bump_", row, y[0]);
-    return call<Tensor(const Tensor&)>("smp_test::cube", y);
+    auto plain = x * 2;  // gets a history by what is written into it
+    call<void(Tensor&, const Tensor&)>("smp_test::scale_", plain, y);
+    auto other = x * 3;
+    const auto sum = call<Tensor(Tensor&, const Tensor&)>("smp_test::fold_", other, y);
+    return call<Tensor(const Tensor&)>("smp_test::cube", y) + plain + other * sum;
   }
   torch::Tensor weight;
 };
@@ -86,12 +101,19 @@ TEST(Library, OperatorsOfExtensionsAreSeenWholeWithTheirWrites) {
   const Tensors inputs{torch::randn({4, 4})};
   const auto real = trace(table, inputs, loss_of(net));
   const std::string text = real.recorded->to_string();
-  for (const char* name : {"smp_test::scaled_add", "smp_test::bump_", "smp_test::cube"}) {
+  for (const char* name : {"smp_test::scaled_add", "smp_test::bump_", "smp_test::scale_",
+                           "smp_test::fold_", "smp_test::cube"}) {
     EXPECT_NE(text.find(name), std::string::npos) << text;
   }
   EXPECT_EQ(text.find("aten::add_"), std::string::npos) << "the inside of bump_: " << text;
   for (const Operator& op : real.recorded->operators) {
-    EXPECT_EQ(op.writes.size(), op.name() == "smp_test::bump_" ? 1u : 0u) << op.name();
+    const bool writes = op.name().back() == '_';
+    EXPECT_EQ(op.writes.size(), writes ? 1u : 0u) << op.name();
+    if (!writes) continue;
+    // Returned or not, what is written is the last result.
+    EXPECT_EQ(op.result_is_argument.back(), 0) << op.name();
+    EXPECT_TRUE(real.recorded->values[op.results.back()].meta.requires_grad) << op.name();
+    EXPECT_EQ(op.results.size(), op.name() == "smp_test::fold_" ? 2u : 1u);
   }
   const auto shapes = trace(table, inputs, loss_of(net), false);
   EXPECT_EQ(shapes.recorded->to_string(), text);

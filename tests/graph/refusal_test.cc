@@ -469,29 +469,6 @@ TEST_F(Refusal, SecondBackwardAndBackwardWithoutGradient) {
                   "backward got 2 tensors and 1 gradients");
 }
 
-TEST_F(Refusal, ListsWrittenFromWhatRequiresAGradient) {
-  EXPECT_CONTAINS(
-      text([&](torch::Tensor x) {
-        auto y = x * 1;
-        at::_foreach_mul_({y}, {net_->fc->weight});
-      }),
-      "operator aten::_foreach_mul_ writes its tensors from one that requires a gradient");
-  EXPECT_CONTAINS(
-      text([&](torch::Tensor x) {
-        auto y = x * 1;
-        auto z = net_->fc->weight * 1;
-        at::_foreach_add_({y, z}, Tensors{z, y});
-      }),
-      "operator aten::_foreach_add_ writes its tensors from one that requires a gradient");
-  expect_captured([&](torch::Tensor x) {
-    auto y = net_(x);
-    at::_foreach_mul_({y}, 2);
-    at::_foreach_mul_({y}, Tensors{x});
-    const torch::NoGradGuard no_grad;
-    at::_foreach_mul_({y}, Tensors{net_->fc->weight});
-  });
-}
-
 TEST_F(Refusal, ExplicitGenerators) {
   auto generator = at::detail::createCPUGenerator(3);
   EXPECT_CONTAINS(text([&](torch::Tensor x) {

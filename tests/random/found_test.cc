@@ -290,6 +290,26 @@ TEST(FoundPrograms, AnInputIsViewedInPlace) {
   program.expect_equal();
 }
 
+/// A list operator returns nothing, and yet what it writes leads to what it read, which another
+/// stage has made.
+TEST(FoundPrograms, AListIsWrittenFromWhatRequiresAGradient) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int other = program.leaf(Kind::kParameter, "other", {4, 6});
+  const int factor = program.call("sin", {program.call("tanh", {weight})});
+  const int first = program.call("tanh", {input});
+  const int second = program.call("sigmoid", {first});
+  program.call("foreach_mul_", {first, second, factor}, {}, {}, /*results=*/0);
+  const int third = program.call("mul", {program.call("sin", {second}), other});
+  program.call("foreach_scale_", {third, first, factor}, {}, {}, /*results=*/0);
+  const int last = program.call("zeros_like", {third});
+  program.call("foreach_copy_", {last, third}, {}, {}, /*results=*/0);
+  const int sum = program.call("add", {program.call("tanh", {last}), first}, {4});
+  program.backward(program.call("loss_term", {sum}));
+  program.expect_equal();
+}
+
 /// A capture on data lets go of what the program cannot reach any more, and of nothing else.
 TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
   Writer program;

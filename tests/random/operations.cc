@@ -166,6 +166,21 @@ Tensors run_foreach_add(A a, N) {
   return {};
 }
 
+Tensors run_foreach_mul_(A a, N) {
+  at::_foreach_mul_(Tensors{a[0], a[1]}, Tensors{a[2].expand_as(a[0]), a[2].sum()});
+  return {};
+}
+
+Tensors run_foreach_scale_(A a, N) {
+  at::_foreach_mul_(Tensors{a[0], a[1]}, a[2].mean());
+  return {};
+}
+
+Tensors run_foreach_copy_(A a, N) {
+  at::_foreach_copy_(Tensors{a[0]}, Tensors{a[1].expand_as(a[0])});
+  return {};
+}
+
 Tensors run_dropout(A a, N) {
   at::Tensor tensor = a[0];
   return {at::dropout_(tensor, 0.4, true)};
@@ -369,6 +384,9 @@ const std::vector<Operation> kInPlace = {
     {"unsqueeze_", 1, "u", none, SMP_RUN({a[0].unsqueeze_(0)})},
     {"detach_", 1, "u", none, SMP_RUN({a[0].detach_()})},
     {"foreach_add_", 2, "ww", none, run_foreach_add},
+    {"foreach_mul_", 2, "wwe", none, run_foreach_mul_},
+    {"foreach_scale_", 1, "wwf", none, run_foreach_scale_},
+    {"foreach_copy_", 1, "we", none, run_foreach_copy_},
     {"foreach_mul", 1, "ff", none, SMP_RUN(at::_foreach_mul({a[0], a[1]}, 0.5))},
     {"add_out", 2, "Oe", none, run_add_out},
     {"tanh_out", 2, "Os", none, run_tanh_out},
