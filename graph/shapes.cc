@@ -144,6 +144,19 @@ at::Tensor view_like(const at::Tensor& result, const at::Tensor& shape) {
   return view;
 }
 
+/// What an operator did in place to `filled` is done to the tensor that stands for it, so that
+/// other views of its memory show it, too: a new shape, and a history where there was none.
+void follow_filled(const at::Tensor& filled, const at::Tensor& shape) {
+  if (!filled.defined() || filled.is_same(shape)) return;
+  if (filled.sizes() != shape.sizes() || filled.strides() != shape.strides()) {
+    shape.as_strided_(filled.sizes(), filled.strides(), shape.storage_offset());
+  }
+  if (!filled.requires_grad() || shape.requires_grad()) return;
+  TensorMeta number;
+  number.requires_grad = true;
+  shape.add_(make_shape_tensor(number));
+}
+
 /// No generator advances.
 void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
                     torch::jit::Stack& stack, at::Device device, int fill) {
@@ -156,6 +169,7 @@ void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& argu
   } else {
     op.callBoxed(stack);
   }
+  for (size_t i = 0; i < filled.size(); ++i) follow_filled(filled[i], shapes[i]);
   for (c10::IValue& value : stack) {
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;

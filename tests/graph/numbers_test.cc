@@ -157,6 +157,29 @@ TEST_F(Numbers, TheRealPartOfAComplexTensorUnderAutocast) {
   EXPECT_TRUE(torch::equal(replay(*shapes.recorded, table_, {x_}).outputs[0], x_));
 }
 
+/// On shapes an operator that is made of others runs on zeros under autocast; what it does in place
+/// is seen all the same.
+TEST_F(Numbers, OperatorsMadeOfOthersWorkInPlaceUnderAutocast) {
+  const auto function = [&](const Tensors& in) -> Tensors {
+    const Autocast on(true);
+    auto state = in[0] * 1;
+    auto row = state[1];
+    auto wide = in[0].slice(1, 0, 2) * 1;
+    state.multiply_(net_->fc->weight);
+    wide.swapaxes_(0, 1);
+    auto loss = (row * wide.sum()).sum();
+    backward(loss);
+    return {loss, wide};
+  };
+  const Graph shapes = *trace(table_, {x_}, function, /*execute=*/false).recorded;
+  const Graph data = *trace(table_, {x_}, function).recorded;
+  ASSERT_EQ(shapes.to_string(), data.to_string());
+  for (size_t id = 0; id < data.values.size(); ++id) {
+    EXPECT_EQ(shapes.values[id].meta.requires_grad, data.values[id].meta.requires_grad) << id;
+  }
+  expect_equals_eager(function);
+}
+
 TEST_F(Numbers, AResultOfAnotherTypeThanRecordedIsRefused) {
   const TraceResult traced =
       trace(table_, {x_}, [&](const Tensors& in) -> Tensors { return {in[0] * 2}; });
