@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -35,6 +36,28 @@ class ActiveScope {
   ~ActiveScope() { active = nullptr; }
 };
 
+/// While it lives, tensors have no history: a leaf works on the buffers of its module themselves.
+class WithoutHistories {
+ public:
+  explicit WithoutHistories(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {
+    for (const at::Tensor& tensor : tensors_) {
+      edges_.push_back(torch::autograd::impl::gradient_edge(tensor));
+      torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge());
+    }
+  }
+  ~WithoutHistories() {
+    for (size_t i = tensors_.size(); i-- > 0;) {  // one may be there twice
+      torch::autograd::impl::set_gradient_edge(tensors_[i], edges_[i]);
+    }
+  }
+  WithoutHistories(const WithoutHistories&) = delete;
+  WithoutHistories& operator=(const WithoutHistories&) = delete;
+
+ private:
+  const std::vector<at::Tensor> tensors_;
+  std::vector<torch::autograd::Edge> edges_;
+};
+
 }  // namespace
 
 Tracer* Tracer::current() { return active; }
@@ -51,6 +74,7 @@ TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& f
   define_inputs(inputs, passed);
   install_engine();
   ActiveScope scope(this);
+  const auto ended = c10::make_scope_exit([this] { end_histories(); });
   return finish(run_function(function, passed));
 }
 
@@ -150,7 +174,10 @@ void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
   Operator op = recorder_->make_operator(call, mode(), last_scope());
   check_writes(op);
   settle_written(op);
-  recorder_->run(call, op, stack);
+  {
+    const WithoutHistories scope(is_leaf(op.handle) ? histories_ : std::vector<at::Tensor>());
+    recorder_->run(call, op, stack);
+  }
   const size_t written = has_written_results(*call.op) ? 1 : 0;
   const size_t results = call.op->schema().returns().size() + written;
   for (size_t i = stack.size() - results; i < stack.size(); ++i) {
@@ -249,12 +276,27 @@ at::Tensor Tracer::stand_in(const TracedCall& call, ValueId id, int is_argument)
   return tensor;
 }
 
-/// Lets what the function holds show what an operator did to it in place. Parameters and buffers
-/// are left alone: they outlive the run.
+/// Lets what the function holds show what an operator did to it in place. Only a leaf writes
+/// parameters, which keep their history.
 void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) {
-  if (options_.table->find(tensor) != nullptr) return;
-  history_begins_ |= meta.requires_grad && !tensor.requires_grad();
+  const auto* entry = options_.table->find(tensor);
+  if (entry != nullptr && entry->kind == ValueKind::kParameter) return;
+  if (meta.requires_grad && !tensor.requires_grad()) {
+    history_begins_ = true;
+    note_history(tensor);
+  }
   follow_in_place(tensor, meta);
+}
+
+/// A tensor gets a history. What is registered outlives the run, and its history does not.
+void Tracer::note_history(const at::Tensor& tensor) {
+  if (options_.table->find(tensor) != nullptr) histories_.push_back(tensor);
+}
+
+void Tracer::end_histories() {
+  for (const at::Tensor& tensor : std::exchange(histories_, {})) {
+    torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge());
+  }
 }
 
 /// What an operator writes with a history has it wherever the memory is seen: the function's other
@@ -267,10 +309,11 @@ void Tracer::spread_history(const Operator& op) {
     const auto owner = known.keep.lock();
     if (!owner) continue;
     const at::Tensor tensor{owner};
-    if (tensor.requires_grad() || options_.table->find(tensor) != nullptr) continue;
+    if (tensor.requires_grad()) continue;
     const bool now = verifier_ != nullptr ? verifier_->requires_grad(known.id)
                                           : recorder_->concrete(known.id).requires_grad();
     if (!now) continue;
+    note_history(tensor);
     give_placeholder_history(tensor);
     bind(tensor, known.id);
   }

@@ -177,6 +177,8 @@ class Tracer final : public OperatorInterceptor {
   at::Tensor stand_in(const TracedCall& call, ValueId id, int is_argument);
   void follow(const at::Tensor& tensor, const TensorMeta& meta);
   void spread_history(const Operator& op);
+  void note_history(const at::Tensor& tensor);
+  void end_histories();
   int alias_set_of(const at::Tensor& tensor) const;
 
   std::optional<ValueId> filled_by_host(const Graph& graph, const TracedCall& call,
@@ -206,7 +208,8 @@ class Tracer final : public OperatorInterceptor {
   std::vector<at::Tensor> root_tensors_;  // a later write copies them (`keep_roots`)
   bool differentiated_ = false;           // the function has called `backward`
   std::vector<ValueId> outputs_;
-  bool history_begins_ = false;  // the operator at hand gave a history to what had none
+  bool history_begins_ = false;        // the operator at hand gave a history to what had none
+  std::vector<at::Tensor> histories_;  // buffers that have got one, which ends with the run
   ValueId last_parameter_ = kUndefined;
   // The tensors that are constants, but for those on memory of others (`from_blob`).
   std::vector<std::pair<ValueId, c10::weak_intrusive_ptr<c10::TensorImpl>>> constants_;

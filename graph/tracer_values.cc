@@ -293,7 +293,7 @@ bool Tracer::changed_by_hand(const at::Tensor& tensor, const Known& known) const
   refuse(c10::str("changes ", graph::to_string(entry->kind), " \"", entry->name,
                   "\" by requires_grad_(", tensor.requires_grad() ? "true" : "false", ")"),
          "Freeze and unfreeze parameters before the step; weight.detach() gives a tensor that "
-         "requires no gradient");
+         "requires no gradient, and buffer.detach().requires_grad_() one that does");
 }
 
 /// From now on the function's tensor is what `smp::requires_grad` makes of what it was.

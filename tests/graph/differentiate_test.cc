@@ -243,6 +243,79 @@ TEST_F(Differentiate, OfABufferThatWasAnOutBefore) {
   });
 }
 
+/// A buffer has the history that it is given until the function returns.
+TEST_F(Differentiate, WithRespectToABufferThatTheFunctionWrites) {
+  auto state = net_->register_buffer("state", torch::zeros({4, 4}));
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    EXPECT_FALSE(state.requires_grad());
+    auto before = state.pow(2);
+    state.copy_(net_(in[0]));
+    EXPECT_TRUE(state.requires_grad());
+    auto y = (state.pow(3) + before).sum();
+    auto slope = grad({y}, {state}, {}, true, true)[0];
+    auto row = state[1];
+    state.detach_();
+    EXPECT_FALSE(state.requires_grad());
+    auto loss = y + slope.pow(2).sum() + (net_(in[0]) * state).sum();
+    auto last = state + row;
+    backward(loss);
+    return {loss, slope, last};
+  });
+  EXPECT_FALSE(state.requires_grad());
+}
+
+TEST_F(Differentiate, ABufferIsWrittenThroughAViewAndItsHistoryEndsWithTheRun) {
+  auto state = net_->register_buffer("state", torch::zeros({4, 4}));
+  const auto function = [&](const Tensors& in) -> Tensors {
+    auto row = state[1];
+    row.copy_(net_(in[0])[2]);
+    EXPECT_TRUE(state.requires_grad());
+    auto slope = grad({state.exp().sum()}, {state}, {}, true, true)[0];
+    auto loss = slope.sum();
+    backward(loss);
+    if (Tracer::current() == nullptr) state.detach_();
+    return {loss, slope};
+  };
+  expect_equals_eager(function);
+  EXPECT_FALSE(state.requires_grad());
+  for (const bool execute : {true, false}) {
+    EXPECT_ANY_THROW(trace(
+        table_, {x_},
+        [&](const Tensors& in) -> Tensors {
+          function(in);
+          throw std::runtime_error("a bug of the user's");
+        },
+        execute));
+    EXPECT_FALSE(state.requires_grad());
+  }
+}
+
+/// A leaf works on the buffer itself, which has no history then but that of what enters.
+TEST_F(Differentiate, ALeafReadsABufferThatGotAHistory) {
+  auto state = net_->register_buffer("state", torch::zeros({4, 4}));
+  const auto leaf = [&](const torch::Tensor& x) {
+    auto call = c10::make_intrusive<LeafCall>();
+    call->module = "reader";
+    call->state = {state};
+    call->function = [&](LeafCall&, const Tensors& inputs) -> Tensors {
+      return {inputs[0] * state};
+    };
+    return call_leaf(call, {x})[0];
+  };
+  const auto function = [&](const Tensors& in) -> Tensors {
+    state.copy_(net_(in[0]));
+    state.mul_(2);
+    auto loss = leaf(in[0]).sum() + state.sum();
+    EXPECT_TRUE(state.requires_grad());
+    backward(loss);
+    if (Tracer::current() == nullptr) state.detach_();
+    return {loss};
+  };
+  expect_replay_equals_eager(*net_, {x_}, {torch::randn({4, 4})}, function);
+  trace(table_of(*net_), {x_}, function, /*execute=*/false);
+  EXPECT_FALSE(state.requires_grad());
+}
+
 /// After the write `base` is another tensor for autograd than the one that was used before.
 TEST_F(Differentiate, WithRespectToWhatAListOperatorWroteSince) {
   expect_equals_eager([&](const Tensors& in) -> Tensors {

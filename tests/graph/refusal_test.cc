@@ -222,6 +222,21 @@ TEST_F(Refusal, RequiresGradOfAParameterChangedInside) {
     EXPECT_CONTAINS(frozen, "changes parameter \"fc.weight\" by requires_grad_(false)");
     EXPECT_CONTAINS(frozen, "Freeze and unfreeze parameters before the step; weight.detach()");
   }
+  const auto state = torch::randn({4});
+  table_.add(ValueKind::kBuffer, "state", state);
+  for (const bool execute : {true, false}) {
+    const std::string led = refusal(
+        table_, {torch::randn({4, 4})},
+        [&](const Tensors& in) -> Tensors {
+          auto y = in[0] * state;
+          state.requires_grad_();
+          return torch::autograd::grad({(y * state).sum()}, {state});
+        },
+        execute);
+    state.requires_grad_(false);
+    EXPECT_CONTAINS(led, "changes buffer \"state\" by requires_grad_(true)");
+    EXPECT_CONTAINS(led, "and buffer.detach().requires_grad_() one that does");
+  }
   // Before its first use a parameter may be frozen, and detach_() is an operator.
   expect_captured([&](torch::Tensor x) {
     net_->fc->weight.requires_grad_(false);
