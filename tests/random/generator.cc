@@ -131,16 +131,10 @@ class Generator {
     return true;
   }
 
-  bool is_leaf(const at::Tensor& tensor) const {
-    const auto end = tensors_.begin() + static_cast<std::ptrdiff_t>(program_.leaves.size());
-    return std::any_of(tensors_.begin(), end,
-                       [&](const at::Tensor& leaf) { return leaf.is_same(tensor); });
-  }
-
-  bool lies_on_buffer(const at::Tensor& tensor) const {
+  bool is_buffer(const at::Tensor& tensor) const {
     for (size_t i = 0; i < program_.leaves.size(); ++i) {
       const bool buffer = program_.leaves[i].kind == Leaf::Kind::kBuffer;
-      if (buffer && tensors_[i].is_alias_of(tensor)) return true;
+      if (buffer && tensors_[i].is_same(tensor)) return true;
     }
     return false;
   }
@@ -158,8 +152,6 @@ class Generator {
         return true;
       case 'f':  // floating
         return floating;
-      case 'g':  // floating; whether a buffer requires a gradient does not show in the function
-        return floating && !lies_on_buffer(tensor);
       case 'd':  // with axes
         return floating && tensor.dim() >= 1;
       case 'm':  // a matrix
@@ -201,7 +193,7 @@ class Generator {
       case 'W':  // the same, with axes
         return floating && tensor.dim() >= 1 && writable(tensor);
       case 'u':  // may be changed in shape
-        return floating && tensor.dim() >= 1 && writable(tensor) && !is_leaf(tensor);
+        return floating && tensor.dim() >= 1 && writable(tensor) && !is_buffer(tensor);
       case 'O':  // may be an `out=`
         return floating && tensor.dim() >= 1 && !tensor.requires_grad() && writable(tensor);
       case 'j':

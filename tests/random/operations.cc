@@ -384,7 +384,7 @@ const std::vector<Operation> kInPlace = {
     {"transpose_", 1, "u", two_axes, SMP_RUN({a[0].transpose_(n[0], n[1])})},
     {"swapaxes_", 1, "u", two_axes, SMP_RUN({a[0].swapaxes_(n[0], n[1])})},
     {"unsqueeze_", 1, "u", none, SMP_RUN({a[0].unsqueeze_(0)})},
-    {"detach_", 1, "u", none, SMP_RUN({a[0].detach_()})},
+    {"detach_", 2, "w", none, SMP_RUN({a[0].detach_()})},
     {"foreach_add_", 2, "ww", none, run_foreach_add},
     {"foreach_mul_", 2, "wwe", none, run_foreach_mul_},
     {"foreach_scale_", 1, "wwf", none, run_foreach_scale_},
@@ -411,7 +411,7 @@ Tensors run_slope(A a, N n) {
 Numbers flag(R random, A) { return {random.below(2)}; }
 
 const std::vector<Operation> kGradients = {
-    {"slope", 5, "gg", flag, run_slope},
+    {"slope", 5, "ff", flag, run_slope},
     {"variable", 2, "f", none, SMP_RUN({a[0].detach().requires_grad_()})},
 };
 
