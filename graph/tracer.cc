@@ -7,6 +7,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
 
 #include <algorithm>
 #include <string_view>
@@ -88,6 +89,9 @@ std::vector<at::Tensor> Tracer::run_function(const Function& function,
     throw;
   } catch (const c10::Error& error) {
     core::fail<Error>(where(), ": ", error.what_without_backtrace());
+  } catch (const std::exception&) {
+    if (!script_operator_.empty()) refuse_torch_script();  // the interpreter has its own errors
+    throw;
   }
 }
 
@@ -120,6 +124,10 @@ ExecutionMode Tracer::mode() const {
 
 void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   check_hooks();
+  if (torch::jit::in_torchscript_runtime()) {
+    script_operator_ = op.schema().name();
+    refuse_torch_script();
+  }
   // What was recorded as an operator is none that answers the host.
   const bool expected = verifier_ != nullptr && verifier_->expects(op);
   if (!expected && answer_host_value(op, stack)) return;
@@ -517,6 +525,15 @@ void Tracer::refuse_grad_through_leaf(const TracedCall& call) {
   refuse("autograd::grad goes back through leaf module \"" + leaf +
              "\", whose operators are not part of the graph",
          "Call autograd::grad inside the leaf, or let the module be captured");
+}
+
+/// TorchScript's interpreter calls the function's operators in its first run. Later it gives them a
+/// backward of its own, and may join them.
+void Tracer::refuse_torch_script() const {
+  refuse("operator " + script_operator_ +
+             " is called by a TorchScript function, whose backward is not made of operators",
+         "Write the function with libtorch's operators, or make the module that calls it a leaf: "
+         "smp::leaf(module)(x)");
 }
 
 void Tracer::refuse_unsupported(const TracedCall& call) {

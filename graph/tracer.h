@@ -157,6 +157,7 @@ class Tracer final : public OperatorInterceptor {
   bool is_host_data(const torch::jit::Stack& stack, size_t arguments) const;
   bool differ(const at::Tensor& a, const at::Tensor& b);
   void refuse_unsupported(const TracedCall& call);
+  [[noreturn]] void refuse_torch_script() const;
   void refuse_replaced_storage(const std::string& name) const;
   void refuse_views_in_place(const TracedCall& call) const;
   void check_keeps_shape(const TracedCall& call, const at::Tensor& argument,
@@ -206,6 +207,7 @@ class Tracer final : public OperatorInterceptor {
   std::string difference_;  // where the last known graph was left
   std::vector<BackwardRoot> roots_;
   std::vector<at::Tensor> root_tensors_;  // a later write copies them (`keep_roots`)
+  std::string script_operator_;           // that TorchScript called
   bool differentiated_ = false;           // the function has called `backward`
   std::vector<ValueId> outputs_;
   bool history_begins_ = false;        // the operator at hand gave a history to what had none

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <torch/csrc/jit/api/compilation_unit.h>
+#include <torch/jit.h>
+
 #include <future>
 
 #include "core/node.h"
+#include "graph/leaf.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -482,6 +486,39 @@ TEST_F(Refusal, SecondBackwardAndBackwardWithoutGradient) {
                     Tracer::current()->backward({y, y}, {y});
                   }),
                   "backward got 2 tensors and 1 gradients");
+}
+
+/// In the first call as in the later ones, which TorchScript runs in another way.
+TEST_F(Refusal, TorchScriptFunctions) {
+  const auto script = torch::jit::compile(R"(
+def half(x, weight):
+    return torch.tanh(torch.matmul(x, weight)) * 0.5
+)");
+  const auto half = [&](const torch::Tensor& x) {
+    return script->run_method("half", x, net_->fc->weight).toTensor();
+  };
+  for (int call = 0; call < 3; ++call) {
+    const std::string refused = text([&](torch::Tensor x) { half(x); });
+    EXPECT_CONTAINS(refused, "is called by a TorchScript function, whose backward is not made of");
+    EXPECT_CONTAINS(refused, "Write the function with libtorch's operators");
+    EXPECT_CONTAINS(refused, "make the module that calls it a leaf: smp::leaf(module)(x)");
+    half(torch::randn({4, 4})).sum().backward();
+  }
+  net_->zero_grad();
+  const auto leaf = [&](const torch::Tensor& x) {
+    auto call = c10::make_intrusive<LeafCall>();
+    call->module = "half";
+    call->parameters = 1;
+    call->state = {net_->fc->weight};
+    call->function = [&](LeafCall&, const Tensors& inputs) -> Tensors { return {half(inputs[0])}; };
+    return call_leaf(call, {x})[0];
+  };
+  expect_replay_equals_eager(*net_, {torch::randn({4, 4})}, {torch::randn({4, 4})},
+                             [&](const Tensors& in) -> Tensors {
+                               auto loss = leaf(in[0]).sum();
+                               backward(loss);
+                               return {loss};
+                             });
 }
 
 TEST_F(Refusal, ExplicitGenerators) {
