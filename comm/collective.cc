@@ -187,10 +187,12 @@ void check_tensor(const std::string& group, const char* verb, const char* argume
                   const at::Tensor& tensor) {
   SMP_CHECK_WITH(UsageError, tensor.defined(), verb, " on group '", group, "': ", argument,
                  " is undefined.");
-  SMP_CHECK_WITH(UsageError, tensor.device().is_cpu() && tensor.layout() == c10::kStrided, verb,
-                 " on group '", group, "': expected ", argument,
-                 " to be a dense tensor on the CPU, got ", tensor.layout(), " on ", tensor.device(),
+  SMP_CHECK_WITH(UsageError, tensor.device().is_cpu(), verb, " on group '", group, "': expected ",
+                 argument, " to be on the CPU, got ", tensor.device(),
                  ". Copy it to the CPU first.");
+  SMP_CHECK_WITH(UsageError, tensor.layout() == c10::kStrided, verb, " on group '", group,
+                 "': expected ", argument, " to be dense, got a tensor of layout ",
+                 tensor.layout(), ". Pass to_dense() of it.");
   SMP_CHECK_WITH(UsageError, tensor.is_contiguous(), verb, " on group '", group, "': expected ",
                  argument, " to be contiguous, got sizes ", tensor.sizes(), " with strides ",
                  tensor.strides(), ". Pass contiguous() of it.");

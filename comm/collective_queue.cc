@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/collective_queue.h"
 
+#include "comm/exit_gate.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -109,7 +110,7 @@ void CollectiveQueue::execute(Entry& entry) {
   } catch (...) {
     entry.error = std::current_exception();
   }
-  entry.task = nullptr;
+  let_go(std::exchange(entry.task, nullptr));
 }
 
 }  // namespace smp::comm

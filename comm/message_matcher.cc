@@ -15,30 +15,26 @@ std::unique_ptr<std::byte[]> make_buffer(size_t bytes) {
   return std::unique_ptr<std::byte[]>(new std::byte[bytes]);
 }
 
-int source_in_world(const Transfer& receive) {
-  return receive.group().world_ranks[receive.message.peer];
-}
-
 }  // namespace
 
 void MessageMatcher::post(Transfer receive) {
-  const Address address{receive.group().context, receive.message.peer, receive.tag};
   std::unique_lock<std::mutex> lock(mutex_);
   if (aborted_) {
     return;
   }
-  const auto found = queues_.find(address);
-  if (found == queues_.end() || found->second.messages.empty()) {
-    const auto departed = departed_.find(source_in_world(receive));
-    if (departed == departed_.end()) {
-      queues_[address].receives.push_back(std::move(receive));
+  const auto found = find_message(receive);
+  if (found == queues_.end()) {
+    const std::string error = departure_of_sources(receive);
+    if (error.empty()) {
+      const Address address{receive.group().context, receive.message.peer, receive.tag};
+      queues_[address].receives.push_back({std::move(receive), count_++});
       return;
     }
-    const std::string error = departed->second;
     lock.unlock();
     receive.done(transport_, error);
     return;
   }
+  receive.message.peer = std::get<1>(found->first);
   const std::shared_ptr<Unexpected> message = std::move(found->second.messages.front());
   found->second.messages.pop_front();
   if (found->second.messages.empty()) {
@@ -59,7 +55,8 @@ void MessageMatcher::deliver(const Address& address, const void* data, size_t by
     complete(receive, data, bytes);
     return;
   }
-  auto message = std::make_shared<Unexpected>(Unexpected{make_buffer(bytes), bytes, true});
+  auto message =
+      std::make_shared<Unexpected>(Unexpected{make_buffer(bytes), bytes, true, count_++});
   if (bytes > 0) {
     std::memcpy(message->data.get(), data, bytes);
   }
@@ -77,7 +74,8 @@ MessageMatcher::Arrival MessageMatcher::begin(const Address& address, size_t byt
     arrival.receive_ = std::move(receive);
     return arrival;
   }
-  arrival.unexpected_ = std::make_shared<Unexpected>(Unexpected{make_buffer(bytes), bytes, false});
+  arrival.unexpected_ =
+      std::make_shared<Unexpected>(Unexpected{make_buffer(bytes), bytes, false, count_++});
   arrival.data_ = arrival.unexpected_->data.get();
   if (receive.operation) {
     arrival.unexpected_->receive = std::move(receive);
@@ -108,21 +106,21 @@ void MessageMatcher::depart(int world_rank) {
   const std::string error = c10::str("rank ", world_rank,
                                      " of the world has ended its part of the job. Check that all "
                                      "ranks make the same calls.");
-  std::list<Transfer> failed;
+  std::list<Receive> failed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     departed_.emplace(world_rank, error);
     for (auto next = queues_.begin(); next != queues_.end();) {
       const auto one = next++;
-      std::list<Transfer>& receives = one->second.receives;
-      if (!receives.empty() && source_in_world(receives.front()) == world_rank) {
+      std::list<Receive>& receives = one->second.receives;
+      if (!receives.empty() && !departure_of_sources(receives.front().transfer).empty()) {
         failed.splice(failed.end(), receives);
         queues_.erase(one);
       }
     }
   }
-  for (const Transfer& receive : failed) {
-    receive.done(transport_, error);
+  for (const Receive& receive : failed) {
+    receive.transfer.done(transport_, error);
   }
 }
 
@@ -139,18 +137,69 @@ void MessageMatcher::abort() {
   dropped.swap(queues_);
 }
 
+// Where the message lies that a receive takes: of those that it may take, the first that has come.
+MessageMatcher::QueuesByAddress::iterator MessageMatcher::find_message(const Transfer& receive) {
+  const int peer = receive.message.peer;
+  const int begin = peer == kAnyRank ? 0 : peer;
+  const int end = peer == kAnyRank ? receive.group().size : peer + 1;
+  auto first = queues_.end();
+  for (int source = begin; source < end; ++source) {
+    const auto found = queues_.find({receive.group().context, source, receive.tag});
+    if (found != queues_.end() && !found->second.messages.empty() &&
+        (first == queues_.end() ||
+         found->second.messages.front()->number < first->second.messages.front()->number)) {
+      first = found;
+    }
+  }
+  return first;
+}
+
+// Where the receive lies that takes a message: the first posted.
+MessageMatcher::QueuesByAddress::iterator MessageMatcher::find_receive(const Address& address) {
+  const auto [context, source, tag] = address;
+  const auto one = queues_.find(address);
+  const auto any = queues_.find({context, kAnyRank, tag});
+  if (one == queues_.end() || one->second.receives.empty()) {
+    return any;
+  }
+  return any != queues_.end() &&
+                 any->second.receives.front().number < one->second.receives.front().number
+             ? any
+             : one;
+}
+
+// Why no message can come for this receive; empty while one can.
+std::string MessageMatcher::departure_of_sources(const Transfer& receive) const {
+  const GroupState& group = receive.group();
+  std::string error;
+  for (int rank = 0; rank < group.size; ++rank) {
+    const bool is_source =
+        receive.message.peer == kAnyRank ? rank != group.rank : rank == receive.message.peer;
+    if (!is_source) {
+      continue;
+    }
+    const auto departed = departed_.find(group.world_ranks[rank]);
+    if (departed == departed_.end()) {
+      return "";
+    }
+    error = departed->second;
+  }
+  return error;
+}
+
 // The receive that is posted for a message; one without an operation if there is none.
 Transfer MessageMatcher::take_receive(const Address& address) {
-  const auto found = queues_.find(address);
-  if (found == queues_.end() || found->second.receives.empty()) {
+  const auto found = find_receive(address);
+  if (found == queues_.end()) {
     return {};
   }
-  std::list<Transfer>& receives = found->second.receives;
-  Transfer receive = std::move(receives.front());
+  std::list<Receive>& receives = found->second.receives;
+  Transfer receive = std::move(receives.front().transfer);
   receives.pop_front();
   if (receives.empty()) {
     queues_.erase(found);
   }
+  receive.message.peer = std::get<1>(address);
   return receive;
 }
 

@@ -14,7 +14,9 @@
 namespace smp::comm {
 
 /// Pairs the messages that come to one rank with the receives that it posts: those of one (group,
-/// source, tag) in the order sent and posted. A message whose receive is not posted yet is kept in
+/// source, tag) in the order sent and posted. A receive from any rank (kAnyRank) takes the message
+/// that has come first, and learns its source; of the receives that could take a message, the one
+/// that was posted first does. A message whose receive is not posted yet is kept in
 /// memory of the matcher's own, so that a send never waits for its receive.
 ///
 /// Every method may be called from any thread. A transfer's `done` runs without a lock held.
@@ -29,7 +31,8 @@ class MessageMatcher {
     std::unique_ptr<std::byte[]> data;
     size_t bytes;
     bool is_complete;
-    Transfer receive{};  // once it is posted
+    uint64_t number = 0;  // in order of arrival
+    Transfer receive{};   // once it is posted
   };
 
  public:
@@ -62,7 +65,7 @@ class MessageMatcher {
   void end(const Arrival& arrival);
 
   /// Rank `world_rank` sends nothing more: fails the receives from it that have no message, those
-  /// posted later as well.
+  /// posted later as well; those from any rank when all other ranks of their group have departed.
   void depart(int world_rank);
 
   /// The error of transfers with a rank that has departed; empty while it has not.
@@ -72,13 +75,22 @@ class MessageMatcher {
   void abort();
 
  private:
+  struct Receive {
+    Transfer transfer;
+    uint64_t number;  // in the order posted
+  };
+
   // Messages without a receive, or receives without a message: one of the two is always empty.
+  // Receives from any rank have an address with kAnyRank.
   struct Queues {
     std::list<std::shared_ptr<Unexpected>> messages;
-    std::list<Transfer> receives;
+    std::list<Receive> receives;
   };
   using QueuesByAddress = std::map<Address, Queues>;
 
+  QueuesByAddress::iterator find_message(const Transfer& receive);
+  QueuesByAddress::iterator find_receive(const Address& address);
+  std::string departure_of_sources(const Transfer& receive) const;
   Transfer take_receive(const Address& address);
   void keep(const Address& address, std::shared_ptr<Unexpected> message);
   void complete(const Transfer& receive, const void* data, size_t bytes);
@@ -86,6 +98,7 @@ class MessageMatcher {
   Transport& transport_;
   mutable std::mutex mutex_;  // guards everything below
   QueuesByAddress queues_;    // without empty entries: every collective has an address of its own
+  uint64_t count_ = 0;        // of receives and messages that had to wait
   std::map<int, std::string> departed_;
   bool aborted_ = false;
 };

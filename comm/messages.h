@@ -15,6 +15,19 @@ namespace smp::comm {
 using Tag = int;
 constexpr Tag kMaxTag = (1 << 20) - 1;
 
+/// In place of a rank: none, as of a collective, and whichever sends first.
+constexpr int kNoRank = -1;
+constexpr int kAnyRank = -2;
+
+/// A receive from whichever rank sends first.
+class ReceiveWork : public Work {
+ public:
+  /// The rank whose message came. Once the work is complete.
+  virtual int source() const = 0;
+};
+
+using ReceiveWorkPtr = std::shared_ptr<ReceiveWork>;
+
 /// What two ranks of a group tell each other. The methods may be called from several threads.
 class Messages {
  public:
@@ -27,6 +40,11 @@ class Messages {
   /// Starts to receive into `tensor` from `source`. A message of another byte length than the
   /// tensor's is a `CommError` that gives both lengths.
   virtual WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) = 0;
+
+  /// As irecv(), from whichever rank's message with this tag comes first; receives take messages in
+  /// the order in which they were posted, those from one rank and those from any together. CPU
+  /// tensors only (a `UsageError` otherwise).
+  virtual ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, Tag tag) = 0;
 
   /// As isend() and irecv(), and wait.
   void send(const at::Tensor& tensor, int destination, Tag tag) {

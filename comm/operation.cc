@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "comm/exit_gate.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -13,7 +14,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kLookForDeadline{100};
 
-class OperationWork final : public Work {
+class OperationWork final : public ReceiveWork {
  public:
   OperationWork(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation)
       : transport_(std::move(transport)), operation_(std::move(operation)) {}
@@ -29,6 +30,8 @@ class OperationWork final : public Work {
     wait_for(*transport_, *operation_, Deadline(operation_->group().timeout()));
   }
 
+  int source() const override { return operation_->source(); }
+
  private:
   bool ended() const { return operation_->done() || transport_->aborted(); }
 
@@ -41,25 +44,26 @@ class OperationWork final : public Work {
 std::string describe(const GroupState& group, const OperationInfo& info) {
   const std::string where =
       c10::str(" on group '", group.name, "' (here rank ", group.rank, " of ", group.size, ")");
-  if (info.peer < 0) {
+  if (info.peer == kNoRank) {
     return c10::str(info.verb, " of ", info.bytes, " bytes", where, ", collective number ",
                     info.tag - kMaxTag);
   }
   const bool sends = std::string_view(info.verb).find("send") != std::string_view::npos;
-  return c10::str(info.verb, " of ", info.bytes, " bytes", sends ? " to rank " : " from rank ",
-                  info.peer, " with tag ", info.tag, where);
+  const std::string peer = info.peer == kAnyRank ? "any rank" : c10::str("rank ", info.peer);
+  return c10::str(info.verb, " of ", info.bytes, " bytes", sends ? " to " : " from ", peer,
+                  " with tag ", info.tag, where);
 }
 
 std::string describe_timeout(const GroupState& group, const OperationInfo& info,
                              std::chrono::milliseconds waited, const std::string& waits_for) {
   const std::string remedy =
-      info.peer < 0
+      info.peer == kNoRank
           ? " Check that these ranks call the same collectives of this group in the same order and "
             "have not failed; if they only compute for long, raise the time-out."
           : " Check that the peer posts the matching call with the same tag and group and has not "
             "failed; if it only computes for long, raise the time-out.";
-  return c10::str(describe(group, info), " was not complete after ", waited.count() / 1000.0,
-                  " s; it waits for ", waits_for, ".", remedy);
+  return c10::str(describe(group, info), " was not complete within the timeout of ",
+                  waited.count() / 1000.0, " s; it waits for ", waits_for, ".", remedy);
 }
 
 std::shared_ptr<GroupState> world_group(int rank, int size) {
@@ -77,7 +81,7 @@ std::shared_ptr<GroupState> world_group(int rank, int size) {
 const GroupState& Transfer::group() const { return operation->group(); }
 
 void Transfer::done(Transport& transport, const std::string& error) const {
-  operation->transfer_done(transport, index, error);
+  operation->transfer_done(transport, index, message.peer, error);
 }
 
 Operation::Operation(std::shared_ptr<const GroupState> group, OperationInfo info,
@@ -86,6 +90,9 @@ Operation::Operation(std::shared_ptr<const GroupState> group, OperationInfo info
       info_(info),
       rounds_(std::move(rounds)),
       tensors_(std::move(tensors)) {}
+
+// The last to hold it may be a thread of the transport.
+Operation::~Operation() { let_go(std::move(tensors_)); }
 
 void Operation::start(Transport& transport) { run(transport); }
 
@@ -110,11 +117,15 @@ void Operation::run(Transport& transport) {
   finish(transport, "");
 }
 
-void Operation::transfer_done(Transport& transport, size_t index, const std::string& error) {
+void Operation::transfer_done(Transport& transport, size_t index, int peer,
+                              const std::string& error) {
   if (!error.empty()) {
     // The transfer stays open for ever, so no later round starts.
     finish(transport, c10::str(describe(), " failed: ", error));
     return;
+  }
+  if (info_.peer != kNoRank) {
+    source_ = peer;
   }
   if (close_one(index)) {
     end_round();
@@ -140,6 +151,9 @@ void Operation::end_round() {
 }
 
 void Operation::finish(Transport& transport, std::string error) {
+  if (error.empty()) {
+    let_go(std::move(tensors_));  // whose owner may wait for this before it ends
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (done()) {
@@ -161,6 +175,9 @@ std::string Operation::open_peers() const {
   }
   std::sort(peers.begin(), peers.end());
   peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  if (peers == std::vector<int>{kAnyRank}) {
+    return "any rank";
+  }
   std::string text = peers.size() == 1 ? "rank" : "ranks";
   for (const int peer : peers) {
     text += (peer == peers.front() ? " " : ", ") + std::to_string(peer);
@@ -184,7 +201,8 @@ void wait_for(Transport& transport, const Operation& operation, const Deadline& 
                  operation.describe_timeout(operation.group().timeout()));
 }
 
-WorkPtr make_work(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation) {
+ReceiveWorkPtr make_work(std::shared_ptr<Transport> transport,
+                         std::shared_ptr<Operation> operation) {
   return std::make_shared<OperationWork>(std::move(transport), std::move(operation));
 }
 

@@ -20,7 +20,7 @@ namespace smp::comm {
 struct OperationInfo {
   const char* verb;  ///< "isend", "all_reduce" ...
   size_t bytes;
-  int peer;  ///< -1 for a collective.
+  int peer;  ///< -1 for a collective; may be kAnyRank.
   Tag tag;
 };
 
@@ -36,19 +36,24 @@ std::string describe_timeout(const GroupState& group, const OperationInfo& info,
 /// rank computes. It is owned by the user's Work and by its open transfers.
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  /// `tensors` are kept alive as long as the operation.
+  /// `tensors` are kept alive until the operation is complete.
   Operation(std::shared_ptr<const GroupState> group, OperationInfo info, std::vector<Round> rounds,
             std::vector<at::Tensor> tensors);
+  ~Operation();
 
   /// Called once, by the rank that makes the operation.
   void start(Transport& transport);
 
-  void transfer_done(Transport& transport, size_t index, const std::string& error);
+  /// `peer` is the rank that the transfer was with.
+  void transfer_done(Transport& transport, size_t index, int peer, const std::string& error);
 
   bool done() const { return done_.load(std::memory_order_acquire); }
 
   /// Why it failed; empty when it did not. Valid once done().
   const std::string& error() const { return error_; }
+
+  /// The rank whose message a receive from any rank took. Valid once done().
+  int source() const { return source_; }
 
   std::string describe() const { return comm::describe(*group_, info_); }
 
@@ -68,14 +73,15 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const std::shared_ptr<const GroupState> group_;
   const OperationInfo info_;
   const std::vector<Round> rounds_;
-  const std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> tensors_;  // until it is complete
 
   mutable std::mutex mutex_;  // guards the next three
   size_t round_ = 0;
   size_t open_ = 0;            // transfers of the round not yet ended; one more while it starts
   std::vector<bool> is_open_;  // by transfer of the round
 
-  std::string error_;  // written before done_
+  std::string error_;  // written before done_, as is the next
+  int source_ = kAnyRank;
   std::atomic<bool> done_{false};
 };
 
@@ -83,6 +89,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 void wait_for(Transport& transport, const Operation& operation, const Deadline& deadline);
 
 /// The handle that the user gets.
-WorkPtr make_work(std::shared_ptr<Transport> transport, std::shared_ptr<Operation> operation);
+ReceiveWorkPtr make_work(std::shared_ptr<Transport> transport,
+                         std::shared_ptr<Operation> operation);
 
 }  // namespace smp::comm

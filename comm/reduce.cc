@@ -236,7 +236,7 @@ constexpr bool is_defined() {
   constexpr bool bitwise =
       std::is_same_v<Op, BitAnd> || std::is_same_v<Op, BitOr> || std::is_same_v<Op, BitXor>;
   if constexpr (std::is_same_v<T, bool>) {
-    return bitwise || std::is_same_v<Op, Min> || std::is_same_v<Op, Max>;
+    return !std::is_same_v<Op, Average>;
   } else if constexpr (kIsFloat<T>) {
     return !bitwise;
   } else {
@@ -244,11 +244,18 @@ constexpr bool is_defined() {
   }
 }
 
+// Sums and products of truth values are such again, as elsewhere in libtorch.
+template <class Op>
+using OfBool = std::conditional_t<std::is_same_v<Op, Sum>, BitOr,
+                                  std::conditional_t<std::is_same_v<Op, Product>, BitAnd, Op>>;
+
 // Null where the operation does not exist for the type.
 template <class Op, class T>
 Kernel kernel_if_defined() {
-  if constexpr (is_defined<Op, T>()) {
-    return kernel<Op, std::conditional_t<std::is_same_v<T, bool>, uint8_t, T>>();
+  if constexpr (is_defined<Op, T>() && std::is_same_v<T, bool>) {
+    return kernel<OfBool<Op>, uint8_t>();
+  } else if constexpr (is_defined<Op, T>()) {
+    return kernel<Op, T>();
   } else {
     return nullptr;
   }

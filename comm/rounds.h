@@ -14,7 +14,7 @@ namespace smp::comm {
 struct Message {
   enum class Direction { kSend, kReceive };
   Direction direction;
-  int peer;
+  int peer;    ///< kAnyRank until a receive from any rank has its message.
   void* data;  ///< Only read when sent.
   size_t bytes;
 };

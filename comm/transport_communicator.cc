@@ -66,8 +66,16 @@ WorkPtr TransportCommunicator::isend(const at::Tensor& tensor, int destination, 
 }
 
 WorkPtr TransportCommunicator::irecv(const at::Tensor& tensor, int source, Tag tag) {
-  check_tensor(name(), "irecv", "tensor", tensor);
   check_rank(name(), "irecv", "source", source, size());
+  return receive(tensor, source, tag);
+}
+
+ReceiveWorkPtr TransportCommunicator::irecv_from_any(const at::Tensor& tensor, Tag tag) {
+  return receive(tensor, kAnyRank, tag);
+}
+
+ReceiveWorkPtr TransportCommunicator::receive(const at::Tensor& tensor, int source, Tag tag) {
+  check_tensor(name(), "irecv", "tensor", tensor);
   check_tag("irecv", tag);
   const Message message{Message::Direction::kReceive, source, tensor.mutable_data_ptr(),
                         tensor.nbytes()};
@@ -184,8 +192,8 @@ void TransportCommunicator::check_channel(const char* argument, const ChannelSpe
                  " held and ", spec.ahead, " ahead.");
 }
 
-WorkPtr TransportCommunicator::start(OperationInfo info, std::vector<Round> rounds,
-                                     std::vector<at::Tensor> tensors) {
+ReceiveWorkPtr TransportCommunicator::start(OperationInfo info, std::vector<Round> rounds,
+                                            std::vector<at::Tensor> tensors) {
   auto operation = std::make_shared<Operation>(group_, info, std::move(rounds), std::move(tensors));
   operation->start(*transport_);
   return make_work(transport_, std::move(operation));

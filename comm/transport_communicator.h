@@ -25,6 +25,7 @@ class TransportCommunicator final : public Communicator {
 
   WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
   WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
+  ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, Tag tag) override;
   WorkPtr start(const Collective& call) override;
   void run(const Collective& call) override;
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override;
@@ -40,7 +41,9 @@ class TransportCommunicator final : public Communicator {
   void check_tag(const char* verb, Tag tag) const;
   void check_channel(const char* argument, const ChannelSpec& spec) const;
   void check_members(const std::vector<int>& members);
-  WorkPtr start(OperationInfo info, std::vector<Round> rounds, std::vector<at::Tensor> tensors);
+  ReceiveWorkPtr receive(const at::Tensor& tensor, int source, Tag tag);
+  ReceiveWorkPtr start(OperationInfo info, std::vector<Round> rounds,
+                       std::vector<at::Tensor> tensors);
   Collective checked(const Collective& call) const;
 
   const std::shared_ptr<Transport> transport_;

@@ -17,6 +17,10 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_smddp, module) {
   module.def("make_backend", &smp::smddp::make_backend, py::arg("store"), py::arg("rank"),
-             py::arg("size"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
+             py::arg("size"), py::arg("timeout"), py::arg("group"),
+             py::call_guard<py::gil_scoped_release>(),
              "A torch.distributed Backend of the processes that meet at the store.");
+  module.def("before_interpreter_ends", &smp::smddp::before_interpreter_ends,
+             py::call_guard<py::gil_scoped_release>(),
+             "Ends what threads of the library do with objects of Python.");
 }

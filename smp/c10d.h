@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <string>
 
 #include "smp/export.h"
 
@@ -21,10 +22,18 @@ namespace smp::smddp {
 
 /// A backend of the `size` processes that make it with the same store, this one as `rank`; what
 /// `torch.distributed` asks of the creator of a backend. `timeout` is that of meeting and of every
-/// later wait. Collective. Throws `TimeoutError` when a process does not come, and `CommError`.
+/// later wait; errors call the group `group`. Collective. Throws `TimeoutError` when a process does
+/// not come, and `CommError`.
 SMP_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    std::chrono::milliseconds timeout = std::chrono::seconds(300));
+    std::chrono::milliseconds timeout = std::chrono::seconds(300),
+    const std::string& group = "world");
+
+/// For an interpreter that has given us tensors or callbacks, before its objects end: returns when
+/// no thread of this library runs a callback or frees a tensor, which none does from then on.
+/// Communication goes on; what is not waited for is not delivered any more. Call it without the
+/// interpreter's lock.
+SMP_API void before_interpreter_ends();
 
 /// A process group of that backend alone.
 SMP_API c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/c10d/backend.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <mutex>
 #include <numeric>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
+#include "comm/c10d/group_work.h"
 #include "comm/store/store_communicator.h"
 #include "core/check.h"
 
@@ -22,124 +21,50 @@ namespace {
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
 
-// Some communications that make one c10d operation, and what is to be done after them.
-class GroupWork final : public c10d::Work {
+// The tensors of a call as a communicator takes them: contiguous. In place of a dense one with
+// permuted dimensions (transposed, channels_last) stands a copy in the order of its indices, since
+// ranks may permute differently. What is neither is left to the communicator to refuse.
+class InOrder {
  public:
-  GroupWork(int rank, OpType type, std::vector<WorkPtr> works, std::function<void()> after,
-            Tensors results, bool has_future)
-      : c10d::Work(rank, type),
-        works_(std::move(works)),
-        after_(std::move(after)),
-        results_(std::move(results)) {
-    if (has_future) {
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    }
+  at::Tensor read(const at::Tensor& tensor) {
+    return is_permuted(tensor) ? copy_of(tensor) : tensor;
   }
 
-  bool isCompleted() override {
-    for (const WorkPtr& work : works_) {
-      if (!work->test()) {
-        return false;
+  at::Tensor write(const at::Tensor& tensor) {
+    return is_permuted(tensor) ? copied_back(at::empty(tensor.sizes(), tensor.options()), tensor)
+                               : tensor;
+  }
+
+  at::Tensor update(const at::Tensor& tensor) {
+    return is_permuted(tensor) ? copied_back(copy_of(tensor), tensor) : tensor;
+  }
+
+  // Gives the tensors of the caller what was written.
+  std::function<void()> copy_back() const {
+    return [copies = copies_] {
+      for (const auto& [copy, tensor] : copies) {
+        tensor.copy_(copy);
       }
-    }
-    complete();
-    return true;
-  }
-
-  bool wait(std::chrono::milliseconds /*timeout*/) override {
-    complete();
-    if (const std::exception_ptr failure = exception()) {
-      std::rethrow_exception(failure);
-    }
-    return true;
-  }
-
-  Tensors result() override { return results_; }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_ ? future_ : c10d::Work::getFuture();  // which throws
-  }
-
-  // Waits and completes; by whichever thread comes first. Never throws.
-  void complete() {
-    std::call_once(once_, [this] {
-      std::exception_ptr failure;
-      try {
-        for (const WorkPtr& work : works_) {
-          work->wait();
-        }
-        const at::NoGradGuard no_grad;
-        if (after_) {
-          after_();
-        }
-      } catch (...) {
-        failure = std::current_exception();
-      }
-      finish(failure);
-      complete_future(failure);
-    });
+    };
   }
 
  private:
-  void complete_future(const std::exception_ptr& failure) {
-    if (!future_) {
-      return;
-    }
-    if (failure) {
-      future_->setError(failure);
-    } else {
-      future_->markCompleted(c10::IValue(results_));
-    }
+  static bool is_permuted(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.layout() == c10::kStrided && !tensor.is_contiguous() &&
+           tensor.is_non_overlapping_and_dense();
   }
 
-  const std::vector<WorkPtr> works_;
-  const std::function<void()> after_;
-  const Tensors results_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::once_flag once_;
-};
-
-using GroupWorkPtr = c10::intrusive_ptr<GroupWork>;
-
-// A thread that completes works in the order given, so that their futures fire without a wait.
-class Completer {
- public:
-  Completer() : thread_([this] { loop(); }) {}
-
-  // Returns when all works are complete.
-  ~Completer() {
-    push(nullptr);
-    thread_.join();
+  static at::Tensor copy_of(const at::Tensor& tensor) {
+    const at::AutoDispatchBelowADInplaceOrView as_the_communicator;
+    return tensor.contiguous();
   }
 
-  void push(GroupWorkPtr work) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      works_.push_back(std::move(work));
-    }
-    added_.notify_one();
+  at::Tensor copied_back(at::Tensor copy, const at::Tensor& tensor) {
+    copies_.emplace_back(copy, tensor);
+    return copy;
   }
 
- private:
-  void loop() {
-    while (const GroupWorkPtr work = pop()) {
-      work->complete();
-    }
-  }
-
-  GroupWorkPtr pop() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    added_.wait(lock, [this] { return !works_.empty(); });
-    GroupWorkPtr work = std::move(works_.front());
-    works_.pop_front();
-    return work;
-  }
-
-  std::mutex mutex_;
-  std::condition_variable added_;
-  std::deque<GroupWorkPtr> works_;  // a null one ends the thread
-  std::thread thread_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
 class SmpBackend final : public c10d::Backend {
@@ -149,7 +74,11 @@ class SmpBackend final : public c10d::Backend {
   SmpBackend(CommunicatorPtr group, std::string name)
       : c10d::Backend(group->rank(), group->size()),
         name_(std::move(name)),
-        group_(std::move(group)) {}
+        group_(std::move(group)),
+        context_(std::make_shared<WorkContext>(
+            WorkContext{name_, group_->name(), group_->rank(), std::make_shared<Completer>()})) {}
+
+  ~SmpBackend() override { context_->completer->stop(); }
 
   const std::string getBackendName() const override { return name_; }
 
@@ -162,11 +91,14 @@ class SmpBackend final : public c10d::Backend {
   void abort() override { group_->abort("the c10d process group was aborted"); }
 
   Done allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    InOrder in_order;
     std::vector<WorkPtr> works;
     for (const at::Tensor& tensor : tensors) {
-      works.push_back(group_->async().all_reduce(tensor, reduce_op(options.reduceOp)));
+      works.push_back(
+          group_->async().all_reduce(in_order.update(tensor), reduce_op(options.reduceOp)));
     }
-    return collective(OpType::ALLREDUCE, std::move(works), nullptr, tensors);
+    return collective({OpType::ALLREDUCE, "all_reduce"}, std::move(works), in_order.copy_back(),
+                      tensors, tensors);
   }
 
   Done allreduce_coalesced(Tensors& tensors,
@@ -175,27 +107,35 @@ class SmpBackend final : public c10d::Backend {
   }
 
   Done broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    InOrder in_order;
     std::vector<WorkPtr> works;
     for (const at::Tensor& tensor : tensors) {
-      works.push_back(group_->async().broadcast(tensor, static_cast<int>(options.rootRank)));
+      works.push_back(
+          group_->async().broadcast(in_order.update(tensor), static_cast<int>(options.rootRank)));
     }
-    return collective(OpType::BROADCAST, std::move(works), nullptr, tensors);
+    return collective({OpType::BROADCAST, "broadcast"}, std::move(works), in_order.copy_back(),
+                      tensors, tensors);
   }
 
   Done _allgather_base(at::Tensor& output, at::Tensor& input,
                        const c10d::AllgatherOptions& /*options*/) override {
-    return collective(OpType::_ALLGATHER_BASE, {group_->async().all_gather(output, input)}, nullptr,
-                      {output});
+    InOrder in_order;
+    const WorkPtr work = group_->async().all_gather(in_order.write(output), in_order.read(input));
+    return collective({OpType::_ALLGATHER_BASE, "_all_gather_base"}, {work}, in_order.copy_back(),
+                      {input}, {output});
   }
 
   Done allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                        const c10d::AllgatherOptions& /*options*/) override {
     check_as_many("allgather_into_tensor_coalesced", outputs.size(), inputs.size());
+    InOrder in_order;
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(group_->async().all_gather(outputs[i], inputs[i]));
+      works.push_back(
+          group_->async().all_gather(in_order.write(outputs[i]), in_order.read(inputs[i])));
     }
-    return collective(OpType::COALESCED, std::move(works), nullptr, outputs);
+    return collective({OpType::COALESCED, "all_gather_into_tensor_coalesced"}, std::move(works),
+                      in_order.copy_back(), inputs, outputs);
   }
 
   // Here the outputs are by rank, and then by input.
@@ -206,7 +146,7 @@ class SmpBackend final : public c10d::Backend {
     Tensors flats;
     for (const at::Tensor& input : inputs) {
       flats.push_back(room_for_all(input));
-      works.push_back(group_->async().all_gather(flats.back(), input));
+      works.push_back(group_->async().all_gather(flats.back(), InOrder().read(input)));
     }
     Tensors results;
     for (const Tensors& of_rank : outputs) {
@@ -222,7 +162,8 @@ class SmpBackend final : public c10d::Backend {
         unpack(flats[i], parts);
       }
     };
-    return collective(OpType::ALLGATHER_COALESCED, std::move(works), unpack_all, results);
+    return collective({OpType::ALLGATHER_COALESCED, "all_gather_coalesced"}, std::move(works),
+                      unpack_all, inputs, results);
   }
 
   Done allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -231,68 +172,76 @@ class SmpBackend final : public c10d::Backend {
     const Tensors parts = one_each("allgather", "output", outputs);
     const at::Tensor flat = room_for_all(input);
     return collective(
-        OpType::ALLGATHER, {group_->async().all_gather(flat, input)},
-        [flat, parts] { unpack(flat, parts); }, parts);
+        {OpType::ALLGATHER, "all_gather"},
+        {group_->async().all_gather(flat, InOrder().read(input))},
+        [flat, parts] { unpack(flat, parts); }, inputs, parts);
   }
 
   Done _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                             const c10d::ReduceScatterOptions& options) override {
-    return collective(OpType::_REDUCE_SCATTER_BASE,
-                      {group_->async().reduce_scatter(output, input, reduce_op(options.reduceOp))},
-                      nullptr, {output});
+    InOrder in_order;
+    const WorkPtr work = group_->async().reduce_scatter(
+        in_order.write(output), in_order.read(input), reduce_op(options.reduceOp));
+    return collective({OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base"}, {work},
+                      in_order.copy_back(), {input}, {output});
   }
 
   Done reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                        const c10d::ReduceScatterOptions& options) override {
     check_as_many("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
+    InOrder in_order;
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(
-          group_->async().reduce_scatter(outputs[i], inputs[i], reduce_op(options.reduceOp)));
+      works.push_back(group_->async().reduce_scatter(
+          in_order.write(outputs[i]), in_order.read(inputs[i]), reduce_op(options.reduceOp)));
     }
-    return collective(OpType::COALESCED, std::move(works), nullptr, outputs);
+    return collective({OpType::COALESCED, "reduce_scatter_tensor_coalesced"}, std::move(works),
+                      in_order.copy_back(), inputs, outputs);
   }
 
   Done reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                       const c10d::ReduceScatterOptions& options) override {
     const at::Tensor& output = single("reduce_scatter", "output", outputs);
-    const at::Tensor flat = pack(one_each("reduce_scatter", "input", inputs));
-    return collective(OpType::REDUCE_SCATTER,
-                      {group_->async().reduce_scatter(output, flat, reduce_op(options.reduceOp))},
-                      nullptr, {output});
+    const Tensors parts = one_each("reduce_scatter", "input", inputs);
+    InOrder in_order;
+    const WorkPtr work = group_->async().reduce_scatter(in_order.write(output), pack(parts),
+                                                        reduce_op(options.reduceOp));
+    return collective({OpType::REDUCE_SCATTER, "reduce_scatter"}, {work}, in_order.copy_back(),
+                      parts, outputs);
   }
 
   Done reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
-    const int root = static_cast<int>(options.rootRank);
-    return collective(OpType::REDUCE,
-                      {group_->async().reduce(tensor, root, reduce_op(options.reduceOp))}, nullptr,
-                      {tensor});
+    InOrder in_order;
+    const WorkPtr work = group_->async().reduce(
+        in_order.update(tensor), static_cast<int>(options.rootRank), reduce_op(options.reduceOp));
+    return collective({OpType::REDUCE, "reduce"}, {work}, in_order.copy_back(), tensors, tensors);
   }
 
   Done gather(std::vector<Tensors>& outputs, Tensors& inputs,
               const c10d::GatherOptions& options) override {
     const int root = static_cast<int>(options.rootRank);
-    const at::Tensor& input = single("gather", "input", inputs);
+    const at::Tensor input = InOrder().read(single("gather", "input", inputs));
     if (getRank() != root) {
-      return collective(OpType::GATHER, {group_->async().gather(at::Tensor(), input, root)},
-                        nullptr, {});
+      return collective({OpType::GATHER, "gather"},
+                        {group_->async().gather(at::Tensor(), input, root)}, nullptr, inputs, {});
     }
     const Tensors parts = one_each("gather", "output", outputs);
     const at::Tensor flat = room_for_all(input);
     return collective(
-        OpType::GATHER, {group_->async().gather(flat, input, root)},
-        [flat, parts] { unpack(flat, parts); }, parts);
+        {OpType::GATHER, "gather"}, {group_->async().gather(flat, input, root)},
+        [flat, parts] { unpack(flat, parts); }, inputs, parts);
   }
 
   Done scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                const c10d::ScatterOptions& options) override {
     const int root = static_cast<int>(options.rootRank);
     const at::Tensor& output = single("scatter", "output", outputs);
-    const at::Tensor flat =
-        getRank() == root ? pack(one_each("scatter", "input", inputs)) : at::Tensor();
-    return collective(OpType::SCATTER, {group_->async().scatter(output, flat, root)}, nullptr,
-                      outputs);
+    const Tensors parts = getRank() == root ? one_each("scatter", "input", inputs) : Tensors();
+    InOrder in_order;
+    const WorkPtr work = group_->async().scatter(in_order.write(output),
+                                                 parts.empty() ? at::Tensor() : pack(parts), root);
+    return collective({OpType::SCATTER, "scatter"}, {work}, in_order.copy_back(), parts, outputs);
   }
 
   Done alltoall(Tensors& outputs, Tensors& inputs,
@@ -304,8 +253,9 @@ class SmpBackend final : public c10d::Backend {
     const int64_t room = std::accumulate(receives.begin(), receives.end(), int64_t{0});
     const at::Tensor to = at::empty({room}, outputs.front().options());
     return collective(
-        OpType::ALLTOALL, {group_->async().all_to_all(to, receives, from, elements_of(inputs))},
-        [to, outputs] { unpack(to, outputs); }, outputs);
+        {OpType::ALLTOALL, "all_to_all"},
+        {group_->async().all_to_all(to, receives, from, elements_of(inputs))},
+        [to, outputs] { unpack(to, outputs); }, inputs, outputs);
   }
 
   Done alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
@@ -313,29 +263,35 @@ class SmpBackend final : public c10d::Backend {
                      const c10d::AllToAllOptions& /*options*/) override {
     const auto receives = elements_of_rows("output", output, output_splits);
     const auto sends = elements_of_rows("input", input, input_splits);
-    return collective(OpType::ALLTOALL_BASE,
-                      {group_->async().all_to_all(output, receives, input, sends)}, nullptr,
+    InOrder in_order;
+    const WorkPtr work =
+        group_->async().all_to_all(in_order.write(output), receives, in_order.read(input), sends);
+    return collective({OpType::ALLTOALL_BASE, "all_to_all"}, {work}, in_order.copy_back(), {input},
                       {output});
   }
 
   Done send(Tensors& tensors, int destination, int tag) override {
-    const at::Tensor& tensor = single("send", "tensor", tensors);
-    return point_to_point(OpType::SEND, group_->isend(tensor, destination, tag), tensors);
+    const at::Tensor tensor = InOrder().read(single("send", "tensor", tensors));
+    return message({OpType::SEND, "send"}, group_->isend(tensor, destination, tag), nullptr,
+                   tensors);
   }
 
   Done recv(Tensors& tensors, int source, int tag) override {
-    const at::Tensor& tensor = single("recv", "tensor", tensors);
-    return point_to_point(OpType::RECV, group_->irecv(tensor, source, tag), tensors);
+    InOrder in_order;
+    const at::Tensor tensor = in_order.write(single("recv", "tensor", tensors));
+    return message({OpType::RECV, "recv", source}, group_->irecv(tensor, source, tag),
+                   in_order.copy_back(), tensors);
   }
 
-  Done recvAnysource(Tensors& /*tensors*/, int /*tag*/) override {
-    core::fail<UsageError>("c10d recv on group '", group_->name(),
-                           "': expected the rank to receive from, got any. Name the rank; sums "
-                           "and results are in rank order here, never in order of arrival.");
+  Done recvAnysource(Tensors& tensors, int tag) override {
+    InOrder in_order;
+    const at::Tensor tensor = in_order.write(single("recv", "tensor", tensors));
+    return message({OpType::RECVANYSOURCE, "recvAnySource"}, group_->irecv_from_any(tensor, tag),
+                   in_order.copy_back(), tensors);
   }
 
   Done barrier(const c10d::BarrierOptions& /*options*/) override {
-    return collective(OpType::BARRIER, {group_->async().barrier()}, nullptr, {});
+    return collective({OpType::BARRIER, "barrier"}, {group_->async().barrier()}, nullptr, {}, {});
   }
 
  private:
@@ -369,18 +325,17 @@ class SmpBackend final : public c10d::Backend {
     return at::empty({getSize() * part.numel()}, part.options());
   }
 
-  Done collective(OpType type, std::vector<WorkPtr> works, std::function<void()> after,
-                  const Tensors& results) {
+  Done collective(const WorkCall& call, std::vector<WorkPtr> works, std::function<void()> after,
+                  const Tensors& inputs, const Tensors& results) {
     ++collectives_;
-    auto work = c10::make_intrusive<GroupWork>(getRank(), type, std::move(works), std::move(after),
-                                               results, true);
-    completer_.push(work);
-    return work;
+    return c10::make_intrusive<GroupWork>(context_, call, std::move(works), std::move(after),
+                                          inputs, results);
   }
 
-  Done point_to_point(OpType type, WorkPtr work, const Tensors& results) {
-    return c10::make_intrusive<GroupWork>(getRank(), type, std::vector<WorkPtr>{std::move(work)},
-                                          nullptr, results, false);
+  Done message(const WorkCall& call, WorkPtr work, std::function<void()> after,
+               const Tensors& tensors) {
+    return c10::make_intrusive<GroupWork>(context_, call, std::vector<WorkPtr>{std::move(work)},
+                                          std::move(after), tensors, tensors);
   }
 
   const at::Tensor& single(const char* call, const char* what, const Tensors& tensors) const {
@@ -434,6 +389,7 @@ class SmpBackend final : public c10d::Backend {
   }
 
   static at::Tensor pack(const Tensors& parts) {
+    const at::AutoDispatchBelowADInplaceOrView as_the_communicator;
     Tensors flat;
     for (const at::Tensor& part : parts) {
       flat.push_back(part.flatten());
@@ -451,8 +407,8 @@ class SmpBackend final : public c10d::Backend {
 
   const std::string name_;
   const CommunicatorPtr group_;
+  const std::shared_ptr<const WorkContext> context_;
   std::atomic<uint64_t> collectives_{0};
-  Completer completer_;  // ends before the rest
 };
 
 }  // namespace
@@ -463,8 +419,9 @@ c10::intrusive_ptr<c10d::Backend> make_backend(CommunicatorPtr group, const std:
 
 c10::intrusive_ptr<c10d::Backend> make_smddp_backend(c10::intrusive_ptr<c10d::Store> store,
                                                      int rank, int size,
-                                                     std::chrono::milliseconds timeout) {
-  const CommunicatorPtr world = make_store_world(std::move(store), rank, size, timeout);
+                                                     std::chrono::milliseconds timeout,
+                                                     const std::string& group) {
+  const CommunicatorPtr world = make_store_world(std::move(store), rank, size, timeout, group);
   world->set_timeout(timeout);
   return make_backend(world, "smddp");
 }

@@ -29,6 +29,9 @@ class DeviceCommunicator : public Communicator {
 
   WorkPtr isend(const at::Tensor& tensor, int destination, Tag tag) override;
   WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
+  ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, Tag tag) override {
+    return host_->irecv_from_any(tensor, tag);
+  }
   WorkPtr start(const Collective& call) override;
   void run(const Collective& call) override;
   /// Always of the host.

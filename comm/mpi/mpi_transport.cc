@@ -70,15 +70,16 @@ void post(const Transfer& transfer, MPI_Comm comm, MPI_Request* request) {
                         request),
               "MPI_Isend");
   } else {
-    check_mpi(MPI_Irecv(message.data, bytes.count(), bytes.type(), message.peer, transfer.tag, comm,
-                        request),
-              "MPI_Irecv");
+    const int source = message.peer == kAnyRank ? MPI_ANY_SOURCE : message.peer;
+    check_mpi(
+        MPI_Irecv(message.data, bytes.count(), bytes.type(), source, transfer.tag, comm, request),
+        "MPI_Irecv");
   }
 }
 
-// Why a transfer that MPI calls complete has failed; empty when it has not.
-std::string error_of(const Transfer& transfer, int code, const MPI_Status& status) {
-  const Message& message = transfer.message;
+// Why a transfer that MPI calls complete has failed; empty when it has not. Notes who has sent.
+std::string end_of(Transfer& transfer, int code, const MPI_Status& status) {
+  Message& message = transfer.message;
   int error_class = MPI_SUCCESS;
   if (code != MPI_SUCCESS) {
     MPI_Error_class(code, &error_class);
@@ -88,6 +89,9 @@ std::string error_of(const Transfer& transfer, int code, const MPI_Status& statu
   }
   if (message.direction == Message::Direction::kSend) {
     return "";
+  }
+  if (message.peer == kAnyRank) {
+    message.peer = status.MPI_SOURCE;
   }
   MPI_Count got = 0;
   const int count_code = MPI_Get_elements_x(&status, MPI_BYTE, &got);
@@ -143,7 +147,8 @@ void MpiTransport::start(Transfer transfer) {
   MPI_Status status;
   const int code = MPI_Test(&request, &complete, &status);
   if (complete || code != MPI_SUCCESS) {
-    transfer.done(*this, error_of(transfer, code, status));
+    const std::string error = end_of(transfer, code, status);
+    transfer.done(*this, error);
     return;
   }
   std::lock_guard<std::mutex> lock(queue_mutex_);
@@ -233,7 +238,7 @@ std::vector<MpiTransport::Completed> MpiTransport::take_completed() {
     const int error = code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS;
     requests_[indices_[i]] = MPI_REQUEST_NULL;  // also where MPI left one that failed
     Transfer& transfer = transfers_[indices_[i]];
-    std::string text = error_of(transfer, error, statuses_[i]);
+    std::string text = end_of(transfer, error, statuses_[i]);
     completed.push_back({std::move(transfer), std::move(text)});
   }
   forget_completed();

@@ -71,18 +71,28 @@ struct StoreWorld {
   std::vector<std::string> hosts;
 };
 
+// Each process counts its meetings at a store, so that what they have left there is not read again.
+c10::intrusive_ptr<c10d::Store> keys_of_next_meeting(c10::intrusive_ptr<c10d::Store> store,
+                                                     int rank) {
+  const int64_t meeting = store->add(c10::str("meetings/", rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str("meeting/", meeting), std::move(store));
+}
+
 StoreWorld make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                      milliseconds timeout) {
+                      milliseconds timeout, const std::string& name) {
   SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, "make_store_world: expected a rank in 0 to ",
                  size - 1, ", got ", rank, ".");
-  Meeting meeting = meet(*store, rank, size, timeout);
+  const auto keys = keys_of_next_meeting(std::move(store), rank);
+  Meeting meeting = meet(*keys, rank, size, timeout);
   StoreWorld world;
   for (const RankRecord& record : meeting.ranks) {
     world.hosts.push_back(record.host_name);
   }
-  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting), std::move(store));
+  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting), keys);
   LiveWorlds::get().add(rank, world.transport);
-  world.world = std::make_shared<TransportCommunicator>(world.transport, world_group(rank, size));
+  const auto group = world_group(rank, size);
+  group->name = name;
+  world.world = std::make_shared<TransportCommunicator>(world.transport, group);
   return world;
 }
 
@@ -125,8 +135,8 @@ int number(const char* name, int least, int most) {
 }  // namespace
 
 CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                 milliseconds timeout) {
-  return make_world(std::move(store), rank, size, timeout).world;
+                                 milliseconds timeout, const std::string& name) {
+  return make_world(std::move(store), rank, size, timeout, name).world;
 }
 
 bool under_torchrun() { return core::env("RANK") && core::env("WORLD_SIZE"); }
@@ -170,7 +180,7 @@ CommunicatorPtr make_torchrun_world(milliseconds timeout) {
   if (!job.world.world) {
     const MeetingPlace place = meeting_place();
     job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_torchrun_store(timeout));
-    job.world = make_world(job.store, place.rank, place.size, timeout);
+    job.world = make_world(job.store, place.rank, place.size, timeout, "world");
   }
   return job.world.world;
 }

@@ -18,14 +18,16 @@ namespace smp::comm {
 /// Forms a world of the `size` processes that call this with the same store and ranks of their own,
 /// without MPI: they meet at the store and talk over TCP, and through shared memory where they are
 /// on one host. The store's keys must be used by nothing else (`c10d::PrefixStore` gives such
-/// ones), and it must live as long as the world makes groups. Every rank throws a `TimeoutError`
-/// that names the ranks that have not come within `timeout`.
+/// ones), and it must live as long as the world makes groups. The same processes may meet there
+/// again, each of them as often. Every rank throws a `TimeoutError` that names the ranks that have
+/// not come within `timeout`. Errors call the world `name`.
 ///
 /// The world ends for the others when the last communicator of this rank is gone, or the process
 /// ends with status 0; what they then still expect from this rank fails. A process that ends
 /// otherwise aborts the world.
 CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                 std::chrono::milliseconds timeout);
+                                 std::chrono::milliseconds timeout,
+                                 const std::string& name = "world");
 
 /// Where the environment says that processes meet: the variables that torchrun sets.
 struct MeetingPlace {

@@ -551,11 +551,11 @@ TEST_P(Collectives, ATimeOutNamesTheRanksThatHaveNotCome) {
     const bool late = group->rank() == group->size() - 1;
     if (!late) {
       part->set_timeout(std::chrono::milliseconds(100));
-      const auto expected =
-          AllOf(HasSubstr("all_reduce of 8 bytes on group 'part' (here rank "),
-                HasSubstr(c10::str("was not complete after 0.1 s; it waits for rank ",
-                                   group->size() - 1, ".")),
-                HasSubstr("Check that these ranks call the same collectives"));
+      const auto expected = AllOf(
+          HasSubstr("all_reduce of 8 bytes on group 'part' (here rank "),
+          HasSubstr(c10::str("was not complete within the timeout of 0.1 s; it waits for rank ",
+                             group->size() - 1, ".")),
+          HasSubstr("Check that these ranks call the same collectives"));
       const WorkPtr work = part->async().all_reduce(at::ones({2}), ReduceOp::kSum);
       EXPECT_FALSE(work->test());
       EXPECT_THAT(error_text<TimeoutError>([&] { work->wait(); }), expected);
@@ -567,8 +567,9 @@ TEST_P(Collectives, ATimeOutNamesTheRanksThatHaveNotCome) {
 
 TEST_P(Collectives, RefuseBadArguments) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
-    EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::ones({2}, at::kBool)); }),
-                HasSubstr("sum is not defined for Bool"));
+    EXPECT_THAT(error_text<UsageError>(
+                    [&] { group->all_reduce(at::ones({2}, at::kBool), ReduceOp::kAverage); }),
+                HasSubstr("average is not defined for Bool"));
     EXPECT_THAT(
         error_text<UsageError>([&] {
           group->all_reduce(at::ones({2, 3}).t());
@@ -577,7 +578,9 @@ TEST_P(Collectives, RefuseBadArguments) {
     EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::Tensor()); }),
                 HasSubstr("tensor is undefined"));
     EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}, at::kMeta), 0); }),
-                HasSubstr("a dense tensor on the CPU, got Strided on meta"));
+                HasSubstr("expected tensor to be on the CPU, got meta. Copy it to the CPU"));
+    EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::eye(2).to_sparse()); }),
+                HasSubstr("to be dense, got a tensor of layout Sparse. Pass to_dense() of it."));
     EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}), 9); }),
                 HasSubstr("expected root in 0 to "));
     EXPECT_THAT(error_text<UsageError>([&] { group->all_gather(at::ones({99}), at::ones({2})); }),

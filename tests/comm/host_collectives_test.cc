@@ -106,7 +106,7 @@ TEST_F(TwoProcesses, AStalledPeerIsNamedWhenTheTimeIsOver) {
   EXPECT_THAT(
       error_text<TimeoutError>([&] { all_reduce(at::ones({3}), std::chrono::milliseconds(200)); }),
       HasSubstr("all_reduce of 12 bytes on group 'world' (here rank 0 of 2), collective "
-                "number 2 was not complete after 0.2 s; it waits for rank 1."));
+                "number 2 was not complete within the timeout of 0.2 s; it waits for rank 1."));
 }
 
 TEST_F(TwoProcesses, AnAbortEndsTheWait) {

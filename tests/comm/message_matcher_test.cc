@@ -19,7 +19,7 @@ namespace {
 using testing::HasSubstr;
 using OperationPtr = std::shared_ptr<Operation>;
 
-// Rank 0 of a group of two, to which rank 1 sends.
+// Rank 0 of a group of three, to which rank 1 sends, or whoever is named.
 class Receiving : public testing::Test {
  protected:
   class MatchingTransport final : public QuietTransport {
@@ -32,25 +32,27 @@ class Receiving : public testing::Test {
   Receiving() {
     group_->name = "world";
     group_->rank = 0;
-    group_->size = 2;
-    group_->world_ranks = {0, 1};
+    group_->size = 3;
+    group_->world_ranks = {0, 1, 2};
     group_->context = 3;
   }
 
   static at::Tensor number(int value) { return at::full({1}, value, at::kInt); }
-  static MessageMatcher::Address address(Tag tag) { return {3, 1, tag}; }
+  static MessageMatcher::Address address(Tag tag, int source = 1) { return {3, source, tag}; }
 
-  OperationPtr receive(const at::Tensor& tensor, Tag tag) {
-    const Message message{Message::Direction::kReceive, 1, tensor.mutable_data_ptr(),
+  OperationPtr receive(const at::Tensor& tensor, Tag tag, int source = 1) {
+    const Message message{Message::Direction::kReceive, source, tensor.mutable_data_ptr(),
                           tensor.nbytes()};
     auto operation = std::make_shared<Operation>(
-        group_, OperationInfo{"irecv", tensor.nbytes(), 1, tag},
+        group_, OperationInfo{"irecv", tensor.nbytes(), source, tag},
         std::vector<Round>{{{message}, nullptr}}, std::vector<at::Tensor>{tensor});
     operation->start(transport_);
     return operation;
   }
 
-  void deliver(int value, Tag tag) { matcher_.deliver(address(tag), &value, sizeof value); }
+  void deliver(int value, Tag tag, int source = 1) {
+    matcher_.deliver(address(tag, source), &value, sizeof value);
+  }
 
   const std::shared_ptr<GroupState> group_ = std::make_shared<GroupState>();
   MatchingTransport transport_;
@@ -132,6 +134,50 @@ TEST_F(Receiving, WhatADepartedRankHasSentCanBeReceived) {
   EXPECT_THAT(receive(number(0), 5)->error(), expected);
   EXPECT_THAT(matcher_.departure(1), expected);
   EXPECT_EQ(matcher_.departure(0), "");
+}
+
+TEST_F(Receiving, AReceiveFromAnyRankTakesWhatHasComeFirst) {
+  deliver(7, 5, 2);
+  deliver(8, 5, 1);
+  deliver(9, 6, 1);
+  for (const auto& [source, expected] : {std::pair{2, 7}, {1, 8}}) {
+    const at::Tensor tensor = number(0);
+    const OperationPtr operation = receive(tensor, 5, kAnyRank);
+    EXPECT_TRUE(operation->done());
+    EXPECT_EQ(operation->source(), source);
+    EXPECT_TRUE(same_bits(tensor, number(expected)));
+  }
+  EXPECT_FALSE(receive(number(0), 5, kAnyRank)->done());
+}
+
+// Those from one rank and those from any take turns as they were posted.
+TEST_F(Receiving, ReceivesFromAnyRankAndFromOneAreMatchedInOrder) {
+  const OperationPtr one = receive(number(0), 5, 1), any = receive(number(0), 5, kAnyRank);
+  const OperationPtr later = receive(number(0), 5, 1);
+  deliver(1, 5, 2);
+  EXPECT_TRUE(any->done());
+  EXPECT_EQ(any->source(), 2);
+  EXPECT_FALSE(one->done());
+  const OperationPtr last = receive(number(0), 5, kAnyRank);
+  for (const OperationPtr& next : {one, later, last}) {
+    EXPECT_FALSE(next->done());
+    deliver(1, 5, 1);
+    EXPECT_TRUE(next->done());
+    EXPECT_EQ(next->source(), 1);
+  }
+}
+
+TEST_F(Receiving, AReceiveFromAnyRankFailsWhenAllOthersHaveDeparted) {
+  const OperationPtr posted = receive(number(0), 5, kAnyRank);
+  matcher_.depart(1);
+  EXPECT_FALSE(posted->done());
+  deliver(1, 5, 2);
+  EXPECT_EQ(posted->error(), "");
+  EXPECT_EQ(posted->source(), 2);
+  const OperationPtr next = receive(number(0), 5, kAnyRank);
+  matcher_.depart(2);
+  EXPECT_THAT(next->error(), HasSubstr("rank 2 of the world has ended its part of the job."));
+  EXPECT_THAT(receive(number(0), 5, kAnyRank)->error(), HasSubstr("has ended its part of the job"));
 }
 
 TEST_F(Receiving, AnAbortDropsReceivesAndMessages) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -158,13 +159,62 @@ TEST_P(Pair, AWaitThatTakesTooLongNamesWhatItWaitsFor) {
           error_text<TimeoutError>([&] { group->recv(tensor, 1, 77); }),
           AllOf(
               HasSubstr("irecv of 40 bytes from rank 1 with tag 77 on group 'world' (here rank 0"),
-              HasSubstr("was not complete after 0.1 s; it waits for rank 1."),
+              HasSubstr("was not complete within the timeout of 0.1 s; it waits for rank 1."),
               HasSubstr("Check that the peer posts the matching call")));
       EXPECT_GE(std::chrono::steady_clock::now() - start, milliseconds(100));
       EXPECT_THAT(
           error_text<TimeoutError>([&] { group->all_reduce(tensor); }),
           AllOf(HasSubstr("all_reduce of 40 bytes on group 'world'"), HasSubstr("waits for rank"),
                 HasSubstr("call the same collectives of this group in the same order")));
+    }
+  });
+}
+
+// Messages from all others, with receives that are posted before and after they come.
+TEST_P(Pair, AReceiveFromAnyRankSaysFromWhich) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int others = group->size() - 1;
+    if (group->rank() != 0) {
+      for (int i = 0; i < 2; ++i) {
+        group->send(number(group->rank()), 0, 4);
+        group->barrier();
+      }
+      return;
+    }
+    std::vector<int> counts(group->size(), 0);
+    const auto receive = [&](bool barrier_first) {
+      std::vector<at::Tensor> received;
+      std::vector<ReceiveWorkPtr> works;
+      if (barrier_first) {
+        group->barrier();
+      }
+      for (int i = 0; i < others; ++i) {
+        received.push_back(number(-1));
+        works.push_back(group->irecv_from_any(received.back(), 4));
+      }
+      for (int i = 0; i < others; ++i) {
+        works[i]->wait();
+        EXPECT_TRUE(same_bits(received[i], number(works[i]->source())));
+        ++counts[works[i]->source()];
+      }
+      if (!barrier_first) {
+        group->barrier();
+      }
+    };
+    receive(false);
+    receive(true);
+    EXPECT_EQ(counts[0], 0);
+    EXPECT_EQ(std::count(counts.begin(), counts.end(), 2), others);
+  });
+}
+
+TEST_P(Pair, AReceiveFromAnyRankThatTakesTooLongSaysSo) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    if (group->rank() == 0) {
+      group->set_timeout(milliseconds(100));
+      EXPECT_THAT(error_text<TimeoutError>([&] { group->irecv_from_any(number(0), 9)->wait(); }),
+                  AllOf(HasSubstr("irecv of 4 bytes from any rank with tag 9 on group 'world'"),
+                        HasSubstr("of 0.1 s; it waits for any rank. Check that the peer posts")));
     }
   });
 }

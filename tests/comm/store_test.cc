@@ -100,15 +100,23 @@ TEST(StoreWorld, UsesTheNetworkInterfaceNamed) {
   EXPECT_EQ(join(store, 0, 1)->size(), 1);
 }
 
+// One whose process ends after a while.
 class LostStore final : public c10d::HashStore {
  public:
-  int64_t add(const std::string& /*key*/, int64_t /*value*/) override {
-    C10_THROW_ERROR(DistNetworkError, "connection reset");
+  int64_t add(const std::string& key, int64_t value) override {
+    if (lost) {
+      C10_THROW_ERROR(DistNetworkError, "connection reset");
+    }
+    return c10d::HashStore::add(key, value);
   }
+
+  bool lost = false;
 };
 
 TEST(StoreWorld, GroupsNeedTheStore) {
-  const CommunicatorPtr world = join(c10::make_intrusive<LostStore>(), 0, 1);
+  const auto store = c10::make_intrusive<LostStore>();
+  const CommunicatorPtr world = join(store, 0, 1);
+  store->lost = true;
   EXPECT_THAT(error_text<CommError>([&] { world->split({0}, "alone"); }),
               AllOf(HasSubstr("split of group 'world': the store does not answer: connection"),
                     HasSubstr(". It ends with the process that opened it, mostly rank 0.")));
@@ -128,6 +136,27 @@ TEST(StoreWorld, SeveralWorldsOfTheSameProcesses) {
     EXPECT_TRUE(same_bits(two, at::full({3}, 30.0)));
     b->barrier();
   });
+}
+
+// torchrun's store outlives the process groups that a program makes and destroys.
+TEST(StoreWorld, TheSameProcessesMayMeetAgain) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  as_threads(3, [&](int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const CommunicatorPtr world = join(store, rank, 3);
+      const CommunicatorPtr half = world->split({0, 1, 2}, "again");
+      const at::Tensor tensor = at::full({2}, rank + round, at::kInt);
+      half->all_reduce(tensor);
+      EXPECT_TRUE(same_bits(tensor, at::full({2}, 3 + 3 * round, at::kInt)));
+    }
+  });
+}
+
+TEST(StoreWorld, HasTheNameThatItIsGiven) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const CommunicatorPtr world = make_store_world(store, 0, 1, std::chrono::seconds(30), "rows[4]");
+  EXPECT_THAT(error_text<UsageError>([&] { world->broadcast(at::ones({1}), 1); }),
+              HasSubstr("broadcast on group 'rows[4]': expected root in 0 to 0, got 1."));
 }
 
 // Groups whose members differ get numbers at the same time.

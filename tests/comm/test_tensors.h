@@ -56,7 +56,7 @@ inline at::Tensor reduce_by_hand(const std::vector<at::Tensor>& parts, ReduceOp 
 inline bool is_defined(at::ScalarType dtype, ReduceOp op) {
   const bool bitwise = op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
   if (dtype == at::kBool) {
-    return bitwise || op == ReduceOp::kMin || op == ReduceOp::kMax;
+    return op != ReduceOp::kAverage;
   }
   return at::isFloatingType(dtype) ? !bitwise : op != ReduceOp::kAverage;
 }

@@ -7,6 +7,7 @@
 Processes are started by torchrun, smprun or mpirun.
 """
 
+import atexit
 import os
 
 import torch  # loads libtorch, which the extension uses
@@ -27,9 +28,25 @@ def _use_variables_of_mpirun():
         os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def _make_backend(store, rank, size, timeout):
-    return _smddp.make_backend(store, rank, size, timeout)
+def _name_of_group(options):
+    """What errors call the group that is being made; there is no default group before the first."""
+    if not torch.distributed.is_initialized():
+        return "world"
+    return f"new_group {options.group_id} of ranks {list(options.global_ranks_in_group)}"
+
+
+def _make_backend(options, _backend_options):
+    return _smddp.make_backend(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        _name_of_group(options),
+    )
 
 
 _use_variables_of_mpirun()
-torch.distributed.Backend.register_backend("smddp", _make_backend, devices=["cpu"])
+atexit.register(_smddp.before_interpreter_ends)
+torch.distributed.Backend.register_backend(
+    "smddp", _make_backend, extended_api=True, devices=["cpu"]
+)
