@@ -5,8 +5,8 @@
     bazel build //bench/ddp:gradients //tools:smprun_bin
     PYTHON bench/ddp/against_pytorch.py
 
-PYTHON has torch 2.11 (`pip install torch==2.11.0 numpy`). Two ranks each train the ConvNet of
-examples/mnist_ddp for some steps, with PyTorch over gloo and with smp; then gradients, parameters
+PYTHON has torch 2.11 (`pip install torch==2.11.0 numpy`). Two ranks each train the network of
+norm_net.h for some steps, with PyTorch over gloo and with smp; then gradients, parameters
 and, where both broadcast them alike, buffers of each rank are compared. The modes are plain training, accumulation under `no_sync`,
 uneven inputs under `join`, and the hooks for half precision. Ends with 1 where they differ by more
 than rounding.

@@ -19,7 +19,7 @@ from peers import VOCABULARY, make_batch, take_steps, whole  # noqa: E402
 
 
 class ConvNet(nn.Module):
-    """examples/mnist_ddp/net.h."""
+    """norm_net.h."""
 
     def __init__(self):
         super().__init__()

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "examples/mnist_ddp/net.h"
+#include "bench/ddp/norm_net.h"
 #include "smp/ddp.h"
 
 namespace {

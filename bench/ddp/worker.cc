@@ -10,7 +10,7 @@
 
 #include "bench/contender.h"
 #include "examples/gpt/gpt_model.h"
-#include "examples/mnist_ddp/net.h"
+#include "bench/ddp/norm_net.h"
 #include "smp/ddp.h"
 
 namespace {

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <iostream>
 
+#include "examples/mnist/conv_net.h"
 #include "examples/mnist/idx_data.h"
 #include "examples/mnist/report.h"
 #include "examples/mnist/settings.h"
-#include "examples/mnist_ddp/net.h"
 #include "smp/optim/adadelta.h"
 
 namespace mnist {
@@ -75,17 +75,28 @@ void test(Model& model, const Digits& digits, torch::Device device, const Settin
 
 /// One rank of each host writes the file, and all ranks of the host read it, each to its device.
 template <class Model, class Barrier>
-void save_and_load(Model& model, const Digits& digits, const Place& place, Barrier barrier,
-                   const Settings& settings) {
-  if (place.local_rank == 0) torch::save(model.module(), settings.save_model);
+void save_and_load(Model& model, torch::optim::Optimizer& optimizer, const Place& place,
+                   Barrier barrier, const std::string& file) {
+  if (place.local_rank == 0) {
+    torch::serialize::OutputArchive all, net, updates;
+    model.module()->save(net);
+    optimizer.save(updates);
+    all.write("model", net);
+    all.write("optimizer", updates);
+    all.save_to(file);
+  }
   barrier();
-  torch::load(model.module(), settings.save_model, place.device);
-  std::cout << "rank " << place.rank << ", loaded: ";
-  test(model, digits, place.device, settings);
+  torch::serialize::InputArchive all, net, updates;
+  all.load_from(file, place.device);
+  all.read("model", net);
+  all.read("optimizer", updates);
+  model.module()->load(net);
+  optimizer.load(updates);
 }
 
 /// Trains a replica, `model`, on this rank's share of the digits: an ordinary libtorch loop.
-/// `barrier` returns when all ranks have called it.
+/// Each epoch ends with a checkpoint, from which all ranks go on. `barrier` returns when all ranks
+/// have called it.
 template <class Model, class Barrier>
 void train_and_test(Model& model, const DataSet& data, const Place& place, Barrier barrier,
                     const Settings& settings) {
@@ -104,8 +115,12 @@ void train_and_test(Model& model, const DataSet& data, const Place& place, Barri
     train(model, *loader, optimizer, place, epoch, steps, settings);
     if (place.rank == 0) test(model, data.test, place.device, settings);
     scheduler.step();
+    if (!settings.save_model.empty()) {
+      save_and_load(model, optimizer, place, barrier, settings.save_model);
+      std::cout << "rank " << place.rank << ", loaded: ";
+      test(model, data.test, place.device, settings);
+    }
   }
-  if (!settings.save_model.empty()) save_and_load(model, data.test, place, barrier, settings);
 }
 
 }  // namespace mnist

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The same as mnist_ddp with nothing but libtorch's own distributed parts, as a program has them
-// that was written for torch.distributed: c10d's reducer, over the backend "smddp".
+// that was written for torch.distributed: c10d's reducer, over the backend "smddp". train.py is the
+// script in Python, over smddp, gloo or NCCL.
 //
 //     torchrun --no-python --nproc-per-node 2 bazel-bin/examples/mnist_ddp/mnist_c10d --data DIR
 #include <torch/torch.h>
@@ -22,7 +23,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 /// What torch.nn.parallel.DistributedDataParallel does in Python.
 class Replica {
  public:
-  Replica(NormNet net, Group group)
+  Replica(ConvNet net, Group group)
       : net_(std::move(net)), group_(std::move(group)), parameters_(net_->parameters()) {
     broadcast(parameters_);
     broadcast(net_->buffers());
@@ -46,7 +47,7 @@ class Replica {
     return output;
   }
 
-  NormNet& module() { return net_; }
+  ConvNet& module() { return net_; }
 
  private:
   static constexpr int64_t kFirstBucketBytes = 1 << 20;
@@ -60,7 +61,7 @@ class Replica {
     }
   }
 
-  NormNet net_;
+  ConvNet net_;
   Group group_;
   std::vector<torch::Tensor> parameters_;
   std::unique_ptr<c10d::Reducer> reducer_;
@@ -76,7 +77,7 @@ void run(const Settings& settings) {
   const DataSet data = load_mnist(settings.data);
   if (place.rank == 0) std::cout << "data: " << data.description << std::endl;
 
-  Replica model(NormNet(), group);
+  Replica model(ConvNet(), group);
   const auto barrier = [&] { group->barrier()->wait(); };
   train_and_test(model, data, place, barrier, settings);
   barrier();  // rank 0 has the store

@@ -30,9 +30,9 @@ void run(const Settings& settings) {
   const DataSet data = load_mnist(settings.data);
   if (place.rank == 0) std::cout << "data: " << data.description << std::endl;
 
-  NormNet net;
+  ConvNet net;
   net->to(place.device);
-  smp::DistributedDataParallel<NormNet> model(net);
+  smp::DistributedDataParallel<ConvNet> model(net);
   train_and_test(
       model, data, place, [] { smp::barrier(); }, settings);
 }

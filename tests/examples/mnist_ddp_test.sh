@@ -35,7 +35,7 @@ check() {
   done
   # Both ranks loaded what was saved: the model that rank 0 tested last.
   [ "$(grep -o 'test: average loss.*' "$1.log" | tail -3 | sort -u | wc -l)" -eq 1 ] &&
-    [ "$(grep -c 'rank ., loaded: test:' "$1.log")" -eq 2 ] ||
+    [ "$(grep -c 'rank ., loaded: test:' "$1.log")" -eq 4 ] ||
     { cat "$1.log"; fail "$1: expected both ranks to load what rank 0 tested"; }
 }
 
@@ -52,6 +52,11 @@ check torchrun
 bash "$torchrun" 2 60 "$twin" "${arguments[@]}" --save-model c10d.pt >c10d.log 2>&1 ||
   { cat c10d.log; fail "the twin on c10d ended with an error"; }
 check c10d
+# What goes on from a checkpoint trains as what has none.
+"$smprun" --np 2 --config "$config" "$program" "${arguments[@]}" >straight.log 2>&1 ||
+  { cat straight.log; fail "the run without checkpoints ended with an error"; }
+diff <(grep -o 'epoch.*' smprun.log) <(grep -o 'epoch.*' straight.log) ||
+  fail "a run from checkpoints and one without trained differently"
 # The same ranks, data and seeds.
 for other in mpirun torchrun; do
   diff <(grep -o 'epoch.*\|test:.*' smprun.log) <(grep -o 'epoch.*\|test:.*' "$other.log") ||
