@@ -6,7 +6,7 @@
 # What a build needs from Debian. libtorch comes through pip, by the rule in WORKSPACE.
 SMP_PACKAGES=(bazel-bootstrap libopenmpi-dev openmpi-bin nlohmann-json3-dev libgtest-dev
   libgmock-dev libcli11-dev libfmt-dev libxxhash-dev zlib1g-dev clang cmake ninja-build pkg-config
-  python3 python3-pip)
+  python3 python3-dev python3-pip)
 
 # step N OF TEXT: says what is being done, and when.
 step() { printf '[%s/%s] %(%H:%M:%S)T %s\n' "$1" "$2" -1 "$3"; }

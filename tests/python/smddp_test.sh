@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# usage: smddp_test.sh LIBTORCH PACKAGES SMDDP SCRIPT
+# Runs by torchrun the backend's own test and the documented script, and programs that end without
+# a word.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+where=("${@:1:3}")
+script=$(realpath "$4")
+work=$TEST_TMPDIR
+export HOME=$work OMP_NUM_THREADS=1
+failures=0
+
+# run WHAT COMMAND...: with torch; counts failures.
+run() {
+  local start=$SECONDS what=$1
+  shift
+  if bash "$here/with_torch.sh" "${where[@]}" "$work" timeout --kill-after=5 240 "$@" \
+    >"$work/log" 2>&1; then
+    printf 'ok    %s (%d s)\n' "$what" $((SECONDS - start))
+  else
+    failures=$((failures + 1))
+    printf 'FAIL  %s (%d s)\n' "$what" $((SECONDS - start))
+    sed 's/^/      /' "$work/log"
+  fi
+}
+
+# on RANKS WHAT SCRIPT ARGUMENT...: as run, by torchrun.
+on() {
+  run "$2, $1 ranks" python3 -m torch.distributed.run --standalone --nproc-per-node "$1" "${@:3}"
+}
+
+on 2 "the backend" "$here/smddp_test.py"
+on 3 "the backend" "$here/smddp_test.py"
+run "ends without destroy_process_group" python3 "$here/smddp_exit.py"
+
+# The documented script: with dropout what gloo trains, without it what one process does, and the
+# same whether it was saved and loaded or not.
+run "digits" python3 - "$work" <<'PYTHON'
+import sys
+
+import numpy
+
+random = numpy.random.default_rng(1)
+for name, count in (("train", 97), ("t10k", 20)):
+    labels = random.integers(10, size=count).astype("u1")
+    images = random.integers(100, size=(count, 28, 28)).astype("u1")
+    images[numpy.arange(count), labels] += 100
+    for kind, data in (("images-idx3", images), ("labels-idx1", labels)):
+        header = bytes([0, 0, 8, data.ndim]) + numpy.array(data.shape, ">u4").tobytes()
+        with open(f"{sys.argv[1]}/{name}-{kind}-ubyte", "wb") as file:
+            file.write(header + data.tobytes())
+PYTHON
+
+# script RANKS NAME OPTION...: its weights are NAME_RANK.pt.
+script() {
+  local ranks=$1 name=$2
+  local arguments=("$script" --data "$work" --batch-size 16 --checkpoint "$work/$name.pt"
+    --save-weights "$work/${name}_{}.pt" "${@:3}")
+  if [ "$ranks" -gt 1 ]; then
+    on "$ranks" "the script, $name" "${arguments[@]}"
+  else
+    run "the script, $name" python3 "${arguments[@]}"
+  fi
+}
+script 2 smddp --backend smddp --epochs 2
+script 2 gloo --backend gloo --epochs 2
+script 2 exact --backend smddp --epochs 2 --dropout 0
+script 1 alone --backend none --epochs 2 --dropout 0
+script 2 straight --backend smddp --epochs 3 --more-epochs 0 --dropout 0
+run "the same weights" python3 - "$work" <<'PYTHON'
+import sys
+
+import torch
+
+for same in (
+    ("smddp_0", "smddp_1", "gloo_0", "gloo_1"),
+    ("exact_0", "exact_1", "alone_0", "straight_0"),
+):
+    weights = [torch.load(f"{sys.argv[1]}/{name}.pt") for name in same]
+    for name, others in zip(same, weights):
+        for a, b in zip(weights[0], others, strict=True):
+            assert torch.equal(a, b), f"{same[0]} and {name} differ"
+PYTHON
+
+exit "$failures"

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# usage: with_torch.sh LIBTORCH PACKAGES SMDDP FOLDER COMMAND [ARGUMENT...]
+# Runs the command with a Python that imports the torch that the build has fetched as libtorch
+# (LIBTORCH is a file of it), the packages that it needs (PACKAGES is a file beside them) and
+# smdistributed (SMDDP is a file in the folder that holds it, below smdistributed).
+#
+# That torch is linked against libraries of CUDA, gigabytes that nothing here calls. For those that
+# are missing, FOLDER gets empty ones, and functions are looked up when they are called first.
+set -u
+torch=$(realpath "$1") && torch=${torch%/torch/*}
+packages=$(dirname "$(realpath "$2")")
+smddp=$(realpath "$3") && smddp=${smddp%/smdistributed/*}
+folder=$(realpath -m "$4")
+shift 4
+
+missing_libraries() {
+  ldd "$torch"/torch/lib/libtorch*.so | sed -n 's/^\s*\(lib.*\) => not found$/\1/p' | sort -u
+}
+
+export LD_LIBRARY_PATH=$folder/libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+mkdir -p "$folder/libraries"
+for name in $(missing_libraries); do
+  clang -shared -x c /dev/null -Wl,-soname,"$name" -o "$folder/libraries/$name" || exit 1
+done
+printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' >"$folder/sitecustomize.py"
+
+export PYTHONPATH=$folder:$torch:$packages:$smddp PYTHONDONTWRITEBYTECODE=1
+exec "$@"
