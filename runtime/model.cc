@@ -2,7 +2,6 @@
 #include "runtime/model.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <mutex>
@@ -12,12 +11,11 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "dp/parameter_slices.h"
-#include "graph/recording.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/delayed.h"
-#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
+#include "runtime/parameters/whole.h"
 #include "runtime/save/loading.h"
 #include "runtime/update/loss_scaler.h"
 #include "runtime/update/optimizer_pieces.h"
@@ -171,34 +169,15 @@ std::shared_ptr<dp::GradientBuckets> Model::gradient_buckets(
 
 Model::TensorDict Model::state_dict() const {
   check_outside_step("state_dict");
-  at::NoGradGuard no_grad;
-  const auto pipeline = runtime_->group(CommGroup::kPp);
   std::map<const c10::TensorImpl*, at::Tensor> copies;
   TensorDict result;
-  const auto add = [&](const TensorDict& dict) {
+  for (const auto& dict : {named_parameters(), named_buffers()}) {
     for (const auto& item : dict) {
       at::Tensor& copy = copies[item.value().unsafeGetTensorImpl()];
-      if (!copy.defined()) {
-        const auto& entry = runtime_->table().at(item.value());
-        if (const auto shard = entry.shard()) {
-          copy = runtime_->sharding()->parameters()->full(*shard).cpu().contiguous();
-          result.insert(item.key(), copy);
-          continue;
-        }
-        const int root = entry.owner.value_or(0);
-        const bool mine = pipeline->rank() == root;
-        copy = mine ? graph::value_of(item.value()).detach().cpu().contiguous().clone()
-                    : at::empty(item.value().sizes(), item.value().options().device(at::kCPU));
-        pipeline->broadcast(copy, root);
-        if (entry.split) {
-          copy = join_on_all(*runtime_->group(CommGroup::kTp), *entry.split, copy);
-        }
-      }
+      if (!copy.defined()) copy = whole_on_all(*runtime_, runtime_->table().at(item.value()));
       result.insert(item.key(), copy);
     }
-  };
-  add(named_parameters());
-  add(named_buffers());
+  }
   return result;
 }
 

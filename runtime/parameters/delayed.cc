@@ -78,11 +78,9 @@ void make_shared_tensors(const Runtime& runtime) {
   }
 }
 
-void make_own_parameters(const Runtime& runtime) {
-  for (const auto& entry : runtime.table().entries()) {
-    const auto recording = graph::recording_of(entry.tensor).first;
-    if (recording && runtime.owns(entry)) recording->materialize(entry.tensor);
-  }
+void make_if_own(const Runtime& runtime, const ParameterTable::Entry& entry) {
+  const auto recording = graph::recording_of(entry.tensor).first;
+  if (recording && runtime.owns(entry)) recording->materialize(entry.tensor);
 }
 
 void materialize(const torch::nn::Module& module) {

@@ -24,8 +24,8 @@ void agree_on_construction(const Runtime& runtime);
 /// a step function may read as constants.
 void make_shared_tensors(const Runtime& runtime);
 
-/// Makes the parameters that this rank owns; the models have been divided.
-void make_own_parameters(const Runtime& runtime);
+/// Makes a parameter, if this rank owns it and it has no data yet.
+void make_if_own(const Runtime& runtime, const ParameterTable::Entry& entry);
 
 /// Makes what the module's parameters and buffers are still without, on this rank, as if they had
 /// been constructed plainly.

@@ -194,15 +194,11 @@ std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::
   return Divider(runtime, captured, step_name).run();
 }
 
-void divide_parameters(Runtime& runtime, const std::map<std::string, nn::ParameterSplit>& splits) {
+void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
+                      const nn::ParameterSplit& split) {
   at::NoGradGuard no_grad;
-  for (const auto& [name, split] : splits) {
-    const auto& entry = runtime.table().at(name);
-    const auto recording = graph::recording_of(entry.tensor).first;
-    if (recording && runtime.owns(entry)) recording->materialize(entry.tensor);
-    keep_part(entry.tensor, split, runtime.rank_in(CommGroup::kTp));
-    runtime.table().divide(entry.name, split, /*captured_whole=*/true);
-  }
+  keep_part(entry.tensor, split, runtime.rank_in(CommGroup::kTp));
+  runtime.table().divide(entry.name, split, /*captured_whole=*/true);
 }
 
 WholeShapes::WholeShapes(const ParameterTable& table) {

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -30,10 +29,11 @@ std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(Runtime& runtime,
                                                               const graph::Graph& captured,
                                                               const std::string& step_name);
 
-/// Leaves this rank its parts of parameters that were whole: the same tensors, with local sizes.
-/// Those that belong to other ranks of the pipeline get the sizes, delayed ones that this rank owns
-/// are made. Gradients are divided with them. To be called when parameters have owners.
-void divide_parameters(Runtime& runtime, const std::map<std::string, nn::ParameterSplit>& splits);
+/// Leaves this rank its part of a parameter that was whole: the same tensor, with local sizes. One
+/// without data, since it belongs to another rank of the pipeline, gets the sizes. Its gradient is
+/// divided with it. To be called when parameters have owners.
+void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
+                      const nn::ParameterSplit& split);
 
 /// While it lives, divided parameters whose use was captured on the whole have the whole's sizes,
 /// and no data: what the user's code sees when it is captured or guarded again.

@@ -11,7 +11,6 @@
 
 #include "core/check.h"
 #include "graph/leaf.h"
-#include "graph/recording.h"
 #include "graph/visit.h"
 
 namespace smp::runtime {
@@ -138,7 +137,8 @@ class ShardedResidency final : public graph::ParameterResidency {
 
 }  // namespace
 
-Sharding::Sharding(Runtime& runtime) {
+Sharding::Sharding(Runtime& runtime,
+                   const std::function<void(const ParameterTable::Entry&)>& prepare) {
   const Config& config = runtime.config();
   const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
   const auto replicas = runtime.replicas();
@@ -152,8 +152,7 @@ Sharding::Sharding(Runtime& runtime) {
   parameters_ =
       std::make_shared<dp::ShardedParameters>(replicas->split(shards, c10::str("shards", shards)));
   for (const auto& entry : runtime.table().entries()) {
-    const auto recording = graph::recording_of(entry.tensor).first;
-    if (recording) recording->materialize(entry.tensor);
+    prepare(entry);
     const bool divides = entry.is_parameter() &&
                          entry.tensor.numel() >= config.sdp_param_persistence_threshold() &&
                          dp::ShardedParameters::is_divisible(entry.tensor) &&

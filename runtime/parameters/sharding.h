@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,10 +20,12 @@ namespace smp::runtime {
 /// over groups of that many consecutive replicas, and what programs need to run on them. Internal.
 class Sharding {
  public:
-  /// Divides the parameters of all models, making delayed ones one after the other. The rest stays
-  /// whole: parameters smaller than `sdp_param_persistence_threshold`, and those that share memory
-  /// with others or have gaps. Collective over the world.
-  explicit Sharding(Runtime& runtime);
+  /// Divides the parameters of all models, one after the other, so that none needs the memory for
+  /// several: `prepare` gives each, and each buffer, the data and sizes that it has on this rank.
+  /// The rest stays whole: parameters of which a rank would hold fewer elements than
+  /// `sdp_param_persistence_threshold`, and those that share memory with others or have gaps.
+  /// Collective over the world.
+  Sharding(Runtime& runtime, const std::function<void(const ParameterTable::Entry&)>& prepare);
 
   const std::shared_ptr<dp::ShardedParameters>& parameters() const { return parameters_; }
   const std::shared_ptr<dp::ParameterWindow>& window() const { return window_; }

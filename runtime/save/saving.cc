@@ -13,8 +13,8 @@
 #include "core/check.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
-#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/sharding.h"
+#include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
 #include "runtime/save/together.h"
 #include "runtime/update/divided_states.h"
@@ -47,40 +47,12 @@ struct Writers {
   int mine;
 };
 
-/// The divided parameters in turn by the ranks that have them together, so that none needs the
-/// memory for all. Collective over these ranks.
-NamedTensor gather_divided(const Sharding& sharding, NamedTensor tensor, size_t index) {
-  const auto& parameters = *sharding.parameters();
-  const int root = static_cast<int>(index) % parameters.group()->size();
-  tensor.tensor = parameters.full_on(root, index);
-  return tensor;
-}
-
-/// The parameters that a tensor-parallel group divides, in turn by its ranks. Collective over it.
-NamedTensor gather_parts(const Runtime& runtime, const nn::ParameterSplit& split,
-                         NamedTensor tensor, size_t index) {
-  comm::Communicator& group = *runtime.group(CommGroup::kTp);
-  tensor.tensor = join_on(static_cast<int>(index) % group.size(), group, split, tensor.tensor);
-  return tensor;
-}
-
 /// What this rank writes: the model's tensors are the first replica's, but for divided parameters.
 checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer* optimizer) {
   checkpoint::Shard shard;
-  size_t parts = 0;
+  size_t turn = 0;
   for (auto& tensor : tensors_of(runtime, model)) {
-    const auto& entry = runtime.table().at(tensor.name);
-    if (const auto index = entry.shard()) {
-      auto gathered = gather_divided(*runtime.sharding(), tensor, *index);
-      if (gathered.tensor.defined()) shard.model.push_back(std::move(gathered));
-      continue;
-    }
-    if (runtime.replicas()->rank() > 0 || !runtime.owns(entry)) continue;
-    if (entry.split) {
-      tensor = gather_parts(runtime, *entry.split, std::move(tensor), parts++);
-    } else if (runtime.rank_in(CommGroup::kTp) > 0) {
-      continue;
-    }
+    tensor.tensor = whole_on_one(runtime, runtime.table().at(tensor.name), turn++);
     if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
   }
   if (optimizer != nullptr) {
@@ -162,7 +134,8 @@ class MergedModel {
       specs_.back().second.shape = entry.whole_sizes();
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
       sources_.push_back(owners[entry.owner.value_or(0)]);
-      values_.push_back(value_of(runtime, entry));
+      // Of divided parameters the first of the ranks that have them together gets the value.
+      values_.emplace_back([&runtime, &entry] { return whole_on_one(runtime, entry, 0); });
     }
   }
 
@@ -201,22 +174,6 @@ class MergedModel {
 
  private:
   static constexpr comm::Tag kTag = 0;
-
-  /// How this rank gets the value, if it has it; for divided parameters collective over the ranks
-  /// that have them together, of which the first gets it.
-  static std::function<at::Tensor()> value_of(const Runtime& runtime,
-                                              const ParameterTable::Entry& entry) {
-    const at::Tensor& tensor = entry.tensor;
-    if (const auto index = entry.shard()) {
-      const auto parameters = runtime.sharding()->parameters();
-      return [parameters, index = *index] { return parameters->full_on(0, index); };
-    }
-    if (!entry.split) return [tensor] { return tensor; };
-    if (runtime.replicas()->rank() > 0 || !runtime.owns(entry)) return [] { return at::Tensor(); };
-    return [tensor, split = *entry.split, group = runtime.group(CommGroup::kTp)] {
-      return join_on(0, *group, split, tensor);
-    };
-  }
 
   std::vector<size_t> order() const { return checkpoint::SafetensorsWriter::order_of(specs_); }
 

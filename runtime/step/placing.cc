@@ -101,6 +101,22 @@ void release_others(const Runtime& runtime) {
   }
 }
 
+/// Leaves this rank what it is to hold of each parameter, one after the other: those that it owns
+/// are made if they have no data, then divided among the ranks of the tensor-parallel group, then
+/// among replicas.
+void hold_own(Runtime& runtime, const Splits& splits) {
+  const auto hold_part = [&](const ParameterTable::Entry& entry) {
+    make_if_own(runtime, entry);
+    const auto split = splits.find(entry.name);
+    if (split != splits.end()) divide_parameter(runtime, entry, split->second);
+  };
+  if (runtime.config().sharded_data_parallel_degree() > 1) {
+    runtime.first_step.sharding = std::make_shared<Sharding>(runtime, hold_part);
+  } else {
+    for (const auto& entry : runtime.table().entries()) hold_part(entry);
+  }
+}
+
 }  // namespace
 
 void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
@@ -111,12 +127,9 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   runtime.first_step.plan = std::make_shared<partitioner::Plan>(planned.plan);
   check_overlaps(runtime.table());
   release_others(runtime);
-  if (runtime.config().sharded_data_parallel_degree() > 1) {
-    runtime.first_step.sharding = std::make_shared<Sharding>(runtime);
-  }
-  divide_parameters(runtime, splits);
   core::return_freed_memory();  // what belongs to other ranks now, and what the capture took
-  make_own_parameters(runtime);
+  hold_own(runtime, splits);
+  core::return_freed_memory();  // what was divided
   const std::string report =
       partitioner::report(graph, planned.plan,
                           step_model(runtime.config(), runtime.topology().pp_size(), microbatches,

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,9 +13,8 @@
 #include <utility>
 
 #include "core/check.h"
-#include "dp/parameter_slices.h"
+#include "dp/bucket_layout.h"
 #include "optim/grad_norm.h"
-#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/runtime.h"
 #include "runtime/update/complete_gradients.h"
@@ -48,16 +46,13 @@ class Gradients {
   }
 
   at::Tensor norm(double norm_type, const std::vector<double>& numbers) const {
-    std::vector<GradientNorm> norms(listed_.size());
+    std::vector<Held> held;
+    for (const Listed& listed : listed_) held.push_back(held_of(listed));
+    const auto own = norms_of_wholes(runtime_, held, norm_type);
+    std::vector<GradientNorm> norms;
     for (size_t i = 0; i < listed_.size(); ++i) {
-      const Listed& listed = listed_[i];
-      norms[i].dtype = gradient_type(runtime_.config(), listed.parameter);
-      const bool is_whole = !listed.entry->slice && !listed.entry->split;
-      const at::Tensor own = is_whole ? gradient(listed) : at::Tensor();
-      if (own.defined()) norms[i].norm = optim::gradient_norm(own, norm_type);
+      norms.push_back({own[i], gradient_type(runtime_.config(), listed_[i].parameter)});
     }
-    for (const auto& slices : slices_) add_norms_of_pieces(*slices, norm_type, norms);
-    add_norms_of_parts(norm_type, norms);
     return total_norm(padded(norms), norm_type, group(), fingerprint(numbers), call_);
   }
 
@@ -65,10 +60,6 @@ class Gradients {
   struct Listed {
     at::Tensor parameter;
     const ParameterTable::Entry* entry;
-
-    bool lies_in(const dp::ParameterSlices& slices) const {
-      return entry->slice && entry->slice->slices.get() == &slices;
-    }
   };
 
   void add(size_t position, const at::Tensor& parameter) {
@@ -81,45 +72,21 @@ class Gradients {
   }
 
   at::Tensor gradient(const Listed& listed) const {
-    if (const auto& slice = listed.entry->slice) return piece(*slice->slices, slice->index);
+    if (const auto& slice = listed.entry->slice) {
+      const bool has_own = slice->has_gradient() && slice->piece().defined();
+      return has_own ? slice->piece().grad() : at::Tensor();
+    }
     return runtime_.owns(*listed.entry) ? listed.parameter.grad() : at::Tensor();
   }
 
-  static at::Tensor piece(dp::ParameterSlices& slices, size_t index) {
-    const at::Tensor& tensor = slices.pieces()[index].tensor;
-    return slices.has_gradient(index) && tensor.defined() ? tensor.grad() : at::Tensor();
-  }
-
-  void add_norms_of_pieces(dp::ParameterSlices& slices, double norm_type,
-                           std::vector<GradientNorm>& norms) const {
-    std::vector<bool> wanted(slices.parameters().size(), false);
-    for (const Listed& listed : listed_) {
-      if (listed.lies_in(slices))
-        wanted[listed.entry->slice->index] = listed.entry->slice->has_gradient();
-    }
-    const auto of_pieces = norms_of_pieces(
-        slices, [&](size_t i) { return piece(slices, i); }, wanted, norm_type,
-        half_type(runtime_.config()).has_value());
-    for (size_t i = 0; i < listed_.size(); ++i) {
-      if (listed_[i].lies_in(slices)) norms[i].norm = of_pieces[listed_[i].entry->slice->index];
-    }
-  }
-
-  /// Norms of gradients of which the ranks of a tensor-parallel group have parts: each is put
-  /// together on one of them, so that the sum has the order that it has in one process.
-  void add_norms_of_parts(double norm_type, std::vector<GradientNorm>& norms) const {
-    comm::Communicator& group = *runtime_.group(CommGroup::kTp);
-    const bool from_parts = norm_type == 0 || norm_type == std::numeric_limits<double>::infinity();
-    for (size_t i = 0; i < listed_.size(); ++i) {
-      const Listed& listed = listed_[i];
-      if (!listed.entry->split) continue;
-      const at::Tensor part = gradient(listed);
-      if (!part.defined()) continue;
-      const int root = static_cast<int>(i) % group.size();
-      const at::Tensor summed =
-          from_parts ? part : join_on(root, group, *listed.entry->split, part);
-      if (summed.defined()) norms[i].norm = optim::gradient_norm(summed, norm_type);
-    }
+  Held held_of(const Listed& listed) const {
+    const auto& slice = listed.entry->slice;
+    at::Tensor own = gradient(listed);
+    const bool exists = slice ? slice->has_gradient() : own.defined();
+    const auto dtype = half_type(runtime_.config())
+                           ? dp::sum_options(listed.parameter).dtype().toScalarType()
+                           : listed.parameter.scalar_type();
+    return {listed.entry, std::move(own), dtype, exists};
   }
 
   /// As many as there are parameters and buffers, so that ranks that were given lists of other

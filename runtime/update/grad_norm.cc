@@ -5,7 +5,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "core/check.h"
@@ -42,32 +41,18 @@ at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
   return optim::norm_of_norms(present, norm_type);
 }
 
-std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
-                                        const std::function<at::Tensor(size_t)>& piece,
-                                        const std::vector<bool>& wanted, double norm_type,
-                                        bool as_summed) {
-  at::NoGradGuard no_grad;
-  std::vector<at::Tensor> norms(wanted.size());
+std::vector<at::Tensor> norms_of_wholes(const Runtime& runtime, const std::vector<Held>& held,
+                                        double norm_type) {
+  std::vector<at::Tensor> norms(held.size());
   if (norm_type == 0 || norm_type == std::numeric_limits<double>::infinity()) {
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      const at::Tensor mine = wanted[i] ? piece(i) : at::Tensor();
-      if (mine.defined()) norms[i] = optim::gradient_norm(mine, norm_type);
+    for (size_t i = 0; i < held.size(); ++i) {
+      if (held[i].own.defined()) norms[i] = optim::gradient_norm(held[i].own, norm_type);
     }
     return norms;
   }
-  for (size_t b = 0; b < slices.layout().size(); ++b) {
-    const auto& members = slices.layout().members[b];
-    if (std::none_of(members.begin(), members.end(), [&](size_t i) { return wanted[i]; })) continue;
-    const int root = static_cast<int>(b) % slices.group()->size();
-    const auto summed = slices.layout().options[b].dtype().toScalarType();
-    const at::Tensor flat = slices.gather_bucket(b, summed, piece, root);
-    for (size_t i : members) {
-      if (!wanted[i] || !flat.defined()) continue;
-      const at::Tensor gradient = slices.place(flat, i);
-      const auto dtype = as_summed ? summed : slices.parameters()[i].scalar_type();
-      norms[i] = optim::gradient_norm(gradient.to(dtype), norm_type);
-    }
-  }
+  for_each_whole(runtime, held, [&](size_t i, const at::Tensor& whole) {
+    norms[i] = optim::gradient_norm(whole, norm_type);
+  });
   return norms;
 }
 

@@ -4,12 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "dp/parameter_slices.h"
+#include "runtime/parameters/whole.h"
 
 // The norm over gradients that lie on several ranks, without regard to whose they are:
 // `clip_grad.h` has the public functions. Internal.
@@ -36,16 +35,11 @@ at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
                       comm::Communicator& group, uint64_t fingerprint = 0,
                       const std::string& call = "the norm of gradients");
 
-/// Norms of the gradients that replicas have in pieces, by parameter of `slices`. `piece(i)` is
-/// this rank's piece of gradient i or undefined where it has none; what is not `wanted` is passed
-/// over. For the order of the sum to be that of one process, each gradient is put together on one
-/// of the ranks, which has its norm then; the others' are undefined. With infinity every rank has
-/// the norm of its pieces, and nothing is sent. Otherwise collective over the group of `slices`:
-/// one gather for each bucket, in which every rank sends its pieces. `as_summed`: gradients have
-/// the dtype of their sums, not of their parameters (see dp::BucketOptions).
-std::vector<at::Tensor> norms_of_pieces(const dp::ParameterSlices& slices,
-                                        const std::function<at::Tensor(size_t)>& piece,
-                                        const std::vector<bool>& wanted, double norm_type,
-                                        bool as_summed = false);
+/// Norms of order `norm_type` of what lies on ranks as parameters do, by index of `held`. For the
+/// order of a sum to be that of one process, each tensor is put together on one of the ranks that
+/// have some of it, which has its norm then; the others' are undefined. With infinity every rank
+/// has the norm of what it holds, and nothing is sent. Otherwise as `for_each_whole`.
+std::vector<at::Tensor> norms_of_wholes(const Runtime& runtime, const std::vector<Held>& held,
+                                        double norm_type);
 
 }  // namespace smp::runtime
