@@ -181,13 +181,6 @@ void Rules::check_tensor_parallel_rules(int64_t degree) {
   const auto refuse = [&](const std::string& text) {
     add("tensor_parallel_degree", c10::str("a degree of ", degree, " needs ", text));
   };
-  if (if_valid<bool>("shard_optimizer_state") == true) {
-    refuse("\"shard_optimizer_state\" to be false, got true.");
-  }
-  const auto sharded = if_valid<int64_t>("sharded_data_parallel_degree");
-  if (sharded && *sharded > 1) {
-    refuse(c10::str("\"sharded_data_parallel_degree\" to be 1, got ", *sharded, "."));
-  }
   for (const char* file : {"partition_file", "graph_file"}) {
     if (!is_set(file)) continue;
     refuse(c10::str("\"", file, "\" to be unset: the file does not say how layers are divided."));

@@ -322,8 +322,7 @@ std::vector<Parameter> tensor_and_sharding_rows() {
   return {
       integer("tensor_parallel_degree", int64_t{1},
               "Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than "
-              "1 needs `ddp`, and neither `shard_optimizer_state` nor `partition_file` nor "
-              "`graph_file`.")
+              "1 needs `ddp`, and neither `partition_file` nor `graph_file`.")
           .at_least(1)
           .at_most(kMostRanks),
       boolean("prescaled_batch", false,
@@ -340,9 +339,8 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "report says so."),
       integer("sharded_data_parallel_degree", int64_t{1},
               "Over how many replicas parameters, gradients and optimizer state are sharded (see "
-              "docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 "
-              "needs `partitions` of 1, and neither `shard_optimizer_state` nor "
-              "`gradient_accumulation_fusion`.")
+              "docs/sharding.md); a divisor of their number. More than 1 needs `partitions` of 1, "
+              "and neither `shard_optimizer_state` nor `gradient_accumulation_fusion`.")
           .at_least(1)
           .at_most(kMostRanks),
       integer("sdp_reduce_bucket_size", int64_t{500000000},

@@ -113,7 +113,8 @@ void Topology::check_divides(const Config& config, int world_size) {
   check_divisor("tensor_parallel_degree", config.tensor_parallel_degree(),
                 "world size / partitions", data_parallel);
   check_divisor("sharded_data_parallel_degree", config.sharded_data_parallel_degree(),
-                "the number of data-parallel ranks", data_parallel);
+                "the number of replicas",
+                data_parallel / static_cast<int>(config.tensor_parallel_degree()));
 }
 
 void Topology::check_rank(int rank) const {

@@ -404,8 +404,8 @@ class SMP_API Config {
   bool bf16() const { return std::get<bool>(get("bf16")); }
 
   /// Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than 1 needs
-  /// `ddp`, and neither `shard_optimizer_state` nor `partition_file` nor `graph_file`. An integer
-  /// from 1 to 1000000. Default: 1.
+  /// `ddp`, and neither `partition_file` nor `graph_file`. An integer from 1 to 1000000. Default:
+  /// 1.
   Config& tensor_parallel_degree(int64_t value) { return set("tensor_parallel_degree", value); }
   int64_t tensor_parallel_degree() const {
     return std::get<int64_t>(get("tensor_parallel_degree"));
@@ -439,9 +439,9 @@ class SMP_API Config {
   }
 
   /// Over how many replicas parameters, gradients and optimizer state are sharded (see
-  /// docs/sharding.md); a divisor of the number of data-parallel ranks. More than 1 needs
-  /// `partitions` of 1, and neither `shard_optimizer_state` nor `gradient_accumulation_fusion`. An
-  /// integer from 1 to 1000000. Default: 1.
+  /// docs/sharding.md); a divisor of their number. More than 1 needs `partitions` of 1, and neither
+  /// `shard_optimizer_state` nor `gradient_accumulation_fusion`. An integer from 1 to 1000000.
+  /// Default: 1.
   Config& sharded_data_parallel_degree(int64_t value) {
     return set("sharded_data_parallel_degree", value);
   }

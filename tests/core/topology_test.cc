@@ -135,7 +135,14 @@ TEST(Topology, Errors) {
   EXPECT_EQ(
       error_text([] { core::Topology(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
-      "data-parallel ranks (4), got 3. Set it to 1, 2 or 4.");
+      "replicas (4), got 3. Set it to 1, 2 or 4.");
+  EXPECT_EQ(
+      error_text([] {
+        core::Topology(Config().tensor_parallel_degree(2).sharded_data_parallel_degree(4).ddp(true),
+                       4, 4);
+      }),
+      "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
+      "replicas (2), got 4. Set it to 1 or 2.");
   EXPECT_EQ(
       error_text([] { core::Topology(Config().partitions(2), 8, 8); }),
       "[smp] config key \"ddp\": expected true, because 8 ranks are 4 replicas of 2 partitions, "

@@ -12,6 +12,7 @@
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel.h"
+#include "tests/smp/tensor_parallel_sharding.h"
 
 // Checkpoints do not say among how many ranks layers were divided.
 namespace smp {
@@ -19,6 +20,7 @@ namespace {
 
 using namespace testing;
 
+using Change = std::function<Config(Config)>;
 using Model = DistributedModel<std::shared_ptr<DividedModel>>;
 using Optimizer = DistributedOptimizer<torch::optim::AdamW>;
 
@@ -52,11 +54,11 @@ class TensorParallelCheckpoint : public ::testing::Test {
 
   /// Plays the ranks of a layout. The seed of the weights is `seed`.
   static void run(const TensorLayout& layout, const std::function<void(Rank&)>& body,
-                  uint64_t seed = 5, const Config& more = Config()) {
-    const bool half = more.bf16();
-    run_as_threads(layout.ranks(), config_of(layout).bf16(half), [&] {
+                  uint64_t seed = 5, const Change& change = unchanged) {
+    const Config config = change(config_of(layout));
+    run_as_threads(layout.ranks(), config, [&] {
       auto net = make_model<DividedModel>(seed);
-      if (half) net->to(torch::kFloat);
+      if (config.bf16()) net->to(torch::kFloat);
       Model model(net);
       Optimizer optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
       auto step_function = step([&](torch::Tensor x, torch::Tensor y) {
@@ -76,7 +78,7 @@ class TensorParallelCheckpoint : public ::testing::Test {
 
   /// What all ranks agree that they hold after `body`.
   static Named outcome(const TensorLayout& layout, const std::function<void(Rank&)>& body,
-                       uint64_t seed = 5, const Config& more = Config()) {
+                       uint64_t seed = 5, const Change& change = unchanged) {
     Named result;
     std::mutex mutex;
     run(
@@ -88,9 +90,11 @@ class TensorParallelCheckpoint : public ::testing::Test {
           if (result.empty()) result = held;
           expect_equal(held, result, "of rank " + std::to_string(smp::rank()));
         },
-        seed, more);
+        seed, change);
     return result;
   }
+
+  static Config unchanged(Config config) { return config; }
 
  private:
   std::string folder_;
@@ -184,7 +188,7 @@ TEST_F(TensorParallelCheckpoint, IsSavedBeforeTheFirstStep) {
 
 /// Master weights are divided and joined as parameters are.
 TEST_F(TensorParallelCheckpoint, KeepsMasterWeights) {
-  const auto half = Config().bf16(true);
+  const auto half = [](Config config) { return config.bf16(true); };
   const auto saved = outcome(
       {2, 2},
       [&](Rank& rank) {
@@ -204,6 +208,122 @@ TEST_F(TensorParallelCheckpoint, KeepsMasterWeights) {
         },
         6, half);
     expect_equal(loaded, saved, "value");
+  }
+}
+
+/// A layout, and how replicas divide what a rank has.
+struct Division {
+  TensorLayout layout;
+  Change change;
+};
+
+const std::vector<Division> kDivisions{{{2, 1, 2}, with_divided_states},
+                                       {{2, 2, 2, true}, with_divided_states},
+                                       {{2, 1, 2}, with_divided_parameters}};
+
+TEST_F(TensorParallelCheckpoint, OtherDivisionsGoOn) {
+  const auto uninterrupted = outcome({1}, [](Rank& rank) {
+    for (int i = 0; i < 8; ++i) rank.train(i);
+  });
+  for (int i = 0; i < 3; ++i) {
+    const auto& [layout, change] = kDivisions[i];
+    outcome(
+        layout,
+        [&, i](Rank& rank) {
+          if (i == 2) rank.train(0);  // after the first step loading takes another way
+          if (i > 0) load(path(std::to_string(i)), rank.model, rank.optimizer);
+          rank.train(2 * i);
+          rank.train(2 * i + 1);
+          save(path(std::to_string(i + 1)), rank.model, rank.optimizer);
+        },
+        5 + i, change);
+  }
+  const auto last = outcome(
+      {1, 2},
+      [&](Rank& rank) {
+        load(path("3"), rank.model, rank.optimizer);
+        rank.train(6);
+        rank.train(7);
+      },
+      9);
+  expect_close(last, uninterrupted, "value", 1e-10);
+}
+
+/// Into other divisions, none, one file and a plain module; with master weights, too.
+TEST_F(TensorParallelCheckpoint, KeepsEveryBitOfPiecesOfParts) {
+  for (const bool half : {false, true}) {
+    for (size_t i = 0; i < kDivisions.size(); ++i) {
+      SCOPED_TRACE(c10::str("division ", i, half ? ", half precision" : ""));
+      const auto with = [&](size_t division) {
+        return [&, division](Config config) {
+          return kDivisions[division].change(std::move(config)).bf16(half);
+        };
+      };
+      const std::string name = path(c10::str(i, half));
+      const auto saved = outcome(
+          kDivisions[i].layout,
+          [&](Rank& rank) {
+            rank.train(0);
+            rank.train(1);
+            save(name, rank.model, rank.optimizer);
+            save_async(name + ".async", rank.model, rank.optimizer).wait();
+            save_checkpoint(name, "full", rank.model, SaveCheckpointOptions().partial(false));
+            save_checkpoint(name, "async", rank.model,
+                            SaveCheckpointOptions().partial(false).asynchronous(true))
+                .wait();
+          },
+          5, with(i));
+      const auto load_all = [&](const std::string& from) {
+        return [from](Rank& rank) {
+          rank.train(1);
+          load(from, rank.model, rank.optimizer);
+        };
+      };
+      const size_t other = (i + 1) % kDivisions.size();
+      expect_equal(outcome(kDivisions[other].layout, load_all(name), 6, with(other)), saved,
+                   "value");
+      const auto alone = [&](Config config) { return config.bf16(half); };
+      expect_equal(outcome({1}, load_all(name + ".async"), 6, alone), saved, "value");
+      if (half) continue;
+      for (const std::string tag : {"full", "async"}) {
+        const auto plain = make_model<PlainModel>(9);
+        load_into_module(name + "/" + tag, *plain);
+        for (const auto& [parameter, value] : state_of(*plain)) {
+          expect_equal(value, saved.at(parameter), parameter + " from " + tag);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(TensorParallelCheckpoint, OptimizerStatesOfPiecesGoIntoOtherDegrees) {
+  for (const auto& [layout, change] : kDivisions) {
+    OptimizerState whole;
+    std::mutex mutex;
+    const auto saved = outcome(
+        layout,
+        [&](Rank& rank) {
+          rank.train(0);
+          const auto before = everything(rank);
+          for (const bool gathered : {true, false}) {
+            rank.optimizer.load_state_dict(rank.optimizer.local_state_dict(gathered));
+            expect_equal(everything(rank), before, "value after the local one");
+          }
+          const auto state = rank.optimizer.state_dict();
+          const std::lock_guard lock(mutex);
+          whole = state;
+        },
+        5, change);
+    const auto loaded = outcome(
+        {4},
+        [&](Rank& rank) {
+          rank.train(1);
+          rank.optimizer.load_state_dict(whole);
+        },
+        6);
+    for (const auto& [name, tensor] : saved) {
+      if (name.find('/') != std::string::npos) expect_equal(loaded.at(name), tensor, name);
+    }
   }
 }
 

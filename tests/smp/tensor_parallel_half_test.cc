@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <functional>
 #include <iostream>
 #include <map>
 #include <mutex>
@@ -12,6 +13,7 @@
 
 #include "runtime/runtime.h"
 #include "tests/smp/recipe.h"
+#include "tests/smp/tensor_parallel_sharding.h"
 
 // Half precision where layers are divided, against one plain process.
 namespace smp {
@@ -24,20 +26,23 @@ constexpr int kDegree = 2;
 
 /// As `train_ranks`, on ranks that divide the layers. Masters are whole, as the optimizer's state
 /// dictionary has them.
-Trace train_divided(int stages, const Recipe& recipe) {
+Trace train_divided(
+    int stages, const Recipe& recipe, int replicas = 1,
+    const std::function<Config(Config)>& change = [](Config config) { return config; }) {
+  const int ranks = kDegree * stages * replicas;
   Trace trace;
   Losses losses(trace);
   std::mutex mutex;
   std::vector<Net> nets;
-  for (int i = 0; i < kDegree * stages; ++i) nets.push_back(make_net());
+  for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
   std::set<std::string> divided;
   std::map<std::string, torch::Tensor> local_masters;  // of whole parameters
   const auto config = testing::stages(stages)
                           .tensor_parallel_degree(kDegree)
                           .ddp(true)
-                          .microbatches(Layout::kMicrobatches / kDegree)
+                          .microbatches(Layout::kMicrobatches / kDegree / replicas)
                           .gradient_shards(Layout::kShards);
-  run_as_threads(kDegree * stages, with_precision(config, recipe.precision), [&] {
+  run_as_threads(ranks, with_precision(change(config), recipe.precision), [&] {
     set_tensor_parallelism(*nets[rank()]);
     DistributedModel<Net> model(nets[rank()]);
     const auto plain = recipe.optimizer(model->parameters());
@@ -144,6 +149,18 @@ TEST(TensorParallelHalf, TrainsAsOneProcessUpToRounding) {
   check(recipe<torch::optim::SGD>(kFp16, kSgd, LossScaleOptions().static_loss_scale(1024)), 0,
         kFp16Bound);
   check(recipe<torch::optim::SGD>(kBf16, kSgd), 0, kBf16Bound);
+}
+
+/// Replicas that divide parts, of states or of parameters; with steps that overflow.
+TEST(TensorParallelHalf, HasTheBitsOfWholeReplicas) {
+  torch::set_num_threads(1);
+  const auto overflowing = recipe<torch::optim::SGD>(kFp16, kSgd, lively(), /*overflows=*/true);
+  const auto adam = recipe<torch::optim::AdamW>(kBf16, torch::optim::AdamWOptions(0.01));
+  for (const Recipe& trained : {overflowing, adam}) {
+    const Trace whole = train_divided(1, trained, 2);
+    expect_same(train_divided(1, trained, 2, with_divided_states), whole);
+    expect_same(train_divided(1, trained, 2, with_divided_parameters), whole);
+  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -22,7 +23,19 @@ namespace smp::testing {
 
 constexpr int kSteps = 3;
 constexpr double kMaxNorm = 0.5;
+
+using MakeOptimizer =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const Tensors& parameters)>;
+
+template <class Optimizer, class Options>
+MakeOptimizer optimizer_with(const Options& options) {
+  return [options](const Tensors& parameters) {
+    return std::make_unique<Optimizer>(parameters, options);
+  };
+}
+
 inline const torch::optim::SGDOptions kOptions = torch::optim::SGDOptions(0.5).momentum(0.9);
+inline const MakeOptimizer kSgd = optimizer_with<torch::optim::SGD>(kOptions);
 
 /// The batch of all ranks together in a step: what a net's `step_batch` makes, tokens otherwise.
 template <class Net, class = void>
@@ -62,17 +75,18 @@ inline int divided_streams(const std::string& report) {
 }
 
 template <class Net>
-Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
+Outcome run_plain(
+    const std::function<void(Net&)>& prepare = [](Net&) {}, const MakeOptimizer& make = kSgd) {
   Outcome result;
   const auto net = make_model<Net>(5);
   prepare(*net);
   const auto parameters = unique_parameters(*net);
-  torch::optim::SGD optimizer(parameters, kOptions);
+  const auto optimizer = make(parameters);
   const auto loss_of = [&](const Tensors& batch, int m) {
     return net->loss(part(batch[0], kMicrobatches, m), part(batch[1], kMicrobatches, m));
   };
   for (int step = 0; step < kSteps; ++step) {
-    optimizer.zero_grad();
+    optimizer->zero_grad();
     const auto batch = BatchOf<Net>::make(step);
     result.losses.push_back(plain_backward(parameters, 1, kMicrobatches, [&](int m) {
       const KeyedRandom random(kSeed, "step 0", step, m);
@@ -90,7 +104,7 @@ Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
     }
     result.largest.push_back(largest);
     result.norms.push_back(torch::nn::utils::clip_grad_norm_(parameters, kMaxNorm));
-    optimizer.step();
+    optimizer->step();
   }
   net->eval();
   torch::NoGradGuard no_grad;
@@ -101,12 +115,12 @@ Outcome run_plain(const std::function<void(Net&)>& prepare = [](Net&) {}) {
   return result;
 }
 
-/// The gradients of this rank's stage, whole.
+/// The gradients of this rank's stage, whole; not those of which replicas have pieces.
 inline Named whole_gradients(const ModelCore& model) {
   Named result;
   for (const auto& item : model.local_named_parameters()) {
     const auto gradient = item.value().grad();
-    if (!gradient.defined()) continue;
+    if (!gradient.defined() || gradient.is_meta()) continue;
     auto& runtime = runtime::Runtime::get();
     const auto& split = runtime.table().at(item.value()).split;
     result[item.key()] =
@@ -121,7 +135,8 @@ inline Named whole_gradients(const ModelCore& model) {
 template <class Net>
 Outcome run_on_ranks(
     const TensorLayout& layout, const std::function<void(Net&)>& prepare = [](Net&) {},
-    const std::function<Config(Config)>& more = [](Config config) { return config; }) {
+    const std::function<Config(Config)>& more = [](Config config) { return config; },
+    const MakeOptimizer& make = kSgd) {
   Outcome result;
   result.losses.assign(kSteps, Tensors(kMicrobatches));
   result.gradients.resize(kSteps);
@@ -133,7 +148,8 @@ Outcome run_on_ranks(
     const auto net = make_model<Net>(rdp_rank() == 0 && pp_rank() == 0 ? 5 : 6 + rank());
     prepare(*net);
     DistributedModel<std::shared_ptr<Net>> model(net);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOptions);
+    const auto plain = make(model->parameters());
+    auto optimizer = distributed(*plain);
     const auto loss_of = [&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); };
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = loss_of(x, y);
