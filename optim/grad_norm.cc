@@ -76,6 +76,17 @@ at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters) {
   return norm_of_norms(norms, kL2);
 }
 
+std::vector<double> local_tensor_norms(const std::vector<TensorOfParameter>& tensors,
+                                       double norm_type) {
+  std::vector<double> norms;
+  for (const auto& [parameter, tensor] : tensors) {
+    norms.push_back(gradient_norm(tensor, norm_type).item<double>());
+  }
+  return norms;
+}
+
 UsesGradNorm::UsesGradNorm() : grad_norm_(local_grad_norm) {}
+
+UsesTensorNorms::UsesTensorNorms() : tensor_norms_(local_tensor_norms) {}
 
 }  // namespace smp::optim

@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "smp/optim/uses_tensor_norms.h"
+
 namespace torch::optim {
 class Optimizer;
 }  // namespace torch::optim
@@ -32,5 +34,9 @@ void scale_to_norm(const std::vector<at::Tensor>& gradients, const at::Tensor& n
 /// The L2 norm over the gradients of parameters of this process alone, of which some may have none.
 /// Throws `UsageError` if one is on another rank.
 at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters);
+
+/// The norms of tensors as this process has them.
+std::vector<double> local_tensor_norms(const std::vector<TensorOfParameter>& tensors,
+                                       double norm_type);
 
 }  // namespace smp::optim

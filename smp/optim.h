@@ -4,9 +4,10 @@
 /// All of smp::optim: optimizers that libtorch lacks, its own on fused kernels, and what an
 /// optimizer of your own tells the library. See docs/optimizers.md.
 
-#include "smp/optim/adadelta.h"        // IWYU pragma: export
-#include "smp/optim/fused.h"           // IWYU pragma: export
-#include "smp/optim/lamb.h"            // IWYU pragma: export
-#include "smp/optim/novograd.h"        // IWYU pragma: export
-#include "smp/optim/traits.h"          // IWYU pragma: export
-#include "smp/optim/uses_grad_norm.h"  // IWYU pragma: export
+#include "smp/optim/adadelta.h"           // IWYU pragma: export
+#include "smp/optim/fused.h"              // IWYU pragma: export
+#include "smp/optim/lamb.h"               // IWYU pragma: export
+#include "smp/optim/novograd.h"           // IWYU pragma: export
+#include "smp/optim/traits.h"             // IWYU pragma: export
+#include "smp/optim/uses_grad_norm.h"     // IWYU pragma: export
+#include "smp/optim/uses_tensor_norms.h"  // IWYU pragma: export

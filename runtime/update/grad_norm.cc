@@ -13,30 +13,45 @@
 namespace smp::runtime {
 namespace {
 
-constexpr double kNone = -1;  // less than any norm
+constexpr double kNone = -std::numeric_limits<double>::infinity();  // less than any number
 
 }  // namespace
+
+std::vector<std::optional<double>> share_norms(const std::vector<at::Tensor>& norms,
+                                               comm::Communicator& group) {
+  at::NoGradGuard no_grad;
+  const auto count = static_cast<int64_t>(norms.size());
+  // Norms are doubles on the way, which changes none, and a maximum takes one of several equal.
+  const at::Tensor exchanged = at::full({count}, kNone, at::kDouble);
+  double* const numbers = exchanged.mutable_data_ptr<double>();
+  for (int64_t i = 0; i < count; ++i) {
+    if (norms[i].defined()) numbers[i] = norms[i].item<double>();
+  }
+  group.all_reduce(exchanged, ReduceOp::kMax);
+  std::vector<std::optional<double>> result(norms.size());
+  for (int64_t i = 0; i < count; ++i) {
+    if (numbers[i] != kNone) result[i] = numbers[i];
+  }
+  return result;
+}
 
 at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
                       comm::Communicator& group, uint64_t fingerprint, const std::string& call) {
   at::NoGradGuard no_grad;
-  const auto count = static_cast<int64_t>(norms.size());
-  // Norms are doubles on the way, which changes none, and a maximum takes one of several equal.
-  const at::Tensor exchanged = at::full({count + 2}, kNone, at::kDouble);
-  double* const numbers = exchanged.mutable_data_ptr<double>();
-  for (int64_t i = 0; i < count; ++i) {
-    if (norms[i].norm.defined()) numbers[i] = norms[i].norm.item<double>();
-  }
-  numbers[count] = static_cast<double>(fingerprint);
-  numbers[count + 1] = -numbers[count];
-  group.all_reduce(exchanged, ReduceOp::kMax);
-  SMP_CHECK_WITH(UsageError, numbers[count] == -numbers[count + 1], call,
+  std::vector<at::Tensor> own;
+  for (const GradientNorm& norm : norms) own.push_back(norm.norm);
+  const at::Tensor asked_for = at::scalar_tensor(static_cast<double>(fingerprint), at::kDouble);
+  own.push_back(asked_for);
+  own.push_back(-asked_for);
+  const auto all = share_norms(own, group);
+  const size_t count = norms.size();
+  SMP_CHECK_WITH(UsageError, *all[count] == -*all[count + 1], call,
                  " was called with other arguments on other ranks. Give all ranks the same "
                  "parameters in the same order, such as model->parameters() (not "
                  "local_parameters()), and the same numbers");
   std::vector<at::Tensor> present;
-  for (int64_t i = 0; i < count; ++i) {
-    if (numbers[i] != kNone) present.push_back(at::scalar_tensor(numbers[i], norms[i].dtype));
+  for (size_t i = 0; i < count; ++i) {
+    if (all[i]) present.push_back(at::scalar_tensor(*all[i], norms[i].dtype));
   }
   return optim::norm_of_norms(present, norm_type);
 }

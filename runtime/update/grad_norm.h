@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,11 @@ struct GradientNorm {
   /// Of `norm`, on all ranks alike.
   at::ScalarType dtype = at::kFloat;
 };
+
+/// Numbers of which each rank has some, the others undefined: all that some rank has, on every
+/// rank. Of several the largest. One all-reduce.
+std::vector<std::optional<double>> share_norms(const std::vector<at::Tensor>& norms,
+                                               comm::Communicator& group);
 
 /// The norm over all gradients, on every rank, with the bits that torch::nn::utils::clip_grad_norm_
 /// computes from the same gradients in one process. `norms` has an element for each parameter, in

@@ -13,6 +13,7 @@
 #include "runtime/update/state_pieces.h"
 #include "runtime/update/update_watch.h"
 #include "smp/optim/uses_grad_norm.h"
+#include "smp/optim/uses_tensor_norms.h"
 
 namespace smp::runtime {
 namespace {
@@ -26,6 +27,26 @@ void give_grad_norm(torch::optim::Optimizer& optimizer) {
     return grad_norm(parameters);
   });
 }
+
+/// While it lives, an optimizer that asks for norms of tensors is given those of wholes.
+class WholeNorms {
+ public:
+  WholeNorms(torch::optim::Optimizer& optimizer, const OptimizerPieces& pieces)
+      : user_(dynamic_cast<optim::UsesTensorNorms*>(&optimizer)) {
+    if (user_ == nullptr) return;
+    user_->set_tensor_norms([&pieces](const auto& tensors, double norm_type) {
+      return pieces.norms_of(tensors, norm_type);
+    });
+  }
+  ~WholeNorms() {
+    if (user_ != nullptr) user_->set_tensor_norms(optim::local_tensor_norms);
+  }
+  WholeNorms(const WholeNorms&) = delete;
+  WholeNorms& operator=(const WholeNorms&) = delete;
+
+ private:
+  optim::UsesTensorNorms* const user_;
+};
 
 }  // namespace
 
@@ -53,6 +74,7 @@ at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClos
   runtime_->update_watch->before_update();
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
+  const WholeNorms norms(optimizer_, pieces_);
   at::Tensor loss = pieces_.step(update, closure);
   runtime_->update_watch->after_update();
   return loss;

@@ -6,6 +6,7 @@
 #include <ATen/ops/where.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "checkpoint/apply.h"
@@ -14,6 +15,7 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/divided_states.h"
+#include "runtime/update/grad_norm.h"
 #include "runtime/update/precision.h"
 #include "runtime/update/state_pieces.h"
 
@@ -156,6 +158,47 @@ void OptimizerPieces::prepare() {
   bind_pieces();
   make_masters();
   adopt_states();
+  list_updated();
+}
+
+/// The same list on all ranks that have parameters together.
+void OptimizerPieces::list_updated() {
+  updated_.clear();
+  for_each([&](const at::Tensor& parameter) {
+    const auto* entry = runtime_.table().find(parameter);
+    if (entry == nullptr) return;
+    const bool has_gradient =
+        entry->slice ? entry->slice->has_gradient() : parameter.grad().defined();
+    const bool has_master = has_masters_ && MasterWeights::concerns(parameter);
+    if (has_gradient) {
+      updated_.push_back(
+          {entry, stand_in_for(parameter), has_master ? at::kFloat : parameter.scalar_type()});
+    }
+  });
+}
+
+std::vector<double> OptimizerPieces::norms_of(const std::vector<optim::TensorOfParameter>& tensors,
+                                              double norm_type) const {
+  std::map<const c10::TensorImpl*, size_t> place;
+  std::vector<Held> held;
+  for (const auto& [entry, stand_in, dtype] : updated_) {
+    if (stand_in.defined()) place[stand_in.unsafeGetTensorImpl()] = held.size();
+    held.push_back({entry, {}, dtype, /*exists=*/true});
+  }
+  for (const auto& [parameter, tensor] : tensors) {
+    const auto found = place.find(parameter.unsafeGetTensorImpl());
+    if (found != place.end()) held[found->second].own = tensor;
+  }
+  const auto group = runtime_.group(slices_.empty() ? CommGroup::kTp : CommGroup::kDp);
+  const auto norms = share_norms(norms_of_wholes(runtime_, held, norm_type), *group);
+  std::vector<double> result;
+  for (const auto& [parameter, tensor] : tensors) {
+    const auto found = place.find(parameter.unsafeGetTensorImpl());
+    result.push_back(found != place.end()  // else it is no model's
+                         ? norms[found->second].value()
+                         : optim::gradient_norm(tensor, norm_type).item<double>());
+  }
+  return result;
 }
 
 /// Of what has a gradient. After values were loaded into parameters, masters that do not round to

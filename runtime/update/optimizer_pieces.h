@@ -14,6 +14,7 @@
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
 #include "runtime/update/master_weights.h"
+#include "smp/optim/uses_tensor_norms.h"
 
 namespace smp::runtime {
 
@@ -49,6 +50,11 @@ class OptimizerPieces {
   /// As the optimizer's own.
   void zero_grad(bool set_to_none);
 
+  /// While `step` calls `update`: norms of wholes, given what the optimizer has of them; as
+  /// `optim::TensorNorms`. Collective over the ranks that have parameters together.
+  std::vector<double> norms_of(const std::vector<optim::TensorOfParameter>& tensors,
+                               double norm_type) const;
+
   /// What the next update would read: the defined gradients of this rank, of what is divided those
   /// of this replica's pieces.
   std::vector<at::Tensor> gradients();
@@ -75,6 +81,12 @@ class OptimizerPieces {
  private:
   using Slice = ParameterTable::Slice;
   class StandIn;
+  /// What some rank is about to update.
+  struct Updated {
+    const ParameterTable::Entry* entry;
+    at::Tensor stand_in;   // undefined where this rank has nothing of it
+    at::ScalarType dtype;  // of stand-ins
+  };
 
   void find_slices() { slices_ = slices_of(runtime_); }
   const Slice* slice_of(const at::Tensor& parameter) const;
@@ -89,6 +101,7 @@ class OptimizerPieces {
   void divide_states();
   void adopt_states();
   void forget_replaced();
+  void list_updated();
   void clip() const;
   void write_back();
   void gather();
@@ -101,7 +114,8 @@ class OptimizerPieces {
   std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;  // by model that has them
   bool has_masters_;
   MasterWeights masters_;
-  int64_t parameter_loads_ = 0;  // when masters were last as the parameters
+  std::vector<Updated> updated_;  // in the order of the groups
+  int64_t parameter_loads_ = 0;   // when masters were last as the parameters
   bool states_are_divided_ = false;
 };
 

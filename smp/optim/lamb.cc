@@ -53,11 +53,9 @@ torch::Tensor update_averages(const torch::Tensor& param, const torch::Tensor& g
   return update;
 }
 
-/// How much of the rate a parameter gets.
-double trust_ratio(const torch::Tensor& param, const torch::Tensor& update,
-                   const LambOptions& options) {
+/// How much of the rate a parameter gets, by its norm and that of its update.
+double trust_ratio(double of_param, double of_update, const LambOptions& options) {
   if (!options.use_nvlamb() && options.weight_decay() == 0) return 1;
-  const auto of_param = param.norm().item<double>(), of_update = update.norm().item<double>();
   return of_param != 0 && of_update != 0 ? of_param / of_update : 1;
 }
 
@@ -154,12 +152,21 @@ torch::Tensor Lamb::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   torch::Tensor loss = detail::loss_of(closure);
   const double norm = norm_of_gradients();
+  std::vector<TensorOfParameter> params, updates;
+  std::vector<const LambOptions*> options_of;
   detail::for_each_gradient<LambOptions>(
       param_groups_, "Lamb", [&](const torch::Tensor& param, const LambOptions& options) {
         const torch::Tensor grad = prepare_gradient(param, options, norm);
-        const torch::Tensor update = update_averages(param, grad, options, state_of(param));
-        torch::Tensor(param).sub_(update, options.lr() * trust_ratio(param, update, options));
+        params.push_back({param, param});
+        updates.push_back({param, update_averages(param, grad, options, state_of(param))});
+        options_of.push_back(&options);
       });
+  constexpr double kL2 = 2;
+  const auto of_params = tensor_norms_(params, kL2), of_updates = tensor_norms_(updates, kL2);
+  for (size_t i = 0; i < updates.size(); ++i) {
+    const double ratio = trust_ratio(of_params[i], of_updates[i], *options_of[i]);
+    params[i].tensor.sub_(updates[i].tensor, options_of[i]->lr() * ratio);
+  }
   return loss;
 }
 

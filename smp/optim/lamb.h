@@ -13,6 +13,7 @@
 
 #include "smp/export.h"
 #include "smp/optim/uses_grad_norm.h"
+#include "smp/optim/uses_tensor_norms.h"
 
 namespace smp::optim {
 
@@ -74,10 +75,9 @@ SMP_API bool operator==(const LambParamState& lhs, const LambParamState& rhs);
 ///     x = x - lr |x| / |u| u
 ///
 /// where the ratio of L2 norms is 1 if either is 0, and for parameters without weight decay unless
-/// `use_nvlamb`. Under `DistributedOptimizer` the norm of all gradients is that over all ranks, so
-/// that `step` is collective over the pipeline. Not elementwise: pieces of parameters
-/// (`shard_optimizer_state`) will not do.
-class SMP_API Lamb : public torch::optim::Optimizer, public UsesGradNorm {
+/// `use_nvlamb`. Under `DistributedOptimizer` norms are those over all ranks, so that `step` is
+/// collective. It needs the memory for the updates of all parameters of the rank.
+class SMP_API Lamb : public torch::optim::Optimizer, public UsesGradNorm, public UsesTensorNorms {
  public:
   /// Throws ConfigError for options out of range.
   explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -23,12 +24,9 @@ void check_options(const NovoGradOptions& options) {
                        norm_type);
 }
 
-void update_norm(const torch::Tensor& grad, const NovoGradOptions& options,
-                 NovoGradParamState& state) {
+void update_norm(double norm, const NovoGradOptions& options, NovoGradParamState& state) {
   const bool is_l2 = options.norm_type() == 2;
   const double beta2 = std::get<1>(options.betas()), old = state.grad_norm();
-  const auto norm =
-      gradient_norm(grad, is_l2 ? 2 : std::numeric_limits<double>::infinity()).item<double>();
   if (state.step() == 1 && !options.init_zero()) {
     state.grad_norm(norm);
   } else if (is_l2) {
@@ -38,10 +36,12 @@ void update_norm(const torch::Tensor& grad, const NovoGradOptions& options,
   }
 }
 
-void update(torch::Tensor param, const NovoGradOptions& options, NovoGradParamState& state) {
+/// With the norm of the parameter's gradient.
+void update(torch::Tensor param, double norm, const NovoGradOptions& options,
+            NovoGradParamState& state) {
   const auto [beta1, beta2] = options.betas();
   state.step(state.step() + 1);
-  update_norm(param.grad(), options, state);
+  update_norm(norm, options, state);
   const auto steps = static_cast<double>(state.step());
   const double correction1 = options.bias_correction() ? 1 - std::pow(beta1, steps) : 1;
   const double correction2 = options.bias_correction() ? std::sqrt(1 - std::pow(beta2, steps)) : 1;
@@ -137,12 +137,40 @@ NovoGradParamState& NovoGrad::state_of(const torch::Tensor& param) {
   return static_cast<NovoGradParamState&>(*state);
 }
 
+/// Of all parameters that have one, each of the order that its group has.
+std::vector<double> NovoGrad::norms_of_gradients() {
+  std::vector<TensorOfParameter> gradients;
+  std::vector<int64_t> types;
+  detail::for_each_gradient<NovoGradOptions>(param_groups_, "NovoGrad",
+                                             [&](const torch::Tensor& param, const auto& options) {
+                                               gradients.push_back({param, param.grad()});
+                                               types.push_back(options.norm_type());
+                                             });
+  std::vector<double> norms(gradients.size());
+  for (const int64_t type : {2, 0}) {
+    // Groups are the same on all ranks, parameters that they have there are not.
+    const bool is_used =
+        std::any_of(param_groups_.begin(), param_groups_.end(), [type](const auto& group) {
+          return static_cast<const NovoGradOptions&>(group.options()).norm_type() == type;
+        });
+    if (!is_used) continue;
+    const auto of_type =
+        tensor_norms_(gradients, type == 2 ? 2.0 : std::numeric_limits<double>::infinity());
+    for (size_t i = 0; i < types.size(); ++i) {
+      if (types[i] == type) norms[i] = of_type[i];
+    }
+  }
+  return norms;
+}
+
 torch::Tensor NovoGrad::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   torch::Tensor loss = detail::loss_of(closure);
+  const auto norms = norms_of_gradients();
+  size_t next = 0;
   detail::for_each_gradient<NovoGradOptions>(
-      param_groups_, "NovoGrad", [this](const torch::Tensor& param, const auto& options) {
-        update(param, options, state_of(param));
+      param_groups_, "NovoGrad", [&](const torch::Tensor& param, const auto& options) {
+        update(param, norms[next++], options, state_of(param));
       });
   return loss;
 }

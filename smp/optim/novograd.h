@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "smp/export.h"
+#include "smp/optim/uses_tensor_norms.h"
 
 namespace smp::optim {
 
@@ -72,9 +73,10 @@ SMP_API bool operator==(const NovoGradParamState& lhs, const NovoGradParamState&
 ///     x = x - lr (m' / (n' + eps) + weight_decay x)    m', n': corrected for their bias
 ///
 /// With `reg_inside_moment`: m = beta1 m + (1 - beta1) (g / (n' + eps) + weight_decay x) and
-/// x = x - lr m'. With the largest magnitude as norm: n = beta2 n + (1 - beta2) |g|. Not
-/// elementwise: pieces of parameters (`shard_optimizer_state`) will not do.
-class SMP_API NovoGrad : public torch::optim::Optimizer {
+/// x = x - lr m'. With the largest magnitude as norm: n = beta2 n + (1 - beta2) |g|. Under
+/// `DistributedOptimizer`, where ranks have pieces or parts of parameters, norms are those of the
+/// whole, so that `step` is collective.
+class SMP_API NovoGrad : public torch::optim::Optimizer, public UsesTensorNorms {
  public:
   /// Throws ConfigError for options out of range.
   explicit NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
@@ -88,6 +90,7 @@ class SMP_API NovoGrad : public torch::optim::Optimizer {
 
  private:
   NovoGradParamState& state_of(const torch::Tensor& param);
+  std::vector<double> norms_of_gradients();
 };
 
 }  // namespace smp::optim

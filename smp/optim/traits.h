@@ -33,9 +33,10 @@ struct AdadeltaParamState;
 struct LambParamState;
 struct NovoGradParamState;
 
-/// Whether an optimizer updates each element of a parameter by this element, its gradient and its
-/// state alone, so that pieces of parameters can be updated apart (`shard_optimizer_state`). Not so
-/// for one that takes the norm of a layer, such as LAMB or LARS. For an optimizer of your own:
+/// Whether an optimizer updates each element of a parameter by this element, its gradient, its
+/// state and what `UsesTensorNorms` gives, so that pieces of parameters can be updated apart
+/// (`shard_optimizer_state`). Not so for one that takes norms of layers by itself, as LARS would.
+/// For an optimizer of your own:
 ///
 ///     template <>
 ///     struct smp::optim::IsElementwise<MyOptimizer> : std::true_type {};
@@ -66,9 +67,9 @@ struct IsElementwise<FusedAdamW> : std::true_type {};
 template <>
 struct IsElementwise<FusedAdagrad> : std::true_type {};
 template <>
-struct IsElementwise<Lamb> : std::false_type {};
+struct IsElementwise<Lamb> : std::true_type {};
 template <>
-struct IsElementwise<NovoGrad> : std::false_type {};
+struct IsElementwise<NovoGrad> : std::true_type {};
 template <>
 struct IsElementwise<torch::optim::LBFGS> : std::false_type {};
 

@@ -197,7 +197,7 @@ void expect_moves(const Recipe& recipe, const std::vector<Layout>& layouts) {
 
 TEST(OptimizerState, FullMovesBetweenLayouts) {
   expect_moves(kAdam, kLayouts);
-  expect_moves(kLamb, {{1, 1, false}, {2, 1, false}, {2, 2, false}, {3, 1, false}});
+  expect_moves(kLamb, kLayouts);
 }
 
 /// What ranks own is a part of the whole, and goes back to where it was.

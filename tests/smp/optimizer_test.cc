@@ -46,6 +46,14 @@ const std::vector<Training> kPieces{{1, 2, true}, {1, 3, true}, {2, 2, true}};
 TEST(Optimizers, LambOverStages) { expect_as_plain(kLamb, kWhole); }
 TEST(Optimizers, NovoGradOverStages) { expect_as_plain(kNovoGrad, kWhole); }
 TEST(Optimizers, FusedOverStages) { expect_as_plain(kFusedAdamW, kWhole); }
+/// Norms of parameters, gradients and updates are those of whole ones.
+TEST(Optimizers, LambOnPieces) { expect_as_plain(kLamb, kPieces); }
+TEST(Optimizers, NovoGradOnPieces) {
+  expect_as_plain(kNovoGrad, kPieces);
+  auto largest = kNovoGrad;
+  largest.options.norm_type(0);
+  expect_as_plain(largest, {kPieces.back()});
+}
 TEST(Optimizers, FusedOnPieces) {
   expect_as_plain(kFusedAdamW, kPieces);
   expect_as_plain(kFusedAdam, kPieces);
@@ -266,21 +274,6 @@ TEST(DistributedOptimizer, MadeFromThePlainModule) {
     }
     expect_equal(to_map(model->state_dict()), state_of(*plain), "value");
   });
-}
-
-TEST(DistributedOptimizerErrors, OptimizersOfWholeParametersAreNotSharded) {
-  const auto refused = [](const auto& options, auto* base) {
-    using Base = std::remove_pointer_t<decltype(base)>;
-    return error_of<UsageError>([&] {
-      train_mlp(true, [&](DistributedModel<Mlp>& model, const auto&) {
-        DistributedOptimizer<Base> optimizer(model->parameters(), options);
-      });
-    });
-  };
-  expect_has(refused(optim::LambOptions(), static_cast<optim::Lamb*>(nullptr)),
-             {"optimizer smp::optim::Lamb needs whole parameters, and with"});
-  expect_has(refused(optim::NovoGradOptions(), static_cast<optim::NovoGrad*>(nullptr)),
-             {"optimizer smp::optim::NovoGrad needs whole parameters, and with"});
 }
 
 }  // namespace

@@ -41,7 +41,6 @@ struct NamedRecipe {
   }
   const char* name;
   Recipe recipe;
-  bool divides = true;  // shard_optimizer_state takes it
 };
 
 std::vector<NamedRecipe> optimizers() {
@@ -51,8 +50,8 @@ std::vector<NamedRecipe> optimizers() {
           {"Adagrad", with<to::Adagrad>(to::AdagradOptions(0.1).lr_decay(0.01))},
           {"RMSprop", with<to::RMSprop>(to::RMSpropOptions(0.01).momentum(0.9).centered(true))},
           {"Adadelta", with<optim::Adadelta>(optim::AdadeltaOptions(0.5))},
-          {"Lamb", with<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.01)), false},
-          {"NovoGrad", with<optim::NovoGrad>(optim::NovoGradOptions(0.02)), false}};
+          {"Lamb", with<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.01))},
+          {"NovoGrad", with<optim::NovoGrad>(optim::NovoGradOptions(0.02))}};
 }
 
 struct NamedPrecision {
@@ -73,7 +72,6 @@ std::vector<NamedPrecision> precisions() {
 struct Change {
   const char* name;
   Layout from, to;
-  bool divides() const { return from.shard_optimizer_state || to.shard_optimizer_state; }
 };
 
 std::vector<Change> changes() {
@@ -114,7 +112,6 @@ std::vector<Case> cases() {
   for (const NamedRecipe& optimizer : optimizers()) {
     for (const NamedPrecision& precision : precisions()) {
       for (const Change& change : changes()) {
-        if (change.divides() && !optimizer.divides) continue;
         product.push_back({optimizer, precision, change});
       }
     }

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "smp/optim/adadelta.h"
+#include "smp/optim/uses_tensor_norms.h"
 #include "tests/smp/sharded_state.h"
 
 // What programs do with optimizers under `shard_optimizer_state`: as without, or an error.
@@ -156,9 +157,30 @@ struct SignSgd : to::Optimizer {
   }
 };
 
-/// One that takes the norm of a whole parameter.
+/// One that takes the norm of a whole parameter by itself.
 struct Lars : SignSgd {
   using SignSgd::SignSgd;
+};
+
+/// One that asks for it.
+struct LarsOfWholes : SignSgd, optim::UsesTensorNorms {
+  using SignSgd::SignSgd;
+  torch::Tensor step(LossClosure) override {
+    torch::NoGradGuard no_grad;
+    std::vector<optim::TensorOfParameter> parameters, gradients;
+    for (auto& group : param_groups()) {
+      for (auto& parameter : group.params()) {
+        if (!parameter.grad().defined()) continue;
+        parameters.push_back({parameter, parameter});
+        gradients.push_back({parameter, parameter.grad()});
+      }
+    }
+    const auto sizes = tensor_norms_(parameters, 2), steps = tensor_norms_(gradients, 2);
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      parameters[i].tensor.sub_(gradients[i].tensor, 0.1 * sizes[i] / steps[i]);
+    }
+    return {};
+  }
 };
 
 }  // namespace
@@ -166,6 +188,9 @@ struct Lars : SignSgd {
 
 template <>
 struct smp::optim::IsElementwise<smp::SignSgd> : std::true_type {};
+
+template <>
+struct smp::optim::IsElementwise<smp::LarsOfWholes> : std::true_type {};
 
 namespace smp {
 namespace {
@@ -175,6 +200,17 @@ TEST(ShardedOptimizer, AnOptimizerOfYourOwn) {
     DistributedOptimizer<SignSgd> optimizer(model->parameters(), to::SGDOptions(0.1));
     train();
     optimizer.step();
+  });
+}
+
+TEST(ShardedOptimizer, AnOptimizerOfYourOwnThatAsksForNorms) {
+  expect_same_with_and_without([](DistributedModel<Mlp>& model, const auto& train) {
+    DistributedOptimizer<LarsOfWholes> optimizer(model->parameters(), to::SGDOptions(0.1));
+    for (int i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      train();
+      optimizer.step();
+    }
   });
 }
 

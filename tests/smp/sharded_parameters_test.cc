@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "runtime/parameters/sharding.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "smp/smp.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
@@ -169,6 +171,15 @@ TEST_P(ShardedTraining, IsAsInOneProcess) {
 TEST_P(ShardedTraining, NeedsLittleMemory) {
   const auto [replicas, degree] = GetParam();
   check<TinyGpt, torch::optim::AdamW>(tied_gpt, kAdamW, {replicas, degree, 1, 0, 1000, 1});
+}
+
+/// Norms of parameters, gradients and updates are those of whole ones.
+TEST_P(ShardedTraining, TakesNormsOfWholes) {
+  const auto [replicas, degree] = GetParam();
+  check<TinyGpt, optim::Lamb>(tied_gpt, optim::LambOptions(0.02).max_grad_norm(0.05),
+                              {replicas, degree});
+  check<TinyGpt, optim::NovoGrad>(gpt, optim::NovoGradOptions(0.02).weight_decay(0.01),
+                                  {replicas, degree, 2});
 }
 
 INSTANTIATE_TEST_SUITE_P(ReplicasAndDegree, ShardedTraining,

@@ -5,7 +5,6 @@
 
 #include <string>
 
-#include "smp/optim/lamb.h"
 #include "tests/smp/tensor_parallel.h"
 
 // What does not go together with tensor parallelism, and what is wrong with it: the texts.
@@ -119,7 +118,6 @@ TEST(TensorParallelRefusal, OptimizersThatNeedWholeParameters) {
   expect_has(refused<torch::optim::LBFGS>(),
              {"needs whole parameters, and with \"tensor_parallel_degree\" each rank updates its "
               "pieces of them. Use another optimizer, or set \"tensor_parallel_degree\" to 1"});
-  expect_has(refused<optim::Lamb>(), {"needs whole parameters"});
 }
 
 TEST(TensorParallelRefusal, APlainModuleOnEveryRank) {

@@ -13,6 +13,8 @@
 
 #include "runtime/parameters/sharding.h"
 #include "runtime/runtime.h"
+#include "smp/optim/lamb.h"
+#include "smp/optim/novograd.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
 
@@ -108,6 +110,26 @@ TEST(TensorParallelSharding, IsTheSameHoweverItRuns) {
         run_on_ranks<TiedGpt>(layout, marked,
                               [&](Config config) { return change(config).guard("first_step"); }),
         expected);
+  }
+}
+
+/// LAMB and NovoGrad take norms of wholes: of parts of parameters, pieces of parameters and pieces
+/// of parts.
+TEST(TensorParallelSharding, TakesNormsOfWholes) {
+  const TensorLayout layout{2, 1, 2};
+  const auto run = [&](const MakeOptimizer& make, const Change& change) {
+    return run_on_ranks<PlainModel>(
+        layout, [](PlainModel& net) { mark(net); }, change, make);
+  };
+  for (const MakeOptimizer& make :
+       {optimizer_with<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.3)),
+        optimizer_with<optim::NovoGrad>(optim::NovoGradOptions(0.02).weight_decay(0.01)),
+        optimizer_with<optim::NovoGrad>(optim::NovoGradOptions(0.02).norm_type(0))}) {
+    const auto parts = run(make, [](Config config) { return config; });
+    expect_close(parts, run_plain<PlainModel>([](PlainModel&) {}, make), 1e-11);
+    for (const Change& change : {kStates, kParameters}) {
+      expect_same_results(run(make, change), parts);
+    }
   }
 }
 
