@@ -27,7 +27,6 @@ class Rules {
   void check_partition_rules();
   void check_schedule_rules();
   void check_data_parallel_rules();
-  void check_tensor_parallel_rules(int64_t degree);
   void check_precision_rules();
 
   const Settings& settings_;
@@ -155,7 +154,6 @@ void Rules::check_data_parallel_rules() {
   if (tensor && *tensor > 1 && !ddp) {
     add("tensor_parallel_degree", "`tensor_parallel_degree` > 1 needs `ddp` to be set as well");
   }
-  if (tensor && *tensor > 1) check_tensor_parallel_rules(*tensor);
   if (if_valid<bool>("shard_optimizer_state") == true && !ddp) {
     add("shard_optimizer_state", "`shard_optimizer_state` needs `ddp` to be set as well");
   }
@@ -173,17 +171,6 @@ void Rules::check_data_parallel_rules() {
   }
   if (if_valid<bool>("gradient_accumulation_fusion") == true) {
     refuse("\"gradient_accumulation_fusion\" to be false, got true.");
-  }
-}
-
-/// What does not go together with layers that are divided among `degree` ranks.
-void Rules::check_tensor_parallel_rules(int64_t degree) {
-  const auto refuse = [&](const std::string& text) {
-    add("tensor_parallel_degree", c10::str("a degree of ", degree, " needs ", text));
-  };
-  for (const char* file : {"partition_file", "graph_file"}) {
-    if (!is_set(file)) continue;
-    refuse(c10::str("\"", file, "\" to be unset: the file does not say how layers are divided."));
   }
 }
 

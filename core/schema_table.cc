@@ -322,7 +322,7 @@ std::vector<Parameter> tensor_and_sharding_rows() {
   return {
       integer("tensor_parallel_degree", int64_t{1},
               "Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than "
-              "1 needs `ddp`, and neither `partition_file` nor `graph_file`.")
+              "1 needs `ddp`.")
           .at_least(1)
           .at_most(kMostRanks),
       boolean("prescaled_batch", false,

@@ -404,8 +404,7 @@ class SMP_API Config {
   bool bf16() const { return std::get<bool>(get("bf16")); }
 
   /// Among how many ranks layers are divided (see docs/tensor_parallelism.md). More than 1 needs
-  /// `ddp`, and neither `partition_file` nor `graph_file`. An integer from 1 to 1000000. Default:
-  /// 1.
+  /// `ddp`. An integer from 1 to 1000000. Default: 1.
   Config& tensor_parallel_degree(int64_t value) { return set("tensor_parallel_degree", value); }
   int64_t tensor_parallel_degree() const {
     return std::get<int64_t>(get("tensor_parallel_degree"));

@@ -112,6 +112,13 @@ void write(const std::string& text, const std::string& path) {
                  ". Give a path in a folder that can be written.");
 }
 
+/// With the microbatches that a rank runs: with tensor parallelism those of its group, unless that
+/// is given one batch.
+Config of_a_rank(Config config) {
+  const int64_t batches = config.prescaled_batch() ? 1 : config.tensor_parallel_degree();
+  return config.microbatches(config.microbatches() * batches);
+}
+
 /// The plan of the file, or else the partitioner's.
 smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph& graph,
                                  const smp::partitioner::PartitionOptions& partition) {
@@ -158,8 +165,9 @@ std::string shown(const Options& options, const Config& config) {
   SMP_CHECK_WITH(smp::ConfigError, options.graph.empty() != options.schedule.empty(),
                  "smp_plan: expected a graph to plan or a --schedule to draw, got ",
                  options.graph.empty() ? "neither" : "both", ".");
-  return options.graph.empty() ? smp::tools::show_schedule(options.schedule, config, options.format)
-                               : planned(options, smp::graph::load_graph(options.graph), config);
+  return options.graph.empty()
+             ? smp::tools::show_schedule(options.schedule, config, options.format)
+             : planned(options, smp::graph::load_graph(options.graph), of_a_rank(config));
 }
 
 }  // namespace

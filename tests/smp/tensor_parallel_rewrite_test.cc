@@ -105,6 +105,15 @@ TEST(TensorParallelRewriteOfGpt, IsTheSameHoweverItRuns) {
     expect_same(run([&](Config config) { return config.pipeline(pipeline); }), expected);
   }
   expect_same(run([](Config config) { return config.guard("first_step"); }), expected);
+  const std::string plan = std::string(::testing::TempDir()) + "/tensor_parallel_plan.json";
+  std::filesystem::remove(plan);
+  for (const bool load : {false, true}) {
+    expect_same(
+        run([&](Config config) {
+          return config.partition_file(plan).load_partition(load).graph_file(plan + ".graph");
+        }),
+        expected);
+  }
   expect_same(run([](Config config) { return config.numerics("fast"); }), expected);
   expect_close(run([](Config config) { return config.gradient_accumulation_fusion(true); }),
                expected);

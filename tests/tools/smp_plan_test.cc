@@ -42,12 +42,18 @@ class SmpPlan : public ::testing::Test {
   /// Trains a step on `ranks` ranks, which saves the graph.
   std::string save_graph(int ranks) const {
     const std::string file = path("gpt.json");
-    const auto config = Config().partitions(ranks).microbatches(2).graph_file(file);
+    train(Config().partitions(ranks).microbatches(2).graph_file(file), ranks);
+    return file;
+  }
+
+  /// Trains a step.
+  static void train(const Config& config, int ranks) {
     // The default generator is shared by the rank threads, so draw before they start.
     torch::manual_seed(3);
     const auto batch = smp::testing::TinyGptImpl::batch(4);
     run_as_threads(ranks, config, [&] {
       smp::testing::TinyGpt net(/*tied=*/true);
+      if (config.tensor_parallel_degree() > 1) set_tensor_parallelism(*net);
       DistributedModel model(net);
       auto train = step([&](torch::Tensor ids, torch::Tensor targets) {
         auto loss = net->loss(ids, targets);
@@ -56,7 +62,6 @@ class SmpPlan : public ::testing::Test {
       });
       train(batch[0], batch[1]);
     });
-    return file;
   }
 
   static Outcome run(const std::string& arguments) {
@@ -117,6 +122,30 @@ TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
     }
     EXPECT_EQ(operators, static_cast<int64_t>(graph.operators.size()));
     EXPECT_EQ(got["cuts"]["chosen"].size(), 2u);
+  }
+}
+
+/// Ranks that divide layers save and plan what one of them runs: on parts of parameters, with
+/// operators that communicate.
+TEST_F(SmpPlan, PlansDividedLayers) {
+  const std::string file = path("divided.json"), plan = path("plan.json"), run = path("run.json");
+  const auto config =
+      Config().partitions(2).tensor_parallel_degree(2).ddp(true).microbatches(2).timeout_seconds(
+          60);
+  train(Config(config).graph_file(file), 4);
+  const graph::Graph graph = graph::load_graph(file);
+  EXPECT_NE(graph.to_string().find("smp::tp_"), std::string::npos) << graph.to_string();
+  std::ofstream(run) << config.to_json();
+  const json planned = run_json(file + " --config " + run + " --save-plan " + plan);
+  EXPECT_EQ(planned["microbatches"], 4);  // of both ranks of a group
+  EXPECT_EQ(planned["operators"], graph.operators.size());
+  train(Config(config).partition_file(plan).load_partition(true), 4);
+  try {
+    train(Config().partitions(2).microbatches(2).partition_file(plan).load_partition(true), 2);
+    ADD_FAILURE() << "a plan of another division was loaded";
+  } catch (const PartitionError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("the plan was made for another graph"), std::string::npos) << text;
   }
 }
 
