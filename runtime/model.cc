@@ -13,6 +13,7 @@
 #include "dp/parameter_slices.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/delayed.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/parameters/whole.h"
@@ -94,6 +95,7 @@ Model::TensorDict Model::local(const TensorDict& all) const {
 Model::TensorDict Model::local_named_parameters() const { return local(named_parameters()); }
 Model::TensorDict Model::local_named_buffers() const { return local(named_buffers()); }
 Model::TensorDict Model::virtual_named_parameters() {
+  take_back_wholes(*runtime_);
   const std::shared_ptr<dp::ParameterSlices> slices =
       runtime_->sharding() ? runtime_->sharding()->parameters() : this->slices();
   if (slices) slices->bind();
@@ -168,7 +170,7 @@ std::shared_ptr<dp::GradientBuckets> Model::gradient_buckets(
 }
 
 Model::TensorDict Model::state_dict() const {
-  check_outside_step("state_dict");
+  begin_outside_step("state_dict");
   std::map<const c10::TensorImpl*, at::Tensor> copies;
   TensorDict result;
   for (const auto& dict : {named_parameters(), named_buffers()}) {
@@ -182,6 +184,7 @@ Model::TensorDict Model::state_dict() const {
 }
 
 Model::TensorDict Model::local_state_dict() const {
+  take_back_wholes(*runtime_);
   TensorDict result;
   at::NoGradGuard no_grad;
   for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
@@ -196,7 +199,7 @@ Model::TensorDict Model::local_state_dict() const {
 }
 
 void Model::load_state_dict(const TensorDict& state, bool strict) {
-  check_outside_step("load_state_dict");
+  begin_outside_step("load_state_dict");
   const TensorDict own = checkpoint::state_dict(*module_);
   const auto fits = [&](const at::Tensor& given, const at::Tensor& held) {
     if (half_ && given.is_floating_point() && held.is_floating_point()) return true;
@@ -237,13 +240,15 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
   }
 }
 
-void Model::check_outside_step(const char* call) const {
+/// Before a call that uses the tensors as this rank holds them.
+void Model::begin_outside_step(const char* call) const {
   SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running, call,
                  " was called inside a step function; call it before or after the step");
+  take_back_wholes(*runtime_);
 }
 
 void Model::zero_grad() {
-  check_outside_step("zero_grad");
+  begin_outside_step("zero_grad");
   module_->zero_grad();
   const std::shared_ptr<dp::ParameterSlices> slices =
       runtime_->sharding() ? runtime_->sharding()->parameters() : slices_;
@@ -253,16 +258,10 @@ void Model::zero_grad() {
 }
 
 void Model::cpu() {
-  check_outside_step("cpu");
+  begin_outside_step("cpu");
   if (!partitioned()) return materialize(*module_);
   at::NoGradGuard no_grad;
-  const TensorDict divided = parameters_that_are(/*distributed=*/true);
-  SMP_CHECK_WITH(UsageError, divided.is_empty(), "model->cpu(): \"",
-                 divided.is_empty() ? "" : divided.front().key(), "\" and ",
-                 static_cast<int64_t>(divided.size()) - 1,
-                 " other parameters are divided among the ranks of a tensor-parallel group, so the "
-                 "module cannot be used as a plain one. Load model->state_dict(), which has them "
-                 "whole, into a plain module");
+  check_not_divided_by_modules();
   const auto pipeline = runtime_->group(CommGroup::kPp);
   if (runtime_->sharding()) {
     runtime_->sharding()->parameters()->take_back();  // what an earlier call gathered
@@ -277,6 +276,20 @@ void Model::cpu() {
       if (!copy.is_alias_of(tensor)) tensor.detach().copy_(copy);
     }
   }
+  runtime_->lent = std::make_shared<LentWholes>(*runtime_);
+}
+
+/// Those compute with their parts.
+void Model::check_not_divided_by_modules() const {
+  std::vector<std::string> divided;
+  for (const auto& item : parameters_that_are(/*distributed=*/true)) {
+    if (!runtime_->table().at(item.value()).captured_whole) divided.push_back(item.key());
+  }
+  SMP_CHECK_WITH(UsageError, divided.empty(), "model->cpu(): \"",
+                 divided.empty() ? "" : divided.front(), "\" and ", divided.size() - 1,
+                 " other parameters are divided among the ranks of a tensor-parallel group by their "
+                 "modules, which compute with parts, so these cannot be used as plain ones. Load "
+                 "model->state_dict(), which has them whole, into a plain module");
 }
 
 bool Model::is_distributed_parameter(const at::Tensor& parameter) const {

@@ -97,7 +97,8 @@ class Model {
 
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
   TensorDict local(const TensorDict& all) const;
-  void check_outside_step(const char* call) const;
+  void begin_outside_step(const char* call) const;
+  void check_not_divided_by_modules() const;
 
   std::shared_ptr<torch::nn::Module> module_;
   ModelOptions options_;

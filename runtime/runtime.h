@@ -26,6 +26,7 @@ class ProcessGroup;
 namespace smp::runtime {
 
 class CheckpointContext;
+class LentWholes;
 class Model;
 class UpdateWatch;
 
@@ -92,6 +93,9 @@ class Runtime {
   /// The channels between the ranks of the pipeline, of all programs; made at the first call, when
   /// the group takes tensors of the models' device.
   std::shared_ptr<comm::ChannelPool> pipeline_channels();
+
+  /// What `model->cpu()` has put together of divided layers; null: nothing.
+  std::shared_ptr<LentWholes> lent;
 
   /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;

@@ -22,8 +22,8 @@ namespace smp::amp {
 namespace {
 
 using nlohmann::json;
+using runtime::begin_use_of_gradients;
 using runtime::check_gradients;
-using runtime::check_gradients_complete;
 using runtime::GradientCheck;
 using runtime::Runtime;
 using runtime::StepValue;
@@ -95,7 +95,7 @@ GradScaler::Handle GradScaler::handle_of_plain(const torch::optim::Optimizer& op
 }
 
 void GradScaler::unscale(const Handle& optimizer) {
-  check_gradients_complete("GradScaler: unscale_");
+  begin_use_of_gradients("GradScaler: unscale_");
   if (!is_enabled()) return;
   state_->check_scaled("unscale_");
   State::OfOptimizer& own = state_->optimizers[optimizer.identity];
@@ -121,7 +121,7 @@ void GradScaler::unscale(const Handle& optimizer) {
 }
 
 bool GradScaler::begin_step(const Handle& optimizer) {
-  check_gradients_complete("GradScaler: step");
+  begin_use_of_gradients("GradScaler: step");
   if (!is_enabled()) return true;
   state_->check_scaled("step");
   State::OfOptimizer& own = state_->optimizers[optimizer.identity];
@@ -133,7 +133,7 @@ bool GradScaler::begin_step(const Handle& optimizer) {
 }
 
 void GradScaler::update() {
-  check_gradients_complete("GradScaler: update");
+  begin_use_of_gradients("GradScaler: update");
   if (!is_enabled()) return;
   state_->check_scaled("update");
   bool checked = false, found_inf = false;
@@ -150,7 +150,7 @@ void GradScaler::update() {
 }
 
 void GradScaler::update(double new_scale) {
-  check_gradients_complete("GradScaler: update");
+  begin_use_of_gradients("GradScaler: update");
   if (!is_enabled()) return;
   state_->check_scaled("update");
   state_->scale->set(new_scale);
@@ -179,7 +179,7 @@ std::string GradScaler::state_dict() const {
 }
 
 void GradScaler::load_state_dict(const std::string& text) {
-  check_gradients_complete("GradScaler: load_state_dict");
+  begin_use_of_gradients("GradScaler: load_state_dict");
   if (!is_enabled()) return;
   const json state = json::parse(text, nullptr, /*allow_exceptions=*/false);
   SMP_CHECK_WITH(CheckpointError, !state.empty(),

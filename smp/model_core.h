@@ -87,10 +87,12 @@ class SMP_API ModelCore {
   /// `UsageError` after, as documented for SMP.
   void to(at::Device device) const;
   /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
-  /// can be used as a plain module. Collective over the pipeline, as documented for SMP; with
-  /// sharded data parallelism over the world. Training goes on with the owners' values. Throws
-  /// `UsageError` where parameters are divided among the ranks of a tensor-parallel group:
-  /// `state_dict` has them whole.
+  /// can be used as a plain module. Collective over the pipeline, as documented for SMP, over
+  /// its tensor-parallel groups, and with sharded data parallelism over the world. Training goes on
+  /// with the owners' values. What is divided among tensor-parallel or sharded ranks goes again at
+  /// the next step; of tensor-parallel groups at any call of this class, an optimizer or a
+  /// checkpoint. Throws `UsageError` where modules of `smp::nn` divide parameters: `state_dict` has
+  /// them whole.
   void cpu() const;
 
   /// Whether each rank of a tensor-parallel group has its own part of a parameter. Known for

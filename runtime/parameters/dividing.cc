@@ -8,12 +8,14 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
 #include "core/node.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
+#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/storage.h"
 
 namespace smp::runtime {
@@ -28,6 +30,20 @@ void set_sizes(const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
   impl.set_allow_tensor_metadata_change(allowed);
 }
 
+/// One that an earlier backward pass left knows the old sizes.
+void forget_grad_accumulator(const at::Tensor& tensor) {
+  torch::autograd::impl::set_grad_accumulator(tensor, core::WeakNodePtr(core::NodePtr()));
+}
+
+/// The data of a tensor, which is without until it gets some.
+c10::intrusive_ptr<c10::StorageImpl> set_aside(const at::Tensor& tensor) {
+  auto data = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
+                                                    c10::DataPtr(nullptr, tensor.device()),
+                                                    /*allocator=*/nullptr, /*resizable=*/false);
+  graph::give_data(*data, *tensor.storage().unsafeGetStorageImpl());
+  return data;
+}
+
 /// Leaves a tensor this rank's part. Its memory lies in the same storage, under all that hold it.
 void keep_part(const at::Tensor& tensor, const nn::ParameterSplit& split, int rank) {
   const at::Tensor part = has_data(tensor) ? split.part(tensor.detach(), rank) : at::Tensor();
@@ -37,8 +53,7 @@ void keep_part(const at::Tensor& tensor, const nn::ParameterSplit& split, int ra
                      *part.storage().unsafeGetStorageImpl());
   }
   if (tensor.grad().defined()) tensor.mutable_grad() = split.part(tensor.grad(), rank);
-  // One that an earlier backward pass left knows the old sizes.
-  torch::autograd::impl::set_grad_accumulator(tensor, core::WeakNodePtr(core::NodePtr()));
+  forget_grad_accumulator(tensor);
 }
 
 using nn::rewrite::DividedGraph;
@@ -201,18 +216,45 @@ void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
   runtime.table().divide(entry.name, split, /*captured_whole=*/true);
 }
 
+LentWholes::LentWholes(const Runtime& runtime) {
+  at::NoGradGuard no_grad;
+  for (const auto& entry : runtime.table().entries()) {
+    const at::Tensor& tensor = entry.tensor;
+    if (!entry.captured_whole || !has_data(tensor)) continue;
+    const at::Tensor whole =
+        join_on_all(*runtime.group(CommGroup::kTp), *entry.split, tensor).contiguous();
+    lent_.push_back({&entry, set_aside(tensor), tensor.grad()});
+    set_sizes(tensor, entry.split->sizes);
+    graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
+                     *whole.storage().unsafeGetStorageImpl());
+    tensor.mutable_grad().reset();
+    forget_grad_accumulator(tensor);
+  }
+}
+
+void LentWholes::take_back() {
+  for (const Lent& lent : std::exchange(lent_, {})) {
+    const at::Tensor& tensor = lent.entry->tensor;
+    tensor.mutable_grad().reset();
+    set_sizes(tensor, lent.entry->split->local_sizes());
+    graph::give_data(*tensor.storage().unsafeGetStorageImpl(), *lent.part);
+    tensor.mutable_grad() = lent.gradient;
+    forget_grad_accumulator(tensor);
+  }
+}
+
+void take_back_wholes(Runtime& runtime) {
+  if (const auto lent = std::exchange(runtime.lent, nullptr)) lent->take_back();
+}
+
 WholeShapes::WholeShapes(const ParameterTable& table) {
   for (const auto& entry : table.entries()) {
     if (!entry.captured_whole) continue;
-    c10::StorageImpl& storage = *entry.tensor.storage().unsafeGetStorageImpl();
     c10::intrusive_ptr<c10::StorageImpl> data;
     if (has_data(entry.tensor)) {
-      const at::Device device = entry.tensor.device();
-      data = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
-                                                   c10::DataPtr(nullptr, device),
-                                                   /*allocator=*/nullptr, /*resizable=*/false);
-      graph::give_data(*data, storage);
-      graph::take_data(storage, c10::DataPtr(nullptr, device),
+      data = set_aside(entry.tensor);
+      graph::take_data(*entry.tensor.storage().unsafeGetStorageImpl(),
+                       c10::DataPtr(nullptr, entry.tensor.device()),
                        "[smp] the data of a parameter was read or written in a step function, "
                        "which runs on tensors without data. Read it outside of the step");
     }

@@ -35,6 +35,29 @@ std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(Runtime& runtime,
 void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
                       const nn::ParameterSplit& split);
 
+/// Parameters that were divided by rewriting, whole and with data on all ranks of a tensor-parallel
+/// group, for the program to use as a plain module's. What it does to them and to their gradients
+/// is not kept.
+class LentWholes {
+ public:
+  /// Of those of which this rank's group has parts. Collective over it.
+  explicit LentWholes(const Runtime& runtime);
+  /// The parts again, as they were.
+  void take_back();
+
+ private:
+  struct Lent {
+    const ParameterTable::Entry* entry;
+    c10::intrusive_ptr<c10::StorageImpl> part;
+    at::Tensor gradient;
+  };
+  std::vector<Lent> lent_;
+};
+
+/// `LentWholes::take_back` if something is lent: before any use of parameters that is not the
+/// program's own.
+void take_back_wholes(Runtime& runtime);
+
 /// While it lives, divided parameters whose use was captured on the whole have the whole's sizes,
 /// and no data: what the user's code sees when it is captured or guarded again.
 class WholeShapes {

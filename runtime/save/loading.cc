@@ -14,6 +14,7 @@
 #include "checkpoint/reader.h"
 #include "core/check.h"
 #include "graph/recording.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/background_save.h"
@@ -230,6 +231,7 @@ void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::
 
 void load_values(Runtime& runtime, const std::function<void()>& load) {
   const at::NoGradGuard no_grad;
+  take_back_wholes(runtime);
   ++runtime.progress.parameter_loads;
   try {
     load();

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
@@ -303,6 +304,7 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
   SMP_CHECK_WITH(UsageError, !has_delayed(runtime), request.call,
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
+  take_back_wholes(runtime);
   CheckpointContext::of(runtime).finish();
   runtime.update_watch->compare_now();
   checkpoint::RunState run = begin(runtime, request, optimizer != nullptr);

@@ -111,6 +111,7 @@ StepResults StepFunction::run(const StepCall& call) {
 }
 
 StepResults StepFunction::run_checked(const StepCall& given) {
+  take_back_wholes(*runtime_);
   runtime_->progress.step_functions.check_resumed(name_);
   if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);

@@ -31,7 +31,7 @@ class Gradients {
  public:
   Gradients(std::string call, const std::vector<at::Tensor>& parameters)
       : call_(std::move(call)), runtime_(Runtime::get()), slices_(slices_of(runtime_)) {
-    check_gradients_complete(call_);
+    begin_use_of_gradients(call_);
     std::unordered_set<const c10::TensorImpl*> seen;
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (seen.insert(parameters[i].unsafeGetTensorImpl()).second) add(i, parameters[i]);

@@ -69,7 +69,7 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
 }
 
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
-  check_gradients_complete("optimizer.step()");
+  begin_use_of_gradients("optimizer.step()");
   if (!closure) check_trained();
   runtime_->update_watch->before_update();
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
@@ -111,20 +111,20 @@ void Optimizer::check_trained() {
 }
 
 void Optimizer::zero_grad(bool set_to_none) {
-  check_gradients_complete("optimizer.zero_grad()");
+  begin_use_of_gradients("optimizer.zero_grad()");
   pieces_.zero_grad(set_to_none);
   dropped_ = true;
   loss_scaling_.forget();
 }
 
 double Optimizer::clip_master_grads(double max_norm, double norm_type) {
-  check_gradients_complete("optimizer.clip_master_grads()");
+  begin_use_of_gradients("optimizer.clip_master_grads()");
   if (!loss_scaling_.unscale()) return -1;
   return clip_grad_norm_(optim::parameters_of(optimizer_), max_norm, norm_type);
 }
 
 void Optimizer::reload_model_params() {
-  check_gradients_complete("optimizer.reload_model_params()");
+  begin_use_of_gradients("optimizer.reload_model_params()");
   pieces_.reload_masters();
 }
 

@@ -103,7 +103,7 @@ std::set<std::string> names_in(const OptimizerState& state) {
 }  // namespace
 
 OptimizerState Optimizer::state_dict() {
-  check_gradients_complete("optimizer.state_dict()");
+  begin_use_of_gradients("optimizer.state_dict()");
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
   join_states_of_parts(*runtime_, mine, JoinOn::kAll);
@@ -112,7 +112,7 @@ OptimizerState Optimizer::state_dict() {
 }
 
 OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
-  check_gradients_complete("optimizer.local_state_dict()");
+  begin_use_of_gradients("optimizer.local_state_dict()");
   SMP_CHECK_WITH(UsageError, runtime_->partitioned(),
                  "optimizer.local_state_dict() was called before the first step, which divides the "
                  "parameters among the ranks. Call it later, or state_dict()");
@@ -123,7 +123,7 @@ OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
 }
 
 void Optimizer::load_state_dict(const OptimizerState& state) {
-  check_gradients_complete("optimizer.load_state_dict()");
+  begin_use_of_gradients("optimizer.load_state_dict()");
   at::NoGradGuard no_grad;
   check_fits(state);
   load(complete_groups(state), [this, state](const auto& wanted) {

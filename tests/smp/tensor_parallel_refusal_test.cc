@@ -130,8 +130,9 @@ TEST(TensorParallelRefusal, APlainModuleOnEveryRank) {
   });
   expect_has(text,
              {"model->cpu(): \"block0.up\" and 8 other parameters are divided among the ranks "
-              "of a tensor-parallel group, so the module cannot be used as a plain one. Load "
-              "model->state_dict(), which has them whole, into a plain module"});
+              "of a tensor-parallel group by their modules, which compute with parts, so these "
+              "cannot be used as plain ones. Load model->state_dict(), which has them whole, into a "
+              "plain module"});
 }
 
 /// Shares a parameter with another that divides it along another dimension.

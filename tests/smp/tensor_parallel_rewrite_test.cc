@@ -3,6 +3,8 @@
 #include <torch/torch.h>
 
 #include <filesystem>
+#include <functional>
+#include <mutex>
 #include <set>
 #include <string>
 
@@ -11,6 +13,7 @@
 #include "runtime/runtime.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
+#include "tests/smp/tensor_parallel_sharding.h"
 
 // Models that know nothing of tensor parallelism, divided by rewriting what was captured of them.
 namespace smp {
@@ -121,6 +124,72 @@ TEST(TensorParallelRewriteOfGpt, IsTheSameHoweverItRuns) {
 }
 
 using Model = DistributedModel<std::shared_ptr<PlainModel>>;
+
+/// Trains two steps; what `gathered` does with the gathered module in between is not kept.
+Named train_around(const TensorLayout& layout, const std::function<Config(Config)>& change,
+                   const std::function<void(Model&, const Named& state)>& gathered) {
+  Named result;
+  std::mutex mutex;
+  torch::set_num_threads(1);
+  run_as_threads(layout.ranks(), change(config_of(layout)), [&] {
+    const auto net = make_model<PlainModel>(5);
+    mark(*net);
+    Model model(net);
+    DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = net->loss(x, y);
+      model->backward(loss);
+      return loss;
+    });
+    const auto gather = [&] {
+      if (!gathered) return;
+      const auto state = to_map(model->state_dict());
+      for (int time = 0; time < 2; ++time) {
+        model->cpu();
+        gathered(model, state);
+      }
+    };
+    for (int i = 0; i < 2; ++i) {
+      const auto batch = token_batch(i);
+      optimizer.zero_grad();
+      gather();
+      train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+      gather();
+      optimizer.step();
+    }
+    gather();
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard lock(mutex);
+    if (result.empty()) result = state;
+    expect_equal(state, result, "value");
+  });
+  return result;
+}
+
+/// `model->cpu()`, before and after steps and updates.
+TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) {
+  const auto use = [](Model& model, const Named& state) {
+    PlainModel& net = *model.get_module();
+    expect_equal(state_of(net), state, "value");
+    const torch::NoGradGuard no_grad;
+    const auto plain = make_model<PlainModel>(9);
+    for (auto& item : plain->named_parameters()) item.value().copy_(state.at(item.key()));
+    const bool trains = net.is_training();
+    net.eval();
+    plain->eval();
+    const auto batch = token_batch(7);
+    expect_equal(net.loss(batch[0], batch[1]), plain->loss(batch[0], batch[1]), "loss");
+    net.train(trains);
+    for (auto& parameter : net.parameters()) {
+      if (model->is_distributed_parameter(parameter)) parameter.zero_();
+    }
+  };
+  const auto same = [](Config config) { return config; };
+  expect_equal(train_around({2, 2}, same, use), train_around({2, 2}, same, nullptr), "value");
+  const auto expected = train_around({2, 1, 2}, same, nullptr);
+  expect_equal(train_around({2, 1, 2}, with_divided_states, use), expected, "value");
+  expect_equal(train_around({2, 1, 2}, with_divided_parameters, use), expected, "value");
+}
 
 /// Optimizers, code in the step and later graphs see what they should.
 TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
