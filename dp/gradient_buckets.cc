@@ -59,6 +59,24 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
   }
 }
 
+void GradientBuckets::set_hook(CommHook hook, Group replicas) {
+  SMP_INTERNAL_ASSERT(slices_ == nullptr && shards() == 1, "a hook reduces whole buckets");
+  hook_ = std::move(hook);
+  hook_group_ = std::move(replicas);
+  set_reduces_to_means();
+}
+
+GradBucket GradientBuckets::grad_bucket(size_t bucket) const {
+  GradBucket result{bucket,       queue_.size(), memory_[0].buckets[bucket], {}, {}, {},
+                    *hook_group_, divisor()};
+  for (size_t index : layout_.members[bucket]) {
+    result.parameters.push_back(parameters_[index]);
+    result.gradients.push_back(memory_[0].slices[index]);
+    result.names.push_back(queue_.name(index));
+  }
+  return result;
+}
+
 /// Of the gradient of a parameter, in this replica's part of its bucket. No view to autograd.
 at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
   const at::AutoDispatchBelowADInplaceOrView no_view;
@@ -125,6 +143,7 @@ WorkPtr GradientBuckets::start(size_t bucket) {
   }
   const at::Tensor& buffer = memory_[0].buckets[bucket];
   sums_[bucket] = slices_ ? slices_->part(buffer) : buffer;
+  if (hook_) return hook_(grad_bucket(bucket));
   if (slices_) {
     return replicas_->async().reduce_scatter(as_real(sums_[bucket]), as_real(buffer),
                                              ReduceOp::kSum);
@@ -138,7 +157,7 @@ at::Tensor GradientBuckets::result(size_t index) {
   const at::ScalarType type = parameters_[index].scalar_type();
   const bool lies_there = options_.gradients_as_summed || target.scalar_type() == type;
   if (options_.gradient_as_bucket_view && shards() == 1 && lies_there) {
-    return target.div_(options_.divisor);
+    return reduces_to_means() ? target : target.div_(divisor());
   }
   const auto [bucket, offset] = layout_.slots[index];
   return mean(slices_ ? piece(sums_[bucket], index)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "dp/bucket_layout.h"
 #include "dp/parameter_slices.h"
 #include "dp/step_gradients.h"
+#include "smp/comm_hooks.h"
 
 namespace smp::dp {
 
@@ -40,6 +42,10 @@ class GradientBuckets final : public StepGradients {
   /// For parameters that are divided among the replicas; `bucket_bytes` is theirs.
   GradientBuckets(std::shared_ptr<ParameterSlices> slices, const BucketOptions& options);
 
+  /// Reduces buckets by `hook`, which divides, too, over `replicas`. Before the first step; not
+  /// with `ParameterSlices`, and with one gradient shard on a replica.
+  void set_hook(CommHook hook, Group replicas);
+
   /// Where the caller adds the gradient of a microbatch itself, which counts as added then. For
   /// parameters of float32 and float64, whose sums have their dtype.
   at::Tensor buffer(size_t index, int microbatch);
@@ -61,6 +67,7 @@ class GradientBuckets final : public StepGradients {
 
   at::Tensor& claimed(int shard, size_t index);
   WorkPtr start(size_t bucket);
+  GradBucket grad_bucket(size_t bucket) const;
   at::Tensor piece(const at::Tensor& part, size_t index) const;
   at::Tensor result(size_t index);
   at::Tensor gather_shards(size_t bucket) const;
@@ -71,6 +78,8 @@ class GradientBuckets final : public StepGradients {
   const std::shared_ptr<ParameterSlices> slices_;  // null: every replica gets all of the sums
   std::vector<BucketMemory> memory_;               // by local shard
   std::vector<at::Tensor> pieces_;                 // by parameter: of the first shard's slices
+  CommHook hook_;                                  // null: buckets are summed
+  std::optional<Group> hook_group_;
 };
 
 }  // namespace smp::dp

@@ -86,7 +86,7 @@ void StepGradients::finish_reduction() {
 }
 
 at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter) const {
-  const at::Tensor mean = at::div(sum, options_.divisor);
+  const at::Tensor mean = reduces_to_means_ ? sum.clone() : at::div(sum, options_.divisor);
   return options_.gradients_as_summed ? mean : mean.to(parameter);
 }
 

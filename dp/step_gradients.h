@@ -77,6 +77,11 @@ class StepGradients {
   int shard_of(int microbatch) const { return microbatch / (options_.microbatches / shards_); }
   /// Shards of this replica.
   int shards() const { return shards_; }
+  /// By what sums are divided.
+  double divisor() const { return options_.divisor; }
+  /// Says that what is reduced is divided already.
+  void set_reduces_to_means() { reduces_to_means_ = true; }
+  bool reduces_to_means() const { return reduces_to_means_; }
   /// A reduced sum divided, in the dtype of a parameter's `.grad`.
   at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter) const;
   /// Says that a shard has a sum of a parameter. Returns whether that is new.
@@ -94,6 +99,7 @@ class StepGradients {
   const int shards_;
   std::vector<std::vector<bool>> used_;  // by local shard and parameter
   int passes_ = 0;                       // steps that have only added up
+  bool reduces_to_means_ = false;
 };
 
 /// Adds the rows of a tensor to the first, in order. Returns that.

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
+#include "comm/group_core.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dp/parameter_slices.h"
@@ -165,8 +166,35 @@ std::shared_ptr<dp::GradientBuckets> Model::gradient_buckets(
   const auto buckets = divided ? std::make_shared<dp::GradientBuckets>(divided, options)
                                : std::make_shared<dp::GradientBuckets>(
                                      parameters, names, runtime_->replicas(), options);
+  if (comm_hook_) {
+    auto ranks = runtime_->topology().members(CommGroup::kRdp, runtime_->rank());
+    buckets->set_hook(comm_hook_, comm::make_public_group(runtime_->replicas(), std::move(ranks)));
+  }
   buckets_.push_back({parameters, options, buckets});
   return buckets;
+}
+
+void Model::register_comm_hook(CommHook hook) {
+  SMP_CHECK_WITH(UsageError, !partitioned(),
+                 "DistributedModel: register_comm_hook was called after the first step, when "
+                 "buckets had been made. Call it before");
+  SMP_CHECK_WITH(UsageError, !comm_hook_,
+                 "DistributedModel: register_comm_hook was called twice; a model has one "
+                 "communication hook");
+  const Config& config = runtime_->config();
+  const char* divided = config.shard_optimizer_state() ? "\"shard_optimizer_state\""
+                        : config.sharded_data_parallel_degree() > 1
+                            ? "\"sharded_data_parallel_degree\" above 1"
+                            : nullptr;
+  SMP_CHECK_WITH(UsageError, divided == nullptr,
+                 "DistributedModel: a communication hook reduces whole gradients, and with ", divided,
+                 " a replica gets its part of them only. Leave out the hook or that parameter");
+  const int64_t shards = config.gradient_shards();
+  SMP_CHECK_WITH(UsageError, shards == 0 || shards == runtime_->replicas()->size(),
+                 "DistributedModel: a communication hook is given one sum by each of the ",
+                 runtime_->replicas()->size(), " replicas, and \"gradient_shards\" is ", shards,
+                 ". Leave it at 0");
+  comm_hook_ = std::move(hook);
 }
 
 Model::TensorDict Model::state_dict() const {

@@ -16,6 +16,7 @@
 
 #include "dp/gradient_buckets.h"
 #include "runtime/runtime.h"
+#include "smp/comm_hooks.h"
 #include "smp/model_options.h"
 #include "smp/nn/parameter_split.h"
 #include "smp/removable_handle.h"
@@ -77,6 +78,8 @@ class Model {
   /// The parameters whose gradients this rank reduces. Those that a later model has, too, are left
   /// to that one.
   std::vector<at::Tensor> trained_parameters() const;
+  void register_comm_hook(CommHook hook);
+  bool has_comm_hook() const { return comm_hook_ != nullptr; }
   /// The size of its gradient buckets.
   int64_t bucket_bytes() const;
   /// How those that are trained at first are divided among the replicas; null before partitioning,
@@ -108,6 +111,7 @@ class Model {
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
   std::shared_ptr<dp::ParameterSlices> slices_;
   std::vector<SharedBuckets> buckets_;
+  CommHook comm_hook_;
   std::string report_;
 };
 

@@ -113,6 +113,10 @@ RemovableHandle ModelCore::register_post_step_hook(std::function<void()> hook) c
   return model_->register_post_step_hook(std::move(hook));
 }
 
+void ModelCore::register_comm_hook(CommHook hook) const {
+  model_->register_comm_hook(std::move(hook));
+}
+
 const std::shared_ptr<torch::nn::Module>& ModelCore::module_ptr() const {
   return model_->module_ptr();
 }

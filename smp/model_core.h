@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "smp/comm_hooks.h"
 #include "smp/export.h"
 #include "smp/model_options.h"
 #include "smp/removable_handle.h"
@@ -121,6 +122,15 @@ class SMP_API ModelCore {
   RemovableHandle register_post_partition_hook(std::function<void()> hook) const;
   /// Called after every step that trained.
   RemovableHandle register_post_step_hook(std::function<void()> hook) const;
+
+  /// Reduces each bucket over the replicas by `hook` instead of the mean: see comm_hooks.h. The
+  /// bucket holds the sums over this replica's microbatches, and its `divisor` is the number of
+  /// microbatches of all replicas (of replicas, without `average_grads_across_microbatches`), so
+  /// the hook averages over both. On all ranks the same, once, before the first step. Throws
+  /// `UsageError` the second time, after the first step, and where replicas get parts of gradients
+  /// only (`shard_optimizer_state`, `sharded_data_parallel_degree`) or `gradient_shards` is set. As
+  /// documented for SMP, which needs `ddp` and `overlapping_allreduce` for it.
+  void register_comm_hook(CommHook hook) const;
 
   /// The wrapped module.
   const std::shared_ptr<torch::nn::Module>& module_ptr() const;

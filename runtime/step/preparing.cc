@@ -19,7 +19,7 @@
 namespace smp::runtime {
 namespace {
 
-/// Names, shapes and types of everything registered, and what runs again, one line each.
+/// Names, shapes and types of everything registered, hooks, and what runs again, one line each.
 std::string describe_models(const Runtime& runtime) {
   std::ostringstream out;
   for (const auto& entry : runtime.table().entries()) {
@@ -29,6 +29,9 @@ std::string describe_models(const Runtime& runtime) {
     if (graph::is_deferred(entry.tensor)) out << " (delayed)";
     if (entry.split) out << ", a part of " << entry.split->to_string();
     out << "\n";
+  }
+  for (const auto& model : runtime.models()) {
+    if (model->has_comm_hook()) out << "communication hook " << model->options().name() << "\n";
   }
   for (const auto& modules : checkpointed_modules(runtime)) {
     out << "checkpointed, in groups of " << modules.group << ":";

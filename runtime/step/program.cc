@@ -114,7 +114,8 @@ void Program::make_buckets() {
     dp::BucketOptions bucket;
     bucket.bucket_bytes = model->bucket_bytes();
     bucket.microbatches = static_cast<int>(microbatches_);
-    bucket.gradient_shards = shards;
+    // A hook adds up what replicas have; none but them has a sum of its own.
+    bucket.gradient_shards = model->has_comm_hook() ? replicas->size() : shards;
     bucket.divisor = options.average_grads_across_microbatches()
                          ? static_cast<double>(microbatches_ * coalesced_ * replicas->size())
                          : static_cast<double>(shards);
