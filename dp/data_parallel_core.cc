@@ -50,7 +50,7 @@ int64_t bytes_of(double mib) { return static_cast<int64_t>(mib * (1 << 20)); }
 
 DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
                                    const DDPOptions& options)
-    : module_(std::move(module)), options_(options) {
+    : Joinable("DistributedDataParallel"), module_(std::move(module)), options_(options) {
   check_module();
   const Group& replicas = options.process_group();
   group_ = own_group(replicas.core().communicator(), module_->parameters().front().device());
@@ -125,9 +125,8 @@ bool DataParallelCore::begin_forward() {
   if (!at::GradMode::is_enabled()) return false;
   reducer_->check_complete();
   reduces_ = synchronizes_ && reducer_->local_passes() + 1 >= options_.backward_passes_per_step();
-  Round round{group_->size(), 0, reduces_ && module_->is_training(), broadcasts_now(reduces_)};
-  if (is_joining_) round = exchange(true, reduces_, round.broadcasts);
-  prepare(round);
+  const bool reduces = reduces_ && (is_joining() || module_->is_training());
+  prepare(begin_round(reduces, broadcasts_now(reduces_)));
   return true;
 }
 
@@ -137,7 +136,7 @@ void DataParallelCore::end_forward(const std::vector<at::Tensor>& outputs) {
 
 /// What is done together before a forward pass.
 void DataParallelCore::prepare(const Round& round) {
-  if (is_joining_ && !join_.divide_by_initial_world_size()) reducer_->set_divisor(round.active);
+  reducer_->set_divisor(divisor(round));
   if (round.reduces && reducer_->rebuild_is_due()) reducer_->rebuild(round.first_active);
   if (round.broadcasts) broadcast_buffers(round.first_active);
 }
@@ -151,83 +150,19 @@ void DataParallelCore::broadcast_buffers(int root) {
   with_where_in_errors(where, [&] { buffers_->run(root); });
 }
 
-DataParallelCore::Round DataParallelCore::exchange(bool active, bool reduces,
-                                                   bool broadcasts) const {
-  const at::Tensor mine = at::empty({3}, at::kLong);
-  const at::Tensor all = at::empty({group_->size(), 3}, at::kLong);
-  int64_t* said = mine.mutable_data_ptr<int64_t>();
-  said[0] = active;
-  said[1] = reduces;
-  said[2] = broadcasts;
-  group_->all_gather(all, mine);
-  Round round;
-  const int64_t* heard = all.const_data_ptr<int64_t>();
-  for (int rank = group_->size(); rank-- > 0;) {
-    if (heard[3 * rank] == 0) continue;
-    ++round.active;
-    round.first_active = rank;
-    round.reduces = round.reduces || heard[3 * rank + 1] != 0;
-    round.broadcasts = round.broadcasts || heard[3 * rank + 2] != 0;
-  }
-  SMP_CHECK_WITH(UsageError,
-                 !join_.throw_on_early_termination() || round.active == group_->size() ||
-                     round.active == 0,
-                 "DistributedDataParallel::join: ", group_->size() - round.active, " of ",
-                 group_->size(),
-                 " replicas have no batches left, and throw_on_early_termination ends training on "
-                 "all of them");
-  return round;
-}
-
-void DataParallelCore::begin_join(const JoinOptions& options) {
-  SMP_CHECK_WITH(UsageError, !is_joining_,
-                 "DistributedDataParallel::join was called inside of another; let the first end "
-                 "before");
-  join_ = options;
-  is_joining_ = true;
-}
-
-/// The rank's data have ended: it goes on with zeros until all have, then takes the model of those
-/// that were last.
-void DataParallelCore::end_join() {
-  int last_active = -1;
-  for (;;) {
-    const Round round = exchange(false, false, false);
-    if (round.active == 0) break;
-    last_active = round.first_active;
-    prepare(round);
-    if (round.reduces) reducer_->reduce_zeros();
-  }
-  leave_join();
-  // Ranks that ended together with the last were told of nobody else.
-  const at::Tensor root = at::empty({1}, at::kLong);
-  *root.mutable_data_ptr<int64_t>() = last_active < 0 ? group_->rank() : -1;
-  group_->all_reduce(root, ReduceOp::kMax);
-  const auto from = static_cast<int>(*root.const_data_ptr<int64_t>());
-  take_model_of(from);
+/// With zeros.
+void DataParallelCore::take_part(const Round& round) {
+  prepare(round);
+  if (round.reduces) reducer_->reduce_zeros();
 }
 
 void DataParallelCore::leave_join() {
+  Joinable::leave_join();
   reducer_->set_divisor(group_->size());
-  is_joining_ = false;
 }
 
-/// In pieces, so that no second copy of a large model is made.
 void DataParallelCore::take_model_of(int root) {
-  constexpr size_t kPiece = 64 << 20;
-  std::vector<at::Tensor> piece;
-  size_t bytes = 0;
-  const auto send = [&] {
-    TensorBroadcast(std::exchange(piece, {}), group_).run(root);
-    bytes = 0;
-  };
-  auto parameters = tensors_of(module_->named_parameters());
-  for (at::Tensor& parameter : parameters) {
-    bytes += parameter.nbytes();
-    piece.push_back(std::move(parameter));
-    if (bytes >= kPiece) send();
-  }
-  send();
+  broadcast_in_pieces(tensors_of(module_->named_parameters()), group_, root);
   buffers_->run(root);
 }
 

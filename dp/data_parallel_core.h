@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "dp/joinable.h"
 #include "dp/reducer.h"
 #include "dp/replica_state.h"
 #include "smp/ddp_options.h"
@@ -18,7 +19,7 @@ class Module;
 namespace smp::dp {
 
 /// What a `DistributedDataParallel` does around its module's forward.
-class DataParallelCore {
+class DataParallelCore final : public Joinable {
  public:
   /// Collective; see `DistributedDataParallel`.
   DataParallelCore(std::shared_ptr<torch::nn::Module> module, const DDPOptions& options);
@@ -32,29 +33,20 @@ class DataParallelCore {
   bool synchronizes() const { return synchronizes_; }
   void set_synchronizes(bool on) { synchronizes_ = on; }
 
-  /// The begin and end of `join`, and its end where an exception is on its way.
-  void begin_join(const JoinOptions& options);
-  void end_join();
-  void leave_join();
+  void leave_join() override;
 
   Reducer& reducer() { return *reducer_; }
 
  private:
-  /// What the ranks tell each other before a forward pass under `join`.
-  struct Round {
-    int active = 0;  // ranks that have data
-    int first_active = 0;
-    bool reduces = false;
-    bool broadcasts = false;
-  };
+  comm::Communicator& replicas() const override { return *group_; }
+  void take_part(const Round& round) override;
+  void take_model_of(int root) override;
 
   void check_module() const;
   void check_replicas() const;
   bool broadcasts_now(bool reduces) const;
-  Round exchange(bool active, bool reduces, bool broadcasts) const;
   void prepare(const Round& round);
   void broadcast_buffers(int root);
-  void take_model_of(int root);
 
   const std::shared_ptr<torch::nn::Module> module_;
   const DDPOptions options_;
@@ -63,8 +55,6 @@ class DataParallelCore {
   std::unique_ptr<TensorBroadcast> buffers_;
   bool synchronizes_ = true;
   bool reduces_ = false;  // the forward pass under way
-  bool is_joining_ = false;
-  JoinOptions join_;
 };
 
 }  // namespace smp::dp

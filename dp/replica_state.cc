@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.h"
 
@@ -90,6 +91,23 @@ void TensorBroadcast::run(int root) {
   for (size_t i = 0; is_root && i < tensors_.size(); ++i) places_[i].copy_(tensors_[i]);
   group_->broadcast(message_, root);
   for (size_t i = 0; !is_root && i < tensors_.size(); ++i) tensors_[i].copy_(places_[i]);
+}
+
+void broadcast_in_pieces(std::vector<at::Tensor> tensors, const comm::CommunicatorPtr& group,
+                         int root) {
+  constexpr size_t kPiece = 64 << 20;
+  std::vector<at::Tensor> piece;
+  size_t bytes = 0;
+  const auto send = [&] {
+    TensorBroadcast(std::exchange(piece, {}), group).run(root);
+    bytes = 0;
+  };
+  for (at::Tensor& tensor : tensors) {
+    bytes += tensor.nbytes();
+    piece.push_back(std::move(tensor));
+    if (bytes >= kPiece) send();
+  }
+  send();
 }
 
 }  // namespace smp::dp

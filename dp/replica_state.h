@@ -38,4 +38,8 @@ class TensorBroadcast {
   std::vector<at::Tensor> places_;  // by tensor: its part of the message
 };
 
+/// The same once, in pieces, so that no second copy of a large model is made.
+void broadcast_in_pieces(std::vector<at::Tensor> tensors, const comm::CommunicatorPtr& group,
+                         int root);
+
 }  // namespace smp::dp

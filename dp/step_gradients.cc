@@ -37,6 +37,7 @@ StepGradients::StepGradients(std::vector<std::vector<size_t>> members,
       sums_(queue_.size()),
       options_(options),
       shards_(local_shards(options, replicas_->size())),
+      counted_replicas_(replicas_->size()),
       used_(shards_, std::vector<bool>(names.size(), false)) {}
 
 void StepGradients::add(size_t index, int microbatch, const at::Tensor& gradient) {
@@ -86,7 +87,7 @@ void StepGradients::finish_reduction() {
 }
 
 at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter) const {
-  const at::Tensor mean = reduces_to_means_ ? sum.clone() : at::div(sum, options_.divisor);
+  const at::Tensor mean = reduces_to_means_ ? sum.clone() : at::div(sum, divisor());
   return options_.gradients_as_summed ? mean : mean.to(parameter);
 }
 

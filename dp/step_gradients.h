@@ -52,6 +52,9 @@ class StepGradients {
   /// this and `reduce` do nothing.
   void finish();
 
+  /// Divides as if there were this many replicas from now on; at first there are all.
+  void set_counted_replicas(int count) { counted_replicas_ = count; }
+
   /// Whether sums wait for a later step to be reduced.
   bool is_adding_up() const { return passes_ > 0; }
 
@@ -78,7 +81,7 @@ class StepGradients {
   /// Shards of this replica.
   int shards() const { return shards_; }
   /// By what sums are divided.
-  double divisor() const { return options_.divisor; }
+  double divisor() const { return options_.divisor * counted_replicas_ / replicas_->size(); }
   /// Says that what is reduced is divided already.
   void set_reduces_to_means() { reduces_to_means_ = true; }
   bool reduces_to_means() const { return reduces_to_means_; }
@@ -97,6 +100,7 @@ class StepGradients {
 
   const StepGradientOptions options_;
   const int shards_;
+  int counted_replicas_;
   std::vector<std::vector<bool>> used_;  // by local shard and parameter
   int passes_ = 0;                       // steps that have only added up
   bool reduces_to_means_ = false;

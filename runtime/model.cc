@@ -19,6 +19,7 @@
 #include "runtime/parameters/storage.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/save/loading.h"
+#include "runtime/step/replica_join.h"
 #include "runtime/update/loss_scaler.h"
 #include "runtime/update/optimizer_pieces.h"
 #include "runtime/update/precision.h"
@@ -195,6 +196,12 @@ void Model::register_comm_hook(CommHook hook) {
                  runtime_->replicas()->size(), " replicas, and \"gradient_shards\" is ", shards,
                  ". Leave it at 0");
   comm_hook_ = std::move(hook);
+}
+
+Join Model::join(const JoinOptions& options) {
+  check_outside_step("join");
+  if (options.enable()) runtime_->replica_join->check_possible();
+  return Join(runtime_->replica_join, options);
 }
 
 Model::TensorDict Model::state_dict() const {

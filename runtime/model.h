@@ -17,6 +17,7 @@
 #include "dp/gradient_buckets.h"
 #include "runtime/runtime.h"
 #include "smp/comm_hooks.h"
+#include "smp/join.h"
 #include "smp/model_options.h"
 #include "smp/nn/parameter_split.h"
 #include "smp/removable_handle.h"
@@ -79,6 +80,7 @@ class Model {
   /// to that one.
   std::vector<at::Tensor> trained_parameters() const;
   void register_comm_hook(CommHook hook);
+  Join join(const JoinOptions& options);
   bool has_comm_hook() const { return comm_hook_ != nullptr; }
   /// The size of its gradient buckets.
   int64_t bucket_bytes() const;

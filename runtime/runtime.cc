@@ -12,6 +12,7 @@
 #include "nn/tensor_group.h"
 #include "runtime/first_difference.h"
 #include "runtime/model.h"
+#include "runtime/step/replica_join.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -62,6 +63,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   world_->check_collectives(config_.check_collectives());  // those split from it, too
   make_groups(timeout);
   update_watch = std::make_shared<UpdateWatch>(*this);
+  replica_join = std::make_shared<ReplicaJoin>(*this);
   nn::set_tensor_group([] { return get().group(CommGroup::kTp); });
   nn::set_default_optimize([] { return get().config().optimize(); });
 }

@@ -28,6 +28,7 @@ namespace smp::runtime {
 class CheckpointContext;
 class LentWholes;
 class Model;
+class ReplicaJoin;
 class UpdateWatch;
 
 /// Everything that `init` sets up for one rank: configuration, groups, models, owners of
@@ -101,6 +102,8 @@ class Runtime {
   std::shared_ptr<CheckpointContext> checkpoint_context;
   /// What the program does around its steps; never null.
   std::shared_ptr<UpdateWatch> update_watch;
+  /// Whether replicas may run out of batches; never null.
+  std::shared_ptr<ReplicaJoin> replica_join;
 
   /// Whether this rank has the parameter or buffer: as its owner, or as all before partitioning.
   bool owns(const ParameterTable::Entry& entry) const {

@@ -2,7 +2,6 @@
 #include "smp/ddp.h"
 
 #include <algorithm>
-#include <exception>
 
 #include "core/check.h"
 #include "dp/data_parallel_core.h"
@@ -29,20 +28,6 @@ NoSync::NoSync(std::shared_ptr<dp::DataParallelCore> core)
 }
 
 NoSync::~NoSync() { core_->set_synchronizes(before_); }
-
-Join::Join(std::shared_ptr<dp::DataParallelCore> core, const JoinOptions& options)
-    : core_(std::move(core)), enabled_(options.enable()), exceptions_(std::uncaught_exceptions()) {
-  if (enabled_) core_->begin_join(options);
-}
-
-Join::~Join() noexcept(false) {
-  if (!enabled_) return;
-  if (std::uncaught_exceptions() > exceptions_) {
-    core_->leave_join();
-  } else {
-    core_->end_join();
-  }
-}
 
 namespace detail {
 

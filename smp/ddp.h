@@ -14,6 +14,7 @@
 #include "smp/detail/outputs.h"
 #include "smp/export.h"
 #include "smp/init.h"
+#include "smp/join.h"
 
 namespace torch::nn {
 class Module;
@@ -36,22 +37,6 @@ class [[nodiscard]] SMP_API NoSync {
  private:
   const std::shared_ptr<dp::DataParallelCore> core_;
   const bool before_;
-};
-
-/// While it lives, ranks may run out of data; see `DistributedDataParallel::join`.
-class [[nodiscard]] SMP_API Join {
- public:
-  Join(std::shared_ptr<dp::DataParallelCore> core, const JoinOptions& options);
-  /// Takes part in what the others communicate until their data have ended, too; throws what goes
-  /// wrong then. Does nothing where an exception is on its way.
-  ~Join() noexcept(false);
-  Join(const Join&) = delete;
-  Join& operator=(const Join&) = delete;
-
- private:
-  const std::shared_ptr<dp::DataParallelCore> core_;
-  const bool enabled_;
-  const int exceptions_;
 };
 
 namespace detail {

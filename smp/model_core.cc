@@ -117,6 +117,8 @@ void ModelCore::register_comm_hook(CommHook hook) const {
   model_->register_comm_hook(std::move(hook));
 }
 
+Join ModelCore::join(const JoinOptions& options) const { return model_->join(options); }
+
 const std::shared_ptr<torch::nn::Module>& ModelCore::module_ptr() const {
   return model_->module_ptr();
 }

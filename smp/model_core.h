@@ -12,6 +12,7 @@
 
 #include "smp/comm_hooks.h"
 #include "smp/export.h"
+#include "smp/join.h"
 #include "smp/model_options.h"
 #include "smp/removable_handle.h"
 
@@ -131,6 +132,18 @@ class SMP_API ModelCore {
   /// only (`shard_optimizer_state`, `sharded_data_parallel_degree`) or `gradient_shards` is set. As
   /// documented for SMP, which needs `ddp` and `overlapping_allreduce` for it.
   void register_comm_hook(CommHook hook) const;
+
+  /// While what this returns lives, replicas may run out of batches: at the end of the block they
+  /// take part in the reductions of the others' steps with zeros, until none has batches, and then
+  /// take parameters and buffers of one that was last; their gradients are undefined then, and the
+  /// optimizer's state stays as it was. Each replica calls its step functions at least once; the
+  /// ranks of one pipeline, and of a tensor-parallel group, equally often. It is of all models of
+  /// the program. Inside, call nothing else that is collective over the replicas, such as a save.
+  ///
+  /// Collective over the replicas. Throws `UsageError` inside of another, in a step function, with
+  /// `shard_optimizer_state`, `sharded_data_parallel_degree`, `fp16`, `bf16` or a loss scale, and
+  /// at the end of the block where a replica has trained nothing. As documented for SMP.
+  [[nodiscard]] Join join(const JoinOptions& options = {}) const;
 
   /// The wrapped module.
   const std::shared_ptr<torch::nn::Module>& module_ptr() const;

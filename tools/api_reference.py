@@ -37,7 +37,7 @@ PAGES = {
     "Activation memory": ["activation_checkpointing.h"],
     "Checkpoints": ["save_load.h", "checkpoint_options.h", "pretrained.h", "pretrained_options.h",
                     "name_map.h"],
-    "Data parallelism": ["ddp.h", "ddp_options.h", "comm_hooks.h"],
+    "Data parallelism": ["ddp.h", "ddp_options.h", "comm_hooks.h", "join.h"],
     "smddp": ["smddp.h", "c10d.h"],
     "Tensor parallelism": ["tensor_parallelism.h", "tp_register.h", "nn/layout.h",
                            "nn/parameter_split.h", "nn/split_module.h"],

@@ -9,15 +9,15 @@
 #include "runtime/update/loss_scaler.h"
 
 namespace smp::runtime {
-namespace {
 
-/// Of `optimizer.scale_loss`, `fp16`, or `amp::GradScaler`, whose scale is an input of every step.
 bool scales_loss(const Runtime& runtime) {
   const auto& values = runtime.step_inputs.values;
   return runtime.config().fp16() || !runtime.step_inputs.loss_scaler.expired() ||
          std::any_of(values.begin(), values.end(),
                      [](const auto& value) { return !value.expired(); });
 }
+
+namespace {
 
 bool is_power_of_ten(int64_t number) {
   while (number % 10 == 0) number /= 10;

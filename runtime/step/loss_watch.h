@@ -11,6 +11,10 @@
 
 namespace smp::runtime {
 
+/// Whether losses are multiplied by a scale: of `optimizer.scale_loss`, `fp16`, or
+/// `amp::GradScaler`, whose scale is an input of every step. Internal.
+bool scales_loss(const Runtime& runtime);
+
 /// Looks at the numbers that the backwards of a step start from, on the ranks that have them: one
 /// that is not finite makes parameters that are not, on all replicas. Internal.
 ///

@@ -140,14 +140,26 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
       sharding.replication_group(), options);
 }
 
-void Program::begin_training() {
+void Program::begin_training(const std::string& name) {
   SMP_CHECK_WITH(UsageError, runtime_->current_step.adding_up == nullptr || runtime_->current_step.adding_up == this,
                  "with backward_passes_per_step, the steps whose gradients add up must run the "
                  "same operators, but this one runs others than the one before. Call the same step "
                  "function with inputs of the same shapes, or use one backward pass a step");
   make_buckets();
-  broadcast_buffers();
+  begin_together(runtime_->replica_join->begin_step(shared_from_this(), name));
   count_stages();
+}
+
+void Program::begin_together(const ReplicaJoin::Step& step) {
+  together_ = step;
+  for (auto& buckets : buckets_) buckets->set_counted_replicas(step.divisor);
+  broadcast_buffers(step.source);
+}
+
+void Program::take_part(const ReplicaJoin::Step& step, const std::string& name) {
+  begin_together(step);
+  for (auto& buckets : buckets_) buckets->reduce();
+  finish_training(name, /*bad=*/false);
 }
 
 /// The stages that this rank runs.
@@ -171,15 +183,15 @@ void Program::count_stages() {
   }
 }
 
-/// Gives the buffers of the first replica to all, where models ask for it.
-void Program::broadcast_buffers() {
+/// Gives the buffers of a replica to all, where models ask for it.
+void Program::broadcast_buffers(int source) {
   for (const auto& model : runtime_->models()) {
     if (!model->options().broadcast_buffers()) continue;
     std::vector<at::Tensor> buffers;
     for (const at::Tensor& buffer : model->buffers()) {
       if (runtime_->owns(runtime_->table().at(buffer))) buffers.push_back(buffer);
     }
-    dp::TensorBroadcast(std::move(buffers), runtime_->replicas()).run(0);
+    dp::TensorBroadcast(std::move(buffers), runtime_->replicas()).run(source);
   }
 }
 
@@ -196,15 +208,15 @@ void Program::complete_stage(int stage) {
   }
 }
 
-void Program::finish_training(const Inputs& inputs) {
-  const bool bad = losses_.finish();
+/// `bad`: see `LossWatch`.
+void Program::finish_training(const std::string& name, bool bad) {
   PaceExchange exchange(*runtime_->replicas(), {runtime_->update_watch->updates(), bad});
   runtime_->current_step.adding_up = nullptr;
   std::vector<ReplicaPace> paces;
   const auto where = [&] {
     return c10::str(
-        " [while replicas reduced the gradients of step function \"", inputs.name,
-        "\", training step ", runtime_->progress.training_steps + 1,
+        " [while replicas reduced the gradients of step function \"", name, "\", training step ",
+        runtime_->progress.training_steps + 1,
         " of this rank: one that leaves out a step, or has fewer batches, ends before]");
   };
   dp::with_where_in_errors(where, [&] {
@@ -215,11 +227,11 @@ void Program::finish_training(const Inputs& inputs) {
     for (auto& gradients : sharded_) gradients->finish();
     paces = exchange.wait();
   });
-  check_same_pace(paces, inputs.name);
+  if (together_.is_complete) check_same_pace(paces, name);
   if (!bad) return;
   std::vector<bool> bad_ones;
   for (const ReplicaPace& pace : paces) bad_ones.push_back(pace.has_bad_loss != 0);
-  losses_.report(*runtime_, inputs.name, bad_ones);
+  losses_.report(*runtime_, name, bad_ones);
 }
 
 /// Parameters that an optimizer may have changed, and buffers that a step may have: from their
@@ -295,7 +307,7 @@ Program::Outputs Program::run(Inputs inputs) {
   if (runtime_->sharding()) runtime_->sharding()->parameters()->take_back();
   count_as_planned(inputs);
   complete_overrides(inputs);
-  if (graph_->trains()) begin_training();
+  if (graph_->trains()) begin_training(inputs.name);
   refresh_replicas();
   pipeline::Executor::Step step;
   step.inputs = inputs.tensors;
@@ -340,7 +352,7 @@ Program::Outputs Program::run(Inputs inputs) {
   losses_.begin(*runtime_, inputs.step_call);
   step.root = [&](int microbatch, const at::Tensor& root) { losses_.look(microbatch, root); };
   runner_->run(std::move(step));
-  if (graph_->trains()) finish_training(inputs);
+  if (graph_->trains()) finish_training(inputs.name, losses_.finish());
   share_outputs(outputs);
   return outputs;
 }

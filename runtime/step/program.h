@@ -16,13 +16,14 @@
 #include "runtime/runtime.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/planning.h"
+#include "runtime/step/replica_join.h"
 #include "runtime/step/schedule_runner.h"
 
 namespace smp::runtime {
 
 /// A graph made ready to run on this rank: its plan, what runs its schedule, and gradient buckets
 /// for one number of microbatches. Internal.
-class Program {
+class Program : public std::enable_shared_from_this<Program> {
  public:
   /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
   /// the graph's stands for, which gradients are divided by.
@@ -44,6 +45,9 @@ class Program {
   /// Runs the schedule and, if the graph trains, reduces gradients into `.grad`. Returns the
   /// graph's outputs by position and microbatch, on every rank of the pipeline.
   std::vector<std::vector<at::Tensor>> run(Inputs inputs);
+
+  /// Takes part, with gradients of zero, in a step of other replicas; see `ReplicaJoin`.
+  void take_part(const ReplicaJoin::Step& step, const std::string& name);
 
   const partitioner::Plan& plan() const { return plan_; }
   const pipeline::Schedule& schedule() const { return runner_->schedule(); }
@@ -69,11 +73,12 @@ class Program {
       const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
   void find_copies();
   void refresh_replicas();
-  void broadcast_buffers();
-  void begin_training();
+  void begin_together(const ReplicaJoin::Step& step);
+  void broadcast_buffers(int source);
+  void begin_training(const std::string& name);
   void count_stages();
   void complete_stage(int stage);
-  void finish_training(const Inputs& inputs);
+  void finish_training(const std::string& name, bool bad);
   void share_outputs(Outputs& outputs) const;
   uint64_t global_microbatch(int64_t microbatch) const;
   void count_as_planned(Inputs& inputs) const;
@@ -97,6 +102,7 @@ class Program {
   // By model, of parameters that are divided; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
   std::vector<Place> place_of_;  // by owned parameter
+  ReplicaJoin::Step together_;   // what replicas do together in the step that runs
   LossWatch losses_;
   std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
 };

@@ -8,6 +8,7 @@
 #include "core/log.h"
 #include "pipeline/timeline_page.h"
 #include "runtime/parameters/sharding.h"
+#include "runtime/step/replica_join.h"
 
 namespace smp::runtime {
 namespace {
@@ -95,6 +96,8 @@ void ScheduleRunner::run(pipeline::Executor::Step step) {
 }
 
 pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
+  // Replicas without batches do not run schedules.
+  if (runtime_.replica_join->is_joining()) return nullptr;
   if (is_auto() && runtime_.execution.trial_steps > 0) {
     --runtime_.execution.trial_steps;
     const bool together = replicas_are_together();

@@ -408,7 +408,7 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
       if (writes) runtime_->table().set_written(value.name);
     }
   }
-  prepared.program = std::make_unique<Program>(runtime_, std::move(planned), count, !first, factor);
+  prepared.program = std::make_shared<Program>(runtime_, std::move(planned), count, !first, factor);
   return prepared;
 }
 

@@ -59,7 +59,7 @@ class StepFunction {
   struct Prepared {
     std::shared_ptr<const graph::Coalesced> coalesced;         // null: one by one
     std::shared_ptr<const nn::rewrite::DividedGraph> divided;  // null: as captured
-    std::unique_ptr<Program> program;
+    std::shared_ptr<Program> program;
   };
 
   /// The batches that a rank runs: its own, or those of its tensor-parallel group in the order of

@@ -45,6 +45,8 @@ class UpdateWatch {
   int64_t trainings() const { return trainings_; }
   int64_t evaluations() const { return evaluations_; }
   int64_t updates() const { return updates_; }
+  /// As many as another replica has made, whose model this one has taken.
+  void set_updates(int64_t count) { updates_ = count; }
   /// The step function that was called last without `backward`.
   const std::string& last_evaluation() const { return last_evaluation_; }
 

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "smp/ddp.h"
+#include "smp/smp.h"
 
 namespace {
 
@@ -94,6 +95,30 @@ TEST(DataParallelPage, Join) {
       }
     }
     // Rank 0 has taken the weights of rank 1, which was last.
+    const auto weights = net->fc->weight.detach().clone();
+    const auto all = smp::group(smp::CommGroup::kWorld).all_gather(weights);
+    EXPECT_TRUE(torch::equal(all[0], all[1]));
+  });
+}
+
+TEST(DataParallelPage, JoinOfSteps) {
+  run([] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    smp::DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+    auto train = smp::step([&](torch::Tensor x, torch::Tensor y) {
+      model->backward(torch::nll_loss(model(x), y));
+    });
+    const std::vector<std::pair<torch::Tensor, torch::Tensor>> batches(
+        1 + smp::rank(), {torch::ones({2, 4}), torch::tensor({0, 1})});
+    {
+      const auto guard = model->join();
+      for (const auto& [x, y] : batches) {
+        optimizer.zero_grad();
+        train(x, y);
+        optimizer.step();
+      }
+    }
     const auto weights = net->fc->weight.detach().clone();
     const auto all = smp::group(smp::CommGroup::kWorld).all_gather(weights);
     EXPECT_TRUE(torch::equal(all[0], all[1]));

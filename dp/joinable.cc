@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dp/joinable.h"
+
+#include <ATen/ops/empty.h>
+
+#include <exception>
+#include <utility>
+
+#include "core/check.h"
+
+namespace smp {
+
+Join::Join(std::shared_ptr<dp::Joinable> replica, const JoinOptions& options)
+    : replica_(std::move(replica)),
+      enabled_(options.enable()),
+      exceptions_(std::uncaught_exceptions()) {
+  if (enabled_) replica_->begin_join(options);
+}
+
+Join::~Join() noexcept(false) {
+  if (!enabled_) return;
+  if (std::uncaught_exceptions() > exceptions_) {
+    replica_->leave_join();
+  } else {
+    replica_->end_join();
+  }
+}
+
+namespace dp {
+
+void Joinable::begin_join(const JoinOptions& options) {
+  SMP_CHECK_WITH(UsageError, !is_joining_, name_,
+                 "::join was called inside of another; let the first end before");
+  options_ = options;
+  is_joining_ = true;
+}
+
+Joinable::Round Joinable::begin_round(bool reduces, bool broadcasts) const {
+  if (is_joining_) return exchange(true, reduces, broadcasts);
+  return {replicas().size(), 0, reduces, broadcasts};
+}
+
+int Joinable::divisor(const Round& round) const {
+  const bool by_active = is_joining_ && !options_.divide_by_initial_world_size();
+  return by_active ? round.active : replicas().size();
+}
+
+Joinable::Round Joinable::exchange(bool active, bool reduces, bool broadcasts) const {
+  comm::Communicator& group = replicas();
+  const at::Tensor mine = at::empty({3}, at::kLong);
+  const at::Tensor all = at::empty({group.size(), 3}, at::kLong);
+  int64_t* said = mine.mutable_data_ptr<int64_t>();
+  said[0] = active;
+  said[1] = reduces;
+  said[2] = broadcasts;
+  group.all_gather(all, mine);
+  Round round;
+  const int64_t* heard = all.const_data_ptr<int64_t>();
+  for (int rank = group.size(); rank-- > 0;) {
+    if (heard[3 * rank] == 0) continue;
+    ++round.active;
+    round.first_active = rank;
+    round.reduces = round.reduces || heard[3 * rank + 1] != 0;
+    round.broadcasts = round.broadcasts || heard[3 * rank + 2] != 0;
+  }
+  SMP_CHECK_WITH(UsageError,
+                 !options_.throw_on_early_termination() || round.active == group.size() ||
+                     round.active == 0,
+                 name_, "::join: ", group.size() - round.active, " of ", group.size(),
+                 " replicas have no batches left, and throw_on_early_termination ends training on "
+                 "all of them");
+  return round;
+}
+
+void Joinable::end_join() {
+  int last_active = -1;
+  for (;;) {
+    const Round round = exchange(false, false, false);
+    if (round.active == 0) break;
+    last_active = round.first_active;
+    take_part(round);
+  }
+  leave_join();
+  // Ranks that ended together with the last were told of nobody else.
+  const at::Tensor root = at::empty({1}, at::kLong);
+  *root.mutable_data_ptr<int64_t>() = last_active < 0 ? replicas().rank() : -1;
+  replicas().all_reduce(root, ReduceOp::kMax);
+  take_model_of(static_cast<int>(*root.const_data_ptr<int64_t>()));
+}
+
+void Joinable::leave_join() { is_joining_ = false; }
+
+}  // namespace dp
+}  // namespace smp

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/step/replica_join.h"
+
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "dp/replica_state.h"
+#include "runtime/model.h"
+#include "runtime/step/loss_watch.h"
+#include "runtime/step/program.h"
+#include "runtime/update/precision.h"
+#include "runtime/update/update_watch.h"
+
+namespace smp::runtime {
+
+void ReplicaJoin::check_possible() const {
+  const Config& config = runtime_.config();
+  SMP_CHECK_WITH(UsageError,
+                 !config.shard_optimizer_state() && config.sharded_data_parallel_degree() == 1,
+                 "DistributedModel::join: with \"shard_optimizer_state\" and "
+                 "\"sharded_data_parallel_degree\" each replica updates a part of the parameters, "
+                 "which one without batches would not. Give all replicas as many batches "
+                 "(drop_last)");
+  SMP_CHECK_WITH(UsageError, !half_type(config) && !scales_loss(runtime_),
+                 "DistributedModel::join: a replica without batches takes no part in the updates, "
+                 "so it would lose the master weights of \"fp16\" and \"bf16\" and the loss scale. "
+                 "Give all replicas as many batches (drop_last)");
+}
+
+ReplicaJoin::Step ReplicaJoin::begin_step(const std::shared_ptr<Program>& program,
+                                          const std::string& step_name) {
+  program_ = program;
+  step_name_ = step_name;
+  return step_of(begin_round(/*reduces=*/true, /*broadcasts=*/true));
+}
+
+ReplicaJoin::Step ReplicaJoin::step_of(const Round& round) const {
+  return {divisor(round), round.first_active, round.active == replicas().size()};
+}
+
+void ReplicaJoin::end_join() {
+  try {
+    SMP_CHECK_WITH(UsageError, replicas().size() == 1 || !program_.expired(),
+                   "DistributedModel::join: this replica has no step function that has trained, so "
+                   "it cannot take part in the steps of the others. Give each replica at least one "
+                   "batch, and keep the step function until the join ends");
+    Joinable::end_join();
+    // They are sums of steps of others.
+    if (!std::exchange(took_part_, false)) return;
+    for (const auto& model : runtime_.models()) model->zero_grad();
+  } catch (const std::exception& error) {
+    runtime_.fail(error.what());
+    throw;
+  }
+}
+
+void ReplicaJoin::take_part(const Round& round) {
+  took_part_ = true;
+  program_.lock()->take_part(step_of(round), step_name_);
+}
+
+void ReplicaJoin::take_model_of(int root) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& entry : runtime_.table().entries()) {
+    if (runtime_.owns(entry)) tensors.push_back(entry.tensor.detach());
+  }
+  dp::broadcast_in_pieces(std::move(tensors), runtime_.replicas(), root);
+  take_counts_of(root);
+}
+
+/// What is compared between replicas, is saved, or keys random numbers.
+void ReplicaJoin::take_counts_of(int root) {
+  Progress& progress = runtime_.progress;
+  const nlohmann::json mine = {{"training_steps", progress.training_steps},
+                               {"updates", runtime_.update_watch->updates()},
+                               {"calls", progress.step_functions.all()}};
+  const auto counts = nlohmann::json::parse(comm::broadcast_bytes(replicas(), mine.dump(), root));
+  progress.training_steps = counts.at("training_steps").get<int64_t>();
+  progress.step_functions.load(counts.at("calls").get<StepFunctions::Calls>());
+  runtime_.update_watch->set_updates(counts.at("updates").get<int64_t>());
+}
+
+}  // namespace smp::runtime
