@@ -191,7 +191,10 @@ std::string ExecutionMode::to_string() const {
   if (default_dtype != at::kFloat) {
     parts.push_back(c10::str("default_dtype ", short_name(default_dtype)));
   }
-  if (after_backward) parts.push_back("after_backward");
+  if (after_backward > 0) {
+    parts.push_back(after_backward == 1 ? "after_backward"
+                                        : c10::str("after_backward ", after_backward));
+  }
   if (partition >= 0) parts.push_back(c10::str("partition ", partition));
   return join(parts, " ");
 }

@@ -79,8 +79,9 @@ struct ExecutionMode {
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
   at::ScalarType autocast_cuda_dtype = at::kHalf;
   at::ScalarType default_dtype = at::kFloat;
-  /// The program calls it after `backward`, whose gradients it cannot change (`late_writes.h`).
-  bool after_backward = false;
+  /// How many calls of `backward` came before it, whose gradients it cannot change
+  /// (`late_writes.h`).
+  int after_backward = 0;
   /// Where the operator is to run: the partition (rank of the pipeline) that the innermost
   /// `PartitionScope` asked for; -1: anywhere.
   int partition = -1;

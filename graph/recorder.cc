@@ -13,6 +13,7 @@
 #include "graph/devices.h"
 #include "graph/differentiate.h"
 #include "graph/grad_shapes.h"
+#include "graph/histories.h"
 #include "graph/late_writes.h"
 #include "graph/mode_scope.h"
 #include "graph/operator_traits.h"
@@ -315,13 +316,14 @@ std::unique_ptr<Graph> Recorder::finish(const std::vector<ValueId>& outputs,
   check_late_writes();
   check_written_parameters();
   assign_scopes();
+  check_histories(graph_, options_.step_name);
   return std::make_unique<Graph>(std::move(graph_));
 }
 
 /// What is written after `backward` is written to a copy where a backward may need what was there
 /// (`late_writes.h`). But a leaf works on the buffers of its module themselves.
 void Recorder::check_late_writes() const {
-  const std::vector<bool> separate = sets_to_separate(graph_);
+  const std::vector<int> separated = sets_to_separate(graph_);
   for (const Operator& op : graph_.operators) {
     if (!is_leaf(op.handle)) continue;
     for_each_argument(op, [&](ValueId id) {
@@ -329,7 +331,7 @@ void Recorder::check_late_writes() const {
       const Value& base = this->base(alias_set);
       const bool lasts = base.kind == ValueKind::kBuffer || base.kind == ValueKind::kParameter;
       const bool writes = std::count(op.writes.begin(), op.writes.end(), alias_set) > 0;
-      if (!separate[alias_set] || !lasts || !writes) return;
+      if (separated[alias_set] == kNeverSeparated || !lasts || !writes) return;
       core::fail<CaptureError>("step function \"", options_.step_name, "\": buffer \"", base.name,
                                "\" of leaf module \"", leaf_call(op.arguments[0].constant)->module,
                                "\" is written after backward, and an operator before it has read "

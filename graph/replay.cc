@@ -167,8 +167,8 @@ class CastCacheScope {
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
   const std::vector<int> autocast = autocast_scopes(graph);
-  const std::vector<bool> separate = sets_to_separate(graph);
-  std::vector<int> first_writer(graph.alias_sets, -1);  // of what is to be separated: instruction
+  LateWrites late(graph);
+  std::vector<std::vector<size_t>> movers(graph.alias_sets);  // by alias set: instructions
   std::unordered_set<ValueId> made;
   std::unordered_set<ValueId> read;
   std::unordered_map<ValueId, size_t> last_use;
@@ -203,18 +203,17 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              {},
                              {},
                              false});
-    for (int alias_set : op.writes) {
-      if (!op.mode.after_backward || !separate[alias_set] || first_writer[alias_set] >= 0) continue;
-      first_writer[alias_set] = static_cast<int>(instructions_.size()) - 1;
-    }
+    for (int alias_set : late.moved_by(op)) movers[alias_set].push_back(instructions_.size() - 1);
     casts_ |= autocast[index] >= 0;
     casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
     if (literal) read.insert(op.results[0]);
   }
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const int alias_set = graph.values[id].alias_set;
-    const int writer = alias_set < 0 ? -1 : first_writer[alias_set];
-    if (writer >= 0) instructions_[writer].moves.push_back(static_cast<ValueId>(id));
+    if (alias_set < 0) continue;
+    for (size_t mover : movers[alias_set]) {
+      instructions_[mover].moves.push_back(static_cast<ValueId>(id));
+    }
   }
   const std::unordered_set<ValueId> kept(keep.begin(), keep.end());
   for (const auto& [id, instruction] : last_use) {

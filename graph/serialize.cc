@@ -378,10 +378,13 @@ class GraphReader {
     read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
     read_dtype("autocast_cuda_dtype", mode.autocast_cuda_dtype);
     read_dtype("default_dtype", mode.default_dtype);
-    read_flag("after_backward", mode.after_backward);
-    if (const auto partition = in.find("partition")) {
-      mode.partition = static_cast<int>(partition->integer(0, kMaxCount));
-    }
+    const auto read_count = [&](const char* name, int& count) {
+      if (const auto member = in.find(name)) {
+        count = static_cast<int>(member->integer(0, kMaxCount));
+      }
+    };
+    read_count("after_backward", mode.after_backward);
+    read_count("partition", mode.partition);
     return mode;
   }
 

@@ -118,7 +118,7 @@ void Tracer::refuse(const std::string& what, const std::string& remedy) const {
 
 ExecutionMode Tracer::mode() const {
   ExecutionMode mode = ExecutionMode::current();
-  mode.after_backward = differentiated_;
+  mode.after_backward = backwards_;
   return mode;
 }
 
@@ -578,10 +578,11 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
                  ": backward was called inside a leaf module. Call model->backward in the step "
                  "function, on what the leaf returns");
   const UninterceptedScope own;
-  const ExecutionMode mode = ExecutionMode::current();
-  SMP_CHECK_WITH(UsageError, roots_.empty(), where(),
-                 ": backward was called a second time. Call model->backward once a step, with all "
-                 "losses: model->backward({a, b}), or add them up");
+  const ExecutionMode mode = this->mode();
+  SMP_CHECK_WITH(UsageError, roots_.empty() || mode.runs_like(roots_.front().mode), where(),
+                 ": backward was called in another mode than before, and the pipeline runs all "
+                 "backwards of a step together. Call it each time in the same, for example outside "
+                 "of autocast");
   SMP_CHECK_WITH(UsageError, gradients.empty() || gradients.size() == tensors.size(), where(),
                  ": backward got ", tensors.size(), " tensors and ", gradients.size(),
                  " gradients; give one gradient for each tensor, or none");
@@ -606,9 +607,9 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
                    " without a gradient; reduce it to a scalar (loss.mean()) or give its gradient");
     roots_.push_back(root);
   }
-  root_tensors_ = tensors;
+  root_tensors_.insert(root_tensors_.end(), tensors.begin(), tensors.end());
   root_tensors_.insert(root_tensors_.end(), gradients.begin(), gradients.end());
-  differentiated_ = true;
+  ++backwards_;
 }
 
 /// To be called at the end: it lets go of what the tracer holds itself.

@@ -208,7 +208,7 @@ class Tracer final : public OperatorInterceptor {
   std::vector<BackwardRoot> roots_;
   std::vector<at::Tensor> root_tensors_;  // a later write copies them (`keep_roots`)
   std::string script_operator_;           // that TorchScript called
-  bool differentiated_ = false;           // the function has called `backward`
+  int backwards_ = 0;                     // how often the function has called `backward`
   std::vector<ValueId> outputs_;
   bool history_begins_ = false;        // the operator at hand gave a history to what had none
   std::vector<at::Tensor> histories_;  // buffers that have got one, which ends with the run

@@ -334,7 +334,7 @@ std::optional<torch::autograd::variable_list> Tracer::differentiate(const Backwa
         "The step runs the pipeline's backward pass itself: call model->backward(loss) instead, or "
         "torch::autograd::grad for gradients that the function goes on to use");
   }
-  SMP_CHECK_WITH(UsageError, !differentiated_, where(),
+  SMP_CHECK_WITH(UsageError, backwards_ == 0, where(),
                  ": autograd::grad was called after backward, which is the end of the history. "
                  "Call it before model->backward");
   const UninterceptedScope own;

@@ -81,7 +81,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
       aliases_(graph),
       edges_(edges),
       index_(index),
-      separate_(graph::sets_to_separate(graph)),
+      separated_(graph::sets_to_separate(graph)),
       environment_(graph.values.size()),
       in_flight_(microbatches) {
   for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
@@ -199,7 +199,8 @@ bool Stage::backward_may_need(ValueId value) const {
 /// See `Parameter::copied`.
 bool Stage::is_copied(ValueId value) const {
   if (!graph_.trains() || !writes(value)) return false;
-  return separate_[graph_.values[value].alias_set] || backward_may_need(value);
+  const bool separate = separated_[graph_.values[value].alias_set] != graph::kNeverSeparated;
+  return separate || backward_may_need(value);
 }
 
 void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& table) {

@@ -214,7 +214,7 @@ class Stage {
   const graph::AliasAnalysis aliases_;
   const std::vector<Edge>& edges_;
   const int index_;
-  const std::vector<bool> separate_;  // see graph::sets_to_separate
+  const std::vector<int> separated_;  // see graph::sets_to_separate
   std::vector<int> operators_;
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage
   std::vector<int> returned_;               // positions of the graph's outputs complete here

@@ -35,10 +35,14 @@ class SMP_API ModelCore {
   /// As the constructor of `DistributedModel`.
   ModelCore(std::shared_ptr<torch::nn::Module> module, const ModelOptions& options);
 
-  /// Differentiates `loss` (a scalar) in the step function under way. Throws `UsageError` outside
-  /// a step function, at a second call in it, and for a tensor that needs a gradient of its own.
-  /// As documented for SMP's `model.backward`; there is no `retain_graph`. Multiplies by the loss
-  /// scale of the `DistributedOptimizer` that has one.
+  /// Differentiates `loss` (a scalar) in the step function under way. Gradients of several calls
+  /// add up, in one pass over all losses, as `torch::autograd::backward` of them would do it.
+  /// Multiplies by the loss scale of the `DistributedOptimizer` that has one. As documented for
+  /// SMP's `model.backward`; there is no `retain_graph`.
+  ///
+  /// Throws `UsageError` outside a step function, for a tensor that needs a gradient of its own, in
+  /// another mode (autocast) than the call before, and, when the function returns, where two calls
+  /// go over the same operators or one goes back through what was written in place since another.
   void backward(const at::Tensor& loss) const;
   /// As above for several tensors, with their gradients unless all are scalars.
   void backward(const std::vector<at::Tensor>& tensors,

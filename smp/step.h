@@ -154,8 +154,8 @@ class Step {
 };
 
 /// Makes a step function: `function` describes one training (or evaluation) step on one
-/// microbatch and calls the models in it; if it trains it calls `model->backward(loss)` once and
-/// returns what the caller wants to see. As documented for SMP's `@smp.step`.
+/// microbatch and calls the models in it; if it trains it calls `model->backward(loss)` and returns
+/// what the caller wants to see. As documented for SMP's `@smp.step`.
 ///
 /// Example:
 /// \code

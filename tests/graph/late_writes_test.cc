@@ -75,6 +75,63 @@ TEST_F(LateWrites, ABufferThatWasAGradientIsWrittenAfterBackward) {
   });
 }
 
+// Several backwards, which the pipeline runs as one.
+
+TEST_F(LateWrites, BackwardIsCalledForEachOfSeveralPasses) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto first = net_(in[0]).pow(2).mean();
+    backward(first);
+    auto second = net_(in[0] * 2).relu_().mean();
+    backward(second);
+    return {first, second};
+  });
+}
+
+TEST_F(LateWrites, TheSecondBackwardHasAGradientAndTheResultOfTheFirstPass) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]);
+    backward(y.square().mean());
+    auto other = net_->fc(in[0]) * y.detach();
+    backward_with({other}, {torch::full_like(other, 0.5)});
+    return {y, other};
+  });
+}
+
+TEST_F(LateWrites, WhatTheFirstBackwardNeedsIsWrittenBeforeTheSecond) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto y = net_(in[0]) * net_->scale;
+    backward(y.sum());
+    {
+      const torch::NoGradGuard no_grad;
+      net_->scale.mul_(0.5).add_(1);
+      y.mul_(3);
+    }
+    auto other = net_(in[0]) * net_->scale;
+    backward(other.sum());
+    const torch::NoGradGuard no_grad;
+    net_->scale.zero_();
+    return {y, other};
+  });
+}
+
+TEST_F(LateWrites, ABufferMovesOnceForEachBackwardThatNeedsIt) {
+  const auto function = [&](const Tensors& in) -> Tensors {
+    for (int call = 0; call < 3; ++call) {
+      backward((net_(in[0]) * net_->scale).sum());
+      const torch::NoGradGuard no_grad;
+      net_->scale.add_(1).mul_(2);
+    }
+    return {};
+  };
+  const TraceResult traced = trace(table_, {x_}, function);
+  graph::LateWrites late(*traced.recorded);
+  int moves = 0;
+  for (const Operator& op : traced.recorded->operators) {
+    moves += static_cast<int>(late.moved_by(op).size());
+  }
+  EXPECT_EQ(moves, 3);
+}
+
 // What an operator saved for its backward is written after it: seen by autograd ...
 
 TEST_F(LateWrites, AnActivationIsWrittenAfterBackward) {

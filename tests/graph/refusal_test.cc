@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/jit.h>
 
@@ -471,13 +472,42 @@ TEST_F(Refusal, BackwardInsideTheStep) {
                   "call model->backward(loss) instead");
 }
 
-TEST_F(Refusal, SecondBackwardAndBackwardWithoutGradient) {
+struct AutocastOnCpu {
+  AutocastOnCpu() { at::autocast::set_autocast_enabled(at::kCPU, true); }
+  ~AutocastOnCpu() { at::autocast::set_autocast_enabled(at::kCPU, false); }
+};
+
+TEST_F(Refusal, BackwardsThatGetInEachOthersWay) {
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto y = net_(x);
+                    backward(y.sum());
+                    backward(y.square().sum());
+                  }),
+                  "backward was called a second time on the history of operator");
   EXPECT_CONTAINS(text([&](torch::Tensor x) {
                     auto loss = net_(x).sum();
                     backward(loss);
+                    backward(loss * 2);
+                  }),
+                  "which the call before has freed, as in libtorch");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    auto other = torch::tanh(net_(x));
+                    backward(net_(x).sum());
+                    other.add_(1);
+                    backward(other.sum());
+                  }),
+                  "between two calls of backward it writes in place a tensor of shape [4, 4] that "
+                  "the first may need");
+  EXPECT_CONTAINS(text([&](torch::Tensor x) {
+                    backward(net_(x).sum());
+                    const auto loss = net_(x).sum();
+                    const AutocastOnCpu autocast;
                     backward(loss);
                   }),
-                  "backward was called a second time");
+                  "backward was called in another mode than before, and the pipeline runs all");
+}
+
+TEST_F(Refusal, BackwardWithoutGradient) {
   EXPECT_CONTAINS(text([&](torch::Tensor x) { backward(x.sum()); }),
                   "does not depend on a parameter");
   EXPECT_CONTAINS(text([&](torch::Tensor x) { backward(net_(x)); }), "reduce it to a scalar");
