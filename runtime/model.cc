@@ -34,6 +34,12 @@ Model::TensorDict named(const torch::nn::Module& module, bool parameters) {
   return parameters ? module.named_parameters() : module.named_buffers();
 }
 
+void check_partitioned(const Runtime& runtime) {
+  SMP_CHECK_WITH(UsageError, runtime.partitioned(),
+                 "local parameters and buffers are known after the first step, which partitions "
+                 "the model; use register_post_partition_hook to be called as soon as they are");
+}
+
 }  // namespace
 
 std::vector<at::Tensor> unique_values(const Model::TensorDict& dict) {
@@ -82,14 +88,17 @@ Model::TensorDict Model::named_buffers() const { return named(*module_, false); 
 std::vector<at::Tensor> Model::parameters() const { return unique_values(named_parameters()); }
 std::vector<at::Tensor> Model::buffers() const { return unique_values(named_buffers()); }
 
+bool Model::is_local(const at::Tensor& tensor) const {
+  check_partitioned(*runtime_);
+  const auto* entry = runtime_->table().find(tensor);
+  return entry != nullptr && runtime_->owns(*entry);
+}
+
 Model::TensorDict Model::local(const TensorDict& all) const {
-  SMP_CHECK_WITH(UsageError, partitioned(),
-                 "local parameters and buffers are known after the first step, which partitions "
-                 "the model; use register_post_partition_hook to be called as soon as they are");
+  check_partitioned(*runtime_);
   TensorDict result;
   for (const auto& item : all) {
-    const auto* entry = runtime_->table().find(item.value());
-    if (entry != nullptr && runtime_->owns(*entry)) result.insert(item.key(), item.value());
+    if (is_local(item.value())) result.insert(item.key(), item.value());
   }
   return result;
 }
@@ -199,20 +208,36 @@ void Model::register_comm_hook(CommHook hook) {
 }
 
 Join Model::join(const JoinOptions& options) {
-  check_outside_step("join");
+  begin_outside_step("join");
   if (options.enable()) runtime_->replica_join->check_possible();
   return Join(runtime_->replica_join, options);
 }
 
-Model::TensorDict Model::state_dict() const {
+Model::TensorDict Model::state_dict(bool gather_to_rank0) const {
   begin_outside_step("state_dict");
   std::map<const c10::TensorImpl*, at::Tensor> copies;
   TensorDict result;
   for (const auto& dict : {named_parameters(), named_buffers()}) {
     for (const auto& item : dict) {
       at::Tensor& copy = copies[item.value().unsafeGetTensorImpl()];
-      if (!copy.defined()) copy = whole_on_all(*runtime_, runtime_->table().at(item.value()));
-      result.insert(item.key(), copy);
+      const auto& entry = runtime_->table().at(item.value());
+      if (!copy.defined()) {
+        copy = gather_to_rank0 ? whole_on_first(*runtime_, entry) : whole_on_all(*runtime_, entry);
+      }
+      if (copy.defined()) result.insert(item.key(), copy);
+    }
+  }
+  return result;
+}
+
+/// What this rank holds of the model by name: of what is divided its part or shard.
+Model::TensorDict Model::held() const {
+  TensorDict result;
+  for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
+    for (const auto& item : dict) {
+      const auto shard = runtime_->table().at(item.value()).shard();
+      result.insert(item.key(),
+                    shard ? runtime_->sharding()->parameters()->shard(*shard) : item.value());
     }
   }
   return result;
@@ -220,44 +245,46 @@ Model::TensorDict Model::state_dict() const {
 
 Model::TensorDict Model::local_state_dict() const {
   take_back_wholes(*runtime_);
+  const at::NoGradGuard no_grad;
   TensorDict result;
-  at::NoGradGuard no_grad;
-  for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
-    for (const auto& item : dict) {
-      const auto shard = runtime_->table().at(item.value()).shard();
-      const at::Tensor held =
-          shard ? runtime_->sharding()->parameters()->shard(*shard) : item.value();
-      result.insert(item.key(), held.detach().clone());
+  for (const auto& item : held()) result.insert(item.key(), item.value().detach().clone());
+  return result;
+}
+
+/// What does not fit, one line each: names, sizes (`sizes` says which are expected) and types.
+std::string Model::misfits(
+    const TensorDict& own, const TensorDict& given, bool strict,
+    const std::function<std::vector<int64_t>(const at::Tensor&)>& sizes) const {
+  const auto fits = [&](const at::Tensor& value, const at::Tensor& held) {
+    if (half_ && value.is_floating_point() && held.is_floating_point()) return true;
+    return value.scalar_type() == held.scalar_type();
+  };
+  std::string problems;
+  for (const auto& item : own) {
+    const at::Tensor* value = given.find(item.key());
+    if (value == nullptr) {
+      if (strict) problems += "\n  missing: " + item.key();
+      continue;
+    }
+    const auto expected = sizes(item.value());
+    if (value->sizes() != at::IntArrayRef(expected) || !fits(*value, item.value())) {
+      problems +=
+          c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
+                   at::IntArrayRef(expected), ", got ", value->scalar_type(), value->sizes());
     }
   }
-  return result;
+  for (const auto& item : given) {
+    if (strict && !own.contains(item.key())) problems += "\n  unexpected: " + item.key();
+  }
+  return problems;
 }
 
 void Model::load_state_dict(const TensorDict& state, bool strict) {
   begin_outside_step("load_state_dict");
   const TensorDict own = checkpoint::state_dict(*module_);
-  const auto fits = [&](const at::Tensor& given, const at::Tensor& held) {
-    if (half_ && given.is_floating_point() && held.is_floating_point()) return true;
-    return given.scalar_type() == held.scalar_type();
-  };
-  std::string problems;
-  for (const auto& item : own) {
-    const at::Tensor* given = state.find(item.key());
-    if (given == nullptr) {
-      if (strict) problems += "\n  missing: " + item.key();
-      continue;
-    }
-    const auto sizes = runtime_->table().at(item.value()).whole_sizes();
-    if (given->sizes() != at::IntArrayRef(sizes) || !fits(*given, item.value())) {
-      problems += c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
-                           at::IntArrayRef(sizes), ", got ", given->scalar_type(), given->sizes());
-    }
-  }
-  if (strict) {
-    for (const auto& item : state) {
-      if (!own.contains(item.key())) problems += "\n  unexpected: " + item.key();
-    }
-  }
+  const std::string problems = misfits(own, state, strict, [&](const at::Tensor& tensor) {
+    return runtime_->table().at(tensor).whole_sizes();
+  });
   SMP_CHECK_WITH(CheckpointError, problems.empty(),
                  "the state dictionary does not fit the model:", problems,
                  "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
@@ -272,6 +299,29 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
                      "changed before the first step, which needs it. Give a copy");
       return given;
     });
+  }
+}
+
+void Model::load_local_state_dict(const TensorDict& state, bool strict) {
+  if (!partitioned()) {
+    // It runs once.
+    post_partition_->push_back([this, state, strict] { load_local_state_dict(state, strict); });
+    return;
+  }
+  begin_outside_step("load_state_dict");
+  const TensorDict own = held();
+  const std::string problems =
+      misfits(own, state, strict, [](const at::Tensor& tensor) { return tensor.sizes().vec(); });
+  SMP_CHECK_WITH(CheckpointError, problems.empty(),
+                 "the local state dictionary does not fit what this rank owns:", problems,
+                 "\nNothing was loaded here. With same_partition_load, give each rank what its "
+                 "local_state_dict() was, in a run with the same partition (partition_file, "
+                 "load_partition); state_dict() fits any");
+  const at::NoGradGuard no_grad;
+  ++runtime_->progress.parameter_loads;
+  for (const auto& item : own) {
+    const at::Tensor* given = state.find(item.key());
+    if (given != nullptr) item.value().detach().copy_(*given);
   }
 }
 

@@ -44,12 +44,15 @@ class Model {
   TensorDict local_named_buffers() const;
   TensorDict virtual_named_parameters();
 
-  TensorDict state_dict() const;
+  TensorDict state_dict(bool gather_to_rank0) const;
   TensorDict local_state_dict() const;
   void load_state_dict(const TensorDict& state, bool strict);
+  void load_local_state_dict(const TensorDict& state, bool strict);
   void zero_grad();
   void cpu();
 
+  /// Whether this rank owns a parameter or buffer. Throws `UsageError` before partitioning.
+  bool is_local(const at::Tensor& tensor) const;
   /// Whether each rank of a tensor-parallel group has its own part of a parameter.
   bool is_distributed_parameter(const at::Tensor& parameter) const;
   /// The parameters of which that is so, or not so.
@@ -102,6 +105,9 @@ class Model {
 
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
   TensorDict local(const TensorDict& all) const;
+  TensorDict held() const;
+  std::string misfits(const TensorDict& own, const TensorDict& given, bool strict,
+                      const std::function<std::vector<int64_t>(const at::Tensor&)>& sizes) const;
   void begin_outside_step(const char* call) const;
   void check_not_divided_by_modules() const;
 

@@ -52,10 +52,25 @@ ModelCore::TensorDict ModelCore::virtual_named_parameters() const {
   return model_->virtual_named_parameters();
 }
 
-ModelCore::TensorDict ModelCore::state_dict() const { return model_->state_dict(); }
+std::vector<std::shared_ptr<torch::nn::Module>> ModelCore::local_modules() const {
+  return local_named_modules().values();
+}
+torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::local_named_modules()
+    const {
+  return modules_that([this](const at::Tensor& tensor) { return model_->is_local(tensor); });
+}
+
+ModelCore::TensorDict ModelCore::state_dict(bool gather_to_rank0) const {
+  return model_->state_dict(gather_to_rank0);
+}
 ModelCore::TensorDict ModelCore::local_state_dict() const { return model_->local_state_dict(); }
-void ModelCore::load_state_dict(const TensorDict& state, bool strict) const {
-  model_->load_state_dict(state, strict);
+void ModelCore::load_state_dict(const TensorDict& state, bool strict,
+                                bool same_partition_load) const {
+  if (same_partition_load) {
+    model_->load_local_state_dict(state, strict);
+  } else {
+    model_->load_state_dict(state, strict);
+  }
 }
 
 void ModelCore::train(bool on) const { module_ptr()->train(on); }
@@ -82,13 +97,18 @@ bool ModelCore::is_distributed_parameter(const at::Tensor& parameter) const {
 
 torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::distributed_modules()
     const {
+  return modules_that(
+      [this](const at::Tensor& tensor) { return is_distributed_parameter(tensor); });
+}
+
+torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::modules_that(
+    const std::function<bool(const at::Tensor&)>& holds) const {
   torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> result;
   for (const auto& item : module_ptr()->named_modules()) {
-    const auto own = item.value()->parameters(/*recurse=*/false);
-    const bool any = std::any_of(own.begin(), own.end(), [this](const at::Tensor& parameter) {
-      return is_distributed_parameter(parameter);
-    });
-    if (any) result.insert(item.key(), item.value());
+    auto own = item.value()->parameters(/*recurse=*/false);
+    const auto buffers = item.value()->buffers(/*recurse=*/false);
+    own.insert(own.end(), buffers.begin(), buffers.end());
+    if (std::any_of(own.begin(), own.end(), holds)) result.insert(item.key(), item.value());
   }
   return result;
 }

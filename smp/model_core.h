@@ -69,10 +69,18 @@ class SMP_API ModelCore {
   std::vector<at::Tensor> local_virtual_parameters() const;
   TensorDict virtual_named_parameters() const;
 
-  /// Copies of all parameters and buffers, whole, on every rank. Collective over the pipeline and
-  /// its tensor-parallel groups, and with sharded data parallelism over the world: all ranks must
-  /// call it, or the others wait until the time-out.
-  TensorDict state_dict() const;
+  /// The modules that have a parameter or buffer of their own (not of a child) which this rank
+  /// owns, and by their path; the module that is wrapped has the empty one. Operators are divided,
+  /// not modules, so one may be on two ranks, and one without parameters is on none. Throw
+  /// `UsageError` before partitioning.
+  std::vector<std::shared_ptr<torch::nn::Module>> local_modules() const;
+  torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> local_named_modules() const;
+
+  /// Copies of all parameters and buffers, whole, on every rank; with `gather_to_rank0` on mp_rank
+  /// 0 of each replica only, and an empty dictionary on the others. Collective over the pipeline
+  /// and its tensor-parallel groups, and with sharded data parallelism over the world: all ranks
+  /// must call it, or the others wait until the time-out.
+  TensorDict state_dict(bool gather_to_rank0 = false) const;
   /// Copies of what this rank owns: of a divided parameter its part, and of one that sharded data
   /// parallelism divides, its shard, which has one dimension. Not collective.
   TensorDict local_state_dict() const;
@@ -82,7 +90,12 @@ class SMP_API ModelCore {
   /// `CheckpointError` that lists all missing or unexpected names and other shapes or dtypes; then
   /// nothing has changed. `strict = false` accepts missing and unexpected names. With `fp16` or
   /// `bf16` other floating point types are rounded.
-  void load_state_dict(const TensorDict& state, bool strict = true) const;
+  ///
+  /// With `same_partition_load`, `state` is what `local_state_dict` gave on this rank in a run of
+  /// the same layout and partition. It is checked and loaded when the model is partitioned, so
+  /// before the first step the tensors are kept until then.
+  void load_state_dict(const TensorDict& state, bool strict = true,
+                       bool same_partition_load = false) const;
 
   void train(bool on = true) const;
   void eval() const;
@@ -159,6 +172,10 @@ class SMP_API ModelCore {
   runtime::Model& impl() const { return *model_; }
 
  private:
+  /// The modules with a parameter or buffer of their own of which that is so.
+  torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> modules_that(
+      const std::function<bool(const at::Tensor&)>& holds) const;
+
   std::shared_ptr<runtime::Model> model_;
 };
 

@@ -17,16 +17,41 @@
 namespace smp::runtime {
 namespace {
 
-/// What the owner holds, on all ranks of its pipeline.
-at::Tensor from_owner(const Runtime& runtime, const ParameterTable::Entry& entry) {
+/// What the owner holds, on all ranks of its pipeline or on the first, undefined on all others.
+at::Tensor from_owner(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
   const auto pipeline = runtime.group(CommGroup::kPp);
-  const int root = entry.owner.value_or(0);
+  const int owner = entry.owner.value_or(0);
+  const bool is_owner = pipeline->rank() == owner;
+  const bool receives = !to_first || pipeline->rank() == 0;
+  if (!is_owner && !receives) return {};
   const at::Tensor& tensor = entry.tensor;
-  const at::Tensor copy = pipeline->rank() == root
-                              ? graph::value_of(tensor).detach().cpu().contiguous().clone()
-                              : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-  pipeline->broadcast(copy, root);
-  return copy;
+  const at::Tensor copy = is_owner ? graph::value_of(tensor).detach().cpu().contiguous().clone()
+                                   : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+  if (!to_first) {
+    pipeline->broadcast(copy, owner);
+  } else if (!receives) {
+    pipeline->send(copy, /*destination=*/0, /*tag=*/0);
+  } else if (!is_owner) {
+    pipeline->recv(copy, owner, /*tag=*/0);
+  }
+  return receives ? copy : at::Tensor();
+}
+
+/// A copy of the whole on all ranks of the model or on the first.
+at::Tensor gather(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
+  at::NoGradGuard no_grad;
+  const bool is_alike = !entry.split && runtime.rank_in(CommGroup::kTp) > 0;
+  if (to_first && is_alike && !entry.shard()) return {};
+  const auto shard = entry.shard();
+  at::Tensor held = shard ? runtime.sharding()->parameters()->full(*shard).cpu().contiguous()
+                          : from_owner(runtime, entry, to_first);
+  if (!held.defined()) return {};
+  if (entry.split) {
+    comm::Communicator& group = *runtime.group(CommGroup::kTp);
+    held = to_first ? join_on(0, group, *entry.split, held)
+                    : join_on_all(group, *entry.split, held);
+  }
+  return to_first && runtime.rank_in(CommGroup::kMp) > 0 ? at::Tensor() : held;
 }
 
 /// Puts tensors together from pieces and parts.
@@ -96,12 +121,11 @@ class Joining {
 }  // namespace
 
 at::Tensor whole_on_all(const Runtime& runtime, const ParameterTable::Entry& entry) {
-  at::NoGradGuard no_grad;
-  const auto shard = entry.shard();
-  const at::Tensor held = shard ? runtime.sharding()->parameters()->full(*shard).cpu().contiguous()
-                                : from_owner(runtime, entry);
-  if (!entry.split) return held;
-  return join_on_all(*runtime.group(CommGroup::kTp), *entry.split, held);
+  return gather(runtime, entry, /*to_first=*/false);
+}
+
+at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& entry) {
+  return gather(runtime, entry, /*to_first=*/true);
 }
 
 at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn) {

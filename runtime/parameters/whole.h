@@ -19,6 +19,9 @@ namespace smp::runtime {
 /// pipeline, and over the ranks that have the tensor together.
 at::Tensor whole_on_all(const Runtime& runtime, const ParameterTable::Entry& entry);
 
+/// The same on the first rank of the model, undefined on all others.
+at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& entry);
+
 /// The values on one of the ranks that have them, undefined on all others. Those that have them
 /// together take turns, so that none needs the memory for all of several: `turn` counts these. Of
 /// several replicas that have the same it is the first. Collective over the ranks that have the

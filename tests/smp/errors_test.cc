@@ -70,7 +70,7 @@ TEST_F(InsideAStep, ASecondBackwardIsRefused) {
                    model->backward(loss);  // and once more by the caller
                    return loss;
                  }),
-             {"train", "backward", "once"});
+             {"train", "backward was called a second time on the history of operator"});
 }
 
 TEST_F(InsideAStep, BackwardOfTheTensorItselfIsRefused) {

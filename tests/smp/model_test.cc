@@ -246,6 +246,75 @@ TEST_F(Model, LocalStateDictsTogetherAreTheStateDict) {
   expect_equal(together, whole, "state");
 }
 
+TEST_F(Model, StateDictOnTheFirstRankOnly) {
+  for (const bool partitioned : {false, true}) {
+    run_as_threads(4, stages(2).ddp(true), [&] {
+      DistributedModel<Mlp> model(make_net());
+      if (partitioned) make_training(model)(x_, y_);
+      const auto state = to_map(model->state_dict(/*gather_to_rank0=*/true));
+      if (mp_rank() == 0) {
+        expect_equal(state, state_of(*prototype_), "state");
+      } else {
+        EXPECT_TRUE(state.empty());
+      }
+    });
+  }
+}
+
+TEST_F(Model, LocalModulesAreThoseWithLocalParameters) {
+  for (int count : {1, 2}) {
+    std::map<std::string, int> owners;
+    run_as_threads(count, stages(count), [&] {
+      DistributedModel<Mlp> model(make_net());
+      expect_has(error_of<UsageError>([&] { model->local_modules(); }),
+                 {"local parameters and buffers are known after the first step"});
+      make_training(model)(x_, y_);
+      const auto local = to_map(model->local_named_parameters());
+      const auto modules = model->local_named_modules();
+      EXPECT_EQ(model->local_modules().size(), modules.size());
+      for (const auto& item : model.get_module()->named_modules()) {
+        const bool mine =
+            local.count(item.key() + ".weight") + local.count(item.key() + ".bias") > 0;
+        EXPECT_EQ(modules.contains(item.key()), mine) << item.key();
+        if (mine) EXPECT_EQ(modules[item.key()], item.value());
+      }
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& item : modules) ++owners[item.key()];
+    });
+    EXPECT_EQ(owners.size(), 6u) << count;
+  }
+}
+
+/// What a rank has saved of itself goes back there, in a run that is partitioned alike.
+TEST_F(Model, LocalStateDictsAreLoadedIntoTheSamePartition) {
+  const auto config = stages(2).skip_tracing(true);
+  torch::manual_seed(99);
+  Mlp wanted(4);
+  std::vector<torch::OrderedDict<std::string, torch::Tensor>> saved(2);
+  run_as_threads(2, config, [&] {
+    Mlp net = make_net();
+    copy_values(*wanted, *net);
+    DistributedModel<Mlp> model(net);
+    make_training(model)(x_, y_);
+    saved[rank()] = model->local_state_dict();
+  });
+  run_as_threads(2, config, [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    model->load_state_dict(saved[rank()], /*strict=*/true, /*same_partition_load=*/true);
+    expect_equal(train(x_, y_).outputs(), plain_losses(wanted), "loaded before the first step");
+    for (auto& item : saved[rank()]) item.value().zero_();
+    model->load_state_dict(saved[rank()], /*strict=*/true, /*same_partition_load=*/true);
+    for (const auto& [name, tensor] : to_map(model->state_dict())) {
+      EXPECT_FALSE(tensor.any().item<bool>()) << name;
+    }
+    const auto others = error_of<CheckpointError>(
+        [&] { model->load_state_dict(saved[1 - rank()], true, /*same_partition_load=*/true); });
+    expect_has(others, {"the local state dictionary does not fit what this rank owns:", "missing",
+                        "unexpected", "With same_partition_load, give each rank what its"});
+  });
+}
+
 TEST_F(Model, LoadStateDictBeforeAndAfterPartitioning) {
   torch::manual_seed(99);
   Mlp wanted(4);

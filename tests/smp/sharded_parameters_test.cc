@@ -470,6 +470,8 @@ TEST(ShardedParameters, ModelsAreReadAndWritten) {
     expect_equal(to_map(model->state_dict()), to_map(doubled), "loaded");
     model->cpu();  // anew
     expect_equal(state_of(*net), to_map(doubled), "module");
+    model->load_state_dict(local, /*strict=*/true, /*same_partition_load=*/true);
+    expect_equal(to_map(model->state_dict()), initial, "loaded shards");
     train(x, y);
     EXPECT_EQ(net->hidden[0]->weight.storage().nbytes(), 0u);
     // Gradients are dropped with those of the parameters.

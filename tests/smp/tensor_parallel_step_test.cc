@@ -92,6 +92,12 @@ TEST(TensorParallelModel, TakesWholeValues) {
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
     expect_equal(to_map(model->state_dict()), state_of(*other), "value");
+    const auto gathered = to_map(model->state_dict(/*gather_to_rank0=*/true));
+    if (mp_rank() == 0) {
+      expect_equal(gathered, state_of(*other), "gathered value");
+    } else {
+      EXPECT_TRUE(gathered.empty());
+    }
     for (const auto& item : model->local_state_dict()) {
       const auto& split =
           runtime::Runtime::get().table().at(net->named_parameters()[item.key()]).split;
@@ -102,6 +108,12 @@ TEST(TensorParallelModel, TakesWholeValues) {
     const auto text = error_of<CheckpointError>(
         [&] { model->load_state_dict(model->local_state_dict(), false); });
     expect_has(text, {"expected Double[32, 8], got Double[16, 8]", "Nothing was loaded"});
+    auto local = model->local_state_dict();
+    for (auto& item : local) item.value().add_(1);
+    model->load_state_dict(local, /*strict=*/true, /*same_partition_load=*/true);
+    for (const auto& [name, value] : to_map(model->state_dict())) {
+      expect_equal(value, state_of(*other).at(name) + 1, "value of " + name);
+    }
   });
 }
 
