@@ -17,6 +17,7 @@ SMP_API std::string recv_object(int src_rank, CommGroup group);
 SMP_API void broadcast_object(const std::string& bytes, CommGroup group);
 SMP_API std::vector<std::string> allgather_objects(const std::string& bytes, CommGroup group);
 SMP_API int this_rank_in(CommGroup group);
+inline std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace detail
 
@@ -49,7 +50,7 @@ void send(const T& object, int dest_rank, CommGroup group) {
 /// The next object that rank `src_rank` of this rank's group sends here, by `send` or `broadcast`.
 template <class T>
 T recv_from(int src_rank, CommGroup group) {
-  return detail::from_bytes<T>(detail::recv_object(src_rank, group), src_rank);
+  return detail::from_bytes<T>(detail::recv_object(src_rank, group), detail::rank_text(src_rank));
 }
 
 /// Sends `object` to all other ranks of this rank's group. They call `recv_from`, as in SMP 1.x.
@@ -74,7 +75,8 @@ template <class T>
 std::vector<T> allgather(const T& object, CommGroup group) {
   std::vector<T> objects;
   for (const std::string& bytes : detail::allgather_objects(detail::to_bytes(object), group)) {
-    objects.push_back(detail::from_bytes<T>(bytes, static_cast<int>(objects.size())));
+    objects.push_back(
+        detail::from_bytes<T>(bytes, detail::rank_text(static_cast<int>(objects.size()))));
   }
   return objects;
 }

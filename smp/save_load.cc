@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/save_load.h"
 
+#include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "checkpoint/apply.h"
 #include "checkpoint/catalog.h"
+#include "checkpoint/file.h"
 #include "core/check.h"
 #include "runtime/runtime.h"
 #include "runtime/save/background_save.h"
@@ -52,6 +55,21 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   return SaveHandle(runtime::save(request, model.impl(), options.partial() ? optimizer : nullptr));
 }
 
+constexpr std::string_view kObjectFile = "smp object 1\n";
+
+/// "smp object 1", the hash of the object's bytes, a line each, and the bytes.
+std::string to_file(const std::string& bytes) {
+  checkpoint::Hasher hasher;
+  hasher.update(bytes.data(), bytes.size());
+  return c10::str(kObjectFile, checkpoint::hash_text(hasher.digest()), "\n", bytes);
+}
+
+std::string object_path(const std::string& path, bool partial) {
+  if (!partial) return path;
+  const Runtime& runtime = Runtime::get();
+  return c10::str(path, "_", runtime.rank_in(CommGroup::kPp), "_", runtime.rank_in(CommGroup::kTp));
+}
+
 LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
                  const ModelCore& model, runtime::Optimizer* optimizer,
                  const LoadOptions& options) {
@@ -64,6 +82,29 @@ LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
 }
 
 }  // namespace
+
+void detail::save_object(const std::string& bytes, const std::string& path, bool partial) {
+  checkpoint::write_file(object_path(path, partial), to_file(bytes));
+}
+
+void detail::load_object(const std::string& path, bool partial,
+                         const std::function<void(const std::string&)>& read) {
+  const std::string name = object_path(path, partial);
+  const std::string text = checkpoint::read_file(name);
+  const size_t header = to_file("").size();
+  const std::string bytes = text.substr(std::min(header, text.size()));
+  SMP_CHECK_WITH(CheckpointError, text == to_file(bytes), "smp::load: \"", name,
+                 "\" is no file that smp::save(object, path) wrote, or it is damaged. Give "
+                 "the path, and partial or not, that it was saved with");
+  try {
+    read(bytes);
+  } catch (const CommError& error) {
+    core::fail<CheckpointError>("smp::load: \"", name,
+                                "\" holds another object than was asked "
+                                "for: ",
+                                core::text_without_prefix(error));
+  }
+}
 
 bool SaveHandle::is_done() const { return save_->is_done(); }
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "smp/checkpoint_options.h"
+#include "smp/detail/archive.h"
 #include "smp/export.h"
 #include "smp/removable_handle.h"
 
@@ -22,6 +23,13 @@ class OptimizerCore;
 namespace runtime {
 class BackgroundSave;
 }  // namespace runtime
+
+namespace detail {
+SMP_API void save_object(const std::string& bytes, const std::string& path, bool partial);
+/// Calls `read` with the bytes of a file; what it throws becomes a `CheckpointError`.
+SMP_API void load_object(const std::string& path, bool partial,
+                         const std::function<void(const std::string&)>& read);
+}  // namespace detail
 
 /// A save that may still be under way; copies are the same one. Nothing needs to be done with it: a
 /// save goes on without, and the next save, `load` and the end of the program wait for it.
@@ -99,6 +107,27 @@ SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
 SMP_API RemovableHandle register_checkpoint_state(const std::string& name,
                                                   std::function<std::string()> save,
                                                   std::function<void(const std::string&)> load);
+
+/// Writes an object to a file of its own: what `smp::send` takes (see smp/objects.h), such as
+/// `model->local_state_dict()`'s tensors in a map, positions or results. SMP's `save(obj, f,
+/// partial)`. With `partial` the file is `path`_{pp_rank}_{tp_rank}, which each rank of a model
+/// writes for itself, so call it where `rdp_rank()` is 0; otherwise it is `path`, for one rank to
+/// write. Not collective. Its name only ever holds complete contents. Throws `CheckpointError`.
+template <class T>
+void save(const T& object, const std::string& path, bool partial = true) {
+  detail::save_object(detail::to_bytes(object), path, partial);
+}
+
+/// The object that `save` wrote; with `partial` this rank's. Throws `CheckpointError` for a file
+/// that is damaged or holds another type. Tensors are on the CPU.
+template <class T>
+T load(const std::string& path, bool partial = true) {
+  T object{};
+  detail::load_object(path, partial, [&](const std::string& bytes) {
+    object = detail::from_bytes<T>(bytes, "the file");
+  });
+  return object;
+}
 
 /// Loads the model of a checkpoint into a plain module of this process; needs no `init`. Of the
 /// options, `strict` and `convert` count. Checks as `load` does.

@@ -62,16 +62,16 @@ void Codec<c10::IValue>::read(Reader& reader, c10::IValue& value) {
   value = torch::jit::pickle_load(bytes);
 }
 
-void check_type(Reader& reader, const std::string& expected, int source) {
+void check_type(Reader& reader, const std::string& expected, const std::string& source) {
   std::string type;
   reader(type);
   SMP_CHECK_WITH(CommError, type == expected, "expected an object of type ", expected,
-                 " from rank ", source, ", got one of type ", type,
+                 " from ", source, ", got one of type ", type,
                  ". Receive the type that is sent; ranks must run the same program.");
 }
 
-void check_end(const Reader& reader, const std::string& type, int source) {
-  SMP_CHECK_WITH(CommError, reader.left() == 0, "an object of type ", type, " from rank ", source,
+void check_end(const Reader& reader, const std::string& type, const std::string& source) {
+  SMP_CHECK_WITH(CommError, reader.left() == 0, "an object of type ", type, " from ", source,
                  " has ", reader.left(),
                  " bytes too many. Its serialize function must name the same fields on all ranks.");
 }

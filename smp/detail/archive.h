@@ -103,9 +103,10 @@ std::string names() {
 /// User types.
 template <class T, class>
 struct Codec {
-  static_assert(HasMember<T>::value || HasFunction<T>::value,
-                "objects of this type cannot be sent: give it a member `template <class Archive> "
-                "void serialize(Archive& archive)` that names its fields: archive(a, b, c);");
+  static_assert(
+      HasMember<T>::value || HasFunction<T>::value,
+      "objects of this type cannot be sent or saved: give it a member `template <class Archive> "
+      "void serialize(Archive& archive)` that names its fields: archive(a, b, c);");
 
   static std::string name() {
     const int version = VersionOf<T>::value;
@@ -302,11 +303,11 @@ struct Codec<std::optional<T>> {
   }
 };
 
-/// Throws a `CommError` unless the type that `reader` begins with is `expected`; `source` is the
-/// rank that sent it, for the text.
-SMP_API void check_type(Reader& reader, const std::string& expected, int source);
+/// Throws a `CommError` unless the type that `reader` begins with is `expected`; `source` is where
+/// it comes from ("rank 3"), for the text.
+SMP_API void check_type(Reader& reader, const std::string& expected, const std::string& source);
 /// Throws a `CommError` when bytes are left over.
-SMP_API void check_end(const Reader& reader, const std::string& type, int source);
+SMP_API void check_end(const Reader& reader, const std::string& type, const std::string& source);
 
 /// The object and its type.
 template <class T>
@@ -316,9 +317,9 @@ std::string to_bytes(const T& object) {
   return writer.take();
 }
 
-/// What to_bytes has made of a `T` on rank `source`; throws a `CommError` if it was another type.
+/// What to_bytes has made of a `T` at `source`; throws a `CommError` if it was another type.
 template <class T>
-T from_bytes(const std::string& bytes, int source) {
+T from_bytes(const std::string& bytes, const std::string& source) {
   Reader reader(bytes);
   check_type(reader, Codec<T>::name(), source);
   T object;

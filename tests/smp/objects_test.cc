@@ -5,10 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+
 #include "core/check.h"
 #include "runtime/runtime.h"
 #include "smp/group.h"
 #include "smp/init.h"
+#include "smp/save_load.h"
 
 namespace smp {
 
@@ -76,7 +80,7 @@ std::string error_text(const Call& call) {
 
 template <class T>
 T through_bytes(const T& object) {
-  return detail::from_bytes<T>(detail::to_bytes(object), 0);
+  return detail::from_bytes<T>(detail::to_bytes(object), "rank 0");
 }
 
 template <class T>
@@ -138,19 +142,22 @@ TEST(Archive, TypesHaveNames) {
 }
 
 TEST(Archive, RefusesOtherTypesAndDamage) {
-  EXPECT_THAT(error_text<CommError>([] { detail::from_bytes<float>(detail::to_bytes(1.0), 3); }),
-              HasSubstr("expected an object of type float32 from rank 3, got one of type float64"));
   EXPECT_THAT(
-      error_text<CommError>([] { detail::from_bytes<New>(detail::to_bytes(New()) + "x", 3); }),
+      error_text<CommError>([] { detail::from_bytes<float>(detail::to_bytes(1.0), "rank 3"); }),
+      HasSubstr("expected an object of type float32 from rank 3, got one of type float64"));
+  EXPECT_THAT(
+      error_text<CommError>(
+          [] { detail::from_bytes<New>(detail::to_bytes(New()) + "x", "rank 3"); }),
       HasSubstr(
           "an object of type smp::New version 2 from rank 3 has 1 bytes too many. Its serialize"));
   std::string cut = detail::to_bytes(std::vector<double>(4));
   cut.resize(cut.size() - 1);
-  EXPECT_THAT(error_text<CommError>([&] { detail::from_bytes<std::vector<double>>(cut, 0); }),
-              HasSubstr("announces 4 elements, more than its bytes hold"));
+  EXPECT_THAT(
+      error_text<CommError>([&] { detail::from_bytes<std::vector<double>>(cut, "rank 0"); }),
+      HasSubstr("announces 4 elements, more than its bytes hold"));
   cut = detail::to_bytes(int64_t{1});
   cut.resize(cut.size() - 1);
-  EXPECT_THAT(error_text<CommError>([&] { detail::from_bytes<int64_t>(cut, 0); }),
+  EXPECT_THAT(error_text<CommError>([&] { detail::from_bytes<int64_t>(cut, "rank 0"); }),
               HasSubstr("an object that was received ends early: expected 8 more bytes, got 7"));
 }
 
@@ -249,6 +256,67 @@ TEST(Objects, RefuseRanksThatAreNone) {
                 HasSubstr("smp::allgather was called inside a step function; send objects"));
     runtime::Runtime::get().current_step.is_running = false;
   });
+}
+
+/// A folder for files, which goes with it.
+class SavedObjects : public ::testing::Test {
+ protected:
+  SavedObjects() {
+    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = std::string(::testing::TempDir()) + "/saved_objects." + info->name();
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directories(folder_);
+  }
+  ~SavedObjects() override { std::filesystem::remove_all(folder_); }
+
+  std::string path() const { return folder_ + "/results"; }
+  std::string content() const {
+    std::ifstream file(path());
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+
+  std::string folder_;
+};
+
+TEST_F(SavedObjects, ComeBack) {
+  Result result;
+  result.step = 7;
+  result.losses = {{"train", 0.5}};
+  result.best = at::rand({2, 3});
+  save(result, path(), /*partial=*/false);
+  const auto loaded = load<Result>(path(), /*partial=*/false);
+  EXPECT_EQ(loaded.step, 7);
+  EXPECT_EQ(loaded.losses, result.losses);
+  EXPECT_TRUE(at::equal(loaded.best, result.best));
+  save(std::string("again"), path(), false);
+  EXPECT_EQ(load<std::string>(path(), false), "again");
+}
+
+TEST_F(SavedObjects, AreByRankWherePartial) {
+  on_four_ranks([&] {
+    if (rdp_rank() == 0) save(std::map<std::string, int>{{"rank", rank()}}, path());
+    barrier();
+    EXPECT_EQ((load<std::map<std::string, int>>(path()).at("rank")), pp_rank());
+  });
+  EXPECT_TRUE(std::filesystem::exists(path() + "_0_0"));
+  EXPECT_TRUE(std::filesystem::exists(path() + "_1_0"));
+}
+
+TEST_F(SavedObjects, OtherTypesAndDamageAreRefused) {
+  save(1.0, path(), false);
+  EXPECT_THAT(error_text<CheckpointError>([&] { load<float>(path(), false); }),
+              AllOf(HasSubstr("holds another object than was asked for: expected an object of type "
+                              "float32 from the file, got one of type float64"),
+                    HasSubstr(path())));
+  std::string text = content();
+  text.back() = static_cast<char>(text.back() ^ 1);
+  std::ofstream(path()) << text;
+  const auto damaged = error_text<CheckpointError>([&] { load<double>(path(), false); });
+  EXPECT_THAT(damaged,
+              HasSubstr("is no file that smp::save(object, path) wrote, or it is damaged"));
+  std::ofstream(path()) << "short";
+  EXPECT_EQ(error_text<CheckpointError>([&] { load<double>(path(), false); }), damaged);
+  EXPECT_NE(error_text<CheckpointError>([&] { load<double>(path() + "1", false); }), "");
 }
 
 }  // namespace
