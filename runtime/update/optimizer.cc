@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/update/optimizer.h"
 
+#include <torch/optim/lbfgs.h>
+
 #include <algorithm>
 
 #include "core/check.h"
@@ -66,6 +68,14 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
   if (runtime_->config().sharded_data_parallel_degree() > 1) {
     optim::check_elementwise(elementwise, "sharded_data_parallel_degree", "1");
   }
+  const int partitions = runtime_->topology().pp_size();
+  SMP_CHECK_WITH(UsageError,
+                 partitions == 1 || dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,
+                 "torch::optim::LBFGS finds one direction for all parameters together, and with "
+                 "\"partitions\" ",
+                 partitions,
+                 " each rank has the gradients of some of them only. Use one partition or another "
+                 "optimizer");
 }
 
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {

@@ -33,7 +33,7 @@ class Optimizer {
   using StateFactory = optim::detail::ParamStateFactory (*)(const torch::optim::Optimizer&);
 
   /// `optimizer` must outlive this. Throws `UsageError` for one that cannot update parts of
-  /// parameters, where the configuration divides them.
+  /// parameters, where the configuration divides them, and for LBFGS where ranks have some each.
   Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
             const optim::detail::Elementwise& elementwise);
 

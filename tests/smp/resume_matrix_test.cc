@@ -157,7 +157,7 @@ TEST(ResumeInAnotherPrecision, IsAsInOneProcess) {
   }
 }
 
-/// It has one state for all parameters together.
+/// It has one state for all parameters together, and one direction.
 TEST(ResumeErrors, Lbfgs) {
   const auto save_with = [](const Config& config) {
     return error_of_run<UsageError>(static_cast<int>(config.partitions()), config, [] {
@@ -169,6 +169,9 @@ TEST(ResumeErrors, Lbfgs) {
   };
   expect_has(save_with(stages(1)),
              {"cannot save or restore the state of torch::optim::LBFGS by parameter name"});
+  expect_has(save_with(stages(2)),
+             {"torch::optim::LBFGS finds one direction for all parameters together, and with "
+              "\"partitions\" 2 each rank has the gradients of some of them only"});
 }
 
 }  // namespace
