@@ -31,7 +31,7 @@ Launcher launcher() {
   return core::env("PMIX_RANK") || core::env("PMI_RANK") ? Launcher::kSrun : Launcher::kNone;
 }
 
-CommunicatorPtr make_world(std::chrono::milliseconds timeout) {
+CommunicatorPtr make_world(std::chrono::milliseconds timeout, int port) {
   core::check_libtorch();
   core::prepare_vector_math();
   switch (launcher()) {
@@ -39,7 +39,7 @@ CommunicatorPtr make_world(std::chrono::milliseconds timeout) {
     case Launcher::kSrun:
       return make_mpi_world();
     case Launcher::kTorchrun:
-      return make_torchrun_world(timeout);
+      return make_torchrun_world(timeout, port);
     case Launcher::kNone:
       break;
   }

@@ -17,8 +17,9 @@ Launcher launcher();
 /// The world of this job: all processes that mpirun or srun has started (see make_mpi_world), those
 /// of torchrun (see make_torchrun_world), or this process alone. Collective at the first call;
 /// later calls return the same world. `timeout` is how long the processes of torchrun wait for each
-/// other; mpirun and srun have time limits of their own.
-CommunicatorPtr make_world(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+/// other, and `port` where, unless it is 0; mpirun and srun bring theirs together by themselves.
+CommunicatorPtr make_world(std::chrono::milliseconds timeout = std::chrono::seconds(300),
+                           int port = 0);
 
 /// Ends what make_world started; collective, see finalize_mpi and finalize_torchrun_world.
 void finalize_world();

@@ -99,9 +99,11 @@ std::vector<Parameter> pipeline_rows() {
           "the step with each and takes the shortest, measures in the first steps, and takes "
           "another one if that is better by what was measured; `file` loads it from "
           "`schedule_file`. All give the same numbers, bit for bit. A step function without "
-          "`backward` gets a forward-only schedule by itself.")
+          "`backward` gets a forward-only schedule by itself; with `_only_forward` one that has a "
+          "`backward` is an error.")
           .values({"simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
-                   "breadth_first", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "list", "auto", "file"}),
+                   "breadth_first", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "list", "auto", "file",
+                   "_only_forward"}),
       integer("virtual_stages", int64_t{0},
               "How many stages each rank has, for schedules that visit a rank several times: "
               "`interleaved_1f1b`, `breadth_first` and, with two, `zbv` and `dualpipe_v`; any "
@@ -248,15 +250,21 @@ std::vector<Parameter> rank_rows() {
       boolean("ddp", false,
               "Hybrid of pipeline and data parallelism: more ranks than `partitions` train several "
               "replicas, whose gradients are averaged."),
-      integer("ddp_port", {}, "The TCP port on which replicas meet when MPI does not start them.")
+      integer("ddp_port", {},
+              "The TCP port on which processes that MPI does not start meet, of the host "
+              "`MASTER_ADDR`, where rank 0 opens it. 0 and unset mean `MASTER_PORT`, or the "
+              "launcher's own. No effect under `mpirun` and `srun`, which have brought them "
+              "together.")
           .default_text("unset")
           .at_least(0)
           .at_most(65535)
           .needs("ddp")
           .error("Invalid port number {value}."),
-      text("ddp_dist_backend", "auto", "The transport of data parallelism.")
+      text("ddp_dist_backend", "auto",
+           "How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group "
+           "has a GPU of its own in a build with `--config=cuda`, otherwise host memory; with "
+           "`nccl` anything else is an error (see docs/cuda.md).")
           .values({"auto", "nccl"})
-          .without("nccl")
           .needs("ddp"),
       number("bucket_cap_mb", 25.0,
              "The size in MiB of the buckets in which gradients are reduced over replicas.")

@@ -5,6 +5,7 @@
 
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
+#include "comm/nccl/nccl_communicator.h"
 #include "core/check.h"
 #include "core/failure.h"
 #include "core/log.h"
@@ -31,6 +32,9 @@ std::shared_ptr<Runtime>& thread_runtime() {
 Config effective(const Config& config) {
   Config merged = config.merged_with_environment();
   merged.validate();
+  SMP_CHECK_WITH(ConfigError, merged.ddp_dist_backend() != "nccl" || comm::has_nccl(),
+                 "config key \"ddp_dist_backend\": \"nccl\" needs a build with NCCL, which this is "
+                 "not. Build with --config=cuda (docs/cuda.md), or use \"auto\"");
   return merged;
 }
 
@@ -118,8 +122,10 @@ void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
 }
 
 void Runtime::use_device(at::Device device) {
+  const auto transport = config_.ddp_dist_backend() == "nccl" ? comm::DeviceTransport::kNccl
+                                                              : comm::DeviceTransport::kAny;
   for (CommGroup group : {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kDp}) {
-    groups_[group] = comm::make_device_communicator(groups_[group], device);
+    groups_[group] = comm::make_device_communicator(groups_[group], device, transport);
   }
 }
 

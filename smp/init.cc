@@ -82,12 +82,15 @@ void finish_at_exit(int status, void*) {
   if (comm::world_aborted()) std::_Exit(1);
 }
 
-/// How long processes wait for each other to come. Only torchrun's need it; for the others, an
-/// error in the configuration shall be known to all ranks, so it is read when they have met.
-std::chrono::milliseconds meeting_timeout(const Config& config) {
-  const bool needed = comm::launcher() == comm::Launcher::kTorchrun;
-  const double seconds = (needed ? config.merged_with_environment() : config).timeout_seconds();
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+/// Where and for how long processes wait for each other to come is for torchrun's to know; for the
+/// others, an error in the configuration shall be known to all ranks, so it is read when they have
+/// met.
+comm::CommunicatorPtr meet(const Config& config) {
+  const bool reads = comm::launcher() == comm::Launcher::kTorchrun;
+  const Config effective = reads ? config.merged_with_environment() : config;
+  const auto milliseconds = static_cast<int64_t>(effective.timeout_seconds() * 1000);
+  return comm::make_world(std::chrono::milliseconds(milliseconds),
+                          reads ? static_cast<int>(effective.ddp_port().value_or(0)) : 0);
 }
 
 }  // namespace
@@ -97,7 +100,7 @@ void init(const Config& config) {
                  "smp::init was called twice; call it once at the start of main()");
   rank_process = getpid();
   install_terminate_handler();
-  const auto world = comm::make_world(meeting_timeout(config));
+  const auto world = meet(config);
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
     if (Runtime::get().config().keep_freed_memory()) core::keep_freed_memory();

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -87,13 +88,24 @@ bool DeviceCommunicator::is_on_device(const Collective& call) const {
   return is_on_device(call.name(), call.writes(rank()) ? call.output : call.input);
 }
 
-CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device) {
-  if (device.is_cpu()) {
+CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device,
+                                         DeviceTransport transport) {
+  if (device.is_cpu() && (transport == DeviceTransport::kAny || host->size() == 1)) {
     return host;
   }
   const std::vector<std::string> gpus = all_gather_bytes(*host, nccl_gpu(device));
   const std::set<std::string> different(gpus.begin(), gpus.end());
-  const bool usable = different.count("") == 0 && different.size() == gpus.size();
+  const auto without = std::find(gpus.begin(), gpus.end(), "") - gpus.begin();
+  const bool all_have = without == host->size();
+  const bool usable = all_have && different.size() == gpus.size();
+  SMP_CHECK_WITH(ConfigError, usable || transport == DeviceTransport::kAny || gpus.size() == 1,
+                 "config key \"ddp_dist_backend\": \"nccl\" needs a GPU of its own on each rank, "
+                 "and of group '",
+                 host->name(), "' ",
+                 all_have ? std::string("several ranks share one")
+                          : c10::str("rank ", without, " has its model on none"),
+                 ". Move each rank's module to a GPU before it is wrapped, net->to(torch::Device("
+                 "torch::kCUDA, smp::local_rank())), or use \"auto\"");
   return usable && gpus.size() > 1 ? make_nccl_communicator(host, device)
                                    : make_staged_communicator(host, device);
 }

@@ -64,10 +64,17 @@ class DeviceCommunicator : public Communicator {
   const at::Device device_;
 };
 
+/// How tensors of a device go from rank to rank.
+enum class DeviceTransport {
+  kAny,   ///< over NCCL where that is possible, otherwise through host memory
+  kNccl,  ///< over NCCL, or not at all
+};
+
 /// The communicator of a group whose ranks' models lie on `device`, each rank's own and all of one
 /// kind: `host` itself for the CPU. Between GPUs it goes over NCCL, if this is a CUDA build and no
-/// two ranks of the group share a GPU; otherwise, and for other devices, through host memory.
-/// Collective over `host`.
-CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
+/// two ranks of the group share a GPU; otherwise, and for other devices, through host memory, or it
+/// throws a `ConfigError` on all ranks. Collective over `host`.
+CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device,
+                                         DeviceTransport transport = DeviceTransport::kAny);
 
 }  // namespace smp::comm

@@ -294,6 +294,8 @@ Channels NcclCommunicator::open_channels(const std::vector<ChannelSpec>& outgoin
 
 }  // namespace
 
+bool has_nccl() { return true; }
+
 std::string nccl_gpu(at::Device device) {
   if (!device.is_cuda()) {
     return "";

@@ -9,6 +9,9 @@
 
 namespace smp::comm {
 
+/// Whether this is a build with NCCL (--config=cuda).
+bool has_nccl();
+
 /// Which GPU this is, the world over; empty where NCCL cannot be used: in a build without
 /// --config=cuda, and for other devices. NCCL needs another GPU on each rank of a group.
 std::string nccl_gpu(at::Device device);

@@ -6,6 +6,8 @@
 
 namespace smp::comm {
 
+bool has_nccl() { return false; }
+
 std::string nccl_gpu(at::Device /*device*/) { return ""; }
 
 CommunicatorPtr make_nccl_communicator(const CommunicatorPtr& /*host*/, at::Device device) {

@@ -141,19 +141,21 @@ CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank
 
 bool under_torchrun() { return core::env("RANK") && core::env("WORLD_SIZE"); }
 
-MeetingPlace meeting_place() {
+MeetingPlace meeting_place(int port) {
   constexpr int kMostRanks = 1 << 20;
   MeetingPlace place;
   place.size = number("WORLD_SIZE", 1, kMostRanks);
   place.rank = number("RANK", 0, place.size - 1);
   place.host = variable("MASTER_ADDR");
-  place.port = number("MASTER_PORT", 1, 65535);
+  place.port = port > 0 ? port : number("MASTER_PORT", 1, 65535);
   return place;
 }
 
-c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout) {
-  const MeetingPlace place = meeting_place();
-  const bool launcher_has_it = core::env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int port) {
+  const MeetingPlace place = meeting_place(port);
+  const char* const key = port > 0 ? "\"ddp_port\"" : "MASTER_PORT";
+  const bool launcher_has_it =
+      port == 0 && core::env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.isServer = place.rank == 0 && !launcher_has_it;
@@ -162,24 +164,24 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout) {
   try {
     return c10::make_intrusive<c10d::TCPStore>(place.host, options);
   } catch (const c10::Error& error) {
-    const std::string where = c10::str(" the store at ", place.host, " port ", place.port,
-                                       " (MASTER_ADDR, MASTER_PORT): ");
+    const std::string where =
+        c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
     const std::string text = error.what_without_backtrace();
     const std::string reason = where + text.substr(0, text.find('\n'));
     SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason,
-                   ". Choose another MASTER_PORT if it is in use.");
+                   ". Choose another ", key, " if it is in use.");
     core::fail<CommError>("rank ", place.rank, " cannot reach", reason,
                           ". Check that rank 0 has started and that its host can be reached.");
   }
 }
 
-CommunicatorPtr make_torchrun_world(milliseconds timeout) {
+CommunicatorPtr make_torchrun_world(milliseconds timeout, int port) {
   TorchrunJob& job = smp::comm::job();
   SMP_CHECK_WITH(UsageError, !job.finalized,
                  "make_torchrun_world after finalize_torchrun_world: the processes meet only once.");
   if (!job.world.world) {
-    const MeetingPlace place = meeting_place();
-    job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_torchrun_store(timeout));
+    const MeetingPlace place = meeting_place(port);
+    job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_torchrun_store(timeout, port));
     job.world = make_world(job.store, place.rank, place.size, timeout, "world");
   }
   return job.world.world;

@@ -34,23 +34,27 @@ struct MeetingPlace {
   int rank;          ///< RANK
   int size;          ///< WORLD_SIZE
   std::string host;  ///< MASTER_ADDR
-  int port;          ///< MASTER_PORT
+  int port;          ///< MASTER_PORT, or another that the program has chosen
 };
 
 /// True when RANK and WORLD_SIZE are set, as by torchrun.
 bool under_torchrun();
 
-/// Reads the variables; throws `ConfigError` when one is missing or is no valid number.
-MeetingPlace meeting_place();
+/// Reads the variables; with a `port` other than 0 that of MASTER_PORT does not count. Throws
+/// `ConfigError` when one is missing or is no valid number.
+MeetingPlace meeting_place(int port = 0);
 
-/// The store of those processes: the launcher's (TORCHELASTIC_USE_AGENT_STORE), otherwise one that
-/// rank 0 opens, which must outlive the others' use of it. Throws `ConfigError` for the variables,
-/// `CommError` when it cannot be opened or reached within `timeout`.
-c10::intrusive_ptr<c10d::Store> open_torchrun_store(std::chrono::milliseconds timeout);
+/// The store of those processes: the launcher's (TORCHELASTIC_USE_AGENT_STORE), otherwise, and at
+/// another `port` than the launcher's, one that rank 0 opens, which must outlive the others' use of
+/// it. Throws `ConfigError` for the variables, `CommError` when it cannot be opened or reached
+/// within `timeout`.
+c10::intrusive_ptr<c10d::Store> open_torchrun_store(std::chrono::milliseconds timeout,
+                                                    int port = 0);
 
 /// The world of the processes that torchrun has started, or that have its variables.
 /// Collective at the first call; later calls return the same world. Throws as make_store_world.
-CommunicatorPtr make_torchrun_world(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+CommunicatorPtr make_torchrun_world(std::chrono::milliseconds timeout = std::chrono::seconds(300),
+                                    int port = 0);
 
 /// Ends that world. Collective: waits, without a time-out, until all ranks have called it; returns
 /// at once when the job was aborted. No communicator may be used after it.

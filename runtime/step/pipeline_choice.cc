@@ -152,10 +152,15 @@ std::vector<int> placement_of(const std::string& name, int ranks, int stages) {
   return static_cast<int>(placed.size()) == ranks ? std::vector<int>() : placed;
 }
 
+/// The configuration's pipeline as schedules are called.
+std::string schedule_name(const Config& config) {
+  return config.pipeline() == "_only_forward" ? "forward_only" : config.pipeline();
+}
+
 /// The ways to place stages on ranks that come into question.
 std::vector<std::vector<int>> placements(const Config& config, const std::string& file, int ranks) {
   const auto stages = static_cast<int>(config.virtual_stages());
-  const std::string pipeline = config.pipeline();
+  const std::string pipeline = schedule_name(config);
   if (ranks == 1) return {{}};
   if (pipeline == "file") return {pipeline::parse_schedule(file).rank_of_stage()};
   if (pipeline != "auto") return {placement_of(pipeline, ranks, stages)};
@@ -187,7 +192,7 @@ std::string read_schedule(const Config& config) {
 }
 
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas) {
-  const InFlight in_flight = in_flight_of(config.pipeline());
+  const InFlight in_flight = in_flight_of(schedule_name(config));
   const bool configured = in_flight == InFlight::kAll || in_flight == InFlight::kActive;
   const int by_ranks = in_flight == InFlight::kTwiceRanks ? 2 * ranks : ranks;
   return partitioner::StepModel(microbatches)

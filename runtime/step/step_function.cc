@@ -378,6 +378,11 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
                                               const std::vector<std::vector<at::Tensor>>& inputs) {
   Prepared& prepared = programs_[{traced.found.get(), microbatches_run()}];
   if (prepared.program != nullptr) return prepared;
+  SMP_CHECK_WITH(UsageError,
+                 !traced.found->trains() || runtime_->config().pipeline() != "_only_forward",
+                 "step function \"", name_,
+                 "\" calls model->backward, and \"pipeline\": \"_only_forward\" runs forwards only. "
+                 "Leave out backward, or choose a schedule that has it (\"interleaved\")");
   const bool first = !runtime_->partitioned();
   const bool measured = first && !has_delayed(*runtime_);
   if (measured) {

@@ -271,6 +271,33 @@ TEST(Torchrun, SaysWhyThereIsNoStore) {
               HasSubstr("needs the world of torchrun's variables"));
 }
 
+uint16_t free_port() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  return c10::make_intrusive<c10d::TCPStore>("localhost", options)->getPort();
+}
+
+// As "ddp_port" gives it: neither MASTER_PORT nor the launcher's store counts then.
+TEST(Torchrun, MeetsAtAnotherPort) {
+  const Variables all({{"RANK", "0"},
+                       {"WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "localhost"},
+                       {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
+  const uint16_t port = free_port();
+  EXPECT_EQ(meeting_place(port).port, port);
+  const auto served = open_torchrun_store(milliseconds(5000), port);
+  setenv("RANK", "1", 1);
+  const auto reached = open_torchrun_store(milliseconds(5000), port);
+  served->set("key", "value");
+  EXPECT_EQ(reached->get_to_str("key"), "value");
+  setenv("RANK", "0", 1);
+  EXPECT_THAT(error_text<CommError>([&] { open_torchrun_store(milliseconds(500), port); }),
+              AllOf(HasSubstr("(MASTER_ADDR, \"ddp_port\")"),
+                    HasSubstr("Choose another \"ddp_port\" if it is in use.")));
+}
+
 // A world of its own process; after it, this process has met all it ever will.
 TEST(Torchrun, MeetsOnce) {
   c10d::TCPStoreOptions options;

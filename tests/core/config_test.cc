@@ -263,8 +263,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
   const BadValue kCases[] = {
       {R"({"input_source": "first"})",
        R"("input_source": "first" is not available in this version. Use "all" (the default).)"},
-      {R"({"ddp": true, "ddp_dist_backend": "nccl"})",
-       R"("ddp_dist_backend": "nccl" is not available in this version. Use "auto" (the default).)"},
       {R"({"contiguous": false})",
        R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
       {R"({"horovod": true})",

@@ -7,6 +7,7 @@
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
 #include "tests/device/fake_device.h"
+#include "tests/error_of.h"
 
 namespace smp::testing {
 namespace {
@@ -27,6 +28,21 @@ at::Tensor numbers(int rank) { return at::arange(5.0) + 10.0 * rank; }
 TEST(DeviceCommunicator, IsThatOfTheHostForTheCpu) {
   comm::run_ranks(2, [](const CommunicatorPtr& world) {
     EXPECT_EQ(comm::make_device_communicator(world, at::kCPU), world);
+  });
+}
+
+TEST(DeviceCommunicator, IsRefusedWhereNcclIsAskedForAndCannotBe) {
+  const auto text = error_of<ConfigError>([] {
+    comm::run_ranks(2, [](const CommunicatorPtr& world) {
+      make_device_communicator(world, fake_device(0), comm::DeviceTransport::kNccl);
+    });
+  });
+  EXPECT_NE(text.find("\"nccl\" needs a GPU of its own on each rank, and of group '"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("rank 0 has its model on none"), std::string::npos) << text;
+  comm::run_ranks(1, [](const CommunicatorPtr& world) {
+    EXPECT_EQ(make_device_communicator(world, at::kCPU, comm::DeviceTransport::kNccl), world);
   });
 }
 

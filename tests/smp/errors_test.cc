@@ -7,6 +7,8 @@
 #include <string>
 #include <tuple>
 
+#include "comm/nccl/nccl_communicator.h"
+
 namespace smp::testing {
 namespace {
 
@@ -52,6 +54,34 @@ TEST_F(InsideAStep, ModelCallsThatBelongOutsideAreRefused) {
              {"smp::save was called inside a step function; call it after the step"});
   expect_has(error_in_step([](DistributedModel<Mlp>& model) { load("nowhere", model); }),
              {"smp::load was called inside a step function; call it before or after the step"});
+}
+
+TEST_F(Program, NcclNeedsABuildThatHasIt) {
+  if (comm::has_nccl()) GTEST_SKIP() << "this build has NCCL";
+  expect_has(
+      error_of_run<ConfigError>(1, Config().ddp(true).ddp_dist_backend("nccl"), [] {}),
+      {"\"ddp_dist_backend\": \"nccl\" needs a build with NCCL, which this is not. Build with"});
+}
+
+TEST_F(Program, OnlyForwardHasNoBackward) {
+  const auto config = stages(2).pipeline("_only_forward");
+  run_as_threads(2, config, [&] {
+    torch::nn::Sequential net(torch::nn::Linear(MlpImpl::kWidth, 4), torch::nn::Linear(4, 3));
+    DistributedModel<torch::nn::Sequential> model(net);
+    auto evaluate = step([&](torch::Tensor x) { return model(x); });
+    const auto got = evaluate(x_).outputs();
+    const auto state = model->state_dict();
+    for (int m = 0; m < 2; ++m) {
+      const auto hidden = torch::linear(part(x_, 2, m), state["0.weight"], state["0.bias"]);
+      expect_equal(got[m], torch::linear(hidden, state["1.weight"], state["1.bias"]), "output");
+    }
+  });
+  expect_has(error_of_run<UsageError>(2, config,
+                                      [&] {
+                                        DistributedModel<Mlp> model(Mlp(4));
+                                        make_training(model)(x_, y_);
+                                      }),
+             {"calls model->backward, and \"pipeline\": \"_only_forward\" runs forwards only"});
 }
 
 TEST_F(InsideAStep, AnotherStepIsRefused) {
