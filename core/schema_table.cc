@@ -148,14 +148,17 @@ std::vector<Parameter> pipeline_rows() {
       text("guard", "every_step",
            "In which steps a step function runs again, on tensors without data, to see whether it "
            "still does what was captured: in `every_step`, in the `first_step` only, or in every "
-           "N-th. In a step without guard the operators and numbers of the last guarded one are "
+           "N-th; or in every step once for each microbatch (`every_microbatch`), whose numbers "
+           "and contents of tensors made from host data may then differ, as in SMP 1.x. In a step "
+           "without guard the operators and numbers of the last guarded one are "
            "replayed: side effects of the function, numbers that it changed (a loss weight) and "
            "`train()` or `eval()` are not seen, and what it returns besides tensors is what the "
            "last guarded step returned. Inputs of other shapes, and arguments with `smp_slice`, "
            "are guarded always.")
-          .values({"every_step", "first_step"})
+          .values({"every_step", "first_step", "every_microbatch"})
           .or_integer(1)
-          .error("{key} must be 'every_step', 'first_step' or a positive integer."),
+          .error("{key} must be 'every_step', 'first_step', 'every_microbatch' or a positive "
+                 "integer."),
       integer("gradient_shards", int64_t{0},
               "Into how many shards the microbatches of a step are grouped when gradients are "
               "summed; this fixes the order of the sum, and so the bits of the result, whatever "

@@ -41,7 +41,7 @@ class Chooser {
   /// What forbids it whatever the number.
   std::string why_not() const {
     const Config& config = runtime_.config();
-    if (request_.per_microbatch) return "an argument slices itself (smp_slice)";
+    if (request_.per_microbatch) return "its function runs for each microbatch";
     if (config.pipeline() == "file") return "a schedule file is for one number of microbatches";
     if (runtime_.is_tensor_parallel()) return "layers may be divided (tensor_parallel_degree)";
     if (config.load_partition()) return "a partition is loaded, which is for one graph";

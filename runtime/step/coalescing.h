@@ -23,7 +23,7 @@ struct CoalescingRequest {
   const graph::Graph& graph;  ///< of one microbatch, with costs
   int64_t microbatches = 1;
   bool measured = false;        ///< the graph's costs are measured, in this call
-  bool per_microbatch = false;  ///< an argument slices itself
+  bool per_microbatch = false;  ///< the function runs for each of them
   graph::RandomKey key;
   /// The inputs of the first of so many microbatches.
   std::function<std::vector<at::Tensor>(int64_t microbatches)> inputs;

@@ -51,7 +51,7 @@ class FlagScope {
 
 /// The configuration's `guard` as a number: every how many steps; 0 for the first step only.
 int64_t period_of(const std::string& guard) {
-  if (guard == "every_step") return 1;
+  if (guard == "every_step" || guard == "every_microbatch") return 1;
   return guard == "first_step" ? 0 : std::stoll(guard);
 }
 
@@ -78,7 +78,8 @@ StepFunction::StepFunction(StepOptions options)
       options_(std::move(options)),
       name_(runtime_->progress.step_functions.add(checked(options_).name())),
       stream_(stream_of(name_)),
-      guard_period_(period_of(runtime_->config().guard())) {}
+      guard_period_(period_of(runtime_->config().guard())),
+      guards_every_microbatch_(runtime_->config().guard() == "every_microbatch") {}
 
 StepFunction::~StepFunction() { runtime_->progress.step_functions.remove(name_); }
 
@@ -139,10 +140,12 @@ StepResults StepFunction::run_checked(const StepCall& given) {
 
 StepFunction::Batches StepFunction::exchange(StepCall call) const {
   if (runtime_->batches() == 1) return {std::move(call)};
-  SMP_CHECK_WITH(UsageError, !call.per_microbatch, "step function \"", name_,
-                 "\": an argument slices itself (smp_slice), so the ranks of a tensor-parallel "
-                 "group cannot be given each other's. Give them one batch and set "
-                 "\"prescaled_batch\": true");
+  SMP_CHECK_WITH(UsageError, !runs_each_microbatch(call), "step function \"", name_,
+                 "\": ",
+                 call.per_microbatch ? "an argument slices itself (smp_slice)"
+                                     : "it draws for each microbatch (\"guard\")",
+                 ", so the ranks of a tensor-parallel group cannot be given each other's. Give them "
+                 "one batch and set \"prescaled_batch\": true");
   Batches batches;
   for (auto& tensors : exchange_batches(*runtime_->group(CommGroup::kTp), call.tensors, name_)) {
     batches.push_back(call);
@@ -187,7 +190,7 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall
 /// Depends on the configuration, the number of the call and the inputs' shapes only, so that all
 /// ranks decide the same.
 bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const {
-  if (!last_ || !call.has_last_result || call.per_microbatch) return true;
+  if (!last_ || !call.has_last_result || runs_each_microbatch(call)) return true;
   const auto number = static_cast<int64_t>(runtime_->progress.step_functions.calls(name_));
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
   return metas_of(inputs) != last_inputs_;
@@ -298,13 +301,14 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
   traced.found = use(matched);
   traced.constants.push_back(std::move(first.constants));
   traced.contents.push_back(std::move(first.contents));
-  for (size_t m = 1; call.per_microbatch && m < inputs.size(); ++m) {
+  for (size_t m = 1; runs_each_microbatch(call) && m < inputs.size(); ++m) {
     auto next = trace_one(call, static_cast<int>(m), inputs[m], false);
     SMP_CHECK_WITH(CaptureError, next.match == matched, "step function \"", name_,
                    "\" calls other operators on microbatch ", m, " than on microbatch 0: ",
                    next.difference,
-                   ". Objects that slice themselves (smp_slice) must lead all microbatches the "
-                   "same way");
+                   ". Between microbatches numbers and contents may differ, by an object that "
+                   "slices itself (smp_slice) or with \"guard\": \"every_microbatch\", but all take "
+                   "the same way");
     traced.constants.push_back(std::move(next.constants));
     traced.contents.push_back(std::move(next.contents));
   }
@@ -364,7 +368,7 @@ std::shared_ptr<const graph::Coalesced> StepFunction::coalesce(const Traced& tra
                                                                bool measured) {
   const FlagScope in_step(runtime_->current_step.is_running);
   CoalescingRequest request{
-      name_, *traced.found, microbatches(), measured, call.per_microbatch, {}, {}, {}};
+      name_, *traced.found, microbatches(), measured, runs_each_microbatch(call), {}, {}, {}};
   request.key = random_key();
   request.inputs = [&](int64_t count) { return split(call, count)[0]; };
   request.capture = [&](const std::vector<at::Tensor>& inputs) {

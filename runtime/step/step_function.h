@@ -69,6 +69,9 @@ class StepFunction {
   StepResults run_checked(const StepCall& given);
   Batches exchange(StepCall call) const;
   int64_t microbatches_run() const { return microbatches() * runtime_->batches(); }
+  bool runs_each_microbatch(const StepCall& call) const {
+    return call.per_microbatch || guards_every_microbatch_;
+  }
   bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
   Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
@@ -93,6 +96,7 @@ class StepFunction {
   std::string name_;
   uint64_t stream_;       // of its random numbers
   int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
+  bool guards_every_microbatch_;
   // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
   std::optional<Traced> last_;
   std::vector<graph::TensorMeta> last_inputs_;

@@ -230,8 +230,8 @@ TEST_F(Inputs, ObjectsThatLeadMicrobatchesDifferentWays) {
   });
   expect_has(text, {"\"forward\" calls other operators on microbatch 1 than on microbatch 0: ",
                     "aten::mul",
-                    "Objects that slice themselves (smp_slice) must lead all microbatches the same "
-                    "way"});
+                    "by an object that slices itself (smp_slice) or with \"guard\": "
+                    "\"every_microbatch\", but all take the same way"});
 }
 
 TEST_F(Inputs, EmptyBatch) {

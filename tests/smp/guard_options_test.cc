@@ -6,6 +6,7 @@
 
 #include <array>
 #include <optional>
+#include <random>
 #include <unordered_map>
 
 #include "tests/smp/oracle.h"
@@ -106,6 +107,86 @@ TEST_F(GuardOptions, APeriodSeesChangesInItsSteps) {
   Training training{{1, 0.5, 0.25, 2, 3, 4, 5}, {8, 8, 8, 8, 8, 8, 8}};
   expect_equal(training.distributed("3"), training.plain({1, 1, 1, 2, 2, 2, 5}), "weight");
   EXPECT_EQ(training.calls_seen, (std::vector<int64_t>{0, 0, 0, 3, 3, 3, 6}));
+}
+
+/// A number and a mask that the host draws for each microbatch, the same on all ranks.
+class HostDraws {
+ public:
+  std::pair<double, torch::Tensor> draw() {
+    std::vector<float> mask(MlpImpl::kWidth);
+    for (float& value : mask) value = static_cast<float>(random_() % 3);
+    return {0.25 + static_cast<double>(random_() % 100) / 50, torch::tensor(mask)};
+  }
+
+ private:
+  std::mt19937 random_{3};
+};
+
+TEST_F(GuardOptions, EveryMicrobatchIsGivenItsOwn) {
+  constexpr int kSteps = 3, kMicrobatches = 4;
+  auto generator = generator_of(7);
+  const auto x = torch::randn({8, MlpImpl::kWidth}, generator);
+  const auto loss_of = [](auto& net, const torch::Tensor& x, HostDraws& draws) {
+    auto [weight, mask] = draws.draw();
+    return std::make_pair(net(x * mask).square().mean() * weight, weight);
+  };
+  Mlp plain = prototype();
+  torch::optim::SGD optimizer(plain->parameters(), kSgd);
+  HostDraws drawn;
+  std::vector<std::vector<double>> weights(kSteps);
+  std::vector<Tensors> losses(kSteps);
+  for (int i = 0; i < kSteps; ++i) {
+    optimizer.zero_grad();
+    losses[i] = plain_backward(plain->parameters(), 1, kMicrobatches, [&](int m) {
+      auto [loss, weight] = loss_of(plain, part(x, kMicrobatches, m), drawn);
+      weights[i].push_back(weight);
+      return loss;
+    });
+    optimizer.step();
+  }
+  for (int count : {1, 2}) {
+    const auto config = stages(count).microbatches(kMicrobatches).guard("every_microbatch");
+    run_as_threads(count, config, [&] {
+      DistributedModel<Mlp> model(prototype());
+      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+      HostDraws draws;
+      auto train = step([&](torch::Tensor x) {
+        auto [loss, weight] = loss_of(model, x, draws);
+        model->backward(loss);
+        return std::make_pair(loss, weight);
+      });
+      for (int i = 0; i < kSteps; ++i) {
+        optimizer.zero_grad();
+        const auto [loss, weight] = train(x);
+        optimizer.step();
+        expect_equal(loss.outputs(), losses[i], "loss");
+        EXPECT_EQ(weight, weights[i]);
+      }
+      expect_equal(to_map(model->state_dict()), state_of(*plain), "value");
+    });
+  }
+}
+
+TEST_F(GuardOptions, EveryMicrobatchTakesTheSameWay) {
+  const auto text = error_of_run<CaptureError>(1, stages(1).guard("every_microbatch"), [] {
+    DistributedModel<Mlp> model(prototype());
+    int run = 0;
+    auto forward = step([&](torch::Tensor x) { return run++ == 0 ? model(x) : model(x).tanh(); });
+    forward(torch::ones({4, MlpImpl::kWidth}));
+  });
+  expect_has(text, {"calls other operators on microbatch 1 than on microbatch 0",
+                    "Between microbatches numbers and contents may differ"});
+}
+
+TEST_F(GuardOptions, EveryMicrobatchIsForOneBatchOfATensorParallelGroup) {
+  const auto config =
+      Config().tensor_parallel_degree(2).ddp(true).guard("every_microbatch").timeout_seconds(60);
+  const auto text = error_of_run<UsageError>(2, config, [] {
+    DistributedModel<Mlp> model(prototype());
+    step([&](torch::Tensor x) { return model(x); })(torch::ones({4, MlpImpl::kWidth}));
+  });
+  expect_has(text, {"it draws for each microbatch (\"guard\"), so the ranks of a tensor-parallel "
+                    "group cannot be given each other's"});
 }
 
 TEST_F(GuardOptions, InputsOfOtherShapesAreGuardedAlways) {
