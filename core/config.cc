@@ -75,7 +75,7 @@ Config& Config::set(const std::string& name, ConfigValue value) {
 }
 
 Config& Config::choose(const char* name, size_t index) {
-  return set(name, core::parameter_called(name).available_values().at(index));
+  return set(name, core::parameter_called(name).values.at(index));
 }
 
 ConfigValue Config::get(const std::string& name) const { return settings_->get(name); }

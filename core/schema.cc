@@ -124,17 +124,6 @@ const Parameter* find_parameter(const std::string& name) {
   return nullptr;
 }
 
-std::vector<std::string> Parameter::available_values() const {
-  std::vector<std::string> available;
-  for (const std::string& value : values) {
-    const auto& missing = unavailable_values;
-    if (std::find(missing.begin(), missing.end(), value) == missing.end()) {
-      available.push_back(value);
-    }
-  }
-  return available;
-}
-
 std::string nearest_name(const std::string& name, const std::vector<std::string>& candidates) {
   const std::string beginning = name.substr(0, 100);  // a long one is like none of them
   return *std::min_element(candidates.begin(), candidates.end(),
@@ -230,10 +219,6 @@ std::optional<std::string> availability_problem(const Parameter& parameter,
                 ? " is TensorFlow-only, and this library is for libtorch. "
                 : " is not available in this version. ") +
            remedy;
-  }
-  for (const std::string& refused : parameter.unavailable_values) {
-    if (got == to_string(ConfigValue(refused)))
-      return got + " is not available in this version. " + remedy;
   }
   return std::nullopt;
 }

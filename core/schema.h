@@ -48,17 +48,12 @@ struct Parameter {
   std::vector<std::string> values;
   /// A string parameter that also takes an integer >= `minimum`; its value is the integer as text.
   bool or_integer = false;
-  /// Those of `values` that this version does not have yet.
-  std::vector<std::string> unavailable_values;
   /// A bool parameter that must be true when this one is given; empty for none.
   std::string needs;
   /// The documented text for a value of wrong type or range, with {key} and {value} to be
   /// replaced; empty for the general text.
   std::string error;
   Availability availability = Availability::kAvailable;
-
-  /// Those of `values` that this version has.
-  std::vector<std::string> available_values() const;
 
   /// Whether it has no value unless one is set.
   bool is_optional() const { return default_value == ConfigValue() && !default_rule; }

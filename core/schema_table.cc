@@ -25,10 +25,6 @@ class Row {
   Row own_maximum(double maximum) { return at_most(maximum).with(&Parameter::own_maximum, true); }
   Row above(double minimum) { return at_least(minimum).with(&Parameter::exclusive_minimum, true); }
   Row values(std::vector<std::string> all) { return with(&Parameter::values, std::move(all)); }
-  Row without(std::string value) {
-    row_.unavailable_values.push_back(std::move(value));
-    return *this;
-  }
   Row or_integer(double minimum) { return at_least(minimum).with(&Parameter::or_integer, true); }
   Row needs(std::string name) { return with(&Parameter::needs, std::move(name)); }
   Row error(std::string text) { return with(&Parameter::error, std::move(text)); }
@@ -131,9 +127,9 @@ std::vector<Parameter> pipeline_rows() {
               "schedule is a fixed program, so both values mean the same."),
       text("input_source", "all",
            "Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch "
-           "(checked), or only the `first` does and the others pass dummies of the right shape.")
-          .values({"all", "first"})
-          .without("first"),
+           "(checked), or only the `first` does, as in SMP 1.x, and the others pass dummies of the "
+           "same shapes and types, whose contents do not count; its tensors are sent to them.")
+          .values({"all", "first"}),
       text(
           "numerics", "exact",
           "`exact`: losses, gradients and weights equal those of a single process bit for bit. "

@@ -118,7 +118,8 @@ class SMP_API Config {
     kDualpipeV,
     kList,
     kAuto,
-    kFile
+    kFile,
+    kOnlyForward
   };
   /// The schedule (docs/schedules.md). `simple` runs all forwards before the first backward;
   /// `interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, `zb_h1`
@@ -127,8 +128,8 @@ class SMP_API Config {
   /// (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts the step with
   /// each and takes the shortest, measures in the first steps, and takes another one if that is
   /// better by what was measured; `file` loads it from `schedule_file`. All give the same numbers,
-  /// bit for bit. A step function without `backward` gets a forward-only schedule by itself.
-  /// Default: "interleaved".
+  /// bit for bit. A step function without `backward` gets a forward-only schedule by itself; with
+  /// `_only_forward` one that has a `backward` is an error. Default: "interleaved".
   Config& pipeline(Pipeline value) { return choose("pipeline", static_cast<size_t>(value)); }
   Config& pipeline(std::string value) { return set("pipeline", std::move(value)); }
   std::string pipeline() const { return std::get<std::string>(get("pipeline")); }
@@ -164,8 +165,14 @@ class SMP_API Config {
   Config& deterministic_server(bool value) { return set("deterministic_server", value); }
   bool deterministic_server() const { return std::get<bool>(get("deterministic_server")); }
 
+  /// What `input_source` can be.
+  enum class InputSource { kAll, kFirst };
   /// Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch (checked), or
-  /// only the `first` does and the others pass dummies of the right shape. Default: "all".
+  /// only the `first` does, as in SMP 1.x, and the others pass dummies of the same shapes and
+  /// types, whose contents do not count; its tensors are sent to them. Default: "all".
+  Config& input_source(InputSource value) {
+    return choose("input_source", static_cast<size_t>(value));
+  }
   Config& input_source(std::string value) { return set("input_source", std::move(value)); }
   std::string input_source() const { return std::get<std::string>(get("input_source")); }
 
@@ -190,13 +197,15 @@ class SMP_API Config {
   }
 
   /// What `guard` can be.
-  enum class Guard { kEveryStep, kFirstStep };
+  enum class Guard { kEveryStep, kFirstStep, kEveryMicrobatch };
   /// In which steps a step function runs again, on tensors without data, to see whether it still
-  /// does what was captured: in `every_step`, in the `first_step` only, or in every N-th. In a step
-  /// without guard the operators and numbers of the last guarded one are replayed: side effects of
-  /// the function, numbers that it changed (a loss weight) and `train()` or `eval()` are not seen,
-  /// and what it returns besides tensors is what the last guarded step returned. Inputs of other
-  /// shapes, and arguments with `smp_slice`, are guarded always. Default: "every_step".
+  /// does what was captured: in `every_step`, in the `first_step` only, or in every N-th; or in
+  /// every step once for each microbatch (`every_microbatch`), whose numbers and contents of
+  /// tensors made from host data may then differ, as in SMP 1.x. In a step without guard the
+  /// operators and numbers of the last guarded one are replayed: side effects of the function,
+  /// numbers that it changed (a loss weight) and `train()` or `eval()` are not seen, and what it
+  /// returns besides tensors is what the last guarded step returned. Inputs of other shapes, and
+  /// arguments with `smp_slice`, are guarded always. Default: "every_step".
   Config& guard(Guard value) { return choose("guard", static_cast<size_t>(value)); }
   Config& guard(std::string value) { return set("guard", std::move(value)); }
   Config& guard(int64_t value) { return set("guard", value); }
@@ -313,12 +322,21 @@ class SMP_API Config {
   Config& ddp(bool value) { return set("ddp", value); }
   bool ddp() const { return std::get<bool>(get("ddp")); }
 
-  /// The TCP port on which replicas meet when MPI does not start them. An integer from 0 to 65535.
-  /// Unset by default.
+  /// The TCP port on which processes that MPI does not start meet, of the host `MASTER_ADDR`, where
+  /// rank 0 opens it. 0 and unset mean `MASTER_PORT`, or the launcher's own. No effect under
+  /// `mpirun` and `srun`, which have brought them together. An integer from 0 to 65535. Unset by
+  /// default.
   Config& ddp_port(int64_t value) { return set("ddp_port", value); }
   std::optional<int64_t> ddp_port() const { return get_if_set<int64_t>("ddp_port"); }
 
-  /// The transport of data parallelism. Default: "auto".
+  /// What `ddp_dist_backend` can be.
+  enum class DdpDistBackend { kAuto, kNccl };
+  /// How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group has a
+  /// GPU of its own in a build with `--config=cuda`, otherwise host memory; with `nccl` anything
+  /// else is an error (see docs/cuda.md). Default: "auto".
+  Config& ddp_dist_backend(DdpDistBackend value) {
+    return choose("ddp_dist_backend", static_cast<size_t>(value));
+  }
   Config& ddp_dist_backend(std::string value) { return set("ddp_dist_backend", std::move(value)); }
   std::string ddp_dist_backend() const { return std::get<std::string>(get("ddp_dist_backend")); }
 

@@ -104,9 +104,6 @@ std::string entry(const Parameter& parameter) {
   if (!parameter.alias.empty()) text += "- Also called: `" + parameter.alias + "`\n";
   text += "- Value: " + type_text(parameter) + "\n- Default: " + default_text(parameter) + "\n";
   if (!parameter.needs.empty()) text += "- Needs: `" + parameter.needs + "`\n";
-  for (const std::string& value : parameter.unavailable_values) {
-    text += "- Not available in this version: `" + value + "`\n";
-  }
   return text + "\n";
 }
 

@@ -112,7 +112,7 @@ std::string range_text(const Parameter& parameter) {
 }
 
 std::string entry(const Parameter& parameter) {
-  const auto values = parameter.available_values();
+  const auto& values = parameter.values;
   std::string text;
   if (values.size() > 1) {
     const std::string type = camel_case(parameter.name);

@@ -33,6 +33,12 @@ void check_alike(comm::Communicator& group, const std::vector<at::Tensor>& mine,
                  "and \"prescaled_batch\": true");
 }
 
+pipeline::MessageLayout layout_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<graph::TensorMeta> metas;
+  for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
+  return pipeline::MessageLayout(metas);
+}
+
 }  // namespace
 
 std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
@@ -41,9 +47,7 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
   check_alike(group, mine, step_name);
   std::vector<std::vector<at::Tensor>> batches(group.size());
   if (mine.empty()) return batches;
-  std::vector<graph::TensorMeta> metas;
-  for (const at::Tensor& tensor : mine) metas.push_back(graph::TensorMeta::of(tensor));
-  const pipeline::MessageLayout layout(metas);
+  const pipeline::MessageLayout layout = layout_of(mine);
   const at::Tensor all = at::empty({group.size(), layout.nbytes()}, at::kByte);
   group.all_gather(all, layout.pack(mine));
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -53,6 +57,23 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
     }
   }
   return batches;
+}
+
+std::vector<at::Tensor> take_first_batch(comm::Communicator& group,
+                                         const std::vector<at::Tensor>& mine,
+                                         const std::string& step_name) {
+  const auto all = comm::all_gather_bytes(group, describe(mine));
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
+                 "\": with \"input_source\": \"first\", pp rank ", other, " passes ", all[other],
+                 ", and pp rank 0, whose inputs count, ", all[0],
+                 ". Pass dummies of the same shapes, types and order in memory there");
+  if (mine.empty() || group.size() == 1) return mine;
+  const pipeline::MessageLayout layout = layout_of(mine);
+  const bool is_first = group.rank() == 0;
+  const at::Tensor message = is_first ? layout.pack(mine) : layout.make_buffer();
+  group.broadcast(message, /*root=*/0);
+  return is_first ? mine : layout.unpack(message);
 }
 
 }  // namespace smp::runtime

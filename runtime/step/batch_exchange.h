@@ -17,4 +17,10 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
                                                       const std::vector<at::Tensor>& mine,
                                                       const std::string& step_name);
 
+/// The tensors that the first rank of a pipeline passes to a step, on all of its ranks. Collective
+/// over the pipeline. Throws `UsageError` on all of them where shapes or types differ. Internal.
+std::vector<at::Tensor> take_first_batch(comm::Communicator& group,
+                                         const std::vector<at::Tensor>& mine,
+                                         const std::string& step_name);
+
 }  // namespace smp::runtime

@@ -116,7 +116,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   runtime_->progress.step_functions.check_resumed(name_);
   if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);
-  const Batches batches = exchange(with_step_values(*runtime_, given));
+  const Batches batches = exchange(with_step_values(*runtime_, from_source(given)));
   const StepCall& call = batches.front();
   std::vector<std::vector<at::Tensor>> inputs;
   for (const StepCall& batch : batches) {
@@ -136,6 +136,14 @@ StepResults StepFunction::run_checked(const StepCall& given) {
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;
+}
+
+/// With the tensors of the rank that supplies them.
+StepCall StepFunction::from_source(StepCall call) const {
+  if (runtime_->config().input_source() == "first") {
+    call.tensors = take_first_batch(*runtime_->group(CommGroup::kPp), call.tensors, name_);
+  }
+  return call;
 }
 
 StepFunction::Batches StepFunction::exchange(StepCall call) const {

@@ -67,6 +67,7 @@ class StepFunction {
   using Batches = std::vector<StepCall>;
 
   StepResults run_checked(const StepCall& given);
+  StepCall from_source(StepCall call) const;
   Batches exchange(StepCall call) const;
   int64_t microbatches_run() const { return microbatches() * runtime_->batches(); }
   bool runs_each_microbatch(const StepCall& call) const {

@@ -134,7 +134,7 @@ TEST(Config, WrongValues) {
       {R"({"pipeline": "2f2b"})",
        R"("pipeline": pipeline must be a value in: ['simple', 'interleaved', '1f1b', )"
        R"('eager_1f1b', 'interleaved_1f1b', 'breadth_first', 'zb_h1', 'zb_h2', 'zbv', )"
-       R"('dualpipe_v', 'list', 'auto', 'file']. (got "2f2b"))"},
+       R"('dualpipe_v', 'list', 'auto', 'file', '_only_forward']. (got "2f2b"))"},
       {R"({"optimize": 1})",
        R"("optimize": optimize must be a value in: ['memory', 'speed']. (got 1))"},
       {R"({"placement_strategy": "DDP"})",
@@ -261,8 +261,6 @@ TEST(Config, GettersRefuseWrongValuesToo) {
 
 TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
   const BadValue kCases[] = {
-      {R"({"input_source": "first"})",
-       R"("input_source": "first" is not available in this version. Use "all" (the default).)"},
       {R"({"contiguous": false})",
        R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
       {R"({"horovod": true})",

@@ -232,6 +232,49 @@ TEST_F(StepTest, ScalarsAndStringsAsArguments) {
   });
 }
 
+/// The inputs of the first rank count, whatever the others pass, and with layers that are divided.
+TEST_F(StepTest, InputsOfTheFirstRank) {
+  for (const auto& [stage_count, degree] :
+       {std::pair(1, 1), std::pair(2, 1), std::pair(3, 1), std::pair(2, 2)}) {
+    const int tensor_ranks = degree;
+    const auto config =
+        stages(stage_count).input_source("first").ddp(true).tensor_parallel_degree(tensor_ranks);
+    run_as_threads(2 * stage_count * tensor_ranks, config, [&] {
+      const double replica = dp_rank();
+      Mlp net(4);
+      copy_values(*prototype_, *net);
+      DistributedModel<Mlp> model(net);
+      auto identity = step([&](torch::Tensor x, std::vector<torch::Tensor> rest) {
+        return std::make_pair(model(x), x + rest[0]);
+      });
+      const bool first = pp_rank() == 0;
+      const auto mine = x_ * (1 + replica), nothing = torch::zeros_like(x_);
+      const auto one = torch::ones({8, 1}, torch::kLong), none = torch::zeros_like(one);
+      for (int i = 0; i < 2; ++i) {
+        auto [result, sum] =
+            first ? identity(mine, Tensors{one}) : identity(nothing, Tensors{none});
+        const auto expected = plain(mine);
+        for (int m = 0; m < 2; ++m) {
+          EXPECT_TRUE(torch::allclose(result.outputs()[m], expected[m], 1e-5, 1e-6));
+          if (tensor_ranks == 1) expect_equal(result.outputs()[m], expected[m], "result");
+          expect_equal(sum.outputs()[m], part(mine, 2, m) + 1, "sum");
+        }
+      }
+    });
+  }
+}
+
+TEST_F(StepTest, InputsOfTheFirstRankHaveTheShapesOfTheOthers) {
+  const auto text = error_of_run<UsageError>(2, stages(2).input_source("first"), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto evaluate = step([&](torch::Tensor x) { return model(x); });
+    evaluate(pp_rank() == 0 ? x_ : x_.narrow(0, 0, 4));
+  });
+  expect_has(text,
+             {"with \"input_source\": \"first\", pp rank 1 passes Float[4, 6], and pp rank 0, "
+              "whose inputs count, Float[8, 6]. Pass dummies of the same shapes"});
+}
+
 TEST_F(StepTest, LvalueRvalueAndViewInputsStayAsTheyAre) {
   const auto before = x_.clone();
   const auto wide = torch::randn({MlpImpl::kWidth, 8});
