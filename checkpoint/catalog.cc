@@ -11,6 +11,7 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/index.h"
+#include "checkpoint/save_lock.h"
 #include "checkpoint/writer.h"
 #include "core/check.h"
 
@@ -26,7 +27,7 @@ constexpr const char* kNewest = "newest";
 /// Whether a folder is one that a save or a removal renames on its way.
 bool is_transient(const std::string& name) {
   return c10::ends_with(name, temporary_folder("")) || c10::ends_with(name, replaced_folder("")) ||
-         c10::ends_with(name, kRemoved);
+         c10::ends_with(name, lock_file("")) || c10::ends_with(name, kRemoved);
 }
 
 /// None if the index cannot be read.
@@ -68,7 +69,7 @@ std::string folder_name(const std::string& tag, bool partial) {
                       tag != ".." && tag != kNewest && !is_partial(tag) && !is_transient(tag);
   SMP_CHECK_WITH(UsageError, usable, "\"", tag,
                  "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
-                 " and without the endings _partial, .tmp, .replaced and .removed.");
+                 " and without the endings _partial, .tmp, .replaced, .lock and .removed.");
   return partial ? tag + kPartial : tag;
 }
 

@@ -2,6 +2,7 @@
 #include "checkpoint/file.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -102,6 +103,14 @@ FileReader::FileReader(std::string path) : path_(std::move(path)) {
 }
 
 FileReader::~FileReader() { ::close(fd_); }
+
+void allow_open_files(size_t count) {
+  constexpr rlim_t kOthers = 512;  // sockets, shared memory, the user's
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= count + kOthers) return;
+  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, count + kOthers);
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+}
 
 void FileReader::read(uint64_t offset, void* data, size_t size) const {
   char* bytes = static_cast<char*>(data);

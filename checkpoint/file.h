@@ -82,6 +82,10 @@ class FileReader {
   uint64_t size_ = 0;
 };
 
+/// Has this process have `count` files open beside those that it has, where its limit is lower and
+/// the system lets it be raised.
+void allow_open_files(size_t count);
+
 /// "0123456789abcdef": a hash as indices and messages show it.
 std::string hash_text(uint64_t hash);
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <limits>
+#include <set>
 
 #include "checkpoint/file.h"
 #include "checkpoint/untrusted_json.h"
@@ -120,11 +121,18 @@ class Node {
     return value_.get<int64_t>();
   }
 
-  std::vector<int64_t> counts() const {
+  std::vector<Node> elements() const {
     expect(value_.is_array(), "an array");
-    std::vector<int64_t> result;
+    std::vector<Node> result;
     for (size_t i = 0; i < value_.size(); ++i) {
-      const Node element(value_[i], file_, path_ + "/" + std::to_string(i));
+      result.emplace_back(value_[i], file_, path_ + "/" + std::to_string(i));
+    }
+    return result;
+  }
+
+  std::vector<int64_t> counts() const {
+    std::vector<int64_t> result;
+    for (const Node& element : elements()) {
       const uint64_t count = element.count();
       element.expect(count <= uint64_t{std::numeric_limits<int64_t>::max()},
                      "an integer of 63 bits");
@@ -208,9 +216,23 @@ void parse_model(const Node& node, Index& index) {
   }
 }
 
+/// What this folder knows of an optimizer: a parameter is in one group.
+void check_optimizer(const Node& node) {
+  if (node.has("state")) node.at("state").members();
+  if (!node.has("param_groups")) return;
+  std::set<std::string> names;
+  for (const Node& group : node.at("param_groups").elements()) {
+    for (const Node& name : group.at("params").elements()) {
+      name.expect(names.insert(name.text()).second, "a parameter that is listed once");
+    }
+  }
+}
+
 RunState parse_run(const Node& root) {
   RunState run;
-  run.step = root.at("step").integer();
+  const Node step = root.at("step");
+  run.step = step.integer();
+  step.expect(run.step >= 0, "a non-negative integer");
   const Node shards = root.at("gradient_shards");
   run.gradient_shards = shards.integer();
   shards.expect(1 <= run.gradient_shards && run.gradient_shards <= kMaxGradientShards,
@@ -292,6 +314,10 @@ void merge_optimizer(json& into, const json& from) {
 
 }  // namespace
 
+bool names_format(const std::string& text) {
+  return text.find(c10::str("\"", kFormat, "\"")) != std::string::npos;
+}
+
 std::string with_checksum(std::string text) {
   const size_t position = checksum_position(text);
   SMP_INTERNAL_ASSERT(position != std::string::npos, "the text of an index has no checksum");
@@ -341,7 +367,7 @@ std::string Index::to_text() const {
 Index Index::from_text(const std::string& text, const std::string& path) {
   const json parsed = parse_untrusted(text);
   SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", path,
-                 "\" is malformed: expected a JSON object, got ", text.size(),
+                 "\" is malformed: expected a JSON object with each key once, got ", text.size(),
                  " bytes that are none. Use another checkpoint.");
   const Node root(parsed, path, "");
   check_version(root, path);
@@ -354,6 +380,7 @@ Index Index::from_text(const std::string& text, const std::string& path) {
   for (const auto& [name, value] : root.at("optimizer").at("tensors").members()) {
     index.optimizer_tensors[name] = parse_entry(value, index.files);
   }
+  check_optimizer(root.at("optimizer"));
   index.optimizer = parsed.at("optimizer");
   index.optimizer.erase("tensors");
   return index;
@@ -369,13 +396,7 @@ void Index::merge(const Index& part) {
                    "\" is written by one rank and tied to \"", name,
                    "\" on another. Let only the owner of a tensor write it.");
   }
-  try {
-    merge_optimizer(optimizer, part.optimizer);
-  } catch (const json::exception& error) {
-    core::fail<CheckpointError>(
-        "cannot merge the parts of a checkpoint: the optimizer section of one is malformed: ",
-        error.what(), ". Expected an object with \"param_groups\" and \"state\".");
-  }
+  merge_optimizer(optimizer, part.optimizer);
   merge_disjoint(optimizer_tensors, part.optimizer_tensors, "optimizer tensor");
 }
 

@@ -74,6 +74,10 @@ struct Index {
   void merge(const Index& part);
 };
 
+/// Whether the text of an index, which may be damaged, says that a version of this library wrote
+/// it.
+bool names_format(const std::string& text);
+
 /// Gives the text of an index its checksum: the XXH64 of the text with zeros in its place.
 std::string with_checksum(std::string text);
 

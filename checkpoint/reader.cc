@@ -67,16 +67,42 @@ std::vector<Place> share(const std::vector<Place>& all, int part, int parts) {
 }
 
 constexpr size_t kShownLines = 10;
+constexpr int kMostSaves = 20;  // that may replace a checkpoint while it is being opened
+
+/// The text of the index of the checkpoint `path`, or empty. Each save has another.
+std::string index_at(const std::string& path) {
+  try {
+    return read_file(find_folder(path) + "/" + kIndexFile);
+  } catch (const CheckpointError&) {
+    return "";
+  }
+}
 
 }  // namespace
 
-Reader::Reader(const std::string& path) : folder_(find_folder(path)) {
-  const std::string file = folder_ + "/" + kIndexFile;
-  index_ = Index::from_text(read_file(file), file);
-  check_files();
+Reader::Reader(const std::string& path) {
+  for (int saves = 0;; ++saves) {
+    const std::string before = index_at(path);
+    const auto is_replaced = [&] { return saves < kMostSaves && index_at(path) != before; };
+    try {
+      open(path);
+      if (!is_replaced()) return;
+    } catch (const CheckpointError&) {
+      if (!is_replaced()) throw;
+    }
+  }
 }
 
-void Reader::check_files() const {
+void Reader::open(const std::string& path) {
+  folder_ = find_folder(path);
+  const std::string file = folder_ + "/" + kIndexFile;
+  index_ = Index::from_text(read_file(file), file);
+  open_files();
+}
+
+void Reader::open_files() {
+  files_.clear();
+  allow_open_files(index_.files.size());
   std::string problems;
   for (const auto& [name, expected] : index_.files) {
     std::error_code error;
@@ -85,6 +111,8 @@ void Reader::check_files() const {
       problems += c10::str("\n  ", name, ": expected ", expected, " bytes, got no file");
     } else if (size != expected) {
       problems += c10::str("\n  ", name, ": expected ", expected, " bytes, got ", size);
+    } else {
+      files_[name] = std::make_shared<FileReader>(folder_ + "/" + name);
     }
   }
   SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", folder_,
@@ -130,10 +158,10 @@ void Reader::check_header(const std::string& file, const SafetensorsReader& shar
                  kIndexFile, ", got ", shard.entries().size(), ". Use another checkpoint.");
 }
 
-SafetensorsReader& Reader::open(const std::string& file) {
+SafetensorsReader& Reader::shard(const std::string& file) {
   std::unique_ptr<SafetensorsReader>& shard = shards_[file];
   if (!shard) {
-    auto opened = std::make_unique<SafetensorsReader>(folder_ + "/" + file);
+    auto opened = std::make_unique<SafetensorsReader>(files_.at(file));
     check_header(file, *opened);
     shard = std::move(opened);
   }
@@ -141,7 +169,7 @@ SafetensorsReader& Reader::open(const std::string& file) {
 }
 
 at::Tensor Reader::read(const std::string& name, const TensorEntry& entry) {
-  at::Tensor tensor = open(entry.file).read(name);
+  at::Tensor tensor = shard(entry.file).read(name);
   const uint64_t hash = hash_of(tensor);
   SMP_CHECK_WITH(CheckpointError, hash == entry.hash, "checkpoint \"", folder_, "\": tensor \"",
                  name, "\" of ", entry.file, " is damaged: expected xxh64 ", hash_text(entry.hash),
@@ -155,7 +183,7 @@ std::vector<std::string> Reader::find_damage(Section section, int part, int part
   for (const auto& [name, entry] : share(places(index_, section), part, parts)) {
     if (entry->file == unreadable) continue;
     try {
-      const uint64_t hash = open(entry->file).hash(name);
+      const uint64_t hash = shard(entry->file).hash(name);
       if (hash != entry->hash) {
         damage.push_back(c10::str(entry->file, ": tensor \"", name, "\": expected xxh64 ",
                                   hash_text(entry->hash), ", got ", hash_text(hash)));

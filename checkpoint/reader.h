@@ -14,7 +14,8 @@
 namespace smp::checkpoint {
 
 /// An open checkpoint folder. Tensors are read one at a time, by logical name, on the CPU, and
-/// their hashes are compared with the index. Not thread-safe.
+/// their hashes are compared with the index. All its files are open, so a save that replaces it
+/// meanwhile, of this job or another, changes nothing here. Not thread-safe.
 class Reader {
  public:
   /// Opens the checkpoint `path`; if a save crashed while it was replacing `path`, the previous
@@ -44,13 +45,15 @@ class Reader {
 
  private:
   at::Tensor read(const std::string& name, const TensorEntry& entry);
-  SafetensorsReader& open(const std::string& file);
+  SafetensorsReader& shard(const std::string& file);
   void check_header(const std::string& file, const SafetensorsReader& shard) const;
-  void check_files() const;
+  void open(const std::string& path);
+  void open_files();
 
   std::string folder_;
   Index index_;
-  std::map<std::string, std::unique_ptr<SafetensorsReader>> shards_;  // opened on first use
+  std::map<std::string, std::shared_ptr<const FileReader>> files_;
+  std::map<std::string, std::unique_ptr<SafetensorsReader>> shards_;  // those that were read
 };
 
 /// Throws one CheckpointError that shows the lines of `find_damage`, if there are any; `path` is

@@ -202,23 +202,24 @@ SafetensorsSummary write_safetensors(
   return summary;
 }
 
-SafetensorsReader::SafetensorsReader(const std::string& path) : file_(path) {
+SafetensorsReader::SafetensorsReader(std::shared_ptr<const FileReader> file)
+    : file_(std::move(file)) {
   const uint64_t header_size = read_header_size();
   data_begin_ = kLengthBytes + header_size;
   std::string header(header_size, '\0');
-  file_.read(kLengthBytes, header.data(), header.size());
+  file_->read(kLengthBytes, header.data(), header.size());
   parse_header(header);
   check_layout();
 }
 
 uint64_t SafetensorsReader::read_header_size() const {
-  SMP_CHECK_WITH(CheckpointError, file_.size() >= kLengthBytes, "\"", file_.path(),
+  SMP_CHECK_WITH(CheckpointError, file_->size() >= kLengthBytes, "\"", file_->path(),
                  "\" is not a safetensors file: expected at least ", kLengthBytes, " bytes, got ",
-                 file_.size(), ". Use another checkpoint.");
+                 file_->size(), ". Use another checkpoint.");
   uint64_t header_size = 0;
-  file_.read(0, &header_size, kLengthBytes);
-  const uint64_t limit = std::min(file_.size() - kLengthBytes, kMaxHeaderBytes);
-  SMP_CHECK_WITH(CheckpointError, header_size <= limit, "\"", file_.path(),
+  file_->read(0, &header_size, kLengthBytes);
+  const uint64_t limit = std::min(file_->size() - kLengthBytes, kMaxHeaderBytes);
+  SMP_CHECK_WITH(CheckpointError, header_size <= limit, "\"", file_->path(),
                  "\" is truncated or not a safetensors file: expected a header of at most ", limit,
                  " bytes, got a length of ", header_size, ". Use another checkpoint.");
   return header_size;
@@ -226,7 +227,7 @@ uint64_t SafetensorsReader::read_header_size() const {
 
 void SafetensorsReader::parse_header(const std::string& header) {
   const nlohmann::json json = parse_untrusted(header);
-  SMP_CHECK_WITH(CheckpointError, json.is_object(), "\"", file_.path(),
+  SMP_CHECK_WITH(CheckpointError, json.is_object(), "\"", file_->path(),
                  "\" has a malformed header: expected a JSON object in bytes ", kLengthBytes,
                  " to ", data_begin_, ", got something else. Use another checkpoint.");
   for (const auto& [name, value] : json.items()) {
@@ -234,7 +235,7 @@ void SafetensorsReader::parse_header(const std::string& header) {
       continue;
     }
     const auto fail = [&, &name = name](const std::string& what) {
-      core::fail<CheckpointError>("\"", file_.path(), "\" has a malformed header: tensor \"", name,
+      core::fail<CheckpointError>("\"", file_->path(), "\" has a malformed header: tensor \"", name,
                                   "\": ", what);
     };
     try {
@@ -261,26 +262,26 @@ void SafetensorsReader::check_layout() const {
   });
   uint64_t end = data_begin_;
   for (const auto& [offset, name] : by_offset) {
-    SMP_CHECK_WITH(CheckpointError, offset == end, "\"", file_.path(),
+    SMP_CHECK_WITH(CheckpointError, offset == end, "\"", file_->path(),
                    "\" has a malformed header: tensor \"", name, "\" ",
                    offset < end ? "overlaps another" : "leaves a hole before it",
                    ": expected it to start at byte ", end, ", got ", offset,
                    ". Use another checkpoint.");
     const uint64_t bytes = entries_.at(name).bytes;
-    SMP_CHECK_WITH(CheckpointError, bytes <= file_.size() - std::min(end, file_.size()), "\"",
-                   file_.path(), "\" is truncated: tensor \"", name, "\" ends at byte ",
-                   end + bytes, ", got a file of ", file_.size(),
+    SMP_CHECK_WITH(CheckpointError, bytes <= file_->size() - std::min(end, file_->size()), "\"",
+                   file_->path(), "\" is truncated: tensor \"", name, "\" ends at byte ",
+                   end + bytes, ", got a file of ", file_->size(),
                    " bytes. Use another checkpoint.");
     end += bytes;
   }
-  SMP_CHECK_WITH(CheckpointError, end == file_.size(), "\"", file_.path(),
+  SMP_CHECK_WITH(CheckpointError, end == file_->size(), "\"", file_->path(),
                  "\" has bytes after its last tensor: expected a file of ", end, " bytes, got ",
-                 file_.size(), ". Use another checkpoint.");
+                 file_->size(), ". Use another checkpoint.");
 }
 
 const SafetensorsReader::Entry& SafetensorsReader::at(const std::string& name) const {
   const auto found = entries_.find(name);
-  SMP_CHECK_WITH(CheckpointError, found != entries_.end(), "\"", file_.path(),
+  SMP_CHECK_WITH(CheckpointError, found != entries_.end(), "\"", file_->path(),
                  "\" holds no tensor \"", name, "\". Check the name against its header.");
   return found->second;
 }
@@ -288,13 +289,13 @@ const SafetensorsReader::Entry& SafetensorsReader::at(const std::string& name) c
 at::Tensor SafetensorsReader::read(const std::string& name) const {
   const Entry& entry = at(name);
   at::Tensor tensor = at::empty(entry.spec.shape, at::TensorOptions(entry.spec.dtype));
-  file_.read(entry.offset, tensor.mutable_data_ptr(), entry.bytes);
+  file_->read(entry.offset, tensor.mutable_data_ptr(), entry.bytes);
   return tensor;
 }
 
 uint64_t SafetensorsReader::hash(const std::string& name) const {
   const Entry& entry = at(name);
-  return file_.hash(entry.offset, entry.bytes);
+  return file_->hash(entry.offset, entry.bytes);
 }
 
 }  // namespace smp::checkpoint

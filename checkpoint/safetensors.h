@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -99,7 +100,9 @@ class SafetensorsReader {
   };
 
   /// Throws CheckpointError that names the file, what is wrong, expected and got.
-  explicit SafetensorsReader(const std::string& path);
+  explicit SafetensorsReader(const std::string& path)
+      : SafetensorsReader(std::make_shared<FileReader>(path)) {}
+  explicit SafetensorsReader(std::shared_ptr<const FileReader> file);
 
   /// All tensors by name.
   const std::map<std::string, Entry>& entries() const { return entries_; }
@@ -116,7 +119,7 @@ class SafetensorsReader {
   void check_layout() const;
   const Entry& at(const std::string& name) const;
 
-  FileReader file_;
+  std::shared_ptr<const FileReader> file_;
   uint64_t data_begin_ = 0;
   std::map<std::string, Entry> entries_;
 };

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/untrusted_json.h"
 
+#include <set>
+#include <string>
+#include <vector>
+
 namespace smp::checkpoint {
 namespace {
 
@@ -30,7 +34,19 @@ bool is_too_deep(const std::string& text) {
 
 nlohmann::json parse_untrusted(const std::string& text) {
   if (is_too_deep(text)) return nlohmann::json(nlohmann::json::value_t::discarded);
-  return nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  std::vector<std::set<std::string>> open_objects;
+  bool is_ambiguous = false;  // the parser would keep the last of two values
+  const auto look = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
+    using Event = nlohmann::json::parse_event_t;
+    if (event == Event::object_start) open_objects.emplace_back();
+    if (event == Event::object_end) open_objects.pop_back();
+    if (event == Event::key) {
+      is_ambiguous |= !open_objects.back().insert(value.get<std::string>()).second;
+    }
+    return true;
+  };
+  nlohmann::json parsed = nlohmann::json::parse(text, look, /*allow_exceptions=*/false);
+  return is_ambiguous ? nlohmann::json(nlohmann::json::value_t::discarded) : parsed;
 }
 
 }  // namespace smp::checkpoint

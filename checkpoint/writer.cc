@@ -39,13 +39,45 @@ std::string shard_file(const char* kind, int64_t shard_id, int64_t shard_count) 
   return name;
 }
 
-/// Saving over a checkpoint removes it, so whatever else has this name must stay.
-void check_replaceable(const std::string& path) {
-  const bool free = !fs::exists(path) || fs::exists(fs::path(path) / kIndexFile) ||
-                    (fs::is_directory(path) && fs::is_empty(path));
-  SMP_CHECK_WITH(CheckpointError, free, "cannot save checkpoint \"", path,
-                 "\": expected a new name or an existing checkpoint, got something without ",
-                 kIndexFile, ". Choose another path, or remove it first.");
+/// The folder that `path` names, which may be a link to it.
+std::string resolve(const std::string& path) {
+  std::error_code ignored;
+  return fs::is_symlink(path, ignored) ? fs::weakly_canonical(path).string() : path;
+}
+
+/// Whether saves make files of that name.
+bool is_part(const fs::directory_entry& entry) {
+  fs::path name = entry.path().filename();
+  if (name.extension() == ".tmp") name = name.stem();
+  return entry.symlink_status().type() == fs::file_type::regular &&
+         (name == kIndexFile || name.extension() == ".safetensors");
+}
+
+/// Whether `folder` is of a format that versions of this library write.
+bool has_our_index(const fs::path& folder) {
+  const fs::path index = folder / kIndexFile;
+  return fs::exists(index) && names_format(read_file(index.string()));
+}
+
+/// What `folder` is or has that no save has made, in words, or empty. One that is `unfinished` has
+/// no index yet.
+std::string foreign_content(const std::string& folder, bool unfinished) {
+  const auto status = fs::symlink_status(folder);
+  if (!fs::exists(status)) return "";
+  if (!fs::is_directory(status)) return "something that is no folder";
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (!is_part(entry)) return c10::str("a folder with ", entry.path().filename());
+  }
+  const bool is_ours = unfinished || fs::is_empty(folder) || has_our_index(folder);
+  return is_ours ? "" : c10::str("one without an ", kIndexFile, " of smp");
+}
+
+/// Saving removes `folder`, so whatever else has its name must stay.
+void check_removable(const std::string& path, const std::string& folder, bool unfinished) {
+  const std::string got = foreign_content(folder, unfinished);
+  SMP_CHECK_WITH(CheckpointError, got.empty(), cannot_save(path), ": expected at \"", folder,
+                 "\" a new name or an existing checkpoint, got ", got,
+                 ". Choose another path, or remove it first.");
 }
 
 constexpr const char* kMergedFile = "model.safetensors";
@@ -107,19 +139,24 @@ std::string temporary_folder(const std::string& path) { return without_slash(pat
 
 std::string replaced_folder(const std::string& path) { return without_slash(path) + ".replaced"; }
 
-Writer::Writer(std::string path) : path_(without_slash(std::move(path))) {
+Writer::Writer(std::string path)
+    : path_(resolve(without_slash(std::move(path)))), lock_(std::make_shared<SaveLock>(path_)) {
   SMP_CHECK_WITH(CheckpointError, !path_.empty(), "cannot save a checkpoint: its path is empty.");
 }
 
 void Writer::begin() const {
   on_disk(cannot_save(path_), [&] {
-    const fs::path replaced = replaced_folder(path_);
+    fs::create_directories(parent_folder(path_));
+    lock_->take();
+    const std::string replaced = replaced_folder(path_), temporary = temporary_folder(path_);
+    check_removable(path_, replaced, /*unfinished=*/false);
+    check_removable(path_, temporary, /*unfinished=*/true);
     if (!fs::exists(path_) && fs::exists(replaced)) {
       fs::rename(replaced, path_);  // a save crashed between its two renames
     }
-    check_replaceable(path_);
-    fs::remove_all(temporary_folder(path_));
-    fs::create_directories(temporary_folder(path_));
+    check_removable(path_, path_, /*unfinished=*/false);
+    fs::remove_all(temporary);
+    fs::create_directory(temporary);
   });
 }
 
@@ -145,6 +182,7 @@ std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Sha
 void Writer::abandon() const noexcept {
   std::error_code ignored;
   fs::remove_all(temporary_folder(path_), ignored);
+  lock_->release();
 }
 
 void Writer::commit(const std::vector<std::string>& parts, const RunState& run) const {
@@ -167,6 +205,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
   });
   sync_folder(parent_folder(path_));
   on_disk(cannot_save(path_), [&] { fs::remove_all(replaced); });
+  lock_->release();
 }
 
 }  // namespace smp::checkpoint

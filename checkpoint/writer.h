@@ -5,11 +5,13 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "checkpoint/index.h"
+#include "checkpoint/save_lock.h"
 
 namespace smp::checkpoint {
 
@@ -42,11 +44,14 @@ struct Shard {
 /// looks at the moved-aside folder too).
 class Writer {
  public:
-  /// `path` is the final name of the folder.
+  /// `path` is the final name of the folder, or a symbolic link to it. Copies write the same
+  /// checkpoint.
   explicit Writer(std::string path);
 
-  /// Phase 1, on one rank: removes what a crashed save left and makes the temporary folder.
-  /// Throws CheckpointError, also if `path` exists and is not a checkpoint.
+  /// Phase 1, on one rank: locks the checkpoint until `commit`, `abandon` or the end of the last
+  /// copy of this writer, removes what a crashed save left and makes the temporary folder.
+  /// Throws CheckpointError, also if another save has the lock, or if `path`, or what has the name
+  /// of a folder of saves, has anything in it that is no part of a checkpoint.
   void begin() const;
 
   /// Phase 2: writes this rank's files, "model-00001-of-00002.safetensors" and the same for
@@ -67,6 +72,7 @@ class Writer {
 
  private:
   std::string path_;
+  std::shared_ptr<SaveLock> lock_;
 };
 
 /// Phase 2 of a checkpoint that holds the model as one file, "model.safetensors", on one rank,

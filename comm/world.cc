@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/world.h"
 
-#include "comm/host.h"
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/store/store_communicator.h"
 #include "comm/threads/thread_communicator.h"
 #include "core/check.h"
 #include "core/env.h"
+#include "core/host.h"
 #include "core/libtorch.h"
 #include "core/vector_math.h"
 
@@ -64,7 +64,7 @@ WorldHosts world_hosts() {
     case Launcher::kNone:
       break;
   }
-  return {0, 1, {host_name()}};
+  return {0, 1, {core::host_name()}};
 }
 
 }  // namespace smp::comm

@@ -7,10 +7,10 @@
 #include <memory>
 #include <utility>
 
-#include "comm/host.h"
 #include "comm/mpi/mpi_error.h"
 #include "comm/mpi/mpi_transport.h"
 #include "comm/transport_communicator.h"
+#include "core/host.h"
 
 namespace smp::comm {
 namespace {
@@ -92,7 +92,7 @@ LocalRanks find_local_ranks(MpiJob& job) {
   ranks.world_ranks.resize(job.local_size);
   check_mpi(MPI_Allgather(&rank, 1, MPI_INT, ranks.world_ranks.data(), 1, MPI_INT, local),
             "MPI_Allgather");
-  cpu_set_t cores = cores_of_this_process();
+  cpu_set_t cores = core::cores_of_this_process();
   check_mpi(MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, local),
             "MPI_Allreduce");
   ranks.has_core_for_each = job.local_size <= CPU_COUNT(&cores);
@@ -125,7 +125,7 @@ CommunicatorPtr make_mpi_world() {
   check_tags();
   job.transport = std::make_shared<MpiTransport>(find_local_ranks(job));
   job.world = std::make_shared<TransportCommunicator>(job.transport, mpi_world_group());
-  job.hosts = all_gather_bytes(*job.world, host_name());
+  job.hosts = all_gather_bytes(*job.world, core::host_name());
   return job.world;
 }
 

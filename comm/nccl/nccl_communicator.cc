@@ -21,10 +21,10 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
-#include "comm/host.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
 #include "core/check.h"
+#include "core/host.h"
 
 namespace smp::comm {
 namespace {
@@ -40,7 +40,7 @@ c10::Stream current_stream(at::Device device) {
 // The store through which the ranks of a group find each other while NCCL connects: rank 0 serves
 // it, and gives the others its address over the host's communicator.
 c10::intrusive_ptr<c10d::Store> make_store(Communicator& host) {
-  const std::vector<std::string> names = all_gather_bytes(host, host_name());
+  const std::vector<std::string> names = all_gather_bytes(host, core::host_name());
   const bool one_host = std::all_of(names.begin(), names.end(),
                                     [&](const std::string& name) { return name == names[0]; });
   const std::string address = one_host ? "127.0.0.1" : names[0];

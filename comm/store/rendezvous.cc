@@ -12,9 +12,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/host.h"
 #include "core/check.h"
 #include "core/env.h"
+#include "core/host.h"
 
 namespace smp::comm {
 namespace {
@@ -209,9 +209,9 @@ Meeting meet(c10d::Store& store, int rank, int size, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   const Descriptor listener = listen_on_free_port();
   const RankRecord own{
-      host_identity(), host_name(),
+      host_identity(), core::host_name(),
       address_of_this_host(core::env("SMP_SOCKET_IFNAME").value_or(""), host_of(store)),
-      port_of(listener), cores_of_this_process()};
+      port_of(listener), core::cores_of_this_process()};
   store.set(rank_key(rank), to_bytes(to_text(own)));
   wait_for_all(store, size, timeout);
 

@@ -3,12 +3,12 @@
 
 #include <utility>
 
-#include "comm/host.h"
+#include "core/host.h"
 
 namespace smp::comm {
 
 ThreadWorld::ThreadWorld(int ranks, std::vector<int> hosts) : hosts_(std::move(hosts)) {
-  const cpu_set_t cores = cores_of_this_process();
+  const cpu_set_t cores = core::cores_of_this_process();
   has_core_for_each_rank_ = ranks <= CPU_COUNT(&cores);
   for (int rank = 0; rank < ranks; ++rank) {
     matchers_.emplace_back(*this);

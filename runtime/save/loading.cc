@@ -38,6 +38,9 @@ class Load {
     tensors_ = tensors_of(runtime, model);
     expected_ = checkpoint::expectations(tensors_);
     expect_whole(runtime, tensors_, expected_);
+    for (const auto& entry : runtime.table().entries()) {
+      if (entry.is_parameter()) parameters_.insert(entry.name);
+    }
   }
 
   /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
@@ -49,10 +52,8 @@ class Load {
       reader_ = std::make_shared<Reader>(path_);
       checkpoint::check_names(expected_, reader_->index(), path_,
                               {options_.strict(), options_.convert()});
-      SMP_CHECK_WITH(CheckpointError,
-                     !with_optimizer || reader_->index().optimizer.contains("state"), "checkpoint \"",
-                     path_, "\" holds no optimizer. Load it without one: smp::load(path, model)");
       if (with_optimizer) {
+        check_optimizer();
         runtime_.progress.step_functions.check_resumable(reader_->index().run.random.step_calls,
                                                          path_);
         check_schedulers();
@@ -130,6 +131,29 @@ class Load {
     checkpoint::check_undamaged(path_, {damage.begin(), damage.end()});
   }
 
+  void check_optimizer() const {
+    const auto& index = reader_->index();
+    SMP_CHECK_WITH(CheckpointError, index.optimizer.contains("state"), "checkpoint \"", path_,
+                   "\" holds no optimizer. Load it without one: smp::load(path, model)");
+    std::set<std::string> unknown;
+    const auto look = [&](const std::string& name) {
+      if (parameters_.count(name) == 0) unknown.insert(name);
+    };
+    for (const auto& [name, state] : index.optimizer.at("state").items()) look(name);
+    for (const auto& [name, entry] : index.optimizer_tensors) look(parameter_of(name));
+    std::string list;
+    for (const std::string& name : unknown) list += "\n  " + name;
+    SMP_CHECK_WITH(CheckpointError, unknown.empty() || !options_.strict(), "checkpoint \"", path_,
+                   "\" has optimizer state of what is no parameter of the program:", list,
+                   "\nBuild the models as they were when the checkpoint was written, or load with "
+                   "strict = false to leave it out");
+  }
+
+  /// That of "parameter/field".
+  static std::string parameter_of(const std::string& tensor) {
+    return tensor.substr(0, tensor.rfind('/'));
+  }
+
   /// What goes with the optimizer must be there, or learning rates would not go on as they did.
   void check_schedulers() const {
     const auto& stored = reader_->index().run.extra;
@@ -150,16 +174,15 @@ class Load {
     return false;
   }
 
-  bool is_parameter(const std::string& name) const {
-    return runtime_.table().at(name).is_parameter();
-  }
-
   bool loads_field(const std::string& field) const {
     return options_.load_sharded_optimizer_state() || field == kMasterField;
   }
 
   /// The checkpoint's optimizer with the state of the parameters that are `wanted`.
-  OptimizerState read_optimizer(const Wanted& wanted) const {
+  OptimizerState read_optimizer(const Wanted& is_wanted) const {
+    const Wanted wanted = [&](const std::string& name) {
+      return parameters_.count(name) > 0 && is_wanted(name);
+    };
     const auto& index = reader_->index();
     auto all = optim::from_parts(index.optimizer, {});
     OptimizerState state{{}, std::move(all.groups)};
@@ -167,8 +190,7 @@ class Load {
       if (options_.load_sharded_optimizer_state() && wanted(name)) state.params[name] = param;
     }
     for (const auto& [name, entry] : index.optimizer_tensors) {
-      const size_t slash = name.rfind('/');
-      const std::string param = name.substr(0, slash), field = name.substr(slash + 1);
+      const std::string param = parameter_of(name), field = name.substr(name.rfind('/') + 1);
       if (!wanted(param) || !loads_field(field)) continue;
       const auto saved = all.params.find(param);
       SMP_CHECK_WITH(CheckpointError, saved != all.params.end(), "checkpoint \"", path_,
@@ -185,7 +207,8 @@ class Load {
   void add_masters(const Wanted& wanted, OptimizerState& state) const {
     for (const ExpectedTensor& expected : expected_) {
       const std::string& name = expected.names.front();
-      const bool has_master = MasterWeights::concerns(expected.spec.dtype) && is_parameter(name);
+      const bool has_master =
+          MasterWeights::concerns(expected.spec.dtype) && parameters_.count(name) > 0;
       if (!has_master || !wanted(name) || !is_stored(expected)) continue;
       state.params.emplace(name, OptimizerState::Param{expected.spec.shape, {}, {}});
       at::Tensor& master = state.params[name].tensors[kMasterField];
@@ -200,6 +223,7 @@ class Load {
   const LoadOptions options_;
   std::vector<checkpoint::NamedTensor> tensors_;
   std::vector<ExpectedTensor> expected_;
+  std::set<std::string> parameters_;  // names, of all models
   std::shared_ptr<Reader> reader_;
   bool with_optimizer_ = false;  // its state is loaded, too
 };

@@ -90,13 +90,19 @@ void alone(comm::Communicator& group, const Action& action) {
   }
 }
 
+/// A save that may write: world rank 0 has its lock.
+struct Begun {
+  checkpoint::Writer writer;
+  checkpoint::RunState run;
+};
+
 /// Writes what all ranks give, from the calls of `write` to the end: a save's second half, which
 /// talks to other ranks through `group` only.
 class Save {
  public:
-  Save(const SaveRequest& request, checkpoint::RunState run, comm::CommunicatorPtr group)
-      : writer_(request.path),
-        run_(std::move(run)),
+  Save(const SaveRequest& request, Begun begun, comm::CommunicatorPtr group)
+      : writer_(std::move(begun.writer)),
+        run_(std::move(begun.run)),
         when_saved_(request.when_saved),
         group_(std::move(group)) {}
 
@@ -223,31 +229,30 @@ checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_c
   return state;
 }
 
-/// The first half: what must be settled before anybody writes. Returns the state of the run.
-checkpoint::RunState begin(const Runtime& runtime, const SaveRequest& request,
-                           bool with_optimizer) {
+/// The first half: what must be settled before anybody writes.
+Begun begin(const Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
   const std::string mine =
       c10::str(request.call, " of ", request.path, request.arguments, ", ", with_optimizer ? 1 : 0,
                " optimizers", request.asynchronous ? ", asynchronous" : "");
-  checkpoint::RunState run;
+  std::optional<Begun> begun;
   const auto all = together(*runtime.world(), [&] {
-    run = run_state(runtime, request.user_content);
-    if (runtime.rank() == 0) checkpoint::Writer(request.path).begin();
+    begun = Begun{checkpoint::Writer(request.path), run_state(runtime, request.user_content)};
+    if (runtime.rank() == 0) begun->writer.begin();
     return mine;
   });
   const size_t other = first_other(all);
   SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
                  ", rank ", other, " calls ", all[other],
                  ". Give the same arguments on every rank");
-  return run;
+  return std::move(*begun);
 }
 
 std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest& request,
-                                            checkpoint::RunState run, const Model& model) {
+                                            Begun begun, const Model& model) {
   const auto merged = std::make_shared<MergedModel>(runtime, model);
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group() : runtime.world();
-  const Save save(request, std::move(run), group);
+  const Save save(request, std::move(begun), group);
   const auto write = [merged, save, group] {
     save.write([&](const auto& writer) { return merged->write(writer, *group); });
   };
@@ -260,12 +265,11 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
 }
 
 std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& request,
-                                           checkpoint::RunState run, const Model& model,
-                                           Optimizer* optimizer) {
+                                           Begun begun, const Model& model, Optimizer* optimizer) {
   const Writers writers(runtime, optimizer != nullptr);
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group() : runtime.world();
-  const Save save(request, std::move(run), group);
+  const Save save(request, std::move(begun), group);
   const auto shard = std::make_shared<checkpoint::Shard>();
   alone(*runtime.world(), [&] {
     if (writers.mine >= writers.count) return;
@@ -307,10 +311,10 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
   take_back_wholes(runtime);
   CheckpointContext::of(runtime).finish();
   runtime.update_watch->compare_now();
-  checkpoint::RunState run = begin(runtime, request, optimizer != nullptr);
+  Begun begun = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
-  return request.merged ? save_merged(runtime, request, std::move(run), model)
-                        : save_parts(runtime, request, std::move(run), model, optimizer);
+  return request.merged ? save_merged(runtime, request, std::move(begun), model)
+                        : save_parts(runtime, request, std::move(begun), model, optimizer);
 }
 
 }  // namespace smp::runtime

@@ -156,20 +156,22 @@ OptimizerState Optimizer::own_part(OptimizerState state) const {
 void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read) {
   const auto models = runtime_->models();
   SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
-  set_state_({{}, groups}, parameter_names(*runtime_));
-  const auto apply = [this, read = std::move(read), loads = runtime_->progress.parameter_loads] {
+  const auto apply = [this, read = std::move(read), loads = runtime_->progress.parameter_loads](
+                         const std::vector<OptimizerState::Group>& options) {
     const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
       return runtime_->owns(name) && has_part(name);
     };
-    // A scheduler may have changed the options since.
-    pieces_.set_state(
-        {read(wanted), optim::get_state(optimizer_, parameter_names(*runtime_)).groups}, loads);
+    pieces_.set_state({read(wanted), options}, loads);
   };
   if (runtime_->partitioned()) {
-    apply();
-  } else {
-    models.front()->register_post_partition_hook(apply);
+    apply(groups);
+    return;
   }
+  set_state_({{}, groups}, parameter_names(*runtime_));
+  models.front()->register_post_partition_hook([this, apply] {
+    // A scheduler may have changed the options since.
+    apply(optim::get_state(optimizer_, parameter_names(*runtime_)).groups);
+  });
 }
 
 }  // namespace smp::runtime

@@ -106,8 +106,8 @@ TEST_F(CatalogTest, FindsByTagOrTheNewest) {
 }
 
 TEST_F(CatalogTest, TagsAreFolderNames) {
-  for (const char* tag :
-       {"", "a/b", ".", "..", "newest", "a_partial", "a.tmp", "a.replaced", "a.removed"}) {
+  for (const char* tag : {"", "a/b", ".", "..", "newest", "a_partial", "a.tmp", "a.replaced",
+                          "a.lock", "a.removed"}) {
     try {
       folder_name(tag, true);
       ADD_FAILURE() << tag;

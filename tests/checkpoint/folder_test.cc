@@ -2,6 +2,8 @@
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <fstream>
 
@@ -15,6 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
 
 /// Rank 0 holds an embedding tied to the decoder, rank 1 the rest. `value` fills the weights.
 std::vector<Shard> two_shards(double value) {
@@ -168,11 +171,13 @@ TEST_F(FolderFormatTest, ReplacesAnExistingCheckpoint) {
 // Every point at which a save of 2 over an existing 1 may stop; the next save must recover.
 TEST_F(FolderFormatTest, CrashBeforeTheRenamesLeavesThePreviousCheckpoint) {
   save(path("c"), 1);
-  const Writer writer(path("c"));
-  writer.begin();
-  EXPECT_EQ(loaded_value(path("c")), 1);
-  writer.write_shard(0, 2, two_shards(2)[0]);
-  EXPECT_EQ(loaded_value(path("c")), 1);
+  {
+    const Writer writer(path("c"));
+    writer.begin();
+    EXPECT_EQ(loaded_value(path("c")), 1);
+    writer.write_shard(0, 2, two_shards(2)[0]);
+    EXPECT_EQ(loaded_value(path("c")), 1);
+  }
   spill(path("c.tmp/index.json"), "{\"format\": \"smp");
   EXPECT_EQ(loaded_value(path("c")), 1);
   save(path("c"), 3);
@@ -204,20 +209,121 @@ TEST_F(FolderFormatTest, CrashAfterTheRenamesLeavesTheNewCheckpoint) {
 }
 
 TEST_F(FolderFormatTest, StaleFilesOfACrashedSaveDoNotReachTheNextOne) {
-  const Writer writer(path("c"));
-  writer.begin();
-  writer.write_shard(6, 8, two_shards(9)[0]);
+  {
+    const Writer writer(path("c"));
+    writer.begin();
+    writer.write_shard(6, 8, two_shards(9)[0]);
+  }
   save(path("c"), 1);
   EXPECT_FALSE(fs::exists(path("c/model-00007-of-00008.safetensors")));
 }
 
 TEST_F(FolderFormatTest, NeverReplacesWhatIsNotACheckpoint) {
-  fs::create_directories(path("c"));
-  spill(path("c/thesis.txt"), "years of work");
-  EXPECT_THAT(checkpoint_error([&] { Writer(path("c")).begin(); }),
-              HasSubstr("expected a new name or an existing checkpoint, got something without "
-                        "index.json"));
-  EXPECT_EQ(slurp(path("c/thesis.txt")), "years of work");
+  const auto refusal = [&](const std::string& folder, const std::string& got) {
+    return HasSubstr("cannot save checkpoint \"" + path("c") + "\": expected at \"" + path(folder) +
+                     "\" a new name or an existing checkpoint, got " + got +
+                     ". Choose another path, or remove it first.");
+  };
+  // The folder itself, and those that a save makes beside it.
+  for (const std::string folder : {"c", "c.tmp", "c.replaced"}) {
+    SCOPED_TRACE(folder);
+    spill(path(folder), "years of work");
+    EXPECT_THAT(checkpoint_error([&] { save(path("c"), 1); }),
+                refusal(folder, "something that is no folder"));
+    EXPECT_EQ(slurp(path(folder)), "years of work");
+    fs::remove(path(folder));
+
+    fs::create_directories(path(folder));
+    spill(path(folder + "/thesis.txt"), "years of work");
+    spill(path(folder + "/index.json"), "{\"format\": \"smp-checkpoint\"}");
+    EXPECT_THAT(checkpoint_error([&] { save(path("c"), 1); }),
+                refusal(folder, "a folder with \"thesis.txt\""));
+    EXPECT_EQ(slurp(path(folder + "/thesis.txt")), "years of work");
+
+    fs::remove(path(folder + "/thesis.txt"));
+    fs::create_directories(path(folder + "/model.safetensors"));
+    EXPECT_THAT(checkpoint_error([&] { save(path("c"), 1); }),
+                refusal(folder, "a folder with \"model.safetensors\""));
+    fs::remove_all(path(folder));
+  }
+  for (const std::string folder : {"c", "c.replaced"}) {
+    fs::create_directories(path(folder));
+    spill(path(folder + "/index.json"), "{\"pages\": 12}");
+    EXPECT_THAT(checkpoint_error([&] { save(path("c"), 1); }),
+                refusal(folder, "one without an index.json of smp"));
+    EXPECT_EQ(slurp(path(folder + "/index.json")), "{\"pages\": 12}");
+    fs::remove_all(path(folder));
+  }
+  save(path("c"), 1);
+  EXPECT_EQ(loaded_value(path("c")), 1);
+}
+
+TEST_F(FolderFormatTest, SavesWhereALinkPoints) {
+  save(path("disk"), 1);
+  fs::create_directory_symlink(path("disk"), path("c"));
+  save(path("c"), 2);
+  EXPECT_TRUE(fs::is_symlink(path("c")));
+  EXPECT_EQ(loaded_value(path("c")), 2);
+  EXPECT_EQ(loaded_value(path("disk")), 2);
+}
+
+TEST_F(FolderFormatTest, ASecondSaveIsRefusedWhileTheFirstGoesOn) {
+  save(path("c"), 1);
+  {
+    const Writer first(path("c"));
+    first.begin();
+    const auto parts = write_shards(first, two_shards(2));
+    EXPECT_THAT(checkpoint_error([&] { save(path("c/"), 3); }),
+                MatchesRegex(".*cannot save checkpoint \".*/c\": it is being saved by process " +
+                             std::to_string(getpid()) +
+                             " on [^ ]+, since 20..-..-..T..:..:..Z \\(\".*/c.lock\" is locked\\). "
+                             "Give each job a folder of its own."));
+    first.commit(parts, run_state(1));
+  }
+  EXPECT_EQ(loaded_value(path("c")), 2);
+  EXPECT_FALSE(fs::exists(path("c.lock")));
+  spill(path("c.lock"), "what a killed save left");
+  save(path("c"), 3);
+  EXPECT_EQ(loaded_value(path("c")), 3);
+  {
+    const Writer abandoned(path("c"));
+    abandoned.begin();
+    abandoned.abandon();
+    save(path("c"), 4);
+  }
+  EXPECT_EQ(loaded_value(path("c")), 4);
+}
+
+// A child of fork() keeps the descriptors of its parent.
+TEST_F(FolderFormatTest, ALockEndsWithItsSaveThoughAChildLivesOn) {
+  int pipe_ends[2];
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  const Writer writer(path("c"));
+  writer.begin();
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    close(pipe_ends[1]);
+    char end = 0;
+    (void)!read(pipe_ends[0], &end, 1);  // until the parent closes its end
+    _exit(0);
+  }
+  close(pipe_ends[0]);
+  writer.commit(write_shards(writer, two_shards(1)), run_state(1));
+  save(path("c"), 2);
+  EXPECT_EQ(loaded_value(path("c")), 2);
+  close(pipe_ends[1]);
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+}
+
+TEST_F(FolderFormatTest, AReaderKeepsTheCheckpointThatItHasOpened) {
+  save(path("c"), 1);
+  Reader reader(path("c"));
+  save(path("c"), 2);
+  EXPECT_EQ(reader.find_damage(Reader::Section::kAll), std::vector<std::string>{});
+  EXPECT_EQ(reader.read_model("head.bias")[0].item<double>(), 1);
+  EXPECT_EQ(loaded_value(path("c")), 2);
 }
 
 TEST_F(FolderFormatTest, PathsThatCannotBeWritten) {
@@ -254,8 +360,7 @@ TEST_F(FolderFormatTest, MergeRefusesWhatRanksDisagreeAbout) {
               AllOf(HasSubstr("param group 0 differs between ranks: {\"options\":{\"lr\":0.1}"),
                     HasSubstr("Set the same options on every rank.")));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["state"] = 1; }),
-              AllOf(HasSubstr("the optimizer section of one is malformed: "),
-                    HasSubstr(". Expected an object with \"param_groups\" and \"state\".")));
+              HasSubstr("is malformed at \"/optimizer/state\": expected an object, got 1."));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["loss_scale"] = 1; }),
               HasSubstr("cannot merge the parts of a checkpoint: optimizer \"loss_scale\" differs "
                         "between ranks: 1024 and 1. Give the same on every rank."));
@@ -327,16 +432,27 @@ TEST_F(FolderFormatTest, OtherVersionsAreRefused) {
 
 TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
   const auto error = [&](const std::string& from, const std::string& to) {
+    fs::remove_all(path("c"));
     save(path("c"), 1);
     return index_with(from, to);
   };
-  EXPECT_THAT(error("{", "["), AllOf(HasSubstr("index.json\" is malformed: expected a JSON object"),
-                                     HasSubstr(" bytes that are none. Use another checkpoint.")));
+  EXPECT_THAT(error("{", "["),
+              AllOf(HasSubstr("index.json\" is malformed: expected a JSON object with each "
+                              "key once, got "),
+                    HasSubstr(" bytes that are none. Use another checkpoint.")));
   EXPECT_THAT(error("smp-checkpoint", "other"),
               HasSubstr("index.json\" is malformed at \"/format\": expected \"smp-checkpoint\", "
                         "got \"other\". Use another checkpoint."));
   EXPECT_THAT(error("\"step\": 100", "\"step\": \"x\""),
               HasSubstr("at \"/step\": expected an integer, got \"x\""));
+  EXPECT_THAT(error("\"step\": 100", "\"step\": -1"),
+              HasSubstr("at \"/step\": expected a non-negative integer, got -1"));
+  // A parser would take one of the two.
+  EXPECT_THAT(error("\"step\": 100", "\"step\": 100, \"step\": 7"),
+              HasSubstr("is malformed: expected a JSON object with each key once"));
+  EXPECT_THAT(error("[\"encoder.weight\", \"head.bias\"]", "[\"head.bias\", \"head.bias\"]"),
+              HasSubstr("at \"/optimizer/param_groups/0/params/1\": expected a parameter that is "
+                        "listed once, got \"head.bias\""));
   EXPECT_THAT(error("\"gradient_shards\"", "\"shards\""),
               HasSubstr("at \"\": expected key \"gradient_shards\", got none"));
   EXPECT_THAT(error("\"gradient_shards\": 2", "\"gradient_shards\": 0"),

@@ -12,7 +12,10 @@
 #include <torch/nn/modules/linear.h>
 #include <unistd.h>
 
+#include <array>
+#include <csignal>
 #include <mutex>
+#include <random>
 #include <set>
 
 #include "checkpoint/reader.h"
@@ -155,6 +158,66 @@ TEST_F(SavesTest, DiskThatStoresOtherBitsIsFoundOut) {
     EXPECT_EQ(value_of(path("c")), 1);
   }
   EXPECT_GT(found, calls / 2);
+}
+
+/// The exit status of a process that saves again and again; 0 unless something but the lock of
+/// another one was in the way.
+int save_often(const std::string& path, int saves) {
+  for (int i = 0; i < saves; ++i) {
+    try {
+      save(path, i);
+    } catch (const CheckpointError& error) {
+      if (std::string(error.what()).find("it is being saved by ") != std::string::npos) {
+        continue;
+      }
+      std::fprintf(stderr, "%s\n", error.what());
+      return 1;
+    }
+  }
+  return 0;
+}
+
+pid_t start_saving(const std::string& path, int saves) {
+  const pid_t child = fork();
+  if (child == 0) _exit(save_often(path, saves));
+  return child;
+}
+
+TEST_F(SavesTest, TwoJobsThatSaveIntoOneFolderLoseNothing) {
+  constexpr int kRounds = 15, kSavesOfAJob = 20;
+  save(path("c"), 1);
+  std::mt19937 random(5);
+  for (int round = 0; round < kRounds; ++round) {
+    SCOPED_TRACE(round);
+    const std::array<pid_t, 2> jobs = {start_saving(path("c"), kSavesOfAJob),
+                                       start_saving(path("c"), kSavesOfAJob)};
+    usleep(random() % 30'000);
+    const size_t victim = random() % 2;
+    kill(jobs[victim], SIGKILL);
+    for (size_t job = 0; job < jobs.size(); ++job) {
+      int status = 0;
+      ASSERT_EQ(waitpid(jobs[job], &status, 0), jobs[job]);
+      if (job != victim) EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    value_of(path("c"));  // whole, and of one save
+  }
+  save(path("c"), 2);
+  EXPECT_EQ(value_of(path("c")), 2);
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(path(""))) names.insert(entry.path().filename());
+  EXPECT_EQ(names, std::set<std::string>{"c"});
+}
+
+TEST_F(SavesTest, LoadsWhileAnotherJobSavesAreOfOneMoment) {
+  save(path("c"), 1);
+  const pid_t child = start_saving(path("c"), 150);
+  int status = 0, loads = 0;
+  while (waitpid(child, &status, WNOHANG) == 0) {
+    value_of(path("c"));
+    ++loads;
+  }
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_GT(loads, 0);
 }
 
 constexpr uint64_t kSmallDisk = 256 << 10;

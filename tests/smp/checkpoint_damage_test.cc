@@ -164,6 +164,53 @@ TEST_F(CheckpointDamage, ATensorOfNoParameterIsAnErrorBeforeTheModelChanges) {
               HasSubstr("has optimizer tensor \"head/exp_avg\" of a parameter without state. Use"));
 }
 
+/// What an index with a valid checksum may say of an optimizer. Nothing may have changed after it.
+void expect_no_change(SavedRun& run, const std::string& file, const std::string& from,
+                      const std::string& to, const std::string& expected) {
+  SCOPED_TRACE(to);
+  std::ifstream in(file + "/index.json");
+  std::stringstream text;
+  text << in.rdbuf();
+  const std::string whole = text.str();
+  std::string edited = whole;
+  ASSERT_NE(edited.find(from), std::string::npos);
+  edited.replace(edited.find(from), from.size(), to);
+  std::ofstream(file + "/index.json") << checkpoint::with_checksum(edited);
+  const auto model = run.model->state_dict();
+  const auto state = run.optimizer.impl().local_state();
+  Texts texts;
+  texts.of([&] { load(file, run.model, run.optimizer); });
+  EXPECT_THAT(texts.the_same_from(1), HasSubstr(expected));
+  for (const auto& item : run.model->state_dict()) {
+    EXPECT_TRUE(torch::equal(item.value(), model[item.key()])) << item.key();
+  }
+  const auto after = run.optimizer.impl().local_state();
+  EXPECT_EQ(optim::to_json(after), optim::to_json(state));
+  const auto tensors = optim::tensors_of(state);
+  EXPECT_GT(tensors.size(), 0u);
+  for (const auto& [name, tensor] : optim::tensors_of(after)) {
+    EXPECT_TRUE(torch::equal(tensor, tensors.at(name))) << name;
+  }
+  std::ofstream(file + "/index.json") << whole;
+}
+
+TEST_F(CheckpointDamage, ARefusedOptimizerLeavesThatOfTheProgram) {
+  run(1, 1, [&](SavedRun& run) {
+    run.train(0);
+    save(path("c"), run.model, run.optimizer);
+    run.train(1);
+    const std::string file = path("c");
+    expect_no_change(run, file, "\"state\": {",
+                     "\"state\": {\"stranger\": {\"shape\": [1], \"scalars\": {\"step\": 1}}, ",
+                     "has optimizer state of what is no parameter of the program:\n  stranger\n");
+    expect_no_change(run, file, "\"scalars\": {\"step\": 1}", "\"scalars\": {\"step\": 1e300}",
+                     "the saved optimizer state is malformed: state of parameter \"");
+    expect_no_change(run, file, "\"scalars\": {\"step\": 1}", "\"scalars\": {\"stop\": 1}",
+                     "the saved optimizer state is malformed: state of parameter \"");
+    load(file, run.model, run.optimizer);
+  });
+}
+
 TEST_F(CheckpointDamage, AnOptimizerOfAnotherFormIsFoundBeforeTheModelChanges) {
   Texts texts;
   torch::manual_seed(8);

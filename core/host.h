@@ -11,7 +11,7 @@
 
 #include "core/check.h"
 
-namespace smp::comm {
+namespace smp::core {
 
 /// The name of this host.
 inline std::string host_name() {
@@ -33,4 +33,4 @@ inline cpu_set_t cores_of_this_process() {
   return cores;
 }
 
-}  // namespace smp::comm
+}  // namespace smp::core
