@@ -261,6 +261,7 @@ class Splitter {
     for (int position = 0; position <= pieces_; ++position) stages.push_back(stages_at(position));
     for (int start = pieces_; start >= 0; --start) {
       const int last = std::min(stages[start].last, stages_ - 1);
+      if (stages[start].first > last) continue;  // most, if stages are few
       const auto visit = [&](int end, const StageTotals& totals) {
         improve<goal>(std::max(stages[start].first, stages[end].first - 1),
                       std::min(last, stages[end].last - 1), start, end, totals);

@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 #include <tuple>
+#include <utility>
 
 namespace smp::partitioner {
 namespace {
@@ -237,12 +238,13 @@ TEST(Split, TheMemoryLimitComesBeforeTheTime) {
 }
 
 /// Prints times; the sizes are far beyond any model we know.
-TEST(Split, ManyPiecesIntoSixtyFourStages) {
+TEST(Split, ManyPiecesIntoFewAndManyStages) {
   std::mt19937 random(2);
-  for (const int64_t microbatches : {1, 128}) {
+  for (const auto& [stages, microbatches] :
+       {std::pair(2, 8), std::pair(4, 8), std::pair(64, 1), std::pair(64, 128)}) {
     for (const bool heavy : {false, true}) {
       SplitProblem problem;
-      for (int s = 0; s < 64; ++s) problem.rank_of_stage.push_back(s);
+      for (int s = 0; s < stages; ++s) problem.rank_of_stage.push_back(s);
       problem.microbatches = microbatches;
       problem.gap = 0.001;
       const int pieces = heavy ? 3000 : 10000;
@@ -254,17 +256,17 @@ TEST(Split, ManyPiecesIntoSixtyFourStages) {
       }
       if (heavy) problem.cost[2000] = 40'000'000;  // a fifth of the whole: stages may be long
       problem.kept = problem.fixed = problem.penalty = std::vector<int64_t>(pieces, 1);
-      problem.in_flight.assign(64, 1);
-      problem.memory_limit = pieces;
-      for (int j = 0; j < 63; ++j) {
+      problem.in_flight.assign(stages, 1);
+      problem.memory_limit = 2 * pieces;
+      for (int j = 0; j + 1 < stages; ++j) {
         problem.earliest.push_back(j + 1);
-        problem.latest.push_back(pieces - 63 + j);
+        problem.latest.push_back(pieces - stages + 1 + j);
       }
       const auto start = std::chrono::steady_clock::now();
       const auto cuts = split(problem);
       const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-      std::cout << microbatches << " microbatches, " << (heavy ? "one heavy piece: " : "even: ")
-                << seconds.count() << " s\n";
+      std::cout << stages << " stages, " << microbatches << " microbatches, "
+                << (heavy ? "one heavy piece: " : "even: ") << seconds.count() << " s\n";
       ASSERT_TRUE(cuts.has_value());
       EXPECT_TRUE(std::is_sorted(cuts->begin(), cuts->end()));
     }
