@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/c10d/process_group.h"
+#include "smp/error.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 

@@ -65,6 +65,11 @@ TEST(StoreWorld, RefusesARankThatIsNone) {
               HasSubstr("make_store_world: expected a rank in 0 to 1, got 2"));
 }
 
+// Where the ranks leave word at their first meeting.
+StorePtr first_meeting_at(const StorePtr& store) {
+  return c10::make_intrusive<c10d::PrefixStore>("meeting/1", store);
+}
+
 // What a rank on another host would leave in the store; nobody listens on its port.
 void leave_record(c10d::Store& store, int rank) {
   const cpu_set_t cores{};
@@ -75,8 +80,8 @@ void leave_record(c10d::Store& store, int rank) {
 
 TEST(StoreWorld, NamesARankThatCannotBeReached) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  leave_record(*store, 0);
-  store->set("number", std::vector<uint8_t>{'7'});
+  leave_record(*first_meeting_at(store), 0);
+  first_meeting_at(store)->set("number", std::vector<uint8_t>{'7'});
   EXPECT_THAT(error_text<CommError>([&] { make_store_world(store, 1, 2, milliseconds(500)); }),
               AllOf(HasSubstr("rank 1 cannot reach rank 0 on host mars: "),
                     HasSubstr("no connection to 127.0.0.1 port 1: Connection refused. Check that "
@@ -85,7 +90,7 @@ TEST(StoreWorld, NamesARankThatCannotBeReached) {
 
 TEST(StoreWorld, NamesARankThatDoesNotConnect) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  leave_record(*store, 1);
+  leave_record(*first_meeting_at(store), 1);
   EXPECT_THAT(error_text<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(200)); }),
               HasSubstr("rank 0 was not connected to by rank 1. Look at the output of these"));
 }

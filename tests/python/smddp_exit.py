@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 
-PAIRS = 8
+PAIRS = 4
 
 
 def end_after_futures(rank):

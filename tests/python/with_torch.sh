@@ -25,5 +25,5 @@ for name in $(missing_libraries); do
 done
 printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' >"$folder/sitecustomize.py"
 
-export PYTHONPATH=$folder:$torch:$packages:$smddp PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$folder:$torch:$packages:$smddp PYTHONPYCACHEPREFIX=$folder/compiled
 exec "$@"
