@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "comm/collective.h"
@@ -90,6 +92,20 @@ class AsyncCollectives : public CollectiveOperations<AsyncCollectives, WorkPtr> 
   Collectives& group_;
 };
 
+/// The operations of a group within a `CollectiveTask`. Each returns when it is complete.
+class TaskCollectives : public CollectiveOperations<TaskCollectives, void> {
+ public:
+  explicit TaskCollectives(std::function<void(const Collective&)> run) : run_(std::move(run)) {}
+
+  void issue(const Collective& call) { run_(call); }
+
+ private:
+  const std::function<void(const Collective&)> run_;
+};
+
+/// Collectives of a group that follow each other, with what is computed between them.
+using CollectiveTask = std::function<void(TaskCollectives& group)>;
+
 /// What all ranks of a group do together. They call the same operations in the same order, with the
 /// same op, dtype, number of elements and root; those of different groups may be called in any
 /// order. The methods themselves return when the operation is complete; those of async() start it.
@@ -100,6 +116,12 @@ class Collectives : public CollectiveOperations<Collectives, void> {
 
   /// Starts any collective.
   virtual WorkPtr start(const Collective& call) = 0;
+
+  /// Starts a task on tensors of `device`, which takes its turn among the collectives as one of
+  /// them: it runs on the thread that runs those, and on a device that has streams, on the one on
+  /// which they go. What it throws is thrown by `Work::wait`. What it holds must stay as it is
+  /// until then, and what it leaves for others must have been allocated before.
+  virtual WorkPtr start(at::Device device, CollectiveTask task) = 0;
 
   /// As start() and wait(), but may be faster: nothing is handed to another thread unless
   /// collectives of this group are outstanding.

@@ -47,6 +47,12 @@ std::string problem_of(const std::vector<int>& members, int rank, int size) {
   return "";
 }
 
+Collective checked(const Collective& call, const GroupState& group) {
+  Collective valid = call;
+  check_collective(valid, group.name, group.rank, group.size);
+  return valid;
+}
+
 }  // namespace
 
 TransportCommunicator::TransportCommunicator(std::shared_ptr<Transport> transport,
@@ -83,7 +89,7 @@ ReceiveWorkPtr TransportCommunicator::receive(const at::Tensor& tensor, int sour
 }
 
 WorkPtr TransportCommunicator::start(const Collective& call) {
-  const Collective valid = checked(call);
+  const Collective valid = checked(call, *group_);
   if (size() == 1) {
     return start({valid.name(), 0, -1, 0}, rounds_of(valid, 0, 1), {valid.output, valid.input});
   }
@@ -91,12 +97,26 @@ WorkPtr TransportCommunicator::start(const Collective& call) {
       [engine = engine_, valid](const Deadline& deadline) { engine->run(valid, deadline); });
 }
 
+WorkPtr TransportCommunicator::start(at::Device /*device*/, CollectiveTask task) {
+  if (size() == 1) {
+    TaskCollectives alone([this](const Collective& call) { run(call); });
+    task(alone);
+    return start(Collective());
+  }
+  return queue_->push(
+      [engine = engine_, group = group_, task = std::move(task)](const Deadline& deadline) {
+        TaskCollectives collectives(
+            [&](const Collective& call) { engine->run(checked(call, *group), deadline); });
+        task(collectives);
+      });
+}
+
 void TransportCommunicator::run(const Collective& call) {
   if (size() == 1) {
     start(call)->wait();
     return;
   }
-  const Collective valid = checked(call);
+  const Collective valid = checked(call, *group_);
   queue_->run([&](const Deadline& deadline) { engine_->run(valid, deadline); });
 }
 
@@ -110,12 +130,6 @@ at::Tensor TransportCommunicator::shared_tensor(int64_t numel, at::ScalarType dt
   queue_->run(
       [&](const Deadline& deadline) { tensor = engine_->shared_tensor(numel, dtype, deadline); });
   return tensor;
-}
-
-Collective TransportCommunicator::checked(const Collective& call) const {
-  Collective valid = call;
-  check_collective(valid, name(), rank(), size());
-  return valid;
 }
 
 Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,

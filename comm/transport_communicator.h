@@ -27,6 +27,7 @@ class TransportCommunicator final : public Communicator {
   WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) override;
   ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, Tag tag) override;
   WorkPtr start(const Collective& call) override;
+  WorkPtr start(at::Device device, CollectiveTask task) override;
   void run(const Collective& call) override;
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override;
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
@@ -44,7 +45,6 @@ class TransportCommunicator final : public Communicator {
   ReceiveWorkPtr receive(const at::Tensor& tensor, int source, Tag tag);
   ReceiveWorkPtr start(OperationInfo info, std::vector<Round> rounds,
                        std::vector<at::Tensor> tensors);
-  Collective checked(const Collective& call) const;
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<GroupState> group_;

@@ -55,6 +55,19 @@ WorkPtr DeviceCommunicator::start(const Collective& call) {
   return std::make_shared<CompleteWork>();
 }
 
+WorkPtr DeviceCommunicator::start(at::Device device, CollectiveTask task) {
+  if (device.is_cpu()) {
+    return host_->start(device, std::move(task));
+  }
+  return size() > 1 ? start_on_device(task) : DeviceCommunicator::start_on_device(task);
+}
+
+WorkPtr DeviceCommunicator::start_on_device(const CollectiveTask& task) {
+  TaskCollectives collectives([this](const Collective& call) { run(call); });
+  task(collectives);
+  return std::make_shared<CompleteWork>();
+}
+
 void DeviceCommunicator::run(const Collective& call) {
   if (is_on_device(call)) {
     start(call)->wait();

@@ -33,6 +33,7 @@ class DeviceCommunicator : public Communicator {
     return host_->irecv_from_any(tensor, tag);
   }
   WorkPtr start(const Collective& call) override;
+  WorkPtr start(at::Device device, CollectiveTask task) override;
   void run(const Collective& call) override;
   /// Always of the host.
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
@@ -55,6 +56,8 @@ class DeviceCommunicator : public Communicator {
   virtual WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) = 0;
   virtual WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) = 0;
   virtual WorkPtr start_on_device(const Collective& call) = 0;
+  /// Runs the task here and now, unless it is overridden.
+  virtual WorkPtr start_on_device(const CollectiveTask& task);
 
  private:
   bool is_on_device(const char* verb, const at::Tensor& tensor) const;

@@ -45,6 +45,8 @@ class StagedCommunicator final : public DeviceCommunicator {
   using DeviceCommunicator::DeviceCommunicator;
 
  protected:
+  using DeviceCommunicator::start_on_device;
+
   WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) override {
     const at::Tensor staged = copy_of(tensor);
     return work(host()->isend(staged, destination, tag), staged, at::Tensor());

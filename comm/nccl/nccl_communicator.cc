@@ -95,11 +95,11 @@ class MessageWork final : public Work {
   const at::Tensor tensor_;
 };
 
-// What a side stream works on.
+// What a side stream works on. Keeps what the stream was given to do, and so its tensors.
 class StreamWork final : public Work {
  public:
-  StreamWork(at::Device device, c10::Event done, Tensors tensors)
-      : device_(device), done_(std::move(done)), tensors_(std::move(tensors)) {}
+  StreamWork(at::Device device, c10::Event done, std::function<void()> given)
+      : device_(device), done_(std::move(done)), given_(std::move(given)) {}
 
   bool test() override { return done_.query(); }
   void wait() override { done_.block(current_stream(device_)); }
@@ -107,7 +107,8 @@ class StreamWork final : public Work {
  private:
   const at::Device device_;
   const c10::Event done_;
-  const Tensors tensors_;  // memory goes back to the stream that it was made on, which has waited
+  // Memory goes back to the stream that it was made on, which has waited.
+  const std::function<void()> given_;
 };
 
 class NcclCommunicator final : public DeviceCommunicator {
@@ -145,12 +146,19 @@ class NcclCommunicator final : public DeviceCommunicator {
   }
 
   WorkPtr start_on_device(const Collective& call) override {
-    return on_side_stream({call.output, call.input}, [&] { move(call); });
+    return on_side_stream([this, call] { move(call); });
+  }
+
+  WorkPtr start_on_device(const CollectiveTask& task) override {
+    return on_side_stream([this, task] {
+      TaskCollectives collectives([this](const Collective& call) { move(call); });
+      task(collectives);
+    });
   }
 
  private:
   // Collectives on tensors that the current stream has made go on beside what it is given next.
-  WorkPtr on_side_stream(Tensors tensors, const std::function<void()>& collective) {
+  WorkPtr on_side_stream(std::function<void()> collective) {
     const at::NoGradGuard no_grad;
     c10::Event ready(device().type()), done(device().type());
     ready.record(current_stream(device()));
@@ -160,7 +168,7 @@ class NcclCommunicator final : public DeviceCommunicator {
       collective();
     }
     done.record(side_);
-    return std::make_shared<StreamWork>(device(), std::move(done), std::move(tensors));
+    return std::make_shared<StreamWork>(device(), std::move(done), std::move(collective));
   }
 
   void move(const Collective& call) {

@@ -121,9 +121,17 @@ class DelayedCommunicator final : public comm::Communicator {
     delays_->sleep();
     return delayed(communicator_->irecv(tensor, source, tag));
   }
+  comm::ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, comm::Tag tag) override {
+    delays_->sleep();
+    return communicator_->irecv_from_any(tensor, tag);
+  }
   WorkPtr start(const comm::Collective& call) override {
     delays_->sleep();
     return delayed(communicator_->start(call));
+  }
+  WorkPtr start(at::Device device, comm::CollectiveTask task) override {
+    delays_->sleep();
+    return delayed(communicator_->start(device, std::move(task)));
   }
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
     delays_->sleep();

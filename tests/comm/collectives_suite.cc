@@ -539,6 +539,44 @@ TEST_P(Collectives, RunInTheOrderIssued) {
   });
 }
 
+TEST_P(Collectives, ATaskTakesItsTurn) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const int size = group->size(), rank = group->rank();
+    const at::Tensor before = at::ones({100'000}), after = at::ones({100'000});
+    const at::Tensor mine = at::full({size}, 1.0 + rank), sums = at::empty({size});
+    const WorkPtr first = group->async().all_reduce(before);
+    const WorkPtr task = group->start(at::kCPU, [=](TaskCollectives& collectives) {
+      EXPECT_EQ(before[0].item<float>(), static_cast<float>(size)) << "nothing overtakes it";
+      const at::Tensor received = at::empty({size});
+      collectives.all_to_all(received, {}, mine, {});
+      collectives.all_gather(sums, received.sum(0, /*keepdim=*/true));
+    });
+    const WorkPtr last = group->async().all_reduce(after);
+    group->barrier();
+    EXPECT_TRUE(task->test());
+    for (const WorkPtr& work : {first, task, last}) {
+      work->wait();
+    }
+    EXPECT_TRUE(at::equal(sums, at::full({size}, size * (size + 1) / 2.0))) << "rank " << rank;
+    EXPECT_TRUE(at::equal(after, before));
+  });
+}
+
+TEST_P(Collectives, WhatATaskThrowsIsThrownByItsWait) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const auto run = [&] {
+      group
+          ->start(at::kCPU,
+                  [](TaskCollectives& collectives) {
+                    collectives.all_reduce(at::empty({2, 2}).t());
+                  })
+          ->wait();
+    };
+    EXPECT_THAT(error_text<UsageError>(run), HasSubstr("expected tensor to be contiguous"));
+    group->barrier();
+  });
+}
+
 TEST_P(Collectives, ATimeOutNamesTheRanksThatHaveNotCome) {
   if (GetParam() == 1) {
     return;

@@ -129,13 +129,21 @@ class CountingGroup final : public comm::Communicator {
   WorkPtr irecv(const at::Tensor& tensor, int source, comm::Tag tag) override {
     return inner_->irecv(tensor, source, tag);
   }
+  comm::ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, comm::Tag tag) override {
+    return inner_->irecv_from_any(tensor, tag);
+  }
   WorkPtr start(const comm::Collective& call) override {
-    if (call.kind != comm::Collective::Kind::kBarrier) {
-      elements_ += call.input.numel();
-      bytes_ += static_cast<int64_t>(call.input.nbytes());
-      calls_.push_back(call.name());
-    }
+    count(call);
     return inner_->start(call);
+  }
+  WorkPtr start(at::Device device, comm::CollectiveTask task) override {
+    return inner_->start(device, [this, task](comm::TaskCollectives& group) {
+      comm::TaskCollectives counted([&](const comm::Collective& call) {
+        count(call);
+        group.issue(call);
+      });
+      task(counted);
+    });
   }
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
     return inner_->shared_tensor(numel, dtype);
@@ -153,6 +161,13 @@ class CountingGroup final : public comm::Communicator {
   void check_collectives(bool on) override { inner_->check_collectives(on); }
 
  private:
+  void count(const comm::Collective& call) {
+    if (call.kind == comm::Collective::Kind::kBarrier) return;
+    elements_ += call.input.numel();
+    bytes_ += static_cast<int64_t>(call.input.nbytes());
+    calls_.push_back(call.name());
+  }
+
   comm::CommunicatorPtr inner_;
   int64_t elements_ = 0, bytes_ = 0;
   std::vector<std::string> calls_;
