@@ -80,12 +80,15 @@ void check_recorded(const Schedule& schedule, const Recorded& recorded) {
             " ranks of each replica, got ", recorded.size(), " ranks");
 }
 
-/// The first and the last moment of step `index`, in ns.
+/// The first and the last moment of step `index`, in ns. Reductions begin after an action.
 std::pair<int64_t, int64_t> extent_of(const Recorded& recorded, size_t index) {
   int64_t first = std::numeric_limits<int64_t>::max(), last = std::numeric_limits<int64_t>::min();
   for (const RankTimeline* one : recorded) {
     for (const ActionRecord& record : one->steps[index].records) {
       first = std::min(first, record.start);
+      last = std::max(last, record.end);
+    }
+    for (const ReductionRecord& record : one->steps[index].reductions) {
       last = std::max(last, record.end);
     }
   }
@@ -101,6 +104,9 @@ Lane lane_of(const RankTimeline& recorded, size_t step, const std::vector<Action
     const ActionRecord& record = recorded.steps[step].records[i];
     lane.actions.push_back({actions[i], us(record.start - origin), us(record.end - origin),
                             static_cast<double>(record.kept)});
+  }
+  for (const ReductionRecord& record : recorded.steps[step].reductions) {
+    lane.reductions.push_back({us(record.start - origin), us(record.end - origin), record.bytes});
   }
   return lane;
 }
@@ -168,6 +174,10 @@ void RankTimeline::shift(int64_t ns) {
       record.start += ns;
       record.end += ns;
     }
+    for (ReductionRecord& record : step.reductions) {
+      record.start += ns;
+      record.end += ns;
+    }
   }
 }
 
@@ -225,6 +235,10 @@ std::vector<int64_t> pack(const RankTimeline& timeline) {
     for (const ActionRecord& record : step.records) {
       numbers.insert(numbers.end(), {record.start, record.end, record.kept});
     }
+    numbers.push_back(static_cast<int64_t>(step.reductions.size()));
+    for (const ReductionRecord& record : step.reductions) {
+      numbers.insert(numbers.end(), {record.start, record.end, record.bytes});
+    }
   }
   return numbers;
 }
@@ -244,6 +258,12 @@ RankTimeline unpack_timeline(const std::vector<int64_t>& numbers) {
       record.start = unpacker.next();
       record.end = unpacker.next();
       record.kept = unpacker.next();
+    }
+    step.reductions.resize(unpacker.count());
+    for (ReductionRecord& record : step.reductions) {
+      record.start = unpacker.next();
+      record.end = unpacker.next();
+      record.bytes = unpacker.next();
     }
   }
   unpacker.finish();
@@ -442,6 +462,10 @@ std::vector<StepTimeline> shown_steps(const Timeline& timeline) {
 std::string format_memory(double kept, TimeUnit unit) {
   if (unit == TimeUnit::kSlots) return fmt::format("{:.4g}", kept);
   return partitioner::format_bytes(std::llround(kept));
+}
+
+std::string describe_reduction(size_t index, size_t count) {
+  return fmt::format("bucket {} of {} summed over the replicas", index + 1, count);
 }
 
 std::string describe(const Action& action) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pipeline/schedule.h"
@@ -27,12 +28,21 @@ struct ActionRecord {
   int64_t kept = 0;
 };
 
+/// When a bucket of gradients was summed over the replicas, beside the actions, and the bytes of
+/// the rank's sums.
+struct ReductionRecord {
+  int64_t start = 0;
+  int64_t end = 0;
+  int64_t bytes = 0;
+};
+
 /// What one rank recorded. Its lists are as long as the rank's list of actions in the schedule.
 struct RankTimeline {
   /// One step, an entry for each action.
   struct Step {
     int64_t number = 0;  ///< as the user counts
     std::vector<ActionRecord> records;
+    std::vector<ReductionRecord> reductions = {};  ///< in the order in which they ran
   };
 
   int replica = 0;
@@ -77,6 +87,10 @@ class TimelineRecorder {
   }
   /// Measured after an action of this step, instead of what `set_kept` said.
   void record_kept(size_t action, int64_t bytes) { current_[action].kept = bytes; }
+  /// After this step: its reductions.
+  void record_reductions(std::vector<ReductionRecord> reductions) {
+    timeline_.steps[begun_ - 1].reductions = std::move(reductions);
+  }
 
   /// The steps begun so far.
   RankTimeline finish() const;
@@ -120,6 +134,13 @@ ClockOffset clock_offset(const std::vector<ClockSample>& samples);
 
 // --- steps of all ranks ---------------------------------------------------------------------
 
+/// A reduction in the unit of the timeline.
+struct TimedReduction {
+  double start = 0;
+  double end = 0;
+  int64_t bytes = 0;
+};
+
 /// What a rank did in a step, from the start of the step.
 struct Lane {
   int replica = 0;
@@ -127,6 +148,8 @@ struct Lane {
   std::vector<TimedAction> actions;
   /// By action, the length of its message; empty where it is not known.
   std::vector<int64_t> bytes;
+  /// What was reduced meanwhile; none are predicted.
+  std::vector<TimedReduction> reductions = {};
 
   /// Computes, sends and reduces: everything but waiting. Idle is the rest of the step.
   double busy() const;
@@ -202,6 +225,9 @@ std::string to_string(const Timeline& timeline);
 
 /// What every way of showing a timeline shows: the steps measured, else the predicted one.
 std::vector<StepTimeline> shown_steps(const Timeline& timeline);
+
+/// "bucket 2 of 5 summed over the replicas", for the `index`-th of `count`, from 0.
+std::string describe_reduction(size_t index, size_t count);
 
 /// "forward of microbatch 3 on stage 0", "stage 1 sends gradients of microbatch 3 to stage 0".
 std::string describe(const Action& action);

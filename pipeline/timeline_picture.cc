@@ -31,6 +31,7 @@ constexpr double kHeading = 30;
 constexpr double kBar = 26;
 constexpr double kMemory = 24;
 constexpr double kMemoryGap = 5;
+constexpr double kReduction = 3.5;  // between a bar and what is below
 constexpr double kLaneGap = 16;
 constexpr double kSmallBar = 18;
 constexpr double kSmallGap = 6;
@@ -221,6 +222,11 @@ class Picture {
     return in(step_) || (below_ != nullptr && in(*below_));
   }
 
+  bool reduces() const {
+    return std::any_of(step_.lanes.begin(), step_.lanes.end(),
+                       [](const Lane& lane) { return !lane.reductions.empty(); });
+  }
+
   bool has_transfers(Kind kind) const {
     return std::any_of(step_.lanes.begin(), step_.lanes.end(), [&](const Lane& lane) {
       return std::any_of(lane.actions.begin(), lane.actions.end(),
@@ -247,7 +253,7 @@ class Picture {
     kind("i0", "input gradients", {Kind::kBackwardInput});
     kind("w0", "weight gradients", {Kind::kBackwardWeight});
     kind("send", "send", {Kind::kSendForward, Kind::kSendBackward});
-    kind("reduce", "reduce", {Kind::kReduce});
+    if (shows({Kind::kReduce}) || reduces()) chip("class=\"reduce\"", "reduce");
     if (shows({Kind::kRecvForward, Kind::kRecvBackward})) chip(hatched(), "waits for a message");
     chip("class=\"ground\"", "idle");
     if (peak_ > 0) chip("class=\"area\"", "activations kept");
@@ -290,6 +296,7 @@ class Picture {
     if (!small) draw_transfers(step, top, pitch);
     for (size_t l = 0; l < step.lanes.size(); ++l) {
       draw_actions(step.lanes[l], top + pitch * static_cast<double>(l), bar);
+      draw_reductions(step.lanes[l], top + pitch * static_cast<double>(l) + bar);
     }
     svg_.end_group();
     return bottom + kAxis;
@@ -385,6 +392,22 @@ class Picture {
           std::find(stages.begin(), stages.end(), timed.action.stage) - stages.begin(),
           kShades - 1);
       draw_action(timed, lane.bytes.empty() ? 0 : lane.bytes[i], static_cast<int>(shade), y, bar);
+    }
+  }
+
+  void draw_reductions(const Lane& lane, double y) {
+    const TimeUnit unit = timeline_.unit;
+    for (size_t i = 0; i < lane.reductions.size(); ++i) {
+      const TimedReduction& timed = lane.reductions[i];
+      const std::string text = fmt::format(
+          "{}\n{}, from {} to {}\n{}", describe_reduction(i, lane.reductions.size()),
+          format_duration(timed.end - timed.start, unit), format_duration(timed.start, unit),
+          format_duration(timed.end, unit), format_memory(static_cast<double>(timed.bytes), unit));
+      svg_.raw(fmt::format("<g data-m=\"-1\"><title>{}</title>", core::escape_xml(text)));
+      svg_.rect(x(timed.start), y + 0.5,
+                std::max(kLeastWidth, x(timed.end) - x(timed.start) - kLeastWidth), kReduction,
+                "class=\"reduce\"");
+      svg_.raw("</g>\n");
     }
   }
 

@@ -16,6 +16,9 @@ using Kind = Action::Kind;
 /// An arrow ends in the receive, of which the last moment is no longer part.
 constexpr double kNanosecond = 1e-3;
 
+/// The thread of a rank's reductions is its rank and this.
+constexpr int kReductions = 1 << 20;
+
 /// What the viewer colours by and can select.
 const char* category(const Action& action) {
   if (action.is_send()) return "send";
@@ -31,12 +34,12 @@ class Trace {
     for (const StepTimeline& step : timeline.measured) {
       for (const Lane& lane : step.lanes) {
         replicas = std::max(replicas, lane.replica + 1);
-        name(lane.replica, lane.rank, "replica " + std::to_string(lane.replica));
+        name_lane(lane, lane.replica, "replica " + std::to_string(lane.replica));
       }
       add(step, 0);
     }
     if (!timeline.predicted) return;
-    for (const Lane& lane : timeline.predicted->lanes) name(replicas, lane.rank, "predicted");
+    for (const Lane& lane : timeline.predicted->lanes) name_lane(lane, replicas, "predicted");
     add(*timeline.predicted, replicas);
   }
 
@@ -49,20 +52,33 @@ class Trace {
   void add(const StepTimeline& step, int process) {
     for (const Lane& lane : step.lanes) {
       for (size_t i = 0; i < lane.actions.size(); ++i) add(step, lane, i, process);
+      for (size_t i = 0; i < lane.reductions.size(); ++i) add_reduction(step, lane, i, process);
       add_memory(step, lane, process);
     }
     for (const Transfer& transfer : transfers_of(step)) add(step, transfer, process);
   }
 
-  void name(int process, int rank, const std::string& process_name) {
-    if (!named_.insert({process, rank}).second) return;
+  void name_lane(const Lane& lane, int process, const std::string& process_name) {
+    const std::string thread = "rank " + std::to_string(lane.rank);
+    name({process, lane.rank}, process_name, thread, 2 * lane.rank);
+    if (lane.reductions.empty()) return;
+    name({process, lane.rank + kReductions}, process_name, thread + " reduces", 2 * lane.rank + 1);
+  }
+
+  void name(const std::pair<int, int>& thread, const std::string& process_name,
+            const std::string& thread_name, int place) {
+    if (!named_.insert(thread).second) return;
     const auto metadata = [&](const char* what, json arguments) {
-      add({{"ph", "M"}, {"pid", process}, {"tid", rank}, {"name", what}, {"args", arguments}});
+      add({{"ph", "M"},
+           {"pid", thread.first},
+           {"tid", thread.second},
+           {"name", what},
+           {"args", arguments}});
     };
     metadata("process_name", {{"name", process_name}});
-    metadata("process_sort_index", {{"sort_index", process}});
-    metadata("thread_name", {{"name", "rank " + std::to_string(rank)}});
-    metadata("thread_sort_index", {{"sort_index", rank}});
+    metadata("process_sort_index", {{"sort_index", thread.first}});
+    metadata("thread_name", {{"name", thread_name}});
+    metadata("thread_sort_index", {{"sort_index", place}});
   }
 
   void add(const StepTimeline& step, const Lane& lane, size_t index, int process) {
@@ -81,6 +97,18 @@ class Trace {
          {"ts", step.begin + timed.start},
          {"dur", timed.end - timed.start},
          {"args", std::move(arguments)}});
+  }
+
+  void add_reduction(const StepTimeline& step, const Lane& lane, size_t index, int process) {
+    const TimedReduction& timed = lane.reductions[index];
+    add({{"ph", "X"},
+         {"pid", process + lane.replica},
+         {"tid", lane.rank + kReductions},
+         {"name", describe_reduction(index, lane.reductions.size())},
+         {"cat", "reduce"},
+         {"ts", step.begin + timed.start},
+         {"dur", timed.end - timed.start},
+         {"args", {{"step", step.name}, {"bytes", timed.bytes}}}});
   }
 
   void add_memory(const StepTimeline& step, const Lane& lane, int process) {

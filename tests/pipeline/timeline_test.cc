@@ -63,6 +63,16 @@ RankTimeline recorded(int rank, int steps = 1, int replica = 0) {
   return recorder.finish();
 }
 
+/// The same with two reductions beside the last actions, the second of which ends after them.
+RankTimeline with_reductions(RankTimeline timeline) {
+  for (size_t step = 0; step < timeline.steps.size(); ++step) {
+    const int64_t begin = kOrigin + static_cast<int64_t>(step) * 20'000;
+    timeline.steps[step].reductions = {{begin + 7000, begin + 7600, 512},
+                                       {begin + 7600, begin + 9100, 256}};
+  }
+  return timeline;
+}
+
 Timeline measured(int steps = 1, const Simulation* predicted = nullptr) {
   return make_timeline("two ranks", two_ranks(), {recorded(1, steps), recorded(0, steps)},
                        predicted);
@@ -200,6 +210,9 @@ TEST(TimelineMessage, ComesBackEqual) {
   for (const int steps : {0, 1, 3}) {
     const RankTimeline timeline = recorded(/*rank=*/0, steps, /*replica=*/2);
     EXPECT_TRUE(unpack_timeline(pack(timeline)) == timeline);
+    const RankTimeline reduced = with_reductions(timeline);
+    EXPECT_TRUE(unpack_timeline(pack(reduced)) == reduced);
+    EXPECT_EQ(reduced == timeline, steps == 0);
   }
   EXPECT_FALSE(recorded(0) == recorded(1));
 }
@@ -214,7 +227,7 @@ TEST(TimelineMessage, RefusesOtherNumbers) {
   auto longer = whole;
   longer.push_back(0);
   expect_contains(error_of([&] { unpack_timeline(longer); }),
-                  "does not fit its 26 numbers at number 25");
+                  "does not fit its 27 numbers at number 26");
   expect_contains(error_of([] { unpack_timeline({0, 0, -1}); }), "the timeline of a rank");
 }
 
@@ -282,6 +295,44 @@ TEST(Timeline, HasTheTimesOfAStepMadeByHand) {
   EXPECT_DOUBLE_EQ(step.idle(), 9.3 / 17);
   EXPECT_DOUBLE_EQ(step.lanes[1].time(Action::Kind::kBackward), 2.5);
   EXPECT_DOUBLE_EQ(step.lanes[0].peak_memory(), 2048);
+}
+
+TEST(Timeline, HasTheReductionsBesideTheActions) {
+  RankTimeline moved = with_reductions(recorded(0));
+  moved.shift(500);
+  moved.shift(-500);
+  const Timeline timeline = make_timeline("", two_ranks(), {moved, recorded(1)}, nullptr);
+  const StepTimeline& step = timeline.measured[0];
+  EXPECT_DOUBLE_EQ(step.makespan, 9.1) << "what ends last ends the step";
+  ASSERT_EQ(step.lanes[0].reductions.size(), 2u);
+  EXPECT_TRUE(step.lanes[1].reductions.empty());
+  EXPECT_DOUBLE_EQ(step.lanes[0].reductions[0].start, 7);
+  EXPECT_DOUBLE_EQ(step.lanes[0].reductions[1].end, 9.1);
+  EXPECT_EQ(step.lanes[0].reductions[1].bytes, 256);
+
+  std::vector<json> found;
+  const json events = json::parse(to_trace(timeline)).at("traceEvents");
+  for (const json& event : events) {
+    if (event.at("ph") == "X" && event.at("tid").get<int>() > 1) found.push_back(event);
+  }
+  ASSERT_EQ(found.size(), 2u);
+  EXPECT_EQ(found[0].at("name"), "bucket 1 of 2 summed over the replicas");
+  EXPECT_DOUBLE_EQ(found[0].at("ts").get<double>(), 7);
+  EXPECT_NEAR(found[0].at("dur").get<double>(), 0.6, 1e-9);
+  EXPECT_EQ(found[1].at("args"), (json{{"step", "step 7"}, {"bytes", 256}}));
+  EXPECT_EQ(std::count_if(events.begin(), events.end(),
+                          [](const json& event) {
+                            return event.at("name") == "thread_name" &&
+                                   event.at("args").at("name") == "rank 0 reduces";
+                          }),
+            1);
+
+  const std::string svg = to_svg(timeline);
+  EXPECT_EQ(xml_error(svg), "");
+  EXPECT_EQ(count(svg,
+                  "<title>bucket 2 of 2 summed over the replicas\n1.5 us, from 7.6 us to 9.1 us"
+                  "\n256 B</title>"),
+            1u);
 }
 
 TEST(Timeline, PredictsWhatTheSimulatorSays) {
