@@ -29,7 +29,7 @@ void BucketQueue::reset() {
     awaited_.push_back(policy_.awaits_all ? members.size() : 0);
   }
   works_.assign(size(), nullptr);
-  next_ = settled_ = 0;
+  next_ = 0;
 }
 
 void BucketQueue::await(size_t parameter) {
@@ -52,17 +52,9 @@ void BucketQueue::start_all() {
 }
 
 void BucketQueue::start_next() {
-  if (next_ > 0) settle(next_ - 1);
   const size_t bucket = next_++;
+  if (bucket >= policy_.most_under_way) wait_for(bucket - policy_.most_under_way);
   name_in_errors(bucket, [&] { works_[bucket] = policy_.start(bucket); });
-}
-
-/// Buckets settle in ascending order, each once.
-void BucketQueue::settle(size_t bucket) {
-  if (!policy_.settle || settled_ > bucket) return;
-  wait_for(bucket);
-  name_in_errors(bucket, [&] { works_[bucket] = policy_.settle(bucket); });
-  ++settled_;
 }
 
 void BucketQueue::wait_for(size_t bucket) {
@@ -71,10 +63,7 @@ void BucketQueue::wait_for(size_t bucket) {
 }
 
 void BucketQueue::wait() {
-  for (size_t bucket = 0; bucket < size(); ++bucket) {
-    settle(bucket);
-    wait_for(bucket);
-  }
+  for (size_t bucket = 0; bucket < size(); ++bucket) wait_for(bucket);
 }
 
 /// Calls something that communicates for a bucket. What goes wrong then says for which.

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -21,14 +22,13 @@ class BucketQueue {
   struct Policy {
     /// Starts to reduce a bucket. Null where nothing is left to wait for.
     std::function<WorkPtr(size_t bucket)> start;
-    /// If set, called when that work is complete, before the next bucket starts: gives what is then
-    /// to be waited for, or null.
-    std::function<WorkPtr(size_t bucket)> settle;
     /// What goes wrong in the communication ends with "[while ", this and the bucket; then advice.
     std::string doing;
     std::string advice;
     /// Whether all parameters are awaited from the beginning; else those that `await` says.
     bool awaits_all;
+    /// At most so many buckets are being reduced at one time: the next one waits for the first.
+    size_t most_under_way = std::numeric_limits<size_t>::max();
   };
 
   /// `members`: by bucket, the indices of its parameters. `names`: of all parameters.
@@ -53,12 +53,13 @@ class BucketQueue {
   /// Starts the rest, ready or not.
   void start_all();
   bool all_started() const { return next_ == size(); }
+  /// Whether the bucket of a parameter has.
+  bool has_started(size_t parameter) const { return bucket_of_[parameter] < next_; }
   /// Waits for all, in order.
   void wait();
 
  private:
   void start_next();
-  void settle(size_t bucket);
   void wait_for(size_t bucket);
   template <class Call>
   void name_in_errors(size_t bucket, const Call& call) const;
@@ -71,7 +72,6 @@ class BucketQueue {
   std::vector<size_t> awaited_;    // by bucket: gradients that are not ready
   std::vector<WorkPtr> works_;     // by bucket
   size_t next_ = 0;                // the first that has not started
-  size_t settled_ = 0;
 };
 
 /// Bytes, one for each parameter: 1 where some list of them says that it is used.

@@ -6,12 +6,45 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <tuple>
 #include <utility>
 
 #include "core/check.h"
 
 namespace smp::dp {
+namespace {
+
+/// Shards that the replicas add up together are divided among them.
+BucketSizes sizes_of(const BucketOptions& options, int replicas) {
+  const bool divided = options.gradient_shards > replicas;
+  return {options.bucket_bytes, options.bucket_bytes, divided ? replicas : 1};
+}
+
+/// A step of one microbatch needs memory for the buckets that have gradients and are not reduced;
+/// one of several has memory for all by then.
+size_t most_under_way(const BucketOptions& options, bool divided) {
+  return divided && options.microbatches == 1 ? 1 : std::numeric_limits<size_t>::max();
+}
+
+/// Adds up all shards of all replicas, in order; of `shards`, a replica's sums of one bucket, which
+/// may be overwritten. `sum` gets this replica's part.
+void add_shards(comm::TaskCollectives& group, int replicas, const std::vector<at::Tensor>& shards,
+                const at::Tensor& sum) {
+  std::vector<at::Tensor> received;  // by shard, then replica
+  for (const at::Tensor& shard : shards) {
+    received.push_back(at::empty({replicas, sum.numel()}, sum.options()));
+    group.all_to_all(as_real(received.back()), {}, as_real(shard), {});
+  }
+  for (int replica = 0; replica < replicas; ++replica) {
+    for (size_t shard = 0; shard < shards.size(); ++shard) {
+      const at::Tensor term = received[shard][replica];
+      replica == 0 && shard == 0 ? sum.copy_(term) : sum.add_(term);
+    }
+  }
+}
+
+}  // namespace
 
 bool BucketOptions::operator==(const BucketOptions& other) const {
   const auto fields = [](const BucketOptions& options) {
@@ -26,9 +59,9 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
                                  std::vector<std::string> names, comm::CommunicatorPtr group,
                                  const BucketOptions& options)
     : GradientBuckets(
-          parameters, std::move(names), std::move(group), options,
+          parameters, std::move(names), group, options,
           make_bucket_layout(parameters, sum_options(parameters), reverse_order(parameters.size()),
-                             {options.bucket_bytes, options.bucket_bytes}),
+                             sizes_of(options, group->size())),
           nullptr) {}
 
 GradientBuckets::GradientBuckets(std::shared_ptr<ParameterSlices> slices,
@@ -41,21 +74,26 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
                                  const BucketOptions& options, BucketLayout layout,
                                  std::shared_ptr<ParameterSlices> slices)
     : StepGradients(layout.members, std::move(names), std::move(group), options,
-                    {[this](size_t bucket) { return start(bucket); }, nullptr,
-                     "replicas reduced gradient", "",
-                     /*awaits_all=*/false}),
+                    {[this](size_t bucket) { return start(bucket); }, "replicas reduced gradient",
+                     "", /*awaits_all=*/false, most_under_way(options, slices != nullptr)}),
       parameters_(parameters),
       options_(options),
       layout_(std::move(layout)),
-      slices_(std::move(slices)),
-      pieces_(parameters_.size()) {
+      slices_(std::move(slices)) {
   for (int shard = 0; shard < shards(); ++shard) {
-    memory_.push_back(make_bucket_memory(
-        layout_, parameters_,
-        [](int64_t numel, const at::TensorOptions& kind) { return at::zeros({numel}, kind); }));
+    memory_.push_back(
+        {std::vector<at::Tensor>(layout_.size()), std::vector<at::Tensor>(parameters_.size())});
+    for (size_t bucket = 0; slices_ == nullptr && bucket < layout_.size(); ++bucket) {
+      allocate(shard, bucket);
+    }
   }
-  for (size_t i = 0; slices_ && i < parameters_.size(); ++i) {
-    pieces_[i] = piece(slices_->part(memory_[0].buckets[layout_.slots[i].bucket]), i);
+}
+
+void GradientBuckets::allocate(int shard, size_t bucket) {
+  at::Tensor& flat = memory_[shard].buckets[bucket];
+  flat = at::zeros({layout_.numel[bucket]}, layout_.options[bucket]);
+  for (size_t i : layout_.members[bucket]) {
+    memory_[shard].slices[i] = gradient_slice(flat, layout_.slots[i].offset, parameters_[i]);
   }
 }
 
@@ -90,79 +128,77 @@ void GradientBuckets::accumulate(int shard, size_t index, const at::Tensor& grad
 
 at::Tensor GradientBuckets::buffer(size_t index, int microbatch) {
   const int shard = shard_of(microbatch);
-  const at::Tensor& slice = memory_[shard].slices[index];
-  SMP_INTERNAL_ASSERT(slice.scalar_type() == parameters_[index].scalar_type(),
+  SMP_INTERNAL_ASSERT(sum_options(parameters_[index]).dtype() == parameters_[index].dtype(),
                       "the gradient of \"", queue_.name(index), "\" is summed in another dtype");
   if (begin(shard, index)) claimed(shard, index).zero_();
-  return slice;
+  return memory_[shard].slices[index];
 }
 
 /// Where a sum begins. The gradient that lies there, or that the program has kept, gets memory of
 /// its own.
 at::Tensor& GradientBuckets::claimed(int shard, size_t index) {
-  if (shard == 0) claim(pieces_[index]);
   at::Tensor& slice = memory_[shard].slices[index];
+  if (!slice.defined()) allocate(shard, layout_.slots[index].bucket);
   claim(slice);
   return slice;
 }
 
-/// All shards of all replicas, in order; with slices, of this replica's part.
-at::Tensor GradientBuckets::gather_shards(size_t bucket) const {
-  const int64_t parts = slices_ ? replicas_->size() : 1;
-  const int64_t numel = layout_.numel[bucket] / parts;
-  const at::Tensor all = at::empty({options_.gradient_shards, numel}, layout_.options[bucket]);
-  const at::Tensor mine = slices_
-                              ? at::empty({parts, shards(), numel}, layout_.options[bucket])
-                              : all.narrow(0, replicas_->rank() * shards(), shards()).unsqueeze(0);
-  for (int shard = 0; shard < shards(); ++shard) {
-    mine.select(1, shard).copy_(memory_[shard].buckets[bucket].view({parts, -1}));
-  }
-  if (slices_) {
-    replicas_->all_to_all(as_real(all), {}, as_real(mine), {});
-  } else {
-    replicas_->all_gather(as_real(all), as_real(mine));
-  }
-  return all;
-}
-
-bool GradientBuckets::reduce_complete() {
-  // Shards of a replica are added one after the other, while the rank waits.
-  return options_.overlapping && shards() == 1 && reduces() && queue_.start_ready();
-}
-
-WorkPtr GradientBuckets::start(size_t bucket) {
-  const at::NoGradGuard no_grad;
+/// Of the shards of this replica; for pieces, they are given away.
+std::vector<at::Tensor> GradientBuckets::take_sums(size_t bucket) {
+  std::vector<at::Tensor> sums;
   for (int shard = 0; shard < shards(); ++shard) {
     for (size_t i : layout_.members[bucket]) {
       if (!has_sum(shard, i)) claimed(shard, i).zero_();
     }
+    sums.push_back(memory_[shard].buckets[bucket]);
+    if (slices_ == nullptr) continue;
+    memory_[shard].buckets[bucket].reset();
+    for (size_t i : layout_.members[bucket]) memory_[shard].slices[i].reset();
   }
-  if (shards() > 1) {
-    sums_[bucket] = sum_in_order(gather_shards(bucket)).clone();
-    return nullptr;
-  }
-  const at::Tensor& buffer = memory_[0].buckets[bucket];
-  sums_[bucket] = slices_ ? slices_->part(buffer) : buffer;
+  return sums;
+}
+
+WorkPtr GradientBuckets::start(size_t bucket) {
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> sums = take_sums(bucket);
   if (hook_) return hook_(grad_bucket(bucket));
-  if (slices_) {
-    return replicas_->async().reduce_scatter(as_real(sums_[bucket]), as_real(buffer),
-                                             ReduceOp::kSum);
+  const int64_t numel = layout_.numel[bucket];
+  const int replicas = replicas_->size();
+  if (shards() == 1 && slices_ == nullptr) {
+    return launch(bucket, sums, [sum = sums[0]](comm::TaskCollectives& group) {
+      group.all_reduce(as_real(sum));
+    });
   }
-  return replicas_->async().all_reduce(as_real(buffer), ReduceOp::kSum);
+  if (slices_ == nullptr) {
+    // The first shard's memory takes the result.
+    const at::Tensor part =
+        sums[0].narrow(0, replicas_->rank() * (numel / replicas), numel / replicas);
+    return launch(bucket, sums, [=](comm::TaskCollectives& group) {
+      const at::NoGradGuard no_grad;
+      add_shards(group, replicas, sums, part);
+      group.all_gather(as_real(sums[0]), as_real(part));
+    });
+  }
+  sums_[bucket] = at::empty({numel / replicas}, layout_.options[bucket]);
+  return launch(bucket, sums, [=, part = sums_[bucket]](comm::TaskCollectives& group) {
+    const at::NoGradGuard no_grad;
+    if (sums.size() == 1) {
+      group.reduce_scatter(as_real(part), as_real(sums[0]));
+    } else {
+      add_shards(group, replicas, sums, part);
+    }
+  });
 }
 
 /// A parameter's sum, or this replica's piece of it, divided, in the dtype of `.grad`.
 at::Tensor GradientBuckets::result(size_t index) {
-  const at::Tensor& target = slices_ ? pieces_[index] : memory_[0].slices[index];
   const at::ScalarType type = parameters_[index].scalar_type();
-  const bool lies_there = options_.gradients_as_summed || target.scalar_type() == type;
-  if (options_.gradient_as_bucket_view && shards() == 1 && lies_there) {
-    return reduces_to_means() ? target : target.div_(divisor());
-  }
-  const auto [bucket, offset] = layout_.slots[index];
-  return mean(slices_ ? piece(sums_[bucket], index)
-                      : gradient_slice(sums_[bucket], offset, parameters_[index]),
-              type);
+  const at::Tensor sum =
+      slices_ ? piece(sums_[layout_.slots[index].bucket], index) : memory_[0].slices[index];
+  const bool lies_there = options_.gradients_as_summed || sum.scalar_type() == type;
+  const bool stays = slices_ != nullptr || options_.gradient_as_bucket_view;
+  if (!stays || !lies_there) return mean(sum, type);
+  return reduces_to_means() ? sum : sum.div_(divisor());
 }
 
 void GradientBuckets::publish(size_t index) {

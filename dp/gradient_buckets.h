@@ -21,17 +21,17 @@ namespace smp::dp {
 struct BucketOptions : StepGradientOptions {
   /// Size of a bucket in bytes; a larger parameter has a bucket of its own.
   int64_t bucket_bytes = 25 << 20;
-  /// Reduce a bucket as soon as its parameters are complete, not when all are.
-  bool overlapping = true;
   /// `.grad` lies in the bucket, where it had been undefined and is of the sum's dtype.
   bool gradient_as_bucket_view = false;
 
   bool operator==(const BucketOptions& other) const;
 };
 
-/// The gradients of parameters that each replica holds whole, in buckets that have memory all the
-/// time. Reduced by an all-reduce; with `ParameterSlices` by a reduce-scatter, which gives a
-/// replica only its pieces of the sums, of the same bits, as gradients of the pieces.
+/// The gradients of parameters that each replica holds whole. Without `ParameterSlices` buckets
+/// have memory all the time, and all replicas get all of the sums. With them a replica gets its
+/// pieces of the sums, of the same bits, as gradients of the pieces, and a bucket has memory from
+/// its first gradient until it is reduced; with one microbatch, at most one is being reduced while
+/// the next fills.
 ///
 /// Those of a rank are on one device, where the sums are too, and `group` takes its tensors.
 class GradientBuckets final : public StepGradients {
@@ -50,14 +50,6 @@ class GradientBuckets final : public StepGradients {
   /// parameters of float32 and float64, whose sums have their dtype.
   at::Tensor buffer(size_t index, int microbatch);
 
-  /// Says, before a step, that a parameter may get gradients in it, and later that it gets no more.
-  void await(size_t index) { queue_.await(index); }
-  void complete(size_t index) { queue_.mark_ready(index); }
-
-  /// Starts to reduce the buckets whose parameters are complete, in ascending order up to the first
-  /// that is not. Returns whether none is left.
-  bool reduce_complete();
-
  private:
   GradientBuckets(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, const BucketOptions& options, BucketLayout layout,
@@ -65,19 +57,19 @@ class GradientBuckets final : public StepGradients {
   void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) override;
   void publish(size_t index) override;
 
+  void allocate(int shard, size_t bucket);
   at::Tensor& claimed(int shard, size_t index);
+  std::vector<at::Tensor> take_sums(size_t bucket);
   WorkPtr start(size_t bucket);
   GradBucket grad_bucket(size_t bucket) const;
   at::Tensor piece(const at::Tensor& part, size_t index) const;
   at::Tensor result(size_t index);
-  at::Tensor gather_shards(size_t bucket) const;
 
   const std::vector<at::Tensor> parameters_;
   const BucketOptions options_;
   const BucketLayout layout_;
   const std::shared_ptr<ParameterSlices> slices_;  // null: every replica gets all of the sums
   std::vector<BucketMemory> memory_;               // by local shard
-  std::vector<at::Tensor> pieces_;                 // by parameter: of the first shard's slices
   CommHook hook_;                                  // null: buckets are summed
   std::optional<Group> hook_group_;
 };

@@ -91,7 +91,7 @@ void Reducer::make_buckets(const BucketLayout& layout) {
       });
   queue_ = std::make_unique<BucketQueue>(
       layout.members, names_,
-      BucketQueue::Policy{[this](size_t bucket) { return hook_(grad_bucket(bucket)); }, nullptr,
+      BucketQueue::Policy{[this](size_t bucket) { return hook_(grad_bucket(bucket)); },
                           "DistributedDataParallel reduced",
                           ". If the ranks have different numbers of batches, drop the surplus or "
                           "wrap the loop in model.join()",

@@ -31,12 +31,11 @@ ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters
     : StepGradients(members_of(*parameters, order, options.bucket_elements), parameters->names(),
                     std::move(replicas), options,
                     {[this](size_t bucket) { return start(bucket); },
-                     [this](size_t bucket) { return settle(bucket); },
                      "sharded data parallelism reduced gradient", "",
-                     /*awaits_all=*/true}),
+                     /*awaits_all=*/false, /*most_under_way=*/1}),
       parameters_(std::move(parameters)),
       replication_group_(std::move(replication_group)),
-      buckets_(queue_.size()) {
+      memory_(queue_.size()) {
   layout_.slots.resize(parameters_->size());
   for (size_t bucket = 0; bucket < queue_.size(); ++bucket) {
     const auto& members = buckets()[bucket];
@@ -56,7 +55,7 @@ int64_t ShardedGradients::piece_numel(size_t index) const {
 
 /// Zeros at first.
 at::Tensor& ShardedGradients::sums(size_t bucket) {
-  at::Tensor& sums = buckets_[bucket].sums;
+  at::Tensor& sums = memory_[bucket];
   if (!sums.defined()) {
     sums = at::zeros({replicas_->size(), shards(), layout_.numel[bucket]}, layout_.options[bucket]);
   }
@@ -80,33 +79,30 @@ void ShardedGradients::accumulate(int shard, size_t index, const at::Tensor& gra
   }
 }
 
-void ShardedGradients::on_last_microbatch(size_t index) {
-  queue_.mark_ready(index);
-  queue_.start_ready();
-}
-
-/// Without a gradient here a bucket takes part with zeros.
+/// Without a gradient here a bucket takes part with zeros. This rank adds its pieces of all shards
+/// of all replicas, in order; then the pieces of its parameters' shards are put together.
 WorkPtr ShardedGradients::start(size_t bucket) {
   const at::NoGradGuard no_grad;
-  const at::Tensor& sums = this->sums(bucket);
-  at::Tensor& received = buckets_[bucket].received;
-  const int64_t rows = shards() == 1 ? 1 : replicas_->size() * shards();
-  received = at::empty({rows, layout_.numel[bucket]}, layout_.options[bucket]);
-  if (shards() == 1) {
-    return replicas_->async().reduce_scatter(as_real(received), as_real(sums), ReduceOp::kSum);
-  }
-  return replicas_->async().all_to_all(as_real(received), {}, as_real(sums), {});
-}
-
-/// When this rank has its pieces: all shards of all replicas are added in order, and the pieces of
-/// its parameters' shards put together.
-WorkPtr ShardedGradients::settle(size_t bucket) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor sum = sum_in_order(std::exchange(buckets_[bucket], {}).received);
-  sums_[bucket] = sum.unsqueeze(0);
-  if (replication_group_->size() == 1) return nullptr;
-  sums_[bucket] = at::empty({replication_group_->size(), sum.numel()}, sum.options());
-  return replication_group_->async().all_gather(as_real(sums_[bucket]), as_real(sum.contiguous()));
+  const at::Tensor sums = std::exchange(this->sums(bucket), at::Tensor());
+  const at::TensorOptions& options = layout_.options[bucket];
+  const int64_t numel = layout_.numel[bucket];
+  const at::Tensor result = at::empty({replication_group_->size(), numel}, options);
+  const int64_t rows = shards() == 1 ? 0 : replicas_->size() * shards();
+  const at::Tensor received = at::empty({rows, numel}, options);
+  sums_[bucket] = result;
+  const auto reduce = [sums, received, result,
+                       group = replication_group_](comm::TaskCollectives& replicas) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor own = result[group->rank()];
+    if (received.numel() == 0) {
+      replicas.reduce_scatter(as_real(own), as_real(sums));
+    } else {
+      replicas.all_to_all(as_real(received), {}, as_real(sums), {});
+      own.copy_(sum_in_order(received));
+    }
+    group->all_gather(as_real(result), as_real(own));
+  };
+  return launch(bucket, {sums}, reduce);
 }
 
 /// Of the shard: the pieces of the replication group, one after the other.

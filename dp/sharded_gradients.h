@@ -23,9 +23,8 @@ struct ShardedGradientOptions : StepGradientOptions {
 /// The gradients of sharded parameters, which are added to the `.grad` of this rank's shards. The
 /// same bits as `GradientBuckets`.
 ///
-/// A bucket has memory from its first gradient until it is reduced, which begins as soon as all its
-/// gradients of the last microbatch are there and those of the buckets before it; at most one is
-/// being reduced while the next fills. So with one microbatch whole gradients live briefly. Each
+/// A bucket has memory from its first gradient until it is reduced; at most one is being reduced
+/// while the next fills. So with one microbatch whole gradients live briefly. Each
 /// rank of all replicas reduces a piece of each gradient, and those that have the same shard then
 /// exchange their pieces of it.
 class ShardedGradients final : public StepGradients {
@@ -38,24 +37,18 @@ class ShardedGradients final : public StepGradients {
                    const ShardedGradientOptions& options);
 
  private:
-  struct Bucket {
-    at::Tensor sums;  // by rank that reduces it, local shard and place in a row
-    at::Tensor received;
-  };
-
   void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) override;
-  void on_last_microbatch(size_t index) override;
   void publish(size_t index) override;
 
   int64_t piece_numel(size_t index) const;
   at::Tensor& sums(size_t bucket);
   WorkPtr start(size_t bucket);
-  WorkPtr settle(size_t bucket);
 
   const std::shared_ptr<ShardedParameters> parameters_;
   const comm::CommunicatorPtr replication_group_;
   BucketLayout layout_;  // of a row of a bucket's sums: what one rank reduces
-  std::vector<Bucket> buckets_;
+  // By bucket: by rank that reduces it, local shard and place in a row.
+  std::vector<at::Tensor> memory_;
 };
 
 }  // namespace smp::dp

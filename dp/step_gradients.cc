@@ -44,16 +44,40 @@ void StepGradients::add(size_t index, int microbatch, const at::Tensor& gradient
   SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"", queue_.name(index),
                  "\" has a sparse gradient, which cannot be reduced. Build its embedding with "
                  "sparse(false)");
+  SMP_INTERNAL_ASSERT(!queue_.has_started(index), "parameter \"", queue_.name(index),
+                      "\" got a gradient of microbatch ", microbatch,
+                      " when its bucket was being reduced");
   const at::NoGradGuard no_grad;
   const int shard = shard_of(microbatch);
   accumulate(shard, index, gradient, begin(shard, index));
-  if (microbatch + 1 == options_.microbatches && reduces()) on_last_microbatch(index);
 }
 
 bool StepGradients::begin(int shard, size_t index) {
   const bool is_new = !used_[shard][index];
   used_[shard][index] = true;
   return is_new;
+}
+
+bool StepGradients::start_complete() {
+  return options_.overlapping && reduces() && queue_.start_ready();
+}
+
+WorkPtr StepGradients::launch(size_t bucket, std::vector<at::Tensor> sums,
+                              comm::CollectiveTask task) {
+  if (observer_) {
+    ReductionEvent event{bucket, 0, false};
+    for (const at::Tensor& sum : sums) event.bytes += static_cast<int64_t>(sum.nbytes());
+    task = [task = std::move(task), observer = observer_,
+            event](comm::TaskCollectives& replicas) mutable {
+      observer(event);
+      task(replicas);
+      event.has_ended = true;
+      observer(event);
+    };
+  }
+  const at::Device device = sums.front().device();
+  // Who waits frees the sums.
+  return then(replicas_->start(device, std::move(task)), [sums = std::move(sums)] {});
 }
 
 void StepGradients::reduce() {

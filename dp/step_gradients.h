@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,7 +28,19 @@ struct StepGradientOptions {
   int backward_passes = 1;
   /// `.grad` has the dtype of the sum: float32 where parameters are of half precision.
   bool gradients_as_summed = false;
+  /// Reduce a bucket as soon as its parameters are complete, not when all are.
+  bool overlapping = true;
 };
+
+/// The reduction of a bucket begins, or has ended.
+struct ReductionEvent {
+  size_t bucket = 0;
+  int64_t bytes = 0;  ///< of the replica's sums
+  bool has_ended = false;
+};
+
+/// Is told of reductions, on the thread that communicates.
+using ReductionObserver = std::function<void(const ReductionEvent&)>;
 
 /// The gradients of a list of parameters during one step: summed raw over microbatches, in float32
 /// where parameters are of half precision, then over the replicas bucket by bucket, divided once,
@@ -43,6 +57,17 @@ class StepGradients {
   /// Adds the gradient of one microbatch for parameter `index`. Microbatches come in ascending
   /// order. Throws `UsageError` for a sparse gradient.
   void add(size_t index, int microbatch, const at::Tensor& gradient);
+
+  /// Says, before a step, that a parameter may get gradients in it, and later that it gets no more.
+  void await(size_t index) { queue_.await(index); }
+  void complete(size_t index) { queue_.mark_ready(index); }
+
+  /// Starts to reduce the buckets whose parameters are complete, in ascending order up to the first
+  /// that is not; does not wait for them. Returns whether none is left.
+  bool start_complete();
+
+  /// From the next bucket on; null: nobody looks.
+  void observe(ReductionObserver observer) { observer_ = std::move(observer); }
 
   /// Starts to reduce the rest; to be called when the last microbatch has been added.
   void reduce();
@@ -70,14 +95,14 @@ class StepGradients {
 
   /// Adds a gradient to its parameter's sum in a shard of this replica's, or begins that with it.
   virtual void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) = 0;
-  /// Called when the gradient of the last microbatch has been added in a step that reduces.
-  virtual void on_last_microbatch(size_t) {}
   /// Adds a parameter's reduced gradient to `.grad`.
   virtual void publish(size_t index) = 0;
 
   /// Whether this step reduces, not only adds up.
   bool reduces() const { return passes_ + 1 == options_.backward_passes; }
   int shard_of(int microbatch) const { return microbatch / (options_.microbatches / shards_); }
+  /// Starts what reduces a bucket; `sums` is what it reduces, which lives until it has ended.
+  WorkPtr launch(size_t bucket, std::vector<at::Tensor> sums, comm::CollectiveTask task);
   /// Shards of this replica.
   int shards() const { return shards_; }
   /// By what sums are divided.
@@ -104,6 +129,7 @@ class StepGradients {
   std::vector<std::vector<bool>> used_;  // by local shard and parameter
   int passes_ = 0;                       // steps that have only added up
   bool reduces_to_means_ = false;
+  ReductionObserver observer_;
 };
 
 /// Adds the rows of a tensor to the first, in order. Returns that.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "dp/step_gradients.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
@@ -78,6 +79,8 @@ struct Execution {
   int messages_ahead = 2;
   /// Called when an action of a step has begun, if set; for tests.
   std::function<void(const pipeline::Action&)> on_action;
+  /// Told of reductions of gradients, if set; for tests.
+  dp::ReductionObserver on_reduction;
 };
 
 }  // namespace smp::runtime

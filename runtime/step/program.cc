@@ -128,12 +128,16 @@ void Program::make_buckets() {
     buckets_.push_back(model->gradient_buckets(parameters, bucket));
     if (runtime_->sharding()) sharded_.push_back(make_sharded_gradients(bucket, divided));
   }
+  reductions_.clear();
+  for (const auto& gradients : sharded_) reductions_.push_back(gradients.get());
+  for (const auto& gradients : buckets_) reductions_.push_back(gradients.get());
 }
 
 std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
     const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const {
   const Sharding& sharding = *runtime_->sharding();
   dp::ShardedGradientOptions options{bucket};
+  options.overlapping = true;  // for their memory
   options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
   return std::make_unique<dp::ShardedGradients>(
       sharding.parameters(), gradient_order(*runtime_, *graph_, parameters), runtime_->replicas(),
@@ -147,7 +151,7 @@ void Program::begin_training(const std::string& name) {
                  "function with inputs of the same shapes, or use one backward pass a step");
   make_buckets();
   begin_together(runtime_->replica_join->begin_step(shared_from_this(), name));
-  count_stages();
+  await_gradients();
 }
 
 void Program::begin_together(const ReplicaJoin::Step& step) {
@@ -158,7 +162,7 @@ void Program::begin_together(const ReplicaJoin::Step& step) {
 
 void Program::take_part(const ReplicaJoin::Step& step, const std::string& name) {
   begin_together(step);
-  for (auto& buckets : buckets_) buckets->reduce();
+  for (dp::StepGradients* gradients : reductions_) gradients->reduce();
   finish_training(name, /*bad=*/false);
 }
 
@@ -171,14 +175,16 @@ std::vector<int> Program::own_stages() const {
   return stages;
 }
 
-/// How many stages of this rank may give each parameter gradients.
-void Program::count_stages() {
-  stages_left_.assign(graph_->values.size(), 0);
+dp::StepGradients& Program::gradients_at(const Place& place) const {
+  if (place.divided) return *sharded_[place.model];
+  return *buckets_[place.model];
+}
+
+/// A parameter's gradients come from the stage that owns it.
+void Program::await_gradients() {
   for (int stage : own_stages()) {
     for (graph::ValueId id : runner_->stage(stage).consumed()) {
-      const Place& place = place_of_[id];
-      if (place.divided || stages_left_[id]++ > 0) continue;
-      buckets_[place.model]->await(place.index);
+      gradients_at(place_of_[id]).await(place_of_[id].index);
     }
   }
 }
@@ -195,17 +201,47 @@ void Program::broadcast_buffers(int source) {
   }
 }
 
-/// After the last backward of a stage.
+void Program::take_gradient(graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
+  const Place& place = place_of_[parameter];
+  gradients_at(place).add(place.index, microbatch, gradient);
+  // Products that are fused with their sums may follow.
+  const bool is_last = microbatch + 1 == microbatches_;
+  if (!is_last || runtime_->config().gradient_accumulation_fusion()) return;
+  gradients_at(place).complete(place.index);
+  start_reductions();
+}
+
+/// After the last backward of a stage, for parameters that got no gradient in it.
 void Program::complete_stage(int stage) {
   for (graph::ValueId id : runner_->stage(stage).consumed()) {
-    const Place& place = place_of_[id];
-    if (place.divided || --stages_left_[id] > 0) continue;
-    buckets_[place.model]->complete(place.index);
+    gradients_at(place_of_[id]).complete(place_of_[id].index);
   }
-  // Models in turn, so that replicas reduce in one order.
-  for (auto& buckets : buckets_) {
-    if (!buckets->reduce_complete()) return;
+  start_reductions();
+}
+
+/// One after the other, so that replicas reduce in one order.
+void Program::start_reductions() {
+  for (dp::StepGradients* gradients : reductions_) {
+    if (!gradients->start_complete()) return;
   }
+}
+
+/// Notes when buckets are reduced, in a step that is recorded, and tells tests. What it returns is
+/// for when they are.
+Program::Reductions Program::observe_reductions(bool records) {
+  auto recorded = std::make_shared<std::vector<pipeline::ReductionRecord>>();
+  const auto note = [recorded, test = runtime_->execution.on_reduction](const auto& event) {
+    const int64_t now = pipeline::TimelineRecorder::now();
+    if (!event.has_ended) recorded->push_back({now, now, event.bytes});
+    recorded->back().end = now;
+    if (test) test(event);
+  };
+  const bool notes = records && runtime_->replicas()->size() > 1;
+  for (dp::StepGradients* gradients : reductions_) {
+    const bool looks = notes || runtime_->execution.on_reduction;
+    gradients->observe(looks ? dp::ReductionObserver(note) : nullptr);
+  }
+  return recorded;
 }
 
 /// `bad`: see `LossWatch`.
@@ -220,11 +256,10 @@ void Program::finish_training(const std::string& name, bool bad) {
         " of this rank: one that leaves out a step, or has fewer batches, ends before]");
   };
   dp::with_where_in_errors(where, [&] {
-    for (auto& buckets : buckets_) {
-      buckets->finish();
-      if (buckets->is_adding_up()) runtime_->current_step.adding_up = this;
+    for (dp::StepGradients* gradients : reductions_) {
+      gradients->finish();
+      if (gradients->is_adding_up()) runtime_->current_step.adding_up = this;
     }
-    for (auto& gradients : sharded_) gradients->finish();
     paces = exchange.wait();
   });
   if (together_.is_complete) check_same_pace(paces, name);
@@ -323,12 +358,7 @@ Program::Outputs Program::run(Inputs inputs) {
     apply_constants(stage, inputs, static_cast<size_t>(microbatch));
   };
   step.consume = [&](graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
-    const Place& place = place_of_[parameter];
-    if (place.divided) {
-      sharded_[place.model]->add(place.index, microbatch, gradient);
-    } else {
-      buckets_[place.model]->add(place.index, microbatch, gradient);
-    }
+    take_gradient(parameter, microbatch, gradient);
   };
   if (runtime_->config().gradient_accumulation_fusion()) {
     step.buffer = [&](graph::ValueId parameter, int microbatch) {
@@ -341,8 +371,7 @@ Program::Outputs Program::run(Inputs inputs) {
   step.reduce = [&](int stage) {
     complete_stage(stage);
     if (++reduced < stages) return;
-    for (auto& buckets : buckets_) buckets->reduce();
-    for (auto& gradients : sharded_) gradients->reduce();
+    for (dp::StepGradients* gradients : reductions_) gradients->reduce();
   };
   Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
   step.output = [&](int position, int microbatch, const at::Tensor& output) {
@@ -351,8 +380,10 @@ Program::Outputs Program::run(Inputs inputs) {
   };
   losses_.begin(*runtime_, inputs.step_call);
   step.root = [&](int microbatch, const at::Tensor& root) { losses_.look(microbatch, root); };
+  const Reductions reductions = observe_reductions(runner_->begin_step());
   runner_->run(std::move(step));
   if (graph_->trains()) finish_training(inputs.name, losses_.finish());
+  runner_->end_step(*reductions);
   share_outputs(outputs);
   return outputs;
 }

@@ -13,6 +13,7 @@
 #include "dp/sharded_gradients.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
+#include "pipeline/timeline.h"
 #include "runtime/runtime.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/planning.h"
@@ -66,6 +67,7 @@ class Program : public std::enable_shared_from_this<Program> {
     bool divided = false;
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
+  using Reductions = std::shared_ptr<const std::vector<pipeline::ReductionRecord>>;
 
   std::vector<int> own_stages() const;
   void make_buckets();
@@ -76,8 +78,12 @@ class Program : public std::enable_shared_from_this<Program> {
   void begin_together(const ReplicaJoin::Step& step);
   void broadcast_buffers(int source);
   void begin_training(const std::string& name);
-  void count_stages();
+  void await_gradients();
+  dp::StepGradients& gradients_at(const Place& place) const;
+  void take_gradient(graph::ValueId parameter, int microbatch, const at::Tensor& gradient);
   void complete_stage(int stage);
+  void start_reductions();
+  Reductions observe_reductions(bool records);
   void finish_training(const std::string& name, bool bad);
   void share_outputs(Outputs& outputs) const;
   uint64_t global_microbatch(int64_t microbatch) const;
@@ -101,10 +107,10 @@ class Program : public std::enable_shared_from_this<Program> {
   std::vector<std::shared_ptr<dp::GradientBuckets>> buckets_;  // by model
   // By model, of parameters that are divided; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
-  std::vector<Place> place_of_;  // by owned parameter
-  ReplicaJoin::Step together_;   // what replicas do together in the step that runs
+  std::vector<dp::StepGradients*> reductions_;  // those of both, in the order in which they reduce
+  std::vector<Place> place_of_;                 // by owned parameter
+  ReplicaJoin::Step together_;                  // what replicas do together in the step that runs
   LossWatch losses_;
-  std::vector<int> stages_left_;  // by value: of this rank's stages that may still give gradients
 };
 
 }  // namespace smp::runtime

@@ -89,10 +89,14 @@ void ScheduleRunner::record(int skipped, int steps) {
 }
 
 void ScheduleRunner::run(pipeline::Executor::Step step) {
-  step.recorder = begin_recording();
+  step.recorder = recorder_;
   step.on_action = runtime_.execution.on_action;
   executor_->run(step);
-  end_recording();
+}
+
+bool ScheduleRunner::begin_step() {
+  recorder_ = begin_recording();
+  return recorder_ != nullptr;
 }
 
 pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
@@ -122,7 +126,8 @@ bool ScheduleRunner::replicas_are_together() {
   return true;
 }
 
-void ScheduleRunner::end_recording() {
+void ScheduleRunner::end_step(std::vector<pipeline::ReductionRecord> reductions) {
+  if (recorder_) recorder_->record_reductions(std::move(reductions));
   if (!recording_ || !recording_->is_complete()) return;
   const auto recorded = recording_->gather(title());
   recording_.reset();

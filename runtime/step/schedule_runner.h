@@ -32,9 +32,14 @@ class ScheduleRunner {
   ScheduleRunner(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
                  partitioner::Regions regions, PlannedStep step);
 
-  /// Runs a step; the rest of `step` is the program's. In the steps that end a part of a trial or
-  /// the timeline collective over the world.
+  /// Runs a step; the rest of `step` is the program's.
   void run(pipeline::Executor::Step step);
+
+  /// Before a step: whether it is recorded. Collective over the replicas in the first steps.
+  bool begin_step();
+  /// After it: what was reduced meanwhile, if it is recorded. In the steps that end a part of a
+  /// trial or the timeline collective over the world.
+  void end_step(std::vector<pipeline::ReductionRecord> reductions);
 
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
 
@@ -48,7 +53,6 @@ class ScheduleRunner {
   void record(int skipped, int steps);
   pipeline::TimelineRecorder* begin_recording();
   bool replicas_are_together();
-  void end_recording();
   bool goes_on(const pipeline::Timeline& recorded);
   std::string title() const;
 
@@ -61,8 +65,9 @@ class ScheduleRunner {
   std::string name_;      // of the schedule
   pipeline::Simulation predicted_;
   std::unique_ptr<pipeline::Executor> executor_;
-  std::unique_ptr<ScheduleTrial> trial_;      // null when it is over
-  std::unique_ptr<StepRecording> recording_;  // null when nothing is to be recorded
+  std::unique_ptr<ScheduleTrial> trial_;            // null when it is over
+  std::unique_ptr<StepRecording> recording_;        // null when nothing is to be recorded
+  pipeline::TimelineRecorder* recorder_ = nullptr;  // of this step
   bool writes_timeline_ = false;
   uint64_t trial_turns_ = 0;  // steps of this program that counted for the trial
 };

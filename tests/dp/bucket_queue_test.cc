@@ -33,19 +33,18 @@ class BucketQueueTest : public ::testing::Test {
     return std::make_shared<NotedWork>(name, events);
   }
 
-  BucketQueue queue(bool settles) {
-    BucketQueue::Policy policy{[this](size_t bucket) { return note("start ", bucket); }, nullptr,
-                               "a test reduced", ". Be patient",
-                               /*awaits_all=*/true};
-    if (settles) policy.settle = [this](size_t bucket) { return note("settle ", bucket); };
-    return BucketQueue({{2, 1}, {0}}, {"a", "b", "c"}, policy);
+  BucketQueue queue(std::vector<std::vector<size_t>> members = {{2, 1}, {0}}) {
+    return BucketQueue(std::move(members), {"a", "b", "c"}, policy);
   }
+
+  BucketQueue::Policy policy{[this](size_t bucket) { return note("start ", bucket); },
+                             "a test reduced", ". Be patient", /*awaits_all=*/true};
 
   Events events;
 };
 
 TEST_F(BucketQueueTest, StartsInAscendingOrder) {
-  BucketQueue queue = this->queue(/*settles=*/false);
+  BucketQueue queue = this->queue();
   for (int pass = 0; pass < 2; ++pass) {
     queue.mark_ready(0);
     EXPECT_FALSE(queue.start_ready());
@@ -54,8 +53,10 @@ TEST_F(BucketQueueTest, StartsInAscendingOrder) {
     queue.mark_ready(1);
     EXPECT_FALSE(queue.start_ready());
     EXPECT_EQ(events, Events());
+    EXPECT_FALSE(queue.has_started(2));
     queue.mark_ready(2);
     EXPECT_TRUE(queue.start_ready());
+    EXPECT_TRUE(queue.has_started(2));
     queue.wait();
     EXPECT_EQ(events, (Events{"start 0", "start 1", "wait start 0", "wait start 1"}));
     events.clear();
@@ -63,19 +64,20 @@ TEST_F(BucketQueueTest, StartsInAscendingOrder) {
   }
 }
 
-TEST_F(BucketQueueTest, SettlesABucketBeforeTheNextStarts) {
-  BucketQueue queue = this->queue(/*settles=*/true);
+TEST_F(BucketQueueTest, WaitsWhereEnoughAreUnderWay) {
+  policy.most_under_way = 2;
+  BucketQueue queue = this->queue({{2}, {1}, {0}});
   queue.start_all();
-  EXPECT_EQ(events, (Events{"start 0", "wait start 0", "settle 0", "start 1"}));
+  EXPECT_EQ(events, (Events{"start 0", "start 1", "wait start 0", "start 2"}));
   events.clear();
   queue.wait();
-  EXPECT_EQ(events, (Events{"wait settle 0", "wait start 1", "settle 1", "wait settle 1"}));
+  EXPECT_EQ(events, (Events{"wait start 1", "wait start 2"}));
 }
 
 TEST(BucketQueue, NamesTheBucketInErrors) {
   const auto fails = [](size_t) -> WorkPtr { throw CommError("rank 1 failed"); };
   BucketQueue queue({{2, 1}, {0}}, {"a", "b", "c"},
-                    {fails, nullptr, "a test reduced", ". Be patient", /*awaits_all=*/false});
+                    {fails, "a test reduced", ". Be patient", /*awaits_all=*/false});
   EXPECT_EQ(testing::error_of<CommError>([&] { queue.start_ready(); }),
             "rank 1 failed [while a test reduced bucket 1 of 2: c ... b. Be patient]");
 }

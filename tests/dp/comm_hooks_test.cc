@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <functional>
+#include <thread>
 
 #include "tests/dp/models.h"
 #include "tests/dp/replicas.h"
@@ -267,6 +270,56 @@ TEST(PowerSGD, ErrorFeedbackLosesNothing) {
 TEST(PowerSGD, RefusesToStartBeforeBucketsAreRebuilt) {
   const auto text = error_of([] { power_sgd_hook(PowerSGDOptions().start_iter(1)); });
   EXPECT_NE(text.find("start_iter of 2 or more, got 1 and 1"), std::string::npos) << text;
+}
+
+thread_local std::function<void()> at_gate;  // of this rank
+
+/// What it was given; its backward calls `at_gate`.
+struct Gate : torch::autograd::Function<Gate> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* /*context*/, torch::Tensor x) {
+    return x * 1;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 torch::autograd::variable_list gradients) {
+    at_gate();
+    return gradients;
+  }
+};
+
+struct GatedMlpImpl : MlpImpl {
+  torch::Tensor forward(torch::Tensor x) { return second(Gate::apply(torch::relu(first(x)))); }
+};
+TORCH_MODULE(GatedMlp);
+
+/// The backward waits in its midst for what it has started.
+TEST(CommHooks, ABucketIsReducedWhileTheBackwardGoesOn) {
+  std::vector<GatedMlp> modules(kReplicas);
+  comm::run_ranks(kReplicas, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<GatedMlp> model(modules[world->rank()],
+                                            small_buckets().process_group(group_of(world)));
+    std::vector<WorkPtr> started;
+    model.register_comm_hook([&](const GradBucket& bucket) {
+      started.push_back(bucket.group.async().all_reduce(bucket.buffer));
+      return started.back();
+    });
+    int passes = 0;
+    at_gate = [&] {
+      ++passes;
+      ASSERT_FALSE(started.empty());
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+      while (!started.front()->test() && std::chrono::steady_clock::now() < end) {
+        std::this_thread::yield();
+      }
+      EXPECT_TRUE(started.front()->test());
+    };
+    for (int pass = 1; pass <= 2; ++pass) {
+      started.clear();
+      kOnePass(model, make_batch(training(), world->rank(), 0, 0));
+      EXPECT_EQ(passes, pass);
+      EXPECT_GT(started.size(), 1u);
+    }
+    at_gate = nullptr;
+  });
 }
 
 }  // namespace

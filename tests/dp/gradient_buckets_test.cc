@@ -4,6 +4,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
+
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
 #include "tests/dp/error_of.h"
@@ -165,14 +168,72 @@ TEST(GradientBuckets, ReducesWhatIsComplete) {
     const auto got = step_of(options, [&](GradientBuckets& buckets) {
       buckets.complete(0);
       buckets.complete(1);
-      EXPECT_FALSE(buckets.reduce_complete());  // the last bucket is, but not those before
+      EXPECT_FALSE(buckets.start_complete());  // the last bucket is, but not those before
       buckets.complete(3);
-      EXPECT_FALSE(buckets.reduce_complete());
+      EXPECT_FALSE(buckets.start_complete());
       buckets.complete(2);
-      EXPECT_EQ(buckets.reduce_complete(), overlapping);
+      EXPECT_EQ(buckets.start_complete(), overlapping);
     });
     for (size_t p = 0; p < 4; ++p) EXPECT_TRUE(at::equal(got[p], expected[p])) << kNames[p];
   }
+}
+
+/// A reduction that does not go on before the rank says so does not hold it up.
+TEST(GradientBuckets, NobodyWaitsWhereAReductionStarts) {
+  for (const int shards : {2, 4}) {
+    for (const bool divided : {false, true}) {
+      SCOPED_TRACE(c10::str(shards, " shards, divided: ", divided));
+      comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
+        const auto parameters = make_parameters();
+        BucketOptions options;
+        options.microbatches = 2;
+        options.gradient_shards = shards;
+        options.bucket_bytes = 192;
+        const auto slices =
+            std::make_shared<ParameterSlices>(parameters, kNames, group, options.bucket_bytes);
+        const auto buckets =
+            divided ? std::make_unique<GradientBuckets>(slices, options)
+                    : std::make_unique<GradientBuckets>(parameters, kNames, group, options);
+        std::promise<void> gone_on;
+        const auto has_gone_on = gone_on.get_future().share();
+        std::vector<std::string> events;
+        buckets->observe([&](const ReductionEvent& event) {
+          const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+          EXPECT_EQ(has_gone_on.wait_until(end), std::future_status::ready);
+          EXPECT_GT(event.bytes, 0);
+          events.push_back(c10::str(event.bucket, event.has_ended ? " ended" : " begins"));
+        });
+        for (size_t p = 0; p < 4; ++p) buckets->await(p);
+        for (int m = 0; m < 2; ++m) {
+          for (size_t p = 0; p < 4; ++p) {
+            buckets->add(p, m, at::ones_like(parameters[p]).detach());
+          }
+        }
+        for (size_t p = 0; p < 4; ++p) buckets->complete(p);
+        EXPECT_TRUE(buckets->start_complete());
+        EXPECT_TRUE(events.empty());
+        gone_on.set_value();
+        buckets->reduce();
+        buckets->finish();
+        std::vector<std::string> expected;
+        for (size_t b = 0; b < buckets->buckets().size(); ++b) {
+          expected.insert(expected.end(), {c10::str(b, " begins"), c10::str(b, " ended")});
+        }
+        EXPECT_EQ(events, expected);
+      });
+    }
+  }
+}
+
+TEST(GradientBuckets, NoGradientComesTooLate) {
+  comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
+    GradientBuckets buckets(make_parameters(), kNames, group, {});
+    buckets.start_complete();
+    const auto text = testing::error_of([&] { buckets.add(1, 0, at::ones({7})); });
+    EXPECT_NE(text.find("parameter \"b\" got a gradient of microbatch 0 when its bucket was being"),
+              std::string::npos)
+        << text;
+  });
 }
 
 TEST(GradientBuckets, AddUpOverSteps) {
