@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <numeric>
 #include <set>
 
@@ -81,6 +82,7 @@ ScheduleOptions::ScheduleOptions(int stages, int microbatches)
       ranks_(stages),
       rank_of_stage_(static_cast<size_t>(std::max(stages, 0))),
       edges_(chain_edges(stages)),
+      backward_of_stage_(static_cast<size_t>(std::max(stages, 0)), true),
       active_microbatches_(stages + 2),
       costs_(StageCosts::uniform(std::max(stages, 0))) {
   std::iota(rank_of_stage_.begin(), rank_of_stage_.end(), 0);
@@ -111,6 +113,10 @@ void check_options(const ScheduleOptions& options) {
                  options.rank_of_stage().size() == static_cast<size_t>(options.stages()),
                  "schedule option rank_of_stage: expected one rank for each of ", options.stages(),
                  " stages, got ", options.rank_of_stage().size(), ".");
+  SMP_CHECK_WITH(ConfigError,
+                 options.backward_of_stage().size() == static_cast<size_t>(options.stages()),
+                 "schedule option backward_of_stage: expected true or false for each of ",
+                 options.stages(), " stages, got ", options.backward_of_stage().size(), ".");
   check_edges(options.edges(), options.stages());
 }
 
@@ -146,22 +152,51 @@ std::string ScheduleKind::misplacement(const ScheduleOptions& options) const {
                   ". Place the stages so, or use one of these: ", fitting, ".");
 }
 
+Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& backward_of_stage) {
+  auto backwards = schedule.backward_of_stage();
+  for (size_t stage = 0; stage < backwards.size(); ++stage) {
+    backwards[stage] = backwards[stage] && backward_of_stage.at(stage);
+  }
+  Schedule result(schedule.ranks(), schedule.microbatches(), schedule.rank_of_stage(),
+                  std::move(backwards));
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const auto& actions = schedule.actions(rank);
+    std::copy_if(actions.begin(), actions.end(), std::back_inserter(result.actions(rank)),
+                 [&](const Action& action) {
+                   return result.has_backward(action.stage) ||
+                          !(action.is_backward() || action.kind == Action::Kind::kReduce);
+                 });
+  }
+  return result;
+}
+
+namespace {
+
+/// What a generator makes, as far as it is needed.
+template <Schedule (*kGenerator)(const ScheduleOptions&)>
+Schedule needed(const ScheduleOptions& options) {
+  return without_backwards(kGenerator(options), options.backward_of_stage());
+}
+
+}  // namespace
+
 const std::vector<ScheduleKind>& schedule_kinds() {
   static const std::vector<ScheduleKind> kKinds = {
-      {"simple", simple, Placement::kAny, InFlight::kAll, true, false},
-      {"interleaved", interleaved, Placement::kAny, InFlight::kActive, true, false},
-      {"1f1b", one_forward_one_backward, Placement::kOnePerRank, InFlight::kRanks, true, false},
-      {"eager_1f1b", eager_one_forward_one_backward, Placement::kOnePerRank, InFlight::kTwiceRanks,
-       true, false},
-      {"interleaved_1f1b", interleaved_one_forward_one_backward, Placement::kLooped,
+      {"simple", needed<simple>, Placement::kAny, InFlight::kAll, true, false},
+      {"interleaved", needed<interleaved>, Placement::kAny, InFlight::kActive, true, false},
+      {"1f1b", needed<one_forward_one_backward>, Placement::kOnePerRank, InFlight::kRanks, true,
+       false},
+      {"eager_1f1b", needed<eager_one_forward_one_backward>, Placement::kOnePerRank,
        InFlight::kTwiceRanks, true, false},
-      {"breadth_first", breadth_first, Placement::kLooped, InFlight::kAll, true, false},
-      {"zb_h1", zero_bubble_h1, Placement::kOnePerRank, InFlight::kRanks, true, true},
-      {"zb_h2", zero_bubble_h2, Placement::kOnePerRank, InFlight::kTwiceRanks, true, true},
-      {"zbv", zero_bubble_v, Placement::kVShaped, InFlight::kRanks, true, true},
-      {"dualpipe_v", dualpipe_v, Placement::kVShaped, InFlight::kTwiceRanks, true, true},
-      {"list", list_schedule, Placement::kAny, InFlight::kRanks, true, true},
-      {"forward_only", forward_only, Placement::kAny, InFlight::kRanks, false, false},
+      {"interleaved_1f1b", needed<interleaved_one_forward_one_backward>, Placement::kLooped,
+       InFlight::kTwiceRanks, true, false},
+      {"breadth_first", needed<breadth_first>, Placement::kLooped, InFlight::kAll, true, false},
+      {"zb_h1", needed<zero_bubble_h1>, Placement::kOnePerRank, InFlight::kRanks, true, true},
+      {"zb_h2", needed<zero_bubble_h2>, Placement::kOnePerRank, InFlight::kTwiceRanks, true, true},
+      {"zbv", needed<zero_bubble_v>, Placement::kVShaped, InFlight::kRanks, true, true},
+      {"dualpipe_v", needed<dualpipe_v>, Placement::kVShaped, InFlight::kTwiceRanks, true, true},
+      {"list", needed<list_schedule>, Placement::kAny, InFlight::kRanks, true, true},
+      {"forward_only", needed<forward_only>, Placement::kAny, InFlight::kRanks, false, false},
   };
   return kKinds;
 }

@@ -31,6 +31,9 @@ struct ScheduleOptions {
   TORCH_ARG(std::vector<int>, rank_of_stage);
   /// Which stages send to which.
   TORCH_ARG(std::vector<StageEdge>, edges);
+  /// Which stages have backwards and a reduce; all, unless their parameters and inputs need no
+  /// gradient. `ScheduleKind::generate` and `make_schedule` leave out those of the others.
+  TORCH_ARG(std::vector<bool>, backward_of_stage);
   /// How many microbatches a rank may have in flight, that is begun and not yet finished with
   /// their backward. Only `interleaved` obeys it: the others keep what they keep by definition.
   TORCH_ARG(int, active_microbatches);
@@ -146,6 +149,9 @@ const ScheduleKind& schedule_kind(const std::string& name);
 
 /// What the generator of this name makes.
 Schedule make_schedule(const std::string& name, const ScheduleOptions& options);
+
+/// The same without the backwards and the reduces of stages that need none.
+Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& backward_of_stage);
 
 // --- transfers ------------------------------------------------------------------------------
 

@@ -564,13 +564,17 @@ ActionOrder split(const ActionOrder& order) {
 /// How many actions are timed in all: a quarter of a second on one core.
 constexpr size_t kBudget = 4'000'000;
 
+/// Orders have the backwards of all stages; those that are not needed take no time and go at the
+/// end.
 void offer_other_schedules(const ScheduleOptions& options, bool split_backwards, Search& search) {
+  const auto with_all = ScheduleOptions(options).backward_of_stage(
+      std::vector<bool>(static_cast<size_t>(options.stages()), true));
   for (const auto& kind : schedule_kinds()) {
     if (kind.name == "list" || !kind.trains || !kind.misplacement(options).empty() ||
         (kind.splits && !split_backwards)) {
       continue;
     }
-    auto order = order_of(kind.generate(options));
+    auto order = order_of(kind.generate(with_all));
     if (split_backwards) search.offer(split(order));
     search.offer(std::move(order));
   }

@@ -77,7 +77,8 @@ std::vector<size_t> last_weight_gradients(const std::vector<Action>& actions, in
 Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges, int credit) {
   check_edges(edges, order.stages());
   const auto neighbours = find_neighbours(order, edges);
-  Schedule result(order.ranks(), order.microbatches(), order.rank_of_stage(), order.has_backward());
+  Schedule result(order.ranks(), order.microbatches(), order.rank_of_stage(),
+                  order.backward_of_stage());
   for (int rank = 0; rank < order.ranks(); ++rank) {
     const auto& actions = order.actions(rank);
     for (const auto& action : actions) {

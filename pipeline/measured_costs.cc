@@ -108,7 +108,7 @@ class CostMeter {
 
 Schedule exchange_backwards(const Schedule& schedule, const std::vector<StageEdge>& edges) {
   Schedule order(schedule.ranks(), schedule.microbatches(), schedule.rank_of_stage(),
-                 schedule.has_backward());
+                 schedule.backward_of_stage());
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     auto& actions = order.actions(rank);
     for (const Action& action : schedule.actions(rank)) {

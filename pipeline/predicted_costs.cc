@@ -42,7 +42,11 @@ bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value
 class CostPredictor {
  public:
   CostPredictor(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges)
-      : graph_(graph), aliases_(graph), plan_(plan), edges_(edges) {
+      : graph_(graph),
+        aliases_(graph),
+        plan_(plan),
+        edges_(edges),
+        backward_of_stage_(backward_of_stage(graph, plan, edges)) {
     costs_.forward.assign(plan.stages(), 0);
     costs_.backward_input.assign(plan.stages(), 0);
     costs_.backward_weight.assign(plan.stages(), 0);
@@ -60,6 +64,7 @@ class CostPredictor {
     }
     let_go_of_sent();
     keep_for_weights();
+    leave_out_backwards();
     for (int s = 0; s < plan_.stages(); ++s) {
       costs_.backward.push_back(costs_.backward_input[s] + costs_.backward_weight[s]);
     }
@@ -147,6 +152,18 @@ class CostPredictor {
     }
   }
 
+  /// Of stages that have none, and keep nothing for one.
+  void leave_out_backwards() {
+    if (!graph_.trains()) return;
+    for (int s = 0; s < plan_.stages(); ++s) {
+      if (backward_of_stage_[s]) continue;
+      for (auto* costs : {&costs_.backward_input, &costs_.backward_weight, &costs_.kept,
+                          &costs_.kept_for_weights, &costs_.gradients_for_weights}) {
+        (*costs)[s] = 0;
+      }
+    }
+  }
+
   void add_messages() {
     for (const Edge& edge : edges_) {
       if (plan_.rank_of_stage[edge.from] == plan_.rank_of_stage[edge.to]) continue;
@@ -176,6 +193,7 @@ class CostPredictor {
   const graph::AliasAnalysis aliases_;
   const Plan& plan_;
   const std::vector<Edge>& edges_;
+  const std::vector<bool> backward_of_stage_;
   StageCosts costs_;
 };
 

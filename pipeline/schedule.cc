@@ -3,6 +3,7 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <charconv>
 #include <set>
 #include <utility>
@@ -83,15 +84,6 @@ class Reader {
     }
   }
 
-  bool yes_or_no(std::string_view key) {
-    const auto at = where();
-    const auto got = value(key);
-    if (got != "yes" && got != "no") {
-      fail(at, c10::str("\"", key, "=yes\" or \"", key, "=no\""), c10::str(key, "=", got));
-    }
-    return got == "yes";
-  }
-
   void end_of_line() {
     if (!at_end_of_line()) {
       fail(where(), "the end of the line", line_.substr(column_));
@@ -128,15 +120,49 @@ class Reader {
   size_t column_ = 0;
 };
 
+/// Which of so many stages have a backward: "yes", "no" or their numbers, as "0,2".
+std::vector<bool> backwards_from(std::string_view text, size_t stages, const std::string& where) {
+  if (text == "yes" || text == "no") {
+    return std::vector<bool>(stages, text == "yes");
+  }
+  std::vector<bool> result(stages, false);
+  for (size_t begin = 0; begin <= text.size();) {
+    const auto number = text.substr(begin, text.find(',', begin) - begin);
+    size_t stage = stages;
+    const auto parsed = std::from_chars(number.data(), number.data() + number.size(), stage);
+    if (parsed.ptr != number.data() + number.size() || stage >= stages) {
+      Reader::fail(where, "\"backward=yes\", \"backward=no\" or stages as in \"backward=1,2\"",
+                   c10::str("backward=", text));
+    }
+    result[stage] = true;
+    begin += number.size() + 1;
+  }
+  return result;
+}
+
+std::string backwards_to_string(const std::vector<bool>& backward_of_stage) {
+  std::string stages;
+  for (size_t stage = 0; stage < backward_of_stage.size(); ++stage) {
+    if (backward_of_stage[stage]) {
+      stages += (stages.empty() ? "" : ",") + std::to_string(stage);
+    }
+  }
+  const bool all = std::find(backward_of_stage.begin(), backward_of_stage.end(), false) ==
+                   backward_of_stage.end();
+  return all ? "yes" : stages.empty() ? "no" : stages;
+}
+
 Schedule parse_header(Reader& reader) {
   reader.next_line();
   reader.literal("schedule");
   const int ranks = reader.number("ranks");
   const int microbatches = reader.number("microbatches");
-  const bool backward = reader.yes_or_no("backward");
+  const auto where = reader.where();
+  const auto backward = reader.value("backward");
   auto rank_of_stage = reader.numbers("rank_of_stage");
   reader.end_of_line();
-  return Schedule(ranks, microbatches, std::move(rank_of_stage), backward);
+  auto backward_of_stage = backwards_from(backward, rank_of_stage.size(), where);
+  return Schedule(ranks, microbatches, std::move(rank_of_stage), std::move(backward_of_stage));
 }
 
 }  // namespace
@@ -162,21 +188,34 @@ void check_edges(const std::vector<StageEdge>& edges, int stages) {
 }
 
 Schedule::Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage, bool has_backward)
+    : Schedule(ranks, microbatches, rank_of_stage,
+               std::vector<bool>(rank_of_stage.size(), has_backward)) {}
+
+Schedule::Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage,
+                   std::vector<bool> backward_of_stage)
     : microbatches_(microbatches),
-      has_backward_(has_backward),
-      rank_of_stage_(std::move(rank_of_stage)) {
+      rank_of_stage_(std::move(rank_of_stage)),
+      backward_of_stage_(std::move(backward_of_stage)) {
   SMP_CHECK(ranks > 0 && microbatches > 0 && !rank_of_stage_.empty(),
             "a schedule needs at least one rank, one stage and one microbatch; got ", ranks,
             " ranks, ", rank_of_stage_.size(), " stages and ", microbatches, " microbatches.");
   SMP_CHECK(static_cast<size_t>(ranks) <= rank_of_stage_.size(), "a schedule has ", ranks,
             " ranks but only ", rank_of_stage_.size(),
             " stages, so some ranks have none. Use at most as many ranks as stages.");
+  SMP_CHECK(backward_of_stage_.size() == rank_of_stage_.size(), "a schedule of ",
+            rank_of_stage_.size(), " stages was told of ", backward_of_stage_.size(),
+            " whether they have a backward. Tell it of each stage.");
   for (size_t stage = 0; stage < rank_of_stage_.size(); ++stage) {
     const int rank = rank_of_stage_[stage];
     SMP_CHECK(rank >= 0 && rank < ranks, "stage ", stage, " of a schedule is on rank ", rank,
               ", expected 0 to ", ranks - 1, ". Correct rank_of_stage.");
   }
   actions_.resize(static_cast<size_t>(ranks));
+}
+
+bool Schedule::has_backward() const {
+  return std::find(backward_of_stage_.begin(), backward_of_stage_.end(), true) !=
+         backward_of_stage_.end();
 }
 
 uint64_t Schedule::fingerprint() const {
@@ -186,7 +225,7 @@ uint64_t Schedule::fingerprint() const {
 
 bool operator==(const Schedule& a, const Schedule& b) {
   if (a.ranks() != b.ranks() || a.microbatches() != b.microbatches() ||
-      a.has_backward() != b.has_backward() || a.rank_of_stage() != b.rank_of_stage()) {
+      a.backward_of_stage() != b.backward_of_stage() || a.rank_of_stage() != b.rank_of_stage()) {
     return false;
   }
   for (int rank = 0; rank < a.ranks(); ++rank) {
@@ -202,7 +241,7 @@ bool operator!=(const Schedule& a, const Schedule& b) { return !(a == b); }
 std::string to_string(const Schedule& schedule) {
   std::string text =
       c10::str("schedule ranks=", schedule.ranks(), " microbatches=", schedule.microbatches(),
-               " backward=", schedule.has_backward() ? "yes" : "no", " rank_of_stage=");
+               " backward=", backwards_to_string(schedule.backward_of_stage()), " rank_of_stage=");
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     text += (stage == 0 ? "" : ",") + std::to_string(schedule.rank_of(stage));
   }

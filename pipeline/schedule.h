@@ -31,15 +31,22 @@ void check_edges(const std::vector<StageEdge>& edges, int stages);
 class Schedule {
  public:
   /// An empty list of actions for each of `ranks` ranks. `rank_of_stage[s]` owns stage s.
-  /// `has_backward` is false for evaluation, where no stage has a backward or a reduce.
-  /// Throws `smp::Error` when a number is not positive, there are more ranks than stages, or a
-  /// stage has no valid rank.
+  /// `backward_of_stage[s]`: whether stage s has backwards and a reduce. In evaluation none has; in
+  /// training those have none whose parameters and inputs need no gradient. Throws `smp::Error`
+  /// when a number is not positive, there are more ranks than stages, a stage has no valid rank, or
+  /// a list another length.
+  Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage,
+           std::vector<bool> backward_of_stage);
+  /// The same for all stages.
   Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage, bool has_backward);
 
   int ranks() const { return static_cast<int>(actions_.size()); }
   int stages() const { return static_cast<int>(rank_of_stage_.size()); }
   int microbatches() const { return microbatches_; }
-  bool has_backward() const { return has_backward_; }
+  /// Whether any stage has a backward.
+  bool has_backward() const;
+  bool has_backward(int stage) const { return backward_of_stage_.at(static_cast<size_t>(stage)); }
+  const std::vector<bool>& backward_of_stage() const { return backward_of_stage_; }
   const std::vector<int>& rank_of_stage() const { return rank_of_stage_; }
   int rank_of(int stage) const { return rank_of_stage_.at(static_cast<size_t>(stage)); }
 
@@ -53,8 +60,8 @@ class Schedule {
 
  private:
   int microbatches_;
-  bool has_backward_;
   std::vector<int> rank_of_stage_;
+  std::vector<bool> backward_of_stage_;
   std::vector<std::vector<Action>> actions_;
 };
 
@@ -66,6 +73,8 @@ bool operator!=(const Schedule& a, const Schedule& b);
 ///     schedule ranks=2 microbatches=1 backward=yes rank_of_stage=0,1
 ///     rank 0: 0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE
 ///     rank 1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
+///
+/// "backward=no" if no stage has a backward, "backward=1,2" if these stages have one.
 std::string to_string(const Schedule& schedule);
 
 /// Parses that form. Empty lines and lines that begin with '#' are skipped. Throws `smp::Error`

@@ -64,7 +64,7 @@ class CsvReader {
                      rank_of_stage_.size() - 1, ", got none of stage ", stage, ".");
     }
     Schedule schedule(static_cast<int>(rows_.size()), microbatches_, std::move(rank_of_stage_),
-                      has_backward_);
+                      std::move(backward_of_stage_));
     for (size_t rank = 0; rank < rows_.size(); ++rank) {
       schedule.actions(static_cast<int>(rank)) = std::move(rows_[rank]);
     }
@@ -110,6 +110,7 @@ class CsvReader {
                    to_string(action), ".");
     if (stage >= rank_of_stage_.size()) {
       rank_of_stage_.resize(stage + 1, kNowhere);
+      backward_of_stage_.resize(stage + 1, false);
     }
     const int rank = static_cast<int>(rows_.size()) - 1;
     auto& known = rank_of_stage_[stage];
@@ -119,7 +120,7 @@ class CsvReader {
                    ". Put all computes of a stage into one row.");
     known = rank;
     microbatches_ = std::max(microbatches_, action.microbatch + 1);
-    has_backward_ = has_backward_ || action.is_backward();
+    backward_of_stage_[stage] = backward_of_stage_[stage] || action.is_backward();
     rows_.back().push_back(action);
   }
 
@@ -129,7 +130,7 @@ class CsvReader {
   std::vector<std::vector<Action>> rows_;
   std::vector<int> rank_of_stage_;
   int microbatches_ = 0;
-  bool has_backward_ = false;
+  std::vector<bool> backward_of_stage_;
 };
 
 // --- JSON -------------------------------------------------------------------------------------
@@ -143,6 +144,30 @@ void check_header(const JsonReader& root) {
   if (version.integer() != kVersion) {
     version.fail_expected(std::to_string(kVersion));
   }
+}
+
+/// For all stages, or for each.
+std::vector<bool> read_backwards(const JsonReader& json, size_t stages) {
+  if (!json.value().is_array()) {
+    return std::vector<bool>(stages, json.boolean());
+  }
+  if (json.size() != stages) {
+    json.fail_expected(c10::str("true, false or one of them for each of ", stages, " stages"));
+  }
+  std::vector<bool> result;
+  for (size_t stage = 0; stage < stages; ++stage) {
+    result.push_back(json.at(stage).boolean());
+  }
+  return result;
+}
+
+nlohmann::json backwards_to_json(const Schedule& schedule) {
+  const auto& of_stage = schedule.backward_of_stage();
+  const auto some = std::count(of_stage.begin(), of_stage.end(), true);
+  if (some == 0 || some == schedule.stages()) {
+    return some > 0;
+  }
+  return of_stage;
 }
 
 std::vector<int> read_ranks_of_stages(const JsonReader& json, size_t ranks) {
@@ -203,7 +228,7 @@ std::string schedule_to_json(const Schedule& schedule) {
   std::string text =
       c10::str("{\n  \"format\": \"", kFormat, "\",\n  \"version\": ", kVersion,
                ",\n  \"microbatches\": ", schedule.microbatches(),
-               ",\n  \"backward\": ", schedule.has_backward() ? "true" : "false",
+               ",\n  \"backward\": ", backwards_to_json(schedule).dump(),
                ",\n  \"rank_of_stage\": ", nlohmann::json(schedule.rank_of_stage()).dump(),
                ",\n  \"actions\": [");
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -225,9 +250,10 @@ Schedule schedule_from_json(const std::string& text, const std::string& source_n
     lists.fail_expected("a list of actions for each rank");
   }
   const auto microbatches = root.at("microbatches").integer(1, std::numeric_limits<int>::max());
+  auto rank_of_stage = read_ranks_of_stages(root.at("rank_of_stage"), lists.size());
+  auto backwards = read_backwards(root.at("backward"), rank_of_stage.size());
   Schedule schedule(static_cast<int>(lists.size()), static_cast<int>(microbatches),
-                    read_ranks_of_stages(root.at("rank_of_stage"), lists.size()),
-                    root.at("backward").boolean());
+                    std::move(rank_of_stage), std::move(backwards));
   for (size_t rank = 0; rank < lists.size(); ++rank) {
     const auto actions = lists.at(rank);
     for (size_t i = 0; i < actions.size(); ++i) {

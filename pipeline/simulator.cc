@@ -74,7 +74,7 @@ class Simulator {
     if (action.is_send()) {
       arrival(action.stage, action.peer, action.microbatch) =
           clock + latency_[pair(action.stage, action.peer)];
-    } else if (action.is_compute() && schedule_.has_backward()) {
+    } else if (action.is_compute() && schedule_.has_backward(action.stage)) {
       keep(index, action);
     }
     result_.timeline[index].push_back({action, start, clock, memory_[index]});

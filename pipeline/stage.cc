@@ -66,6 +66,21 @@ std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& p
   return result;
 }
 
+std::vector<bool> backward_of_stage(const graph::Graph& graph, const partitioner::Plan& plan,
+                                    const std::vector<Edge>& edges) {
+  std::vector<bool> result(plan.stages(), false);
+  if (!graph.trains()) return result;
+  for (const int stage : plan.stage_of_root) result[stage] = true;
+  for (const StageEdge& edge : stage_edges(edges)) {
+    if (edge.needs_gradient) result[edge.from] = true;
+  }
+  for (const graph::Value& value : graph.values) {
+    if (value.kind != ValueKind::kParameter || !value.meta.requires_grad) continue;
+    result[plan.owner.at(value.name)] = true;
+  }
+  return result;
+}
+
 std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges) {
   std::vector<StageEdge> result;
   for (const Edge& edge : edges) {
@@ -81,6 +96,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
       aliases_(graph),
       edges_(edges),
       index_(index),
+      has_backward_(backward_of_stage(graph, plan, edges)[index]),
       separated_(graph::sets_to_separate(graph)),
       environment_(graph.values.size()),
       in_flight_(microbatches) {
@@ -344,17 +360,17 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   if (residency_) residency_->begin(Pass::kForward, microbatch);
   enter_all(state, inputs);
   run_operators(state, key);
-  if (graph_.trains()) keep_starts(state);
+  if (has_backward_) keep_starts(state);
   if (root) give_roots(microbatch, root);
   keep_values(state);
   give_outputs(microbatch, output);
   if (residency_) residency_->end(Pass::kForward, microbatch);
   for (ValueId id : entered_) environment_[id].reset();
-  if (!graph_.trains()) state.forget();
+  if (!has_backward_) state.forget();
 }
 
 void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
-  const bool stores = store_ != nullptr && !state.needed_soon;
+  const bool stores = store_ != nullptr && !state.needed_soon && has_backward_;
   state.needed_soon = false;
   state.has_run = true;
   state.stored = segment_->run(environment_, key, stores ? store_.get() : nullptr);

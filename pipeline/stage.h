@@ -40,6 +40,11 @@ struct Edge {
 /// The edges of a plan, ordered by (from, to); the same list on every rank.
 std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& plan);
 
+/// Whether each stage has a backward: it is sent a gradient, a backward starts there, or it owns a
+/// parameter that requires one. Stages of frozen layers, to which no gradient flows, have none.
+std::vector<bool> backward_of_stage(const graph::Graph& graph, const partitioner::Plan& plan,
+                                    const std::vector<Edge>& edges);
+
 /// The same edges as the schedule knows them.
 std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges);
 
@@ -103,8 +108,8 @@ class Stage {
 
   /// Runs the stage's operators on microbatch `microbatch`. `inputs` are the step's inputs for
   /// it, by graph input. The step's returned tensors that are complete here go to `output`; they
-  /// keep their history until the microbatch's backward. Those that the backward starts from go to
-  /// `root`, unless it is null.
+  /// keep their history until the microbatch's backward, if the stage has one. Those that the
+  /// backward starts from go to `root`, unless it is null.
   void forward(int microbatch, const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                const OutputConsumer& output, const RootConsumer& root = nullptr);
 
@@ -214,6 +219,7 @@ class Stage {
   const graph::AliasAnalysis aliases_;
   const std::vector<Edge>& edges_;
   const int index_;
+  const bool has_backward_;
   const std::vector<int> separated_;  // see graph::sets_to_separate
   std::vector<int> operators_;
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage

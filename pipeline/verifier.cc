@@ -51,15 +51,16 @@ class Verifier {
     for (int stage = 0; stage < schedule_.stages(); ++stage) {
       for (int m = 0; m < schedule_.microbatches(); ++m) {
         check_present(forward_of(stage, m));
-        if (schedule_.has_backward()) {
+        if (schedule_.has_backward(stage)) {
           check_backward(stage, m);
         }
       }
-      if (schedule_.has_backward()) {
+      if (schedule_.has_backward(stage)) {
         check_present(reduce_of(stage));
       }
     }
     for (const auto& edge : edges_) {
+      check_backwards_of(edge);
       for (int m = 0; m < schedule_.microbatches() && crosses_ranks(edge); ++m) {
         check_pair(send_forward(edge.from, m, edge.to));
         if (schedule_.has_backward() && edge.needs_gradient) {
@@ -112,8 +113,11 @@ class Verifier {
       return c10::str("there is no microbatch ", action.microbatch, ", expected 0 to ",
                       microbatches() - 1, ".");
     }
-    if ((action.is_backward() || action.kind == Kind::kReduce) && !schedule_.has_backward()) {
-      return "the schedule says backward=no, expected forwards and their transfers only.";
+    if ((action.is_backward() || action.kind == Kind::kReduce) && !schedule_.has_backward(stage)) {
+      return schedule_.has_backward()
+                 ? c10::str("stage ", stage,
+                            " has no backward, expected its forwards and their transfers only.")
+                 : "the schedule says backward=no, expected forwards and their transfers only.";
     }
     return action.is_transfer() ? malformed_transfer(action) : "";
   }
@@ -188,6 +192,18 @@ class Verifier {
     SMP_CHECK(happens(other), "schedule: rank ", rank, " never does ", to_string(other),
               ", the other half of ", to_string(half), " (action ", position_of(half),
               "). A backward is either whole (B) or split (I, later W).");
+  }
+
+  /// Gradients go from a backward to a backward.
+  void check_backwards_of(const StageEdge& edge) const {
+    if (!schedule_.has_backward() || !edge.needs_gradient) {
+      return;
+    }
+    for (const int stage : {edge.from, edge.to}) {
+      SMP_CHECK(schedule_.has_backward(stage), "schedule: stage ", stage,
+                " has no backward, but gradients go from stage ", edge.to, " to stage ", edge.from,
+                ". Give it one.");
+    }
   }
 
   void check_present(const Action& action) const {
@@ -309,7 +325,8 @@ class Verifier {
     }
   }
 
-  /// Microbatches begin and finish in order, so two counts say how many are in flight.
+  /// Microbatches begin and finish in order, so two counts say how many are in flight. A stage
+  /// without a backward is finished with its forward.
   void check_in_flight(int rank, int bound) const {
     std::vector<int> stages_of_rank;
     for (int stage = 0; stage < schedule_.stages(); ++stage) {
@@ -322,17 +339,20 @@ class Verifier {
     int finished = 0;
     const auto& actions = schedule_.actions(rank);
     for (size_t i = 0; i < actions.size(); ++i) {
-      if (actions[i].makes_weight_gradients()) {
+      const bool forward = actions[i].kind == Kind::kForward;
+      if (forward) {
+        begun = std::max(begun, actions[i].microbatch + 1);
+        SMP_CHECK(begun - finished <= bound, at(rank, i), "makes ", begun - finished,
+                  " microbatches in flight, active_microbatches allows ", bound,
+                  ". Run a backward first, or raise active_microbatches.");
+      }
+      if (actions[i].makes_weight_gradients() ||
+          (forward && !schedule_.has_backward(actions[i].stage))) {
         finished_by_stage[static_cast<size_t>(actions[i].stage)] = actions[i].microbatch + 1;
         finished = schedule_.microbatches();
         for (const int stage : stages_of_rank) {
           finished = std::min(finished, finished_by_stage[static_cast<size_t>(stage)]);
         }
-      } else if (actions[i].kind == Kind::kForward) {
-        begun = std::max(begun, actions[i].microbatch + 1);
-        SMP_CHECK(begun - finished <= bound, at(rank, i), "makes ", begun - finished,
-                  " microbatches in flight, active_microbatches allows ", bound,
-                  ". Run a backward first, or raise active_microbatches.");
       }
     }
   }

@@ -231,7 +231,7 @@ void walk(const Schedule& schedule, int credit, const Visit& visit) {
 
 Schedule receive_in_time(const Schedule& schedule, int credit) {
   Schedule result(schedule.ranks(), schedule.microbatches(), schedule.rank_of_stage(),
-                  schedule.has_backward());
+                  schedule.backward_of_stage());
   const Visit record = [&](int rank, size_t, const Action& action) {
     result.actions(rank).push_back(action);
   };

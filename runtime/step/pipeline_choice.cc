@@ -40,6 +40,7 @@ class StepPlanner {
                      .ranks(ranks)
                      .rank_of_stage(plan.rank_of_stage)
                      .edges(pipeline::stage_edges(edges_))
+                     .backward_of_stage(pipeline::backward_of_stage(graph, plan, edges_))
                      .active_microbatches(model.active_microbatches())
                      .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_))
                      .memory_limit(activation_limits(plan))) {}
@@ -123,7 +124,7 @@ class StepPlanner {
   Schedule load() const {
     Schedule schedule = pipeline::parse_schedule(file_);
     const bool fits = schedule.rank_of_stage() == options_.rank_of_stage() &&
-                      schedule.ranks() == ranks_ && schedule.has_backward() &&
+                      schedule.ranks() == ranks_ &&
                       schedule.microbatches() == options_.microbatches();
     SMP_CHECK_WITH(ConfigError, fits, *config_.schedule_file(), ": the schedule is for ", schedule.stages(),
                    " stages on ranks ", c10::Join(",", schedule.rank_of_stage()), " and ",
@@ -132,6 +133,10 @@ class StepPlanner {
                    options_.microbatches(),
                    ". Set \"microbatches\" and \"virtual_stages\" as the file needs them, or write "
                    "another file.");
+    schedule = pipeline::without_backwards(schedule, options_.backward_of_stage());
+    SMP_CHECK_WITH(ConfigError, schedule.backward_of_stage() == options_.backward_of_stage(),
+                   *config_.schedule_file(),
+                   ": the schedule has no backward of some stages that need one. Write another file.");
     return pipeline::is_compute_order(schedule) ? pipeline::lower(schedule, options_.edges())
                                                 : std::move(schedule);
   }

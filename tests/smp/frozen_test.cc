@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fine-tuning with frozen layers: stages to which no gradient flows have no backward, and all
+// numbers are those of one process.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+
+#include "pipeline/action.h"
+#include "runtime/runtime.h"
+#include "tests/smp/models.h"
+#include "tests/smp/parity.h"
+
+namespace smp::testing {
+namespace {
+
+using parity::Layout;
+using pipeline::Action;
+
+constexpr int kLayers = 6;
+
+/// A TinyGpt that trains its last layers, so many, and its head.
+TinyGpt partly_frozen(int trained) {
+  TinyGpt net(/*tied=*/false, kLayers);
+  for (auto& item : net->named_parameters()) {
+    const std::string module = item.key().substr(0, item.key().find('.'));
+    const int layer = module.back() - '0';
+    const bool is_last = layer >= kLayers - trained && layer < kLayers;
+    item.value().set_requires_grad(module == "head" || is_last);
+  }
+  return net;
+}
+
+/// What the stages of all ranks did, by stage and by letter: F, B, I, W, and R for reduces.
+class Actions {
+ public:
+  void add(const Action& action) {
+    if (action.is_transfer()) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool reduces = action.kind == Action::Kind::kReduce;
+    ++counts_[action.stage][reduces ? 'R' : to_string(action)[std::to_string(action.stage).size()]];
+  }
+  const std::map<int, std::map<char, int>>& counts() const { return counts_; }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, std::map<char, int>> counts_;
+};
+
+/// Trains as one process does, and counts the actions by stage and letter.
+std::map<int, std::map<char, int>> train(const Layout& layout, int trained) {
+  Actions actions;
+  parity::check<TinyGpt, torch::optim::AdamW>(
+      layout, std::function<TinyGpt()>([&] { return partly_frozen(trained); }),
+      torch::optim::AdamWOptions(1e-2),
+      [&](int ranks, const Config& config, const std::function<void()>& program) {
+        run_as_threads(ranks, Config(config).skip_tracing(true), [&] {
+          runtime::Runtime::get().execution.on_action = [&](const Action& action) {
+            actions.add(action);
+          };
+          program();
+        });
+      });
+  return actions.counts();
+}
+
+int count(const std::map<char, int>& of_stage, char letter) {
+  const auto found = of_stage.find(letter);
+  return found == of_stage.end() ? 0 : found->second;
+}
+
+int backwards(const std::map<char, int>& of_stage) {
+  return count(of_stage, 'B') + count(of_stage, 'W');
+}
+
+class Frozen : public ::testing::TestWithParam<Layout> {
+ protected:
+  void SetUp() override { torch::set_num_threads(1); }
+};
+
+// One trained layer of six: more than half of the work lies before it, so the first stage is
+// frozen.
+TEST_P(Frozen, StagesHaveNoBackward) {
+  const Layout layout = GetParam();
+  const auto counts = train(layout, /*trained=*/1);
+  const int each = layout.replicas * layout.microbatches * layout.steps;
+  EXPECT_EQ(count(counts.at(0), 'F'), 2 * each);  // and in evaluation
+  EXPECT_EQ(backwards(counts.at(0)), 0);
+  EXPECT_EQ(count(counts.at(0), 'R'), 0);
+  const int last = counts.rbegin()->first;
+  EXPECT_EQ(backwards(counts.at(last)), each);
+  EXPECT_EQ(count(counts.at(last), 'R'), layout.replicas * layout.steps);
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, Frozen,
+                         ::testing::Values(Layout{2, 1, 4, "interleaved"}, Layout{2, 1, 4, "1f1b"},
+                                           Layout{2, 2, 2, "simple"}, Layout{2, 1, 4, "zb_h2"},
+                                           Layout{3, 1, 3, "zb_h1"}, Layout{2, 1, 4, "list"},
+                                           Layout{2, 2, 4, "breadth_first"}, Layout{2, 1, 4, "zbv"},
+                                           Layout{2, 1, 4, "auto"}.with_steps(14),
+                                           Layout{2, 1, 2, "1f1b", /*fusion=*/true}));
+
+TEST(FrozenModel, HasAllBackwardsWhereAllLayersAreTrained) {
+  torch::set_num_threads(1);
+  const auto counts = train(Layout{2, 1, 2, "1f1b"}, kLayers);
+  EXPECT_EQ(backwards(counts.at(0)), 2 * 3);
+  EXPECT_EQ(backwards(counts.at(1)), 2 * 3);
+}
+
+}  // namespace
+}  // namespace smp::testing
