@@ -1,66 +1,181 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/name_map.h"
 
+#include <algorithm>
+#include <set>
 #include <utility>
 
 #include "core/check.h"
+#include "core/json.h"
+#include "core/json_reader.h"
 
 namespace smp {
+namespace {
 
-NameMap& NameMap::rename(std::string from, std::string to, Transform transform) {
-  rules_.push_back({Rule::Kind::kName, std::move(from), std::move(to), transform});
-  return *this;
-}
+using core::JsonReader;
 
-NameMap& NameMap::prefix(std::string from, std::string to, Transform transform) {
-  rules_.push_back({Rule::Kind::kPrefix, std::move(from), std::move(to), transform});
-  return *this;
-}
+constexpr const char* kFormat = "smp-name-map";
 
-NameMap& NameMap::pattern(const std::string& from, std::string to, Transform transform) {
-  return add_pattern({Rule::Kind::kPattern, from, std::move(to), transform});
-}
-
-NameMap& NameMap::ignore(const std::string& expression) {
-  return add_pattern({Rule::Kind::kIgnore, expression, ""});
-}
-
-NameMap& NameMap::add_pattern(Rule rule) {
-  try {
-    rule.expression = std::regex(rule.from);
-  } catch (const std::regex_error& error) {
-    core::fail<UsageError>(
-        "a name map has a rule for \"", rule.from,
-        "\": expected a regular expression, got one with an error: ", error.what());
+std::string escaped(const std::string& text) {
+  std::string result;
+  for (const char c : text) {
+    if (std::string_view(R"(\^$.|?*+()[]{})").find(c) != std::string_view::npos) result += '\\';
+    result += c;
   }
+  return result;
+}
+
+/// A name or a list of them; nothing: none.
+std::vector<std::string> names_in(const JsonReader& rule, const std::string& key) {
+  const auto side = rule.find(key);
+  if (!side) return {};
+  if (side->value().is_string()) return {side->text()};
+  std::vector<std::string> names;
+  for (size_t i = 0; i < side->size(); ++i) names.push_back(side->at(i).text());
+  return names;
+}
+
+Transform transform_in(const JsonReader& rule) {
+  const auto transform = rule.find("transform");
+  if (!transform) return Transform::kNone;
+  if (transform->text() != "transpose") transform->fail_expected("\"transpose\"");
+  return Transform::kTranspose;
+}
+
+}  // namespace
+
+NameMap NameMap::from_file(const std::string& path) {
+  const auto document = core::parse_json(core::read_file(path, "the name map"), path);
+  const JsonReader root(document, path);
+  const auto format = root.at("format");
+  if (format.text() != kFormat) format.fail_expected(c10::str("\"", kFormat, "\""));
+  NameMap map;
+  if (const auto prefix = root.find("optional_prefix")) map.optional_prefix(prefix->text());
+  const auto rules = root.at("rules");
+  for (size_t i = 0; i < rules.size(); ++i) {
+    const auto rule = rules.at(i);
+    try {
+      map.add(names_in(rule, "theirs"), names_in(rule, "ours"), transform_in(rule));
+    } catch (const UsageError& error) {
+      rule.fail(core::text_without_prefix(error), "");
+    }
+  }
+  return map;
+}
+
+NameMap& NameMap::rename(const std::string& theirs, const std::string& ours, Transform transform) {
+  return add({theirs}, {ours}, transform);
+}
+
+NameMap& NameMap::join(const std::vector<std::string>& theirs, const std::string& ours,
+                       Transform transform) {
+  return add(theirs, {ours}, transform);
+}
+
+NameMap& NameMap::split(const std::string& theirs, const std::vector<std::string>& ours,
+                        Transform transform) {
+  return add({theirs}, ours, transform);
+}
+
+NameMap& NameMap::ignore(const std::string& theirs) { return add({theirs}, {}); }
+
+NameMap& NameMap::omit(const std::string& ours) { return add({}, {ours}); }
+
+NameMap& NameMap::optional_prefix(std::string prefix) {
+  prefix_ = std::move(prefix);
+  return *this;
+}
+
+NameMap::Match NameMap::of_theirs(const std::string& name) const {
+  if (const auto found = find(name, &Rule::theirs)) return *found;
+  if (const auto found = find(prefix_ + name, &Rule::theirs)) return *found;
+  return {{name}, {name}};
+}
+
+NameMap::Match NameMap::of_ours(const std::string& name) const {
+  return find(name, &Rule::ours).value_or(Match{{name}, {name}});
+}
+
+std::optional<NameMap::Match> NameMap::find(const std::string& name,
+                                            std::vector<Pattern> Rule::*side) const {
+  for (const Rule& rule : rules_) {
+    const auto& patterns = rule.*side;
+    for (size_t i = 0; i < patterns.size(); ++i) {
+      const auto values = match(patterns[i], name);
+      if (!values) continue;
+      return Match{fill(rule.theirs, *values), fill(rule.ours, *values), rule.transform, i};
+    }
+  }
+  return std::nullopt;
+}
+
+NameMap& NameMap::add(const std::vector<std::string>& theirs, const std::vector<std::string>& ours,
+                      Transform transform) {
+  const auto sides = c10::str("[", c10::Join(", ", theirs), "] -> [", c10::Join(", ", ours), "]");
+  SMP_CHECK_WITH(UsageError, !(theirs.empty() && ours.empty()) && std::min(theirs.size(), ours.size()) <= 1,
+                 "a name map has the rule ", sides,
+                 ": expected one name on one side at least, got ", theirs.size(), " and ", ours.size(),
+                 ". Make several rules of it");
+  Rule rule{{}, {}, transform};
+  std::set<std::set<std::string>> placeholders;
+  for (const auto& [names, patterns] : {std::pair{&theirs, &rule.theirs}, {&ours, &rule.ours}}) {
+    for (const std::string& name : *names) {
+      const Pattern& pattern = patterns->emplace_back(parse(name));
+      placeholders.emplace(pattern.placeholders.begin(), pattern.placeholders.end());
+    }
+  }
+  SMP_CHECK_WITH(UsageError, placeholders.size() == 1, "a name map has the rule ", sides,
+                 ": expected the same placeholders in all its names, got others. Name what is the "
+                 "same alike");
   rules_.push_back(std::move(rule));
   return *this;
 }
 
-std::optional<NameMap::Target> NameMap::apply(const std::string& name) const {
-  for (const Rule& rule : rules_) {
-    switch (rule.kind) {
-      case Rule::Kind::kName:
-        if (name == rule.from) return Target{rule.to, rule.transform};
-        break;
-      case Rule::Kind::kPrefix:
-        if (name.rfind(rule.from, 0) == 0) {
-          return Target{rule.to + name.substr(rule.from.size()), rule.transform};
-        }
-        break;
-      case Rule::Kind::kPattern: {
-        std::smatch match;
-        if (std::regex_match(name, match, rule.expression)) {
-          return Target{match.format(rule.to), rule.transform};
-        }
-        break;
-      }
-      case Rule::Kind::kIgnore:
-        if (std::regex_match(name, rule.expression)) return std::nullopt;
-        break;
-    }
+NameMap::Pattern NameMap::parse(const std::string& text) {
+  Pattern pattern{text};
+  std::string expression;
+  size_t begin = 0;
+  for (size_t open = text.find('{'); open != std::string::npos; open = text.find('{', begin)) {
+    const size_t close = text.find('}', open);
+    const auto name = text.substr(open + 1, std::min(close, text.size()) - open - 1);
+    const bool is_new = std::find(pattern.placeholders.begin(), pattern.placeholders.end(), name) ==
+                        pattern.placeholders.end();
+    SMP_CHECK_WITH(UsageError, close != std::string::npos && !name.empty() && is_new,
+                   "a name map has the name \"", text,
+                   "\": expected placeholders as {layer} or {rest*}, each once, got \"{", name,
+                   "\". Correct the name");
+    expression += escaped(text.substr(begin, open - begin));
+    expression += name.back() == '*' ? "(.+)" : "([0-9]+)";
+    pattern.placeholders.push_back(name);
+    begin = close + 1;
   }
-  return Target{name, Transform::kNone};
+  pattern.expression = std::regex(expression + escaped(text.substr(begin)));
+  return pattern;
+}
+
+std::optional<NameMap::Values> NameMap::match(const Pattern& pattern, const std::string& name) {
+  std::smatch found;
+  if (!std::regex_match(name, found, pattern.expression)) return std::nullopt;
+  Values values;
+  for (size_t i = 0; i < pattern.placeholders.size(); ++i) {
+    values[pattern.placeholders[i]] = found[i + 1];
+  }
+  return values;
+}
+
+std::vector<std::string> NameMap::fill(const std::vector<Pattern>& patterns, const Values& values) {
+  std::vector<std::string> names;
+  for (const Pattern& pattern : patterns) {
+    std::string& name = names.emplace_back();
+    size_t begin = 0;
+    for (const std::string& placeholder : pattern.placeholders) {
+      const size_t open = pattern.text.find('{', begin);
+      name += pattern.text.substr(begin, open - begin) + values.at(placeholder);
+      begin = open + placeholder.size() + 2;
+    }
+    name += pattern.text.substr(begin);
+  }
+  return names;
 }
 
 }  // namespace smp

@@ -41,12 +41,12 @@ class PretrainedFiles {
   std::map<std::string, TensorSpec> tensors_;
 };
 
-/// Which stored tensor goes where.
+/// Which stored tensors go where.
 class PretrainedPlan {
  public:
   /// Matches files with a model. Throws one CheckpointError that lists all other shapes and types,
-  /// names that two stored tensors with different contents are mapped to and, with `strict`, what
-  /// is unused or missing.
+  /// names that stored tensors with different contents are mapped to and, with `strict`, what is
+  /// unused or missing.
   PretrainedPlan(std::shared_ptr<const PretrainedFiles> files,
                  const std::vector<ExpectedTensor>& expected, const PretrainedOptions& options);
 
@@ -58,25 +58,70 @@ class PretrainedPlan {
 
  private:
   struct Source {
-    std::string stored;
-    Transform transform = Transform::kNone;
-    at::ScalarType dtype = at::kFloat;
+    std::vector<std::string> stored;  // in the order of `rule.theirs`; empty: not there
+    NameMap::Match rule;
+    TensorSpec spec;     // of the model's tensor
+    int64_t before = 0;  // rows of those of `rule.ours` that come before it
   };
   using Problems = std::map<std::string, std::string>;
+  using Indices = std::map<std::string, size_t>;  // of expected tensors, by each of their names
 
   void match(const std::vector<ExpectedTensor>& expected, const PretrainedOptions& options,
              Problems& problems);
-  void take(const std::string& stored, const NameMap::Target& target, size_t i,
-            const ExpectedTensor& expected, bool convert, Problems& problems);
+  void take(const std::string& stored, const NameMap::Match& rule, size_t i, Problems& problems);
+  void check(size_t i, const std::vector<ExpectedTensor>& expected, const Indices& index_of,
+             bool convert, Problems& problems);
+  TensorSpec stored_spec(const Source& source, const std::string& stored) const;
 
   std::shared_ptr<const PretrainedFiles> files_;
-  std::vector<Source> sources_;  // by expected tensor; without a name: none
+  std::vector<Source> sources_;  // by expected tensor
   PretrainedReport report_;
 };
+
+/// What a model's tensors become in files of another program.
+class OutwardPlan {
+ public:
+  /// Of tensors and their names. Throws one CheckpointError that lists those of which the rules
+  /// make nothing that can be stored.
+  OutwardPlan(const std::vector<ExpectedTensor>& tensors, const NameMap& names);
+
+  /// What is stored.
+  const std::vector<NamedSpec>& stored() const { return stored_; }
+  /// The tensors of the model that the i-th stored one is made of.
+  const std::vector<size_t>& sources(size_t i) const { return parts_[i].sources; }
+  /// Its values, made of theirs.
+  at::Tensor values(size_t i, const std::vector<at::Tensor>& sources) const;
+
+ private:
+  struct Part {
+    std::vector<size_t> sources;
+    Transform transform;
+    int64_t begin;  // its first row in the sources, one after the other
+    int64_t rows;   // how many; none: all
+  };
+  using Problems = std::map<std::string, std::string>;
+
+  void divide(size_t i, const TensorSpec& spec, const NameMap::Match& rule, Problems& problems);
+  void unite(const std::vector<ExpectedTensor>& tensors, const NameMap::Match& rule,
+             Problems& problems);
+
+  std::map<std::string, size_t> index_of_;  // of tensors, by each of their names
+  std::vector<NamedSpec> stored_;
+  std::vector<Part> parts_;
+};
+
+/// The file of `save_pretrained` in a folder, which is made if it is not there. Throws
+/// CheckpointError.
+std::string pretrained_file_in(const std::string& folder);
 
 /// Loads pretrained files into a plain module: for fine-tuning. Everything is checked before a
 /// tensor of the module changes. Throws CheckpointError.
 PretrainedReport load_pretrained(torch::nn::Module& module, const std::string& path,
                                  const PretrainedOptions& options = {});
+
+/// Writes a plain module as `folder`/model.safetensors, by the names of another program. Throws
+/// CheckpointError.
+void save_pretrained(const torch::nn::Module& module, const std::string& folder,
+                     const NameMap& names);
 
 }  // namespace smp::checkpoint

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <map>
 #include <optional>
 #include <regex>
 #include <string>
@@ -10,57 +11,90 @@
 
 namespace smp {
 
-/// What happens to a tensor on its way from a file into a model.
+/// What happens to a tensor between a file and a model, in both directions.
 enum class Transform {
   kNone,
   kTranspose,  ///< a matrix is transposed: GPT-2's Conv1D stores [in, out], Linear has [out, in]
 };
 
-/// How the tensors of one program are called in another. Rules are tried in the order in which they
-/// were added, and the first that fits decides; a name that no rule fits stays as it is.
+/// How the tensors of a model are called in another program's files, and how they lie there: for
+/// `load_pretrained` and `save_pretrained`. *Theirs* is a name in the files, *ours* the model's.
 ///
-/// Example, GPT-2 of Hugging Face's library:
+/// Names may have placeholders: `{layer}` stands for a number, `{rest*}` for any text; both sides
+/// of a rule have the same ones. Rules are tried in the order in which they were added, and the
+/// first that fits a name decides; a name that no rule fits is the same on both sides. All
+/// functions that add a rule throw `UsageError` for one whose placeholders do not fit.
+///
+/// Example, a part of GPT-2 of Hugging Face's library (all of it: examples/huggingface/gpt2.json):
 /// \code
 ///   NameMap()
-///       .ignore("(transformer\\.)?h\\.\\d+\\.attn\\.(masked_)?bias")
-///       .pattern("(?:transformer\\.)?h\\.(\\d+)\\.attn\\.c_attn\\.weight", "blocks.$1.qkv.weight",
-///                Transform::kTranspose)
-///       .rename("wte.weight", "tokens.weight")
-///       .prefix("transformer.", "");
+///       .ignore("transformer.h.{layer}.attn.bias")
+///       .rename("transformer.h.{layer}.attn.c_attn.weight", "blocks.{layer}.qkv.weight",
+///               Transform::kTranspose)
+///       .rename("transformer.wte.weight", "tokens.weight")
+///       .rename("transformer.{rest*}", "{rest*}");
 /// \endcode
 class SMP_API NameMap {
  public:
-  /// What a stored tensor is in the model.
-  struct Target {
-    std::string name;
+  /// What the map says of a name. Those of `theirs`, one after the other along the first dimension
+  /// and each transformed, are those of `ours`, one after the other; one of the two has one name
+  /// only, or none: then the other side has no such tensor.
+  struct Match {
+    std::vector<std::string> theirs;
+    std::vector<std::string> ours;
     Transform transform = Transform::kNone;
+    size_t index = 0;  ///< where the name is among those of its side
   };
 
-  /// The tensor of this very name.
-  NameMap& rename(std::string from, std::string to, Transform transform = Transform::kNone);
-  /// All names that begin with `from` begin with `to` instead.
-  NameMap& prefix(std::string from, std::string to, Transform transform = Transform::kNone);
-  /// All names that fit a regular expression as a whole (ECMAScript, as std::regex); `to` may refer
-  /// to its groups by $1, $2 ... Throws UsageError for an expression that is none.
-  NameMap& pattern(const std::string& from, std::string to, Transform transform = Transform::kNone);
-  /// All names that fit a regular expression are left out.
-  NameMap& ignore(const std::string& expression);
+  /// The map in a file of JSON, see docs/huggingface.md. Throws `ConfigError` for a file that
+  /// cannot be read or has another form.
+  static NameMap from_file(const std::string& path);
 
-  /// None for a name that is ignored.
-  std::optional<Target> apply(const std::string& name) const;
+  /// One tensor is one.
+  NameMap& rename(const std::string& theirs, const std::string& ours,
+                  Transform transform = Transform::kNone);
+  /// Several of theirs are one of ours: queries, keys and values that we have in one matrix. When
+  /// they are written they have equal sizes.
+  NameMap& join(const std::vector<std::string>& theirs, const std::string& ours,
+                Transform transform = Transform::kNone);
+  /// One of theirs is several of ours.
+  NameMap& split(const std::string& theirs, const std::vector<std::string>& ours,
+                 Transform transform = Transform::kNone);
+  /// The model has no such tensor: it is left out when files are read.
+  NameMap& ignore(const std::string& theirs);
+  /// The files have no such tensor: it is neither read nor written.
+  NameMap& omit(const std::string& ours);
+  /// Files may leave this out of the beginning of all names: the rules have it, and so have the
+  /// files that are written.
+  NameMap& optional_prefix(std::string prefix);
+
+  /// What a name of a file, or of the model, stands for.
+  Match of_theirs(const std::string& name) const;
+  Match of_ours(const std::string& name) const;
 
  private:
-  struct Rule {
-    enum class Kind { kName, kPrefix, kPattern, kIgnore } kind;
-    std::string from;
-    std::string to;
-    Transform transform = Transform::kNone;
+  /// A name with placeholders.
+  struct Pattern {
+    std::string text;
+    std::vector<std::string> placeholders = {};  // in their order
     std::regex expression = {};
   };
+  struct Rule {
+    std::vector<Pattern> theirs;
+    std::vector<Pattern> ours;
+    Transform transform;
+  };
+  using Values = std::map<std::string, std::string>;  // by placeholder
 
-  NameMap& add_pattern(Rule rule);
+  static Pattern parse(const std::string& text);
+  static std::optional<Values> match(const Pattern& pattern, const std::string& name);
+  static std::vector<std::string> fill(const std::vector<Pattern>& patterns, const Values& values);
+  NameMap& add(const std::vector<std::string>& theirs, const std::vector<std::string>& ours,
+               Transform transform = Transform::kNone);
+  std::optional<Match> find(const std::string& name, std::vector<Pattern> Rule::*side) const;
 
   std::vector<Rule> rules_;
+  std::string prefix_;
 };
 
 }  // namespace smp

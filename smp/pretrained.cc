@@ -15,24 +15,10 @@ namespace smp {
 namespace {
 
 using runtime::assign;
-using runtime::expect_whole;
+using runtime::expected_by;
 using runtime::load_values;
 using runtime::Runtime;
 using runtime::together;
-
-/// The model's tensors by the names that the module itself gives them.
-std::vector<checkpoint::ExpectedTensor> expected_by(const Runtime& runtime,
-                                                    const runtime::Model& model,
-                                                    std::vector<checkpoint::NamedTensor> tensors) {
-  const size_t prefix = model.full_name("").size();
-  for (auto& tensor : tensors) {
-    tensor.name.erase(0, prefix);
-    for (std::string& alias : tensor.aliases) alias.erase(0, prefix);
-  }
-  auto expected = checkpoint::expectations(tensors);
-  expect_whole(runtime, tensors, expected);
-  return expected;
-}
 
 }  // namespace
 
@@ -62,6 +48,15 @@ PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
 PretrainedReport load_pretrained(const std::string& path, torch::nn::Module& module,
                                  const PretrainedOptions& options) {
   return checkpoint::load_pretrained(module, path, options);
+}
+
+void save_pretrained(const std::string& folder, const ModelCore& core, const NameMap& names) {
+  runtime::save_pretrained(folder, core.impl(), names);
+}
+
+void save_pretrained(const std::string& folder, const torch::nn::Module& module,
+                     const NameMap& names) {
+  checkpoint::save_pretrained(module, folder, names);
 }
 
 }  // namespace smp

@@ -27,4 +27,16 @@ SMP_API PretrainedReport load_pretrained(const std::string& path, const ModelCor
 SMP_API PretrainedReport load_pretrained(const std::string& path, torch::nn::Module& module,
                                          const PretrainedOptions& options = {});
 
+/// Writes a model as `folder`/model.safetensors, as Hugging Face's libraries read it (with the
+/// config.json of the model beside it), by the names that `names` gives its tensors; a tied one is
+/// stored once. World rank 0 writes; the others send it their tensors one at a time. Collective
+/// over the world, between steps. What cannot be stored or written is one `CheckpointError` on all
+/// ranks, and then an earlier file is as it was.
+SMP_API void save_pretrained(const std::string& folder, const ModelCore& model,
+                             const NameMap& names = {});
+
+/// The same of a plain module of this process; needs no `init`.
+SMP_API void save_pretrained(const std::string& folder, const torch::nn::Module& module,
+                             const NameMap& names = {});
+
 }  // namespace smp

@@ -237,6 +237,18 @@ void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTen
   }
 }
 
+std::vector<ExpectedTensor> expected_by(const Runtime& runtime, const Model& model,
+                                        std::vector<checkpoint::NamedTensor> tensors) {
+  const size_t prefix = model.full_name("").size();
+  for (auto& tensor : tensors) {
+    tensor.name.erase(0, prefix);
+    for (std::string& alias : tensor.aliases) alias.erase(0, prefix);
+  }
+  auto expected = checkpoint::expectations(tensors);
+  expect_whole(runtime, tensors, expected);
+  return expected;
+}
+
 void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::Tensor()> read) {
   const auto& entry = runtime.table().at(tensor);
   if (entry.split) {

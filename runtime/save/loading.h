@@ -19,6 +19,11 @@ namespace smp::runtime {
 void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTensor>& tensors,
                   std::vector<checkpoint::ExpectedTensor>& expected);
 
+/// What another program's files are expected to hold for a model's tensors, or become for them: by
+/// the names that the module itself gives them, with the sizes of the whole. Internal.
+std::vector<checkpoint::ExpectedTensor> expected_by(const Runtime& runtime, const Model& model,
+                                                    std::vector<checkpoint::NamedTensor> tensors);
+
 /// Gives a model's tensor the values that `read` returns, of the whole and in its own type, if this
 /// rank holds it, or its shard, or its part of what is divided; whoever will own a tensor that does
 /// not exist yet reads it then. Internal.

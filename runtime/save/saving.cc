@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "checkpoint/pretrained.h"
 #include "core/check.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
@@ -17,6 +18,7 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
+#include "runtime/save/loading.h"
 #include "runtime/save/together.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/update_watch.h"
@@ -130,6 +132,30 @@ class Save {
   comm::CommunicatorPtr group_;
 };
 
+/// What the one rank that writes a file does, while others send: after an error it goes on
+/// receiving and does nothing else.
+class FileWork {
+ public:
+  explicit FileWork(const comm::Communicator& group) : is_mine_(group.rank() == 0) {}
+
+  void attempt(const std::function<void()>& action) {
+    if (failure_ || !is_mine_) return;
+    try {
+      action();
+    } catch (const CheckpointError&) {
+      failure_ = std::current_exception();
+    }
+  }
+  /// Throws what went wrong.
+  void finish() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  const bool is_mine_;
+  std::exception_ptr failure_;
+};
+
 /// The model as one file, which rank 0 of a group writes and the owners of tensors send to it.
 class MergedModel {
  public:
@@ -158,25 +184,36 @@ class MergedModel {
   /// Collective. An error of the file is thrown when everything was sent.
   std::string write(const checkpoint::Writer& writer, comm::Communicator& group) const {
     std::optional<checkpoint::MergedShard> file;
-    std::exception_ptr failure;
-    const auto attempt = [&](const auto& action) {
-      if (failure || group.rank() > 0) return;
-      try {
-        action();
-      } catch (const CheckpointError&) {
-        failure = std::current_exception();
-      }
-    };
-    attempt([&] { file.emplace(writer, specs_, aliases_); });
+    FileWork work(group);
+    work.attempt([&] { file.emplace(writer, specs_, aliases_); });
     for (const size_t i : order()) {
-      at::Tensor value;
-      alone(group, [&] { value = bring(i, group); });
-      attempt([&] { file->append(value); });
+      const at::Tensor value = bring(i, group);
+      work.attempt([&] { file->append(value); });
     }
     std::string part;
-    attempt([&] { part = file->finish(); });
-    if (failure) std::rethrow_exception(failure);
+    work.attempt([&] { part = file->finish(); });
+    work.finish();
     return part;
+  }
+
+  /// The same as a file of another program; `plan` is of these tensors.
+  void write(const checkpoint::OutwardPlan& plan, const std::string& folder,
+             comm::Communicator& group) const {
+    std::optional<checkpoint::SafetensorsWriter> file;
+    FileWork work(group);
+    work.attempt([&] { file.emplace(checkpoint::pretrained_file_in(folder), plan.stored()); });
+    std::vector<size_t> brought;
+    std::vector<at::Tensor> values;
+    for (const size_t i : checkpoint::SafetensorsWriter::order_of(plan.stored())) {
+      if (plan.sources(i) != brought) {  // else another part of the same
+        brought = plan.sources(i);
+        values.clear();
+        for (const size_t source : brought) values.push_back(bring(source, group));
+      }
+      work.attempt([&] { file->append(plan.values(i, values)); });
+    }
+    work.attempt([&] { file->commit(); });
+    work.finish();
   }
 
  private:
@@ -184,8 +221,14 @@ class MergedModel {
 
   std::vector<size_t> order() const { return checkpoint::SafetensorsWriter::order_of(specs_); }
 
-  /// The value of a tensor on rank 0.
+  /// The value of a tensor on rank 0. Collective.
   at::Tensor bring(size_t i, comm::Communicator& group) const {
+    at::Tensor value;
+    alone(group, [&] { value = send_or_receive(i, group); });
+    return value;
+  }
+
+  at::Tensor send_or_receive(size_t i, comm::Communicator& group) const {
     const at::Tensor value = values_[i]();
     const bool is_source = group.rank() == sources_[i];
     if (sources_[i] == 0 || checkpoint::byte_size(specs_[i].second) == 0) {
@@ -229,6 +272,14 @@ checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_c
   return state;
 }
 
+/// Throws unless all ranks, of which each tells what it calls, save the same.
+void check_same_call(const std::vector<std::string>& all) {
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
+                 ", rank ", other, " calls ", all[other],
+                 ". Give the same arguments on every rank");
+}
+
 /// The first half: what must be settled before anybody writes.
 Begun begin(const Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
   const std::string mine =
@@ -240,10 +291,7 @@ Begun begin(const Runtime& runtime, const SaveRequest& request, bool with_optimi
     if (runtime.rank() == 0) begun->writer.begin();
     return mine;
   });
-  const size_t other = first_other(all);
-  SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
-                 ", rank ", other, " calls ", all[other],
-                 ". Give the same arguments on every rank");
+  check_same_call(all);
   return std::move(*begun);
 }
 
@@ -287,6 +335,18 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
   return std::make_shared<BackgroundSave>();
 }
 
+/// Throws if nothing can be saved now.
+void begin_saving(Runtime& runtime, const std::string& call) {
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
+                 " was called inside a step function; call it after the step");
+  SMP_CHECK_WITH(UsageError, !has_delayed(runtime), call,
+                 " was called before the first step, and the model was made under delayed "
+                 "parameter initialization: its parameters do not exist yet. Save after a step");
+  take_back_wholes(runtime);
+  CheckpointContext::of(runtime).finish();
+  runtime.update_watch->compare_now();
+}
+
 }  // namespace
 
 std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) {
@@ -303,18 +363,29 @@ std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) 
 std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
                                      Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
-  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, request.call,
-                 " was called inside a step function; call it after the step");
-  SMP_CHECK_WITH(UsageError, !has_delayed(runtime), request.call,
-                 " was called before the first step, and the model was made under delayed "
-                 "parameter initialization: its parameters do not exist yet. Save after a step");
-  take_back_wholes(runtime);
-  CheckpointContext::of(runtime).finish();
-  runtime.update_watch->compare_now();
+  begin_saving(runtime, request.call);
   Begun begun = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
   return request.merged ? save_merged(runtime, request, std::move(begun), model)
                         : save_parts(runtime, request, std::move(begun), model, optimizer);
+}
+
+void save_pretrained(const std::string& folder, const Model& model, const NameMap& names) {
+  Runtime& runtime = Runtime::get();
+  begin_saving(runtime, "smp::save_pretrained");
+  const auto mine = c10::str("smp::save_pretrained to ", folder);
+  const auto tensors = tensors_of(runtime, model);
+  std::optional<checkpoint::OutwardPlan> plan;
+  const auto all = together(*runtime.world(), [&] {
+    plan.emplace(expected_by(runtime, model, tensors), names);
+    return mine;
+  });
+  check_same_call(all);
+  const at::NoGradGuard no_grad;
+  together(*runtime.world(), [&] {
+    MergedModel(runtime, model).write(*plan, folder, *runtime.world());
+    return "";
+  });
 }
 
 }  // namespace smp::runtime

@@ -11,6 +11,7 @@
 #include "runtime/model.h"
 #include "runtime/save/background_save.h"
 #include "runtime/update/optimizer.h"
+#include "smp/name_map.h"
 
 namespace smp::runtime {
 
@@ -37,5 +38,9 @@ std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime, const Mo
 /// as it was; for an asynchronous save it comes from what is returned, or from the next save.
 std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
                                      Optimizer* optimizer);
+
+/// Writes a model as `folder`/model.safetensors by the names of another program; see
+/// `smp::save_pretrained`.
+void save_pretrained(const std::string& folder, const Model& model, const NameMap& names);
 
 }  // namespace smp::runtime

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
+#include <filesystem>
+
 #include "tests/checkpoint/test_util.h"
 
 namespace smp::checkpoint {
@@ -58,10 +60,10 @@ class PretrainedTest : public FolderTest {
 
   static NameMap names() {
     return NameMap()
-        .ignore(R"(transformer\.h\.\d+\.attn\.bias)")
-        .pattern(R"(transformer\.h\.0\.c_fc\.(weight))", "up.$1", Transform::kTranspose)
-        .rename("transformer.h.0.c_fc.bias", "up.bias")
-        .prefix("transformer.wte.weight", "tokens");
+        .ignore("transformer.h.{layer}.attn.bias")
+        .rename("transformer.h.0.c_fc.weight", "up.weight", Transform::kTranspose)
+        .rename("transformer.h.0.c_fc.{rest*}", "up.{rest*}")
+        .rename("transformer.wte.weight", "tokens");
   }
 
   std::string error_of(const PretrainedOptions& options) {
@@ -110,8 +112,9 @@ TEST_F(PretrainedTest, LoadsOneFileWhereverItIs) {
 
 TEST_F(PretrainedTest, ListsEverythingThatDoesNotFit) {
   write_sharded();
-  const auto wrong =
-      NameMap().rename("transformer.h.0.c_fc.weight", "up.weight").prefix("transformer.", "");
+  const auto wrong = NameMap()
+                         .rename("transformer.h.0.c_fc.weight", "up.weight")
+                         .rename("transformer.{rest*}", "{rest*}");
   EXPECT_EQ(
       error_of(PretrainedOptions().names(wrong)),
       "[smp] pretrained files \"" + path("") +
@@ -179,34 +182,203 @@ TEST_F(PretrainedTest, ChecksTheFilesAndTheirIndex) {
               HasSubstr("is malformed: expected an object \"weight_map\" with the file of each"));
 }
 
+/// Queries, keys and values apart in the files, and one matrix here; a table that lies in two here;
+/// a buffer that the files do not have.
+struct FusedImpl : torch::nn::Module {
+  FusedImpl() {
+    qkv = register_parameter("qkv", torch::randn({6, 4}));
+    low = register_parameter("low", torch::randn({1, 2}));
+    high = register_parameter("high", torch::randn({2, 2}));
+    mask = register_buffer("mask", torch::ones({2}));
+  }
+  static NameMap names() {
+    return NameMap()
+        .optional_prefix("net.")
+        .join({"net.q", "net.k", "net.v"}, "qkv", Transform::kTranspose)
+        .split("net.table", {"low", "high"})
+        .omit("mask");
+  }
+  torch::Tensor qkv, low, high, mask;
+};
+TORCH_MODULE(Fused);
+
+class FusedTest : public FolderTest {
+ protected:
+  std::string error_of(const NameMap& names) {
+    return checkpoint_error(
+        [&] { load_pretrained(*net_, path(""), PretrainedOptions().names(names)); });
+  }
+
+  torch::Tensor q_ = torch::randn({4, 2}), k_ = torch::randn({4, 2}), v_ = torch::randn({4, 2});
+  torch::Tensor table_ = torch::randn({3, 2});
+  Fused net_;
+};
+
+TEST_F(FusedTest, LoadsPartsAndWritesThemAgain) {
+  for (const std::string prefix : {"", "net."}) {
+    write_safetensors(
+        path("model.safetensors"),
+        {{prefix + "q", q_}, {prefix + "k", k_}, {prefix + "v", v_}, {prefix + "table", table_}});
+    net_ = Fused();
+    const auto report =
+        load_pretrained(*net_, path(""), PretrainedOptions().names(FusedImpl::names()));
+    EXPECT_TRUE(torch::equal(net_->qkv, torch::cat({q_.t(), k_.t(), v_.t()})));
+    EXPECT_TRUE(torch::equal(net_->low, table_.narrow(0, 0, 1)));
+    EXPECT_TRUE(torch::equal(net_->high, table_.narrow(0, 1, 2)));
+    EXPECT_THAT(report.used,
+                ElementsAre(Pair(prefix + "k", "qkv"), Pair(prefix + "q", "qkv"),
+                            Pair(prefix + "table", "low"), Pair(prefix + "table", "high"),
+                            Pair(prefix + "v", "qkv")));
+    EXPECT_THAT(report.missing, IsEmpty());
+
+    save_pretrained(*net_, path("out/deep"), FusedImpl::names());
+    const SafetensorsReader written(path("out/deep/model.safetensors"));
+    EXPECT_EQ(written.entries().size(), 4u);
+    EXPECT_TRUE(torch::equal(written.read("net.q"), q_));
+    EXPECT_TRUE(torch::equal(written.read("net.k"), k_));
+    EXPECT_TRUE(torch::equal(written.read("net.v"), v_));
+    EXPECT_TRUE(torch::equal(written.read("net.table"), table_));
+  }
+}
+
+TEST_F(FusedTest, SaysWhichPartsDoNotFit) {
+  const auto write = [&](const torch::Tensor& v, const torch::Tensor& table) {
+    write_safetensors(path("model.safetensors"),
+                      {{"net.q", q_}, {"net.k", k_}, {"net.v", v}, {"net.table", table}});
+  };
+  write(torch::randn({5, 2}), torch::randn({4, 2}));
+  EXPECT_THAT(
+      error_of(FusedImpl::names()),
+      AllOf(HasSubstr("net.q: expected F32 [6, 4] for \"qkv\", got F32 [2, 4], F32 [2, 4], F32 [2, 5]"),
+            HasSubstr("net.table: expected F32 [1, 2], F32 [2, 2] for \"low\", \"high\", got F32 "
+                      "[4, 2]")));
+  write(v_, table_);
+  EXPECT_THAT(error_of(NameMap()
+                           .join({"net.q", "net.k", "net.v", "net.w"}, "qkv", Transform::kTranspose)
+                           .split("net.table", {"low", "top"})),
+              AllOf(HasSubstr("net.w: missing from the files, a part of \"qkv\""),
+                    HasSubstr("net.table: the model lacks \"top\", a part of it"),
+                    HasSubstr("high: missing from the files"),
+                    HasSubstr("mask: missing from the files")));
+}
+
+TEST_F(FusedTest, SaysWhatCannotBeStored) {
+  const auto error = checkpoint_error([&] {
+    save_pretrained(*net_, path("out"),
+                    NameMap()
+                        .join({"a", "b", "c", "d"}, "qkv")
+                        .split("e", {"low", "mask"})
+                        .split("f", {"high", "top"}));
+  });
+  EXPECT_THAT(error,
+              AllOf(HasSubstr("the model's tensors cannot be stored by the name map:\n"),
+                    HasSubstr("qkv: expected 4 equal parts, got F32 [6, 4]\nCorrect the rules"),
+                    HasSubstr("e: expected parts that differ in rows only, got F32 [1, 2], F32 [2]"),
+                    HasSubstr("f: the model lacks \"top\", a part of it\n")));
+  EXPECT_FALSE(std::filesystem::exists(path("out")));
+  spill(path("file"), "");
+  EXPECT_THAT(checkpoint_error([&] { save_pretrained(*net_, path("file"), {}); }),
+              HasSubstr("cannot write pretrained files to \"" + path("file")));
+}
+
+TEST_F(PretrainedTest, StoresATiedTensorOnce) {
+  Net net;
+  save_pretrained(*net, path("out"), names());
+  const SafetensorsReader written(path("out/model.safetensors"));
+  std::vector<std::string> stored;
+  for (const auto& [name, entry] : written.entries()) stored.push_back(name);
+  EXPECT_THAT(stored, ElementsAre("transformer.h.0.c_fc.bias", "transformer.h.0.c_fc.weight",
+                                  "transformer.wte.weight"));
+  EXPECT_TRUE(torch::equal(written.read("transformer.h.0.c_fc.weight"), net->up->weight.t()));
+  EXPECT_TRUE(torch::equal(written.read("transformer.wte.weight"), net->tokens));
+}
+
 TEST(NameMapTest, TheFirstRuleThatFitsDecides) {
   const auto map = NameMap()
                        .rename("a", "x", Transform::kTranspose)
-                       .prefix("a", "y.")
-                       .pattern("(b+)(c)", "$2-$1")
-                       .ignore("b.*")
-                       .prefix("", "rest.");
-  const auto name = [&](const std::string& from) {
-    const auto target = map.apply(from);
-    return target ? target->name : "ignored";
-  };
-  EXPECT_EQ(name("a"), "x");
-  EXPECT_EQ(map.apply("a")->transform, Transform::kTranspose);
-  EXPECT_EQ(name("ab"), "y.b");
-  EXPECT_EQ(name("bbc"), "c-bb");
-  EXPECT_EQ(name("bd"), "ignored");
-  EXPECT_EQ(name("d"), "rest.d");
-  EXPECT_EQ(NameMap().apply("d")->name, "d");
+                       .rename("a{rest*}", "y.{rest*}")
+                       .rename("{n}b{rest*}.{m}", "{rest*}-{m}.{n}")
+                       .ignore("b{rest*}")
+                       .omit("z")
+                       .rename("c(d)", "z");
+  const auto ours = [&](const std::string& theirs) { return map.of_theirs(theirs).ours; };
+  const auto theirs = [&](const std::string& ours) { return map.of_ours(ours).theirs; };
+  EXPECT_THAT(ours("a"), ElementsAre("x"));
+  EXPECT_EQ(map.of_theirs("a").transform, Transform::kTranspose);
+  EXPECT_THAT(ours("ab"), ElementsAre("y.b"));
+  EXPECT_THAT(ours("10bc.2"), ElementsAre("c-2.10"));
+  EXPECT_THAT(theirs("c-2.10"), ElementsAre("10bc.2"));
+  EXPECT_THAT(ours("xbc.2"), ElementsAre("xbc.2"));
+  EXPECT_THAT(ours("bd"), IsEmpty());
+  EXPECT_THAT(theirs("z"), IsEmpty());
+  EXPECT_THAT(ours("c(d)"), ElementsAre("z"));
+  EXPECT_THAT(theirs("y.b"), ElementsAre("ab"));
+  EXPECT_THAT(theirs("bd"), ElementsAre("bd"));
 }
 
-TEST(NameMapTest, RefusesWhatIsNoExpression) {
+std::string usage_error(const std::function<void()>& action) {
   try {
-    NameMap().pattern("(", "x");
-    FAIL();
+    action();
   } catch (const UsageError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("a name map has a rule for \"(\": expected a regular "
-                                        "expression, got one with an error"));
+    return error.what();
   }
+  ADD_FAILURE() << "expected a UsageError";
+  return "";
+}
+
+TEST(NameMapTest, RefusesRulesThatDoNotFit) {
+  EXPECT_THAT(usage_error([] { NameMap().rename("{", "x"); }),
+              HasSubstr("a name map has the name \"{\": expected placeholders as {layer} or "
+                        "{rest*}, each once, got \"{\". Correct the name"));
+  EXPECT_THAT(usage_error([] { NameMap().ignore("{a}{a}"); }), HasSubstr("each once, got \"{a\""));
+  EXPECT_THAT(usage_error([] { NameMap().rename("{a}.b", "{b}"); }),
+              HasSubstr("a name map has the rule [{a}.b] -> [{b}]: expected the same placeholders "
+                        "in all its names, got others. Name what is the same alike"));
+}
+
+class NameMapFileTest : public FolderTest {
+ protected:
+  std::string error_of(const std::string& text) {
+    spill(path("map.json"), text);
+    try {
+      NameMap::from_file(path("map.json"));
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    ADD_FAILURE() << "expected a ConfigError";
+    return "";
+  }
+};
+
+TEST_F(NameMapFileTest, SaysWhatTheRulesSay) {
+  spill(path("map.json"), R"({"format": "smp-name-map", "optional_prefix": "net.", "rules": [
+    {"theirs": ["net.q.{i}", "net.k.{i}"], "ours": "qk.{i}", "transform": "transpose"},
+    {"theirs": "net.table", "ours": ["low", "high"]},
+    {"theirs": "net.bias"},
+    {"ours": "mask"}
+  ]})");
+  const auto map = NameMap::from_file(path("map.json"));
+  const auto joined = map.of_theirs("k.3");
+  EXPECT_THAT(joined.theirs, ElementsAre("net.q.3", "net.k.3"));
+  EXPECT_THAT(joined.ours, ElementsAre("qk.3"));
+  EXPECT_EQ(joined.transform, Transform::kTranspose);
+  EXPECT_EQ(joined.index, 1u);
+  EXPECT_THAT(map.of_ours("high").theirs, ElementsAre("net.table"));
+  EXPECT_EQ(map.of_ours("high").index, 1u);
+  EXPECT_THAT(map.of_theirs("net.bias").ours, IsEmpty());
+  EXPECT_THAT(map.of_ours("mask").theirs, IsEmpty());
+}
+
+TEST_F(NameMapFileTest, SaysWhatIsWrongWithTheFile) {
+  EXPECT_THAT(error_of(R"({"format": "other"})"),
+              HasSubstr("map.json: \"format\": expected \"smp-name-map\", got \"other\""));
+  EXPECT_THAT(error_of(R"({"format": "smp-name-map", "rules": [
+                {"theirs": "a", "ours": "b", "transform": "twist"}]})"),
+              HasSubstr("\"rules[0].transform\": expected \"transpose\", got \"twist\""));
+  EXPECT_THAT(error_of(R"({"format": "smp-name-map", "rules": [
+                {"theirs": ["a", "b"], "ours": ["c", "d"]}]})"),
+              HasSubstr("\"rules[0]\": a name map has the rule [a, b] -> [c, d]: expected one name "
+                        "on one side at least, got 2 and 2. Make several rules of it."));
 }
 
 }  // namespace

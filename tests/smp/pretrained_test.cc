@@ -26,7 +26,7 @@ class Pretrained : public SavedRunTest {
   }
 
   static PretrainedOptions options() {
-    return PretrainedOptions().names(NameMap().prefix("gpt.", ""));
+    return PretrainedOptions().names(NameMap().rename("gpt.{rest*}", "{rest*}"));
   }
 
   std::map<std::string, torch::Tensor> expected_;
@@ -49,6 +49,36 @@ TEST_F(Pretrained, EachRankReadsWhatItHolds) {
       });
     }
   }
+}
+
+TEST_F(Pretrained, WhatIsWrittenIsWhatWasRead) {
+  for (const auto& [stages, replicas] : {std::pair{1, 1}, {2, 2}, {3, 1}}) {
+    for (const bool after_a_step : {false, true}) {
+      const std::string out = path() + "/out";
+      run(stages, replicas, [&](SavedRun& run) {
+        if (after_a_step) run.train(0);
+        load_pretrained(path(), run.model, options());
+        save_pretrained(out, run.model, options().names());
+        run.train(1);
+      });
+      const checkpoint::SafetensorsReader written(out + "/model.safetensors");
+      EXPECT_EQ(written.entries().size(), expected_.size() - 1);
+      for (const auto& [name, tensor] : expected_) {
+        if (name == "tokens.weight") continue;  // tied: stored once, as "head"
+        EXPECT_TRUE(torch::equal(written.read("gpt." + name), tensor)) << name;
+      }
+    }
+  }
+}
+
+TEST_F(Pretrained, WhatCannotBeWrittenIsOneErrorOnAllRanks) {
+  Texts texts;
+  run(2, 1, [&](SavedRun& run) {
+    texts.of([&] { save_pretrained(path("model.safetensors"), run.model, options().names()); });
+    run.train(0);
+    save_pretrained(path() + "/out", run.model);
+  });
+  EXPECT_THAT(texts.the_same_from(2), HasSubstr("cannot write pretrained files to "));
 }
 
 TEST_F(Pretrained, WhatDoesNotFitIsOneErrorOnAllRanks) {
