@@ -24,6 +24,15 @@ void check_arity(const char* module, bool add_cross_attention, bool expected) {
                  expected ? "four tensors without it" : "two tensors with it");
 }
 
+constexpr const char* kGelu = "gelu";
+constexpr const char* kGeluNew = "gelu_new";
+constexpr const char* kRelu = "relu";
+
+at::Tensor activated(const at::Tensor& x, const std::string& activation) {
+  if (activation == kRelu) return at::relu(x);
+  return activation == kGelu ? at::gelu(x) : at::gelu(x, "tanh");
+}
+
 /// The forward of a layer, or of several: into slices, through them, and back.
 template <class Module>
 DistributedTransformerLayerImpl::Pair forward_pair(
@@ -57,9 +66,11 @@ void DistributedTransformerOutputLayerImpl::reset() {
   check_block(kOutputLayer, options.pre_layernorm(), options.post_layernorm(), options.optimize());
   check_divides(kOutputLayer, "intermediate_size", options.intermediate_size(),
                 tensor_group()->size());
-  SMP_CHECK_WITH(UsageError, options.activation() == "gelu" || options.activation() == "relu",
-                 kOutputLayer, ": activation is \"", options.activation(),
-                 "\". Choose \"gelu\" or \"relu\"");
+  const std::string& activation = options.activation();
+  SMP_CHECK_WITH(UsageError,
+                 activation == kGelu || activation == kGeluNew || activation == kRelu, kOutputLayer,
+                 ": activation is \"", activation,
+                 "\". Choose \"gelu\", \"gelu_new\" or \"relu\"");
   const Block<DistributedTransformerOutputLayerOptions> block{options};
   if (options.pre_layernorm()) {
     pre_layernorm = register_module("pre_layernorm", block.make_norm());
@@ -84,7 +95,7 @@ at::Tensor DistributedTransformerOutputLayerImpl::run(const at::Tensor& hidden, 
   const at::Tensor x = pre_layernorm ? normalised(pre_layernorm, hidden, sliced)
                                      : hidden.to(dense2->weight.scalar_type());
   const at::Tensor inner = dense1->run(x, sliced);
-  const at::Tensor active = options.activation() == "gelu" ? at::gelu(inner) : at::relu(inner);
+  const at::Tensor active = activated(inner, options.activation());
   const at::Tensor y = hidden_dropout(dense2->run(active, sliced), options.hidden_dropout_prob(),
                                       is_training(), sliced);
   const at::Tensor sum = residual(hidden, y, options.fp32_residual_addition());

@@ -23,7 +23,7 @@ namespace smp::nn {
 ///   post_layernorm
 ///
 /// Throws `UsageError` if the ranks do not divide intermediate_size, without any layer norm, and
-/// for an activation other than "gelu" and "relu".
+/// for an activation other than "gelu", "gelu_new" and "relu".
 class SMP_API DistributedTransformerOutputLayerImpl
     : public torch::nn::Cloneable<DistributedTransformerOutputLayerImpl> {
  public:

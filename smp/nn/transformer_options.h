@@ -54,7 +54,8 @@ namespace smp::nn {
   TORCH_ARG(int64_t, alibi_bias_max) = 8
 
 // intermediate_size  outputs of the first linear layer; a multiple of the ranks
-// activation         between the two linear layers: "gelu" or "relu"
+// activation         between the two linear layers: "gelu", "gelu_new" (its approximation by tanh,
+//                    which GPT-2 has) or "relu"
 #define SMP_NN_OUTPUT_OPTIONS                   \
   TORCH_ARG(int64_t, intermediate_size) = 4096; \
   TORCH_ARG(std::string, activation) = "gelu"

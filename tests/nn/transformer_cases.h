@@ -80,7 +80,9 @@ struct Plain {
   Tensor output(const Tensor& hidden, const std::string& name) const {
     const Tensor x = pre ? norm(hidden, name + ".pre_layernorm") : hidden;
     const Tensor inner = linear(x, name + ".dense1");
-    const Tensor active = activation == "gelu" ? torch::gelu(inner) : torch::relu(inner);
+    const Tensor active = activation == "relu"   ? torch::relu(inner)
+                          : activation == "gelu" ? torch::gelu(inner)
+                                                 : torch::gelu(inner, "tanh");
     const Tensor y = hidden + torch::dropout(linear(active, name + ".dense2"), dropout, train);
     return post ? norm(y, name + ".layernorm") : y;
   }
@@ -119,7 +121,8 @@ inline std::vector<Case> layer_cases() {
   cases[4].mask = cases[4].causal = true;
   cases[5].name = "cross attention";
   cases[5].cross = cases[5].mask = cases[5].causal = true;
-  cases[6].name = "linear biases";
+  cases[6].name = "linear biases, gelu_new";
+  cases[6].activation = "gelu_new";
   cases[6].alibi = cases[6].causal = true;
   cases[7].name = "dropout";
   cases[7].pre = cases[7].causal = true;

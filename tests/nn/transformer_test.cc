@@ -434,7 +434,7 @@ TEST(Transformer, SaysWhatIsWrongWithItsOptions) {
                {"pre_layernorm and post_layernorm are both false. At least one of them must be "
                 "true"});
     expect_has(error(options_of(test, "speed").activation("tanh")),
-               {"activation is \"tanh\". Choose \"gelu\" or \"relu\""});
+               {"activation is \"tanh\". Choose \"gelu\", \"gelu_new\" or \"relu\""});
     expect_has(error(options_of(test, "both")),
                {"optimize is \"both\". Choose \"speed\" or \"memory\""});
     expect_has(error_of<UsageError>(
