@@ -75,6 +75,14 @@ TEST_F(ScheduleChoice, AFileHasToFitTheStep) {
               "Set \"microbatches\" and \"virtual_stages\" as the file needs them"});
 }
 
+TEST_F(ScheduleChoice, AFileHasToHaveTheBackwardsThatAreNeeded) {
+  const std::string path = file_with("smp_forwards.csv", "0F0,0F1,0B0,0B1\n1F0,1F1\n");
+  const auto config = four_microbatches("file").microbatches(2).schedule_file(path);
+  expect_has(error_of<ConfigError>([&] { train(config); }),
+             {path + ": the schedule has no backward of some stages that need one. Write another "
+                     "file."});
+}
+
 TEST_F(ScheduleChoice, AFileThatCannotRunIsRefused) {
   const std::string path = file_with("smp_stuck.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
   const auto config = four_microbatches("file").microbatches(2).schedule_file(path);
