@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Puts causes of wrong numbers back, one at a time, and counts the random programs until each shows.
+
+usage: tests/random/causes.py [--programs N] [--first SEED] [NAME...]
+       causes.py --check  (in the root: whether all causes can still be put back)
+
+For each cause (those named, or all) it changes one place of the sources, builds
+//tests/random:random_test, runs random programs until one fails, and puts the place back. It prints
+a row of a table for each. A cause whose place has changed is an error: mend its row below.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TARGET = "//tests/random:random_test"
+
+# Name, what is wrong again, file, the place as it is, the place with the cause.
+CAUSES = [
+    ("overlap", "a write through an overlapping view may lie on the other side of a cut",
+     "partitioner/cuts.cc",
+     "return graph::overlaps_itself(meta.sizes, meta.strides) ? 2 : 1;",
+     "return graph::overlaps_itself(meta.sizes, meta.strides) ? 1 : 1;"),
+    ("leaf", "a view that is older than its history passes for a leaf",
+     "graph/replay.cc",
+     "!tensor.is_leaf() || tensor.is_view()) {",
+     "!tensor.is_leaf()) {"),
+    ("enter", "the same for a view that enters a stage",
+     "graph/autograd_entry.cc",
+     "if (data.is_leaf() && data.requires_grad() && !data.is_view()) {",
+     "if (data.is_leaf() && data.requires_grad()) {"),
+    ("requiring", "what crosses a cut after its memory got a history requires no gradient",
+     "pipeline/stage.cc",
+     "if (requires_grad.since(transfer.value) < first[transfer.to]) {",
+     "if (graph.values[transfer.value].meta.requires_grad) {"),
+    ("held", "what the function holds beside its placeholders counts as gone",
+     "graph/recorder.cc",
+     "if (is_placeholder(tensor)) user = tensor.storage().getWeakStorageImpl();",
+     "user = tensor.storage().getWeakStorageImpl();"),
+    ("modes", "an operator runs under the modes that happen to be in force",
+     "graph/replay.cc",
+     "if (!instruction.mode.runs_like(ExecutionMode::current())) mode.emplace(instruction.mode);",
+     "if (instruction.mode.inference) mode.emplace(instruction.mode);"),
+    ("casts", "autocast casts a parameter once for all scopes of a stage",
+     "graph/replay.cc",
+     "if (autocast_scope < 0 || !tensor.requires_grad()",
+     "if (autocast_scope >= 0 || !tensor.requires_grad()"),
+    ("lists", "what an operator writes and does not return is no result",
+     "graph/written_results.cc",
+     "return !is_leaf(op) &&",
+     "return false && !is_leaf(op) &&"),
+    ("late", "what is written after backward is written in place",
+     "graph/late_writes.cc",
+     "if (!needed) continue;",
+     "if (!needed || now > 0) continue;"),
+    ("roots", "backward begins with what its roots hold at the end",
+     "graph/tracer.cc",
+     "if (!roots_.empty()) keep_roots(current);",
+     "if (roots_.size() > 1000) keep_roots(current);"),
+    ("zero", "a probability may be patched from and to 0",
+     "graph/verifier.cc",
+     "return op.random_ordinal >= 0 && is_zero(a) != is_zero(b);",
+     "return false && op.random_ordinal >= 0 && is_zero(a) != is_zero(b);"),
+    ("filled", "a factory's result that host code fills later is taken for the recorded one",
+     "graph/tracer_host.cc",
+     "if (host_data_.empty()) return std::nullopt;",
+     "return std::nullopt;"),
+    ("prefix", "a run that leaves a known graph forgets which values are views",
+     "graph/recorder.cc",
+     "  restore_views();\n}",
+     "}"),
+    ("complex", "parts of a complex tensor are written on the memory of a message",
+     "pipeline/message.cc",
+     "const bool on_message = !c10::isComplexType(metas_[index].dtype);",
+     "const bool on_message = true || !c10::isComplexType(metas_[index].dtype);"),
+    ("spread", "the function's other views do not show a history that a write gave their memory",
+     "graph/tracer.cc",
+     "if (!std::exchange(history_begins_, false)) return;",
+     "if (std::exchange(history_begins_, false) || true) return;"),
+    ("slopes", "a cut may divide what autograd::grad differentiates",
+     "graph/differentiate.cc",
+     "ranges.push_back({first_reader(graph, graph.operators[last]), static_cast<int>(last)});",
+     "ranges.push_back({static_cast<int>(last), static_cast<int>(last)});"),
+]
+
+
+def source(path, right):
+    """The text of a source, which has a place once."""
+    text = path.read_text(encoding="utf-8")
+    if text.count(right) != 1:
+        sys.exit(f"{path}: expected once, got {text.count(right)} times: {right}\n"
+                 "Mend the cause's row in tests/random/causes.py.")
+    return text
+
+
+class Planted:
+    """The sources with a cause in them, while it is open."""
+
+    def __init__(self, file, right, wrong):
+        self.path, self.right, self.wrong = ROOT / file, right, wrong
+
+    def __enter__(self):
+        self.text = source(self.path, self.right)
+        self.path.write_text(self.text.replace(self.right, self.wrong), encoding="utf-8")
+
+    def __exit__(self, *_):
+        self.path.write_text(self.text, encoding="utf-8")
+
+
+def run(first, programs):
+    """Builds and runs; the number of programs until one failed and how it did, or None."""
+    subprocess.run(["bazel", "build", TARGET], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+    settings = {"SMP_RANDOM_FIRST": first, "SMP_RANDOM_PROGRAMS": programs,
+                "SMP_RANDOM_FAILURES": 1, "SMP_LOG_LEVEL": "error"}
+    result = subprocess.run(
+        [ROOT / "bazel-bin/tests/random/random_test", "--gtest_filter=RandomPrograms.*"], cwd=ROOT,
+        env={**os.environ, **{key: str(value) for key, value in settings.items()}},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    failed = re.search(r"^seed (\d+): (.*)$", result.stdout, re.MULTILINE)
+    if failed:
+        return int(failed[1]) - first + 1, failed[2]
+    if result.returncode < 0:
+        return None, f"the test ended with signal {-result.returncode}"
+    return None, ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=20000, help="at most, for each cause")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--check", action="store_true", help="look at the sources only")
+    parser.add_argument("names", nargs="*", help="of causes; all without")
+    options = parser.parse_args()
+    unknown = set(options.names) - {cause[0] for cause in CAUSES}
+    if unknown:
+        parser.error(f"no cause is named {', '.join(sorted(unknown))}")
+    if options.check:
+        for _, _, file, right, _ in CAUSES:
+            source(pathlib.Path(file), right)
+        return
+    print("| cause put back | programs until it was found | by |\n|---|---|---|", flush=True)
+    for name, text, file, right, wrong in CAUSES:
+        if options.names and name not in options.names:
+            continue
+        with Planted(file, right, wrong):
+            number, how = run(options.first, options.programs)
+        found = number if number else f"none of {options.programs}"
+        print(f"| {name}: {text} | {found} | {how[:100]} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
