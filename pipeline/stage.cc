@@ -437,6 +437,8 @@ void Stage::give_outputs(int microbatch, const OutputConsumer& output) const {
 
 /// Completes `start_gradients`.
 void Stage::begin_backward(InFlight& state) const {
+  SMP_INTERNAL_ASSERT(state.sinks.size() == static_cast<size_t>(sinks_), "stage ", index_,
+                      " has a backward without a forward that kept what it needs");
   // Gradients from later stages come first into every sum, as their operators come last in the
   // program and so first in a backward pass.
   for (const Outgoing& outgoing : outgoing_) {
