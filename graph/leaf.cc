@@ -344,7 +344,8 @@ void check_leaf_results(const LeafCall& call,
   }
 }
 
-Tensors undeclared_parameters(const LeafCall& call, const Tensors& inputs, const Tensors& results) {
+Tensors undeclared_parameters(const LeafCall& call, const Tensors& entered,
+                              const Tensors& results) {
   std::unordered_set<const at::TensorImpl*> declared;
   for (const at::Tensor& tensor : call.state) declared.insert(tensor.unsafeGetTensorImpl());
   Tensors found;
@@ -353,9 +354,9 @@ Tensors undeclared_parameters(const LeafCall& call, const Tensors& inputs, const
   const auto visit = [&](const core::NodePtr& node) {
     if (node != nullptr && seen.insert(node.get()).second) open.push_back(node.get());
   };
-  for (const at::Tensor& input : inputs) {
-    if (!input.defined() || !input.requires_grad()) continue;
-    seen.insert(torch::autograd::impl::gradient_edge(input).function.get());
+  for (const at::Tensor& tensor : entered) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    seen.insert(torch::autograd::impl::gradient_edge(tensor).function.get());
   }
   for (const at::Tensor& result : results) {
     if (result.defined() && result.requires_grad()) {

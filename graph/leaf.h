@@ -100,10 +100,10 @@ void check_leaf_results(const LeafCall& call,
                         const std::vector<std::optional<TensorMeta>>& recorded,
                         const std::vector<at::Tensor>& results);
 
-/// Parameters that the history of `results` reaches without passing `inputs`, and that are not in
-/// `call.state`.
+/// Parameters that the history of `results` reaches without passing what `entered` the leaf, inputs
+/// and state, and that are not in `call.state`.
 std::vector<at::Tensor> undeclared_parameters(const LeafCall& call,
-                                              const std::vector<at::Tensor>& inputs,
+                                              const std::vector<at::Tensor>& entered,
                                               const std::vector<at::Tensor>& results);
 
 }  // namespace smp::graph

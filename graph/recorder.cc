@@ -242,11 +242,14 @@ void Recorder::run_leaf(const TracedCall& call, const Operator& op, torch::jit::
 /// Takes the leaf's arguments from the stack and returns its results, without their history.
 std::vector<at::Tensor> Recorder::run_leaf_on_data(const LeafCall& leaf, const Operator& op,
                                                    torch::jit::Stack& stack) {
-  const auto inputs = stack[stack.size() - op.arguments.size() + 2].toTensorVector();
+  const size_t first = stack.size() - op.arguments.size();
+  std::vector<at::Tensor> entered = stack[first + 2].toTensorVector();  // inputs, then state
+  const auto state = stack[first + 3].toTensorVector();
+  entered.insert(entered.end(), state.begin(), state.end());
   call_seeded(op.handle, stack, stream_seed(options_.random, op.random_ordinal));
   placeholder_history().tensor_pre_hooks().clear();  // a leaf may have hooks on its inputs
   std::vector<at::Tensor> results = torch::jit::pop(stack).toTensorVector();
-  for (const at::Tensor& parameter : undeclared_parameters(leaf, inputs, results)) {
+  for (const at::Tensor& parameter : undeclared_parameters(leaf, entered, results)) {
     const auto* entry = options_.table->find(parameter);
     if (entry == nullptr) continue;
     refuse_("leaf module \"" + leaf.module + "\" uses parameter \"" + entry->name +
