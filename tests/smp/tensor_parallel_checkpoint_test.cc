@@ -267,8 +267,9 @@ TEST_F(TensorParallelCheckpoint, KeepsEveryBitOfPiecesOfParts) {
             rank.train(1);
             save(name, rank.model, rank.optimizer);
             save_async(name + ".async", rank.model, rank.optimizer).wait();
-            save_checkpoint(name, "full", rank.model, SaveCheckpointOptions().partial(false));
-            save_checkpoint(name, "async", rank.model,
+            save_checkpoint(name + ".tags", "full", rank.model,
+                            SaveCheckpointOptions().partial(false));
+            save_checkpoint(name + ".tags", "async", rank.model,
                             SaveCheckpointOptions().partial(false).asynchronous(true))
                 .wait();
           },
@@ -287,7 +288,7 @@ TEST_F(TensorParallelCheckpoint, KeepsEveryBitOfPiecesOfParts) {
       if (half) continue;
       for (const std::string tag : {"full", "async"}) {
         const auto plain = make_model<PlainModel>(9);
-        load_into_module(name + "/" + tag, *plain);
+        load_into_module(name + ".tags/" + tag, *plain);
         for (const auto& [parameter, value] : state_of(*plain)) {
           expect_equal(value, saved.at(parameter), parameter + " from " + tag);
         }
