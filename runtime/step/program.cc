@@ -162,7 +162,6 @@ void Program::begin_together(const ReplicaJoin::Step& step) {
 
 void Program::take_part(const ReplicaJoin::Step& step, const std::string& name) {
   begin_together(step);
-  for (dp::StepGradients* gradients : reductions_) gradients->reduce();
   finish_training(name, /*bad=*/false);
 }
 
@@ -244,8 +243,9 @@ Program::Reductions Program::observe_reductions(bool records) {
   return recorded;
 }
 
-/// `bad`: see `LossWatch`.
+/// Reduces what has not started, too. `bad`: see `LossWatch`.
 void Program::finish_training(const std::string& name, bool bad) {
+  for (dp::StepGradients* gradients : reductions_) gradients->reduce();
   PaceExchange exchange(*runtime_->replicas(), {runtime_->update_watch->updates(), bad});
   runtime_->current_step.adding_up = nullptr;
   std::vector<ReplicaPace> paces;
@@ -366,13 +366,7 @@ Program::Outputs Program::run(Inputs inputs) {
       return buckets_[place.model]->buffer(place.index, microbatch);
     };
   }
-  size_t reduced = 0;
-  const size_t stages = own_stages().size();
-  step.reduce = [&](int stage) {
-    complete_stage(stage);
-    if (++reduced < stages) return;
-    for (dp::StepGradients* gradients : reductions_) gradients->reduce();
-  };
+  step.reduce = [&](int stage) { complete_stage(stage); };
   Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
   step.output = [&](int position, int microbatch, const at::Tensor& output) {
     outputs[position][microbatch] =

@@ -14,14 +14,17 @@ namespace {
 
 using namespace testing;
 
-/// Gradients of the first replica by name, after each of the steps.
+/// Gradients of the first replica by name, after each of the steps; the first `frozen` parameters
+/// have none.
 std::vector<Named> train(const ModelOptions& options, int steps,
-                         const std::string& pipeline = "interleaved") {
+                         const std::string& pipeline = "interleaved", int frozen = 0) {
   std::vector<Named> result(steps);
   std::vector<Mlp> nets;
   for (int i = 0; i < 4; ++i) {
     torch::manual_seed(3);
     nets.emplace_back(Mlp());
+    auto parameters = nets.back()->parameters();
+    for (int p = 0; p < frozen; ++p) parameters[p].set_requires_grad(false);
   }
   torch::manual_seed(4);
   const auto data = torch::randn({steps, 2, 8, MlpImpl::kWidth});
@@ -68,6 +71,15 @@ TEST(BucketOptions, OverlapChangesNoBit) {
       expect_equal(views[i], after[i]);
     }
   }
+}
+
+/// Its first stage has no backward, and none to be reduced after.
+TEST(BucketOptions, ARankWithAFrozenStageReducesWhatTheOthersMake) {
+  const auto overlapped = train(ModelOptions(), 1, "zbv", /*frozen=*/6);
+  EXPECT_EQ(overlapped[0].size(), 6u);
+  const auto after = train(ModelOptions().overlapping_allreduce(false), 1, "zbv", /*frozen=*/6);
+  expect_equal(after[0], overlapped[0]);
+  expect_equal(train(ModelOptions(), 1, "interleaved", /*frozen=*/6)[0], overlapped[0]);
 }
 
 /// Gradients of two steps, of which the first left nothing in `.grad`.
