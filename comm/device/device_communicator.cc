@@ -59,12 +59,11 @@ WorkPtr DeviceCommunicator::start(at::Device device, CollectiveTask task) {
   if (device.is_cpu()) {
     return host_->start(device, std::move(task));
   }
-  return size() > 1 ? start_on_device(task) : DeviceCommunicator::start_on_device(task);
-}
-
-WorkPtr DeviceCommunicator::start_on_device(const CollectiveTask& task) {
-  TaskCollectives collectives([this](const Collective& call) { run(call); });
-  task(collectives);
+  if (size() > 1) {
+    return start_on_device(task);
+  }
+  TaskCollectives alone([this](const Collective& call) { run(call); });
+  task(alone);
   return std::make_shared<CompleteWork>();
 }
 

@@ -56,8 +56,7 @@ class DeviceCommunicator : public Communicator {
   virtual WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) = 0;
   virtual WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) = 0;
   virtual WorkPtr start_on_device(const Collective& call) = 0;
-  /// Runs the task here and now, unless it is overridden.
-  virtual WorkPtr start_on_device(const CollectiveTask& task);
+  virtual WorkPtr start_on_device(const CollectiveTask& task) = 0;
 
  private:
   bool is_on_device(const char* verb, const at::Tensor& tensor) const;
