@@ -6,6 +6,7 @@
 
 #include "smp/nn/attention_layer.h"      // IWYU pragma: export
 #include "smp/nn/cross_entropy.h"        // IWYU pragma: export
+#include "smp/nn/flash_attention.h"      // IWYU pragma: export
 #include "smp/nn/operators.h"            // IWYU pragma: export
 #include "smp/nn/parallel_embedding.h"   // IWYU pragma: export
 #include "smp/nn/parallel_linear.h"      // IWYU pragma: export

@@ -43,7 +43,8 @@ PAGES = {
                            "nn/parameter_split.h", "nn/split_module.h"],
     "Divided layers": ["nn/parallel_linear.h", "nn/parallel_embedding.h", "nn/cross_entropy.h",
                        "nn/operators.h"],
-    "Transformers": ["nn/transformer_options.h", "nn/attention_layer.h", "nn/transformer_layer.h",
+    "Transformers": ["nn/transformer_options.h", "nn/attention_layer.h", "nn/flash_attention.h",
+                     "nn/transformer_layer.h",
                      "nn/transformer_lm_head.h"],
     "Errors": ["error.h"],
 }

@@ -2,12 +2,8 @@
 #include "smp/nn/attention_layer.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/softmax.h>
-#include <ATen/ops/tensor.h>
 
 #include <cmath>
 #include <limits>
@@ -23,28 +19,10 @@ namespace smp::nn {
 namespace {
 
 constexpr const char* kName = "DistributedAttentionLayer";
-constexpr int64_t kHeads = 1;  // the dimension of heads in [N, heads, S, channels]
 
 /// [N, S, count x heads x channels] as `count` tensors [N, heads, S, channels].
 std::vector<at::Tensor> by_heads(const at::Tensor& x, int64_t count, int64_t channels) {
   return x.view({x.size(0), x.size(1), count, -1, channels}).permute({2, 0, 3, 1, 4}).unbind(0);
-}
-
-/// Of each head, as the paper defines them for a power of two; between them, every other one of
-/// the next power.
-std::vector<double> alibi_slopes(int64_t heads, int64_t bias_max) {
-  int64_t power = 1;
-  while (power < heads) power *= 2;
-  std::vector<double> of_power;
-  for (int64_t i = 1; i <= power; ++i) {
-    of_power.push_back(std::exp2(-static_cast<double>(bias_max * i) / static_cast<double>(power)));
-  }
-  if (power == heads) return of_power;
-  std::vector<double> slopes;
-  for (int64_t i = 1; i < power; i += 2) slopes.push_back(of_power[i]);
-  for (int64_t i = 0; i < power; i += 2) slopes.push_back(of_power[i]);
-  slopes.resize(heads);
-  return slopes;
 }
 
 }  // namespace
@@ -141,9 +119,7 @@ at::Tensor DistributedAttentionLayerImpl::attend(const at::Tensor& query, const 
                                             bias.defined() ? std::optional(bias) : std::nullopt);
   }
   const double scale = 1 / std::sqrt(static_cast<double>(options.attention_head_size()));
-  at::Tensor scores = at::matmul(query * scale, key.transpose(-2, -1));
-  if (bias.defined()) scores = scores + bias;
-  return at::matmul(divided_dropout(at::softmax(scores, -1), p, true, kHeads), value);
+  return attention_with_dropout(query, key, value, bias, p, scale);
 }
 
 /// What is added to the scores: the mask, the causal mask and the linear biases; undefined if there
@@ -159,21 +135,10 @@ at::Tensor DistributedAttentionLayerImpl::score_bias(const at::Tensor& query, in
   if (options.causal_mask_size() && !options.cross_attention()) {
     add(at::full({keys, keys}, -std::numeric_limits<double>::infinity(), query.options()).triu(1));
   }
-  if (options.use_alibi()) add(alibi(query, keys));
+  if (options.use_alibi()) {
+    add(linear_biases(query, keys, options.num_attention_heads(), options.alibi_bias_max()));
+  }
   return bias;
-}
-
-/// [1, heads of this rank, S, keys]: minus the distance, times the slope of the head.
-at::Tensor DistributedAttentionLayerImpl::alibi(const at::Tensor& query, int64_t keys) const {
-  const auto options_of_query = query.options().requires_grad(false);
-  const at::Tensor slopes =
-      at::tensor(alibi_slopes(options.num_attention_heads(), options.alibi_bias_max()),
-                 options_of_query)
-          .view({1, -1, 1, 1});
-  const at::Tensor distance = (at::arange(keys, options_of_query) -
-                               at::arange(query.size(2), options_of_query).unsqueeze(1))
-                                  .abs();
-  return distance.neg() * scatter_to_group(slopes, kHeads);
 }
 
 }  // namespace smp::nn

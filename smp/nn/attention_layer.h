@@ -55,7 +55,6 @@ class SMP_API DistributedAttentionLayerImpl
   at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const at::Tensor& mask);
   at::Tensor score_bias(const at::Tensor& query, int64_t keys, const at::Tensor& mask) const;
-  at::Tensor alibi(const at::Tensor& query, int64_t keys) const;
 };
 TORCH_MODULE(DistributedAttentionLayer);
 

@@ -2,11 +2,17 @@
 #include "smp/nn/transformer_parts.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/layer_norm.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/tensor.h>
 
+#include <cmath>
 #include <mutex>
 #include <set>
+#include <vector>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -16,7 +22,8 @@
 namespace smp::nn {
 namespace {
 
-constexpr int64_t kSequence = 1;
+constexpr int64_t kSequence = 1;  // of hidden states
+constexpr int64_t kHeads = 1;     // of [N, heads, S, channels]
 
 /// Whether the program has not asked for `module` before; ranks may be threads.
 bool is_first_of(const char* module) {
@@ -24,6 +31,23 @@ bool is_first_of(const char* module) {
   static std::set<std::string> known;
   const std::lock_guard<std::mutex> lock(mutex);
   return known.insert(module).second;
+}
+
+/// Of each head, as the paper defines them for a power of two; between them, every other one of
+/// the next power.
+std::vector<double> alibi_slopes(int64_t heads, int64_t bias_max) {
+  int64_t power = 1;
+  while (power < heads) power *= 2;
+  std::vector<double> of_power;
+  for (int64_t i = 1; i <= power; ++i) {
+    of_power.push_back(std::exp2(-static_cast<double>(bias_max * i) / static_cast<double>(power)));
+  }
+  if (power == heads) return of_power;
+  std::vector<double> slopes;
+  for (int64_t i = 1; i < power; i += 2) slopes.push_back(of_power[i]);
+  for (int64_t i = 0; i < power; i += 2) slopes.push_back(of_power[i]);
+  slopes.resize(heads);
+  return slopes;
 }
 
 }  // namespace
@@ -77,6 +101,22 @@ at::Tensor normalised(const torch::nn::LayerNorm& norm, const at::Tensor& x, boo
 
 at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced) {
   return sliced ? divided_dropout(x, p, train, kSequence) : at::dropout(x, p, train);
+}
+
+at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max) {
+  const auto options = query.options().requires_grad(false);
+  const at::Tensor slopes = at::tensor(alibi_slopes(heads, bias_max), options).view({1, -1, 1, 1});
+  const at::Tensor distance =
+      (at::arange(keys, options) - at::arange(query.size(2), options).unsqueeze(1)).abs();
+  return distance.neg() * scatter_to_group(slopes, kHeads);
+}
+
+at::Tensor attention_with_dropout(const at::Tensor& query, const at::Tensor& key,
+                                  const at::Tensor& value, const at::Tensor& bias, double p,
+                                  double scale) {
+  at::Tensor scores = at::matmul(query * scale, key.transpose(-2, -1));
+  if (bias.defined()) scores = scores + bias;
+  return at::matmul(divided_dropout(at::softmax(scores, -1), p, true, kHeads), value);
 }
 
 at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32) {

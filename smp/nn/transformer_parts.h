@@ -94,6 +94,17 @@ at::Tensor normalised(const torch::nn::LayerNorm& norm, const at::Tensor& x, boo
 /// Dropout of hidden states.
 at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced);
 
+/// Attention with linear biases, [1, heads of this rank, S, keys]: minus the distance, times the
+/// slope of the head. `query` is [N, heads of this rank, S, channels], and there are `heads` in
+/// all.
+at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max);
+
+/// Attention of this rank's heads, [N, heads, S, channels], whose probabilities are dropped as in
+/// one process. `bias`, which is added to the scaled scores, may be undefined.
+at::Tensor attention_with_dropout(const at::Tensor& query, const at::Tensor& key,
+                                  const at::Tensor& value, const at::Tensor& bias, double p,
+                                  double scale);
+
 /// The residual `x` and what a block made of it; half precision is added in float32 if `fp32`.
 at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32);
 
