@@ -442,6 +442,15 @@ TEST_F(Model, RemovingThroughACopyOfTheHandleIsHarmless) {
   });
 }
 
+TEST_F(Model, MovingItBeforeTheFirstStepIsIgnored) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<Mlp> model(make_net());
+    model->to(torch::kMeta);
+    for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.is_cpu());
+    expect_equal(make_training(model)(x_, y_).outputs(), plain_losses(prototype_), "loss");
+  });
+}
+
 TEST_F(Model, TrainAndEvalReachTheModule) {
   run_as_threads(1, stages(1), [&] {
     DistributedModel<Mlp> model(make_net());
