@@ -124,6 +124,7 @@ bool DataParallelCore::broadcasts_now(bool reduces) const {
 bool DataParallelCore::begin_forward() {
   if (!at::GradMode::is_enabled()) return false;
   reducer_->check_complete();
+  reducer_->keep_hooks();
   reduces_ = synchronizes_ && reducer_->local_passes() + 1 >= options_.backward_passes_per_step();
   const bool reduces = reduces_ && (is_joining() || module_->is_training());
   prepare(begin_round(reduces, broadcasts_now(reduces_)));

@@ -109,6 +109,15 @@ void Reducer::check_complete() const {
                  "sure that all outputs of forward take part in the loss");
 }
 
+// `set_`, which torch::load calls, makes autograd forget the parameter's accumulator, whose hook
+// says that there is a gradient.
+void Reducer::keep_hooks() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    torch::autograd::impl::set_grad_accumulator(parameters_[i],
+                                                core::WeakNodePtr(accumulators_[i]));
+  }
+}
+
 void Reducer::rebuild(int root) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;

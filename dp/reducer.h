@@ -56,6 +56,10 @@ class Reducer {
   /// left out parameters; it lists them.
   void check_complete() const;
 
+  /// Before a forward pass whose gradients are reduced: parameters that were given other memory
+  /// since (by `torch::load`, say) go on being reduced.
+  void keep_hooks();
+
   /// Whether buckets are to be rebuilt before the next forward pass; the same on all ranks.
   bool rebuild_is_due() const { return rebuild_is_due_; }
   /// Rebuilds them in the order that `root` found. Collective.

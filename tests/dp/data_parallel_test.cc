@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <sstream>
+
 #include "smp/ddp.h"
 #include "tests/dp/models.h"
 #include "tests/dp/replicas.h"
@@ -292,6 +294,27 @@ TEST(DistributedDataParallel, EvaluatesOnOneRank) {
         model->train();
       }
       world->barrier();
+    }
+  });
+}
+
+/// Which gives the parameters other memory.
+TEST(DistributedDataParallel, ReducesAfterTorchLoad) {
+  Training run;
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
+    auto optimizer = make_optimizer(model);
+    for (int step = 0; step < 3; ++step) {
+      std::stringstream file;
+      torch::save(model.module(), file);
+      torch::load(model.module(), file);
+      optimizer.zero_grad();
+      kOnePass(model, make_batch(run, world->rank(), step, 0));
+      const torch::Tensor gradient = model->first->weight.grad();
+      const torch::Tensor first = gradient.clone();
+      world->broadcast(first, 0);
+      EXPECT_TRUE(torch::equal(gradient, first)) << "step " << step;
+      optimizer.step();
     }
   });
 }
