@@ -73,6 +73,21 @@ void test(Model& model, const Digits& digits, torch::Device device, const Settin
   print_test(loss, correct, digits.size());
 }
 
+/// As `module.load(archive)`, which gives parameters other memory: c10d's reducer would know
+/// nothing of their gradients any more.
+inline void load_in_place(torch::nn::Module& module, torch::serialize::InputArchive& archive) {
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : module.named_parameters(/*recurse=*/false)) {
+    torch::Tensor saved;
+    archive.read(parameter.key(), saved);
+    parameter.value().copy_(saved);
+  }
+  for (const auto& child : module.named_children()) {
+    torch::serialize::InputArchive part;
+    if (archive.try_read(child.key(), part)) load_in_place(*child.value(), part);
+  }
+}
+
 /// One rank of each host writes the file, and all ranks of the host read it, each to its device.
 template <class Model, class Barrier>
 void save_and_load(Model& model, torch::optim::Optimizer& optimizer, const Place& place,
@@ -90,7 +105,7 @@ void save_and_load(Model& model, torch::optim::Optimizer& optimizer, const Place
   all.load_from(file, place.device);
   all.read("model", net);
   all.read("optimizer", updates);
-  model.module()->load(net);
+  load_in_place(*model.module(), net);
   optimizer.load(updates);
 }
 
