@@ -60,6 +60,8 @@ Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edg
 
 void Executor::add_stage(std::unique_ptr<Stage> stage) {
   const int index = stage->index();
+  SMP_INTERNAL_ASSERT(stage->has_backward() == schedule_.has_backward(index), "stage ", index,
+                      " and the schedule differ in whether it has a backward");
   stages_[index] = std::move(stage);
 }
 

@@ -77,6 +77,8 @@ class Stage {
         int index, int microbatches, const graph::TensorTable& table);
 
   int index() const { return index_; }
+  /// Whether its backward runs: see `backward_of_stage`.
+  bool has_backward() const { return has_backward_; }
 
   /// Runs some of the operators again in the backward pass (see `graph::CheckpointedSegment`).
   /// `region_of_operator`: per operator of the graph the number of its region, or -1. What they

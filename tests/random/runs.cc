@@ -194,7 +194,9 @@ class Rank {
  private:
   pipeline::Schedule make_schedule(const std::vector<pipeline::Edge>& edges) const {
     const auto stage_edges = pipeline::stage_edges(edges);
-    const auto options = options_of(trial_, plan_).edges(stage_edges);
+    const auto options = options_of(trial_, plan_)
+                             .edges(stage_edges)
+                             .backward_of_stage(pipeline::backward_of_stage(graph_, plan_, edges));
     auto schedule =
         pipeline::lower(schedule_of(trial_, graph_, plan_).generate(options), stage_edges);
     pipeline::verify(schedule, stage_edges, pipeline::VerifyOptions().credit(trial_.microbatches));
