@@ -11,6 +11,7 @@
 #include "optim/state_dict.h"
 #include "runtime/parameters/scope_notes.h"
 #include "runtime/runtime.h"
+#include "tests/error_of.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_sharding.h"
@@ -187,7 +188,11 @@ TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) {
   const auto same = [](Config config) { return config; };
   expect_equal(train_around({2, 2}, same, use), train_around({2, 2}, same, nullptr), "value");
   const auto expected = train_around({2, 1, 2}, same, nullptr);
-  expect_equal(train_around({2, 1, 2}, with_divided_states, use), expected, "value");
+  expect_has(error_of<UsageError>([&] {
+               train_around({2, 1, 2}, with_divided_states, use);
+             }),
+             {"model->cpu() does not gather layers that tensor parallelism divides together with "
+              "\"shard_optimizer_state\". Load model->state_dict()"});
   expect_equal(train_around({2, 1, 2}, with_divided_parameters, use), expected, "value");
 }
 
