@@ -347,11 +347,6 @@ void Model::cpu() {
   if (!partitioned()) return materialize(*module_);
   at::NoGradGuard no_grad;
   check_not_divided_by_modules();
-  const bool any_divided = !parameters_that_are(/*distributed=*/true).is_empty();
-  SMP_CHECK_WITH(UsageError, !any_divided || !shards_optimizer_state(*runtime_),
-                 "model->cpu() does not gather layers that tensor parallelism divides together with "
-                 "\"shard_optimizer_state\". Load model->state_dict(), which has them whole, into a "
-                 "plain module");
   const auto pipeline = runtime_->group(CommGroup::kPp);
   if (runtime_->sharding()) {
     runtime_->sharding()->parameters()->take_back();  // what an earlier call gathered

@@ -11,7 +11,6 @@
 #include "optim/state_dict.h"
 #include "runtime/parameters/scope_notes.h"
 #include "runtime/runtime.h"
-#include "tests/error_of.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_sharding.h"
@@ -149,6 +148,9 @@ Named train_around(const TensorLayout& layout, const std::function<Config(Config
         model->cpu();
         gathered(model, state);
       }
+      // It may draw from the generator that ranks of one process share, which steps seed for a
+      // while.
+      barrier();
     };
     for (int i = 0; i < 2; ++i) {
       const auto batch = token_batch(i);
@@ -188,11 +190,7 @@ TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) {
   const auto same = [](Config config) { return config; };
   expect_equal(train_around({2, 2}, same, use), train_around({2, 2}, same, nullptr), "value");
   const auto expected = train_around({2, 1, 2}, same, nullptr);
-  expect_has(error_of<UsageError>([&] {
-               train_around({2, 1, 2}, with_divided_states, use);
-             }),
-             {"model->cpu() does not gather layers that tensor parallelism divides together with "
-              "\"shard_optimizer_state\". Load model->state_dict()"});
+  expect_equal(train_around({2, 1, 2}, with_divided_states, use), expected, "value");
   expect_equal(train_around({2, 1, 2}, with_divided_parameters, use), expected, "value");
 }
 
