@@ -219,9 +219,10 @@ Model::TensorDict Model::state_dict(bool gather_to_rank0) const {
   TensorDict result;
   for (const auto& dict : {named_parameters(), named_buffers()}) {
     for (const auto& item : dict) {
-      at::Tensor& copy = copies[item.value().unsafeGetTensorImpl()];
-      const auto& entry = runtime_->table().at(item.value());
-      if (!copy.defined()) {
+      const auto [place, is_new] = copies.try_emplace(item.value().unsafeGetTensorImpl());
+      at::Tensor& copy = place->second;
+      if (is_new) {
+        const auto& entry = runtime_->table().at(item.value());
         copy = gather_to_rank0 ? whole_on_first(*runtime_, entry) : whole_on_all(*runtime_, entry);
       }
       if (copy.defined()) result.insert(item.key(), copy);

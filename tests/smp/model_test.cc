@@ -261,6 +261,33 @@ TEST_F(Model, StateDictOnTheFirstRankOnly) {
   }
 }
 
+/// Two layers of one size behind a weight that has two names, all on the second stage.
+struct TwiceNamed : torch::nn::Module {
+  TwiceNamed() {
+    const auto options = torch::nn::LinearOptions(4, 4).bias(false);
+    first = register_module("first", torch::nn::Linear(options));
+    one = register_module("one", torch::nn::Linear(options));
+    two = register_module("two", torch::nn::Linear(options));
+    again = register_parameter("again", one->weight);
+    set_partition(*first, 0);
+    set_partition(*one, 1);
+    set_partition(*two, 1);
+  }
+  torch::Tensor forward(torch::Tensor x) { return two(torch::linear(one(first(x)), again)); }
+  torch::nn::Linear first{nullptr}, one{nullptr}, two{nullptr};
+  torch::Tensor again;
+};
+
+TEST_F(Model, StateDictOnTheFirstRankSendsATiedParameterOnce) {
+  run_as_threads(2, stages(2), [&] {
+    DistributedModel<std::shared_ptr<TwiceNamed>> model(std::make_shared<TwiceNamed>());
+    step([&](torch::Tensor x) { return model(x); })(torch::ones({2, 4}));
+    const auto all = to_map(model->state_dict());
+    const auto first = to_map(model->state_dict(/*gather_to_rank0=*/true));
+    if (rank() == 0) expect_equal(first, all, "state");
+  });
+}
+
 TEST_F(Model, LocalModulesAreThoseWithLocalParameters) {
   for (int count : {1, 2}) {
     std::map<std::string, int> owners;
