@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "dp/replica_state.h"
 #include "runtime/model.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/program.h"
 #include "runtime/update/precision.h"
@@ -42,6 +43,7 @@ ReplicaJoin::Step ReplicaJoin::step_of(const Round& round) const {
 
 void ReplicaJoin::end_join() {
   try {
+    take_back_wholes(runtime_);
     SMP_CHECK_WITH(UsageError, replicas().size() == 1 || !program_.expired(),
                    "DistributedModel::join: this replica has no step function that has trained, so "
                    "it cannot take part in the steps of the others. Give each replica at least one "

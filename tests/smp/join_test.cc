@@ -161,6 +161,37 @@ TEST(ReplicaJoinCounts, AreThoseOfTheLast) {
   EXPECT_FALSE(torch::equal(got[0], got[1]));
 }
 
+/// What `model->cpu()` has put together is taken back before the last replica's parts come.
+TEST(ReplicaJoinOfDividedLayers, EndsAfterModelCpu) {
+  torch::set_num_threads(1);
+  const auto train = [](bool gathers) {
+    std::vector<Mlp> nets;
+    for (int rank = 0; rank < 4; ++rank) nets.push_back(make_net());
+    std::vector<Named> states(4);
+    const auto config = Config().tensor_parallel_degree(2).prescaled_batch(true).ddp(true);
+    run_as_threads(4, Config(config).timeout_seconds(60), [&] {
+      set_tensor_parallelism(*nets[rank()]);
+      DistributedModel<Mlp> model(nets[rank()]);
+      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(),
+                                                        torch::optim::SGDOptions(kRate));
+      auto step = smp::step([&](torch::Tensor x) { model->backward(loss_of(model(x))); });
+      {
+        const auto guard = model->join();
+        for (int i = 0; i < 3 - 2 * rdp_rank(); ++i) {
+          optimizer.zero_grad();
+          step(torch::full({2, MlpImpl::kWidth}, 1. + i + rdp_rank()));
+          optimizer.step();
+        }
+        if (gathers) model->cpu();
+      }
+      states[rank()] = to_map(model->state_dict());
+    });
+    return states;
+  };
+  const auto expected = train(false);
+  for (const Named& state : train(true)) expect_equal(state, expected[0], "value");
+}
+
 /// The text of the error of a program that trains an Mlp on two replicas.
 std::string error_with(const Config& config,
                        const std::function<void(DistributedModel<Mlp>&)>& program) {
