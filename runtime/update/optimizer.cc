@@ -168,7 +168,9 @@ void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read
     return;
   }
   set_state_({{}, groups}, parameter_names(*runtime_));
-  models.front()->register_post_partition_hook([this, apply] {
+  models.front()->register_post_partition_hook([this, weak = weak_from_this(), apply] {
+    const auto alive = weak.lock();  // the program may have dropped it
+    if (alive == nullptr) return;
     // A scheduler may have changed the options since.
     apply(optim::get_state(optimizer_, parameter_names(*runtime_)).groups);
   });

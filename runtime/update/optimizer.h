@@ -21,7 +21,7 @@ namespace smp::runtime {
 /// What `DistributedOptimizer` adds to an optimizer: checks, the division of its work among
 /// replicas, and a state keyed by parameter name that moves between layouts. What users call is
 /// documented in `smp::OptimizerCore`.
-class Optimizer {
+class Optimizer : public std::enable_shared_from_this<Optimizer> {
  public:
   using LossClosure = OptimizerPieces::LossClosure;
   /// Gives the states of the parameters whose names are wanted.

@@ -300,6 +300,20 @@ TEST(OptimizerState, BeforeTheFirstStep) {
   });
 }
 
+/// It would be given its state in the first step.
+TEST(OptimizerState, OfAnOptimizerThatIsGoneBeforeTheFirstStep) {
+  std::vector<Net> nets{make_net(), make_net()};
+  run_as_threads(2, config_of({2, 1, false}), [&] {
+    DistributedModel<Net> model(nets[rank()]);
+    {
+      auto gone = kAdam.make<DistributedOptimizer<to::Adam>>(model->parameters());
+      gone->load_state_dict(gone->state_dict());
+    }
+    step([&](torch::Tensor x) { return model(x); })(torch::ones({kMicrobatches, 13}));
+    EXPECT_TRUE(model->partitioned());
+  });
+}
+
 TEST(OptimizerStateErrors, WhatDoesNotFit) {
   const auto whole = train_plain_net(kAdam, 2);
   std::vector<OptimizerState> of_rank(2);
