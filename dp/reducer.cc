@@ -384,6 +384,15 @@ void Reducer::end_reduction() {
 void Reducer::reduce_zeros() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    // `.grad` stays in the bucket; what the program has kept of it gets memory of its own.
+    at::Tensor& gradient = parameters_[i].mutable_grad();
+    at::Tensor& slice = memory_.slices[i];
+    const bool lies_there = gradient.is_same(slice);
+    if (lies_there) gradient.reset();
+    claim(slice);
+    if (lies_there) gradient = slice;
+  }
   for (const at::Tensor& bucket : memory_.buckets) bucket.zero_();
   queue_->reset();
   queue_->start_all();

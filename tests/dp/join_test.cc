@@ -119,6 +119,28 @@ TEST(JoinBuffers, FollowWhoHasData) {
   EXPECT_EQ(modules[0]->norm->num_batches_tracked.item<int64_t>(), 3);
 }
 
+/// The buckets of the others' steps take no memory from gradients that the program has kept.
+TEST(JoinGradients, OfARankWithoutDataStay) {
+  const auto modules = make_modules(2);
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
+    DistributedDataParallel<Mlp> model(modules[world->rank()],
+                                       DDPOptions().process_group(group_of(world)));
+    State kept;
+    std::vector<torch::Tensor> gradients;
+    {
+      const auto guard = model.join();
+      for (int step = 0; step < 1 + 2 * world->rank(); ++step) {
+        kOnePass(model, make_batch({}, world->rank(), step, 0));
+      }
+      kept = state_of(model);
+      for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad());
+    }
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      EXPECT_TRUE(torch::equal(gradients[i], kept.gradients[i])) << i;
+    }
+  });
+}
+
 TEST(JoinErrors, EarlyTerminationEndsTrainingEverywhere) {
   const auto modules = make_modules(2);
   std::vector<std::string> texts(2);
