@@ -196,6 +196,9 @@ void check_tensor(const std::string& group, const char* verb, const char* argume
   SMP_CHECK_WITH(UsageError, tensor.is_contiguous(), verb, " on group '", group, "': expected ",
                  argument, " to be contiguous, got sizes ", tensor.sizes(), " with strides ",
                  tensor.strides(), ". Pass contiguous() of it.");
+  SMP_CHECK_WITH(UsageError, !tensor.is_conj() && !tensor.is_neg(), verb, " on group '", group,
+                 "': expected ", argument, " to hold its values, got a conjugate or negative view "
+                 "of others. Pass resolve_conj().resolve_neg() of it.");
 }
 
 void check_rank(const std::string& group, const char* verb, const char* argument, int rank,

@@ -33,7 +33,7 @@ void Codec<at::Tensor>::write(Writer& writer, const at::Tensor& value) {
                  "expected a dense tensor to send as an object, got one of layout ",
                  value.layout(), ". Send its parts, or to_dense() of it.");
   const at::NoGradGuard no_grad;
-  const at::Tensor plain = value.detach().cpu().contiguous();
+  const at::Tensor plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous();
   writer(plain.scalar_type(), plain.sizes().vec(), value.requires_grad());
   writer.raw(plain.const_data_ptr(), plain.nbytes());
 }

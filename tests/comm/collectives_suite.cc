@@ -619,6 +619,9 @@ TEST_P(Collectives, RefuseBadArguments) {
                 HasSubstr("expected tensor to be on the CPU, got meta. Copy it to the CPU"));
     EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::eye(2).to_sparse()); }),
                 HasSubstr("to be dense, got a tensor of layout Sparse. Pass to_dense() of it."));
+    EXPECT_THAT(error_text<UsageError>(
+                    [&] { group->broadcast(at::ones({2}, at::kComplexFloat).conj(), 0); }),
+                HasSubstr("expected tensor to hold its values, got a conjugate or negative view"));
     EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}), 9); }),
                 HasSubstr("expected root in 0 to "));
     EXPECT_THAT(error_text<UsageError>([&] { group->all_gather(at::ones({99}), at::ones({2})); }),

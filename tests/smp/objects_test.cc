@@ -113,7 +113,8 @@ TEST(Archive, KeepsTensors) {
   EXPECT_FALSE(through_bytes(at::Tensor()).defined());
   for (const at::Tensor& tensor :
        {at::rand({3, 4}), at::rand({3, 4}).t(), at::arange(5), at::rand({2}).to(at::kBFloat16),
-        at::ones({}, at::kBool), at::empty({0, 3}), at::rand({2}).requires_grad_()}) {
+        at::ones({}, at::kBool), at::empty({0, 3}), at::rand({2}).requires_grad_(),
+        at::randn({3}, at::kComplexFloat).conj(), at::_neg_view(at::rand({3}))}) {
     const at::Tensor copy = through_bytes(tensor);
     EXPECT_EQ(copy.scalar_type(), tensor.scalar_type());
     EXPECT_EQ(copy.requires_grad(), tensor.requires_grad());
