@@ -70,8 +70,9 @@ struct StepInputs {
 
 /// How `ScheduleRunner`s run schedules. Written by them, and by tests before the first step.
 struct Execution {
-  /// A program of this rank records the timeline.
-  bool records_timeline = false;
+  /// Of the configuration's `timeline`: the same on all ranks.
+  enum class Timeline { kNotBegun, kRecorded, kDone };
+  Timeline timeline = Timeline::kNotBegun;
   /// In how many steps of training schedules can still be tried.
   int trial_steps = 64;
   /// How many messages a channel takes beyond those that its receiver holds, at least: two let one

@@ -17,6 +17,8 @@ namespace {
 constexpr int kSkippedSteps = 2;
 constexpr int kTimelineSteps = 3;
 
+using Timeline = Execution::Timeline;
+
 }  // namespace
 
 ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
@@ -32,11 +34,12 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
                                             std::move(step.simulation)};
   use(planned);
   if (!graph.trains()) return;
-  if (runtime.config().timeline() && !runtime.execution.records_timeline) {
-    runtime.execution.records_timeline = writes_timeline_ = true;
+  identity_ = c10::str(graph.fingerprint(), " ", schedule().microbatches());
+  if (runtime.config().timeline() && runtime.execution.timeline == Timeline::kNotBegun) {
+    runtime.execution.timeline = Timeline::kRecorded;
+    writes_timeline_ = true;
   }
   if (is_auto() && runtime.execution.trial_steps > 0) {
-    identity_ = c10::str(graph.fingerprint(), " ", step.options.microbatches());
     trial_ = std::make_unique<ScheduleTrial>(std::move(step.options), planned);
     record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
   } else if (writes_timeline_) {
@@ -101,25 +104,28 @@ bool ScheduleRunner::begin_step() {
 
 pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
   // Replicas without batches do not run schedules.
-  if (runtime_.replica_join->is_joining()) return nullptr;
-  if (is_auto() && runtime_.execution.trial_steps > 0) {
+  if (!graph_.trains() || runtime_.replica_join->is_joining()) return nullptr;
+  const bool tries = is_auto() && runtime_.execution.trial_steps > 0;
+  if (tries) {
     --runtime_.execution.trial_steps;
-    const bool together = replicas_are_together();
-    if (trial_ && !together) return nullptr;
-    ++trial_turns_;
   } else if (trial_) {
     // Too late.
     trial_.reset();
     recording_.reset();
     if (writes_timeline_) record(kSkippedSteps, kTimelineSteps);
   }
+  if (tries || runtime_.execution.timeline == Timeline::kRecorded) {
+    const bool together = replicas_are_together();
+    if (recording_ && !together) return nullptr;
+    ++turns_;
+  }
   return recording_ ? recording_->begin_step(runtime_.progress.training_steps + 1) : nullptr;
 }
 
 /// Whether all replicas run this program and have done so equally often. Collective over them.
 bool ScheduleRunner::replicas_are_together() {
-  const auto all = comm::all_gather_bytes(*runtime_.group(CommGroup::kDp),
-                                          c10::str(identity_, " ", trial_turns_));
+  const auto all =
+      comm::all_gather_bytes(*runtime_.group(CommGroup::kDp), c10::str(identity_, " ", turns_));
   for (const std::string& other : all) {
     if (other != all.front()) return false;
   }
@@ -132,7 +138,9 @@ void ScheduleRunner::end_step(std::vector<pipeline::ReductionRecord> reductions)
   const auto recorded = recording_->gather(title());
   recording_.reset();
   if (trial_ && goes_on(recorded)) return;
-  if (!writes_timeline_ || runtime_.rank() != 0) return;
+  if (!writes_timeline_) return;
+  runtime_.execution.timeline = Timeline::kDone;
+  if (runtime_.rank() != 0) return;
   const auto files = pipeline::write_timeline(recorded, *runtime_.config().timeline());
   core::log_info(c10::str("Timeline written to ", files.page, " and ", files.trace, "\n",
                           pipeline::to_string(recorded)));

@@ -21,10 +21,11 @@ namespace smp::runtime {
 /// those that a `ScheduleTrial` tries until it has found the best. Records steps for that and for
 /// the configuration's `timeline`. Internal.
 ///
-/// Replicas try the same schedules in the same steps, so that their measurements can be put
-/// together. They may run different programs (graphs) in a step, which then does not count; to find
-/// out, replicas tell each other what they run in the first steps of training
-/// (`Runtime::trial_steps`). What is not decided by then stays as it is.
+/// Replicas try the same schedules, and record, in the same steps, so that their measurements can
+/// be put together. They may run different programs (graphs) in a step, which then does not count;
+/// to find out, replicas tell each other what they run, until the timeline is complete and for a
+/// trial in the first steps of training (`Execution::trial_steps`). What is not decided by then
+/// stays as it is.
 class ScheduleRunner {
  public:
   /// `graph`, in the plan's order, `plan` and `runtime` outlive it. `regions`: what runs again in
@@ -61,7 +62,7 @@ class ScheduleRunner {
   const partitioner::Plan& plan_;
   const partitioner::Regions regions_;
   const std::vector<pipeline::Edge> edges_;
-  std::string identity_;  // of the program, the same in all replicas; empty without a trial
+  std::string identity_;  // of the program, the same in all replicas
   std::string name_;      // of the schedule
   pipeline::Simulation predicted_;
   std::unique_ptr<pipeline::Executor> executor_;
@@ -69,7 +70,7 @@ class ScheduleRunner {
   std::unique_ptr<StepRecording> recording_;        // null when nothing is to be recorded
   pipeline::TimelineRecorder* recorder_ = nullptr;  // of this step
   bool writes_timeline_ = false;
-  uint64_t trial_turns_ = 0;  // steps of this program that counted for the trial
+  uint64_t turns_ = 0;  // steps of this program that replicas ran together, when they asked
 };
 
 }  // namespace smp::runtime

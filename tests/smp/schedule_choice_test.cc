@@ -131,5 +131,31 @@ TEST_F(ScheduleChoice, ATimelineShowsEveryComputeOfThreeSteps) {
   }
 }
 
+/// They take one way in every second step only, and write the timeline of those.
+TEST_F(ScheduleChoice, ATimelineIsOfStepsThatAllReplicasRun) {
+  const auto path = std::filesystem::temp_directory_path() / "smp_timeline_of_replicas.html";
+  std::filesystem::remove(path);
+  const auto config = Config().ddp(true).timeout_seconds(60).timeline(path.string());
+  run_as_threads(2, config, [&] {
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    bool squares = true;
+    auto train = step([&](torch::Tensor x) {
+      const auto y = model(x);
+      model->backward(squares ? y.square().mean() : y.abs().mean());
+    });
+    for (int i = 1; i <= 12; ++i) {
+      squares = rank() == 0 || i % 2 == 1;
+      train(torch::ones({2, MlpImpl::kWidth}));
+    }
+  });
+  std::ifstream page(path);
+  const std::string text{std::istreambuf_iterator<char>(page), {}};
+  for (const char* name : {"step 5", "step 7", "step 9"}) {
+    EXPECT_NE(text.find(name), std::string::npos) << name;
+  }
+  EXPECT_EQ(text.find("step 6"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace smp::testing
