@@ -21,7 +21,7 @@ struct ModelOptions {
   /// are done, not when all are.
   TORCH_ARG(bool, overlapping_allreduce) = true;
   /// Reduce in every n-th step that trains; the gradients of the others add up and do not reach
-  /// `.grad` before. All n run the same operators.
+  /// `.grad` before, so `zero_grad` does not drop them. All n run the same operators.
   TORCH_ARG(int64_t, backward_passes_per_step) = 1;
   /// Give the first replica's buffers to all before each step that trains.
   TORCH_ARG(bool, broadcast_buffers) = false;

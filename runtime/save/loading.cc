@@ -284,6 +284,7 @@ LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer
                  "smp::load was called inside a step function; call it before or after the step");
   CheckpointContext::of(runtime).finish();
   if (!options.load_optimizer()) optimizer = nullptr;
+  if (optimizer != nullptr) check_nothing_adds_up(runtime, "smp::load");
   Load load(runtime, path, model, options);
   load.check(optimizer != nullptr);
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.

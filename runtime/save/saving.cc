@@ -349,6 +349,13 @@ void begin_saving(Runtime& runtime, const std::string& call) {
 
 }  // namespace
 
+void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
+  SMP_CHECK_WITH(UsageError, runtime.current_step.adding_up == nullptr, call,
+                 " was called while sums of gradients wait for later steps "
+                 "(backward_passes_per_step), which are in no checkpoint. Call it after the last of "
+                 "the steps that add up");
+}
+
 std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) {
   const std::string prefix = model.full_name("");
   std::vector<NamedTensor> result;
@@ -364,6 +371,7 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
                                      Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, request.call);
+  if (optimizer != nullptr) check_nothing_adds_up(runtime, request.call);
   Begun begun = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
   return request.merged ? save_merged(runtime, request, std::move(begun), model)

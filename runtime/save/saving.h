@@ -30,6 +30,10 @@ struct SaveRequest {
   std::function<void()> when_saved = nullptr;  ///< called on world rank 0 at the end
 };
 
+/// Throws `UsageError` between steps whose gradients add up: no checkpoint holds their sums. `call`
+/// is what the user called.
+void check_nothing_adds_up(const Runtime& runtime, const std::string& call);
+
 /// The model's tensors under their full names, each once.
 std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime, const Model& model);
 

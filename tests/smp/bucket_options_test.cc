@@ -2,7 +2,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <filesystem>
+#include <functional>
 #include <mutex>
+#include <string>
+#include <vector>
 
 #include "runtime/runtime.h"
 #include "smp/smp.h"
@@ -111,6 +115,32 @@ TEST(BucketOptions, PassesThatAddUpRunTheSameOperators) {
   EXPECT_NE(text.find("the steps whose gradients add up must run the same operators"),
             std::string::npos)
       << text;
+}
+
+/// Nor does one that is loaded mix with what has added up.
+TEST(BucketOptions, PassesThatAddUpAreInNoCheckpoint) {
+  const std::string path = ::testing::TempDir() + "/smp_between_passes";
+  run_as_threads(1, Config(), [&] {
+    Mlp net;
+    DistributedModel<Mlp> model(net, ModelOptions().backward_passes_per_step(2));
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+    auto step = smp::step([&](torch::Tensor x) { model->backward(model(x).square().mean()); });
+    const auto expect_refused = [](const std::string& call, const std::function<void()>& run) {
+      const auto text = error_of<UsageError>(run);
+      EXPECT_NE(text.find(call + " was called while sums of gradients wait for later steps"),
+                std::string::npos)
+          << text;
+    };
+    step(torch::ones({2, MlpImpl::kWidth}));
+    expect_refused("smp::save", [&] { smp::save(path, model, optimizer); });
+    smp::save(path, model);
+    step(torch::ones({2, MlpImpl::kWidth}));
+    smp::save(path, model, optimizer);
+    step(torch::ones({2, MlpImpl::kWidth}));
+    expect_refused("smp::load", [&] { smp::load(path, model, optimizer); });
+    smp::load(path, model);
+  });
+  std::filesystem::remove_all(path);
 }
 
 /// Replicas that count their own batches, and then take the first one's count.
