@@ -31,9 +31,10 @@ std::vector<std::pair<std::string, at::Tensor>> unique(const TensorDict& dict) {
   return result;
 }
 
+/// Themselves, not aliases: torch::load gives them other memory.
 std::vector<at::Tensor> tensors_of(const TensorDict& dict) {
   std::vector<at::Tensor> result;
-  for (const auto& [name, tensor] : unique(dict)) result.push_back(tensor.detach());
+  for (const auto& [name, tensor] : unique(dict)) result.push_back(tensor);
   return result;
 }
 

@@ -319,6 +319,20 @@ TEST(DistributedDataParallel, ReducesAfterTorchLoad) {
   });
 }
 
+TEST(DistributedDataParallel, GivesBuffersToAllAfterTorchLoad) {
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
+    torch::nn::BatchNorm1d norm(torch::nn::BatchNorm1dOptions(6).momentum(0.0));  // keeps its mean
+    DistributedDataParallel<torch::nn::BatchNorm1d> model(
+        norm, DDPOptions().process_group(group_of(world)));
+    std::stringstream file;
+    torch::save(model.module(), file);
+    torch::load(model.module(), file);
+    norm->running_mean.fill_(world->rank());
+    model(torch::ones({4, 6})).sum().backward();
+    EXPECT_TRUE(norm->running_mean.eq(0).all().item<bool>()) << "rank " << world->rank();
+  });
+}
+
 /// A gradient that the program has kept is not overwritten by the next pass.
 TEST(DistributedDataParallel, LeavesKeptGradientsAlone) {
   Training run;
