@@ -11,6 +11,7 @@
 #include "pipeline/action.h"
 #include "runtime/runtime.h"
 #include "tests/smp/models.h"
+#include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
 
 namespace smp::testing {
@@ -107,6 +108,55 @@ TEST(FrozenModel, HasAllBackwardsWhereAllLayersAreTrained) {
   const auto counts = train(Layout{2, 1, 2, "1f1b"}, kLayers);
   EXPECT_EQ(backwards(counts.at(0)), 2 * 3);
   EXPECT_EQ(backwards(counts.at(1)), 2 * 3);
+}
+
+/// Other layers are trained in every step, so that stages have a backward in some of them only.
+TEST(FrozenModel, MayBeThawedBetweenSteps) {
+  torch::set_num_threads(1);
+  constexpr int kSteps = 7, kReplicas = 2, kMicrobatches = 2;
+  const auto make = [] {
+    torch::manual_seed(3);
+    return Mlp();
+  };
+  const auto freeze = [](Mlp& net, int step) {
+    for (auto& item : net->named_parameters()) {
+      const bool is_early = item.key().find("in.") == 0 || item.key().find("hidden0") == 0;
+      const bool is_late = item.key().find("hidden3") == 0;
+      item.value().set_requires_grad(!(is_early && step % 3 == 1) && !(is_late && step % 3 == 2));
+    }
+  };
+  const auto data = torch::randn({kSteps, kReplicas, 8, MlpImpl::kWidth});
+  Mlp plain = make();
+  torch::optim::Adam plain_optimizer(plain->parameters(), 0.01);
+  for (int i = 0; i < kSteps; ++i) {
+    freeze(plain, i);
+    plain_optimizer.zero_grad();
+    plain_microbatches(plain->parameters(), kReplicas, kMicrobatches, [&](int m) {
+      const auto& of_replica = data[i][m / kMicrobatches];
+      plain(part(of_replica, kMicrobatches, m % kMicrobatches)).square().mean().backward();
+    });
+    plain_optimizer.step();
+  }
+  for (const std::string pipeline : {"interleaved", "zb_h1", "auto"}) {
+    for (const int count : {1, 2}) {
+      SCOPED_TRACE(pipeline + ", stages: " + std::to_string(count));
+      std::vector<Mlp> nets;
+      for (int rank = 0; rank < count * kReplicas; ++rank) nets.push_back(make());
+      run_as_threads(count * kReplicas, stages(count).ddp(true).pipeline(pipeline), [&] {
+        Mlp net = nets[rank()];
+        DistributedModel<Mlp> model(net);
+        DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters(), 0.01);
+        auto train = step([&](torch::Tensor x) { model->backward(model(x).square().mean()); });
+        for (int i = 0; i < kSteps; ++i) {
+          freeze(net, i);
+          optimizer.zero_grad();
+          train(data[i][rdp_rank()].clone());
+          optimizer.step();
+        }
+        expect_equal(to_map(model->state_dict()), state_of(*plain), "value");
+      });
+    }
+  }
 }
 
 }  // namespace

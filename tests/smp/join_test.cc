@@ -21,7 +21,8 @@ constexpr double kRate = 0.1;
 struct Uneven {
   std::vector<int> batches;
   bool divide_by_all = true;
-  int passes = 1;  ///< steps whose gradients add up
+  int passes = 1;             ///< steps whose gradients add up
+  bool shorter_last = false;  ///< each replica's last batch is half as large
 
   int replicas() const { return static_cast<int>(batches.size()); }
   int most() const { return *std::max_element(batches.begin(), batches.end()); }
@@ -30,6 +31,12 @@ struct Uneven {
 torch::Tensor make_data(const Uneven& run) {
   torch::manual_seed(4);
   return torch::randn({run.most() + 1, run.replicas(), 4, MlpImpl::kWidth});
+}
+
+/// The batch of a replica in a step; the one after the join is of full size.
+torch::Tensor batch_of(const Uneven& run, const torch::Tensor& data, int step, int replica) {
+  const bool is_short = run.shorter_last && step + 1 == run.batches[replica];
+  return data[step][replica].narrow(0, 0, is_short ? 2 : 4).clone();
 }
 
 Mlp make_net() {
@@ -53,7 +60,7 @@ Named train_alone(const Uneven& run) {
       ++active;
       for (int m = 0; m < kMicrobatches; ++m) {
         net->zero_grad();
-        loss_of(net(part(data[step][replica], kMicrobatches, m))).backward();
+        loss_of(net(part(batch_of(run, data, step, replica), kMicrobatches, m))).backward();
         for (size_t i = 0; i < parameters.size(); ++i) {
           torch::Tensor& sum = sums[replica][i];
           sum = sum.defined() ? sum + parameters[i].grad() : parameters[i].grad().clone();
@@ -91,7 +98,7 @@ std::vector<Named> train(const Uneven& run) {
                                                       torch::optim::SGDOptions(kRate));
     auto step = smp::step([&](torch::Tensor x) { model->backward(loss_of(model(x))); });
     const auto train_on = [&](int number) {
-      step(data[number][rdp_rank()].clone());
+      step(batch_of(run, data, number, rdp_rank()));
       if ((number + 1) % run.passes != 0) return;
       optimizer.step();
       optimizer.zero_grad();
@@ -114,7 +121,8 @@ class ReplicaJoin : public ::testing::TestWithParam<Uneven> {};
 INSTANTIATE_TEST_SUITE_P(Batches, ReplicaJoin,
                          ::testing::Values(Uneven{{3, 1}}, Uneven{{1, 3}}, Uneven{{2, 2}},
                                            Uneven{{1, 3, 2}}, Uneven{{1, 3, 2}, false},
-                                           Uneven{{3, 1}, true, 2}));
+                                           Uneven{{3, 1}, true, 2},
+                                           Uneven{{2, 4, 3}, true, 1, true}));
 
 TEST_P(ReplicaJoin, EqualsOneProcess) {
   const auto expected = train_alone(GetParam());

@@ -326,5 +326,71 @@ TEST(ShardedSums, TakeTheMemoryOfAPart) {
   }
 }
 
+/// Each replica uses the one model or the other, so that buckets of both wait for gradients that
+/// come on one replica only.
+TEST(Overlap, OfReplicasThatTakeDifferentWays) {
+  torch::set_num_threads(1);
+  constexpr int kReplicas = 2, kMicrobatches = 2;
+  const auto make = [](int seed) {
+    torch::manual_seed(seed);
+    return Mlp();
+  };
+  const auto data = torch::randn({kSteps, kReplicas, 8, MlpImpl::kWidth});
+  const auto loss_of = [](Mlp& a, Mlp& b, const torch::Tensor& x, int step, int replica) {
+    // All begin with one graph.
+    const bool both = step == 0, first = (step + replica) % 2 == 0;
+    auto loss = torch::zeros({});
+    if (both || first) loss = loss + a(x).square().mean();
+    if (both || !first) loss = loss + (b(x) - 1).abs().mean();
+    return loss;
+  };
+  const auto both_of = [](const auto& a, const auto& b) {
+    Tensors all = a->parameters();
+    for (const auto& parameter : b->parameters()) all.push_back(parameter);
+    return all;
+  };
+  Mlp plain_a = make(3), plain_b = make(5);
+  const Tensors all = both_of(plain_a, plain_b);
+  torch::optim::Adam plain(all, 0.01);
+  for (int i = 0; i < kSteps; ++i) {
+    plain.zero_grad();
+    plain_microbatches(all, kReplicas, kMicrobatches, [&](int m) {
+      const int replica = m / kMicrobatches;
+      const auto x = part(data[i][replica], kMicrobatches, m % kMicrobatches);
+      loss_of(plain_a, plain_b, x, i, replica).backward();
+    });
+    plain.step();
+  }
+  for (const int count : {1, 2}) {
+    for (const bool sharded : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << count << " stages" << (sharded ? ", sharded" : ""));
+      const int ranks = count * kReplicas;
+      std::vector<Mlp> as, bs;
+      for (int rank = 0; rank < ranks; ++rank) {
+        as.push_back(make(3));
+        bs.push_back(make(5));
+      }
+      const auto config =
+          stages(count).ddp(true).bucket_cap_mb(1e-4).shard_optimizer_state(sharded);
+      run_as_threads(ranks, config, [&] {
+        Mlp a = as[rank()], b = bs[rank()];
+        DistributedModel<Mlp> first(a);
+        DistributedModel<Mlp> second(b, ModelOptions().name("second"));
+        DistributedOptimizer<torch::optim::Adam> optimizer(both_of(first, second), 0.01);
+        int number = 0;
+        auto train =
+            step([&](torch::Tensor x) { first->backward(loss_of(a, b, x, number, rdp_rank())); });
+        for (; number < kSteps; ++number) {
+          optimizer.zero_grad();
+          train(data[number][rdp_rank()].clone());
+          optimizer.step();
+        }
+        expect_equal(to_map(first->state_dict()), state_of(*plain_a), "value");
+        expect_equal(to_map(second->state_dict()), state_of(*plain_b), "value");
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace smp::testing
