@@ -5,8 +5,8 @@
 
 namespace mnist {
 
-/// The network of the MNIST example with batch norms, whose buffers are broadcast: images `[batch, 1, 28, 28]` in,
-/// log-probabilities of the ten digits `[batch, 10]` out.
+/// The network of the MNIST example with batch norms, whose buffers are broadcast: images `[batch,
+/// 1, 28, 28]` in, log-probabilities of the ten digits `[batch, 10]` out.
 class NormNetImpl : public torch::nn::Module {
  public:
   NormNetImpl()

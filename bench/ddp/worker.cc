@@ -9,8 +9,8 @@
 #include <string>
 
 #include "bench/contender.h"
-#include "examples/gpt/gpt_model.h"
 #include "bench/ddp/norm_net.h"
+#include "examples/gpt/gpt_model.h"
 #include "smp/ddp.h"
 
 namespace {

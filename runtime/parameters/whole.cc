@@ -48,8 +48,8 @@ at::Tensor gather(const Runtime& runtime, const ParameterTable::Entry& entry, bo
   if (!held.defined()) return {};
   if (entry.split) {
     comm::Communicator& group = *runtime.group(CommGroup::kTp);
-    held = to_first ? join_on(0, group, *entry.split, held)
-                    : join_on_all(group, *entry.split, held);
+    held =
+        to_first ? join_on(0, group, *entry.split, held) : join_on_all(group, *entry.split, held);
   }
   return to_first && runtime.rank_in(CommGroup::kMp) > 0 ? at::Tensor() : held;
 }

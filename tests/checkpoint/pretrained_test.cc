@@ -249,17 +249,18 @@ TEST_F(FusedTest, SaysWhichPartsDoNotFit) {
   write(torch::randn({5, 2}), torch::randn({4, 2}));
   EXPECT_THAT(
       error_of(FusedImpl::names()),
-      AllOf(HasSubstr("net.q: expected F32 [6, 4] for \"qkv\", got F32 [2, 4], F32 [2, 4], F32 [2, 5]"),
+      AllOf(HasSubstr(
+                "net.q: expected F32 [6, 4] for \"qkv\", got F32 [2, 4], F32 [2, 4], F32 [2, 5]"),
             HasSubstr("net.table: expected F32 [1, 2], F32 [2, 2] for \"low\", \"high\", got F32 "
                       "[4, 2]")));
   write(v_, table_);
-  EXPECT_THAT(error_of(NameMap()
-                           .join({"net.q", "net.k", "net.v", "net.w"}, "qkv", Transform::kTranspose)
-                           .split("net.table", {"low", "top"})),
-              AllOf(HasSubstr("net.w: missing from the files, a part of \"qkv\""),
-                    HasSubstr("net.table: the model lacks \"top\", a part of it"),
-                    HasSubstr("high: missing from the files"),
-                    HasSubstr("mask: missing from the files")));
+  EXPECT_THAT(
+      error_of(NameMap()
+                   .join({"net.q", "net.k", "net.v", "net.w"}, "qkv", Transform::kTranspose)
+                   .split("net.table", {"low", "top"})),
+      AllOf(HasSubstr("net.w: missing from the files, a part of \"qkv\""),
+            HasSubstr("net.table: the model lacks \"top\", a part of it"),
+            HasSubstr("high: missing from the files"), HasSubstr("mask: missing from the files")));
 }
 
 TEST_F(FusedTest, SaysWhatCannotBeStored) {
@@ -270,11 +271,11 @@ TEST_F(FusedTest, SaysWhatCannotBeStored) {
                         .split("e", {"low", "mask"})
                         .split("f", {"high", "top"}));
   });
-  EXPECT_THAT(error,
-              AllOf(HasSubstr("the model's tensors cannot be stored by the name map:\n"),
-                    HasSubstr("qkv: expected 4 equal parts, got F32 [6, 4]\nCorrect the rules"),
-                    HasSubstr("e: expected parts that differ in rows only, got F32 [1, 2], F32 [2]"),
-                    HasSubstr("f: the model lacks \"top\", a part of it\n")));
+  EXPECT_THAT(
+      error, AllOf(HasSubstr("the model's tensors cannot be stored by the name map:\n"),
+                   HasSubstr("qkv: expected 4 equal parts, got F32 [6, 4]\nCorrect the rules"),
+                   HasSubstr("e: expected parts that differ in rows only, got F32 [1, 2], F32 [2]"),
+                   HasSubstr("f: the model lacks \"top\", a part of it\n")));
   EXPECT_FALSE(std::filesystem::exists(path("out")));
   spill(path("file"), "");
   EXPECT_THAT(checkpoint_error([&] { save_pretrained(*net_, path("file"), {}); }),

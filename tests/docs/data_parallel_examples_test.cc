@@ -106,9 +106,8 @@ TEST(DataParallelPage, JoinOfSteps) {
     Net net;
     smp::DistributedModel<Net> model(net);
     smp::DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
-    auto train = smp::step([&](torch::Tensor x, torch::Tensor y) {
-      model->backward(torch::nll_loss(model(x), y));
-    });
+    auto train = smp::step(
+        [&](torch::Tensor x, torch::Tensor y) { model->backward(torch::nll_loss(model(x), y)); });
     const std::vector<std::pair<torch::Tensor, torch::Tensor>> batches(
         1 + smp::rank(), {torch::ones({2, 4}), torch::tensor({0, 1})});
     {

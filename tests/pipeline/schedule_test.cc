@@ -83,10 +83,10 @@ TEST(Schedule, ParseErrorsSayWhere) {
                   "line 1: expected a number in \"ranks=...\", got \"two\"");
   expect_contains(parse_error("schedule microbatches=1"),
                   "line 1, column 10: expected \"ranks=...\"");
-  expect_contains(
-      parse_error("schedule ranks=1 microbatches=1 backward=maybe rank_of_stage=0"),
-      "line 1, column 33: expected \"backward=yes\", \"backward=no\" or stages as in \"backward=1,2\", got "
-      "\"backward=maybe\"");
+  expect_contains(parse_error("schedule ranks=1 microbatches=1 backward=maybe rank_of_stage=0"),
+                  "line 1, column 33: expected \"backward=yes\", \"backward=no\" or stages as in "
+                  "\"backward=1,2\", got "
+                  "\"backward=maybe\"");
   expect_contains(parse_error("schedule ranks=1 microbatches=1 backward=no rank_of_stage=0 x"),
                   "line 1, column 61: expected the end of the line, got \"x\"");
   expect_contains(parse_error("schedule ranks=1 microbatches=0 backward=no rank_of_stage=0"),

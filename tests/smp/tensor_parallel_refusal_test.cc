@@ -128,11 +128,11 @@ TEST(TensorParallelRefusal, APlainModuleOnEveryRank) {
     evaluate(*net, ids, ids);
     model->cpu();
   });
-  expect_has(text,
-             {"model->cpu(): \"block0.up\" and 8 other parameters are divided among the ranks "
-              "of a tensor-parallel group by their modules, which compute with parts, so these "
-              "cannot be used as plain ones. Load model->state_dict(), which has them whole, into a "
-              "plain module"});
+  expect_has(
+      text, {"model->cpu(): \"block0.up\" and 8 other parameters are divided among the ranks "
+             "of a tensor-parallel group by their modules, which compute with parts, so these "
+             "cannot be used as plain ones. Load model->state_dict(), which has them whole, into a "
+             "plain module"});
 }
 
 /// Shares a parameter with another that divides it along another dimension.
