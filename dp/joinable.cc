@@ -35,9 +35,9 @@ void Joinable::begin_join(const JoinOptions& options) {
   is_joining_ = true;
 }
 
-Joinable::Round Joinable::begin_round(bool reduces, bool broadcasts) const {
-  if (is_joining_) return exchange(true, reduces, broadcasts);
-  return {replicas().size(), 0, reduces, broadcasts};
+Joinable::Round Joinable::begin_round(bool reduces, bool broadcasts, int64_t kind) const {
+  const Round all{replicas().size(), 0, reduces, broadcasts, kind};
+  return is_joining_ ? exchange(true, all) : all;
 }
 
 int Joinable::divisor(const Round& round) const {
@@ -45,23 +45,25 @@ int Joinable::divisor(const Round& round) const {
   return by_active ? round.active : replicas().size();
 }
 
-Joinable::Round Joinable::exchange(bool active, bool reduces, bool broadcasts) const {
+Joinable::Round Joinable::exchange(bool active, const Round& own) const {
   comm::Communicator& group = replicas();
-  const at::Tensor mine = at::empty({3}, at::kLong);
-  const at::Tensor all = at::empty({group.size(), 3}, at::kLong);
+  const at::Tensor mine = at::empty({4}, at::kLong);
+  const at::Tensor all = at::empty({group.size(), 4}, at::kLong);
   int64_t* said = mine.mutable_data_ptr<int64_t>();
   said[0] = active;
-  said[1] = reduces;
-  said[2] = broadcasts;
+  said[1] = own.reduces;
+  said[2] = own.broadcasts;
+  said[3] = own.kind;
   group.all_gather(all, mine);
   Round round;
-  const int64_t* heard = all.const_data_ptr<int64_t>();
+  const auto heard = all.accessor<int64_t, 2>();
   for (int rank = group.size(); rank-- > 0;) {
-    if (heard[3 * rank] == 0) continue;
+    if (heard[rank][0] == 0) continue;
     ++round.active;
     round.first_active = rank;
-    round.reduces = round.reduces || heard[3 * rank + 1] != 0;
-    round.broadcasts = round.broadcasts || heard[3 * rank + 2] != 0;
+    round.reduces = round.reduces || heard[rank][1] != 0;
+    round.broadcasts = round.broadcasts || heard[rank][2] != 0;
+    round.kind = heard[rank][3];
   }
   SMP_CHECK_WITH(UsageError,
                  !options_.throw_on_early_termination() || round.active == group.size() ||
@@ -75,7 +77,7 @@ Joinable::Round Joinable::exchange(bool active, bool reduces, bool broadcasts) c
 void Joinable::end_join() {
   int last_active = -1;
   for (;;) {
-    const Round round = exchange(false, false, false);
+    const Round round = exchange(false, {});
     if (round.active == 0) break;
     last_active = round.first_active;
     take_part(round);

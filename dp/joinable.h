@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "comm/communicator.h"
@@ -21,6 +22,7 @@ class Joinable {
     int first_active = 0;  ///< the first of them
     bool reduces = false;
     bool broadcasts = false;
+    int64_t kind = 0;  ///< which of the rounds that the derived class tells apart
   };
 
   virtual ~Joinable() = default;
@@ -40,7 +42,7 @@ class Joinable {
 
   bool is_joining() const { return is_joining_; }
   /// Begins a round, of a replica that has data. Collective under a join; otherwise all have data.
-  Round begin_round(bool reduces, bool broadcasts) const;
+  Round begin_round(bool reduces, bool broadcasts, int64_t kind = 0) const;
   /// By the number of how many replicas a round divides.
   int divisor(const Round& round) const;
 
@@ -51,7 +53,7 @@ class Joinable {
   virtual void take_model_of(int root) = 0;
 
  private:
-  Round exchange(bool active, bool reduces, bool broadcasts) const;
+  Round exchange(bool active, const Round& own) const;
 
   const std::string name_;
   bool is_joining_ = false;

@@ -11,6 +11,7 @@
 #include "runtime/parameters/dividing.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/program.h"
+#include "runtime/step/step_functions.h"
 #include "runtime/update/precision.h"
 #include "runtime/update/update_watch.h"
 
@@ -32,9 +33,9 @@ void ReplicaJoin::check_possible() const {
 
 ReplicaJoin::Step ReplicaJoin::begin_step(const std::shared_ptr<Program>& program,
                                           const std::string& step_name) {
-  program_ = program;
-  step_name_ = step_name;
-  return step_of(begin_round(/*reduces=*/true, /*broadcasts=*/true));
+  const auto function = static_cast<int64_t>(stream_of(step_name));
+  trained_[function] = {step_name, program};
+  return step_of(begin_round(/*reduces=*/true, /*broadcasts=*/true, function));
 }
 
 ReplicaJoin::Step ReplicaJoin::step_of(const Round& round) const {
@@ -44,10 +45,10 @@ ReplicaJoin::Step ReplicaJoin::step_of(const Round& round) const {
 void ReplicaJoin::end_join() {
   try {
     take_back_wholes(runtime_);
-    SMP_CHECK_WITH(UsageError, replicas().size() == 1 || !program_.expired(),
+    SMP_CHECK_WITH(UsageError, replicas().size() == 1 || !trained_.empty(),
                    "DistributedModel::join: this replica has no step function that has trained, so "
                    "it cannot take part in the steps of the others. Give each replica at least one "
-                   "batch, and keep the step function until the join ends");
+                   "batch");
     Joinable::end_join();
     // They are sums of steps of others.
     if (!std::exchange(took_part_, false)) return;
@@ -60,7 +61,13 @@ void ReplicaJoin::end_join() {
 
 void ReplicaJoin::take_part(const Round& round) {
   took_part_ = true;
-  program_.lock()->take_part(step_of(round), step_name_);
+  const Trained& trained = trained_[round.kind];
+  const auto program = trained.program.lock();
+  SMP_CHECK_WITH(UsageError, program != nullptr,
+                 "DistributedModel::join: this replica has not trained with the step function that "
+                 "others call, so it cannot take part in their steps. Call each step "
+                 "function at least once on each replica, and keep it until the join ends");
+  program->take_part(step_of(round), trained.step_name);
 }
 
 void ReplicaJoin::take_model_of(int root) {

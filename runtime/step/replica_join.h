@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -12,7 +14,8 @@ namespace smp::runtime {
 class Program;
 
 /// Lets replicas run out of batches one after the other: see `ModelCore::join`. A round is a step
-/// that trains; one without batches takes part in it with the program that it ran last. Internal.
+/// that trains; one without batches takes part in it with the program that it ran last of that step
+/// function. Internal.
 class ReplicaJoin final : public dp::Joinable {
  public:
   /// What replicas do together in a step that trains.
@@ -35,6 +38,12 @@ class ReplicaJoin final : public dp::Joinable {
   void end_join() override;
 
  private:
+  /// What a step function trained with last.
+  struct Trained {
+    std::string step_name;
+    std::weak_ptr<Program> program;
+  };
+
   comm::Communicator& replicas() const override { return *runtime_.replicas(); }
   void take_part(const Round& round) override;
   void take_model_of(int root) override;
@@ -42,9 +51,8 @@ class ReplicaJoin final : public dp::Joinable {
   Step step_of(const Round& round) const;
 
   Runtime& runtime_;
-  std::weak_ptr<Program> program_;  // the last that trained
-  std::string step_name_;           // of its function
-  bool took_part_ = false;          // in steps of others
+  std::map<int64_t, Trained> trained_;  // by step function, as rounds tell them apart
+  bool took_part_ = false;              // in steps of others
 };
 
 }  // namespace smp::runtime

@@ -145,6 +145,64 @@ TEST(ReplicaJoinBuffers, FollowWhoHasBatches) {
   EXPECT_EQ(counts, (std::vector<int64_t>{3, 3}));
 }
 
+/// Two models, each trained by a step function of its own while the other is frozen; the second
+/// replica has one batch of three. Without a join it goes on with batches that weigh nothing.
+std::vector<Named> train_in_turns(bool joins) {
+  torch::set_num_threads(1);
+  std::vector<Mlp> bodies;
+  std::vector<torch::nn::Linear> heads;
+  for (int rank = 0; rank < 2; ++rank) {
+    bodies.push_back(make_net());  // seeds
+    heads.emplace_back(1, 3);
+  }
+  const auto data = make_data({{3, 1}});
+  std::vector<Named> states(2);
+  run_as_threads(2, Config().microbatches(kMicrobatches).ddp(true).timeout_seconds(60), [&] {
+    DistributedModel<Mlp> body(bodies[rank()]);
+    DistributedModel<torch::nn::Linear> head(heads[rank()]);
+    auto train_body = smp::step([&](torch::Tensor x, torch::Tensor weight) {
+      body->backward(loss_of(head(body(x))) * weight.mean());
+    });
+    auto train_head = smp::step([&](torch::Tensor x, torch::Tensor weight) {
+      head->backward(loss_of(head(body(x).detach())) * weight.mean());
+    });
+    DistributedOptimizer<torch::optim::SGD> body_optimizer(body->parameters(),
+                                                           torch::optim::SGDOptions(kRate));
+    DistributedOptimizer<torch::optim::SGD> head_optimizer(head->parameters(),
+                                                           torch::optim::SGDOptions(kRate));
+    const auto train = [](auto& step, auto& optimizer, auto& trained, auto& frozen,
+                          const auto&... batch) {
+      for (auto& parameter : trained->parameters()) parameter.set_requires_grad(true);
+      for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+      step(batch...);
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    {
+      const auto guard = body->join(JoinOptions().enable(joins));
+      for (int i = 0; i < 3; ++i) {
+        const bool has_batch = rank() == 0 || i == 0;
+        if (joins && !has_batch) break;
+        const auto x = data[i][rank()].clone();
+        const auto weight = torch::full({x.size(0)}, has_batch ? 1. : 0.);
+        train(train_body, body_optimizer, body, head, x, weight);
+        train(train_head, head_optimizer, head, body, x, weight);
+      }
+    }
+    states[rank()] = state_of(*bodies[rank()]);
+    states[rank()].merge(state_of(*heads[rank()]));
+  });
+  return states;
+}
+
+TEST(ReplicaJoinStepFunctions, AreToldApart) {
+  const auto expected = train_in_turns(false);
+  const auto got = train_in_turns(true);
+  for (size_t rank = 0; rank < got.size(); ++rank) {
+    expect_equal(got[rank], expected[rank], "value");
+  }
+}
+
 /// Masks are keyed by how often a step function was called, so they go on alike.
 TEST(ReplicaJoinCounts, AreThoseOfTheLast) {
   std::vector<torch::Tensor> got(2), expected(2);
@@ -255,6 +313,20 @@ TEST(ReplicaJoinErrors, AReplicaThatHasTrainedNothing) {
                            if (rank() == 0) step(torch::ones({2, MlpImpl::kWidth}));
                          }),
               "this replica has no step function that has trained, so it cannot take part");
+}
+
+TEST(ReplicaJoinErrors, AStepFunctionThatAReplicaHasNotTrainedWith) {
+  const auto program = [](DistributedModel<Mlp>& model) {
+    auto step = smp::step([&](torch::Tensor x) { model->backward(loss_of(model(x))); });
+    auto other = smp::step([&](torch::Tensor x) { model->backward(loss_of(2 * model(x))); });
+    const auto x = torch::ones({2, MlpImpl::kWidth});
+    const auto guard = model->join();
+    step(x);
+    if (rank() == 0) other(x);
+  };
+  expect_says(error_with(Config(), program),
+              "this replica has not trained with the step function that others call, so it cannot "
+              "take part in their steps. Call each step function at least once on each replica");
 }
 
 TEST(ReplicaJoinErrors, WhereAReplicaWouldStayBehind) {
