@@ -30,6 +30,7 @@ std::string find_folder(const std::string& path) {
   if (!exists && has_index(replaced_folder(path))) {
     return replaced_folder(path);
   }
+  if (has_index(path)) return path;  // renamed while this looked elsewhere
   const bool unfinished = fs::exists(temporary_folder(path), ignored);
   core::fail<CheckpointError>(
       "cannot load checkpoint \"", path, "\": expected a folder with ", kIndexFile, ", got ",
@@ -69,10 +70,12 @@ std::vector<Place> share(const std::vector<Place>& all, int part, int parts) {
 constexpr size_t kShownLines = 10;
 constexpr int kMostSaves = 20;  // that may replace a checkpoint while it is being opened
 
-/// The text of the index of the checkpoint `path`, or empty. Each save has another.
-std::string index_at(const std::string& path) {
+/// Where the checkpoint `path` is and the text of its index, of which each save has another; or
+/// empty.
+std::string state_at(const std::string& path) {
   try {
-    return read_file(find_folder(path) + "/" + kIndexFile);
+    const std::string folder = find_folder(path);
+    return folder + "\n" + read_file(folder + "/" + kIndexFile);
   } catch (const CheckpointError&) {
     return "";
   }
@@ -82,8 +85,8 @@ std::string index_at(const std::string& path) {
 
 Reader::Reader(const std::string& path) {
   for (int saves = 0;; ++saves) {
-    const std::string before = index_at(path);
-    const auto is_replaced = [&] { return saves < kMostSaves && index_at(path) != before; };
+    const std::string before = state_at(path);
+    const auto is_replaced = [&] { return saves < kMostSaves && state_at(path) != before; };
     try {
       open(path);
       if (!is_replaced()) return;

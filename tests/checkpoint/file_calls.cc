@@ -16,6 +16,7 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace smp::testing {
@@ -30,6 +31,7 @@ int64_t faulty_call = 0;
 std::atomic<int64_t> calls{0};
 uint64_t space = std::numeric_limits<uint64_t>::max();  // of all files in the folder
 std::array<std::atomic<bool>, kDescriptors> watched{};
+std::function<void()>* before_read = nullptr;
 
 bool is_watched(const char* path) {
   const size_t length = std::strlen(folder);
@@ -62,10 +64,19 @@ bool may_go_on(bool takes_space) {
   return false;
 }
 
+/// Not from what it calls.
+void call_before_read() {
+  std::function<void()>* what = std::exchange(before_read, nullptr);
+  if (what == nullptr) return;
+  (*what)();
+  before_read = what;
+}
+
 int open_at(int base, const char* path, int flags, mode_t mode) {
   const bool watch = is_watched(path) || (base != AT_FDCWD && is_watched(base));
   const bool creates = (flags & O_CREAT) != 0;
   if (watch && creates && !may_go_on(/*takes_space=*/true)) return -1;
+  if (watch && !creates) call_before_read();
   const int descriptor = static_cast<int>(syscall(SYS_openat, base, path, flags, mode));
   if (descriptor >= 0 && static_cast<size_t>(descriptor) < kDescriptors) {
     watched[descriptor] = watch;
@@ -95,6 +106,7 @@ size_t room_for(size_t size) {
 
 void inject(const std::string& path, Fault what, int64_t call) {
   space = std::numeric_limits<uint64_t>::max();
+  before_read = nullptr;
   std::snprintf(folder, sizeof(folder), "%s", path.c_str());
   fault = what;
   faulty_call = call;
@@ -104,6 +116,13 @@ void inject(const std::string& path, Fault what, int64_t call) {
 void limit_space(const std::string& path, uint64_t bytes) {
   inject(path, Fault::kNone, 0);
   space = bytes;
+}
+
+void before_reads(const std::string& path, std::function<void()> what) {
+  static std::function<void()> kept;
+  inject(path, Fault::kNone, 0);
+  kept = std::move(what);
+  before_read = &kept;
 }
 
 int64_t calls_so_far() { return calls; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 /// Stands between this process and the kernel: the file calls of the C library that change
@@ -23,6 +24,10 @@ void inject(const std::string& folder, Fault fault, int64_t call);
 /// From now on the files in `folder` have no more than `bytes` together: a write stores what there
 /// is room for, and fails with ENOSPC where that is nothing. Until `inject` is called.
 void limit_space(const std::string& folder, uint64_t bytes);
+
+/// Before each file in `folder` is opened to be read, calls `what`, which may open others. Until
+/// `inject` is called.
+void before_reads(const std::string& folder, std::function<void()> what);
 
 /// Counted since `inject`.
 int64_t calls_so_far();

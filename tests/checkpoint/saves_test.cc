@@ -29,6 +29,7 @@ namespace smp::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
+using smp::testing::before_reads;
 using smp::testing::calls_so_far;
 using smp::testing::Fault;
 using smp::testing::inject;
@@ -206,6 +207,30 @@ TEST_F(SavesTest, TwoJobsThatSaveIntoOneFolderLoseNothing) {
   std::set<std::string> names;
   for (const auto& entry : fs::directory_iterator(path(""))) names.insert(entry.path().filename());
   EXPECT_EQ(names, std::set<std::string>{"c"});
+}
+
+/// A save replaces the checkpoint in two moves, each before a load opens another of its files.
+TEST_F(SavesTest, LoadsBetweenTheMovesOfASaveAreOfOneMoment) {
+  for (int first = 0, reads = 1; first < reads; ++first) {
+    for (int second = first; second < reads || second == first; ++second) {
+      SCOPED_TRACE(::testing::Message() << first << " " << second);
+      save(path("c"), 1);
+      save(path("next"), 2);
+      reads = 0;
+      before_reads(path("c"), [&] {
+        if (reads == first) fs::rename(path("c"), path("c.replaced"));
+        if (reads == second) {
+          fs::rename(path("next"), path("c"));
+          fs::remove_all(path("c.replaced"));
+        }
+        ++reads;
+      });
+      const double value = value_of(path("c"));
+      EXPECT_TRUE(value == 1 || value == 2) << value;
+      inject("", Fault::kNone, 0);
+      fs::remove_all(path("next"));
+    }
+  }
 }
 
 TEST_F(SavesTest, LoadsWhileAnotherJobSavesAreOfOneMoment) {
