@@ -123,6 +123,8 @@ check "install it" cmake --install "$work/build"
 printf '      install tree %s, headers %s\n' $(du -sh "$prefix" "$prefix/include" | cut -f1)
 check "only smp's own names are exported" exports_only_smp "$prefix/lib/libsmp.so"
 sed 's/^/      /' "$work/log"
+check "name maps are installed" cmp "$source/examples/huggingface/gpt2.json" \
+  "$prefix/share/smp/huggingface/gpt2.json"
 
 cp -r "$source/examples/cmake" "$work/project" # as a stranger does
 check "its program is the README's" cmp "$source/examples/cmake/train.cc" "$source/examples/hello/hello.cc"
