@@ -19,17 +19,17 @@ namespace {
 using core::Parameter;
 using core::Settings;
 
-// What a reader of the configuration wants to see: all that has a value, and of the features that
-// do not exist in this version, or that `ddp` switches off, only what is not the default.
+// What a reader of the configuration wants to see: all that has a value, and of the features of
+// TensorFlow, or that `ddp` switches off, only what is not the default.
 std::vector<const Parameter*> shown(const Settings& settings) {
   std::vector<const Parameter*> rows;
   for (const Parameter& parameter : core::schema()) {
     const ConfigValue value = settings.get(parameter.name);
     const bool differs = value != settings.default_of(parameter);
-    const bool exists = parameter.availability == core::Availability::kAvailable;
     const bool needed =
         parameter.needs.empty() || settings.get(parameter.needs) == ConfigValue(true);
-    if (value != ConfigValue() && (differs || (exists && needed))) rows.push_back(&parameter);
+    const bool matters = !parameter.tensorflow_only && needed;
+    if (value != ConfigValue() && (differs || matters)) rows.push_back(&parameter);
   }
   return rows;
 }

@@ -178,6 +178,12 @@ void Rules::check_precision_rules() {
   if (if_valid<bool>("bf16") == true && if_valid<bool>("fp16") == true) {
     add("bf16", "FP16 and BF16 cannot be simultaneously enabled.");
   }
+  if (if_valid<bool>("fp16_params") == true && if_valid<bool>("fp16") == false) {
+    add("fp16_params",
+        "needs \"fp16\" to be true, which gives optimizers masters of float32, too. For float16 "
+        "without masters leave both out, and make the modules under smp::model_creation with "
+        "dtype(torch::kHalf).");
+  }
 }
 
 std::vector<std::string> Rules::problems() {

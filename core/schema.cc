@@ -213,12 +213,8 @@ std::optional<std::string> availability_problem(const Parameter& parameter,
   const std::string remedy = std::holds_alternative<std::monostate>(parameter.default_value)
                                  ? "Remove it."
                                  : "Use " + usual + " (the default).";
-  if (parameter.availability != Availability::kAvailable && got != usual) {
-    return got +
-           (parameter.availability == Availability::kTensorFlowOnly
-                ? " is TensorFlow-only, and this library is for libtorch. "
-                : " is not available in this version. ") +
-           remedy;
+  if (parameter.tensorflow_only && got != usual) {
+    return got + " is TensorFlow-only, and this library is for libtorch. " + remedy;
   }
   return std::nullopt;
 }

@@ -15,15 +15,6 @@ std::string to_string(const ConfigValue& value);
 
 enum class ParameterType { kBool, kInt, kNumber, kString };
 
-/// What this version does with a parameter.
-enum class Availability {
-  kAvailable,
-  /// The feature does not exist yet: only the default is accepted.
-  kDefaultOnly,
-  /// Belongs to the TensorFlow version of SMP: only the default is accepted.
-  kTensorFlowOnly,
-};
-
 /// One row of the schema: all there is to know about a parameter of the configuration.
 struct Parameter {
   std::string name;
@@ -53,7 +44,8 @@ struct Parameter {
   /// The documented text for a value of wrong type or range, with {key} and {value} to be
   /// replaced; empty for the general text.
   std::string error;
-  Availability availability = Availability::kAvailable;
+  /// Belongs to the TensorFlow version of SMP: only the default is accepted.
+  bool tensorflow_only = false;
 
   /// Whether it has no value unless one is set.
   bool is_optional() const { return default_value == ConfigValue() && !default_rule; }
@@ -88,7 +80,7 @@ ConfigValue normalised(const Parameter& parameter, const ConfigValue& value);
 std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
                                          const ConfigValue& value, const std::string& text);
 
-/// Why a value of right type and range is refused by this version, or nothing.
+/// Why a value of right type and range is refused, or nothing.
 std::optional<std::string> availability_problem(const Parameter& parameter,
                                                 const ConfigValue& value);
 

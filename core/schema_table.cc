@@ -28,8 +28,7 @@ class Row {
   Row or_integer(double minimum) { return at_least(minimum).with(&Parameter::or_integer, true); }
   Row needs(std::string name) { return with(&Parameter::needs, std::move(name)); }
   Row error(std::string text) { return with(&Parameter::error, std::move(text)); }
-  Row default_only() { return with(&Parameter::availability, Availability::kDefaultOnly); }
-  Row tensorflow_only() { return with(&Parameter::availability, Availability::kTensorFlowOnly); }
+  Row tensorflow_only() { return with(&Parameter::tensorflow_only, true); }
 
   operator Parameter() const { return row_; }  // NOLINT(google-explicit-constructor)
 
@@ -316,8 +315,10 @@ std::vector<Parameter> memory_rows() {
               "Give models parameters of float16, and optimizers master weights of float32 (see "
               "docs/precision.md). Steps whose gradients are not finite are skipped. Not together "
               "with `bf16`."),
-      boolean("fp16_params", false, "Create the parameters of distributed modules in fp16.")
-          .default_only(),
+      boolean(
+          "fp16_params", false,
+          "With `fp16` only, which gives all parameters float16. (In SMP 1.x it gives float16 to "
+          "those of distributed modules, without masters, and is older than `fp16`.)"),
       boolean("bf16", false,
               "Give models parameters of bfloat16, and optimizers master weights of float32 (see "
               "docs/precision.md). Not together with `fp16`. (In SMP 1.x it needs "

@@ -415,6 +415,11 @@ class SMP_API Config {
   Config& fp16(bool value) { return set("fp16", value); }
   bool fp16() const { return std::get<bool>(get("fp16")); }
 
+  /// With `fp16` only, which gives all parameters float16. (In SMP 1.x it gives float16 to those of
+  /// distributed modules, without masters, and is older than `fp16`.) Default: false.
+  Config& fp16_params(bool value) { return set("fp16_params", value); }
+  bool fp16_params() const { return std::get<bool>(get("fp16_params")); }
+
   /// Give models parameters of bfloat16, and optimizers master weights of float32 (see
   /// docs/precision.md). Not together with `fp16`. (In SMP 1.x it needs
   /// `sharded_data_parallel_degree` > 1.) Default: false.

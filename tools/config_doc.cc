@@ -6,7 +6,6 @@
 namespace smp::tools {
 namespace {
 
-using core::Availability;
 using core::Parameter;
 
 constexpr const char* kIntroduction =
@@ -107,10 +106,10 @@ std::string entry(const Parameter& parameter) {
   return text + "\n";
 }
 
-std::string table(Availability availability) {
+std::string tensorflow_table() {
   std::string text = "| parameter | value | the value accepted | meaning |\n|---|---|---|---|\n";
   for (const Parameter& parameter : core::schema()) {
-    if (parameter.availability != availability) continue;
+    if (!parameter.tensorflow_only) continue;
     text += "| `" + parameter.name + "` | " + type_text(parameter) + " | " +
             default_text(parameter) + " | " + parameter.doc + " |\n";
   }
@@ -123,14 +122,12 @@ std::string configuration_page() {
   std::string text = kIntroduction;
   text += "## Parameters\n\n";
   for (const Parameter& parameter : core::schema()) {
-    if (parameter.availability == Availability::kAvailable) text += entry(parameter);
+    if (!parameter.tensorflow_only) text += entry(parameter);
   }
-  text += "## Not available in this version\n\nKnown, but accepted with their default only.\n\n" +
-          table(Availability::kDefaultOnly);
   text +=
       "## TensorFlow only\n\nPart of SMP's parameters for TensorFlow; accepted with their default "
       "only.\n\n" +
-      table(Availability::kTensorFlowOnly);
+      tensorflow_table();
   return text + kEnding;
 }
 

@@ -139,7 +139,7 @@ std::string config_header(const std::string& header) {
                       "smp/config.h lacks the marks of its generated list");
   std::string list = "\n";
   for (const Parameter& parameter : core::schema()) {
-    if (parameter.availability == core::Availability::kAvailable) list += entry(parameter);
+    if (!parameter.tensorflow_only) list += entry(parameter);
   }
   return header.substr(0, begin) + kBegin + list + header.substr(end);
 }

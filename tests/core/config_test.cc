@@ -259,7 +259,7 @@ TEST(Config, GettersRefuseWrongValuesToo) {
             "[smp] config key \"microbatch\": unknown parameter. Did you mean \"microbatches\"?");
 }
 
-TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
+TEST(Config, FeaturesOfTensorFlowAreRefusedByName) {
   const BadValue kCases[] = {
       {R"({"contiguous": false})",
        R"("contiguous": false is TensorFlow-only, and this library is for libtorch. Use true (the default).)"},
@@ -269,12 +269,6 @@ TEST(Config, FeaturesThatDoNotExistYetAreRefusedByName) {
   for (const BadValue& bad : kCases) {
     EXPECT_EQ(validation_error(bad.json), std::string("[smp] smp.json: ") + bad.error);
   }
-}
-
-// Every parameter of section 1.1 whose feature is missing, with a value that is not its default.
-TEST(Config, NoMissingFeatureIsIgnored) {
-  const std::string error = validation_error(R"({"fp16_params": true})");
-  EXPECT_NE(error.find("is not available in this version. Use "), std::string::npos) << error;
 }
 
 TEST(Config, UnknownKeys) {
@@ -355,6 +349,14 @@ TEST(Config, RulesBetweenParameters) {
                        "\"bf16\": FP16 and BF16 cannot be simultaneously enabled."));
   EXPECT_EQ(validation_error(R"({"bf16": true})"), "<no error>");
   EXPECT_EQ(validation_error(R"({"fp16": true, "partitions": 2})"), "<no error>");
+  EXPECT_EQ(validation_error(R"({"fp16": true, "fp16_params": true})"), "<no error>");
+  EXPECT_EQ(validation_error(R"({"fp16_params": false})"), "<no error>");
+  for (const char* alone : {R"({"fp16_params": true})", R"({"fp16_params": true, "bf16": true})"}) {
+    EXPECT_EQ(validation_error(alone),
+              "[smp] smp.json: \"fp16_params\": needs \"fp16\" to be true, which gives optimizers "
+              "masters of float32, too. For float16 without masters leave both out, and make the "
+              "modules under smp::model_creation with dtype(torch::kHalf).");
+  }
 }
 
 TEST(Config, AllMistakesAreReportedTogether) {
@@ -378,8 +380,9 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("active_microbatches":3,"auto_partition":true,"bf16":false,"bucket_cap_mb":25.0,)"
             R"("check_collectives":false,"ddp":false,)"
             R"("default_partition":0,"delayed_parameter_initialization":true,)"
-            R"("deterministic_server":false,"fp16":false,"gradient_accumulation_fusion":false,)"
-            R"("gradient_shards":0,"guard":"every_step","input_source":"all",)"
+            R"("deterministic_server":false,"fp16":false,"fp16_params":false,)"
+            R"("gradient_accumulation_fusion":false,"gradient_shards":0,)"
+            R"("guard":"every_step","input_source":"all",)"
             R"("keep_freed_memory":true,"load_partition":false,"memory_limit_mb":0.0,)"
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
             R"("offload_activations":false,"optimize":"memory",)"
