@@ -2,6 +2,7 @@
 #include "smp/nn/attention_layer.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 
@@ -25,6 +26,22 @@ std::vector<at::Tensor> by_heads(const at::Tensor& x, int64_t count, int64_t cha
   return x.view({x.size(0), x.size(1), count, -1, channels}).permute({2, 0, 3, 1, 4}).unbind(0);
 }
 
+/// No autocast while it lives.
+class AutocastOff {
+ public:
+  explicit AutocastOff(at::DeviceType device)
+      : device_(device), before_(at::autocast::is_autocast_enabled(device)) {
+    at::autocast::set_autocast_enabled(device_, false);
+  }
+  ~AutocastOff() { at::autocast::set_autocast_enabled(device_, before_); }
+  AutocastOff(const AutocastOff&) = delete;
+  AutocastOff& operator=(const AutocastOff&) = delete;
+
+ private:
+  at::DeviceType device_;
+  bool before_;
+};
+
 }  // namespace
 
 DistributedAttentionLayerImpl::DistributedAttentionLayerImpl(
@@ -37,6 +54,9 @@ void DistributedAttentionLayerImpl::reset() {
   check_block(kName, options.pre_layernorm(), options.post_layernorm(), options.optimize());
   check_divides(kName, "num_attention_heads", options.num_attention_heads(),
                 tensor_group()->size());
+  SMP_CHECK_WITH(UsageError, !options.query_key_layer_scaling() || options.layer_idx().value_or(-1) >= 0,
+ kName,
+                 ": query_key_layer_scaling needs layer_idx, the number of the layer from 0. Set it");
   const Block<DistributedAttentionLayerOptions> block{options};
   const int64_t channels = options.num_attention_heads() * options.attention_head_size();
   if (options.pre_layernorm()) {
@@ -93,11 +113,21 @@ at::Tensor DistributedAttentionLayerImpl::run(const at::Tensor& hidden, const at
   } else {
     parts = by_heads(query_key_value->run(x, sliced), 3, channels);
   }
-  const at::Tensor context = attend(parts[0], parts[1], parts[2], mask);
+  const at::Tensor context = options.attention_in_fp32()
+                                 ? attend_in_fp32(parts[0], parts[1], parts[2], mask)
+                                 : attend(parts[0], parts[1], parts[2], mask);
   const at::Tensor y = hidden_dropout(dense->run(context.transpose(1, 2).flatten(2), sliced),
                                       options.hidden_dropout_prob(), is_training(), sliced);
   const at::Tensor sum = residual(hidden, y, options.fp32_residual_addition());
   return layernorm ? normalised(layernorm, sum, sliced) : sum;
+}
+
+at::Tensor DistributedAttentionLayerImpl::attend_in_fp32(const at::Tensor& query,
+                                                         const at::Tensor& key,
+                                                         const at::Tensor& value,
+                                                         const at::Tensor& mask) {
+  const AutocastOff off(query.device().type());
+  return attend(widened(query), widened(key), widened(value), mask).to(query.scalar_type());
 }
 
 /// Arguments and result are [N, heads of this rank, S, channels].
@@ -110,16 +140,19 @@ at::Tensor DistributedAttentionLayerImpl::attend(const at::Tensor& query, const 
                  ". Set it to the longest sequence that there is");
   const double p = options.attention_dropout_prob();
   const bool drops = is_training() && p > 0;
-  if (!drops && !mask.defined() && !options.use_alibi()) {
+  const bool fused = options.flash_attention() && !drops && !options.query_key_layer_scaling();
+  if (fused && !mask.defined() && !options.use_alibi()) {
     return at::scaled_dot_product_attention(query, key, value, {}, 0, causal);
   }
   const at::Tensor bias = score_bias(query, key.size(2), mask);
-  if (!drops) {
+  if (fused) {
     return at::scaled_dot_product_attention(query, key, value,
                                             bias.defined() ? std::optional(bias) : std::nullopt);
   }
-  const double scale = 1 / std::sqrt(static_cast<double>(options.attention_head_size()));
-  return attention_with_dropout(query, key, value, bias, p, scale);
+  Scores scores{1 / std::sqrt(static_cast<double>(options.attention_head_size()))};
+  if (drops) scores.dropout = p;
+  if (options.query_key_layer_scaling()) scores.divisor = *options.layer_idx() + 1;
+  return attention_in_steps(query, key, value, bias, scores);
 }
 
 /// What is added to the scores: the mask, the causal mask and the linear biases; undefined if there

@@ -20,13 +20,13 @@ namespace smp::nn {
 ///
 /// The heads are divided among the ranks of the tensor-parallel group. Scores are multiplied by
 /// 1 / sqrt(attention_head_size). Where nothing is dropped from the probabilities (in evaluation,
-/// or without attention_dropout_prob) they are computed by libtorch's
+/// or without attention_dropout_prob) and the options allow it, they are computed by libtorch's
 /// `scaled_dot_product_attention`. The submodules are "query_key_value" (queries, keys and values,
 /// one after the other) or, with cross attention, "query" and "key_value"; "dense";
 /// "pre_layernorm" and "layernorm".
 ///
-/// Throws `UsageError` if the ranks do not divide the heads, without any layer norm, and for a
-/// sequence longer than causal_mask_size.
+/// Throws `UsageError` if the ranks do not divide the heads, without any layer norm, for
+/// query_key_layer_scaling without layer_idx, and for a sequence longer than causal_mask_size.
 class SMP_API DistributedAttentionLayerImpl
     : public torch::nn::Cloneable<DistributedAttentionLayerImpl> {
  public:
@@ -54,6 +54,8 @@ class SMP_API DistributedAttentionLayerImpl
  private:
   at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const at::Tensor& mask);
+  at::Tensor attend_in_fp32(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const at::Tensor& mask);
   at::Tensor score_bias(const at::Tensor& query, int64_t keys, const at::Tensor& mask) const;
 };
 TORCH_MODULE(DistributedAttentionLayer);

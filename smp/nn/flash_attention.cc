@@ -62,7 +62,7 @@ at::Tensor FlashAttentionLayerImpl::forward(const at::Tensor& qkv, const at::Ten
             .triu(1));
   }
   if (dropout > 0) {
-    return attention_with_dropout(query, parts[1], parts[2], bias, dropout, scale);
+    return attention_in_steps(query, parts[1], parts[2], bias, {scale, dropout});
   }
   return at::scaled_dot_product_attention(query, parts[1], parts[2],
                                           bias.defined() ? std::optional(bias) : std::nullopt,

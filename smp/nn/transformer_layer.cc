@@ -113,7 +113,8 @@ DistributedTransformerLayerImpl::DistributedTransformerLayerImpl(
 
 void DistributedTransformerLayerImpl::reset() {
   const auto of_attention =
-      attention_options(options, block_options<DistributedAttentionLayerOptions>(options));
+      attention_options(options, block_options<DistributedAttentionLayerOptions>(options))
+          .layer_idx(options.layer_idx());
   attention = register_module("attention", DistributedAttentionLayer(of_attention));
   if (options.add_cross_attention()) {
     auto of_cross = of_attention;
@@ -166,7 +167,7 @@ void DistributedTransformerImpl::reset() {
   of_layer.add_cross_attention(options.add_cross_attention());
   seq_layers = register_module("seq_layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < options.num_layers(); ++i) {
-    seq_layers->push_back(DistributedTransformerLayer(of_layer));
+    seq_layers->push_back(DistributedTransformerLayer(of_layer.layer_idx(i)));
   }
 }
 

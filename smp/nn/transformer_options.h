@@ -45,13 +45,25 @@ namespace smp::nn {
 // causal_mask_size        the longest sequence, whose tokens see none after them; none: no mask
 // use_alibi               attention with linear biases (arXiv 2108.12409)
 // alibi_bias_max          the slopes of the heads end at 2 ^ -alibi_bias_max
+// attention_in_fp32       from queries, keys and values on, half precision is computed in float32,
+//                         under autocast, too
+// query_key_layer_scaling
+//                         products of queries and keys are divided by the number of the layer, from
+//                         1, and multiplied by it again in float32, where the softmax is computed,
+//                         too: the same function, without overflows of float16
+// flash_attention         where no probability is dropped (and without query_key_layer_scaling),
+//                         libtorch's scaled_dot_product_attention, which takes a fused kernel where
+//                         it has one; otherwise products and softmax one after the other
 #define SMP_NN_ATTENTION_OPTIONS                                      \
   TORCH_ARG(int64_t, num_attention_heads) = 32;                       \
   TORCH_ARG(int64_t, attention_head_size) = 32;                       \
   TORCH_ARG(double, attention_dropout_prob) = 0.1;                    \
   TORCH_ARG(std::optional<int64_t>, causal_mask_size) = std::nullopt; \
   TORCH_ARG(bool, use_alibi) = false;                                 \
-  TORCH_ARG(int64_t, alibi_bias_max) = 8
+  TORCH_ARG(int64_t, alibi_bias_max) = 8;                             \
+  TORCH_ARG(bool, attention_in_fp32) = false;                         \
+  TORCH_ARG(bool, query_key_layer_scaling) = false;                   \
+  TORCH_ARG(bool, flash_attention) = true
 
 // intermediate_size  outputs of the first linear layer; a multiple of the ranks
 // activation         between the two linear layers: "gelu", "gelu_new" (its approximation by tanh,
@@ -66,6 +78,8 @@ struct DistributedAttentionLayerOptions {
   SMP_NN_ATTENTION_OPTIONS;
   /// Keys and values come from other states than queries.
   TORCH_ARG(bool, cross_attention) = false;
+  /// The number of the layer from 0, for query_key_layer_scaling.
+  TORCH_ARG(std::optional<int64_t>, layer_idx) = std::nullopt;
 };
 
 /// Options of `DistributedTransformerOutputLayer`.
@@ -81,6 +95,8 @@ struct DistributedTransformerLayerOptions {
   SMP_NN_OUTPUT_OPTIONS;
   /// A layer with cross attention follows the one with self-attention.
   TORCH_ARG(bool, add_cross_attention) = false;
+  /// The number of the layer from 0, for query_key_layer_scaling.
+  TORCH_ARG(std::optional<int64_t>, layer_idx) = std::nullopt;
 };
 
 /// Options of `DistributedTransformer`.

@@ -111,20 +111,26 @@ at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, i
   return distance.neg() * scatter_to_group(slopes, kHeads);
 }
 
-at::Tensor attention_with_dropout(const at::Tensor& query, const at::Tensor& key,
-                                  const at::Tensor& value, const at::Tensor& bias, double p,
-                                  double scale) {
-  at::Tensor scores = at::matmul(query * scale, key.transpose(-2, -1));
-  if (bias.defined()) scores = scores + bias;
-  return at::matmul(divided_dropout(at::softmax(scores, -1), p, true, kHeads), value);
+at::Tensor attention_in_steps(const at::Tensor& query, const at::Tensor& key,
+                              const at::Tensor& value, const at::Tensor& bias,
+                              const Scores& scores) {
+  const auto divisor = static_cast<double>(scores.divisor);
+  at::Tensor x = at::matmul(query * (scores.scale / divisor), key.transpose(-2, -1));
+  if (scores.divisor > 1) x = widened(x) * divisor;
+  if (bias.defined()) x = x + bias;
+  x = at::softmax(x, -1);
+  if (scores.divisor > 1) x = x.to(value.scalar_type());
+  if (scores.dropout > 0) x = divided_dropout(x, scores.dropout, true, kHeads);
+  return at::matmul(x, value);
+}
+
+at::Tensor widened(const at::Tensor& x) {
+  const auto type = x.scalar_type();
+  return type == at::kHalf || type == at::kBFloat16 ? x.to(at::kFloat) : x;
 }
 
 at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32) {
-  const auto widened = [&](const at::Tensor& tensor) {
-    const auto type = tensor.scalar_type();
-    return fp32 && (type == at::kHalf || type == at::kBFloat16) ? tensor.to(at::kFloat) : tensor;
-  };
-  return widened(x) + widened(y);
+  return fp32 ? widened(x) + widened(y) : x + y;
 }
 
 }  // namespace smp::nn

@@ -75,7 +75,10 @@ To attention_options(const From& from, To to) {
       .attention_dropout_prob(from.attention_dropout_prob())
       .causal_mask_size(from.causal_mask_size())
       .use_alibi(from.use_alibi())
-      .alibi_bias_max(from.alibi_bias_max());
+      .alibi_bias_max(from.alibi_bias_max())
+      .attention_in_fp32(from.attention_in_fp32())
+      .query_key_layer_scaling(from.query_key_layer_scaling())
+      .flash_attention(from.flash_attention());
 }
 
 template <class To, class From>
@@ -99,11 +102,22 @@ at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced
 /// all.
 at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max);
 
-/// Attention of this rank's heads, [N, heads, S, channels], whose probabilities are dropped as in
-/// one process. `bias`, which is added to the scaled scores, may be undefined.
-at::Tensor attention_with_dropout(const at::Tensor& query, const at::Tensor& key,
-                                  const at::Tensor& value, const at::Tensor& bias, double p,
-                                  double scale);
+/// How products of queries and keys become probabilities.
+struct Scores {
+  double scale;         ///< what the products are multiplied by
+  double dropout = 0;   ///< of probabilities
+  int64_t divisor = 1;  ///< products are divided by it, and multiplied again in float32
+};
+
+/// Attention of this rank's heads, [N, heads, S, channels], one operator after the other, whose
+/// probabilities are dropped as in one process. `bias`, which is added to the scaled scores, may be
+/// undefined.
+at::Tensor attention_in_steps(const at::Tensor& query, const at::Tensor& key,
+                              const at::Tensor& value, const at::Tensor& bias,
+                              const Scores& scores);
+
+/// A tensor of half precision in float32, others as they are.
+at::Tensor widened(const at::Tensor& x);
 
 /// The residual `x` and what a block made of it; half precision is added in float32 if `fp32`.
 at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32);
