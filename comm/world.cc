@@ -13,6 +13,17 @@
 namespace smp::comm {
 namespace {
 
+/// Tasks of srun that cannot find each other would each train alone. (SLURM_NTASKS is set for a
+/// batch script, too, which is one process.)
+void check_alone() {
+  const auto tasks = core::env("SLURM_STEP_NUM_TASKS");
+  SMP_CHECK_WITH(UsageError, !tasks || *tasks == "1", "srun started ", *tasks,
+                 " tasks (SLURM_STEP_NUM_TASKS), of which this is one, and gave them neither "
+                 "PMIX_RANK nor PMI_RANK, by which they would find each other. Start them with srun "
+                 "--mpi=pmix, or by smprun or mpirun within the job; for programs of one rank each, "
+                 "unset SLURM_STEP_NUM_TASKS");
+}
+
 CommunicatorPtr world_of_one() {
   static const CommunicatorPtr world = make_thread_world(1).front();
   return world;
@@ -41,6 +52,7 @@ CommunicatorPtr make_world(std::chrono::milliseconds timeout, int port) {
     case Launcher::kTorchrun:
       return make_torchrun_world(timeout, port);
     case Launcher::kNone:
+      check_alone();
       break;
   }
   return world_of_one();

@@ -6,6 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "smp/error.h"
 
 namespace smp::comm {
 namespace {
@@ -36,6 +41,49 @@ TEST(World, KnowsItsLauncher) {
   setenv("PMIX_RANK", "0", 1);  // srun may have started torchrun
   EXPECT_EQ(launcher(), std::getenv("RANK") ? Launcher::kTorchrun : Launcher::kSrun);
   unsetenv("PMIX_RANK");
+}
+
+class Variables {
+ public:
+  explicit Variables(std::vector<std::pair<const char*, const char*>> all) : all_(std::move(all)) {
+    for (const auto& [name, value] : all_) setenv(name, value, 1);
+  }
+  ~Variables() {
+    for (const auto& [name, value] : all_) unsetenv(name);
+  }
+
+ private:
+  std::vector<std::pair<const char*, const char*>> all_;
+};
+
+// What SLURM sets for a task of `srun`, and for a batch script, which is no task of several.
+TEST(World, KnowsTasksOfSlurm) {
+  if (launcher() != Launcher::kNone) return;  // these come first
+  const Variables job({{"SLURM_JOB_ID", "7"},
+                       {"SLURM_NTASKS", "4"},
+                       {"SLURM_PROCID", "0"},
+                       {"SLURM_LOCALID", "0"},
+                       {"SLURM_NODEID", "0"}});
+  EXPECT_EQ(launcher(), Launcher::kNone);
+  EXPECT_EQ(make_world()->size(), 1);
+  {
+    const Variables task({{"SLURM_STEP_NUM_TASKS", "1"}});
+    EXPECT_EQ(make_world()->size(), 1);
+  }
+  const Variables tasks({{"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}});
+  try {
+    make_world();
+    ADD_FAILURE() << "each task would train alone";
+  } catch (const UsageError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("srun started 4 tasks (SLURM_STEP_NUM_TASKS), of which this is one, and "
+                        "gave them neither PMIX_RANK nor PMI_RANK"),
+              std::string::npos)
+        << text;
+    EXPECT_NE(text.find("Start them with srun --mpi=pmix"), std::string::npos) << text;
+  }
+  const Variables pmix({{"PMIX_RANK", "2"}});
+  EXPECT_EQ(launcher(), Launcher::kSrun);
 }
 
 // All ranks of a test are on one host.

@@ -81,6 +81,52 @@ TEST(ConfigFile, EstimatorForm) {
       "must be between 0.0 and 1.0! (got 2)");
 }
 
+// Models of 10, 30 and 60 billion parameters, and of 65 with sharded data parallelism, as they are
+// documented: each the `distribution` of an estimator, whole.
+TEST(ConfigFile, DocumentedDistributions) {
+  const std::string mpi =
+      R"(, "mpi": {"enabled": true, "processes_per_host": 8, "custom_mpi_options":
+           "--mca btl_vader_single_copy_mechanism none -x FI_EFA_USE_DEVICE_RDMA=1 )"
+      R"(-x FI_PROVIDER=efa -x RDMAV_FORK_SAFE=1"}})";
+  const auto distribution = [&](const std::string& parameters) {
+    Distribution result = Distribution::from_json(
+        R"({"smdistributed": {"modelparallel": {"enabled": true, "parameters": )" + parameters +
+            "}}" + mpi,
+        "smp.json");
+    result.config.validate();
+    EXPECT_EQ(result.strategy, Strategy::kModelParallel);
+    EXPECT_EQ(result.processes_per_host, 8);
+    EXPECT_EQ(result.custom_mpi_options,
+              "--mca btl_vader_single_copy_mechanism none -x FI_EFA_USE_DEVICE_RDMA=1 -x "
+              "FI_PROVIDER=efa -x RDMAV_FORK_SAFE=1");
+    return result.config;
+  };
+  const Config of_10b = distribution(R"({"ddp": true, "tensor_parallel_degree": 4,
+      "pipeline_parallel_degree": 1, "shard_optimizer_state": true, "prescaled_batch": true,
+      "fp16": true, "fp16_params": true, "placement_strategy": "cluster", "optimize": "speed",
+      "auto_partition": true, "default_partition": 0, "skip_tracing": true,
+      "delayed_parameter_initialization": false})");
+  EXPECT_EQ(of_10b.tensor_parallel_degree(), 4);
+  EXPECT_TRUE(of_10b.shard_optimizer_state());
+  const Config of_30b = distribution(R"({"ddp": true, "tensor_parallel_degree": 8,
+      "pipeline_parallel_degree": 1, "prescaled_batch": true})");
+  EXPECT_EQ(of_30b.tensor_parallel_degree(), 8);
+  const Config of_60b = distribution(R"({"ddp": true, "tensor_parallel_degree": 8,
+      "pipeline_parallel_degree": 2, "microbatches": 4, "active_microbatches": 2,
+      "pipeline": "interleaved", "prescaled_batch": true, "offload_activations": true,
+      "activation_loading_horizon": 4})");
+  EXPECT_EQ(of_60b.partitions(), 2);
+  EXPECT_EQ(of_60b.active_microbatches(), 2);
+  const Config of_65b = distribution(R"({"ddp": true, "ddp_dist_backend": "auto",
+      "tensor_parallel_degree": 8, "sharded_data_parallel_degree": 16, "bf16": true,
+      "prescaled_batch": true, "sdp_reduce_bucket_size": 5e8,
+      "sdp_param_persistence_threshold": 1e6, "sdp_max_live_parameters": 1e9,
+      "sdp_hierarchical_allgather": false, "sdp_gradient_clipping": 1.0,
+      "offload_activations": true})");
+  EXPECT_EQ(of_65b.sharded_data_parallel_degree(), 16);
+  EXPECT_EQ(of_65b.sdp_reduce_bucket_size(), 500000000);
+}
+
 TEST(ConfigFile, EstimatorFormOfDataParallelism) {
   const Distribution distribution = Distribution::from_json(
       R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_mpi_options": "-x A"}}})",
