@@ -25,5 +25,6 @@
 #include "smp/step.h"
 #include "smp/step_output.h"
 #include "smp/tensor_parallelism.h"
+#include "smp/tp_module.h"
 #include "smp/tp_register.h"
 #include "smp/version.h"

@@ -39,7 +39,7 @@ PAGES = {
                     "name_map.h"],
     "Data parallelism": ["ddp.h", "ddp_options.h", "comm_hooks.h", "join.h"],
     "smddp": ["smddp.h", "c10d.h"],
-    "Tensor parallelism": ["tensor_parallelism.h", "tp_register.h", "nn/layout.h",
+    "Tensor parallelism": ["tensor_parallelism.h", "tp_module.h", "tp_register.h", "nn/layout.h",
                            "nn/parameter_split.h", "nn/split_module.h"],
     "Divided layers": ["nn/parallel_linear.h", "nn/parallel_embedding.h", "nn/cross_entropy.h",
                        "nn/operators.h"],
