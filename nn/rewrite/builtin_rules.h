@@ -14,8 +14,9 @@ using RuleTable = std::map<std::string, Rule>;
 RuleTable shape_rules();
 /// Operators that work on elements, along dimensions or on the whole of a tensor.
 RuleTable math_rules();
-/// Products of matrices, embeddings and attention.
+/// Products of matrices and embeddings.
 RuleTable product_rules();
+RuleTable attention_rules();
 /// Dropout and losses, which stand for other operators when they are divided.
 RuleTable special_rules();
 

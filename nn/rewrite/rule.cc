@@ -22,7 +22,7 @@ Registered& registered() {
 const RuleTable& builtin() {
   static const RuleTable rules = [] {
     RuleTable all = special_rules();  // first, since they know more of some operators
-    for (RuleTable (*table)() : {product_rules, shape_rules, math_rules}) {
+    for (RuleTable (*table)() : {product_rules, attention_rules, shape_rules, math_rules}) {
       for (auto& [name, rule] : table()) all.emplace(name, std::move(rule));
     }
     return all;

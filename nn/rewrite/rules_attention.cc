@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rule of attention.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "nn/rewrite/builtin_rules.h"
+#include "nn/rewrite/emitter.h"
+
+namespace smp::nn::rewrite {
+namespace {
+
+using graph::ValueId;
+using Result = std::optional<Treatment>;
+
+ValueId scaled(Emitter& emitter, ValueId value, double factor) {
+  return emitter.call("aten::mul", "Scalar", {Emitter::tensor(value), Emitter::constant(factor)});
+}
+
+/// What every query may look at: -inf where a key comes later.
+ValueId masked_by_order(Emitter& emitter, ValueId scores) {
+  const graph::TensorMeta meta = emitter.meta(scores);
+  const std::vector<int64_t> sizes(meta.sizes.end() - 2, meta.sizes.end());
+  const auto all =
+      emitter.call("aten::new_ones", "",
+                   {Emitter::tensor(scores), Emitter::constant(sizes), Emitter::constant(at::kBool),
+                    Emitter::constant(c10::IValue()), Emitter::constant(c10::IValue()),
+                    Emitter::constant(c10::IValue())});
+  const auto later =
+      emitter.call("aten::triu", "", {Emitter::tensor(all), Emitter::constant(int64_t{1})});
+  return emitter.call("aten::masked_fill", "Scalar",
+                      {Emitter::tensor(scores), Emitter::tensor(later),
+                       Emitter::constant(-std::numeric_limits<double>::infinity())});
+}
+
+ValueId masked(Emitter& emitter, const Call& call, ValueId scores) {
+  const int position = call.position("attn_mask");
+  if (position < 0) return scores;
+  const ValueId mask = emitter.argument(position);
+  if (call.meta(position).dtype != at::kBool) {
+    return emitter.call("aten::add", "Tensor",
+                        {Emitter::tensor(scores), Emitter::tensor(mask), Emitter::constant(1)});
+  }
+  const auto hidden = emitter.call("aten::logical_not", "", {Emitter::tensor(mask)});
+  return emitter.call("aten::masked_fill", "Scalar",
+                      {Emitter::tensor(scores), Emitter::tensor(hidden),
+                       Emitter::constant(-std::numeric_limits<double>::infinity())});
+}
+
+/// Attention with dropout, in the operators that libtorch makes it of on a CPU, so that the mask of
+/// all heads is drawn and each rank keeps that of its own.
+std::vector<ValueId> emit_attention(Emitter& emitter, const Call& call,
+                                    const Treatment& treatment) {
+  const auto width = static_cast<double>(call.meta(0).sizes.back());
+  const c10::IValue scale = call.constant("scale");
+  const double factor = std::sqrt(scale.isDouble() ? scale.toDouble() : 1 / std::sqrt(width));
+  const auto query = scaled(emitter, emitter.argument(0), factor);
+  const auto key = emitter.call("aten::transpose", "int",
+                                {Emitter::tensor(emitter.argument(1)),
+                                 Emitter::constant(int64_t{-2}), Emitter::constant(int64_t{-1})});
+  const auto keys = scaled(emitter, key, factor);
+  ValueId weights =
+      emitter.call("aten::matmul", "", {Emitter::tensor(query), Emitter::tensor(keys)});
+  if (call.is_set("is_causal")) weights = masked_by_order(emitter, weights);
+  weights = masked(emitter, call, weights);
+  weights = emitter.call(
+      "aten::_safe_softmax", "",
+      {Emitter::tensor(weights), Emitter::constant(int64_t{-1}), Emitter::constant(c10::IValue())});
+  const graph::TensorMeta meta = emitter.meta(weights);
+  const Layout& layout = treatment.arguments[0];
+  const auto kept =
+      emitter.call("smp::tp_dropout",
+                   {Emitter::tensor(weights), Emitter::constant(call.constant("dropout_p")),
+                    Emitter::constant(true), Emitter::constant(int64_t{layout.dim}),
+                    Emitter::constant(layout.blocks)},
+                   meta.sizes, meta.dtype);
+  emitter.follow("dropout_p", 1);
+  emitter.require("scale");
+  return {emitter.call("aten::matmul", "",
+                       {Emitter::tensor(kept), Emitter::tensor(emitter.argument(2))})};
+}
+
+/// Attention without dropout, as it is: a probability that comes later would draw other masks.
+std::vector<ValueId> emit_plain_attention(Emitter& emitter, const Call& call, const Treatment&) {
+  std::vector<graph::Argument> arguments = call.op().arguments;
+  for (graph::Argument& argument : arguments) {
+    if (argument.kind != graph::Argument::Kind::kTensor) continue;
+    const auto at = std::find(call.tensors().begin(), call.tensors().end(), argument.values[0]);
+    if (at == call.tensors().end()) continue;
+    argument.values = {emitter.argument(static_cast<int>(at - call.tensors().begin()))};
+  }
+  const auto result = emitter.call("aten::scaled_dot_product_attention", "", std::move(arguments));
+  emitter.follow("scale", call.argument("scale"));
+  emitter.require("dropout_p");
+  return {result};
+}
+
+/// Divided by samples or heads, never along a sequence or within a head.
+Result attention(const Call& call) {
+  const int first = call.first_divided();
+  if (first < 0 || first > 2) return std::nullopt;
+  const Layout layout = call.layout(first);
+  const int place = layout.dim - call.dim(first);
+  const bool drops = call.constant("dropout_p").toDouble() > 0;
+  const bool grouped = call.is_set("enable_gqa");
+  if (place >= -2 || (grouped && (drops || layout.blocks != 1))) return std::nullopt;
+  const c10::IValue scale = call.constant("scale");
+  if (drops && scale.isDouble() && scale.toDouble() < 0) return std::nullopt;
+  Treatment treatment = call.all_shared();
+  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
+    const int dim = place + call.dim(i);
+    if (dim < 0 || call.meta(i).sizes[dim] == 1) {
+      if (i <= 2) return std::nullopt;
+      continue;
+    }
+    if (!can_divide(call.meta(i).sizes, dim, layout.blocks, call.ranks())) return std::nullopt;
+    treatment.arguments[i] = Layout::divided(dim, layout.blocks);
+    if (call.layout(i) == treatment.arguments[i] || call.is_free_of_gradient(i)) continue;
+    treatment.wishes.push_back({i, treatment.arguments[i]});
+  }
+  treatment.results[0] = treatment.arguments[0];
+  treatment.emit = drops ? emit_attention : emit_plain_attention;
+  return treatment;
+}
+
+}  // namespace
+
+RuleTable attention_rules() { return {{"aten::scaled_dot_product_attention", attention}}; }
+
+}  // namespace smp::nn::rewrite
