@@ -44,9 +44,16 @@ ModelCreation::Impl::Impl(const ModelCreationOptions& options) {
     at_once_.emplace();
   }
   if (graph::current_partition() >= 0) pins_.emplace(graph::current_partition());
-  const auto marks = options.tensor_parallelism() ? options.tensor_parallelism()
-                                                  : TensorParallelismScope::current();
-  if (marks) marks_.emplace(*marks);
+  const auto& given = options.tensor_parallelism_options();
+  if (options.tensor_parallelism()) {
+    marks_.emplace(*options.tensor_parallelism(), given.value_or(TensorParallelismOptions()));
+  } else {
+    SMP_CHECK_WITH(UsageError, !given,
+                   "model_creation: tensor_parallelism_options were given without "
+                   "tensor_parallelism, which says whether to mark what is made. Set it, too");
+    const auto outer = TensorParallelismScope::current();
+    if (outer) marks_.emplace(*outer, TensorParallelismScope::current_options());
+  }
 }
 
 ModelCreation::ModelCreation(const ModelCreationOptions& options)

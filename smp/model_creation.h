@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "smp/export.h"
+#include "smp/tensor_parallelism_options.h"
 
 namespace smp {
 
@@ -24,6 +25,8 @@ struct ModelCreationOptions {
   /// Mark what is made for tensor parallelism, as `smp::tensor_parallelism` does; by default what
   /// is in force around the scope.
   TORCH_ARG(std::optional<bool>, tensor_parallelism) = std::nullopt;
+  /// The options of that mark; to be given together with `tensor_parallelism`.
+  TORCH_ARG(std::optional<TensorParallelismOptions>, tensor_parallelism_options) = std::nullopt;
   /// Draw the random numbers of each delayed parameter from a stream keyed by the seed and the
   /// parameter's name. Saves one drawing of all of them, and gives other weights than plain
   /// construction: the same for any number of stages.
@@ -59,7 +62,8 @@ class [[nodiscard]] SMP_API ModelCreation {
 /// values that plain construction would have given them, bit for bit. See docs/model_creation.md.
 ///
 /// Scopes nest; the innermost one counts. Belongs to one thread. Needs `smp::init` unless
-/// `delayed` is given. Throws `UsageError` for a `dtype` that is no floating point type.
+/// `delayed` is given. Throws `UsageError` for a `dtype` that is no floating point type, and for
+/// `tensor_parallelism_options` without `tensor_parallelism`.
 SMP_API ModelCreation model_creation(const ModelCreationOptions& options = {});
 
 /// `model_creation` for this purpose alone. In a scope that delays, `enabled = false` makes what is

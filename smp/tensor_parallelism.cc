@@ -13,10 +13,11 @@ namespace {
 
 using runtime::Runtime;
 using runtime::tensor_parallelism_marks;
+using runtime::TensorParallelismMark;
 
-std::optional<bool>& innermost() {
-  static thread_local std::optional<bool> enabled;
-  return enabled;
+std::optional<TensorParallelismMark>& innermost() {
+  static thread_local std::optional<TensorParallelismMark> mark;
+  return mark;
 }
 
 }  // namespace
@@ -24,7 +25,7 @@ std::optional<bool>& innermost() {
 /// Notes the results of all operators while it lives.
 class TensorParallelismScope::Impl {
  public:
-  explicit Impl(bool enabled) : before_(std::exchange(innermost(), enabled)) {
+  explicit Impl(const TensorParallelismMark& mark) : before_(std::exchange(innermost(), mark)) {
     if (graph::Tracer::current() != nullptr) return;
     noter_.emplace(
         [](const at::Tensor& tensor) { tensor_parallelism_marks().set(tensor, *innermost()); });
@@ -32,20 +33,30 @@ class TensorParallelismScope::Impl {
   ~Impl() { innermost() = before_; }
 
  private:
-  std::optional<bool> before_;
+  std::optional<TensorParallelismMark> before_;
   std::optional<runtime::ResultNoter> noter_;
 };
 
-TensorParallelismScope::TensorParallelismScope(bool enabled)
-    : impl_(std::make_unique<Impl>(enabled)) {}
+TensorParallelismScope::TensorParallelismScope(bool enabled,
+                                               const TensorParallelismOptions& options)
+    : impl_(std::make_unique<Impl>(TensorParallelismMark{enabled, options})) {}
 
 TensorParallelismScope::~TensorParallelismScope() = default;
 
-std::optional<bool> TensorParallelismScope::current() { return innermost(); }
+std::optional<bool> TensorParallelismScope::current() {
+  return innermost() ? std::optional(innermost()->enabled) : std::nullopt;
+}
 
-TensorParallelismScope tensor_parallelism(bool enabled) { return TensorParallelismScope(enabled); }
+TensorParallelismOptions TensorParallelismScope::current_options() {
+  return innermost() ? innermost()->options : TensorParallelismOptions();
+}
 
-void detail::mark_module(const torch::nn::Module& module, bool enabled) {
+TensorParallelismScope tensor_parallelism(bool enabled, const TensorParallelismOptions& options) {
+  return TensorParallelismScope(enabled, options);
+}
+
+void detail::mark_module(const torch::nn::Module& module, bool enabled,
+                         const TensorParallelismOptions& options) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().partitioned(),
                  "smp::set_tensor_parallelism was called after the first step, which divided the "
                  "models among the ranks; call it before");
@@ -53,7 +64,9 @@ void detail::mark_module(const torch::nn::Module& module, bool enabled) {
   SMP_CHECK_WITH(UsageError, !parameters.empty(), "smp::set_tensor_parallelism: module ",
                  module.name(), " has no parameters that could be divided. Give it the module that "
                  "holds them");
-  for (const at::Tensor& parameter : parameters) tensor_parallelism_marks().set(parameter, enabled);
+  for (const at::Tensor& parameter : parameters) {
+    tensor_parallelism_marks().set(parameter, {enabled, options});
+  }
 }
 
 }  // namespace smp

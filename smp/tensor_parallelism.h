@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "smp/export.h"
+#include "smp/tensor_parallelism_options.h"
 
 namespace smp {
 
@@ -16,13 +17,15 @@ namespace smp {
 /// it.
 class SMP_API TensorParallelismScope {
  public:
-  explicit TensorParallelismScope(bool enabled);
+  explicit TensorParallelismScope(bool enabled, const TensorParallelismOptions& options = {});
   ~TensorParallelismScope();
   TensorParallelismScope(const TensorParallelismScope&) = delete;
   TensorParallelismScope& operator=(const TensorParallelismScope&) = delete;
 
   /// What the innermost scope of this thread says; nothing outside of all.
   static std::optional<bool> current();
+  /// And with which options.
+  static TensorParallelismOptions current_options();
 
  private:
   class Impl;
@@ -35,6 +38,9 @@ class SMP_API TensorParallelismScope {
 /// nested scopes the innermost wins. Without a mark in the program the configuration's
 /// `tensor_parallelism` decides. As documented for SMP's `smp.tensor_parallelism`.
 ///
+/// What `options` say about attention is refused in the first step (`UsageError`) where it cannot
+/// be followed: for attention that ranks do not divide, with a `tensor_parallel_degree` of 1 too.
+///
 /// Example:
 /// \code
 ///   {
@@ -42,21 +48,24 @@ class SMP_API TensorParallelismScope {
 ///     blocks = register_module("blocks", torch::nn::Sequential(Block(), Block()));
 ///   }
 /// \endcode
-[[nodiscard]] SMP_API TensorParallelismScope tensor_parallelism(bool enabled = true);
+[[nodiscard]] SMP_API TensorParallelismScope
+tensor_parallelism(bool enabled = true, const TensorParallelismOptions& options = {});
 
 namespace detail {
-SMP_API void mark_module(const torch::nn::Module& module, bool enabled);
+SMP_API void mark_module(const torch::nn::Module& module, bool enabled,
+                         const TensorParallelismOptions& options);
 }  // namespace detail
 
 /// Marks `module` (a holder, a module or a pointer to one) and its submodules, or unmarks them; the
 /// last call for a module wins, also over scopes. To be called before the first step. Throws
 /// `UsageError` after it, and for a module without parameters.
 template <class M>
-void set_tensor_parallelism(const M& module, bool enabled = true) {
+void set_tensor_parallelism(const M& module, bool enabled = true,
+                            const TensorParallelismOptions& options = {}) {
   if constexpr (std::is_base_of_v<torch::nn::Module, M>) {
-    detail::mark_module(module, enabled);
+    detail::mark_module(module, enabled, options);
   } else {
-    detail::mark_module(*module, enabled);
+    detail::mark_module(*module, enabled, options);
   }
 }
 

@@ -19,8 +19,9 @@ bool works_on_parts(const Treatment& treatment) {
          std::any_of(treatment.results.begin(), treatment.results.end(), is_part);
 }
 
-Call::Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts)
-    : graph_(graph), index_(index), ranks_(ranks), layouts_(layouts) {
+Call::Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts,
+           const AttentionForm& form)
+    : graph_(graph), index_(index), ranks_(ranks), layouts_(layouts), form_(form) {
   base_name_ = op().handle.operator_name().name;
   in_place_ = base_name_.back() == '_' && !op().writes.empty();
   if (in_place_) base_name_.pop_back();

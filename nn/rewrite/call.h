@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "nn/rewrite/attention_form.h"
 #include "nn/rewrite/layout.h"
 
 namespace smp::nn::rewrite {
@@ -87,12 +88,15 @@ bool works_on_parts(const Treatment& treatment);
 /// decide by.
 class Call {
  public:
-  Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts);
+  Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts,
+       const AttentionForm& form = {});
 
   const graph::Graph& graph() const { return graph_; }
   const graph::Operator& op() const { return graph_.operators[index_]; }
   size_t index() const { return index_; }
   int ranks() const { return ranks_; }
+  /// How it is computed, if it is attention.
+  const AttentionForm& attention_form() const { return form_; }
   /// "aten::linear": without overload, and without the underscore of one that works in place.
   const std::string& base_name() const { return base_name_; }
   bool in_place() const { return in_place_; }
@@ -160,6 +164,7 @@ class Call {
   const size_t index_;
   const int ranks_;
   const Layouts& layouts_;
+  const AttentionForm form_;
   std::string base_name_;
   bool in_place_ = false;
   std::vector<graph::ValueId> tensors_;

@@ -129,6 +129,12 @@ DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   divided.whole_us = choice.whole_us;
   divided.divided_us = outcome.us;
   decide(propagation, choice, outcome, options, divided);
+  for (const Call& call : propagation.calls()) {
+    const bool wanted = !call.attention_form().is_as_captured();
+    if (wanted && outcome.treatments[call.index()].emit != nullptr) {
+      divided.attentions.insert(call.index());
+    }
+  }
   return divided;
 }
 

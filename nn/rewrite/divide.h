@@ -12,6 +12,7 @@
 #include "graph/graph.h"
 #include "graph/tracer.h"
 #include "smp/nn/parameter_split.h"
+#include "smp/tensor_parallelism_options.h"
 
 namespace smp::nn::rewrite {
 
@@ -24,6 +25,8 @@ struct DivideOptions {
   std::map<std::string, ParameterSplit> fixed;
   /// Every weight that can be divided is: the predicted time decides how, not whether.
   bool insist = false;
+  /// By parameter: how attention is computed whose queries a parameter makes.
+  std::map<std::string, TensorParallelismOptions> attention;
   /// Choose by times that follow from sizes alone, so that every run chooses the same, instead of
   /// by the graph's costs, which may be measured.
   bool estimate = false;
@@ -84,6 +87,8 @@ struct DividedGraph {
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
   std::vector<StreamDecision> streams;               ///< with `DivideOptions::streams`
+  /// Operators of the whole graph that are computed as `DivideOptions::attention` says.
+  std::set<size_t> attentions;
   /// Of activations, that a rank keeps of a microbatch until its backward pass: predicted from
   /// sizes. The second: if all streams were whole.
   int64_t kept_bytes = 0, kept_bytes_with_whole_streams = 0;

@@ -90,8 +90,9 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
   const graph::RequiresGrad requires_grad(graph);
+  const std::vector<AttentionForm> forms = attention_forms(graph, options.attention);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
-    calls_.emplace_back(graph, i, options.ranks, layouts_);
+    calls_.emplace_back(graph, i, options.ranks, layouts_, forms[i]);
     const Operator& op = graph.operators[i];
     rules_.push_back(rule_of(op));
     times_.push_back(options.estimate

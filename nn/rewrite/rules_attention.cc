@@ -14,6 +14,8 @@ namespace {
 using graph::ValueId;
 using Result = std::optional<Treatment>;
 
+bool drops(const Call& call) { return call.constant("dropout_p").toDouble() > 0; }
+
 ValueId scaled(Emitter& emitter, ValueId value, double factor) {
   return emitter.call("aten::mul", "Scalar", {Emitter::tensor(value), Emitter::constant(factor)});
 }
@@ -48,37 +50,65 @@ ValueId masked(Emitter& emitter, const Call& call, ValueId scores) {
                        Emitter::constant(-std::numeric_limits<double>::infinity())});
 }
 
-/// Attention with dropout, in the operators that libtorch makes it of on a CPU, so that the mask of
+ValueId converted(Emitter& emitter, ValueId value, at::ScalarType type) {
+  if (emitter.meta(value).dtype == type) return value;
+  return emitter.call("aten::to", "dtype",
+                      {Emitter::tensor(value), Emitter::constant(type), Emitter::constant(false),
+                       Emitter::constant(false), Emitter::constant(c10::IValue())});
+}
+
+/// Half precision in float32.
+ValueId widened(Emitter& emitter, ValueId value) {
+  const auto type = emitter.meta(value).dtype;
+  const bool is_half = type == at::kHalf || type == at::kBFloat16;
+  return is_half ? converted(emitter, value, at::kFloat) : value;
+}
+
+/// Queries, keys, values or the mask, in the type in which they are worked on.
+ValueId operand(Emitter& emitter, const Call& call, int position) {
+  const ValueId value = emitter.argument(position);
+  return call.attention_form().in_fp32 ? widened(emitter, value) : value;
+}
+
+/// Attention in the operators that libtorch makes it of on a CPU: with dropout, so that the mask of
 /// all heads is drawn and each rank keeps that of its own.
 std::vector<ValueId> emit_attention(Emitter& emitter, const Call& call,
                                     const Treatment& treatment) {
+  const auto divisor = static_cast<double>(call.attention_form().divisor);
   const auto width = static_cast<double>(call.meta(0).sizes.back());
   const c10::IValue scale = call.constant("scale");
   const double factor = std::sqrt(scale.isDouble() ? scale.toDouble() : 1 / std::sqrt(width));
-  const auto query = scaled(emitter, emitter.argument(0), factor);
+  const auto query = scaled(emitter, operand(emitter, call, 0), factor / divisor);
   const auto key = emitter.call("aten::transpose", "int",
-                                {Emitter::tensor(emitter.argument(1)),
+                                {Emitter::tensor(operand(emitter, call, 1)),
                                  Emitter::constant(int64_t{-2}), Emitter::constant(int64_t{-1})});
   const auto keys = scaled(emitter, key, factor);
+  const ValueId values = operand(emitter, call, 2);
   ValueId weights =
       emitter.call("aten::matmul", "", {Emitter::tensor(query), Emitter::tensor(keys)});
+  if (divisor > 1) weights = scaled(emitter, widened(emitter, weights), divisor);
   if (call.is_set("is_causal")) weights = masked_by_order(emitter, weights);
   weights = masked(emitter, call, weights);
   weights = emitter.call(
       "aten::_safe_softmax", "",
       {Emitter::tensor(weights), Emitter::constant(int64_t{-1}), Emitter::constant(c10::IValue())});
-  const graph::TensorMeta meta = emitter.meta(weights);
-  const Layout& layout = treatment.arguments[0];
-  const auto kept =
-      emitter.call("smp::tp_dropout",
-                   {Emitter::tensor(weights), Emitter::constant(call.constant("dropout_p")),
-                    Emitter::constant(true), Emitter::constant(int64_t{layout.dim}),
-                    Emitter::constant(layout.blocks)},
-                   meta.sizes, meta.dtype);
-  emitter.follow("dropout_p", 1);
+  weights = converted(emitter, weights, emitter.meta(values).dtype);
+  if (drops(call)) {
+    const graph::TensorMeta meta = emitter.meta(weights);
+    const Layout& layout = treatment.arguments[0];
+    weights = emitter.call("smp::tp_dropout",
+                           {Emitter::tensor(weights), Emitter::constant(call.constant("dropout_p")),
+                            Emitter::constant(true), Emitter::constant(int64_t{layout.dim}),
+                            Emitter::constant(layout.blocks)},
+                           meta.sizes, meta.dtype);
+    emitter.follow("dropout_p", 1);
+  } else {
+    emitter.require("dropout_p");
+  }
   emitter.require("scale");
-  return {emitter.call("aten::matmul", "",
-                       {Emitter::tensor(kept), Emitter::tensor(emitter.argument(2))})};
+  const ValueId context =
+      emitter.call("aten::matmul", "", {Emitter::tensor(weights), Emitter::tensor(values)});
+  return {converted(emitter, context, call.result_meta().dtype)};
 }
 
 /// Attention without dropout, as it is: a probability that comes later would draw other masks.
@@ -88,12 +118,12 @@ std::vector<ValueId> emit_plain_attention(Emitter& emitter, const Call& call, co
     if (argument.kind != graph::Argument::Kind::kTensor) continue;
     const auto at = std::find(call.tensors().begin(), call.tensors().end(), argument.values[0]);
     if (at == call.tensors().end()) continue;
-    argument.values = {emitter.argument(static_cast<int>(at - call.tensors().begin()))};
+    argument.values = {operand(emitter, call, static_cast<int>(at - call.tensors().begin()))};
   }
   const auto result = emitter.call("aten::scaled_dot_product_attention", "", std::move(arguments));
   emitter.follow("scale", call.argument("scale"));
   emitter.require("dropout_p");
-  return {result};
+  return {converted(emitter, result, call.result_meta().dtype)};
 }
 
 /// Divided by samples or heads, never along a sequence or within a head.
@@ -102,11 +132,15 @@ Result attention(const Call& call) {
   if (first < 0 || first > 2) return std::nullopt;
   const Layout layout = call.layout(first);
   const int place = layout.dim - call.dim(first);
-  const bool drops = call.constant("dropout_p").toDouble() > 0;
+  const AttentionForm& form = call.attention_form();
+  const bool in_steps = drops(call) || form.in_steps;
   const bool grouped = call.is_set("enable_gqa");
-  if (place >= -2 || (grouped && (drops || layout.blocks != 1))) return std::nullopt;
+  if (place >= -2 || (grouped && (in_steps || layout.blocks != 1))) return std::nullopt;
   const c10::IValue scale = call.constant("scale");
-  if (drops && scale.isDouble() && scale.toDouble() < 0) return std::nullopt;
+  if (in_steps && scale.isDouble() && scale.toDouble() < 0) return std::nullopt;
+  // Autocast would compute in lower precision whatever it is given.
+  const graph::ExecutionMode& mode = call.op().mode;
+  if (form.in_fp32 && (mode.autocast_cpu || mode.autocast_cuda)) return std::nullopt;
   Treatment treatment = call.all_shared();
   for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
     const int dim = place + call.dim(i);
@@ -120,7 +154,7 @@ Result attention(const Call& call) {
     treatment.wishes.push_back({i, treatment.arguments[i]});
   }
   treatment.results[0] = treatment.arguments[0];
-  treatment.emit = drops ? emit_attention : emit_plain_attention;
+  treatment.emit = in_steps ? emit_attention : emit_plain_attention;
   return treatment;
 }
 

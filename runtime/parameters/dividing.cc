@@ -15,6 +15,7 @@
 #include "core/node.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
+#include "nn/rewrite/attention_form.h"
 #include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/storage.h"
 
@@ -70,6 +71,12 @@ class Divider {
     for (const auto* entry : runtime.table().divided()) {
       if (entry->captured_whole) options_.fixed.emplace(entry->name, *entry->split);
     }
+    for (const auto& entry : runtime.table().entries()) {
+      const auto mark = entry.tensor_parallelism_mark();
+      const bool by_module = entry.split && !entry.captured_whole;
+      if (!mark || !mark->enabled || !entry.is_parameter() || by_module) continue;
+      if (mark->options.changes_attention()) options_.attention[entry.name] = mark->options;
+    }
     if (!runtime.partitioned()) allow();
   }
 
@@ -82,6 +89,12 @@ class Divider {
       decision.reason = "its memory is shared with another tensor, or has gaps";
       decision.skipped = true;
     }
+    for (auto& decision : divided->decisions) {
+      if (tables_.count(decision.name) == 0) continue;
+      decision.reason = "it is a table of embeddings, and distribute_embedding is false";
+      decision.skipped = false;
+    }
+    check_attention(*divided);
     check_alike(*divided);
     if (!runtime_.partitioned()) {
       check_strict(*divided, obstacle);
@@ -96,15 +109,51 @@ class Divider {
   void allow() {
     const auto& entries = runtime_.table().entries();
     options_.insist = std::any_of(entries.begin(), entries.end(), [](const auto& entry) {
-      return entry.tensor_parallelism_mark() == true;
+      const auto mark = entry.tensor_parallelism_mark();
+      return mark && mark->enabled;
     });
     const bool all = !options_.insist && runtime_.config().tensor_parallelism() == "auto" &&
                      !runtime_.table().any_divided();
     for (const auto& entry : entries) {
-      const bool may = entry.tensor_parallelism_mark().value_or(all) && !entry.split;
+      const auto mark = entry.tensor_parallelism_mark();
+      const bool may = (mark ? mark->enabled : all) && !entry.split;
       if (!may || !entry.is_parameter()) continue;
-      (is_fit(entry) ? options_.allowed : unfit_).insert(entry.name);
+      const bool keeps_table =
+          mark && !mark->options.distribute_embedding() && is_table(entry.name);
+      (keeps_table ? tables_ : is_fit(entry) ? options_.allowed : unfit_).insert(entry.name);
     }
+  }
+
+  /// Whether a parameter is looked up as a table of embeddings.
+  bool is_table(const std::string& name) const {
+    return std::any_of(captured_.operators.begin(), captured_.operators.end(),
+                       [&](const graph::Operator& op) {
+                         return op.handle.operator_name().name == "aten::embedding" &&
+                                captured_.values[op.arguments[0].values[0]].name == name;
+                       });
+  }
+
+  /// What the user said about attention must not be lost.
+  void check_attention(const DividedGraph& divided) const {
+    if (options_.attention.empty()) return;
+    const auto forms = nn::rewrite::attention_forms(captured_, options_.attention);
+    bool any = false;
+    for (size_t i = 0; i < forms.size(); ++i) {
+      if (forms[i].is_as_captured()) continue;
+      any = true;
+      SMP_CHECK_WITH(
+          UsageError, divided.attentions.count(i) > 0, "step function \"", step_name_,
+          "\": attention in or after module \"", captured_.operators[i].scope,
+          "\" cannot be computed as the options of smp::tensor_parallelism say, since it is not "
+          "divided among the ", options_.ranks, " ranks: its heads and samples are no multiple of "
+          "them, or there are fewer heads of keys than of queries, or attention_in_fp32 is under "
+          "autocast. Leave out attention_in_fp32, query_key_layer_scaling and flash_attention there");
+    }
+    SMP_CHECK_WITH(UsageError, any || runtime_.partitioned(), "step function \"", step_name_,
+                   "\": smp::tensor_parallelism was given options of attention "
+                   "(attention_in_fp32, query_key_layer_scaling or flash_attention), but nothing "
+                   "that was made with them calls scaled_dot_product_attention. Modules of smp::nn "
+                   "have these options themselves; others have to call that function");
   }
 
   /// Whether a part can take the place of the whole in its memory.
@@ -178,7 +227,21 @@ class Divider {
   const std::string& step_name_;
   DivideOptions options_;
   std::set<std::string> unfit_;
+  std::set<std::string> tables_;  // that stay whole because the user said so
 };
+
+/// Options of attention are followed where layers are divided.
+void check_no_options(const Runtime& runtime) {
+  for (const auto& entry : runtime.table().entries()) {
+    const auto mark = entry.tensor_parallelism_mark();
+    SMP_CHECK_WITH(UsageError, !mark || !mark->enabled || !mark->options.changes_attention(),
+                   "parameter \"", entry.name, "\" was made with options of attention "
+                   "(attention_in_fp32, query_key_layer_scaling or flash_attention of "
+                   "smp::tensor_parallelism), which only layers that ranks divide can follow. Set "
+                   "\"tensor_parallel_degree\", or mark with smp::tensor_parallelism("
+                   "smp::tp_size() > 1, options)");
+  }
+}
 
 /// All ranks compute what is whole, each for itself: on processors it stays alike only if the same
 /// kernels add in the same order.
@@ -204,7 +267,10 @@ void check_same_kernels(Runtime& runtime) {
 
 std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::Graph& captured,
                                                  const std::string& step_name) {
-  if (!runtime.is_tensor_parallel()) return nullptr;
+  if (!runtime.is_tensor_parallel()) {
+    if (!runtime.partitioned()) check_no_options(runtime);
+    return nullptr;
+  }
   if (!runtime.partitioned()) check_same_kernels(runtime);
   return Divider(runtime, captured, step_name).run();
 }

@@ -18,7 +18,7 @@ bool ParameterTable::Slice::has_gradient() const { return slices->has_gradient(i
 
 std::optional<int> ParameterTable::Entry::pin() const { return partition_pins().find(tensor); }
 
-std::optional<bool> ParameterTable::Entry::tensor_parallelism_mark() const {
+std::optional<TensorParallelismMark> ParameterTable::Entry::tensor_parallelism_mark() const {
   return tensor_parallelism_marks().find(tensor);
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "graph/tensor_table.h"
+#include "runtime/parameters/scope_notes.h"
 #include "smp/nn/parameter_split.h"
 
 namespace smp::dp {
@@ -61,7 +62,7 @@ class ParameterTable {
     /// The partition that the program pinned it to.
     std::optional<int> pin() const;
     /// What the program said about dividing it among a tensor-parallel group.
-    std::optional<bool> tensor_parallelism_mark() const;
+    std::optional<TensorParallelismMark> tensor_parallelism_mark() const;
     /// Its sizes before ranks divided it.
     std::vector<int64_t> whole_sizes() const;
     /// Its index among what sharded data parallelism divides, if it is there.

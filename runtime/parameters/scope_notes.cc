@@ -12,8 +12,8 @@ int pinned_partition(const at::Tensor& tensor) {
   return partition_pins().find(tensor).value_or(-1);
 }
 
-TensorNotes<bool>& tensor_parallelism_marks() {
-  static TensorNotes<bool> marks;
+TensorNotes<TensorParallelismMark>& tensor_parallelism_marks() {
+  static TensorNotes<TensorParallelismMark> marks;
   return marks;
 }
 

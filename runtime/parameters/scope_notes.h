@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "runtime/parameters/tensor_notes.h"
+#include "smp/tensor_parallelism_options.h"
 
 namespace smp::runtime {
 
@@ -16,6 +17,10 @@ TensorNotes<int>& partition_pins();
 int pinned_partition(const at::Tensor& tensor);
 
 /// What `smp::tensor_parallelism` and `smp::set_tensor_parallelism` said about parameters.
-TensorNotes<bool>& tensor_parallelism_marks();
+struct TensorParallelismMark {
+  bool enabled;
+  TensorParallelismOptions options;
+};
+TensorNotes<TensorParallelismMark>& tensor_parallelism_marks();
 
 }  // namespace smp::runtime

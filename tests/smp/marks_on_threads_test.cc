@@ -60,7 +60,7 @@ TEST(MarksOnOtherThreads, TensorParallelism) {
   });
   const auto config = Config().tensor_parallel_degree(2).ddp(true).tensor_parallelism("auto");
   train(nets, config, [](auto&, Mlp& net) {
-    EXPECT_EQ(runtime::tensor_parallelism_marks().find(net->parameters()[0]), false);
+    EXPECT_EQ(runtime::tensor_parallelism_marks().find(net->parameters()[0])->enabled, false);
   });
 }
 

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "graph/graph.h"
+#include "smp/tensor_parallelism_options.h"
+
+namespace smp::nn::rewrite {
+
+/// How an operator of attention is computed.
+struct AttentionForm {
+  bool in_fp32 = false;
+  bool in_steps = false;  ///< not by a fused kernel
+  int64_t divisor = 1;    ///< of products of queries and keys, which are multiplied by it again
+
+  bool is_as_captured() const { return !in_fp32 && !in_steps; }
+};
+
+/// By operator: what the parameter says that is nearest to the queries of an attention, upwards in
+/// the graph. `options` are by parameter.
+std::vector<AttentionForm> attention_forms(
+    const graph::Graph& graph, const std::map<std::string, TensorParallelismOptions>& options);
+
+}  // namespace smp::nn::rewrite

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// The options of smp::tensor_parallelism, for models that know nothing of it.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <set>
+#include <string>
+
+#include "runtime/parameters/scope_notes.h"
+#include "tests/smp/models.h"
+#include "tests/smp/tensor_parallel_run.h"
+
+namespace smp::testing {
+namespace {
+
+using Options = TensorParallelismOptions;
+
+struct Gpt : TinyGptImpl {
+  Gpt() : TinyGptImpl(/*tied=*/false) {}
+};
+
+std::function<void(Gpt&)> marked_with(const Options& options) {
+  return [options](Gpt& net) { set_tensor_parallelism(net, true, options); };
+}
+
+TEST(TensorParallelOptions, KeepWhatTheModelComputes) {
+  const auto plain = run_plain<Gpt>();
+  for (const Options& options :
+       {Options().attention_in_fp32(true), Options().query_key_layer_scaling(true),
+        Options().flash_attention(false), Options().distribute_embedding(false)}) {
+    const auto got = run_on_ranks<Gpt>({2}, marked_with(options));
+    expect_close(got, plain);
+    EXPECT_EQ(got.divided.count("attention_in0.weight"), 1u);
+    const bool tables = options.distribute_embedding();
+    EXPECT_EQ(got.divided.count("tokens.weight"), tables ? 1u : 0u);
+    const std::string reason =
+        "whole: it is a table of embeddings, and distribute_embedding is "
+        "false";
+    EXPECT_EQ(got.report.find(reason) == std::string::npos, tables) << got.report;
+  }
+}
+
+/// The error of the first step of a marked net.
+template <class Net>
+std::string error_of_step(const TensorLayout& layout, const Options& options) {
+  return error_of_run<UsageError>(layout.ranks(), config_of(layout), [&] {
+    const auto net = make_model<Net>(5);
+    set_tensor_parallelism(*net, true, options);
+    DistributedModel<std::shared_ptr<Net>> model(net);
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    const auto batch = token_batch(0);
+    evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+  });
+}
+
+TEST(TensorParallelOptions, AreRefusedWhereTheyWouldBeLost) {
+  const auto in_fp32 = Options().attention_in_fp32(true);
+  expect_has(error_of_step<Gpt>({1}, in_fp32),
+             {"parameter \"",
+              "was made with options of attention (attention_in_fp32, "
+              "query_key_layer_scaling or flash_attention of "
+              "smp::tensor_parallelism), which only layers that ranks divide can "
+              "follow. Set \"tensor_parallel_degree\", or mark with "
+              "smp::tensor_parallelism(smp::tp_size() > 1, options)"});
+  expect_has(error_of_step<PlainModel>({2}, in_fp32),
+             {"smp::tensor_parallelism was given options of attention",
+              "but nothing that was made with them calls scaled_dot_product_attention. Modules of "
+              "smp::nn have these options themselves"});
+  // Two heads.
+  expect_has(error_of_step<Gpt>({4}, in_fp32), {"attention in or after module \"",
+                                                "cannot be computed as the options of "
+                                                "smp::tensor_parallelism say, since it is not "
+                                                "divided among the 4 ranks"});
+}
+
+TEST(TensorParallelOptions, BelongToTheScope) {
+  const auto options_of = [](const torch::nn::Linear& layer) {
+    return runtime::tensor_parallelism_marks().find(layer->weight)->options;
+  };
+  const auto scope = tensor_parallelism(true, Options().attention_in_fp32(true));
+  EXPECT_TRUE(options_of(torch::nn::Linear(2, 3)).attention_in_fp32());
+  {
+    const auto inner = tensor_parallelism();
+    EXPECT_FALSE(options_of(torch::nn::Linear(2, 3)).changes_attention());
+  }
+  {
+    const auto creation = model_creation(ModelCreationOptions().delayed(false));
+    EXPECT_TRUE(options_of(torch::nn::Linear(2, 3)).attention_in_fp32());
+  }
+  const auto creation = model_creation(
+      ModelCreationOptions().delayed(false).tensor_parallelism(true).tensor_parallelism_options(
+          Options().flash_attention(false)));
+  EXPECT_FALSE(options_of(torch::nn::Linear(2, 3)).flash_attention());
+  EXPECT_FALSE(options_of(torch::nn::Linear(2, 3)).attention_in_fp32());
+  expect_has(error_of<UsageError>([] {
+               const auto scope = model_creation(
+                   ModelCreationOptions().delayed(false).tensor_parallelism_options(Options()));
+             }),
+             {"model_creation: tensor_parallelism_options were given without tensor_parallelism, "
+              "which says whether to mark what is made. Set it, too"});
+}
+
+}  // namespace
+}  // namespace smp::testing
