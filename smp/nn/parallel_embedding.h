@@ -66,7 +66,7 @@ struct DistributedEmbeddingOptions {
   TORCH_ARG(int64_t, num_embeddings);
   TORCH_ARG(int64_t, embedding_dim);
   TORCH_ARG(std::optional<int64_t>, padding_idx) = std::nullopt;
-  /// Refused: it would write the weight in the forward pass.
+  /// Refused: it would write the weight in the forward pass, by norms that take communication.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
   TORCH_ARG(double, norm_type) = 2;
   TORCH_ARG(bool, scale_grad_by_freq) = false;
