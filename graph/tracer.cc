@@ -14,9 +14,7 @@
 
 #include "core/check.h"
 #include "graph/content.h"
-#include "graph/differentiate.h"
 #include "graph/engine.h"
-#include "graph/grad_shapes.h"
 #include "graph/leaf.h"
 #include "graph/not_equal.h"
 #include "graph/operator_traits.h"
@@ -457,116 +455,6 @@ bool Tracer::differ(const at::Tensor& a, const at::Tensor& b) {
   torch::jit::Stack arguments{a, b};
   call(not_equal_operator(), arguments);
   return true;
-}
-
-void Tracer::refuse_replaced_storage(const std::string& name) const {
-  if (!has_trait(name, OperatorTrait::kReplacesStorage)) return;
-  refuse("operator " + name + " replaces the storage of a tensor (set_data, resize_)",
-         "Make a new tensor instead, or make the module that does it a leaf: smp::leaf(module)(x)");
-}
-
-/// Operators that make a tensor itself another view of its memory. What is registered outlives the
-/// run, and the next microbatch would find what this one made of it.
-void Tracer::refuse_views_in_place(const TracedCall& call) const {
-  const std::string& name = call.op->schema().name();
-  if (!call.op->hasTag(at::Tag::inplace_view)) return;
-  if (has_trait(name, OperatorTrait::kCutsHistory)) return;  // `detach_` leaves the shape
-  const auto* entry = options_.table->find(call.tensors[0]);
-  if (entry != nullptr) refuse_new_shape(name, *entry);
-}
-
-/// The same for what has a new shape afterwards, as an `out=` may.
-void Tracer::check_keeps_shape(const TracedCall& call, const at::Tensor& argument,
-                               const at::Tensor& result) const {
-  if (argument.sizes() == result.sizes() && argument.strides() == result.strides()) return;
-  const auto* entry = options_.table->find(argument);
-  if (entry != nullptr) refuse_new_shape(call.op->schema().name(), *entry);
-}
-
-void Tracer::refuse_new_shape(const std::string& name, const TensorTable::Entry& entry) const {
-  refuse(
-      c10::str("operator ", name, " changes the shape of ", graph::to_string(entry.kind), " \"",
-               entry.name, "\" in place"),
-      "Use the operator that returns a view of it (unsqueeze in place of unsqueeze_), and let an "
-      "out= have the shape of the result; what is registered gets its shape outside the step "
-      "function");
-}
-
-/// A view of memory that its argument does not show.
-void Tracer::refuse_views_beyond(const TracedCall& call) {
-  const int index = storage_offset_argument(call.op->schema());
-  if (index < 0 || call.ids[0] == kUndefined) return;
-  if (options_.table->find(call.tensors[0]) != nullptr) return;
-  const auto last_element = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-    int64_t last = 0;
-    for (size_t d = 0; d < sizes.size(); ++d)
-      last += std::max<int64_t>(sizes[d] - 1, 0) * strides[d];
-    return last;
-  };
-  const at::Tensor& argument = recorder_->concrete(call.ids[0]);
-  const auto sizes = call.arguments[index - 2].constant.toIntVector();
-  const auto strides = call.arguments[index - 1].constant.toIntVector();
-  const bool elsewhere = !call.arguments[index].constant.isNone() ||
-                         (call.absolute_offset && argument.storage_offset() != 0);
-  if (!elsewhere &&
-      last_element(sizes, strides) <= last_element(argument.sizes(), argument.strides())) {
-    return;
-  }
-  refuse("operator " + call.op->schema().name() +
-             " reaches elements of the storage that its argument does not show, which may lie on "
-             "another rank or in another microbatch",
-         "Use slice(), narrow() or select() of the tensor that shows them");
-}
-
-void Tracer::refuse_grad_through_leaf(const TracedCall& call) {
-  if (!(*call.op == grad_operator())) return;
-  const std::string leaf = leaf_on_the_way(recorder_->graph(), call.arguments);
-  if (leaf.empty()) return;
-  refuse("autograd::grad goes back through leaf module \"" + leaf +
-             "\", whose operators are not part of the graph",
-         "Call autograd::grad inside the leaf, or let the module be captured");
-}
-
-/// TorchScript's interpreter calls the function's operators in its first run. Later it gives them a
-/// backward of its own, and may join them.
-void Tracer::refuse_torch_script() const {
-  refuse("operator " + script_operator_ +
-             " is called by a TorchScript function, whose backward is not made of operators",
-         "Write the function with libtorch's operators, or make the module that calls it a leaf: "
-         "smp::leaf(module)(x)");
-}
-
-void Tracer::refuse_unsupported(const TracedCall& call) {
-  const auto& schema = call.op->schema();
-  const std::string& name = schema.name();
-  refuse_replaced_storage(name);
-  refuse_views_in_place(call);
-  refuse_views_beyond(call);
-  refuse_grad_through_leaf(call);
-  for (const Argument& argument : call.arguments) {
-    if (argument.kind == Argument::Kind::kConstant && argument.constant.isGenerator()) {
-      refuse("operator " + name + " draws from an explicit generator",
-             "Leave the generator out: random operators of a step draw from streams keyed by the "
-             "configuration's \"seed\", the step and the microbatch");
-    }
-  }
-  if (!call.op->hasTag(at::Tag::dynamic_output_shape)) return;
-  bool depends_on_data = true;
-  if (name == "aten::index") {
-    depends_on_data = false;
-    for (size_t i = 1; i < call.tensors.size(); ++i) {
-      const at::Tensor& index = call.tensors[i];
-      depends_on_data |=
-          index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
-    }
-  }
-  // Given the number of classes, its result has a shape that follows.
-  if (name == "aten::one_hot") depends_on_data = call.arguments[1].constant.toInt() < 0;
-  if (depends_on_data) {
-    refuse("the result shape of operator " + name + " depends on data",
-           "Use an operator whose result has a fixed shape (torch::where, a mask that multiplies), "
-           "or make the module that calls it a leaf: smp::leaf(module)(x)");
-  }
 }
 
 // ---------------------------------------------------------------------------------------------
