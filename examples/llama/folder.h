@@ -22,10 +22,14 @@ inline void write_config(const std::string& folder, const LlamaOptions& options)
   std::ofstream(folder + "/config.json") << config.dump(2) << "\n";
 }
 
-inline LlamaOptions read_config(const std::string& folder) {
-  std::ifstream file(folder + "/config.json");
-  TORCH_CHECK_VALUE(file, "expected a config.json in \"", folder, "\", got none. Check the path.");
-  const auto config = nlohmann::json::parse(file);
+/// What a config.json says. Since its version 5 transformers has the base of the rotary angles
+/// under "rope_parameters".
+inline LlamaOptions options_of(const nlohmann::json& config) {
+  const bool nested = config.contains("rope_parameters");
+  const nlohmann::json& rope = nested ? config.at("rope_parameters") : config;
+  const bool scaled = nested ? rope.value("rope_type", "default") != "default"
+                             : !config.value("rope_scaling", nlohmann::json()).is_null();
+  TORCH_CHECK_VALUE(!scaled, "this Llama does not scale its rotary angles, got ", rope.dump());
   return LlamaOptions()
       .vocabulary(config.at("vocab_size"))
       .width(config.at("hidden_size"))
@@ -34,8 +38,14 @@ inline LlamaOptions read_config(const std::string& folder) {
       .heads(config.at("num_attention_heads"))
       .key_value_heads(config.at("num_key_value_heads"))
       .epsilon(config.at("rms_norm_eps"))
-      .theta(config.value("rope_theta", 10000.0))
+      .theta(rope.value("rope_theta", 10000.0))
       .tied(config.value("tie_word_embeddings", false));
+}
+
+inline LlamaOptions read_config(const std::string& folder) {
+  std::ifstream file(folder + "/config.json");
+  TORCH_CHECK_VALUE(file, "expected a config.json in \"", folder, "\", got none. Check the path.");
+  return options_of(nlohmann::json::parse(file));
 }
 
 }  // namespace llama

@@ -97,6 +97,26 @@ TEST_P(HuggingFace, GivesItsLogitsOnRanksThatDivideIt) {
   expect_written();
 }
 
+/// Of transformers since version 5, and before.
+TEST(LlamaConfig, HasItsRotaryAnglesInEitherPlace) {
+  huggingface::json config = {{"vocab_size", 8},          {"hidden_size", 8},
+                              {"intermediate_size", 16},  {"num_hidden_layers", 1},
+                              {"num_attention_heads", 2}, {"num_key_value_heads", 1},
+                              {"rms_norm_eps", 1e-5}};
+  EXPECT_EQ(llama::options_of(config).theta(), 10000);
+  config["rope_theta"] = 500000;
+  config["rope_scaling"] = nullptr;
+  EXPECT_EQ(llama::options_of(config).theta(), 500000);
+  config["rope_scaling"] = {{"rope_type", "llama3"}, {"factor", 8}};
+  EXPECT_THROW(llama::options_of(config), c10::ValueError);
+  config.erase("rope_theta");
+  config.erase("rope_scaling");
+  config["rope_parameters"] = {{"rope_theta", 250000}, {"rope_type", "default"}};
+  EXPECT_EQ(llama::options_of(config).theta(), 250000);
+  config["rope_parameters"]["rope_type"] = "yarn";
+  EXPECT_THROW(llama::options_of(config), c10::ValueError);
+}
+
 INSTANTIATE_TEST_SUITE_P(Models, HuggingFace,
                          ::testing::Values("bert", "gpt2", "gpt_neox", "gptj", "llama", "roberta",
                                            "vit"),

@@ -10,7 +10,7 @@
 #include "core/json.h"
 #include "examples/huggingface/decoders.h"
 #include "examples/huggingface/models.h"
-#include "examples/llama/llama.h"
+#include "examples/llama/folder.h"
 #include "smp/nn.h"
 
 /// The models of the name maps in examples/huggingface, made as a config.json says.
@@ -68,16 +68,7 @@ inline smp::nn::DistributedTransformerLMHead make_gpt2(const json& config) {
 }
 
 inline llama::Llama make_llama(const json& config) {
-  return llama::Llama(llama::LlamaOptions()
-                          .vocabulary(config.at("vocab_size"))
-                          .layers(config.at("num_hidden_layers"))
-                          .width(config.at("hidden_size"))
-                          .heads(config.at("num_attention_heads"))
-                          .key_value_heads(config.at("num_key_value_heads"))
-                          .inner(config.at("intermediate_size"))
-                          .epsilon(config.at("rms_norm_eps"))
-                          .theta(config.at("rope_parameters").at("rope_theta"))
-                          .tied(config.at("tie_word_embeddings")));
+  return llama::Llama(llama::options_of(config));
 }
 
 inline MaskedLM make_masked_lm(const json& config) {
