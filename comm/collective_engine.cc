@@ -3,7 +3,6 @@
 
 #include <ATen/ops/zeros.h>
 
-#include <numeric>
 #include <utility>
 
 #include "comm/rounds.h"
@@ -118,10 +117,8 @@ MessageCollectives CollectiveEngine::messages(const OperationInfo& info, const D
 
 void CollectiveEngine::compare_calls(const Signature& call, const OperationInfo& info,
                                      const Deadline& deadline) {
-  std::vector<int> ranks(static_cast<size_t>(group_->size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  const std::string text =
-      mismatch_text(ranks, gather_values(messages(info, deadline), group_->size, call));
+  const std::string text = mismatch_text(
+      group_->world_ranks, gather_values(messages(info, deadline), group_->size, call));
   SMP_CHECK_WITH(CommError, text.empty(), describe(*group_, info),
                  " does not match the other ranks' calls: ", text);
 }

@@ -211,7 +211,7 @@ void MessageMatcher::keep(const Address& address, std::shared_ptr<Unexpected> me
 
 void MessageMatcher::complete(const Transfer& receive, const void* data, size_t bytes) {
   if (bytes != receive.message.bytes) {
-    receive.done(transport_, length_mismatch(receive.message, bytes));
+    receive.done(transport_, receive.length_mismatch(bytes));
     return;
   }
   if (bytes > 0) {

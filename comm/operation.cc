@@ -8,9 +8,12 @@
 
 #include "comm/exit_gate.h"
 #include "core/check.h"
+#include "core/failure.h"
 
 namespace smp::comm {
 namespace {
+
+using Kind = core::Failure::Kind;
 
 constexpr std::chrono::milliseconds kLookForDeadline{100};
 
@@ -39,31 +42,91 @@ class OperationWork final : public ReceiveWork {
   const std::shared_ptr<Operation> operation_;
 };
 
+// "rank 3", "ranks 1, 3" or "any rank".
+std::string text_of(const GroupState& group, const std::vector<int>& ranks) {
+  if (ranks == std::vector<int>{kAnyRank}) {
+    return "any rank";
+  }
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", group.in_world(ranks)));
+}
+
+template <class E>
+class WaitError final : public E, public core::FailedWait {
+ public:
+  WaitError(const std::string& message, Kind kind, std::vector<int> missing)
+      : E(message), FailedWait(kind, std::move(missing)) {}
+
+  [[noreturn]] void throw_with(const std::string& text) const override {
+    throw WaitError(E::what() + text, kind(), missing());
+  }
+};
+
+// How a wait for `ranks` of the group has ended; any rank is each of the others.
+struct Ending {
+  Kind kind;
+  const GroupState& group;
+  const std::vector<int> ranks;
+
+  std::vector<int> missing() const {
+    const bool any = ranks == std::vector<int>{kAnyRank};
+    std::vector<int> result = any ? group.world_ranks : group.in_world(ranks);
+    result.erase(std::remove(result.begin(), result.end(), group.world_rank), result.end());
+    return result;
+  }
+};
+
+template <class E, class... Parts>
+[[noreturn]] void fail(const Ending& ending, const Parts&... parts) {
+  throw WaitError<E>(core::error_prefix() + c10::str(parts...), ending.kind, ending.missing());
+}
+
 }  // namespace
+
+std::vector<int> GroupState::in_world(const std::vector<int>& ranks) const {
+  std::vector<int> result;
+  for (const int rank : ranks) {
+    result.push_back(world_ranks[rank]);
+  }
+  return result;
+}
 
 std::string describe(const GroupState& group, const OperationInfo& info) {
   const std::string where =
-      c10::str(" on group '", group.name, "' (here rank ", group.rank, " of ", group.size, ")");
+      c10::str(" on group '", group.name, "' (here rank ", group.world_rank, ")");
   if (info.peer == kNoRank) {
     return c10::str(info.verb, " of ", info.bytes, " bytes", where, ", collective number ",
                     info.tag - kMaxTag);
   }
   const bool sends = std::string_view(info.verb).find("send") != std::string_view::npos;
-  const std::string peer = info.peer == kAnyRank ? "any rank" : c10::str("rank ", info.peer);
-  return c10::str(info.verb, " of ", info.bytes, " bytes", sends ? " to " : " from ", peer,
-                  " with tag ", info.tag, where);
+  return c10::str(info.verb, " of ", info.bytes, " bytes", sends ? " to " : " from ",
+                  text_of(group, {info.peer}), " with tag ", info.tag, where);
 }
 
-std::string describe_timeout(const GroupState& group, const OperationInfo& info,
-                             std::chrono::milliseconds waited, const std::string& waits_for) {
+void check_abort(const Transport& transport, const GroupState& group, const OperationInfo& info,
+                 const std::vector<int>& missing) {
+  if (transport.aborted()) {
+    fail<CommError>(Ending{Kind::kHeard, group, missing}, transport.abort_text(), " [noticed by ",
+                    describe(group, info), "]");
+  }
+}
+
+void fail_timeout(const GroupState& group, const OperationInfo& info,
+                  const std::vector<int>& missing) {
   const std::string remedy =
       info.peer == kNoRank
           ? " Check that these ranks call the same collectives of this group in the same order and "
             "have not failed; if they only compute for long, raise the time-out."
           : " Check that the peer posts the matching call with the same tag and group and has not "
             "failed; if it only computes for long, raise the time-out.";
-  return c10::str(describe(group, info), " was not complete within the timeout of ",
-                  waited.count() / 1000.0, " s; it waits for ", waits_for, ".", remedy);
+  fail<TimeoutError>(Ending{Kind::kTimedOut, group, missing}, describe(group, info),
+                     " was not complete within the timeout of ", group.timeout().count() / 1000.0,
+                     " s; it waits for ", text_of(group, missing), ".", remedy);
+}
+
+void fail_ended(const GroupState& group, const OperationInfo& info, int rank) {
+  fail<CommError>(Ending{Kind::kPeerEnded, group, {rank}}, describe(group, info),
+                  " failed: the process of ", text_of(group, {rank}),
+                  " has ended. Look at that rank's own output.");
 }
 
 std::shared_ptr<GroupState> world_group(int rank, int size) {
@@ -79,6 +142,12 @@ std::shared_ptr<GroupState> world_group(int rank, int size) {
 }
 
 const GroupState& Transfer::group() const { return operation->group(); }
+
+std::string Transfer::length_mismatch(size_t got) const {
+  return c10::str("expected a message of ", message.bytes, " bytes from ",
+                  text_of(group(), {message.peer}), ", got one of ", got,
+                  " bytes. Both sides must pass tensors of the same number of bytes.");
+}
 
 void Transfer::done(Transport& transport, const std::string& error) const {
   operation->transfer_done(transport, index, message.peer, error);
@@ -121,7 +190,7 @@ void Operation::transfer_done(Transport& transport, size_t index, int peer,
                               const std::string& error) {
   if (!error.empty()) {
     // The transfer stays open for ever, so no later round starts.
-    finish(transport, c10::str(describe(), " failed: ", error));
+    finish(transport, c10::str(describe(*group_, info_), " failed: ", error));
     return;
   }
   if (info_.peer != kNoRank) {
@@ -165,7 +234,7 @@ void Operation::finish(Transport& transport, std::string error) {
   transport.notify();
 }
 
-std::string Operation::open_peers() const {
+std::vector<int> Operation::open_peers() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int> peers;
   for (size_t i = 0; i < is_open_.size(); ++i) {
@@ -175,18 +244,12 @@ std::string Operation::open_peers() const {
   }
   std::sort(peers.begin(), peers.end());
   peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
-  if (peers == std::vector<int>{kAnyRank}) {
-    return "any rank";
-  }
-  std::string text = peers.size() == 1 ? "rank" : "ranks";
-  for (const int peer : peers) {
-    text += (peer == peers.front() ? " " : ", ") + std::to_string(peer);
-  }
-  return text;
+  return peers;
 }
 
 void wait_for(Transport& transport, const Operation& operation, const Deadline& deadline) {
   const auto ended = [&] { return operation.done() || transport.aborted(); };
+  const bool has_waited = !ended();
   bool in_time = true;
   while (in_time && !ended()) {  // the deadline may be brought forward meanwhile
     const Transport::Clock::time_point now = Transport::Clock::now();
@@ -195,10 +258,11 @@ void wait_for(Transport& transport, const Operation& operation, const Deadline& 
   }
   const bool failed = operation.done() && !operation.error().empty();
   SMP_CHECK_WITH(CommError, !failed, operation.error());
-  SMP_CHECK_WITH(CommError, !transport.aborted(), transport.abort_text(), " [noticed by ",
-                 operation.describe(), "]");
-  SMP_CHECK_WITH(TimeoutError, operation.done(),
-                 operation.describe_timeout(operation.group().timeout()));
+  const std::vector<int> missing = has_waited ? operation.open_peers() : std::vector<int>();
+  check_abort(transport, operation.group(), operation.info(), missing);
+  if (!operation.done()) {
+    fail_timeout(operation.group(), operation.info(), missing);
+  }
 }
 
 ReceiveWorkPtr make_work(std::shared_ptr<Transport> transport,

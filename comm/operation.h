@@ -24,12 +24,19 @@ struct OperationInfo {
   Tag tag;
 };
 
-/// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0 of 2)".
+/// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0)". This text and those
+/// below speak of ranks of the world.
 std::string describe(const GroupState& group, const OperationInfo& info);
 
-/// What a wait that ran out of time says after `waited`; `waits_for` as in "rank 1".
-std::string describe_timeout(const GroupState& group, const OperationInfo& info,
-                             std::chrono::milliseconds waited, const std::string& waits_for);
+/// How waits end in vain. `missing` are the ranks of the group whose part is missing, or kAnyRank.
+/// Throws a `CommError` if some rank has aborted.
+void check_abort(const Transport& transport, const GroupState& group, const OperationInfo& info,
+                 const std::vector<int>& missing = {});
+/// Throws the `TimeoutError` of a wait that ran out of the group's time.
+[[noreturn]] void fail_timeout(const GroupState& group, const OperationInfo& info,
+                               const std::vector<int>& missing);
+/// Throws the `CommError` of a wait for a process that is no more.
+[[noreturn]] void fail_ended(const GroupState& group, const OperationInfo& info, int rank);
 
 /// Runs the rounds of one communication. Whoever ends the last transfer of a round (the caller,
 /// a peer's thread, the progress thread) starts the next, so an operation goes on while its own
@@ -55,20 +62,17 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// The rank whose message a receive from any rank took. Valid once done().
   int source() const { return source_; }
 
-  std::string describe() const { return comm::describe(*group_, info_); }
-
-  std::string describe_timeout(std::chrono::milliseconds waited) const {
-    return comm::describe_timeout(*group_, info_, waited, open_peers());
-  }
-
+  const OperationInfo& info() const { return info_; }
   const GroupState& group() const { return *group_; }
+
+  /// The ranks of the group that the round under way still has messages from or to.
+  std::vector<int> open_peers() const;
 
  private:
   void run(Transport& transport);
   bool close_one(std::optional<size_t> index = std::nullopt);
   void end_round();
   void finish(Transport& transport, std::string error);
-  std::string open_peers() const;
 
   const std::shared_ptr<const GroupState> group_;
   const OperationInfo info_;

@@ -227,12 +227,6 @@ std::vector<Round> barrier_rounds(int rank, int size) {
 
 }  // namespace
 
-std::string length_mismatch(const Message& receive, size_t got) {
-  return c10::str("expected a message of ", receive.bytes, " bytes from rank ", receive.peer,
-                  ", got one of ", got,
-                  " bytes. Both sides must pass tensors of the same number of bytes.");
-}
-
 std::vector<Round> rounds_of(const Collective& call, int rank, int size) {
   switch (call.kind) {
     case Collective::Kind::kAllReduce:

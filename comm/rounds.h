@@ -19,9 +19,6 @@ struct Message {
   size_t bytes;
 };
 
-/// What is wrong when a message of `got` bytes comes for this receive.
-std::string length_mismatch(const Message& receive, size_t got);
-
 /// Messages that may move at the same time. When all have moved, `finish` (may be empty) runs on
 /// whichever thread saw the last one; then the next round starts.
 struct Round {

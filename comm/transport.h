@@ -30,6 +30,9 @@ struct GroupState {
   std::atomic<bool> check_collectives{false};  ///< See Communicator::check_collectives.
 
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms.load()); }
+
+  /// The world's ranks of members that are given by their ranks in the group.
+  std::vector<int> in_world(const std::vector<int>& ranks) const;
 };
 
 /// The group of all `size` ranks of a job, as `rank` sees it.
@@ -43,6 +46,9 @@ struct Transfer {
   size_t index;  ///< Which of its round's messages this is.
 
   const GroupState& group() const;
+
+  /// What is wrong when a message of `got` bytes comes for this receive.
+  std::string length_mismatch(size_t got) const;
 
   /// Called by the transport, exactly once and without a lock held, when the message has moved or
   /// (with a text) cannot. May start further transfers.

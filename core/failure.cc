@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/failure.h"
 
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
+#include <array>
 #include <charconv>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <utility>
 
 #include "core/env.h"
 
@@ -26,48 +32,127 @@ std::optional<Number> parse_number(const std::string& text) {
   return number;
 }
 
-// A record is the time on a line of its own, then the message to the end of the file.
+constexpr std::array<std::pair<const char*, Failure::Kind>, 4> kKinds = {{
+    {"own", Failure::Kind::kOwn},
+    {"heard", Failure::Kind::kHeard},
+    {"timed_out", Failure::Kind::kTimedOut},
+    {"peer_ended", Failure::Kind::kPeerEnded},
+}};
+
+// A record is a line with the time, the kind and the missing ranks, then the message to the end of
+// the file.
 std::optional<Failure> read_failure(const fs::path& file) {
   const auto rank = parse_number<int>(file.filename().string());
   std::ifstream in(file);
-  std::string time_text;
-  if (!rank || !std::getline(in, time_text)) return std::nullopt;
-  const auto time_ns = parse_number<int64_t>(time_text);
-  if (!time_ns) return std::nullopt;
-  return Failure{*rank, *time_ns, std::string(std::istreambuf_iterator<char>(in), {})};
+  std::string line;
+  if (!rank || !std::getline(in, line)) return std::nullopt;
+  std::istringstream words(line);
+  std::string kind;
+  Failure failure;
+  failure.rank = *rank;
+  words >> failure.time_ns >> kind;
+  const auto* const known = std::find_if(kKinds.begin(), kKinds.end(),
+                                         [&](const auto& one) { return one.first == kind; });
+  if (!words || known == kKinds.end()) return std::nullopt;
+  failure.kind = known->second;
+  for (int missing = 0; words >> missing;) failure.missing.push_back(missing);
+  failure.message.assign(std::istreambuf_iterator<char>(in), {});
+  return failure;
 }
 
-void write_failure(const fs::path& directory, int rank, const std::string& message) {
-  using std::chrono::system_clock;
-  const auto now =
-      std::chrono::duration_cast<std::chrono::nanoseconds>(system_clock::now().time_since_epoch());
+void write_failure(const fs::path& directory, const Failure& failure) {
   const fs::path temporary = directory / ("." + std::to_string(::getpid()));
   std::ofstream out(temporary);
-  out << now.count() << '\n' << message;
+  out << failure.time_ns << ' ' << kKinds[static_cast<size_t>(failure.kind)].first;
+  for (const int rank : failure.missing) out << ' ' << rank;
+  out << '\n' << failure.message;
   out.close();
-  if (out) fs::rename(temporary, directory / std::to_string(rank));
+  if (out) fs::rename(temporary, directory / std::to_string(failure.rank));
+}
+
+Failure failure_of(int rank, const std::exception& error) {
+  Failure failure;
+  failure.rank = rank;
+  failure.message = message_of(error);
+  if (const auto* const wait = dynamic_cast<const FailedWait*>(&error)) {
+    failure.kind = wait->kind();
+    failure.missing = wait->missing();
+  }
+  return failure;
+}
+
+// What this process has left.
+struct Record {
+  std::mutex mutex;
+  std::optional<std::string> message;
+};
+
+Record& own_record() {
+  static Record* const record = new Record();  // for handlers that run after static objects
+  return *record;
+}
+
+void record(Failure failure) {
+  const auto directory = env(kFailureDirVariable);
+  if (!directory) return;
+  Record& own = own_record();
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  if (own.message) return;
+  using std::chrono::system_clock;
+  failure.time_ns =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(system_clock::now().time_since_epoch())
+          .count();
+  write_failure(*directory, failure);
+  std::error_code error;
+  if (fs::exists(fs::path(*directory) / std::to_string(failure.rank), error)) {
+    own.message = failure.message;
+  }
 }
 
 }  // namespace
 
-void record_failure(int rank, const std::string& message) noexcept {
-  static std::atomic_flag recorded = ATOMIC_FLAG_INIT;
+std::string message_of(const std::exception& error) {
+  const auto* const libtorch = dynamic_cast<const c10::Error*>(&error);
+  return libtorch != nullptr && env("SMP_BACKTRACE") != "1" ? libtorch->what_without_backtrace()
+                                                            : error.what();
+}
+
+void record_failure(int rank, const std::exception& error) noexcept {
   try {
-    const auto directory = env(kFailureDirVariable);
-    if (directory && !recorded.test_and_set()) write_failure(*directory, rank, message);
+    record(failure_of(rank, error));
   } catch (...) {
     // The process is already failing for a reason of its own, which must not be replaced.
   }
 }
 
-std::optional<Failure> first_failure(const std::string& directory) {
-  std::optional<Failure> first;
+void record_failure(int rank, const std::string& message, Failure::Kind kind) noexcept {
+  try {
+    Failure failure;
+    failure.rank = rank;
+    failure.kind = kind;
+    failure.message = message;
+    record(std::move(failure));
+  } catch (...) {
+    // As above.
+  }
+}
+
+bool is_recorded(const std::string& message) {
+  Record& own = own_record();
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  return own.message == message;
+}
+
+std::vector<Failure> read_failures(const std::string& directory) {
+  std::vector<Failure> failures;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(directory, error)) {
-    auto failure = read_failure(entry.path());
-    if (failure && (!first || failure->time_ns < first->time_ns)) first = std::move(failure);
+    if (auto failure = read_failure(entry.path())) failures.push_back(std::move(*failure));
   }
-  return first;
+  std::sort(failures.begin(), failures.end(), [](const Failure& a, const Failure& b) {
+    return std::pair(a.time_ns, a.rank) < std::pair(b.time_ns, b.rank);
+  });
+  return failures;
 }
 
 }  // namespace smp::core

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <exception>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace smp::core {
 
@@ -13,20 +15,58 @@ constexpr const char* kFailureDirVariable = "SMP_FAILURE_DIR";
 
 /// What one rank wrote before it ended.
 struct Failure {
+  enum class Kind {
+    kOwn,        ///< It failed by itself.
+    kHeard,      ///< Another rank had failed, and told.
+    kTimedOut,   ///< Others did not come within the time-out.
+    kPeerEnded,  ///< The process of another rank had ended.
+  };
+
   int rank = 0;
   /// CLOCK_REALTIME in nanoseconds, when the failure was recorded.
   int64_t time_ns = 0;
+  Kind kind = Kind::kOwn;
+  /// The ranks that it waited for, and whose part was missing.
+  std::vector<int> missing;
   std::string message;
 };
 
-/// Writes `message` to `<SMP_FAILURE_DIR>/<rank>`, so that the launcher can name the first cause
-/// after all ranks have ended. Only the first call of a process writes; without the variable
+/// What errors of waits for other ranks are besides: what the launcher wants to know of them.
+class FailedWait {
+ public:
+  FailedWait(Failure::Kind kind, std::vector<int> missing)
+      : kind_(kind), missing_(std::move(missing)) {}
+  virtual ~FailedWait() = default;
+
+  Failure::Kind kind() const { return kind_; }
+  /// The ranks of the world whose part was missing.
+  const std::vector<int>& missing() const { return missing_; }
+
+  /// Throws the same error with `text` at the end of its message.
+  [[noreturn]] virtual void throw_with(const std::string& text) const = 0;
+
+ private:
+  Failure::Kind kind_;
+  std::vector<int> missing_;
+};
+
+/// What an error says, without libtorch's backtrace unless the environment has SMP_BACKTRACE=1.
+std::string message_of(const std::exception& error);
+
+/// Writes what has failed to `<SMP_FAILURE_DIR>/<rank>`, so that the launcher can name the first
+/// cause after all ranks have ended. Only the first call of a process writes; without the variable
 /// nothing happens. The file appears complete or not at all. May be called from any thread and
 /// from a handler that is about to abort: it never throws.
-void record_failure(int rank, const std::string& message) noexcept;
+void record_failure(int rank, const std::exception& error) noexcept;
+void record_failure(int rank, const std::string& message,
+                    Failure::Kind kind = Failure::Kind::kOwn) noexcept;
 
-/// The failure with the earliest time among the files of `directory`, or nothing when there is
-/// none. Files that are not failure records are skipped.
-std::optional<Failure> first_failure(const std::string& directory);
+/// Whether `message` is what this process has left for the launcher, so that nobody else need say
+/// it.
+bool is_recorded(const std::string& message);
+
+/// The failures that the files of `directory` tell of, the earliest first. Files that are no
+/// failure records are skipped.
+std::vector<Failure> read_failures(const std::string& directory);
 
 }  // namespace smp::core

@@ -85,8 +85,7 @@ Topology::Topology(const Config& config, int world_size, int local_size)
 
 Topology::Topology(const Config& config, const std::vector<std::string>& hosts) : hosts_(hosts) {
   const int world_size = static_cast<int>(hosts.size());
-  check_divides(config, world_size);
-  check_replicas(config, world_size);
+  check_size(config, world_size);
   pp_ = static_cast<int>(config.partitions());
   tp_ = static_cast<int>(config.tensor_parallel_degree());
   rdp_ = world_size / (pp_ * tp_);
@@ -104,7 +103,7 @@ Topology::Topology(const Config& config, const std::vector<std::string>& hosts) 
   }
 }
 
-void Topology::check_divides(const Config& config, int world_size) {
+void Topology::check_size(const Config& config, int world_size) {
   SMP_CHECK_WITH(UsageError, world_size >= 1, "Topology: expected at least one rank, got ",
                  world_size, ".");
   const int64_t pp = config.partitions();
@@ -115,6 +114,7 @@ void Topology::check_divides(const Config& config, int world_size) {
   check_divisor("sharded_data_parallel_degree", config.sharded_data_parallel_degree(),
                 "the number of replicas",
                 data_parallel / static_cast<int>(config.tensor_parallel_degree()));
+  check_replicas(config, world_size);
 }
 
 void Topology::check_rank(int rank) const {

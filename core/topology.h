@@ -26,8 +26,8 @@ class Topology {
   Topology(const Config& config, const std::vector<std::string>& hosts);
 
   /// Throws `ConfigError` unless the degrees of the configuration divide `world_size`, naming the
-  /// values that do.
-  static void check_divides(const Config& config, int world_size);
+  /// values that do, and where it has replicas without "ddp".
+  static void check_size(const Config& config, int world_size);
 
   int size() const { return size(CommGroup::kWorld); }
   int local_rank(int rank) const;

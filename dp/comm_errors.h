@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/check.h"
+#include "core/failure.h"
 
 namespace smp::dp {
 
@@ -11,6 +12,8 @@ template <class Where, class Call>
 void with_where_in_errors(const Where& where, const Call& call) {
   try {
     call();
+  } catch (const core::FailedWait& error) {
+    error.throw_with(where());
   } catch (const TimeoutError& error) {
     throw TimeoutError(error.what() + where());
   } catch (const CommError& error) {

@@ -185,6 +185,11 @@ int Runtime::gradient_shards() const {
   return progress.gradient_shards > 0 ? progress.gradient_shards : topology_.rdp_size() * batches();
 }
 
+void Runtime::fail(const std::exception& error) noexcept {
+  core::record_failure(rank(), error);
+  if (world_->size() > 1) world_->abort(core::message_of(error));
+}
+
 void Runtime::fail(const std::string& reason) noexcept {
   core::record_failure(rank(), reason);
   if (world_->size() > 1) world_->abort(reason);

@@ -116,6 +116,7 @@ class Runtime {
   int gradient_shards() const;
 
   /// Tells the other ranks and the launcher that this rank has failed. Only the first call counts.
+  void fail(const std::exception& error) noexcept;
   void fail(const std::string& reason) noexcept;
 
  private:

@@ -4,16 +4,19 @@
 #include <ATen/DeviceAccelerator.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
 #include "core/check.h"
+#include "core/env.h"
 #include "core/failure.h"
 #include "core/heap.h"
 #include "runtime/runtime.h"
@@ -31,20 +34,41 @@ pid_t rank_process = 0;
 
 bool is_rank() { return rank_process == getpid() && Runtime::exists(); }
 
+/// Leaves word of an exception that nobody caught; returns what it says.
+std::string tell(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    if (is_rank()) Runtime::get().fail(exception);
+    return core::message_of(exception);
+  } catch (...) {
+    const std::string message = "an exception that is no std::exception";
+    if (is_rank()) Runtime::get().fail(message);
+    return message;
+  }
+}
+
+/// The program's own handler, if it has one: that of libstdc++ repeats the message, and MPI would
+/// print a stack of each rank.
+void call_previous_handler() {
+  // Taken out, since a handler installed after ours may call it again.
+  const auto previous = std::exchange(previous_terminate, nullptr);
+  const bool is_default = previous == &__gnu_cxx::__verbose_terminate_handler;
+  if (core::env("SMP_BACKTRACE") == "1" || !is_default) {
+    if (previous != nullptr) previous();
+  } else {
+    std::signal(SIGABRT, SIG_DFL);
+  }
+}
+
 /// An exception that nobody caught: leave word of it for the launcher before the process aborts.
 [[noreturn]] void on_terminate() {
   if (const auto error = std::current_exception()) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const std::exception& exception) {
-      if (is_rank()) Runtime::get().fail(exception.what());
-    } catch (...) {
-      if (is_rank()) Runtime::get().fail("an exception that is no std::exception");
-    }
+    const std::string message = tell(error);
+    // `smprun` prints what it finds.
+    if (!core::is_recorded(message)) std::cerr << message << std::endl;
   }
-  // Taken out, since a handler installed after ours may call it again.
-  const auto previous = std::exchange(previous_terminate, nullptr);
-  if (previous != nullptr) previous();
+  call_previous_handler();
   std::abort();
 }
 
@@ -64,6 +88,17 @@ void flush_streams() {
   std::fflush(nullptr);
 }
 
+/// A program that ends because another rank has failed is not the cause.
+[[noreturn]] void end_with(int status) {
+  const std::string reason = c10::str("the program ended with exit status ", status);
+  if (comm::world_aborted()) {
+    core::record_failure(Runtime::get().rank(), reason, core::Failure::Kind::kHeard);
+  } else {
+    Runtime::get().fail(reason);
+  }
+  std::_Exit(status);
+}
+
 /// Ends MPI with the program. A program that caught an exception and returns non-zero has left the
 /// others waiting: they are told, or they would run into their time-outs. A forked process has
 /// copies of what belongs to the job, which it must not end. `_Exit`, because destructors of static
@@ -72,10 +107,7 @@ void finish_at_exit(int status, void*) {
   if (!Runtime::exists()) return;
   flush_streams();
   if (!is_rank()) std::_Exit(status);
-  if (status != 0) {
-    Runtime::get().fail(c10::str("the program ended with exit status ", status));
-    std::_Exit(status);
-  }
+  if (status != 0) end_with(status);
   Runtime::set_for_process(nullptr);
   comm::finalize_world();
   // MPI would call a job that lost a rank a success if this one returned zero.
@@ -105,7 +137,7 @@ void init(const Config& config) {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
     if (Runtime::get().config().keep_freed_memory()) core::keep_freed_memory();
   } catch (const std::exception& error) {
-    core::record_failure(world->rank(), error.what());
+    core::record_failure(world->rank(), error);
     throw;
   }
   static const bool registered = on_exit(&finish_at_exit, nullptr) == 0;

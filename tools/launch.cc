@@ -19,6 +19,9 @@ using core::kParametersVariable;
 constexpr const char* kThreadsVariable = "OMP_NUM_THREADS";
 constexpr const char* kMasterPort = "29500";
 
+// Open MPI's parameter; mpirun hands on those that the environment sets.
+constexpr const char* kSignalsWithStack = "OMPI_MCA_opal_signal";
+
 // The configuration that the launcher can see, or nothing: then the program brings its own.
 std::optional<Distribution> find_distribution(const LaunchOptions& options,
                                               const LaunchContext& context) {
@@ -105,7 +108,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (model_parallel) check(distribution->config, source);
   const std::vector<Host> hosts = find_hosts(options, context, distribution);
   const int ranks = rank_count(options, hosts, distribution);
-  if (model_parallel) core::Topology::check_divides(distribution->config, ranks);
+  if (model_parallel) core::Topology::check_size(distribution->config, ranks);
 
   const std::string custom = distribution ? distribution->custom_mpi_options : "";
   MpirunArguments mpirun(
@@ -137,6 +140,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
     export_variable(kThreadsVariable, "1");
   }
   if (!context.output_is_terminal) export_variable("TERM", "dumb");
+  if (!context.backtraces) command.environment.emplace_back(kSignalsWithStack, "");
   mpirun.append(options.program);
   command.arguments = mpirun.take();
   return command;

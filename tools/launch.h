@@ -35,6 +35,8 @@ struct LaunchContext {
   /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
   /// so programs would not notice; they are told by TERM=dumb.
   bool output_is_terminal = true;
+  /// False where MPI shall not print the stack of a rank that crashes.
+  bool backtraces = true;
   /// The hosts of the SLURM job that the launcher runs in; empty outside of one.
   std::vector<Host> slurm_hosts;
   /// The caller's MASTER_ADDR and MASTER_PORT, if set: where ranks of c10d meet.

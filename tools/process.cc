@@ -2,15 +2,23 @@
 #include "tools/process.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
+#include <sstream>
+#include <thread>
+#include <utility>
 
 #include "core/check.h"
+#include "core/env.h"
 
 extern char** environ;
 
@@ -39,17 +47,76 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
   return all;
 }
 
+// Passes on what comes through a pipe, and keeps the end of it.
+class ErrorPipe {
+ public:
+  ErrorPipe() { SMP_INTERNAL_ASSERT(pipe2(ends_, O_CLOEXEC) == 0, std::strerror(errno)); }
+  ErrorPipe(const ErrorPipe&) = delete;
+  ErrorPipe& operator=(const ErrorPipe&) = delete;
+  ~ErrorPipe() {
+    finish();
+    close(ends_[0]);
+  }
+
+  int write_end() const { return ends_[1]; }
+
+  // Once the command has the other end.
+  void start() {
+    close(std::exchange(ends_[1], -1));
+    thread_ = std::thread([this] { pass_on(); });
+  }
+
+  // When the command has ended; another process that it has left may have the other end still.
+  std::string finish() {
+    ended_ = true;
+    if (thread_.joinable()) thread_.join();
+    return tail_;
+  }
+
+ private:
+  static constexpr size_t kTail = 8 << 10;
+  static constexpr int kLookAround = 50;  // ms
+
+  void pass_on() {
+    std::array<char, 4096> bytes;
+    for (;;) {
+      pollfd readable{ends_[0], POLLIN, 0};
+      const bool last = ended_;
+      if (poll(&readable, 1, kLookAround) <= 0) {
+        if (last) return;
+        continue;
+      }
+      const ssize_t count = read(ends_[0], bytes.data(), bytes.size());
+      if (count <= 0) return;
+      tail_.append(bytes.data(), static_cast<size_t>(count));
+      if (tail_.size() > 2 * kTail) tail_.erase(0, tail_.size() - kTail);
+      for (ssize_t done = 0; done < count;) {
+        const ssize_t written = write(STDERR_FILENO, bytes.data() + done, count - done);
+        if (written <= 0) break;  // stderr is gone; there is nowhere to say so
+        done += written;
+      }
+    }
+  }
+
+  int ends_[2];
+  std::atomic<bool> ended_{false};
+  std::string tail_;  // of the thread, until it has ended
+  std::thread thread_;
+};
+
 // In the child: becomes the command. Returns only if it cannot.
-void become(char* const* arguments, char** environment, const sigset_t& mask, pid_t parent) {
+void become(char* const* arguments, char** environment, const sigset_t& mask, pid_t parent,
+            int errors) {
   // The launcher may be killed by what it cannot catch; the ranks shall not outlive it.
   prctl(PR_SET_PDEATHSIG, SIGTERM);
   if (getppid() != parent) _exit(1);
   sigprocmask(SIG_SETMASK, &mask, nullptr);
+  dup2(errors, STDERR_FILENO);
   environ = environment;
   execvp(arguments[0], arguments);
 }
 
-pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask) {
+pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask, int errors) {
   std::vector<std::string> words = command.arguments;
   std::vector<std::string> entries = environment_of(command);
   const std::vector<char*> arguments = pointers(words);
@@ -60,7 +127,7 @@ pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask) {
   const pid_t child = fork();
   int error = child < 0 ? errno : 0;
   if (child == 0) {
-    become(arguments.data(), environment.data(), child_mask, parent);
+    become(arguments.data(), environment.data(), child_mask, parent, errors);
     error = errno;
     _exit(write(report[1], &error, sizeof error) == sizeof error ? 127 : 126);
   }
@@ -76,11 +143,32 @@ pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask) {
   return child;
 }
 
+// Whether a path is that of a file that can be executed.
+bool is_program(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::is_regular_file(path, error) && access(path.c_str(), X_OK) == 0;
+}
+
 int exit_status_of(int wait_status) {
   return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
 }
 
 }  // namespace
+
+void check_program(const std::string& program) {
+  if (program.find('/') != std::string::npos) {
+    SMP_CHECK(is_program(program), "smprun: the program ", program,
+              std::filesystem::exists(program) ? " cannot be executed" : " does not exist",
+              ". Give the path of an executable file.");
+    return;
+  }
+  std::istringstream folders(core::env("PATH").value_or(""));
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    if (is_program(std::filesystem::path(folder) / program)) return;
+  }
+  core::fail<Error>("smprun: the program ", program, " is not in PATH. Give its path, ./", program,
+                    " for one in this folder.");
+}
 
 ProcessResult run_process(const LaunchCommand& command) {
   // Blocked signals wait for sigwaitinfo, so there is no handler and no race. A SIGCHLD that the
@@ -93,7 +181,9 @@ ProcessResult run_process(const LaunchCommand& command) {
   sigprocmask(SIG_BLOCK, &waited, &before);
 
   ProcessResult result;
-  const pid_t child = spawn(command, before);
+  ErrorPipe errors;
+  const pid_t child = spawn(command, before, errors.write_end());
+  errors.start();
   for (;;) {
     siginfo_t info;
     const int signal = sigwaitinfo(&waited, &info);
@@ -108,6 +198,9 @@ ProcessResult run_process(const LaunchCommand& command) {
     }
     if (signal > 0) result.forwarded_signal = signal;
   }
+  result.error_tail = errors.finish();
+  // As a shell says of a command that a signal has ended.
+  if (result.forwarded_signal != 0) result.exit_status = 128 + result.forwarded_signal;
   sigprocmask(SIG_SETMASK, &before, nullptr);
   return result;
 }

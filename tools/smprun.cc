@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
@@ -13,6 +14,7 @@
 #include "core/config_file.h"
 #include "core/env.h"
 #include "core/failure.h"
+#include "tools/failure_report.h"
 #include "tools/launch.h"
 #include "tools/process.h"
 
@@ -24,6 +26,7 @@ using smp::tools::LaunchOptions;
 using smp::tools::ProcessResult;
 
 constexpr int kUsageStatus = 2;
+constexpr int kMostRanks = 1 << 20;
 
 // A private folder that goes away with this object.
 class TemporaryFolder {
@@ -45,19 +48,19 @@ class TemporaryFolder {
   std::string path_;
 };
 
-// Comes after mpirun's own banner, so that the last line on the screen is the cause.
-void report(const ProcessResult& result, const std::string& failure_dir) {
-  std::cout.flush();
-  const auto failure = smp::core::first_failure(failure_dir);
-  if (failure) {
-    std::cerr << "smprun: first cause: rank " << failure->rank << ": " << failure->message << "\n";
-  } else if (result.forwarded_signal != 0) {
-    std::cerr << "smprun: stopped by signal " << result.forwarded_signal << " ("
-              << strsignal(result.forwarded_signal) << ")\n";
-  } else {
-    std::cerr << "smprun: first cause: no rank left a message; "
-              << smp::tools::explain_exit(result.exit_status) << "\n";
-  }
+// Whether the program lies on this host, by the path given: not on those of --hosts or SLURM, nor
+// in a folder that mpirun is told to change to.
+bool is_here(const LaunchOptions& options, const LaunchContext& context,
+             const LaunchCommand& command) {
+  const auto names_folder = [](const std::string& word) {
+    for (const char* name : {"-wdir", "--wdir", "-wd", "--wd", "-path", "--path"}) {
+      if (word == name) return true;
+    }
+    return false;
+  };
+  const auto own_options = command.arguments.end() - options.program.size();
+  return options.hosts.empty() && context.slurm_hosts.empty() &&
+         std::none_of(command.arguments.begin(), own_options, names_folder);
 }
 
 int launch(const LaunchOptions& options, bool dry_run) {
@@ -78,8 +81,14 @@ int launch(const LaunchOptions& options, bool dry_run) {
   const TemporaryFolder folder;
   context.failure_dir = folder.path();
   context.output_is_terminal = isatty(STDOUT_FILENO) != 0;
-  const ProcessResult result = run_process(plan_launch(options, context));
-  if (result.exit_status != 0) report(result, folder.path());
+  context.backtraces = smp::core::env("SMP_BACKTRACE") == "1";
+  const LaunchCommand command = plan_launch(options, context);
+  if (is_here(options, context, command)) smp::tools::check_program(options.program.front());
+  const ProcessResult result = run_process(command);
+  if (result.exit_status != 0) {
+    std::cout.flush();  // the last line on the screen shall be the cause
+    std::cerr << failure_report(smp::core::read_failures(folder.path()), result);
+  }
   return result.exit_status;
 }
 
@@ -98,7 +107,7 @@ int main(int argc, char** argv) {
   auto* np_option =
       app.add_option("--np", np,
                      "Number of ranks; else what the hosts take, processes_per_host or partitions")
-          ->check(CLI::PositiveNumber);
+          ->check(CLI::Range(1, kMostRanks));
   app.add_option("--hosts", options.hosts,
                  "Hosts and their ranks, h1:2,h2:2; else those of a SLURM job, else this one");
   app.add_flag("--dry-run", dry_run, "Check the configuration and print the command only");

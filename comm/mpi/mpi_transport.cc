@@ -98,7 +98,7 @@ std::string end_of(Transfer& transfer, int code, const MPI_Status& status) {
   if (count_code != MPI_SUCCESS) {
     return "MPI_Get_elements_x failed: " + mpi_text(count_code);
   }
-  return static_cast<size_t>(got) == message.bytes ? "" : length_mismatch(message, got);
+  return static_cast<size_t>(got) == message.bytes ? "" : transfer.length_mismatch(got);
 }
 
 }  // namespace

@@ -79,9 +79,9 @@ struct Context {
     return PeerWait(transport, group, verb, spec, ProcessWatch(peer));
   }
   void warn_of_messages(const ChannelSpec& spec) const {
-    core::log_warning(c10::str("rank ", group->rank, " of group '", group->name, "' and rank ",
-                               spec.peer,
-                               " of the same host cannot map each other's memory; they send "
+    core::log_warning(c10::str("ranks ", group->world_rank, " and ", group->world_ranks[spec.peer],
+                               " of group '", group->name,
+                               "', on the same host, cannot map each other's memory; they send "
                                "messages instead, which is slower."));
   }
 };
@@ -92,7 +92,8 @@ void check_same(const Context& context, const ChannelSpec& spec, const Theirs& t
                  spec.bytes == theirs.bytes && spec.held == theirs.held &&
                      spec.ahead == theirs.ahead,
                  "open_channels on group '", context.group->name, "': the channel with tag ",
-                 spec.tag, " between ranks ", context.group->rank, " and ", spec.peer, " is one of ",
+                 spec.tag, " between ranks ", context.group->world_rank, " and ",
+                 context.group->world_ranks[spec.peer], " is one of ",
                  spec.bytes, " bytes, ", spec.held, " held and ", spec.ahead,
                  " ahead for the first, and one of ", theirs.bytes, " bytes, ", theirs.held,
                  " held and ", theirs.ahead,

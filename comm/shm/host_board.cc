@@ -74,8 +74,7 @@ HostBoard::HostBoard(std::shared_ptr<Transport> transport, std::shared_ptr<const
 void HostBoard::begin(const OperationInfo& info, const Deadline& deadline) {
   info_ = info;
   deadline_ = &deadline;
-  SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
-                 describe(info_), "]");
+  check_abort(*transport_, *group_, info_);
 }
 
 HostBoard::Steps& HostBoard::steps(int rank) const {
@@ -120,7 +119,7 @@ void HostBoard::fail_mismatch(const OperationInfo& info) const {
     calls.push_back(record(rank).call);
   }
   core::fail<CommError>(describe(info), " does not match the other ranks' calls: ",
-                        mismatch_text(group_ranks_, calls));
+                        mismatch_text(group_->in_world(group_ranks_), calls));
 }
 
 const CallRecord& HostBoard::record(int rank) const { return record_of(rank, entered_); }
@@ -231,12 +230,10 @@ void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
     if (theirs.load(std::memory_order_acquire) >= value) {
       return;
     }
-    SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
-                   describe(info_), "]");
+    check_abort(*transport_, *group_, info_, missing(kind, value));
     check_alive(kind, value);
     if (Clock::now() >= deadline_->get()) {
-      core::fail<TimeoutError>(
-          describe_timeout(*group_, info_, group_->timeout(), missing(kind, value)));
+      fail_timeout(*group_, info_, missing(kind, value));
     }
   }
 }
@@ -244,22 +241,21 @@ void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
 // A rank may have announced what is waited for and then ended.
 void HostBoard::check_alive(CounterKind kind, uint64_t value) const {
   for (int peer = 0; peer < ranks(); ++peer) {
-    const bool lost =
-        processes_[peer].ended() && counter(kind, peer).load(std::memory_order_acquire) < value;
-    SMP_CHECK_WITH(CommError, !lost, describe(info_), " failed: the process of rank ",
-                   group_ranks_[peer], " has ended. Look at that rank's own output.");
+    if (processes_[peer].ended() && counter(kind, peer).load(std::memory_order_acquire) < value) {
+      fail_ended(*group_, info_, group_ranks_[peer]);
+    }
   }
 }
 
-// "rank 1" or "ranks 1, 3": those that have not come so far.
-std::string HostBoard::missing(CounterKind kind, uint64_t value) const {
+// The ranks of the group that have not come so far.
+std::vector<int> HostBoard::missing(CounterKind kind, uint64_t value) const {
   std::vector<int> late;
   for (int rank = 0; rank < ranks(); ++rank) {
     if (rank != rank_ && counter(kind, rank).load(std::memory_order_acquire) < value) {
       late.push_back(group_ranks_[rank]);
     }
   }
-  return c10::str(late.size() == 1 ? "rank " : "ranks ", c10::Join(", ", late));
+  return late;
 }
 
 }  // namespace smp::comm

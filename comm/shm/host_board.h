@@ -73,7 +73,10 @@ class HostBoard {
   int ranks() const { return static_cast<int>(group_ranks_.size()); }
   int rank() const { return rank_; }
 
-  /// "all_reduce of 8 bytes on group 'world' (here rank 0 of 2), ...".
+  /// The rank in the world of one of this host.
+  int world_rank(int rank) const { return group_->world_ranks[group_ranks_[rank]]; }
+
+  /// "all_reduce of 8 bytes on group 'world' (here rank 0), ...".
   std::string describe(const OperationInfo& info) const { return comm::describe(*group_, info); }
 
   /// Says which call the waits are for, from now on. Throws when a rank has aborted.
@@ -134,7 +137,7 @@ class HostBoard {
   void sleep_until(CounterKind kind, uint64_t value, int rank) const;
   void check_alive(CounterKind kind, uint64_t value) const;
   [[noreturn]] void fail_mismatch(const OperationInfo& info) const;
-  std::string missing(CounterKind kind, uint64_t value) const;
+  std::vector<int> missing(CounterKind kind, uint64_t value) const;
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<const GroupState> group_;

@@ -73,8 +73,9 @@ void HostCollectives::check_calls(const Collective& call, const OperationInfo& i
     for (int to = 0; to < ranks; ++to) {
       const int64_t sent = board_->splits(from)[to];
       const int64_t expected = board_->splits(to)[ranks + from];
-      SMP_CHECK_WITH(CommError, sent == expected, board_->describe(info), ": rank ", from,
-                     " sends ", sent, " elements to rank ", to, ", which expects ", expected,
+      SMP_CHECK_WITH(CommError, sent == expected, board_->describe(info), ": rank ",
+                     board_->world_rank(from), " sends ", sent, " elements to rank ",
+                     board_->world_rank(to), ", which expects ", expected,
                      ". The input split of the one must be the output split of the other.");
     }
   }

@@ -205,7 +205,7 @@ PeerWait::PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const G
       peer_(std::move(peer)) {}
 
 uint32_t PeerWait::pop(SlotQueue& queue) const {
-  check_abort();
+  check_abort(*transport_, *group_, info_);
   auto slot = queue.try_pop();
   const bool spins = transport_->has_core_for_each_rank();
   if (!slot && spins) {
@@ -214,7 +214,9 @@ uint32_t PeerWait::pop(SlotQueue& queue) const {
   const Clock::time_point deadline = Clock::now() + group_->timeout();
   while (!slot) {
     const Clock::duration left = deadline - Clock::now();
-    SMP_CHECK_WITH(TimeoutError, left.count() > 0, timeout_text());
+    if (left.count() <= 0) {
+      fail_timeout(*group_, info_, {info_.peer});
+    }
     if (spins && queue.is_announced()) {
       slot = spin(queue, kSpinForAnnounced);
     }
@@ -223,20 +225,11 @@ uint32_t PeerWait::pop(SlotQueue& queue) const {
       slot = queue.try_pop();
     }
     if (!slot) {
-      check_abort();
+      check_abort(*transport_, *group_, info_, {info_.peer});
       slot = look_for_peer(queue);
     }
   }
   return *slot;
-}
-
-std::string PeerWait::timeout_text() const {
-  return describe_timeout(*group_, info_, group_->timeout(), c10::str("rank ", info_.peer));
-}
-
-void PeerWait::check_abort() const {
-  SMP_CHECK_WITH(CommError, !transport_->aborted(), transport_->abort_text(), " [noticed by ",
-                 describe(*group_, info_), "]");
 }
 
 // A peer that has ended may have pushed just before.
@@ -245,9 +238,9 @@ std::optional<uint32_t> PeerWait::look_for_peer(SlotQueue& queue) const {
     return std::nullopt;
   }
   const auto slot = queue.try_pop();
-  SMP_CHECK_WITH(CommError, slot.has_value(), describe(*group_, info_),
-                 " failed: the process of rank ", info_.peer,
-                 " has ended. Look at that rank's own output.");
+  if (!slot) {
+    fail_ended(*group_, info_, info_.peer);
+  }
   return slot;
 }
 

@@ -58,8 +58,6 @@ class PeerWait {
   uint32_t pop(SlotQueue& queue) const;
 
  private:
-  std::string timeout_text() const;
-  void check_abort() const;
   std::optional<uint32_t> look_for_peer(SlotQueue& queue) const;
 
   std::shared_ptr<Transport> transport_;

@@ -10,6 +10,7 @@
 #include "comm/threads/thread_communicator.h"
 #include "comm/threads/thread_world.h"
 #include "core/check.h"
+#include "core/failure.h"
 #include "core/libtorch.h"
 #include "core/vector_math.h"
 
@@ -47,7 +48,7 @@ void run_rank(const CommunicatorPtr& world, const std::function<void(Communicato
   try {
     fn(world);
   } catch (const std::exception& e) {
-    failures.record(*world, std::current_exception(), e.what());
+    failures.record(*world, std::current_exception(), core::message_of(e));
   } catch (...) {
     failures.record(*world, std::current_exception(), "an exception that is no std::exception");
   }

@@ -272,7 +272,7 @@ void load_values(Runtime& runtime, const std::function<void()>& load) {
   try {
     load();
   } catch (const std::exception& error) {
-    runtime.fail(error.what());
+    runtime.fail(error);
     throw;
   }
 }

@@ -12,6 +12,7 @@
 
 #include "checkpoint/pretrained.h"
 #include "core/check.h"
+#include "core/failure.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
@@ -87,7 +88,7 @@ void alone(comm::Communicator& group, const Action& action) {
   try {
     action();
   } catch (const std::exception& error) {
-    group.abort(error.what());
+    group.abort(core::message_of(error));
     throw;
   }
 }

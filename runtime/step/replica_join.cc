@@ -54,7 +54,7 @@ void ReplicaJoin::end_join() {
     if (!std::exchange(took_part_, false)) return;
     for (const auto& model : runtime_.models()) model->zero_grad();
   } catch (const std::exception& error) {
-    runtime_.fail(error.what());
+    runtime_.fail(error);
     throw;
   }
 }

@@ -106,7 +106,7 @@ StepResults StepFunction::run(const StepCall& call) {
   try {
     return run_checked(call);
   } catch (const std::exception& error) {
-    runtime_->fail(error.what());
+    runtime_->fail(error);
     throw;
   }
 }

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "core/check.h"
+#include "core/failure.h"
 #include "tests/comm/quiet_transport.h"
 #include "tests/comm/test_tensors.h"
 
@@ -64,9 +65,11 @@ class TwoProcesses : public testing::Test {
 
  private:
   void open(int rank, std::vector<ProcessId> processes) {
-    group_->name = "world";
+    group_->name = "pair";
     group_->rank = rank;
     group_->size = 2;
+    group_->world_ranks = {2, 5};
+    group_->world_rank = group_->world_ranks[rank];
     const HostLayout layout{{{0, 1}}, 0, rank, std::move(processes)};
     collectives_ = std::make_unique<HostCollectives>(
         std::make_unique<HostBoard>(transport_, group_, layout, memory_), false);
@@ -91,8 +94,8 @@ TEST_F(TwoProcesses, AKilledPeerEndsTheWaitAfterWhatItHasDone) {
   EXPECT_TRUE(same_bits(tensor, at::full({100'000}, 3.0F)));
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_THAT(error_text<CommError>([&] { all_reduce(tensor, kLong); }),
-              AllOf(HasSubstr("all_reduce of 400000 bytes on group 'world' (here rank 0 of 2), "
-                              "collective number 2 failed: the process of rank 1 has ended"),
+              AllOf(HasSubstr("all_reduce of 400000 bytes on group 'pair' (here rank 2), "
+                              "collective number 2 failed: the process of rank 5 has ended"),
                     HasSubstr("Look at that rank's own output.")));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, kLong);
 }
@@ -105,8 +108,15 @@ TEST_F(TwoProcesses, AStalledPeerIsNamedWhenTheTimeIsOver) {
   all_reduce(at::ones({3}), kLong);
   EXPECT_THAT(
       error_text<TimeoutError>([&] { all_reduce(at::ones({3}), std::chrono::milliseconds(200)); }),
-      HasSubstr("all_reduce of 12 bytes on group 'world' (here rank 0 of 2), collective "
-                "number 2 was not complete within the timeout of 0.2 s; it waits for rank 1."));
+      HasSubstr("all_reduce of 12 bytes on group 'pair' (here rank 2), collective number 2 was not "
+                "complete within the timeout of 0.2 s; it waits for rank 5."));
+  try {
+    all_reduce(at::ones({3}), std::chrono::milliseconds(200));
+    ADD_FAILURE() << "no error";
+  } catch (const core::FailedWait& wait) {
+    EXPECT_EQ(wait.kind(), core::Failure::Kind::kTimedOut);
+    EXPECT_EQ(wait.missing(), std::vector<int>{5});
+  }
 }
 
 TEST_F(TwoProcesses, AnAbortEndsTheWait) {
@@ -145,6 +155,7 @@ TEST(HostBoard, WaitsForStepsHoweverFarAway) {
   group->name = "world";
   group->rank = 0;
   group->size = 2;
+  group->world_ranks = {0, 1};
   group->timeout_ms = 50;
   const HostLayout layout{{{0, 1}}, 0, 0, {this_process(), this_process()}};
   HostBoard board(std::make_shared<QuietTransport>(), group, layout,

@@ -232,9 +232,11 @@ TEST(SharedMemory, IsMadeWhileSignalsCome) {
 class ChannelToAProcess : public ::testing::Test {
  protected:
   ChannelToAProcess() : memory_(SharedMemory::create(SharedLayout(kSpec).total())) {
-    group_->name = "world";
+    group_->name = "pair";
     group_->rank = 0;
     group_->size = 2;
+    group_->world_ranks = {2, 5};
+    group_->world_rank = 2;
   }
 
   PeerWait wait(const char* verb, const ProcessId& peer) const {
@@ -276,8 +278,8 @@ TEST_F(ChannelToAProcess, AKilledSenderEndsTheWaitAfterWhatItHasSent) {
   const auto in = receiver(child.id());
   EXPECT_TRUE(in->receive().eq(9).all().item<bool>());
   EXPECT_THAT(error_of([&] { in->receive(); }),
-              HasSubstr("channel receive of 1000 bytes from rank 1 with tag 5 on group 'world' "
-                        "(here rank 0 of 2) failed: the process of rank 1 has ended"));
+              HasSubstr("channel receive of 1000 bytes from rank 5 with tag 5 on group 'pair' "
+                        "(here rank 2) failed: the process of rank 5 has ended"));
 }
 
 TEST_F(ChannelToAProcess, AKilledReceiverEndsTheWaitForASlot) {
@@ -292,8 +294,8 @@ TEST_F(ChannelToAProcess, AKilledReceiverEndsTheWaitForASlot) {
     child.kill();
   });
   EXPECT_THAT(error_of([&] { out->prepare(); }),
-              HasSubstr("channel send of 1000 bytes to rank 1 with tag 5 on group 'world' (here "
-                        "rank 0 of 2) failed: the process of rank 1 has ended"));
+              HasSubstr("channel send of 1000 bytes to rank 5 with tag 5 on group 'pair' (here "
+                        "rank 2) failed: the process of rank 5 has ended"));
   killer.join();
 }
 
@@ -305,7 +307,7 @@ TEST_F(ChannelToAProcess, AnAbortEndsWaitsNowAndLater) {
     transport_->abort(1, "rank 1 failed: disk full");
   });
   const auto expected =
-      HasSubstr("rank 1 failed: disk full [noticed by channel receive of 1000 bytes from rank 1");
+      HasSubstr("rank 1 failed: disk full [noticed by channel receive of 1000 bytes from rank 5");
   EXPECT_THAT(error_of([&] { in->receive(); }), expected);
   EXPECT_THAT(error_of([&] { in->receive(); }), expected);
   aborter.join();

@@ -91,6 +91,19 @@ TEST(Launch, TellsProgramsThatOutputIsNoTerminal) {
             command.environment.end());
 }
 
+TEST(Launch, StacksOfCrashesAreLeftOutUnlessAskedFor) {
+  LaunchContext context;
+  const LaunchOptions options = options_for(R"({"partitions": 2})");
+  const std::pair<std::string, std::string> none{"OMPI_MCA_opal_signal", ""};
+  const auto has_none = [&] {
+    const auto variables = plan_launch(options, context).environment;
+    return std::find(variables.begin(), variables.end(), none) != variables.end();
+  };
+  EXPECT_FALSE(has_none());
+  context.backtraces = false;
+  EXPECT_TRUE(has_none());
+}
+
 TEST(Launch, RanksComputeWithOneThreadUnlessTheUserSaysOtherwise) {
   LaunchContext context;
   context.one_thread = true;
@@ -105,7 +118,8 @@ TEST(Launch, RanksComputeWithOneThreadUnlessTheUserSaysOtherwise) {
 TEST(Launch, NumberOfRanks) {
   LaunchOptions options = options_for(R"({"partitions": 4})");
   EXPECT_EQ(rank_count(options), "4");
-  options = options_for(estimator(R"(, "processes_per_host": 8)", R"({"partitions": 4})"));
+  options =
+      options_for(estimator(R"(, "processes_per_host": 8)", R"({"partitions": 4, "ddp": true})"));
   EXPECT_EQ(rank_count(options), "8");
   options.np = 16;
   EXPECT_EQ(rank_count(options), "16");
@@ -165,7 +179,8 @@ TEST(Launch, SeveralHosts) {
   EXPECT_EQ(arguments, (Words{"mpirun", "-np", "6", "--oversubscribe", "--host", "h1:2,h2:4"}));
   options.np = 4;
   EXPECT_EQ(rank_count(options), "4");
-  options = options_for(estimator(R"(, "processes_per_host": 3)", R"({"partitions": 3})"));
+  options =
+      options_for(estimator(R"(, "processes_per_host": 3)", R"({"partitions": 3, "ddp": true})"));
   options.hosts = "h1,h2:6";
   EXPECT_EQ(plan_launch(options, {}).arguments.at(5), "h1:3,h2:6");
   for (const char* bad : {"h1:0", "h1:two", ":2", "h1,,h2"}) {
@@ -240,6 +255,10 @@ TEST(Launch, Errors) {
       error_of(options),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
+  options.np = 6;
+  EXPECT_EQ(error_of(options),
+            "[smp] config key \"ddp\": expected true, because 6 ranks are 2 replicas of 3 "
+            "partitions, got false. Set \"ddp\": true, or start 3 ranks.");
   options = options_for(estimator(R"(, "custom_mpi_options": "-x 'A")", R"({"partitions": 2})"));
   EXPECT_EQ(error_of(options),
             start +

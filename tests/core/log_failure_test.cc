@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <stdexcept>
 
 #include "core/check.h"
 #include "core/failure.h"
@@ -13,8 +14,9 @@
 namespace smp {
 namespace {
 
-using core::first_failure;
+using core::Failure;
 using core::kFailureDirVariable;
+using core::read_failures;
 using core::record_failure;
 
 namespace fs = std::filesystem;
@@ -72,41 +74,77 @@ TEST(InternalAssert, SaysWhereAndAsksForAReport) {
   core::set_error_context("");
 }
 
+// As comm/operation.cc throws them.
+class TimedOut final : public TimeoutError, public core::FailedWait {
+ public:
+  TimedOut() : TimeoutError("line one\nline two"), FailedWait(Failure::Kind::kTimedOut, {0, 5}) {}
+  [[noreturn]] void throw_with(const std::string&) const override { throw *this; }
+};
+
 TEST(Failure, TheFirstCallOfAProcessWrites) {
   const fs::path folder = fresh_folder("failure");
   unsetenv(kFailureDirVariable);
   record_failure(1, "without a folder nothing happens");
-  EXPECT_FALSE(first_failure(folder.string()));
+  EXPECT_TRUE(read_failures(folder.string()).empty());
+  EXPECT_FALSE(core::is_recorded("without a folder nothing happens"));
 
   setenv(kFailureDirVariable, folder.c_str(), 1);
   const auto before = std::chrono::system_clock::now().time_since_epoch();
-  record_failure(2, "line one\nline two");
+  record_failure(2, TimedOut());
   record_failure(2, "a consequence");
   record_failure(3, "another rank of this process");
   const auto after = std::chrono::system_clock::now().time_since_epoch();
+  EXPECT_TRUE(core::is_recorded("line one\nline two"));
+  EXPECT_FALSE(core::is_recorded("a consequence"));
 
-  const auto failure = first_failure(folder.string());
-  ASSERT_TRUE(failure);
-  EXPECT_EQ(failure->rank, 2);
-  EXPECT_EQ(failure->message, "line one\nline two");
-  EXPECT_GE(failure->time_ns, std::chrono::nanoseconds(before).count());
-  EXPECT_LE(failure->time_ns, std::chrono::nanoseconds(after).count());
+  const auto failures = read_failures(folder.string());
+  ASSERT_EQ(failures.size(), 1);
+  const Failure& failure = failures.front();
+  EXPECT_EQ(failure.rank, 2);
+  EXPECT_EQ(failure.kind, Failure::Kind::kTimedOut);
+  EXPECT_EQ(failure.missing, (std::vector<int>{0, 5}));
+  EXPECT_EQ(failure.message, "line one\nline two");
+  EXPECT_GE(failure.time_ns, std::chrono::nanoseconds(before).count());
+  EXPECT_LE(failure.time_ns, std::chrono::nanoseconds(after).count());
   EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1)
       << "no temporary file is left";
   unsetenv(kFailureDirVariable);
 }
 
-TEST(Failure, TheEarliestRecordIsTheCause) {
+TEST(Failure, RecordsAreReadInTheOrderOfTime) {
   const fs::path folder = fresh_folder("failures");
-  std::ofstream(folder / "0") << "1700000000000000002\nsecond";
-  std::ofstream(folder / "7") << "1700000000000000001\nfirst";
+  std::ofstream(folder / "0") << "1700000000000000002 heard 4\nsecond";
+  std::ofstream(folder / "7") << "1700000000000000001 own\nfirst";
+  std::ofstream(folder / "8") << "1700000000000000003 peer_ended 7\nthird";
   std::ofstream(folder / "4") << "not a time\nnot a record";
-  std::ofstream(folder / ".123") << "1\nan unfinished record";
-  const auto failure = first_failure(folder.string());
-  ASSERT_TRUE(failure);
-  EXPECT_EQ(failure->rank, 7);
-  EXPECT_EQ(failure->message, "first");
-  EXPECT_FALSE(first_failure((folder / "missing").string()));
+  std::ofstream(folder / "5") << "1700000000000000000 unknown\nnot a record";
+  std::ofstream(folder / ".123") << "1 own\nan unfinished record";
+  const auto failures = read_failures(folder.string());
+  ASSERT_EQ(failures.size(), 3);
+  EXPECT_EQ(failures[0].rank, 7);
+  EXPECT_EQ(failures[0].message, "first");
+  EXPECT_EQ(failures[0].kind, Failure::Kind::kOwn);
+  EXPECT_TRUE(failures[0].missing.empty());
+  EXPECT_EQ(failures[1].kind, Failure::Kind::kHeard);
+  EXPECT_EQ(failures[1].missing, std::vector<int>{4});
+  EXPECT_EQ(failures[2].kind, Failure::Kind::kPeerEnded);
+  EXPECT_TRUE(read_failures((folder / "missing").string()).empty());
+}
+
+TEST(Failure, MessagesAreWithoutBacktracesUnlessAskedFor) {
+  const auto message = [] {
+    try {
+      TORCH_CHECK(false, "shapes do not match");
+    } catch (const std::exception& error) {
+      return core::message_of(error);
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message(), "shapes do not match");
+  setenv("SMP_BACKTRACE", "1", 1);
+  EXPECT_NE(message().find("Exception raised from"), std::string::npos);
+  unsetenv("SMP_BACKTRACE");
+  EXPECT_EQ(core::message_of(std::runtime_error("no file")), "no file");
 }
 
 }  // namespace

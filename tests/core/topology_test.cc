@@ -117,7 +117,7 @@ TEST(Topology, LocalRanks) {
 }
 
 TEST(Topology, Errors) {
-  EXPECT_EQ(error_text<UsageError>([] { core::Topology::check_divides(Config(), 0); }),
+  EXPECT_EQ(error_text<UsageError>([] { core::Topology::check_size(Config(), 0); }),
             "[smp] Topology: expected at least one rank, got 0.");
   EXPECT_EQ(
       error_text([] { core::Topology(Config().partitions(3), 8, 8); }),

@@ -35,7 +35,10 @@ TEST(ReplicaFailure, NothingFailsWithoutACause) {
   EXPECT_EQ(outcome.status, 0) << outcome.output;
 }
 
-TEST(ReplicaFailure, RankThatIsKilled) { expect_failure("kill", {"signal 9"}); }
+TEST(ReplicaFailure, RankThatIsKilled) {
+  expect_failure("kill",
+                 {"first cause: rank 1: was ended by signal 9 (Killed) and left no message"});
+}
 
 TEST(ReplicaFailure, ExceptionOfOneRank) {
   expect_failure("exception", {"smprun: first cause: rank 1: no data file"});
@@ -43,8 +46,9 @@ TEST(ReplicaFailure, ExceptionOfOneRank) {
 
 /// Whoever waits says for whom, in which operation and for which bucket.
 TEST(ReplicaFailure, RankThatStalls) {
-  expect_failure("stall", {"smprun: first cause: rank 0: [smp rank 0 dp 0/2] all_reduce of ",
+  expect_failure("stall", {"smprun: noticed by rank 0: [smp rank 0 dp 0/2] all_reduce of ",
                            "it waits for rank 1",
+                           "smprun: first cause: rank 1: did not come, and waited for no other",
                            "while DistributedDataParallel reduced bucket 1 of 2: bias"});
 }
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <sstream>
 #include <string>
 
 #include "tests/command.h"
@@ -15,7 +16,8 @@ using smp::testing::run_command;
 std::string launch(const std::string& how, const std::string& parameters) {
   const std::string config = ::testing::TempDir() + "failure_" + how + ".json";
   std::ofstream(config) << parameters;
-  return "tools/smprun_bin --config " + config + " --np 2 tests/failure/failing_step " + how;
+  return "SMP_LOG_LEVEL=error tools/smprun_bin --config " + config +
+         " --np 2 tests/failure/failing_step " + how;
 }
 
 Outcome run(const std::string& how, const std::string& parameters) {
@@ -28,6 +30,14 @@ constexpr const char* kParameters = R"({"partitions": 2, "microbatches": 2})";
 /// ten holds from the failure on.
 constexpr double kSeconds = 30;
 
+/// One report, whatever the number of ranks that it ended; beside what the program prints.
+void expect_short(const Outcome& outcome) {
+  std::istringstream lines(outcome.output);
+  int count = 0;
+  for (std::string line; std::getline(lines, line);) count += line.rfind("caught: ", 0) != 0;
+  EXPECT_LT(count, 15) << outcome.output;
+}
+
 void expect_failure(const std::string& how, const std::string& cause,
                     const std::string& parameters = kParameters) {
   const Outcome outcome = run(how, parameters);
@@ -39,6 +49,7 @@ void expect_failure(const std::string& how, const std::string& cause,
   EXPECT_NE(outcome.output.find(cause, verdict), std::string::npos)
       << "the first cause is not what smprun prints last:\n"
       << outcome.output;
+  expect_short(outcome);
 }
 
 TEST(Failure, NothingFailsWithoutACause) {
@@ -98,12 +109,27 @@ TEST(Failure, RankThatIsKilled) {
   const Outcome outcome = run("kill", kParameters);
   EXPECT_NE(outcome.status, 0);
   EXPECT_LT(outcome.seconds, kSeconds);
-  EXPECT_NE(outcome.output.find("signal 9"), std::string::npos) << outcome.output;
+  EXPECT_NE(outcome.output.rfind("smprun: first cause: rank 1: was ended by signal 9 (Killed) and "
+                                 "left no message\n"),
+            std::string::npos)
+      << outcome.output;
+  expect_short(outcome);
 }
 
 /// As by a library that ends the process in the middle of training, with nothing said.
 TEST(Failure, RankThatExits) {
-  expect_failure("exit", "the process of rank 1 has ended. Look at that rank's own output.");
+  expect_failure("exit", "rank 1: ended with exit status 7 and left no message");
+}
+
+/// The other rank waits for it, and is innocent.
+TEST(Failure, RankThatIsStopped) {
+  expect_failure("stop", "rank 1: did not come, and waited for no other rank: it is stopped",
+                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 3})");
+}
+
+/// Which c10 throws, with a backtrace of its own.
+TEST(Failure, ExceptionOfLibtorch) {
+  expect_failure("libtorch", "rank 1: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)\n");
 }
 
 /// Nothing can catch that signal, and still no rank is left.

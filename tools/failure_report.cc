@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/failure_report.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <cstring>
+#include <regex>
+#include <set>
+
+#include "tools/launch.h"
+
+namespace smp::tools {
+namespace {
+
+using core::Failure;
+using Failures = std::vector<Failure>;
+
+constexpr const char* kFirstCause = "smprun: first cause: ";
+
+const Failure* find_kind(const Failures& failures, Failure::Kind kind) {
+  const auto found = std::find_if(failures.begin(), failures.end(),
+                                  [&](const Failure& one) { return one.kind == kind; });
+  return found == failures.end() ? nullptr : &*found;
+}
+
+const Failure* find_rank(const Failures& failures, int rank) {
+  const auto found = std::find_if(failures.begin(), failures.end(),
+                                  [&](const Failure& one) { return one.rank == rank; });
+  return found == failures.end() ? nullptr : &*found;
+}
+
+std::string with_message(const Failure& failure) {
+  return c10::str(kFirstCause, "rank ", failure.rank, ": ", failure.message, "\n");
+}
+
+// A rank that has left no message of its own; `witness` may be null.
+std::string without_message(int rank, const std::string& how, const Failure* witness) {
+  const std::string cause = c10::str(kFirstCause, "rank ", rank, ": ", how, "\n");
+  return witness == nullptr ? cause
+                            : c10::str("smprun: noticed by rank ", witness->rank, ": ",
+                                       witness->message, "\n", cause);
+}
+
+// The rank that waited for nobody, at the end of the chain that begins with `first`; nothing where
+// ranks waited for each other in a circle.
+std::optional<int> end_of_chain(const Failures& failures, const Failure& first) {
+  std::set<int> seen{first.rank};
+  for (const Failure* at = &first;;) {
+    const Failure* next = nullptr;
+    for (const int rank : at->missing) {
+      const Failure* const theirs = find_rank(failures, rank);
+      if (theirs == nullptr || theirs->missing.empty()) return rank;
+      if (next == nullptr && seen.insert(rank).second) next = theirs;
+    }
+    if (next == nullptr) return std::nullopt;
+    at = next;
+  }
+}
+
+std::string report_of_waits(const Failures& failures, const Failure& first) {
+  const auto rank = end_of_chain(failures, first);
+  if (!rank) return with_message(first);
+  return without_message(*rank,
+                         "did not come, and waited for no other rank: it is stopped, computes "
+                         "for longer than \"timeout_seconds\", or does not make the call",
+                         &first);
+}
+
+}  // namespace
+
+std::optional<EndedRank> ended_rank(const std::string& mpirun_says) {
+  static const std::regex by_signal(
+      "process rank (\\d+) with PID \\d+ on node \\S+ exited on (signal \\d+ \\([^)]*\\))");
+  static const std::regex by_status(
+      "Process name: \\[\\[\\d+,\\d+\\],(\\d+)\\]\\s+Exit code: +(\\d+)");
+  std::smatch found;
+  if (std::regex_search(mpirun_says, found, by_signal)) {
+    return EndedRank{std::stoi(found[1]), "was ended by " + found[2].str()};
+  }
+  if (std::regex_search(mpirun_says, found, by_status)) {
+    return EndedRank{std::stoi(found[1]), "ended with exit status " + found[2].str()};
+  }
+  return std::nullopt;
+}
+
+std::string failure_report(const Failures& failures, const ProcessResult& result) {
+  if (result.forwarded_signal != 0) {
+    return c10::str("smprun: stopped by signal ", result.forwarded_signal, " (",
+                    strsignal(result.forwarded_signal), ")\n");
+  }
+  if (const Failure* own = find_kind(failures, Failure::Kind::kOwn)) return with_message(*own);
+  const Failure* const witness = find_kind(failures, Failure::Kind::kPeerEnded);
+  const auto ended = ended_rank(result.error_tail);
+  if (ended && find_rank(failures, ended->rank) == nullptr) {
+    return without_message(ended->rank, ended->how + " and left no message", witness);
+  }
+  if (witness != nullptr) {
+    return without_message(witness->missing.front(), "its process has ended and left no message",
+                           witness);
+  }
+  if (const Failure* first = find_kind(failures, Failure::Kind::kTimedOut)) {
+    return report_of_waits(failures, *first);
+  }
+  if (!failures.empty()) return with_message(failures.front());
+  return c10::str(kFirstCause, "no rank left a message; ", explain_exit(result.exit_status), "\n");
+}
+
+}  // namespace smp::tools

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/failure.h"
+#include "tools/process.h"
+
+namespace smp::tools {
+
+/// The rank that mpirun says has ended first, and how.
+struct EndedRank {
+  int rank = 0;
+  std::string how;  ///< "was ended by signal 9 (Killed)", "ended with exit status 7"
+};
+
+/// What mpirun's standard error says of it.
+std::optional<EndedRank> ended_rank(const std::string& mpirun_says);
+
+/// What a launcher says last of a job that has failed: a line that names the first cause, after one
+/// that quotes who noticed where the rank itself has left no message. `failures` in order of time.
+///
+/// A rank that failed by itself is the cause. Else it is one whose process has ended. Else ranks
+/// waited for each other in vain: the chain from the one that gave up first leads to a rank that
+/// waited for nobody.
+std::string failure_report(const std::vector<core::Failure>& failures, const ProcessResult& result);
+
+}  // namespace smp::tools
