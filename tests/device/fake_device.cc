@@ -19,6 +19,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -26,13 +27,14 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 
 namespace smp::testing {
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr int kDevices = 2;
+constexpr int kDevices = 4;
 constexpr int kFreed = 0xDD;
 
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
@@ -55,7 +57,14 @@ struct FakeEvent {
 
 struct Block {
   size_t bytes;
+  c10::DeviceIndex index;
   std::set<StreamKey> users;
+};
+
+/// Of one index, in bytes.
+struct Memory {
+  size_t used = 0;
+  size_t peak = 0;
 };
 
 /// All state of the device, under one lock.
@@ -69,6 +78,8 @@ class Machine {
   std::recursive_mutex mutex;
   std::map<StreamKey, Queue> queues;
   std::map<void*, Block> blocks;
+  std::array<Memory, kDevices> memory;
+  std::optional<size_t> limit;  // of each index
   std::vector<std::string> log;
   c10::StreamId streams = 0;
   int events = 0;
@@ -196,6 +207,7 @@ void free_block(void* memory) {
   const auto block = machine.blocks.find(memory);
   for (const StreamKey& user : block->second.users) machine.run_all(user);
   std::memset(memory, kFreed, block->second.bytes);
+  machine.memory[block->second.index].used -= block->second.bytes;
   machine.blocks.erase(block);
   std::free(memory);
 }
@@ -205,16 +217,29 @@ class FakeAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kType, current_index);
     if (bytes == 0) return c10::DataPtr(nullptr, device);
+    const Lock lock(Machine::get().mutex);
+    take(bytes);
     constexpr size_t kAlignment = 64;
     void* memory =
         std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-    const Lock lock(Machine::get().mutex);
-    Machine::get().blocks[memory] = {bytes, {current_key(current_index)}};
+    Machine::get().blocks[memory] = {bytes, current_index, {current_key(current_index)}};
     return c10::DataPtr(memory, memory, &free_block, device);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
+  }
+
+ private:
+  static void take(size_t bytes) {
+    Memory& memory = Machine::get().memory[current_index];
+    const auto limit = Machine::get().limit;
+    TORCH_CHECK_WITH(OutOfMemoryError, !limit || memory.used + bytes <= *limit,
+                     "fake out of memory. Tried to allocate ", bytes, " bytes. Device ",
+                     static_cast<int>(current_index), " has ", limit.value_or(0), ", of which ",
+                     memory.used, " are allocated.");
+    memory.used += bytes;
+    memory.peak = std::max(memory.peak, memory.used);
   }
 };
 
@@ -371,6 +396,22 @@ std::vector<std::string> take_fake_log() {
   const Lock lock(Machine::get().mutex);
   Machine::get().events = 0;
   return std::exchange(Machine::get().log, {});
+}
+
+FakeMemoryLimit::FakeMemoryLimit(size_t bytes) {
+  const Lock lock(Machine::get().mutex);
+  Machine::get().limit = bytes;
+  for (Memory& memory : Machine::get().memory) memory.peak = memory.used;
+}
+
+FakeMemoryLimit::~FakeMemoryLimit() {
+  const Lock lock(Machine::get().mutex);
+  Machine::get().limit.reset();
+}
+
+size_t FakeMemoryLimit::peak(int index) const {
+  const Lock lock(Machine::get().mutex);
+  return Machine::get().memory.at(index).peak;
 }
 
 }  // namespace smp::testing

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-/// A device "fake" (c10::DeviceType::PrivateUse1) with two indices, for tests of what the library
+/// A device "fake" (c10::DeviceType::PrivateUse1) with four indices, for tests of what the library
 /// does on a device other than the CPU. Linking it registers it.
 ///
 /// Operators run on the CPU's kernels, at once. Copies that need not be waited for are done as late
@@ -28,5 +28,19 @@ void move_to_fake(const std::vector<at::Tensor>& tensors, at::Device device);
 /// What was asked of streams and events since the last call, in order, one a line: "copy waits for
 /// event 0". The default stream is called "compute", others "copy".
 std::vector<std::string> take_fake_log();
+
+/// While it lives, each index of the device has so many bytes of memory, counting what is allocated
+/// already; an allocation beyond them throws `c10::OutOfMemoryError`, as CUDA's do. Without one
+/// there is no limit.
+class FakeMemoryLimit {
+ public:
+  explicit FakeMemoryLimit(size_t bytes);
+  ~FakeMemoryLimit();
+  FakeMemoryLimit(const FakeMemoryLimit&) = delete;
+  FakeMemoryLimit& operator=(const FakeMemoryLimit&) = delete;
+
+  /// The most bytes that an index has had allocated at once since the limit began.
+  size_t peak(int index) const;
+};
 
 }  // namespace smp::testing
