@@ -401,13 +401,18 @@ at::Tensor aligned(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return tensor;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   if (address % kAlignment == 0) return tensor;
+  return copy_to(tensor.device(), tensor);
+}
+
+at::Tensor copy_to(at::Device device, const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   // An expanded dimension is one element in memory: copy it once.
   at::Tensor compact = tensor;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.stride(d) == 0 && tensor.size(d) > 1) compact = compact.narrow(d, 0, 1);
   }
-  at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), tensor.options());
+  at::Tensor copy =
+      at::empty_strided(compact.sizes(), compact.strides(), tensor.options().device(device));
   copy.copy_(compact);
   return copy.as_strided(tensor.sizes(), tensor.strides());
 }

@@ -117,4 +117,7 @@ class Segment {
 /// starts at one already. Kernels round differently on operands that do not.
 at::Tensor aligned(const at::Tensor& tensor);
 
+/// A copy on `device` with the same sizes and strides, without history.
+at::Tensor copy_to(at::Device device, const at::Tensor& tensor);
+
 }  // namespace smp::graph

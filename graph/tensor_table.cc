@@ -20,6 +20,13 @@ void TensorTable::add(ValueKind kind, const std::string& name, const at::Tensor&
   entries_.push_back({kind, name, tensor, {}});
 }
 
+void TensorTable::renew_storage(const at::Tensor& tensor) {
+  const size_t index = by_impl_.at(tensor.unsafeGetTensorImpl());
+  if (find_storage(tensor) == nullptr) {
+    by_storage_[tensor.storage().unsafeGetStorageImpl()] = index;
+  }
+}
+
 const TensorTable::Entry* TensorTable::find(const at::Tensor& tensor) const {
   const auto it = by_impl_.find(tensor.unsafeGetTensorImpl());
   return it == by_impl_.end() ? nullptr : &entries_[it->second];

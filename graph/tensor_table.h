@@ -26,6 +26,9 @@ class TensorTable {
   /// Adds a parameter or buffer. Throws `UsageError` if another tensor has the name.
   void add(ValueKind kind, const std::string& name, const at::Tensor& tensor);
 
+  /// To be called when a registered tensor was given another storage.
+  void renew_storage(const at::Tensor& tensor);
+
   /// The entry of this very tensor (by identity), or nullptr.
   const Entry* find(const at::Tensor& tensor) const;
   /// The first entry whose storage the tensor shares, or nullptr.

@@ -244,6 +244,11 @@ void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& 
   }
 }
 
+bool Stage::reads_input(size_t position) const {
+  return std::any_of(inputs_.begin(), inputs_.end(),
+                     [&](const Input& input) { return input.position == position; });
+}
+
 /// The sink of a parameter, if it has one here.
 int Stage::sink_of(ValueId value) const {
   for (const Parameter& parameter : parameters_) {

@@ -104,6 +104,9 @@ class Stage {
   /// tensors where there is no gradient; for `backward` and `backward_inputs`.
   Message& gradients(int microbatch, int edge);
 
+  /// Whether `forward` reads the step's input at this position.
+  bool reads_input(size_t position) const;
+
   /// Uses other constants from the next microbatch on.
   void apply(const std::vector<graph::ConstantOverride>& constants,
              const std::vector<graph::ContentOverride>& contents);

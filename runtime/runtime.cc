@@ -121,6 +121,19 @@ void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
   thread_runtime() = std::move(runtime);
 }
 
+at::Device Runtime::device() const {
+  if (device_) return *device_;
+  const auto& entries = table_.entries();
+  return entries.empty() ? at::Device(at::kCPU) : entries.front().tensor.device();
+}
+
+void Runtime::choose_device(at::Device chosen) {
+  SMP_CHECK_WITH(UsageError, !partitioned() || chosen == device(), "smp::set_device chose ", chosen,
+                 " after the first step, which has put this rank's part of the models on ",
+                 device(), ". Call it before");
+  device_ = chosen;
+}
+
 void Runtime::use_device(at::Device device) {
   const auto transport = config_.ddp_dist_backend() == "nccl" ? comm::DeviceTransport::kNccl
                                                               : comm::DeviceTransport::kAny;

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,6 +67,11 @@ class Runtime {
   /// From how many ranks a rank runs the batches in a step: those of its tensor-parallel group,
   /// unless they are given one batch.
   int batches() const { return config_.prescaled_batch() ? 1 : topology_.tp_size(); }
+  /// Where this rank computes: the device chosen, else that of its models.
+  at::Device device() const;
+  bool has_chosen_device() const { return device_.has_value(); }
+  /// Throws `UsageError` when the models are on another one since the first step.
+  void choose_device(at::Device device);
   /// From now on the groups whose ranks exchange tensors of the models take those of `device`, too.
   /// Collective over `world`; all ranks' devices are of one kind.
   void use_device(at::Device device);
@@ -131,6 +137,7 @@ class Runtime {
   comm::CommunicatorPtr same_parts_;
   std::vector<std::weak_ptr<Model>> models_;
   ParameterTable table_;
+  std::optional<at::Device> device_;
   std::shared_ptr<graph::TensorStore> activation_store_;
   std::shared_ptr<comm::ChannelPool> pipeline_channels_;
 };

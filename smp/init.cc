@@ -164,7 +164,13 @@ void run_as_threads(int ranks, const Config& config, const std::function<void()>
 
 void set_device(int index) {
   const auto type = at::getAccelerator();
-  if (type && at::accelerator::deviceCount() > 0) at::accelerator::setDeviceIndex(index);
+  if (!type || at::accelerator::deviceCount() == 0) return;
+  at::accelerator::setDeviceIndex(static_cast<c10::DeviceIndex>(index));
+  if (Runtime::exists()) {
+    Runtime::get().choose_device({*type, static_cast<c10::DeviceIndex>(index)});
+  }
 }
+
+c10::Device device() { return Runtime::get().device(); }
 
 }  // namespace smp

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <functional>
 
 #include "smp/config.h"
@@ -30,8 +32,16 @@ SMP_API bool is_tracing();
 /// Set torch::set_num_threads(1) before, or the ranks compete for cores.
 SMP_API void run_as_threads(int ranks, const Config& config, const std::function<void()>& program);
 
-/// Makes GPU `index` the current one of this thread; on a machine without GPUs there is nothing to
-/// choose and this returns. Models and inputs are moved by the program: docs/cuda.md.
+/// Has this rank compute on GPU `index`, and makes it the current one of this thread: usually
+/// `smp::set_device(smp::local_rank())` after `init`. The first step moves what the rank owns of
+/// the models there, and each step the inputs that it reads; both may be made on the CPU. Ranks may
+/// share a GPU. On a machine without GPUs there is nothing to choose and this returns; before
+/// `init` it only makes the GPU the current one. Throws `UsageError` for another GPU after the
+/// first step. docs/cuda.md
 SMP_API void set_device(int index);
+
+/// Where this rank computes: the GPU that `set_device` chose, else the device that its models were
+/// made on or moved to; the CPU while there are none. Throws `UsageError` before `init`.
+SMP_API c10::Device device();
 
 }  // namespace smp

@@ -19,7 +19,7 @@ using graph::Recording;
 std::vector<std::shared_ptr<Recording>> recordings(const Runtime& runtime) {
   std::vector<std::shared_ptr<Recording>> result;
   for (const auto& entry : runtime.table().entries()) {
-    auto recording = graph::recording_of(entry.tensor).first;
+    auto recording = graph::recording_of(entry.values()).first;
     if (recording && std::find(result.begin(), result.end(), recording) == result.end()) {
       result.push_back(std::move(recording));
     }
@@ -37,7 +37,7 @@ std::string hash_of(const std::string& text) {
 bool has_delayed(const Runtime& runtime) {
   const auto& entries = runtime.table().entries();
   return std::any_of(entries.begin(), entries.end(),
-                     [](const auto& entry) { return graph::is_deferred(entry.tensor); });
+                     [](const auto& entry) { return graph::is_deferred(entry.values()); });
 }
 
 void agree_on_construction(const Runtime& runtime) {
@@ -69,8 +69,8 @@ void make_shared_tensors(const Runtime& runtime) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   std::vector<at::Tensor> parameters;
   for (const auto& entry : runtime.table().entries()) {
-    named.emplace_back(entry.name, entry.tensor);
-    if (entry.is_parameter()) parameters.push_back(entry.tensor);
+    named.emplace_back(entry.name, entry.values());
+    if (entry.is_parameter()) parameters.push_back(entry.values());
   }
   for (const auto& recording : recordings(runtime)) {
     recording->assign_seeds(named, *runtime.progress.seed);
@@ -78,9 +78,10 @@ void make_shared_tensors(const Runtime& runtime) {
   }
 }
 
-void make_if_own(const Runtime& runtime, const ParameterTable::Entry& entry) {
-  const auto recording = graph::recording_of(entry.tensor).first;
-  if (recording && runtime.owns(entry)) recording->materialize(entry.tensor);
+void make_values(const ParameterTable::Entry& entry) {
+  if (const auto recording = graph::recording_of(entry.values()).first) {
+    recording->materialize(entry.values());
+  }
 }
 
 void materialize(const torch::nn::Module& module) {

@@ -24,8 +24,8 @@ void agree_on_construction(const Runtime& runtime);
 /// a step function may read as constants.
 void make_shared_tensors(const Runtime& runtime);
 
-/// Makes a parameter, if this rank owns it and it has no data yet.
-void make_if_own(const Runtime& runtime, const ParameterTable::Entry& entry);
+/// Makes the values of a parameter or buffer, in host memory, if they have not been made yet.
+void make_values(const ParameterTable::Entry& entry);
 
 /// Makes what the module's parameters and buffers are still without, on this rank, as if they had
 /// been constructed plainly.

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <set>
@@ -12,7 +11,6 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/node.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
 #include "nn/rewrite/attention_form.h"
@@ -31,11 +29,6 @@ void set_sizes(const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
   impl.set_allow_tensor_metadata_change(allowed);
 }
 
-/// One that an earlier backward pass left knows the old sizes.
-void forget_grad_accumulator(const at::Tensor& tensor) {
-  torch::autograd::impl::set_grad_accumulator(tensor, core::WeakNodePtr(core::NodePtr()));
-}
-
 /// The data of a tensor, which is without until it gets some.
 c10::intrusive_ptr<c10::StorageImpl> set_aside(const at::Tensor& tensor) {
   auto data = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
@@ -45,16 +38,21 @@ c10::intrusive_ptr<c10::StorageImpl> set_aside(const at::Tensor& tensor) {
   return data;
 }
 
-/// Leaves a tensor this rank's part. Its memory lies in the same storage, under all that hold it.
-void keep_part(const at::Tensor& tensor, const nn::ParameterSplit& split, int rank) {
-  const at::Tensor part = has_data(tensor) ? split.part(tensor.detach(), rank) : at::Tensor();
+/// Leaves a tensor this rank's part. Its memory lies in the same storage, under all that hold it;
+/// a part of values that wait, which is returned, waits too.
+at::Tensor keep_part(const ParameterTable::Entry& entry, const nn::ParameterSplit& split,
+                     int rank) {
+  const at::Tensor tensor = entry.tensor;
+  const at::Tensor values = entry.values().detach();
+  const at::Tensor part = has_data(values) ? split.part(values, rank) : at::Tensor();
   set_sizes(tensor, split.local_sizes());
-  if (part.defined()) {
+  if (part.defined() && !entry.waiting.defined()) {
     graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
                      *part.storage().unsafeGetStorageImpl());
   }
   if (tensor.grad().defined()) tensor.mutable_grad() = split.part(tensor.grad(), rank);
   forget_grad_accumulator(tensor);
+  return entry.waiting.defined() ? part : at::Tensor();
 }
 
 using nn::rewrite::DividedGraph;
@@ -160,7 +158,7 @@ class Divider {
   bool is_fit(const ParameterTable::Entry& entry) const {
     const at::Tensor& tensor = entry.tensor;
     return tensor.is_contiguous() && tensor.storage_offset() == 0 &&
-           graph::storage_bytes(tensor) == tensor.nbytes() &&
+           graph::storage_bytes(entry.values()) == tensor.nbytes() &&
            !entry.shares_storage_in(runtime_.table());
   }
 
@@ -278,7 +276,8 @@ std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::
 void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
                       const nn::ParameterSplit& split) {
   at::NoGradGuard no_grad;
-  keep_part(entry.tensor, split, runtime.rank_in(CommGroup::kTp));
+  at::Tensor waiting = keep_part(entry, split, runtime.rank_in(CommGroup::kTp));
+  if (entry.waiting.defined()) runtime.table().set_waiting(entry.name, std::move(waiting));
   runtime.table().divide(entry.name, split, /*captured_whole=*/true);
 }
 
@@ -319,10 +318,7 @@ WholeShapes::WholeShapes(const ParameterTable& table) {
     c10::intrusive_ptr<c10::StorageImpl> data;
     if (has_data(entry.tensor)) {
       data = set_aside(entry.tensor);
-      graph::take_data(*entry.tensor.storage().unsafeGetStorageImpl(),
-                       c10::DataPtr(nullptr, entry.tensor.device()),
-                       "[smp] the data of a parameter was read or written in a step function, "
-                       "which runs on tensors without data. Read it outside of the step");
+      hide_data(*entry.tensor.storage().unsafeGetStorageImpl());
     }
     set_sizes(entry.tensor, entry.split->sizes);
     shown_.push_back({&entry, std::move(data)});

@@ -68,6 +68,12 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
   entry.captured_whole = captured_whole;
 }
 
+void ParameterTable::set_waiting(const std::string& name, at::Tensor values) {
+  Entry& entry = entry_of(name);
+  entry.waiting = std::move(values);
+  tensors_.renew_storage(entry.tensor);
+}
+
 void ParameterTable::set_owner(const std::string& name, int rank, std::string reason) {
   Entry& entry = entry_of(name);
   SMP_INTERNAL_ASSERT(!entry.owner, "\"", name, "\" has an owner already");

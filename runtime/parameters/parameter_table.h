@@ -45,6 +45,9 @@ class ParameterTable {
     explicit Entry(graph::TensorTable::Entry registered)
         : graph::TensorTable::Entry(std::move(registered)) {}
 
+    /// Its values in host memory, while `tensor` is shown on this rank's device without data
+    /// (placement.h); undefined otherwise.
+    at::Tensor waiting;
     /// The rank of the pipeline that owns it; none before partitioning, when all have it.
     std::optional<int> owner;
     std::string owner_reason;  ///< for people
@@ -58,6 +61,8 @@ class ParameterTable {
     /// A buffer that some graph writes.
     bool is_written = false;
 
+    /// What has its values, or has yet to be given them.
+    const at::Tensor& values() const { return waiting.defined() ? waiting : tensor; }
     bool is_parameter() const { return kind == graph::ValueKind::kParameter; }
     /// The partition that the program pinned it to.
     std::optional<int> pin() const;
@@ -77,6 +82,9 @@ class ParameterTable {
   /// A parameter that holds its part already: by its module, or by the first step that divides it.
   /// Throws `UsageError` where it is no part of `split`, or is divided in another way already.
   void divide(const std::string& name, const nn::ParameterSplit& split, bool captured_whole);
+  /// In the first step: `values` as `Entry::waiting`, for a tensor that has been given another
+  /// storage.
+  void set_waiting(const std::string& name, at::Tensor values);
   /// In the first step.
   void set_owner(const std::string& name, int rank, std::string reason);
   /// When replicas have divided parameters; `are_shards` as in `Slice`.

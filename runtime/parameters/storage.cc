@@ -2,7 +2,9 @@
 #include "runtime/parameters/storage.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include "core/node.h"
 #include "graph/storage.h"
 
 namespace smp::runtime {
@@ -16,6 +18,16 @@ void release_data(const at::Tensor& tensor) {
                    "[smp] the data of a parameter that another rank owns was read or written. Use "
                    "model->local_parameters() for those of this rank, model->state_dict() for "
                    "copies of all, or gather the model with model->cpu()");
+}
+
+void hide_data(c10::StorageImpl& storage) {
+  graph::take_data(storage, c10::DataPtr(nullptr, storage.device()),
+                   "[smp] the data of a parameter was read or written in a step function, "
+                   "which runs on tensors without data. Read it outside of the step");
+}
+
+void forget_grad_accumulator(const at::Tensor& tensor) {
+  torch::autograd::impl::set_grad_accumulator(tensor, core::WeakNodePtr(core::NodePtr()));
 }
 
 void allocate_data(const at::Tensor& tensor) {

@@ -14,6 +14,14 @@ bool has_data(const at::Tensor& tensor);
 /// reads or writes its data throws.
 void release_data(const at::Tensor& tensor);
 
+/// Takes the data of a storage away for as long as step functions are shown tensors on it, which
+/// shall not read any.
+void hide_data(c10::StorageImpl& storage);
+
+/// To be called for a parameter that gets other sizes or another device: what an earlier backward
+/// pass left to add to its gradient knows the old ones.
+void forget_grad_accumulator(const at::Tensor& tensor);
+
 /// Gives a tensor that was released storage again; the content is undefined.
 void allocate_data(const at::Tensor& tensor);
 

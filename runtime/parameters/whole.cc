@@ -25,8 +25,9 @@ at::Tensor from_owner(const Runtime& runtime, const ParameterTable::Entry& entry
   const bool receives = !to_first || pipeline->rank() == 0;
   if (!is_owner && !receives) return {};
   const at::Tensor& tensor = entry.tensor;
-  const at::Tensor copy = is_owner ? graph::value_of(tensor).detach().cpu().contiguous().clone()
-                                   : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+  const at::Tensor copy = is_owner
+                              ? graph::value_of(entry.values()).detach().cpu().contiguous().clone()
+                              : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
   if (!to_first) {
     pipeline->broadcast(copy, owner);
   } else if (!receives) {

@@ -37,7 +37,9 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
   graph::Environment environment(graph.values.size());
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const graph::Value& value = graph.values[id];
-    if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoul(value.name)].clone();
+    if (value.kind == ValueKind::kInput) {
+      environment[id] = inputs[std::stoul(value.name)].clone().to(runtime.device());
+    }
     if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
       environment[id] = runtime.table().at(value.name).tensor;
     }

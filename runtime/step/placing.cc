@@ -14,10 +14,12 @@
 #include "graph/layout.h"
 #include "graph/visit.h"
 #include "partitioner/checkpointing.h"
+#include "partitioner/format.h"
 #include "partitioner/report.h"
 #include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
+#include "runtime/parameters/placement.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/pipeline_choice.h"
@@ -93,29 +95,79 @@ void check_overlaps(const ParameterTable& table) {
   }
 }
 
-/// Frees what belongs to other ranks, but for memory that lies beside other parameters'.
-void release_others(const Runtime& runtime) {
+/// Whether this rank keeps memory for a parameter or buffer: for buffers, for what it owns, and for
+/// what lies beside other parameters.
+bool keeps(const Runtime& runtime, const ParameterTable::Entry& entry) {
+  return !entry.is_parameter() || runtime.owns(entry) || entry.shares_storage_in(runtime.table());
+}
+
+/// Frees what belongs to other ranks.
+void release_others(Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
-    if (!entry.is_parameter() || runtime.owns(entry)) continue;
-    if (!entry.shares_storage_in(runtime.table())) release_data(entry.tensor);
+    if (keeps(runtime, entry)) continue;
+    release_data(entry.tensor);
+    runtime.table().set_waiting(entry.name, {});
   }
 }
 
-/// Leaves this rank what it is to hold of each parameter, one after the other: those that it owns
-/// are made if they have no data, then divided among the ranks of the tensor-parallel group, then
-/// among replicas.
-void hold_own(Runtime& runtime, const Splits& splits) {
-  const auto hold_part = [&](const ParameterTable::Entry& entry) {
-    make_if_own(runtime, entry);
-    const auto split = splits.find(entry.name);
-    if (split != splits.end()) divide_parameter(runtime, entry, split->second);
-  };
-  if (runtime.config().sharded_data_parallel_degree() > 1) {
-    runtime.first_step.sharding = std::make_shared<Sharding>(runtime, hold_part);
-  } else {
-    for (const auto& entry : runtime.table().entries()) hold_part(entry);
+/// Leaves this rank what it is to hold of each parameter, one after the other: what it keeps is
+/// made if it has no data, then divided among the ranks of the tensor-parallel group, moved to the
+/// device, then divided among replicas.
+class Holding {
+ public:
+  Holding(Runtime& runtime, const Splits& splits) : runtime_(runtime), splits_(splits) {}
+
+  void run() {
+    const auto hold = [this](const ParameterTable::Entry& entry) { hold_part(entry); };
+    try {
+      if (runtime_.config().sharded_data_parallel_degree() > 1) {
+        runtime_.first_step.sharding = std::make_shared<Sharding>(runtime_, hold);
+      } else {
+        for (const auto& entry : runtime_.table().entries()) hold(entry);
+      }
+    } catch (const c10::OutOfMemoryError& error) {
+      refuse(error);
+    }
   }
-}
+
+ private:
+  void hold_part(const ParameterTable::Entry& entry) {
+    last_ = &entry;
+    if (keeps(runtime_, entry)) make_values(entry);
+    const auto split = splits_.find(entry.name);
+    if (split != splits_.end()) divide_parameter(runtime_, entry, split->second);
+    move_in(runtime_, entry);
+    if (keeps(runtime_, entry)) held_ += bytes(entry);
+  }
+
+  /// That this rank is to hold, before replicas divide it.
+  int64_t bytes(const ParameterTable::Entry& entry) const {
+    const auto split = splits_.find(entry.name);
+    const bool is_whole = split != splits_.end() && !entry.split;
+    const auto size = static_cast<int64_t>(entry.tensor.nbytes());
+    return is_whole ? size / split->second.ranks : size;
+  }
+
+  [[noreturn]] void refuse(const c10::OutOfMemoryError& error) const {
+    int64_t all = 0;
+    for (const auto& entry : runtime_.table().entries()) {
+      if (keeps(runtime_, entry)) all += bytes(entry);
+    }
+    using partitioner::format_bytes;
+    core::fail<PartitionError>(
+        "the model does not fit: of ", format_bytes(all), " of parameters and buffers that rank ",
+        runtime_.rank(), " owns, ", format_bytes(held_), " are on ", runtime_.device(), ", and \"",
+        last_->name, "\" of ", format_bytes(bytes(*last_)), " found no room (",
+        error.what_without_backtrace(),
+        "). Use more partitions, a tensor_parallel_degree, a sharded_data_parallel_degree or half "
+        "precision, or set \"memory_limit_mb\" so that the partition balances memory");
+  }
+
+  Runtime& runtime_;
+  const Splits& splits_;
+  const ParameterTable::Entry* last_ = nullptr;
+  int64_t held_ = 0;
+};
 
 }  // namespace
 
@@ -128,7 +180,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   check_overlaps(runtime.table());
   release_others(runtime);
   core::return_freed_memory();  // what belongs to other ranks now, and what the capture took
-  hold_own(runtime, splits);
+  Holding(runtime, splits).run();
   core::return_freed_memory();  // what was divided
   const std::string report =
       partitioner::report(graph, planned.plan,

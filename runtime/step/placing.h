@@ -14,8 +14,9 @@ namespace smp::runtime {
 using Splits = std::map<std::string, nn::ParameterSplit>;
 
 /// Divides the models among the ranks by the first plan: settles owners, frees what other ranks
-/// own, divides parameters, makes delayed ones that this rank owns, keeps the report, and runs the
-/// post-partition hooks.
+/// own, makes delayed parameters that this rank owns, divides them, moves them to its device, keeps
+/// the report, and runs the post-partition hooks. Throws `PartitionError` where the device has no
+/// room for them.
 void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microbatches,
                       const Splits& splits);
 

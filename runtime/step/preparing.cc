@@ -13,6 +13,7 @@
 #include "runtime/first_difference.h"
 #include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
+#include "runtime/parameters/placement.h"
 #include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/pipeline_choice.h"
 
@@ -26,7 +27,7 @@ std::string describe_models(const Runtime& runtime) {
     out << graph::to_string(entry.kind) << " " << entry.name << " : "
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
-    if (graph::is_deferred(entry.tensor)) out << " (delayed)";
+    if (graph::is_deferred(entry.values())) out << " (delayed)";
     if (entry.split) out << ", a part of " << entry.split->to_string();
     out << "\n";
   }
@@ -50,29 +51,35 @@ void check_same_models(const Runtime& runtime) {
                          " has ", b, ". Build the same model on every rank");
 }
 
-/// The device of this rank's models.
+/// Where this rank computes. Models may wait in host memory for the device that was chosen.
 void settle_device(Runtime& runtime) {
-  const auto& entries = runtime.table().entries();
-  if (entries.empty()) return;
-  const at::Device device = entries.front().tensor.device();
-  for (const auto& entry : entries) {
-    SMP_CHECK_WITH(UsageError, entry.tensor.device() == device, "\"", entries.front().name,
-                   "\" is on device ", device, " and \"", entry.name, "\" on ",
-                   entry.tensor.device(),
-                   ". All parameters and buffers of a rank's models are on one device: move each "
-                   "module before it is wrapped, net->to(torch::Device(torch::kCUDA, "
-                   "smp::local_rank()))");
+  const at::Device device = runtime.device();
+  for (const auto& entry : runtime.table().entries()) {
+    const at::Device lies_on = entry.tensor.device();
+    const bool waits = runtime.has_chosen_device() && lies_on.is_cpu();
+    SMP_CHECK_WITH(UsageError, lies_on == device || waits, "\"", entry.name, "\" is on device ",
+                   lies_on, ", and this rank computes on ", device,
+                   runtime.has_chosen_device()
+                       ? ", which smp::set_device chose"
+                       : c10::str(", where \"", runtime.table().entries().front().name, "\" is"),
+                   ". Leave modules on the CPU and call smp::set_device(smp::local_rank()), which "
+                   "has the first step move them, or move each whole module before it is wrapped");
   }
+  const auto kinds = comm::all_gather_bytes(*runtime.world(), c10::DeviceTypeName(device.type()));
+  const size_t other = first_other(kinds);
+  SMP_CHECK_WITH(UsageError, other == 0, "the ranks compute on different kinds of devices: rank 0 "
+                 "on ", kinds[0], ", rank ", other, " on ", kinds[other],
+                 ". Call smp::set_device on every rank or on none");
   runtime.use_device(device);
 }
 
 void broadcast_values(const Runtime& runtime) {
   at::NoGradGuard no_grad;
   for (const auto& entry : runtime.table().entries()) {
-    if (graph::is_deferred(entry.tensor)) continue;
-    const at::Tensor copy = entry.tensor.detach().cpu().contiguous();
+    if (graph::is_deferred(entry.values())) continue;
+    const at::Tensor copy = entry.values().detach().cpu().contiguous();
     (entry.split ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
-    if (!copy.is_alias_of(entry.tensor)) entry.tensor.detach().copy_(copy);
+    if (!copy.is_alias_of(entry.values())) entry.values().detach().copy_(copy);
   }
 }
 
@@ -105,6 +112,7 @@ void prepare_models(Runtime& runtime) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);
   }
+  show_on_device(runtime);
 }
 
 }  // namespace smp::runtime

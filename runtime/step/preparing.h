@@ -8,8 +8,9 @@ namespace smp::runtime {
 /// What the first step does before it captures: compares the models of all ranks, gives every
 /// rank the parameters and buffers of world rank 0 (but for delayed parameters, which are made once
 /// they have owners, and for parts of divided ones, which come from the first rank that has the
-/// same), and settles the seed. Collective over the world. Throws `UsageError` without
-/// a model, and when models differ between ranks.
+/// same), settles the seed and the device, and shows the models there (placement.h). Collective
+/// over the world. Throws `UsageError` without a model, and when models or kinds of devices differ
+/// between ranks.
 void prepare_models(Runtime& runtime);
 
 }  // namespace smp::runtime

@@ -174,6 +174,12 @@ std::vector<int> Program::own_stages() const {
   return stages;
 }
 
+bool Program::reads_input(size_t position) const {
+  const auto stages = own_stages();
+  return std::any_of(stages.begin(), stages.end(),
+                     [&](int stage) { return runner_->stage(stage).reads_input(position); });
+}
+
 dp::StepGradients& Program::gradients_at(const Place& place) const {
   if (place.divided) return *sharded_[place.model];
   return *buckets_[place.model];

@@ -50,6 +50,9 @@ class Program : public std::enable_shared_from_this<Program> {
   /// Takes part, with gradients of zero, in a step of other replicas; see `ReplicaJoin`.
   void take_part(const ReplicaJoin::Step& step, const std::string& name);
 
+  /// Whether a stage of this rank reads the step's input at this position.
+  bool reads_input(size_t position) const;
+
   const partitioner::Plan& plan() const { return plan_; }
   const pipeline::Schedule& schedule() const { return runner_->schedule(); }
 

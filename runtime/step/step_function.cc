@@ -16,12 +16,14 @@
 #include "graph/live_results.h"
 #include "graph/random.h"
 #include "graph/replay.h"
+#include "graph/shapes.h"
 #include "graph/tracer.h"
 #include "partitioner/cost.h"
 #include "runtime/model.h"
 #include "runtime/parameters/buffer_restorer.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
+#include "runtime/parameters/placement.h"
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
@@ -116,16 +118,13 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   runtime_->progress.step_functions.check_resumed(name_);
   if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);
-  const Batches batches = exchange(with_step_values(*runtime_, from_source(given)));
+  Batches batches = exchange(with_step_values(*runtime_, from_source(given)));
   const StepCall& call = batches.front();
-  std::vector<std::vector<at::Tensor>> inputs;
-  for (const StepCall& batch : batches) {
-    for (auto& microbatch : split(batch, microbatches())) inputs.push_back(std::move(microbatch));
-  }
+  std::vector<std::vector<at::Tensor>> inputs = split(batches, microbatches());
   const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
   agree(traced, batches);
   const Prepared& prepared = prepare(traced, call, inputs);
-  Program::Inputs step = inputs_of(prepared, call, traced, std::move(inputs));
+  Program::Inputs step = inputs_of(prepared, batches, traced, std::move(inputs));
   step.step_call = runtime_->progress.step_functions.count_call(name_);
   StepResults results = prepared.program->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
@@ -172,19 +171,34 @@ StepResults StepFunction::own_outputs(StepResults outputs) const {
   return outputs;
 }
 
-/// The inputs and constants of a step, for the microbatches that run.
-Program::Inputs StepFunction::inputs_of(const Prepared& prepared, const StepCall& call,
-                                        Traced traced,
+/// Puts the batches that lie in host memory on this rank's device, as far as its stages read them.
+/// Returns whether there were any.
+bool StepFunction::move_in(Batches& batches, const Program& program) const {
+  bool moved = false;
+  for (StepCall& batch : batches) {
+    for (size_t i = 0; i < batch.tensors.size(); ++i) {
+      at::Tensor& tensor = batch.tensors[i];
+      if (tensor.device() == runtime_->device() || !program.reads_input(i)) continue;
+      tensor = graph::copy_to(runtime_->device(), tensor);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+/// The inputs and constants of a step, for the microbatches that run; moves batches in.
+Program::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
                                         std::vector<std::vector<at::Tensor>> inputs) const {
   Program::Inputs step;
-  step.tensors = std::move(inputs);
+  const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
+  const bool moved = move_in(batches, *prepared.program);
+  step.tensors = moved || factor > 1 ? split(batches, microbatches() / factor) : std::move(inputs);
   step.constants = std::move(traced.constants);
   step.contents = std::move(traced.contents);
   step.random_stream = stream_;
   step.name = name_;
   step.detach_outputs = options_.detach_outputs();
   if (prepared.coalesced) {
-    step.tensors = split(call, microbatches() / prepared.coalesced->factor);
     for (auto& list : step.constants) list = prepared.coalesced->constants(list);
     for (auto& list : step.contents) list = prepared.coalesced->contents(list);
   }
@@ -217,18 +231,24 @@ StepFunction::Traced StepFunction::guard(const StepCall& call,
 }
 
 void StepFunction::check_inputs(const StepCall& call) const {
-  at::Device device = at::kCPU;
-  for (const auto& entry : runtime_->table().entries()) {
-    device = entry.tensor.device();
-    break;
-  }
+  const at::Device device = runtime_->device();
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     SMP_CHECK_WITH(UsageError, call.tensors[i].defined(), "step function \"", name_,
                    "\": input tensor ", i, " is undefined");
-    SMP_CHECK_WITH(UsageError, call.tensors[i].device() == device, "step function \"", name_,
-                   "\": input tensor ", i, " is on device ", call.tensors[i].device(),
-                   ", the model is on ", device, ". Move the input there: x.to(device)");
+    const at::Device lies_on = call.tensors[i].device();
+    SMP_CHECK_WITH(UsageError, lies_on == device || lies_on.is_cpu(), "step function \"", name_,
+                   "\": input tensor ", i, " is on device ", lies_on, ", and this rank computes on ",
+                   device, ". Leave the input on the CPU, or move it there: x.to(smp::device())");
   }
+}
+
+std::vector<std::vector<at::Tensor>> StepFunction::split(const Batches& batches,
+                                                         int64_t count) const {
+  std::vector<std::vector<at::Tensor>> result;
+  for (const StepCall& batch : batches) {
+    for (auto& microbatch : split(batch, count)) result.push_back(std::move(microbatch));
+  }
+  return result;
 }
 
 std::vector<std::vector<at::Tensor>> StepFunction::split(const StepCall& call,
@@ -272,23 +292,38 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
   for (auto it = graphs_.rbegin(); !execute && it != graphs_.rend(); ++it) {
     options.candidates.push_back(it->get());
   }
+  std::vector<at::Tensor> shown = inputs;
+  for (at::Tensor& input : shown) {
+    if (input.device() == runtime_->device()) continue;
+    auto meta = graph::TensorMeta::of(input);
+    meta.device = runtime_->device();
+    input = graph::make_placeholder(meta, name_);
+  }
   const WholeShapes whole_shapes(runtime_->table());
   const FlagScope tracing(runtime_->current_step.is_captured, execute);
   graph::Tracer tracer(std::move(options));
-  return tracer.run(inputs, [&](const std::vector<at::Tensor>& tensors) {
+  return tracer.run(shown, [&](const std::vector<at::Tensor>& tensors) {
     return call.function(microbatch, tensors);
   });
+}
+
+/// Whether this rank can run the whole model: in the first step, where it has all parameters on its
+/// device.
+bool StepFunction::captures_on_data() const {
+  return !runtime_->partitioned() && !has_delayed(*runtime_) && !has_waiting(*runtime_);
 }
 
 StepFunction::Traced StepFunction::trace(const StepCall& call,
                                          const std::vector<std::vector<at::Tensor>>& inputs) {
   Traced traced;
   graph::TraceResult first;
-  if (!runtime_->partitioned() && !has_delayed(*runtime_)) {
+  if (captures_on_data()) {
     // Every rank still holds the whole model: this run computes, on copies of the inputs.
     const BufferRestorer restorer(*runtime_);
     std::vector<at::Tensor> copies;
-    for (const at::Tensor& input : inputs[0]) copies.push_back(input.clone());
+    for (const at::Tensor& input : inputs[0]) {
+      copies.push_back(input.clone().to(runtime_->device()));
+    }
     first = trace_one(call, 0, copies, true);
   } else {
     first = trace_one(call, 0, inputs[0], false);
@@ -396,7 +431,7 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
                  "\" calls model->backward, and \"pipeline\": \"_only_forward\" runs forwards only. "
                  "Leave out backward, or choose a schedule that has it (\"interleaved\")");
   const bool first = !runtime_->partitioned();
-  const bool measured = first && !has_delayed(*runtime_);
+  const bool measured = captures_on_data();
   if (measured) {
     measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(), traced.checksums, name_);
     runtime_->first_step.measured = traced.found;

@@ -76,7 +76,9 @@ class StepFunction {
   bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
   Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
+  std::vector<std::vector<at::Tensor>> split(const Batches& batches, int64_t count) const;
   void check_inputs(const StepCall& call) const;
+  bool captures_on_data() const;
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   graph::TraceResult trace_one(const StepCall& call, int microbatch,
                                const std::vector<at::Tensor>& inputs, bool execute);
@@ -88,7 +90,8 @@ class StepFunction {
                     const std::vector<std::vector<at::Tensor>>& inputs);
   std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
                                                    bool measured);
-  Program::Inputs inputs_of(const Prepared& prepared, const StepCall& call, Traced traced,
+  bool move_in(Batches& batches, const Program& program) const;
+  Program::Inputs inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
                             std::vector<std::vector<at::Tensor>> inputs) const;
   StepResults own_outputs(StepResults outputs) const;
 

@@ -44,8 +44,7 @@ detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall
   }
   detail::StepCall result = call;
   if (values.empty()) return result;
-  const auto& entries = runtime.table().entries();
-  const at::Device device = entries.empty() ? at::kCPU : entries.front().tensor.device();
+  const at::Device device = runtime.device();
   for (const auto& value : values) {
     // A copy: the value may change while something still holds the input.
     result.tensors.push_back(value->value_.to(device, at::kFloat, false, true));

@@ -65,9 +65,48 @@ TEST(Device, RefusesAModelOnTwoDevices) {
     train(torch::randn({4, MlpImpl::kWidth}).to(fake_device()),
           torch::randn({4, 1}).to(fake_device()));
   });
-  expect_has(text, {"\"in.weight\" is on device fake:0 and \"hidden0.weight\" on cpu",
-                    "All parameters and buffers of a rank's models are on one device",
-                    "net->to(torch::Device(torch::kCUDA, smp::local_rank()))"});
+  expect_has(text, {"\"hidden0.weight\" is on device cpu, and this rank computes on fake:0, where "
+                    "\"in.weight\" is",
+                    "Leave modules on the CPU and call smp::set_device(smp::local_rank())"});
+}
+
+TEST(Device, RefusesAModelOnAnotherDeviceThanTheChosenOne) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [] {
+    set_device(1);
+    Mlp net;
+    move_to_fake(net->parameters(), fake_device(0));
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
+  });
+  expect_has(text, {"\"in.weight\" is on device fake:0, and this rank computes on fake:1, which "
+                    "smp::set_device chose"});
+}
+
+TEST(Device, RefusesAnotherDeviceAfterTheFirstStep) {
+  const auto text = error_of_run<UsageError>(1, stages(1), [] {
+    set_device(1);
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
+    set_device(1);
+    set_device(2);
+  });
+  expect_has(text, {"smp::set_device chose fake:2 after the first step, which has put this rank's "
+                    "part of the models on fake:1"});
+}
+
+TEST(Device, RefusesRanksThatChoseDevicesOfTwoKinds) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [] {
+    if (rank() == 1) set_device(1);
+    Mlp net;
+    DistributedModel<Mlp> model(net);
+    auto train = make_training(model);
+    train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
+  });
+  expect_has(text, {"the ranks compute on different kinds of devices: rank 0 on CPU, rank 1 on ",
+                    "Call smp::set_device on every rank or on none"});
 }
 
 TEST(Device, RefusesRanksOnDevicesOfTwoKinds) {
@@ -87,9 +126,10 @@ TEST(Device, RefusesInputsOfAnotherDevice) {
     move_to_fake(net->parameters(), fake_device());
     DistributedModel<Mlp> model(net);
     auto train = make_training(model);
-    train(torch::randn({4, MlpImpl::kWidth}), torch::randn({4, 1}));
+    train(torch::randn({4, MlpImpl::kWidth}).to(fake_device(1)), torch::randn({4, 1}));
   });
-  expect_has(text, {"input tensor 0 is on device cpu, the model is on fake:0"});
+  expect_has(text, {"input tensor 0 is on device fake:1, and this rank computes on fake:0",
+                    "Leave the input on the CPU, or move it there: x.to(smp::device())"});
 }
 
 }  // namespace

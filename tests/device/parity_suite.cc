@@ -22,6 +22,7 @@ enum class Extra {
   kOffload,    ///< runs its blocks again in the backward pass and offloads what they keep for it
   kResume,     ///< is saved after a step and goes on as another one
   kOwnStream,  ///< computes on a stream that is not the default
+  kPlaced,     ///< is built on the CPU, and moved by the first step, as its inputs are by each
   kOneDevice,  ///< has all ranks on one device, which autograd has one thread for
 };
 
@@ -34,8 +35,8 @@ struct Layout {
 };
 
 std::ostream& operator<<(std::ostream& out, const Layout& layout) {
-  constexpr const char* kExtras[] = {"", ", offloading", ", resumed", ", own stream",
-                                     ", one device"};
+  constexpr const char* kExtras[] = {"",         ", offloading", ", resumed", ", own stream",
+                                     ", placed", ", one device"};
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
              << layout.microbatches << " microbatches, " << layout.pipeline
              << kExtras[static_cast<int>(layout.extra)];
@@ -121,7 +122,12 @@ void train_steps(const Layout& layout, int first, int last, const std::string& f
     const at::Device device = test_device(layout.extra == Extra::kOneDevice ? 0 : rank());
     const auto stream = choose_stream(layout, device);
     TextNet net = nets[rank()];
-    move(*net, device);
+    const bool placed = layout.extra == Extra::kPlaced;
+    if (placed) {
+      set_device(device.index());
+    } else {
+      move(*net, device);
+    }
     DistributedModel<TextNet> model(net);
     DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
     if (layout.extra == Extra::kOffload) {
@@ -135,8 +141,9 @@ void train_steps(const Layout& layout, int first, int last, const std::string& f
     if (first > 0) load(folder, model, optimizer);
     for (int i = first; i < last; ++i) {
       optimizer.zero_grad();
-      const auto losses = train(part(batches[i][0], dp_size(), dp_rank()).to(device),
-                                part(batches[i][1], dp_size(), dp_rank()).to(device));
+      const at::Device given_on = placed ? at::kCPU : device;
+      const auto losses = train(part(batches[i][0], dp_size(), dp_rank()).to(given_on),
+                                part(batches[i][1], dp_size(), dp_rank()).to(given_on));
       optimizer.step();
       const std::lock_guard<std::mutex> lock(mutex);
       for (int m = 0; m < layout.microbatches; ++m) {
@@ -184,17 +191,18 @@ TEST_P(DeviceParity, EqualsPlainLibtorch) {
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, DeviceParity,
-    ::testing::Values(Layout{1, 1, 1, "interleaved"}, Layout{1, 1, 3, "interleaved"},
-                      Layout{2, 1, 4, "simple"}, Layout{2, 1, 4, "1f1b"}, Layout{2, 1, 4, "zb_h1"},
-                      Layout{3, 1, 6, "zbv"}, Layout{1, 2, 2, "interleaved"},
-                      Layout{2, 2, 3, "interleaved"}, Layout{2, 1, 4, "simple", Extra::kOffload},
-                      Layout{2, 2, 3, "1f1b", Extra::kOffload},
-                      Layout{1, 1, 3, "interleaved", Extra::kResume},
-                      Layout{2, 2, 3, "interleaved", Extra::kResume},
-                      Layout{2, 2, 3, "interleaved", Extra::kOwnStream},
-                      Layout{3, 1, 6, "zbv", Extra::kOwnStream},
-                      Layout{2, 2, 3, "interleaved", Extra::kOneDevice},
-                      Layout{3, 1, 6, "zbv", Extra::kOneDevice}));
+    ::testing::Values(
+        Layout{1, 1, 1, "interleaved"}, Layout{1, 1, 3, "interleaved"}, Layout{2, 1, 4, "simple"},
+        Layout{2, 1, 4, "1f1b"}, Layout{2, 1, 4, "zb_h1"}, Layout{3, 1, 6, "zbv"},
+        Layout{1, 2, 2, "interleaved"}, Layout{2, 2, 3, "interleaved"},
+        Layout{2, 1, 4, "simple", Extra::kOffload}, Layout{2, 2, 3, "1f1b", Extra::kOffload},
+        Layout{1, 1, 3, "interleaved", Extra::kResume},
+        Layout{2, 2, 3, "interleaved", Extra::kResume},
+        Layout{2, 2, 3, "interleaved", Extra::kOwnStream},
+        Layout{3, 1, 6, "zbv", Extra::kOwnStream}, Layout{1, 1, 3, "interleaved", Extra::kPlaced},
+        Layout{2, 2, 3, "interleaved", Extra::kPlaced}, Layout{3, 1, 6, "zbv", Extra::kPlaced},
+        Layout{2, 2, 3, "interleaved", Extra::kOneDevice},
+        Layout{3, 1, 6, "zbv", Extra::kOneDevice}));
 
 }  // namespace
 }  // namespace smp::testing

@@ -201,8 +201,8 @@ TEST_F(Inputs, TensorOnAnotherDevice) {
     DistributedModel<Mlp> model(Mlp(4));
     make_training(model)(x_, y_.to(torch::kMeta));
   });
-  expect_has(text, {"input tensor 1 is on device meta, the model is on cpu. Move the input there: "
-                    "x.to(device)"});
+  expect_has(text, {"input tensor 1 is on device meta, and this rank computes on cpu. Leave the "
+                    "input on the CPU, or move it there: x.to(smp::device())"});
 }
 
 TEST_F(Inputs, TensorThatRequiresAGradient) {

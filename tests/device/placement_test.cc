@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+// Models that are built in host memory, or without any, and that the first step brings to devices
+// of which none could hold a whole one; against plain libtorch on the CPU.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "smp/smp.h"
+#include "tests/device/fake_device.h"
+#include "tests/device/text_net.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+constexpr int kUnits = 4, kMicrobatches = 4, kSteps = 3;
+constexpr int64_t kWide = 128;
+constexpr size_t kUnitBytes = kWide * kWide * sizeof(float);
+/// Of each index of the device.
+constexpr size_t kDeviceBytes = kUnitBytes * 3 / 2;
+const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+
+/// A large weight, which is frozen, since a gradient takes as much memory again, and a small one.
+/// Of operators that the device runs as the CPU does.
+struct UnitImpl : torch::nn::Module {
+  UnitImpl() {
+    scale = register_parameter("scale", torch::ones({kWide}));
+    large = register_module("large",
+                            torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false)));
+    large->weight.set_requires_grad(false);
+  }
+
+  torch::Tensor forward(torch::Tensor x) { return x + torch::tanh(large(x * scale)); }
+
+  torch::Tensor scale;
+  torch::nn::Linear large{nullptr};
+};
+TORCH_MODULE(Unit);
+
+struct TallImpl : torch::nn::Module {
+  TallImpl() {
+    for (int i = 0; i < kUnits; ++i) {
+      units.push_back(register_module("unit" + std::to_string(i), Unit()));
+    }
+    steps = register_buffer("steps", torch::zeros({1}));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    steps += 1;
+    for (Unit& unit : units) x = unit(x);
+    return x;
+  }
+
+  std::vector<Unit> units;
+  torch::Tensor steps;
+};
+TORCH_MODULE(Tall);
+
+/// Rank threads share the default generator.
+template <class Net>
+Net make_net(bool delayed = false) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::manual_seed(5);
+  const auto scope = model_creation(ModelCreationOptions().delayed(delayed).eager_bytes(1 << 10));
+  return Net();
+}
+
+std::vector<Tensors> make_batches() {
+  torch::manual_seed(7);
+  std::vector<Tensors> batches;
+  for (int i = 0; i < kSteps; ++i) {
+    batches.push_back(
+        {torch::randn({2 * kMicrobatches, kWide}), torch::randn({2 * kMicrobatches, kWide})});
+  }
+  return batches;
+}
+
+Tensors make_trained(const torch::nn::Module& net) {
+  Tensors trained;
+  for (const torch::Tensor& parameter : net.parameters()) {
+    if (parameter.requires_grad()) trained.push_back(parameter);
+  }
+  return trained;
+}
+
+struct Trained {
+  std::vector<Tensors> losses{kSteps};  // by microbatch
+  Named weights;
+};
+
+Trained run_plain() {
+  Tall net = make_net<Tall>();
+  torch::optim::SGD optimizer(make_trained(*net), kSgd);
+  Trained run;
+  const auto batches = make_batches();
+  for (int i = 0; i < kSteps; ++i) {
+    optimizer.zero_grad();
+    run.losses[i] = plain_backward(make_trained(*net), 1, kMicrobatches, [&](int m) {
+      return torch::mse_loss(net(part(batches[i][0], kMicrobatches, m)),
+                             part(batches[i][1], kMicrobatches, m));
+    });
+    optimizer.step();
+  }
+  run.weights = state_of(*net);
+  return run;
+}
+
+/// How a run places its model.
+struct Where {
+  int ranks = kUnits;
+  int devices = kUnits;  ///< 0: the CPU
+  bool delayed = false;
+};
+
+/// Trains steps [first, last) into `run`, from the checkpoint in `folder` on unless first is 0, and
+/// leaves one there unless the last step is done.
+void train_steps(const Where& where, int first, int last, const std::string& folder, Trained& run) {
+  const auto batches = make_batches();
+  std::mutex mutex;
+  run_as_threads(where.ranks, stages(where.ranks).microbatches(kMicrobatches), [&] {
+    if (where.devices > 0) set_device(rank() % where.devices);
+    const at::Device device = where.devices > 0 ? fake_device(rank() % where.devices) : at::kCPU;
+    EXPECT_EQ(smp::device(), device);
+    Tall net = make_net<Tall>(where.delayed);
+    const Tensors as_built = net->parameters();
+    DistributedModel<Tall> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(make_trained(*net), kSgd);
+    auto train = make_training(model);
+    if (first > 0) load(folder, model, optimizer);
+    for (int i = first; i < last; ++i) {
+      optimizer.zero_grad();
+      const auto losses = train(batches[i][0], batches[i][1]);
+      optimizer.step();
+      const std::lock_guard<std::mutex> lock(mutex);
+      for (int m = 0; m < kMicrobatches; ++m) {
+        EXPECT_EQ(losses.outputs()[m].device(), device);
+        if (rank() == 0) run.losses[i].push_back(losses.outputs()[m].cpu());
+      }
+    }
+    if (last < kSteps) save(folder, model, optimizer);
+    for (size_t i = 0; i < as_built.size(); ++i) {
+      EXPECT_TRUE(as_built[i].is_same(net->parameters()[i]));
+      EXPECT_EQ(as_built[i].device(), device);
+    }
+    EXPECT_EQ(net->steps.device(), device);
+    for (const torch::Tensor& parameter : model->local_parameters()) {
+      if (parameter.requires_grad()) EXPECT_EQ(parameter.grad().device(), device);
+    }
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (rank() == 0) run.weights = state;
+  });
+}
+
+void expect_as_plain(const Trained& run) {
+  const Trained plain = run_plain();
+  for (int i = 0; i < kSteps; ++i) {
+    expect_equal(run.losses[i], plain.losses[i], "losses of step " + std::to_string(i));
+  }
+  expect_equal(run.weights, plain.weights, "values");
+}
+
+class Placement : public ::testing::Test {
+ protected:
+  Placement() {
+    torch::set_num_threads(1);
+    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = ::testing::TempDir() + "smp_placement_" + info->name();
+    std::filesystem::remove_all(folder_);
+  }
+  ~Placement() override { std::filesystem::remove_all(folder_); }
+
+  std::string folder_;
+};
+
+TEST_F(Placement, TheLimitBinds) {
+  const FakeMemoryLimit limit(kDeviceBytes);
+  Tall net = make_net<Tall>();
+  const auto text =
+      error_of<c10::OutOfMemoryError>([&] { move_to_fake(net->parameters(), fake_device()); });
+  expect_has(text, {"Tried to allocate 65536 bytes", "has 98304, of which 66560 are allocated"});
+}
+
+TEST_F(Placement, AModelLargerThanEachDeviceTrains) {
+  const FakeMemoryLimit limit(kDeviceBytes);
+  Trained run;
+  train_steps({}, 0, kSteps, folder_, run);
+  expect_as_plain(run);
+  for (int i = 0; i < kUnits; ++i) EXPECT_GE(limit.peak(i), kUnitBytes);
+}
+
+TEST_F(Placement, SoDoesOneThatIsMadeLater) {
+  const FakeMemoryLimit limit(kDeviceBytes);
+  Trained run;
+  train_steps({kUnits, kUnits, /*delayed=*/true}, 0, kSteps, folder_, run);
+  expect_as_plain(run);
+}
+
+TEST_F(Placement, ItIsSavedAndResumedElsewhere) {
+  const FakeMemoryLimit limit(kDeviceBytes);
+  Trained run;
+  train_steps({}, 0, 1, folder_, run);
+  train_steps({2, 0}, 1, 2, folder_, run);
+  train_steps({kUnits, kUnits, /*delayed=*/true}, 2, kSteps, folder_, run);
+  expect_as_plain(run);
+}
+
+TEST_F(Placement, RanksMayShareADevice) {
+  const FakeMemoryLimit limit(2 * kDeviceBytes);
+  Trained run;
+  train_steps({kUnits, 2}, 0, kSteps, folder_, run);
+  expect_as_plain(run);
+}
+
+TEST_F(Placement, RefusesAModelThatCannotFitWithTheNumbers) {
+  const FakeMemoryLimit limit(kDeviceBytes);
+  Trained run;
+  const auto text = error_of<PartitionError>([&] { train_steps({2, 2}, 0, kSteps, folder_, run); });
+  expect_has(text, {"the model does not fit: of ", " of parameters and buffers that rank ",
+                    "are on fake:", ".large.weight\" of 64.0 KiB found no room",
+                    "Tried to allocate 65536 bytes", "Use more partitions"});
+}
+
+/// What else has to do with parameters: the same program with its model moved before it is wrapped,
+/// and by the library.
+struct Case {
+  std::string name;
+  int ranks;
+  Config config;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& tested) { return out << tested.name; }
+
+struct Result {
+  std::map<int, Tensors> losses;  // by rank
+  std::vector<double> norms;
+  Named weights;
+};
+
+constexpr int kBatch = 8;
+
+/// Trains two steps, with clipped gradients; from `folder` on if `resumes`, and saves there if not.
+Result run_case(const Case& tested, bool placed, bool resumes, const std::string& folder) {
+  Result result;
+  std::mutex mutex;
+  torch::manual_seed(9);
+  const auto sizes = {int64_t{kBatch} * tested.ranks, TextNetImpl::kLength};
+  const auto x = torch::randint(TextNetImpl::kVocabulary, sizes);
+  const auto y = torch::randint(TextNetImpl::kVocabulary, sizes);
+  run_as_threads(tested.ranks, tested.config, [&] {
+    const at::Device device = fake_device(rank());
+    TextNet net = make_net<TextNet>();
+    if (placed) {
+      set_device(rank());
+    } else {
+      move_to_fake(net->parameters(), device);
+      move_to_fake(net->buffers(), device);
+    }
+    const auto given = [&](const torch::Tensor& batch) {
+      return part(batch, dp_size(), dp_rank()).to(placed ? at::kCPU : device);
+    };
+    DistributedModel<TextNet> model(net);
+    DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(),
+                                                        torch::optim::AdamWOptions(0.01));
+    auto train = step([&](torch::Tensor ids, torch::Tensor targets) {
+      auto loss = net->loss(ids, targets);
+      model->backward(loss);
+      return loss;
+    });
+    if (resumes) load(folder, model, optimizer);
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      const auto losses = train(given(x), given(y)).outputs();
+      const double norm = optimizer.clip_master_grads(0.5);
+      optimizer.step();
+      const std::lock_guard<std::mutex> lock(mutex);
+      for (const auto& loss : losses) result.losses[rank()].push_back(loss.cpu());
+      if (rank() == 0) result.norms.push_back(norm);
+    }
+    if (!resumes) save(folder, model, optimizer);
+    for (const auto& parameter : model->local_parameters()) {
+      EXPECT_EQ(parameter.device(), device);
+    }
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (rank() == 0) result.weights = state;
+  });
+  return result;
+}
+
+void expect_same(const Result& got, const Result& expected) {
+  for (const auto& [rank, losses] : expected.losses) {
+    expect_equal(got.losses.at(rank), losses, "losses of rank " + std::to_string(rank));
+  }
+  EXPECT_EQ(got.norms, expected.norms);
+  expect_equal(got.weights, expected.weights, "values");
+}
+
+class PlacedCase : public ::testing::TestWithParam<Case> {};
+
+TEST_P(PlacedCase, HasTheBitsOfAMovedModel) {
+  torch::set_num_threads(1);
+  const std::string folder = ::testing::TempDir() + "smp_placed_" + GetParam().name;
+  for (const char* which : {"_moved", "_placed"}) std::filesystem::remove_all(folder + which);
+  expect_same(run_case(GetParam(), true, false, folder + "_placed"),
+              run_case(GetParam(), false, false, folder + "_moved"));
+  // Each goes on where the other was saved.
+  expect_same(run_case(GetParam(), true, true, folder + "_moved"),
+              run_case(GetParam(), false, true, folder + "_placed"));
+  for (const char* which : {"_moved", "_placed"}) std::filesystem::remove_all(folder + which);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, PlacedCase,
+    ::testing::Values(
+        Case{"Stages", 2, stages(2)}, Case{"Bf16", 2, stages(2).bf16(true)},
+        Case{"Fp16", 2, stages(2).fp16(true)},
+        Case{"ShardedStates", 2, stages(1).ddp(true).shard_optimizer_state(true)},
+        Case{"ShardedStatesOfBf16", 4, stages(2).ddp(true).shard_optimizer_state(true).bf16(true)},
+        Case{
+            "ShardedParameters", 2,
+            stages(1).ddp(true).sharded_data_parallel_degree(2).sdp_param_persistence_threshold(1)},
+        Case{"TensorParallel", 2, stages(1).ddp(true).tensor_parallel_degree(2)},
+        Case{"TensorParallelOfStages", 4, stages(2).ddp(true).tensor_parallel_degree(2)},
+        Case{"TensorParallelShardedStates", 4,
+             stages(1).ddp(true).tensor_parallel_degree(2).shard_optimizer_state(true)}),
+    [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace smp::testing
