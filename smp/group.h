@@ -110,7 +110,8 @@ class SMP_API Group {
   /// All collectives, into tensors of the caller's, while the program goes on:
   /// `group.async().all_reduce(tensor)->wait()`.
   [[nodiscard]] AsyncCollectives async() const;
-  /// A libtorch process group of these ranks, for CPU tensors. Collective at the first call.
+  /// A libtorch process group of these ranks, for tensors of the CPU and, by way of host memory, of
+  /// the GPU. Collective at the first call.
   /// Include <torch/csrc/distributed/c10d/ProcessGroup.hpp> to use it.
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 

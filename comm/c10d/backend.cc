@@ -21,22 +21,24 @@ namespace {
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
 
-// The tensors of a call as a communicator takes them: contiguous. In place of a dense one with
-// permuted dimensions (transposed, channels_last) stands a copy in the order of its indices, since
-// ranks may permute differently. What is neither is left to the communicator to refuse.
+// The tensors of a call as a communicator takes them: contiguous and in host memory. In place of
+// one on another device stands a copy there, which waits for the device. In place of a dense one
+// with permuted dimensions (transposed, channels_last) stands a copy in the order of its indices,
+// since ranks may permute differently. What is neither is left to the communicator to refuse.
 class InOrder {
  public:
   at::Tensor read(const at::Tensor& tensor) {
-    return is_permuted(tensor) ? copy_of(tensor) : tensor;
+    return needs_copy(tensor) ? copy_of(tensor) : tensor;
   }
 
   at::Tensor write(const at::Tensor& tensor) {
-    return is_permuted(tensor) ? copied_back(at::empty(tensor.sizes(), tensor.options()), tensor)
-                               : tensor;
+    return needs_copy(tensor)
+               ? copied_back(at::empty(tensor.sizes(), tensor.options().device(at::kCPU)), tensor)
+               : tensor;
   }
 
   at::Tensor update(const at::Tensor& tensor) {
-    return is_permuted(tensor) ? copied_back(copy_of(tensor), tensor) : tensor;
+    return needs_copy(tensor) ? copied_back(copy_of(tensor), tensor) : tensor;
   }
 
   // Gives the tensors of the caller what was written.
@@ -49,14 +51,14 @@ class InOrder {
   }
 
  private:
-  static bool is_permuted(const at::Tensor& tensor) {
-    return tensor.defined() && tensor.layout() == c10::kStrided && !tensor.is_contiguous() &&
-           tensor.is_non_overlapping_and_dense();
+  static bool needs_copy(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.layout() == c10::kStrided &&
+           (!tensor.is_cpu() || !tensor.is_contiguous()) && tensor.is_non_overlapping_and_dense();
   }
 
   static at::Tensor copy_of(const at::Tensor& tensor) {
     const at::AutoDispatchBelowADInplaceOrView as_the_communicator;
-    return tensor.contiguous();
+    return tensor.cpu().contiguous();
   }
 
   at::Tensor copied_back(at::Tensor copy, const at::Tensor& tensor) {
@@ -251,7 +253,7 @@ class SmpBackend final : public c10d::Backend {
     const at::Tensor from = pack(inputs);
     const std::vector<int64_t> receives = elements_of(outputs);
     const int64_t room = std::accumulate(receives.begin(), receives.end(), int64_t{0});
-    const at::Tensor to = at::empty({room}, outputs.front().options());
+    const at::Tensor to = at::empty({room}, outputs.front().options().device(at::kCPU));
     return collective(
         {OpType::ALLTOALL, "all_to_all"},
         {group_->async().all_to_all(to, receives, from, elements_of(inputs))},
@@ -322,7 +324,7 @@ class SmpBackend final : public c10d::Backend {
   }
 
   at::Tensor room_for_all(const at::Tensor& part) const {
-    return at::empty({getSize() * part.numel()}, part.options());
+    return at::empty({getSize() * part.numel()}, part.options().device(at::kCPU));
   }
 
   Done collective(const WorkCall& call, std::vector<WorkPtr> works, std::function<void()> after,
@@ -394,7 +396,7 @@ class SmpBackend final : public c10d::Backend {
     for (const at::Tensor& part : parts) {
       flat.push_back(part.flatten());
     }
-    return at::cat(flat);
+    return at::cat(flat).cpu();
   }
 
   static void unpack(const at::Tensor& flat, const Tensors& parts) {

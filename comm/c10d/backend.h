@@ -17,11 +17,11 @@ namespace smp::comm {
 
 /// A c10d backend over a communicator that nothing else uses; `name` is what c10d calls it.
 ///
-/// Has all collectives of c10d on dense CPU tensors (all-reduce, broadcast, all-gather,
-/// reduce-scatter, reduce, gather, scatter, all-to-all, barrier; coalesced forms too) with SUM, AVG
-/// of floating point, MIN, MAX, PRODUCT, BAND, BOR and BXOR, and send and recv, also from any rank;
-/// anything else throws with its name. Tensors with permuted dimensions are copied. Reductions are
-/// in rank order. A work completes when it is waited for or asked, and in the background once its
+/// Has all collectives of c10d on dense tensors of the CPU, and of other devices by way of host
+/// memory (all-reduce, broadcast, all-gather, reduce-scatter, reduce, gather, scatter, all-to-all,
+/// barrier; coalesced forms too) with SUM, AVG of floating point, MIN, MAX, PRODUCT, BAND, BOR and
+/// BXOR, and send and recv, also from any rank; anything else throws with its name. Tensors with
+/// permuted dimensions are copied. Reductions are in rank order. A work completes when it is waited for or asked, and in the background once its
 /// future is asked for; those of send and recv have none. The communicator's time-out applies to
 /// every wait (setTimeout changes it) but to those that are given one of their own.
 ///

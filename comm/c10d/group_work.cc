@@ -3,6 +3,8 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <set>
@@ -33,6 +35,26 @@ const char* profiling_title(const std::string& backend, const char* verb) {
   return titles->insert(backend + ":" + verb).first->c_str();
 }
 
+// The devices of results, but for the CPU.
+std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& results) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& result : results) {
+    const bool known = std::count(devices.begin(), devices.end(), result.device()) > 0;
+    if (!result.is_cpu() && !known) {
+      devices.push_back(result.device());
+    }
+  }
+  return devices;
+}
+
+std::optional<c10::Stream> stream_of(const std::vector<at::Tensor>& results) {
+  const std::vector<c10::Device> devices = devices_of(results);
+  if (devices.empty()) {
+    return std::nullopt;
+  }
+  return c10::impl::VirtualGuardImpl(devices.front().type()).getStream(devices.front());
+}
+
 }  // namespace
 
 GroupWork::GroupWork(std::shared_ptr<const WorkContext> context, const WorkCall& call,
@@ -44,6 +66,7 @@ GroupWork::GroupWork(std::shared_ptr<const WorkContext> context, const WorkCall&
       call_(call),
       works_(std::move(works)),
       results_(std::move(results)),
+      stream_(stream_of(results_)),
       after_(std::move(after)) {}
 
 bool GroupWork::isCompleted() {
@@ -99,6 +122,7 @@ void GroupWork::settle() {
   std::exception_ptr error = failure;
   try {
     const at::AutoDispatchBelowADInplaceOrView as_the_communicator;
+    const c10::OptionalStreamGuard stream(stream_);
     if (!error && after_) {
       after_();
     }
@@ -130,7 +154,8 @@ c10::intrusive_ptr<Future> GroupWork::getFuture() {
     if (future_) {
       return future_;
     }
-    future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+    future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                          devices_of(results_));
     future = future_;
   }
   context_->completer->push(c10::intrusive_ptr<GroupWork>::unsafe_reclaim_from_nonowning(this));

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -69,6 +72,8 @@ class GroupWork final : public c10d::Work {
   const WorkCall call_;
   const std::vector<WorkPtr> works_;
   const std::vector<at::Tensor> results_;
+  // In which the caller works on results of a device; those are written in it.
+  const std::optional<c10::Stream> stream_;
 
   std::mutex settle_mutex_;  // guards the next two
   std::function<void()> after_;

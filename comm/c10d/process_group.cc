@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/c10d/process_group.h"
 
+#include <ATen/DeviceAccelerator.h>
+
 #include <numeric>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -18,8 +20,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> with_backend(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   auto process_group =
       c10::make_intrusive<c10d::ProcessGroup>(store, backend->getRank(), backend->getSize());
-  process_group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
-  process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  constexpr auto kCustom = c10d::ProcessGroup::BackendType::CUSTOM;
+  process_group->setBackend(c10::DeviceType::CPU, kCustom, backend);
+  if (const auto accelerator = at::getAccelerator()) {
+    process_group->setBackend(*accelerator, kCustom, backend);
+  }
+  process_group->setDefaultBackend(kCustom);
   return process_group;
 }
 

@@ -15,8 +15,9 @@ class Store;
 namespace smp::comm {
 
 /// A process group for libtorch's own distributed code (`c10d::Reducer` and the like) over a
-/// communicator; its backend, which backend.h describes, is called "smp". Collective over `group`,
-/// which is not disturbed: the process group talks in a split of its own.
+/// communicator, for tensors of the CPU and of the machine's accelerator; its backend, which
+/// backend.h describes, is called "smp". Collective over `group`, which is not disturbed: the
+/// process group talks in a split of its own.
 ///
 /// Include <torch/csrc/distributed/c10d/ProcessGroup.hpp> to use the result.
 c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const CommunicatorPtr& group);

@@ -48,5 +48,5 @@ def _make_backend(options, _backend_options):
 _use_variables_of_mpirun()
 atexit.register(_smddp.before_interpreter_ends)
 torch.distributed.Backend.register_backend(
-    "smddp", _make_backend, extended_api=True, devices=["cpu"]
+    "smddp", _make_backend, extended_api=True, devices=["cpu", "cuda"]
 )
