@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "graph/allocations.h"
 #include "smp/smp.h"
 #include "tests/device/fake_device.h"
 #include "tests/device/text_net.h"
@@ -217,6 +218,98 @@ TEST_F(Placement, RanksMayShareADevice) {
   Trained run;
   train_steps({kUnits, 2}, 0, kSteps, folder_, run);
   expect_as_plain(run);
+}
+
+/// Not even what a rank owns is in host memory at once.
+TEST_F(Placement, OneParameterAtATimeIsMadeInHostMemory) {
+  run_as_threads(2, stages(2), [] {
+    set_device(rank());
+    Tall net = make_net<Tall>(/*delayed=*/true);
+    DistributedModel<Tall> model(net);
+    const graph::Allocations allocations;
+    int64_t peak = 0;
+    model->register_post_partition_hook([&] { peak = allocations.peak(); });
+    make_training(model)(torch::ones({4, kWide}), torch::ones({4, kWide}));
+    EXPECT_EQ(model->local_parameters().size(), 4u);
+    EXPECT_GE(peak, static_cast<int64_t>(kUnitBytes));
+    EXPECT_LT(peak, static_cast<int64_t>(kUnitBytes * 3 / 2));
+  });
+}
+
+/// Two parameters on one storage.
+struct HalvesImpl : torch::nn::Module {
+  HalvesImpl() {
+    const auto both = torch::arange(2.0F * kWide) / kWide;
+    first = register_parameter("first", both.narrow(0, 0, kWide));
+    second = register_parameter("second", both.narrow(0, kWide, kWide));
+  }
+  torch::Tensor forward(torch::Tensor x) { return torch::tanh(x * first) * second; }
+
+  torch::Tensor first, second;
+};
+TORCH_MODULE(Halves);
+
+TEST_F(Placement, TensorsThatShareMemoryShareItThere) {
+  run_as_threads(1, stages(1), [] {
+    Halves plain, net;
+    set_device(1);
+    DistributedModel<Halves> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(net->parameters(), kSgd);
+    torch::optim::SGD plain_optimizer(plain->parameters(), kSgd);
+    const auto x = torch::ones({4, kWide}), y = torch::zeros({4, kWide});
+    make_training(model)(x, y);
+    plain_backward(plain->parameters(), 1, 2,
+                   [&](int m) { return torch::mse_loss(plain(part(x, 2, m)), part(y, 2, m)); });
+    optimizer.step();
+    plain_optimizer.step();
+    EXPECT_EQ(net->first.device(), fake_device(1));
+    EXPECT_TRUE(net->first.storage().is_alias_of(net->second.storage()));
+    EXPECT_EQ(net->second.storage_offset(), kWide);
+    expect_equal(to_map(model->state_dict()), state_of(*plain), "values");
+  });
+}
+
+TEST_F(Placement, InputsMoveOnceToTheRanksThatReadThem) {
+  constexpr int64_t kLarge = 1 << 19;
+  constexpr size_t kBytes = kLarge * sizeof(float);
+  const FakeMemoryLimit limit(2 * kBytes);
+  run_as_threads(2, stages(2), [] {
+    set_device(rank());
+    Tall net = make_net<Tall>();
+    DistributedModel<Tall> model(net);
+    auto train = step(
+        [&](torch::Tensor x, torch::Tensor large) {
+          auto loss = model(x + large.mean()).square().mean();
+          model->backward(loss);
+          return loss;
+        },
+        StepOptions().non_split_inputs({1}));
+    train(torch::ones({4, kWide}), torch::ones({kLarge}));
+  });
+  EXPECT_GE(limit.peak(0), kBytes);
+  EXPECT_LT(limit.peak(0), kBytes * 3 / 2);
+  EXPECT_LT(limit.peak(1), kBytes);
+}
+
+/// One of measured costs, from a run on a device that held the whole model.
+TEST_F(Placement, TakesAPlanFromAFile) {
+  std::mutex mutex;
+  std::map<int, std::vector<std::string>> local[2];  // moved, placed; by rank
+  for (const bool placed : {false, true}) {
+    run_as_threads(2, stages(2).partition_file(folder_).load_partition(placed), [&] {
+      set_device(rank());
+      Tall net = make_net<Tall>();
+      if (!placed) {
+        move_to_fake(net->parameters(), fake_device(rank()));
+        move_to_fake(net->buffers(), fake_device(rank()));
+      }
+      DistributedModel<Tall> model(net);
+      make_training(model)(torch::ones({4, kWide}), torch::ones({4, kWide}));
+      const std::lock_guard<std::mutex> lock(mutex);
+      local[placed][rank()] = model->local_named_parameters().keys();
+    });
+  }
+  EXPECT_EQ(local[0], local[1]);
 }
 
 TEST_F(Placement, RefusesAModelThatCannotFitWithTheNumbers) {
