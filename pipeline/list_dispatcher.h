@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "pipeline/generators.h"
+#include "pipeline/order_timing.h"
+
+namespace smp::pipeline {
+
+/// Times differ by rounding only if they differ by less than this part of them.
+constexpr double kRounding = 1e-9;
+
+/// What a rank may keep, and what rounding adds to it; infinity: all.
+double memory_limit_of(const ScheduleOptions& options, int rank);
+
+/// How to choose among actions that a rank could do.
+struct DispatchRule {
+  bool backward_first;
+  /// How many microbatches a rank may have in flight beyond what keeps it busy.
+  int extra_in_flight;
+  /// How long to wait for a better action, as part of the time until the first could be done: with
+  /// 0 a rank never waits when it could work, with 1 the order is active (Giffler and Thompson).
+  double look_ahead;
+  /// Microbatches that go through a rank's stages together.
+  int round;
+};
+
+/// Runs all ranks in virtual time and gives each its next action by a rule; with `split`, backwards
+/// are two actions.
+ActionOrder dispatch(const StageFlow& flow, const ScheduleOptions& options, bool split,
+                     const DispatchRule& rule);
+
+}  // namespace smp::pipeline
