@@ -1,17 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/store/rendezvous.h"
 
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <fstream>
 #include <map>
+#include <numeric>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/store/ask_store.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/host.h"
@@ -31,6 +38,20 @@ struct Greeting {
   int32_t rank;
 };
 
+// How long those that wait at the store may take to say for whom.
+constexpr milliseconds kGrace{3000};
+
+// How long a connection may keep its greeting back.
+constexpr std::chrono::seconds kPatience{5};
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// Keys of the store, whatever the meeting.
+const char* const kJob = "job";
+const char* const kRefused = "refused";
+std::string process_key(int rank) { return "process/" + std::to_string(rank); }
+
+// Keys of one meeting.
 const char* const kTimedOut = "given_up";
 std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
 
@@ -68,7 +89,13 @@ std::string to_text(const RankRecord& record) {
          std::string(cores, sizeof record.cores);
 }
 
-RankRecord to_record(const std::string& text) {
+template <class Number>
+bool read_number(const std::string& text, Number& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc{} && end == text.data() + text.size();
+}
+
+RankRecord to_record(int rank, const std::string& text) {
   RankRecord record;
   std::istringstream in(text);
   std::string port;
@@ -76,8 +103,10 @@ RankRecord to_record(const std::string& text) {
   std::getline(in, record.host_name);
   std::getline(in, record.address);
   std::getline(in, port);
-  record.port = static_cast<uint16_t>(std::stoi(port));
   in.read(reinterpret_cast<char*>(&record.cores), sizeof record.cores);
+  SMP_CHECK_WITH(CommError, in && read_number(port, record.port) && record.port != 0,
+                 "what rank ", rank, " has left in the store is no address of a rank. Something "
+                 "else uses the store: choose another MASTER_PORT, or give it keys of its own.");
   return record;
 }
 
@@ -104,13 +133,25 @@ bool all_come(c10d::Store& store, const std::vector<std::string>& keys, millisec
   }
 }
 
+// What a process and its meetings belong to. torchrun starts processes again at the same store.
+std::string job_of_this_process(int size) {
+  return c10::str(size, " ranks of job ",
+                  core::env("SMP_JOB_ID").value_or(core::env("TORCHELASTIC_RUN_ID").value_or("")));
+}
+
+// What no other process says of itself.
+std::string name_of_this_process() {
+  static const uint64_t number = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  return c10::str("process ", getpid(), " on host ", core::host_name(), ", number ", number);
+}
+
 // All ranks throw the same text. The first leaves it in the store and waits a moment before it
 // throws, since the store may be in its process.
-[[noreturn]] void give_up(c10d::Store& store, int size, milliseconds timeout) {
-  const std::vector<int> missing = missing_ranks(store, size);
+[[noreturn]] void give_up(c10d::Store& store, const std::vector<int>& missing, int size,
+                          const MeetingTime& time) {
   const std::string message = c10::str(
       list_of(missing), " of ", size, missing.size() == 1 ? " has" : " have", " not come within ",
-      timeout.count() / 1000.0,
+      time.timeout.count() / 1000.0,
       " s. Start as many processes as WORLD_SIZE says, each with a RANK of its own and the "
       "same MASTER_ADDR and MASTER_PORT.");
   store.set(kTimedOut, to_bytes(message));
@@ -118,20 +159,63 @@ bool all_come(c10d::Store& store, const std::vector<std::string>& keys, millisec
   core::fail<TimeoutError>(message);
 }
 
-void wait_for_all(c10d::Store& store, int size, milliseconds timeout) {
+void check_refused(c10d::Store& job) {
+  if (job.check({kRefused})) {
+    core::fail<CommError>(from_bytes(job.get(kRefused)));
+  }
+}
+
+// Rank 0 says which job it is, and no rank of another joins.
+void check_job(c10d::Store& job, int rank, int size, const MeetingTime& time) {
+  const std::string own = job_of_this_process(size);
+  if (rank == 0) {
+    job.set(kJob, to_bytes(own));
+    return;
+  }
+  while (!all_come(job, {kJob}, kLookPeriod)) {
+    if (Clock::now() >= time.end) {
+      give_up(job, {0}, size, time);
+    }
+  }
+  const std::string theirs = from_bytes(job.get(kJob));
+  SMP_CHECK_WITH(CommError, own == theirs, "rank ", rank, " is one of ", own,
+                 ", but rank 0, which it meets at the store, is one of ", theirs,
+                 ". Give each job a MASTER_PORT of its own, and all its ranks the same WORLD_SIZE "
+                 "and SMP_JOB_ID.");
+}
+
+// One process is a rank. The others are told, since they cannot know which of two is theirs.
+void claim_rank(c10d::Store& job, int rank) {
+  const std::string own = name_of_this_process();
+  const std::string first =
+      from_bytes(job.compareSet(process_key(rank), std::vector<uint8_t>(), to_bytes(own)));
+  if (first == own) {
+    return;
+  }
+  const std::string two = c10::str(first, ", and ", own);
+  const std::string message = c10::str("two processes have come as rank ", rank, ": ", two,
+                                       ". Give each job a MASTER_PORT of its own, and each process "
+                                       "a RANK of its own.");
+  job.set(kRefused, to_bytes(message));
+  std::this_thread::sleep_for(2 * kLookPeriod);  // as above
+  core::fail<CommError>(message);
+}
+
+void wait_for_all(c10d::Store& job, c10d::Store& store, int size, const MeetingTime& time) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < size; ++rank) {
     keys.push_back(rank_key(rank));
   }
-  const auto deadline = Clock::now() + timeout;
   while (!all_come(store, keys, kLookPeriod)) {
+    check_refused(job);
     if (store.check({kTimedOut})) {
       core::fail<TimeoutError>(from_bytes(store.get(kTimedOut)));
     }
-    if (Clock::now() >= deadline) {
-      give_up(store, size, timeout);
+    if (Clock::now() >= time.end) {
+      give_up(store, missing_ranks(store, size), size, time);
     }
   }
+  check_refused(job);
 }
 
 // Two hosts of one name are told apart: the topology goes by names.
@@ -156,17 +240,45 @@ uint64_t world_number(c10d::Store& store, int rank) {
     const uint64_t number = (uint64_t{random()} << 32) | random();
     store.set("number", to_bytes(std::to_string(number)));
   }
-  return std::stoull(from_bytes(store.get("number")));
+  uint64_t number = 0;
+  SMP_CHECK_WITH(CommError, read_number(from_bytes(store.get("number")), number),
+                 "the number of the world that rank 0 has left in the store is none. Something "
+                 "else uses the store: choose another MASTER_PORT, or give it keys of its own.");
+  return number;
+}
+
+// What a rank learns at the store.
+struct Encounter {
+  std::vector<RankRecord> ranks;
+  uint64_t number;
+  StorePtr store;
+};
+
+// Each process counts its meetings at a store, so that what they have left there is not read again.
+Encounter find_ranks(const StorePtr& store, const RankRecord& own, int rank, int size,
+                     const MeetingTime& time) {
+  const auto attempt = core::env("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  const StorePtr job = c10::make_intrusive<c10d::PrefixStore>("attempt/" + attempt, store);
+  check_job(*job, rank, size, time);
+  claim_rank(*job, rank);
+  const int64_t meeting = job->add(c10::str("meetings/", rank), 1);
+  Encounter found;
+  found.store = c10::make_intrusive<c10d::PrefixStore>(c10::str("meeting/", meeting), job);
+  found.store->set(rank_key(rank), to_bytes(to_text(own)));
+  wait_for_all(*job, *found.store, size, time);
+  for (int peer = 0; peer < size; ++peer) {
+    found.ranks.push_back(to_record(peer, from_bytes(found.store->get(rank_key(peer)))));
+  }
+  found.number = world_number(*found.store, rank);
+  return found;
 }
 
 // Connects to the ranks below this one.
 void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint deadline) {
-  const RankRecord& here = meeting.ranks[own.rank];
   for (int peer = 0; peer < own.rank; ++peer) {
     const RankRecord& there = meeting.ranks[peer];
     try {
-      Descriptor socket =
-          connect_to(there.host == here.host ? "127.0.0.1" : there.address, there.port, deadline);
+      Descriptor socket = connect_to(there.address, there.port, deadline);
       // If the peer is gone by now, its connection tells when it is read.
       write_all(socket, &own, sizeof own, deadline);
       meeting.connections[peer] = std::move(socket);
@@ -177,55 +289,82 @@ void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint dea
   }
 }
 
+// A connection whose greeting is not complete.
+struct Newcomer {
+  Descriptor socket;
+  TimePoint patience;
+  Greeting greeting{};
+  size_t read = 0;
+
+  bool greeted() const { return read == sizeof greeting; }
+
+  // False when nothing more will come.
+  bool read_on() {
+    const ssize_t count = recv(socket.fd(), reinterpret_cast<char*>(&greeting) + read,
+                               sizeof greeting - read, MSG_DONTWAIT);
+    read += std::max<ssize_t>(count, 0);
+    const bool later = count < 0 && (errno == EAGAIN || errno == EINTR);
+    return count > 0 || (later && Clock::now() < patience);
+  }
+};
+
 // Takes the connections of the ranks above this one. Connections of others, which do not know the
-// world's number, are dropped.
+// world's number, are dropped, and keep nobody waiting.
 void accept_higher_ranks(const Greeting& own, const Descriptor& listener, Meeting& meeting,
                          TimePoint deadline) {
   std::vector<int> missing(meeting.ranks.size() - own.rank - 1);
-  for (size_t i = 0; i < missing.size(); ++i) {
-    missing[i] = own.rank + 1 + static_cast<int>(i);
-  }
+  std::iota(missing.begin(), missing.end(), own.rank + 1);
+  std::vector<Newcomer> newcomers;
   while (!missing.empty()) {
-    std::optional<Descriptor> socket = accept_from(listener, deadline);
-    SMP_CHECK_WITH(TimeoutError, socket.has_value(), "rank ", own.rank,
+    SMP_CHECK_WITH(TimeoutError, Clock::now() < deadline, "rank ", own.rank,
                    " was not connected to by ", list_of(missing),
                    ". Look at the output of these ranks.");
-    Greeting theirs{};
-    const auto patience = std::min(deadline, Clock::now() + std::chrono::seconds(5));
-    if (!read_all(*socket, &theirs, sizeof theirs, patience) || theirs.world != own.world) {
-      continue;
+    std::vector<int> sockets{listener.fd()};
+    for (const Newcomer& newcomer : newcomers) {
+      sockets.push_back(newcomer.socket.fd());
     }
-    const auto found = std::find(missing.begin(), missing.end(), theirs.rank);
-    if (found != missing.end()) {
-      meeting.connections[theirs.rank] = std::move(*socket);
-      missing.erase(found);
+    await_readable(sockets, std::min(deadline, Clock::now() + kLookPeriod));
+    while (std::optional<Descriptor> socket = accept_from(listener)) {
+      newcomers.push_back({std::move(*socket), Clock::now() + kPatience});
     }
+    std::vector<Newcomer> waiting;
+    for (Newcomer& newcomer : newcomers) {
+      const bool stays = newcomer.read_on();
+      const auto found = std::find(missing.begin(), missing.end(), newcomer.greeting.rank);
+      if (newcomer.greeted() && newcomer.greeting.world == own.world && found != missing.end()) {
+        meeting.connections[*found] = std::move(newcomer.socket);
+        missing.erase(found);
+      } else if (stays && !newcomer.greeted()) {
+        waiting.push_back(std::move(newcomer));
+      }
+    }
+    newcomers = std::move(waiting);
   }
 }
 
 }  // namespace
 
-Meeting meet(c10d::Store& store, int rank, int size, milliseconds timeout) {
-  const auto deadline = Clock::now() + timeout;
-  const Descriptor listener = listen_on_free_port();
-  const RankRecord own{
-      host_identity(), core::host_name(),
-      address_of_this_host(core::env("SMP_SOCKET_IFNAME").value_or(""), host_of(store)),
-      port_of(listener), core::cores_of_this_process()};
-  store.set(rank_key(rank), to_bytes(to_text(own)));
-  wait_for_all(store, size, timeout);
-
+Meeting meet(const StorePtr& store, int rank, int size, const MeetingTime& time) {
+  const std::string address =
+      address_of_this_host(core::env("SMP_SOCKET_IFNAME").value_or(""), host_of(*store));
+  const Descriptor listener = listen_on_free_port(address);
+  const RankRecord own{host_identity(), core::host_name(), address, port_of(listener),
+                       core::cores_of_this_process()};
+  // The texts of those that wait there come first.
+  Encounter found = ask_store(store, time.end + kGrace, "the meeting of the ranks",
+                              [own, rank, size, time](const StorePtr& asked) {
+                                return find_ranks(asked, own, rank, size, time);
+                              });
   Meeting meeting;
-  for (int peer = 0; peer < size; ++peer) {
-    meeting.ranks.push_back(to_record(from_bytes(store.get(rank_key(peer)))));
-  }
+  meeting.ranks = std::move(found.ranks);
+  meeting.store = std::move(found.store);
   make_names_unequal(meeting.ranks);
   meeting.connections.resize(size);
   Greeting greeting{};
-  greeting.world = world_number(store, rank);
+  greeting.world = found.number;
   greeting.rank = rank;
-  connect_to_lower_ranks(greeting, meeting, deadline);
-  accept_higher_ranks(greeting, listener, meeting, deadline);
+  connect_to_lower_ranks(greeting, meeting, time.end);
+  accept_higher_ranks(greeting, listener, meeting, time.end);
   return meeting;
 }
 

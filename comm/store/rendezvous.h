@@ -25,12 +25,25 @@ struct RankRecord {
 /// A rank's connections to all others.
 struct Meeting {
   std::vector<RankRecord> ranks;
-  std::vector<Descriptor> connections;  ///< By rank; this rank's own is empty.
+  std::vector<Descriptor> connections;      ///< By rank; this rank's own is empty.
+  c10::intrusive_ptr<c10d::Store> store{};  ///< With keys of this meeting only.
+};
+
+/// How long ranks wait for each other to come: until `end`, which texts call `timeout`.
+struct MeetingTime {
+  explicit MeetingTime(std::chrono::milliseconds t)
+      : timeout(t), end(std::chrono::steady_clock::now() + t) {}
+
+  std::chrono::milliseconds timeout;
+  TimePoint end;
 };
 
 /// Meets the other ranks at the store and connects to each. Collective. Every rank throws a
-/// `TimeoutError` that names the ranks that have not come within `timeout`, and a `CommError` when
-/// a rank that has come cannot be reached.
-Meeting meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
+/// `TimeoutError` that names the ranks that have not come in time, and a `CommError` when a rank
+/// that has come cannot be reached, another process has come as the same rank, or this one belongs
+/// to another job than rank 0 (SMP_JOB_ID or torchrun's TORCHELASTIC_RUN_ID, and the number of
+/// ranks).
+Meeting meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+             const MeetingTime& time);
 
 }  // namespace smp::comm

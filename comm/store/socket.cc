@@ -51,15 +51,16 @@ std::string text_of(const sockaddr* address) {
   return text;
 }
 
+int milliseconds_until(TimePoint deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+  return static_cast<int>(std::clamp<int64_t>(left.count(), 0, 60'000));
+}
+
 // Waits until the socket is ready for `events`; false when the deadline has passed.
 bool ready(int fd, short events, TimePoint deadline) {
   for (;;) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
     pollfd poll_fd{fd, events, 0};
-    const int count =
-        poll(&poll_fd, 1, static_cast<int>(std::clamp<int64_t>(left.count(), 0, 60'000)));
-    if (count > 0) {
+    if (poll(&poll_fd, 1, milliseconds_until(deadline)) > 0) {
       return true;
     }
     if (Clock::now() >= deadline) {
@@ -91,27 +92,17 @@ int finish_connect(int fd, TimePoint deadline) {
   return error;
 }
 
-template <class Move>
-bool move_all(int fd, short events, size_t bytes, TimePoint deadline, const Move& move) {
-  for (size_t moved = 0; moved < bytes;) {
-    const ssize_t count = move(moved);
-    if (count > 0) {
-      moved += count;
-    } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
-      return false;
-    } else if (!ready(fd, events, deadline)) {
-      return false;
-    }
-  }
-  return true;
-}
-
 bool is_loopback(const sockaddr* address) {
   if (address->sa_family == AF_INET) {
     const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
     return (ntohl(v4->sin_addr.s_addr) >> 24) == 127;
   }
   return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+// A name that is this host's own wherever it is looked up; another may be, on one host only.
+bool is_called_loopback(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
 }
 
 // One that others can use as it stands: a link-local one of IPv6 means nothing without its link.
@@ -176,25 +167,14 @@ Descriptor::~Descriptor() {
   }
 }
 
-Descriptor listen_on_free_port() {
-  // A socket of IPv6 takes IPv4 as well; there are hosts without the former.
-  sockaddr_in6 any6{};
-  any6.sin6_family = AF_INET6;
-  sockaddr_in any4{};
-  any4.sin_family = AF_INET;
-  Descriptor socket(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const auto* address = reinterpret_cast<const sockaddr*>(&any6);
-  socklen_t length = sizeof any6;
-  if (socket) {
-    set_option(socket.fd(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
-  } else {
-    socket = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    address = reinterpret_cast<const sockaddr*>(&any4);
-    length = sizeof any4;
-  }
-  SMP_INTERNAL_ASSERT(
-      bind(socket.fd(), address, length) == 0 && listen(socket.fd(), SOMAXCONN) == 0,
-      "listen: ", std::strerror(errno));
+Descriptor listen_on_free_port(const std::string& address) {
+  std::string reason;
+  const Addresses own = resolve(address, 0, SOCK_STREAM, reason);
+  SMP_INTERNAL_ASSERT(own != nullptr, "the address ", address, ": ", reason);
+  Descriptor socket(::socket(own->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  SMP_INTERNAL_ASSERT(socket && bind(socket.fd(), own->ai_addr, own->ai_addrlen) == 0 &&
+                          listen(socket.fd(), SOMAXCONN) == 0,
+                      "listen on ", address, ": ", std::strerror(errno));
   return socket;
 }
 
@@ -228,27 +208,37 @@ Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline
                         "SMP_SOCKET_IFNAME chooses the network interface.");
 }
 
-std::optional<Descriptor> accept_from(const Descriptor& listener, TimePoint deadline) {
-  while (ready(listener.fd(), POLLIN, deadline)) {
-    Descriptor socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (socket) {
-      prepare_connection(socket.fd());
-      return socket;
-    }
+std::optional<Descriptor> accept_from(const Descriptor& listener) {
+  Descriptor socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (socket) {
+    prepare_connection(socket.fd());
+    return socket;
   }
+  const bool lacks = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+  SMP_CHECK_WITH(CommError, !lacks, "a connection cannot be taken: ", std::strerror(errno),
+                 ". Raise the limit of open files (ulimit -n), or end what uses them up.");
   return std::nullopt;
 }
 
-bool write_all(const Descriptor& socket, const void* data, size_t bytes, TimePoint deadline) {
-  return move_all(socket.fd(), POLLOUT, bytes, deadline, [&](size_t done) {
-    return send(socket.fd(), static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);
-  });
+void await_readable(const std::vector<int>& sockets, TimePoint deadline) {
+  std::vector<pollfd> entries;
+  for (const int socket : sockets) {
+    entries.push_back({socket, POLLIN, 0});
+  }
+  poll(entries.data(), entries.size(), milliseconds_until(deadline));
 }
 
-bool read_all(const Descriptor& socket, void* data, size_t bytes, TimePoint deadline) {
-  return move_all(socket.fd(), POLLIN, bytes, deadline, [&](size_t done) {
-    return recv(socket.fd(), static_cast<char*>(data) + done, bytes - done, 0);
-  });
+bool write_all(const Descriptor& socket, const void* data, size_t bytes, TimePoint deadline) {
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t count =
+        send(socket.fd(), static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);
+    if (count > 0) {
+      done += count;
+    } else if (errno != EINTR && (errno != EAGAIN || !ready(socket.fd(), POLLOUT, deadline))) {
+      return false;
+    }
+  }
+  return true;
 }
 
 std::string address_of_this_host(const std::string& interface, const std::string& towards) {
@@ -257,6 +247,9 @@ std::string address_of_this_host(const std::string& interface, const std::string
     SMP_CHECK_WITH(CommError, !address.empty(), "SMP_SOCKET_IFNAME: the network interface ",
                    interface, " has no address. Choose one that `ip address` shows.");
     return address;
+  }
+  if (is_called_loopback(towards)) {
+    return "127.0.0.1";
   }
   std::string address = towards.empty() ? "" : address_towards(towards);
   if (address.empty()) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace smp::comm {
 
@@ -26,8 +27,9 @@ class Descriptor {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-/// A TCP socket that listens on a free port of every address of this host.
-Descriptor listen_on_free_port();
+/// A TCP socket that listens on a free port of this host's `address`, as address_of_this_host gives
+/// it.
+Descriptor listen_on_free_port(const std::string& address);
 
 /// The port that a socket listens on.
 uint16_t port_of(const Descriptor& listener);
@@ -35,18 +37,20 @@ uint16_t port_of(const Descriptor& listener);
 /// A TCP connection to `host` (a name or an address). Throws `CommError` that gives the reason.
 Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline);
 
-/// The next connection that comes in; nothing when none has come by the deadline.
-std::optional<Descriptor> accept_from(const Descriptor& listener, TimePoint deadline);
+/// A connection that has come in; nothing when there is none. Throws `CommError` where it cannot be
+/// taken, as for want of file descriptors.
+std::optional<Descriptor> accept_from(const Descriptor& listener);
 
-/// Both block until all bytes have moved, and return false when the peer is gone or the deadline
-/// has passed.
+/// Blocks until one of the sockets can be read, or the deadline.
+void await_readable(const std::vector<int>& sockets, TimePoint deadline);
+
+/// Blocks until all bytes have moved; false when the peer is gone or the deadline has passed.
 bool write_all(const Descriptor& socket, const void* data, size_t bytes, TimePoint deadline);
-bool read_all(const Descriptor& socket, void* data, size_t bytes, TimePoint deadline);
 
-/// The address under which other hosts reach this one: of the network interface named
-/// `interface` (empty for none), else where the route to `towards` (a host; empty if none is known)
-/// begins, else of the first interface that is not the loopback. Throws `CommError` when the named
-/// interface has no address.
+/// The address under which other ranks reach this one: of the network interface named `interface`
+/// (empty for none); else the loopback, if `towards` (a host; empty if none is known) is called so;
+/// else where the route to `towards` begins, else of the first interface that is not the loopback.
+/// Throws `CommError` when the named interface has no address.
 std::string address_of_this_host(const std::string& interface, const std::string& towards);
 
 }  // namespace smp::comm

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <utility>
 
+#include "comm/store/ask_store.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -27,10 +28,9 @@ constexpr int kReadsPerTurn = 16;
 
 }  // namespace
 
-SocketTransport::SocketTransport(int world_rank, Meeting meeting,
-                                 c10::intrusive_ptr<c10d::Store> store)
+SocketTransport::SocketTransport(int world_rank, Meeting meeting)
     : world_rank_(world_rank),
-      store_(std::move(store)),
+      store_(meeting.store),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   SMP_INTERNAL_ASSERT(epoll_ && stop_, "epoll: ", std::strerror(errno));
@@ -321,20 +321,19 @@ int SocketTransport::make_context(const GroupState& parent, int first_member) {
     split = splits_[parent.context]++;
   }
   const std::string key = c10::str("group/", parent.context, "/", split, "/", first_member);
-  try {
-    if (parent.rank != first_member) {
-      store_->wait({key}, milliseconds(parent.timeout_ms.load()));
-      return std::stoi(store_->get_to_str(key));
-    }
-    const int context = static_cast<int>(store_->add("groups", 1));
-    const std::string text = std::to_string(context);
-    store_->set(key, std::vector<uint8_t>(text.begin(), text.end()));
-    return context;
-  } catch (const c10::DistError& error) {
-    core::fail<CommError>("split of group '", parent.name,
-                          "': the store does not answer: ", error.what_without_backtrace(),
-                          ". It ends with the process that opened it, mostly rank 0.");
-  }
+  const milliseconds timeout = parent.timeout();
+  const bool is_first = parent.rank == first_member;
+  return ask_store(store_, Clock::now() + timeout, c10::str("split of group '", parent.name, "'"),
+                   [key, timeout, is_first](const auto& store) {
+                     if (!is_first) {
+                       store->wait({key}, timeout);
+                       return std::stoi(store->get_to_str(key));
+                     }
+                     const int context = static_cast<int>(store->add("groups", 1));
+                     const std::string text = std::to_string(context);
+                     store->set(key, std::vector<uint8_t>(text.begin(), text.end()));
+                     return context;
+                   });
 }
 
 bool SocketTransport::shares_memory(int, int other) const { return shares_memory_[other]; }

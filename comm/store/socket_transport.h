@@ -32,8 +32,9 @@ namespace smp::comm {
 /// aborts the world; one that ends after a farewell fails the receives from that rank only.
 class SocketTransport final : public Transport {
  public:
-  /// `store` gives groups their numbers, and must live as long as its ranks make groups.
-  SocketTransport(int world_rank, Meeting meeting, c10::intrusive_ptr<c10d::Store> store);
+  /// The meeting's store gives groups their numbers, and must live as long as its ranks make
+  /// groups.
+  SocketTransport(int world_rank, Meeting meeting);
   ~SocketTransport() override;
 
   void start(Transfer transfer) override;

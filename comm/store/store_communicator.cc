@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "comm/store/ask_store.h"
 #include "comm/store/rendezvous.h"
 #include "comm/store/socket_transport.h"
 #include "comm/transport_communicator.h"
@@ -21,6 +22,9 @@ namespace smp::comm {
 namespace {
 
 using std::chrono::milliseconds;
+
+// How much longer than its time-out c10d may take to say that there is no store.
+constexpr milliseconds kGrace{1000};
 
 // The worlds of this process: the others learn how it ended.
 class LiveWorlds {
@@ -71,24 +75,16 @@ struct StoreWorld {
   std::vector<std::string> hosts;
 };
 
-// Each process counts its meetings at a store, so that what they have left there is not read again.
-c10::intrusive_ptr<c10d::Store> keys_of_next_meeting(c10::intrusive_ptr<c10d::Store> store,
-                                                     int rank) {
-  const int64_t meeting = store->add(c10::str("meetings/", rank), 1);
-  return c10::make_intrusive<c10d::PrefixStore>(c10::str("meeting/", meeting), std::move(store));
-}
-
-StoreWorld make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                      milliseconds timeout, const std::string& name) {
+StoreWorld make_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                      const MeetingTime& time, const std::string& name) {
   SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, "make_store_world: expected a rank in 0 to ",
                  size - 1, ", got ", rank, ".");
-  const auto keys = keys_of_next_meeting(std::move(store), rank);
-  Meeting meeting = meet(*keys, rank, size, timeout);
+  Meeting meeting = meet(store, rank, size, time);
   StoreWorld world;
   for (const RankRecord& record : meeting.ranks) {
     world.hosts.push_back(record.host_name);
   }
-  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting), keys);
+  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting));
   LiveWorlds::get().add(rank, world.transport);
   const auto group = world_group(rank, size);
   group->name = name;
@@ -136,7 +132,7 @@ int number(const char* name, int least, int most) {
 
 CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                  milliseconds timeout, const std::string& name) {
-  return make_world(std::move(store), rank, size, timeout, name).world;
+  return make_world(store, rank, size, MeetingTime(timeout), name).world;
 }
 
 bool under_torchrun() { return core::env("RANK") && core::env("WORLD_SIZE"); }
@@ -161,11 +157,18 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
   options.isServer = place.rank == 0 && !launcher_has_it;
   options.waitWorkers = false;
   options.timeout = timeout;
+  const std::string where =
+      c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
+  auto opened = call_apart(
+      [host = place.host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  SMP_CHECK_WITH(TimeoutError,
+                 opened.wait_for(timeout + kGrace) == std::future_status::ready, "rank ",
+                 place.rank, " has had no answer from", where, "none within ",
+                 timeout.count() / 1000.0, " s. Check that rank 0 has started, is not stopped, and "
+                 "that its host can be reached.");
   try {
-    return c10::make_intrusive<c10d::TCPStore>(place.host, options);
+    return opened.get();
   } catch (const c10::Error& error) {
-    const std::string where =
-        c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
     const std::string text = error.what_without_backtrace();
     const std::string reason = where + text.substr(0, text.find('\n'));
     SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason,
@@ -180,9 +183,10 @@ CommunicatorPtr make_torchrun_world(milliseconds timeout, int port) {
   SMP_CHECK_WITH(UsageError, !job.finalized,
                  "make_torchrun_world after finalize_torchrun_world: the processes meet only once.");
   if (!job.world.world) {
+    const MeetingTime time(timeout);
     const MeetingPlace place = meeting_place(port);
     job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_torchrun_store(timeout, port));
-    job.world = make_world(job.store, place.rank, place.size, timeout, "world");
+    job.world = make_world(job.store, place.rank, place.size, time, "world");
   }
   return job.world.world;
 }

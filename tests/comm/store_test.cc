@@ -1,10 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Worlds without MPI: how ranks meet, and what they learn of those who do not come or end.
 
+#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <future>
+#include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -65,9 +72,16 @@ TEST(StoreWorld, RefusesARankThatIsNone) {
               HasSubstr("make_store_world: expected a rank in 0 to 1, got 2"));
 }
 
-// Where the ranks leave word at their first meeting.
+void leave(c10d::Store& store, const std::string& key, const std::string& value) {
+  store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
+}
+
+// Where the ranks of a job leave word, and where they do at their first meeting.
+StorePtr job_at(const StorePtr& store) {
+  return c10::make_intrusive<c10d::PrefixStore>("attempt/0", store);
+}
 StorePtr first_meeting_at(const StorePtr& store) {
-  return c10::make_intrusive<c10d::PrefixStore>("meeting/1", store);
+  return c10::make_intrusive<c10d::PrefixStore>("meeting/1", job_at(store));
 }
 
 // What a rank on another host would leave in the store; nobody listens on its port.
@@ -75,13 +89,14 @@ void leave_record(c10d::Store& store, int rank) {
   const cpu_set_t cores{};
   std::string record = "another host\nmars\n127.0.0.1\n1\n";
   record.append(reinterpret_cast<const char*>(&cores), sizeof cores);
-  store.set("rank/" + std::to_string(rank), std::vector<uint8_t>(record.begin(), record.end()));
+  leave(store, "rank/" + std::to_string(rank), record);
 }
 
 TEST(StoreWorld, NamesARankThatCannotBeReached) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave(*job_at(store), "job", "2 ranks of job ");
   leave_record(*first_meeting_at(store), 0);
-  first_meeting_at(store)->set("number", std::vector<uint8_t>{'7'});
+  leave(*first_meeting_at(store), "number", "7");
   EXPECT_THAT(error_text<CommError>([&] { make_store_world(store, 1, 2, milliseconds(500)); }),
               AllOf(HasSubstr("rank 1 cannot reach rank 0 on host mars: "),
                     HasSubstr("no connection to 127.0.0.1 port 1: Connection refused. Check that "
@@ -93,6 +108,115 @@ TEST(StoreWorld, NamesARankThatDoesNotConnect) {
   leave_record(*first_meeting_at(store), 1);
   EXPECT_THAT(error_text<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(200)); }),
               HasSubstr("rank 0 was not connected to by rank 1. Look at the output of these"));
+}
+
+TEST(StoreWorld, RefusesWhatIsNoAddressOfARank) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave(*first_meeting_at(store), "rank/1", "evil");
+  EXPECT_THAT(error_text<CommError>([&] { join(store, 0, 2); }),
+              HasSubstr("what rank 1 has left in the store is no address of a rank. Something else "
+                        "uses the store: choose another MASTER_PORT"));
+  const StorePtr other = c10::make_intrusive<c10d::HashStore>();
+  leave(*job_at(other), "job", "2 ranks of job ");
+  leave_record(*first_meeting_at(other), 0);
+  leave(*first_meeting_at(other), "number", "evil");
+  EXPECT_THAT(error_text<CommError>([&] { join(other, 1, 2); }),
+              HasSubstr("the number of the world that rank 0 has left in the store is none."));
+}
+
+TEST(StoreWorld, RanksOfAnotherJobDoNotJoin) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave(*job_at(store), "job", "2 ranks of job A");
+  const Variables own({{"SMP_JOB_ID", "B"}});
+  EXPECT_THAT(
+      error_text<CommError>([&] { join(store, 1, 2); }),
+      HasSubstr("rank 1 is one of 2 ranks of job B, but rank 0, which it meets at the "
+                "store, is one of 2 ranks of job A. Give each job a MASTER_PORT of its own"));
+  setenv("SMP_JOB_ID", "A", 1);
+  EXPECT_THAT(error_text<CommError>([&] { join(store, 1, 3); }),
+              HasSubstr("rank 1 is one of 3 ranks of job A, but rank 0"));
+}
+
+// As of two jobs that have no numbers: all are told, since none knows which process is its own.
+TEST(StoreWorld, TwoProcessesAreNotOneRank) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave(*job_at(store), "process/1", "process 7 on host mars, number 9");
+  as_threads(2, [&](int rank) {
+    EXPECT_THAT(error_text<CommError>([&] { join(store, rank, 3); }),
+                AllOf(HasSubstr("two processes have come as rank 1: process 7 on host mars, number "
+                                "9, and process "),
+                      HasSubstr(". Give each job a MASTER_PORT of its own, and each process a "
+                                "RANK of its own.")));
+  });
+}
+
+// One whose process is stopped: it neither answers nor fails.
+class StoppedStore final : public c10d::HashStore {
+ public:
+  void set(const std::string&, const std::vector<uint8_t>&) override { answers.wait(); }
+
+  std::promise<void> go_on;
+  std::shared_future<void> answers = go_on.get_future();
+};
+
+TEST(StoreWorld, AStoreThatIsStoppedIsNotWaitedForLonger) {
+  const auto store = c10::make_intrusive<StoppedStore>();
+  EXPECT_THAT(error_text<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(100)); }),
+              HasSubstr("the meeting of the ranks: the store has not answered within the time-out. "
+                        "The process that opened it, mostly rank 0, is stopped"));
+  store->go_on.set_value();
+}
+
+// A connection to where the rank of this record listens, at another address if one is given; no
+// word is sent. -1 where nobody listens.
+int connect_silently(const std::string& record, const std::string& other_address = "") {
+  std::istringstream lines(record);
+  std::string host, name, own_address, port;
+  for (std::string* line : {&host, &name, &own_address, &port}) std::getline(lines, *line);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(std::stoi(port)));
+  const std::string& to = other_address.empty() ? own_address : other_address;
+  EXPECT_EQ(inet_pton(AF_INET, to.c_str(), &address.sin_addr), 1) << to;
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) return fd;
+  close(fd);
+  return -1;
+}
+
+TEST(StoreWorld, SaysThatItHasTooFewDescriptors) {
+  const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::thread first([&] {
+    EXPECT_THAT(error_text<CommError>([&] { join(store, 0, 2); }),
+                HasSubstr("a connection cannot be taken: Too many open files. Raise the limit of "
+                          "open files (ulimit -n)"));
+  });
+  const int stranger = connect_silently(first_meeting_at(store)->get_to_str("rank/0"));
+  EXPECT_GE(stranger, 0);
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const rlimit few{3, before.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &few);
+  leave_record(*first_meeting_at(store), 1);
+  first.join();
+  setrlimit(RLIMIT_NOFILE, &before);
+  close(stranger);
+}
+
+// They would keep it for longer than the ranks wait, one after the other.
+TEST(StoreWorld, StrangersKeepNobodyWaiting) {
+  const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
+  const std::string record = first_meeting_at(store)->get_to_str("rank/0");
+  std::vector<int> strangers;
+  for (int i = 0; i < 10; ++i) strangers.push_back(connect_silently(record));
+  EXPECT_THAT(strangers, testing::Each(testing::Ge(0)));
+  EXPECT_EQ(connect_silently(record, "127.0.0.2"), -1) << "it listens on one address only";
+  EXPECT_EQ(join(store, 1, 2)->size(), 2);
+  first.join();
+  for (const int stranger : strangers) close(stranger);
 }
 
 TEST(StoreWorld, UsesTheNetworkInterfaceNamed) {
@@ -122,9 +246,10 @@ TEST(StoreWorld, GroupsNeedTheStore) {
   const auto store = c10::make_intrusive<LostStore>();
   const CommunicatorPtr world = join(store, 0, 1);
   store->lost = true;
-  EXPECT_THAT(error_text<CommError>([&] { world->split({0}, "alone"); }),
-              AllOf(HasSubstr("split of group 'world': the store does not answer: connection"),
-                    HasSubstr(". It ends with the process that opened it, mostly rank 0.")));
+  EXPECT_THAT(
+      error_text<CommError>([&] { world->split({0}, "alone"); }),
+      AllOf(HasSubstr("split of group 'world': the store does not answer: connection"),
+            HasSubstr(". It ends with the process that opened it, mostly rank 0: look at the")));
 }
 
 TEST(StoreWorld, SeveralWorldsOfTheSameProcesses) {
@@ -301,6 +426,26 @@ TEST(Torchrun, MeetsAtAnotherPort) {
   EXPECT_THAT(error_text<CommError>([&] { open_torchrun_store(milliseconds(500), port); }),
               AllOf(HasSubstr("(MASTER_ADDR, \"ddp_port\")"),
                     HasSubstr("Choose another \"ddp_port\" if it is in use.")));
+}
+
+// As of a rank 0 that is stopped while it opens the store: the kernel takes connections to it.
+TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
+  const int silent = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  ASSERT_EQ(bind(silent, reinterpret_cast<const sockaddr*>(&address), length), 0);
+  ASSERT_EQ(listen(silent, 5), 0);
+  ASSERT_EQ(getsockname(silent, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  const Variables all({{"RANK", "1"},
+                       {"WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "127.0.0.1"},
+                       {"MASTER_PORT", std::to_string(ntohs(address.sin_port))}});
+  EXPECT_THAT(error_text<CommError>([] { make_torchrun_world(milliseconds(300)); }),
+              testing::AnyOf(HasSubstr("rank 1 has had no answer from the store at 127.0.0.1 port"),
+                             HasSubstr("rank 1 cannot reach the store at 127.0.0.1 port")));
+  close(silent);
 }
 
 // A world of its own process; after it, this process has met all it ever will.

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+
+#include "comm/store/socket.h"
+#include "core/check.h"
+
+namespace smp::comm {
+
+/// What `call()` returns or throws, on a thread of its own, which goes on if nobody waits for it:
+/// c10d's store waits for ever for a process that is stopped. `call` owns all that it uses.
+template <class Call>
+auto call_apart(Call call) {
+  using Result = decltype(call());
+  auto task = std::make_shared<std::packaged_task<Result()>>(
+      [call = std::move(call), context = core::error_context()]() mutable {
+        core::set_error_context(context);
+        return call();
+      });
+  std::future<Result> result = task->get_future();
+  std::thread([task] { (*task)(); }).detach();
+  return result;
+}
+
+/// What `ask(store)` returns. Throws a `TimeoutError` if the store has not answered by the deadline
+/// and a `CommError` if it has failed; they say that it was asked for `what`.
+template <class Ask>
+auto ask_store(const c10::intrusive_ptr<c10d::Store>& store, TimePoint deadline,
+               const std::string& what, Ask ask) {
+  auto answer = call_apart([store, ask = std::move(ask)] { return ask(store); });
+  SMP_CHECK_WITH(TimeoutError, answer.wait_until(deadline) == std::future_status::ready, what,
+                 ": the store has not answered within the time-out. The process that opened it, "
+                 "mostly rank 0, is stopped, or its host cannot be reached.");
+  try {
+    return answer.get();
+  } catch (const c10::DistError& error) {
+    const std::string text = error.what_without_backtrace();
+    core::fail<CommError>(what, ": the store does not answer: ", text.substr(0, text.find('\n')),
+                          ". It ends with the process that opened it, mostly rank 0: look at the "
+                          "output of that rank.");
+  }
+}
+
+}  // namespace smp::comm
