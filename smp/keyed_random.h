@@ -13,7 +13,7 @@ namespace smp {
 /// code draw what they would draw inside a step function: of the step function of that name (the
 /// first one without a name is "step 0"), in its call number `call`, on global microbatch
 /// `microbatch` (dp_rank * microbatches + m), under `seed`. For comparing a distributed run with a
-/// plain one.
+/// plain one. Each of them counts, also one with a generator of its own: draw the batch before.
 class [[nodiscard]] SMP_API KeyedRandom {
  public:
   KeyedRandom(uint64_t seed, std::string_view step_function, uint64_t call, uint64_t microbatch);
