@@ -10,7 +10,9 @@ namespace smp {
 
 at::Tensor StepOutput::reduce_sum() const {
   SMP_CHECK_WITH(UsageError, !outputs_.empty(), "a StepOutput without outputs was reduced");
-  at::Tensor sum = outputs_[0].clone();
+  const bool integral = at::isIntegralType(outputs_[0].scalar_type(), /*includeBool=*/true);
+  at::Tensor sum = integral ? outputs_[0].to(at::kLong, /*non_blocking=*/false, /*copy=*/true)
+                            : outputs_[0].clone();
   for (size_t m = 1; m < outputs_.size(); ++m) sum.add_(outputs_[m]);
   return sum;
 }

@@ -26,7 +26,8 @@ class SMP_API StepOutput {
   /// `CommGroup::kDp` these are the microbatches of the whole batch, so that the mean has the same
   /// bits on any number of ranks. Collective over the group; between steps.
   [[nodiscard]] at::Tensor reduce_mean(const Group& group) const;
-  /// The sum over microbatches, in microbatch order.
+  /// The sum over microbatches, in microbatch order. As `torch::sum`, it counts truth values and
+  /// adds integers of any type in int64.
   [[nodiscard]] at::Tensor reduce_sum() const;
   /// The microbatches one after the other along the batch axis (0). Throws `UsageError` for
   /// tensors without axes; use `stack` for those.

@@ -176,6 +176,18 @@ TEST_F(StepTest, ReductionsChangeNoOutput) {
   error_of<c10::Error>([] { std::ignore = StepOutput().stack(); });
 }
 
+TEST_F(StepTest, ReductionsCountTruthValuesAndDoNotWrapIntegers) {
+  const StepOutput right(torch::tensor({true, true, true, false}).unbind());
+  EXPECT_EQ(right.reduce_sum().item<int64_t>(), 3);
+  EXPECT_DOUBLE_EQ(right.reduce_mean().item<double>(), 0.75);
+  for (const auto type : {torch::kByte, torch::kChar, torch::kShort, torch::kInt, torch::kLong}) {
+    const auto bytes = torch::full({4}, 100, type);
+    const StepOutput output(bytes.unbind());
+    expect_equal(output.reduce_sum(), bytes.sum(), "sum");
+    EXPECT_DOUBLE_EQ(output.reduce_mean().item<double>(), 100);
+  }
+}
+
 TEST_F(StepTest, InputsInVectorsTuplesAndMaps) {
   const auto expected = plain(x_);
   on_stages([&](DistributedModel<Mlp>& model) {
