@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/world.h"
 
+#include <algorithm>
+
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/store/store_communicator.h"
 #include "comm/threads/thread_communicator.h"
@@ -12,6 +14,10 @@
 
 namespace smp::comm {
 namespace {
+
+// Ranks that a launcher of MPI starts may come one after the other; a short time-out is meant for
+// those that work.
+constexpr std::chrono::seconds kStart{300};
 
 /// Tasks of srun that cannot find each other would each train alone. (SLURM_NTASKS is set for a
 /// batch script, too, which is one process.)
@@ -48,7 +54,7 @@ CommunicatorPtr make_world(std::chrono::milliseconds timeout, int port) {
   switch (launcher()) {
     case Launcher::kMpirun:
     case Launcher::kSrun:
-      return make_mpi_world();
+      return make_mpi_world(std::max<std::chrono::milliseconds>(timeout, kStart));
     case Launcher::kTorchrun:
       return make_torchrun_world(timeout, port);
     case Launcher::kNone:

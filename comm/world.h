@@ -16,8 +16,9 @@ Launcher launcher();
 
 /// The world of this job: all processes that mpirun or srun has started (see make_mpi_world), those
 /// of torchrun (see make_torchrun_world), or this process alone. Collective at the first call;
-/// later calls return the same world. `timeout` is how long the processes of torchrun wait for each
-/// other, and `port` where, unless it is 0; mpirun and srun bring theirs together by themselves.
+/// later calls return the same world. `timeout` is how long the processes wait for each other
+/// (those of mpirun and srun five minutes at least), and `port` where those of torchrun do, unless
+/// it is 0.
 CommunicatorPtr make_world(std::chrono::milliseconds timeout = std::chrono::seconds(300),
                            int port = 0);
 

@@ -88,6 +88,18 @@ void flush_streams() {
   std::fflush(nullptr);
 }
 
+/// What keeps this rank from ending with the others is left for the launcher.
+void end_world() {
+  const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
+  Runtime::set_for_process(nullptr);
+  try {
+    comm::finalize_world();
+  } catch (const std::exception& error) {
+    core::record_failure(rank, error);
+    throw;
+  }
+}
+
 /// A program that ends because another rank has failed is not the cause.
 [[noreturn]] void end_with(int status) {
   const std::string reason = c10::str("the program ended with exit status ", status);
@@ -108,21 +120,32 @@ void finish_at_exit(int status, void*) {
   flush_streams();
   if (!is_rank()) std::_Exit(status);
   if (status != 0) end_with(status);
-  Runtime::set_for_process(nullptr);
-  comm::finalize_world();
+  try {
+    end_world();
+  } catch (const std::exception& error) {
+    if (!core::is_recorded(core::message_of(error))) std::cerr << error.what() << std::endl;
+    std::_Exit(1);
+  }
   // MPI would call a job that lost a rank a success if this one returned zero.
   if (comm::world_aborted()) std::_Exit(1);
 }
 
-/// Where and for how long processes wait for each other to come is for torchrun's to know; for the
-/// others, an error in the configuration shall be known to all ranks, so it is read when they have
-/// met.
+/// With what the environment says. Under MPI an error in the configuration shall be known to all
+/// ranks, so it is thrown when they have met.
+Config config_of_meeting(const Config& config) {
+  try {
+    return config.merged_with_environment();
+  } catch (const ConfigError&) {
+    if (comm::launcher() == comm::Launcher::kTorchrun) throw;
+    return config;
+  }
+}
+
 comm::CommunicatorPtr meet(const Config& config) {
-  const bool reads = comm::launcher() == comm::Launcher::kTorchrun;
-  const Config effective = reads ? config.merged_with_environment() : config;
+  const Config effective = config_of_meeting(config);
   const auto milliseconds = static_cast<int64_t>(effective.timeout_seconds() * 1000);
   return comm::make_world(std::chrono::milliseconds(milliseconds),
-                          reads ? static_cast<int>(effective.ddp_port().value_or(0)) : 0);
+                          static_cast<int>(effective.ddp_port().value_or(0)));
 }
 
 }  // namespace
@@ -145,8 +168,7 @@ void init(const Config& config) {
 }
 
 void shutdown() {
-  Runtime::set_for_process(nullptr);
-  comm::finalize_world();
+  end_world();
   restore_terminate_handler();
 }
 

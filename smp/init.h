@@ -17,7 +17,8 @@ namespace smp {
 SMP_API void init(const Config& config = Config());
 
 /// Ends what `init` began; collective. Without it, that happens at the end of the program. A
-/// program that ends with a non-zero status without it ends the other ranks too.
+/// program that ends with a non-zero status without it ends the other ranks too. Throws
+/// `TimeoutError` when others have not come to their end within twice `timeout_seconds`.
 SMP_API void shutdown();
 
 /// True between `init` and `shutdown`.

@@ -3,13 +3,21 @@
 
 #include <mpi.h>
 
+#include <condition_variable>
 #include <cstdlib>
+#include <exception>
+#include <iostream>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <utility>
 
+#include "comm/final_barrier.h"
 #include "comm/mpi/mpi_error.h"
 #include "comm/mpi/mpi_transport.h"
 #include "comm/transport_communicator.h"
+#include "core/env.h"
+#include "core/failure.h"
 #include "core/host.h"
 
 namespace smp::comm {
@@ -48,6 +56,53 @@ const MpiJob& started_job(const char* function) {
 // pauses between polls that would be 0.3 GB/s. With 128 fragments it is 5 GB/s (both measured on
 // one host, 32 KiB fragments). Who has set the parameter (mpirun --mca) keeps his value.
 void widen_pipeline() { setenv("OMPI_MCA_pml_ob1_send_pipeline_depth", "128", /*overwrite=*/0); }
+
+// The rank that mpirun or srun has given this process; MPI cannot be asked yet.
+int rank_by_environment() {
+  const auto rank = core::env("OMPI_COMM_WORLD_RANK");
+  return std::atoi(rank.value_or(core::env("PMIX_RANK").value_or("0")).c_str());
+}
+
+// Ends the process if MPI has not started in time: its calls have no time-out, and cannot be taken
+// back.
+class StartWatch {
+ public:
+  explicit StartWatch(std::chrono::milliseconds timeout)
+      : thread_([this, timeout] { watch(timeout); }) {}
+  StartWatch(const StartWatch&) = delete;
+  StartWatch& operator=(const StartWatch&) = delete;
+  ~StartWatch() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      started_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
+
+ private:
+  void watch(std::chrono::milliseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (changed_.wait_for(lock, timeout, [this] { return started_; })) {
+      return;
+    }
+    const int rank = rank_by_environment();
+    const std::string message = c10::str(
+        "[smp rank ", rank, "] MPI has not started within ", timeout.count() / 1000.0,
+        " s: a rank of the job has not come to smp::init, or is stopped. See what the other ranks "
+        "do (ps), or raise \"timeout_seconds\".");
+    core::record_failure(rank, message);
+    if (!core::is_recorded(message)) {
+      std::cerr << message << std::endl;
+    }
+    std::_Exit(1);
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool started_ = false;
+  std::thread thread_;  // last, since it uses the others
+};
 
 // True when MPI was not initialised by somebody else before.
 bool initialize_mpi() {
@@ -112,13 +167,14 @@ std::shared_ptr<GroupState> mpi_world_group() {
 
 bool under_mpirun() { return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr; }
 
-CommunicatorPtr make_mpi_world() {
+CommunicatorPtr make_mpi_world(std::chrono::milliseconds timeout) {
   MpiJob& job = smp::comm::job();
   SMP_CHECK_WITH(UsageError, !job.finalized,
                  "make_mpi_world after finalize_mpi: MPI can be started only once in a process.");
   if (job.world) {
     return job.world;
   }
+  const StartWatch watch(timeout);
   job.initialized_here = initialize_mpi();
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -135,13 +191,11 @@ void finalize_mpi() {
     return;
   }
   job.finalized = true;
-  try {
-    job.world->set_timeout(std::chrono::hours(24 * 365));
-    job.world->barrier();
-  } catch (const CommError&) {
-    // Aborted: nobody may wait for the others any more.
-  }
+  const std::exception_ptr late = final_barrier(*job.world);
   job.transport->stop_thread();
+  if (late) {
+    std::rethrow_exception(late);
+  }
   if (mpi_aborted()) {
     return;
   }

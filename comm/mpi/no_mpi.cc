@@ -9,7 +9,7 @@ namespace smp::comm {
 
 bool under_mpirun() { return core::env("OMPI_COMM_WORLD_SIZE").has_value(); }
 
-CommunicatorPtr make_mpi_world() {
+CommunicatorPtr make_mpi_world(std::chrono::milliseconds /*timeout*/) {
   core::fail<CommError>(
       "this process was started by mpirun or srun, and smp was built without MPI. Build it with "
       "-DSMP_MPI=ON, or start the processes with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR "

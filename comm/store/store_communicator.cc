@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "comm/final_barrier.h"
 #include "comm/store/ask_store.h"
 #include "comm/store/rendezvous.h"
 #include "comm/store/socket_transport.h"
@@ -197,13 +198,11 @@ void finalize_torchrun_world() {
     return;
   }
   job.finalized = true;
-  try {
-    job.world.world->set_timeout(std::chrono::hours(24 * 365));
-    job.world.world->barrier();
-  } catch (const CommError&) {
-    // Aborted: nobody may wait for the others any more.
-  }
+  const std::exception_ptr late = final_barrier(*job.world.world);
   job.world.transport->close();
+  if (late) {
+    std::rethrow_exception(late);
+  }
 }
 
 bool torchrun_world_aborted() { return job().world.transport && job().world.transport->aborted(); }

@@ -5,6 +5,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mpi.h>
+#include <unistd.h>
+
+#include <chrono>
 
 #include "comm/mpi/mpi_communicator.h"
 #include "core/check.h"
@@ -15,6 +18,7 @@ namespace {
 // What is wrong with the MPI below; it answers otherwise as Open MPI does.
 bool has_threads = true;
 bool splits = true;
+bool others_come = true;
 int greatest_tag = 1 << 30;
 
 }  // namespace
@@ -37,6 +41,7 @@ int MPI_Comm_get_attr(MPI_Comm comm, int key, void* value, int* found) {
 }
 
 int MPI_Comm_split_type(MPI_Comm comm, int type, int key, MPI_Info info, MPI_Comm* result) {
+  while (!others_come) pause();
   return splits ? PMPI_Comm_split_type(comm, type, key, info, result) : MPI_ERR_INTERN;
 }
 
@@ -78,6 +83,14 @@ TEST(MpiStart, CallsThatFailAreNamed) {
               HasSubstr("MPI_Comm_split_type failed: MPI_ERR_INTERN: internal error. Run the job "
                         "again; if it fails again, run a plain MPI program"));
   splits = true;
+}
+
+TEST(MpiStart, EndsTheProcessWhenOthersDoNotCome) {
+  others_come = false;
+  EXPECT_EXIT(make_mpi_world(std::chrono::milliseconds(200)), testing::ExitedWithCode(1),
+              "rank 0. MPI has not started within 0.2 s: a rank of the job has not come to "
+              "smp::init, or is stopped");
+  others_come = true;
 }
 
 TEST(MpiStart, OnlyOnce) {

@@ -124,7 +124,23 @@ TEST(Failure, RankThatExits) {
 /// The other rank waits for it, and is innocent.
 TEST(Failure, RankThatIsStopped) {
   expect_failure("stop", "rank 1: did not come, and waited for no other rank: it is stopped",
-                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 3})");
+                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+}
+
+/// After the last step, where nobody waits but for the end of the job.
+TEST(Failure, RankThatIsStoppedAtTheEnd) {
+  const Outcome outcome =
+      run("stop_at_end", R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+  EXPECT_NE(
+      outcome.output.find("was not complete within the timeout of 16 s; it waits for rank 1."),
+      std::string::npos)
+      << outcome.output;
+  EXPECT_NE(outcome.output.find(
+                "[at the end of the program, where all ranks wait for each other]\n"
+                "smprun: first cause: rank 1: did not come, and waited for no other rank"),
+            std::string::npos)
+      << outcome.output;
+  EXPECT_NE(outcome.status, 0);
 }
 
 /// Which c10 throws, with a backtrace of its own.
