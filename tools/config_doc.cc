@@ -61,6 +61,8 @@ constexpr const char* kEnding =
 | `SM_HP_MP_PARAMETERS` | parameters as a JSON object, see above |
 | `SMP_LOG_LEVEL` | least important lines written to stderr: `debug`, `info` (default), `warning` or `error` |
 | `SMP_FAILURE_DIR` | folder in which a failing rank leaves its message; `smprun` sets it |
+| `SMP_BACKTRACE` | `1`: errors of libtorch with their backtraces, crashes with MPI's stacks |
+| `SMP_JOB_ID` | what tells jobs without MPI apart, the same on all ranks of one |
 
 ## Starting ranks: `smprun`
 
@@ -73,7 +75,7 @@ number of ranks is `--np`, else `mpi.processes_per_host`, else `partitions`. `cu
 split at blanks, with quotes as in a shell; nothing in it is evaluated. `--dry-run` prints the
 command. Without `--config` the parameters are those of `SM_HP_MP_PARAMETERS` if that is set, else
 the program's own (`--np` is required then); both at once is an error. The exit status is that of
-`mpirun`. When the job fails, the last line says what failed first (as far as ranks of
+`mpirun`, or 128 + a signal that was sent on to it. When the job fails, the last line says what failed first (as far as ranks of
 this host could leave a message):
 
 ```
