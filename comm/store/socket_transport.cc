@@ -73,6 +73,10 @@ void SocketTransport::close() {
   if (!thread_.joinable()) {
     return;
   }
+  if (getpid() != process_) {
+    thread_.detach();  // there is none here, and the connections are the parent's
+    return;
+  }
   if (!aborted()) {
     tell_all(Header::kFarewell, "", kFarewellFlush);
   }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <condition_variable>
@@ -47,7 +49,7 @@ class SocketTransport final : public Transport {
   void abort(int world_rank, const std::string& reason) noexcept override;
 
   /// Bids the others farewell and ends the connections; safe to call twice. No operation may be
-  /// under way that needs another rank.
+  /// under way that needs another rank. Does nothing in a process that this one has forked.
   void close();
 
  private:
@@ -109,6 +111,7 @@ class SocketTransport final : public Transport {
   void spread_abort(const std::string& text, std::chrono::milliseconds patience);
   void tell_all(Header::Kind kind, const std::string& text, std::chrono::milliseconds patience);
 
+  const pid_t process_ = getpid();
   const int world_rank_;
   const c10::intrusive_ptr<c10d::Store> store_;
   std::vector<bool> shares_memory_;

@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -320,6 +321,27 @@ TEST(StoreWorld, AnAbortEndsTheWaitsOfAll) {
     EXPECT_THAT(error_text<CommError>([&] { world->recv(at::zeros({2}), 2 - rank, 0); }),
                 AllOf(HasSubstr("rank 1 failed: disk full"), HasSubstr("[noticed by irecv of 8 ")));
     EXPECT_THAT(error_text<CommError>([&] { world->barrier(); }), HasSubstr("disk full"));
+  });
+}
+
+// It has copies of the connections, and none of the threads.
+TEST(StoreWorld, AForkedProcessMayEndWithoutEndingTheWorld) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<CommunicatorPtr> worlds(2);
+  as_threads(2, [&](int rank) { worlds[rank] = join(store, rank, 2); });
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);  // instead of a wait for a thread that is not here
+    worlds.clear();
+    _exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  as_threads(2, [&](int rank) {
+    const at::Tensor tensor = at::full({3}, rank + 1.0);
+    worlds[rank]->all_reduce(tensor);
+    EXPECT_TRUE(same_bits(tensor, at::full({3}, 3.0)));
   });
 }
 
