@@ -49,14 +49,20 @@ optim::ParameterNames parameter_names(const Runtime& runtime) {
 class OptimizerPieces::StandIn {
  public:
   enum class Masters { kUse, kLeave };
+  /// What becomes of parameters of which this replica has no piece.
+  enum class Absent { kLeaveOut, kKeep };
 
-  explicit StandIn(const OptimizerPieces& pieces, Masters masters = Masters::kUse)
+  explicit StandIn(const OptimizerPieces& pieces, Masters masters = Masters::kUse,
+                   Absent absent = Absent::kLeaveOut)
       : optimizer_(pieces.optimizer_) {
     for (auto& group : optimizer_.param_groups()) {
       std::vector<at::Tensor> stand_ins;
       for (const at::Tensor& parameter : group.params()) {
         const at::Tensor target = pieces.target_of(parameter);
-        if (!target.defined()) continue;
+        if (!target.defined()) {
+          if (absent == Absent::kKeep) stand_ins.push_back(parameter);
+          continue;
+        }
         const at::Tensor master = pieces.masters_.find(target.unsafeGetTensorImpl());
         const bool uses_master = masters == Masters::kUse && master.defined();
         if (uses_master) lend_gradient(target, master);
@@ -429,7 +435,8 @@ void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
   take_masters(whole);
   parameter_loads_ = parameter_loads;
   {
-    const StandIn stand_in(*this);
+    // A group gets the options that were saved with its parameters, so it needs them all.
+    const StandIn stand_in(*this, StandIn::Masters::kUse, StandIn::Absent::kKeep);
     set_state_(whole, names());
   }
   forget_replaced();

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -282,6 +283,32 @@ TEST(OptimizerState, PiecesNameTheirElements) {
     });
     expect_equal(got, four_steps.model, "value");
   }
+}
+
+/// Groups of one parameter each, so that a replica has pieces of some only, in another order than
+/// they were saved in.
+TEST(OptimizerState, OptionsFollowParametersOfWhichAReplicaHasNoPiece) {
+  std::vector<Net> nets{make_net(), make_net()};
+  run_as_threads(2, stages(1).ddp(true).shard_optimizer_state(true), [&] {
+    DistributedModel<Net> model(nets[rank()]);
+    const auto rate = [](size_t parameter) { return 1e-3 * static_cast<double>(parameter + 1); };
+    const Tensors parameters = model->parameters();
+    const size_t count = parameters.size();
+    std::vector<to::OptimizerParamGroup> groups, reversed;
+    for (size_t i = 0; i < count; ++i) {
+      groups.emplace_back(Tensors{parameters[i]}, std::make_unique<to::AdamOptions>(rate(i)));
+      reversed.emplace_back(Tensors{parameters[count - 1 - i]});
+    }
+    DistributedOptimizer<to::Adam> saved(groups, to::AdamOptions(1));
+    DistributedOptimizer<to::Adam> loaded(reversed, to::AdamOptions(1));
+    make_training(model)(torch::ones({4, 13}), torch::zeros({4, 1}));
+    saved.step();
+    loaded.load_state_dict(saved.state_dict());
+    for (size_t i = 0; i < count; ++i) {
+      EXPECT_EQ(loaded.param_groups()[i].options().get_lr(), rate(count - 1 - i))
+          << "group " << i << " on rank " << rank();
+    }
+  });
 }
 
 /// Before the first step every rank has everything.
