@@ -123,8 +123,10 @@ class StepPlanner {
 
   Schedule load() const {
     Schedule schedule = pipeline::parse_schedule(file_);
+    SMP_CHECK_WITH(ConfigError, schedule.ranks() == ranks_, *config_.schedule_file(),
+                   ": the schedule has rows for ", schedule.ranks(), " ranks, the pipeline has ",
+                   ranks_, ". Set \"partitions\" as the file needs it, or write another file.");
     const bool fits = schedule.rank_of_stage() == options_.rank_of_stage() &&
-                      schedule.ranks() == ranks_ &&
                       schedule.microbatches() == options_.microbatches();
     SMP_CHECK_WITH(ConfigError, fits, *config_.schedule_file(), ": the schedule is for ", schedule.stages(),
                    " stages on ranks ", c10::Join(",", schedule.rank_of_stage()), " and ",

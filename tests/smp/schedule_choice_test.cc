@@ -75,6 +75,15 @@ TEST_F(ScheduleChoice, AFileHasToFitTheStep) {
               "Set \"microbatches\" and \"virtual_stages\" as the file needs them"});
 }
 
+TEST_F(ScheduleChoice, AFileHasToBeOfAsManyRanks) {
+  const std::string path = file_with("smp_ranks.csv", "0F0,0B0\n1F0,1B0\n2F0,2B0\n");
+  const auto config = four_microbatches("file").microbatches(1).schedule_file(path);
+  expect_has(
+      error_of<ConfigError>([&] { train(config); }),
+      {path + ": the schedule has rows for 3 ranks, the pipeline has 2. Set \"partitions\" as "
+              "the file needs it"});
+}
+
 TEST_F(ScheduleChoice, AFileHasToHaveTheBackwardsThatAreNeeded) {
   const std::string path = file_with("smp_forwards.csv", "0F0,0F1,0B0,0B1\n1F0,1F1\n");
   const auto config = four_microbatches("file").microbatches(2).schedule_file(path);
