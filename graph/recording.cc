@@ -259,6 +259,12 @@ void Recording::materialize_all(const std::vector<at::Tensor>& except) {
   }
 }
 
+bool Recording::is_made_by(const std::shared_ptr<const void>& maker) {
+  const std::lock_guard<std::mutex> lock(maker_mutex_);
+  if (maker_.expired()) maker_ = maker;
+  return maker_.lock() == maker;
+}
+
 void Recording::set_source(const at::Tensor& tensor, Source source) {
   StorageInfo& info = storages_[mark_of(tensor)->storage];
   DeferredRef place = ref(tensor, 0);

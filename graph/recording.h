@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -78,6 +79,10 @@ class Recording : public std::enable_shared_from_this<Recording> {
   /// their number in its history.
   void assign_seeds(const std::vector<std::pair<std::string, at::Tensor>>& named, uint64_t seed);
 
+  /// Who makes what is recorded here: the first who asks, until that is gone. Returns whether it is
+  /// `maker`. Thread-safe.
+  bool is_made_by(const std::shared_ptr<const void>& maker);
+
   /// All operators, one a line, with their constants: equal on ranks that construct the same model.
   /// The generator's states are left out.
   std::string describe() const;
@@ -101,6 +106,8 @@ class Recording : public std::enable_shared_from_this<Recording> {
 
   std::vector<DeferredOperator> operators_;
   std::vector<StorageInfo> storages_;
+  std::mutex maker_mutex_;
+  std::weak_ptr<const void> maker_;
 };
 
 /// A CPU tensor on `storage`.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/parameters/delayed.h"
 
+#include <torch/nn/module.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -44,6 +45,10 @@ void agree_on_construction(const Runtime& runtime) {
   const auto all = recordings(runtime);
   std::string text, states;
   for (const auto& recording : all) {
+    SMP_CHECK_WITH(UsageError, recording->is_made_by(runtime.world()),
+                   "one thread constructed models of several ranks under delayed parameter "
+                   "initialization, so each would make the others' parameters. Construct the model "
+                   "of a rank on its own thread, after smp::init");
     text += recording->describe();
     states += recording->states();
   }

@@ -473,6 +473,16 @@ TEST(ModelCreationErrors, Texts) {
                                       }),
              {"constructed in different ways", "rank 0 has aten::mul_", "rank 1 has aten::mul_",
               "Construct the same model on every rank"});
+  const std::vector<Mlp> nets = {make_delayed(make, everything().delayed(true)),
+                                 make_delayed(make, everything().delayed(true))};
+  expect_has(error_of_run<UsageError>(2, stages(2),
+                                      [&] {
+                                        DistributedModel<Mlp> model(nets[rank()]);
+                                        make_training(model)(x, y);
+                                      }),
+             {"one thread constructed models of several ranks under delayed parameter "
+              "initialization",
+              "Construct the model of a rank on its own thread, after smp::init"});
   expect_has(error_of_run<UsageError>(2, stages(2),
                                       [&] {
                                         const auto options = everything().delayed(rank() == 0);
