@@ -21,9 +21,10 @@ namespace smp::comm {
 /// memory (all-reduce, broadcast, all-gather, reduce-scatter, reduce, gather, scatter, all-to-all,
 /// barrier; coalesced forms too) with SUM, AVG of floating point, MIN, MAX, PRODUCT, BAND, BOR and
 /// BXOR, and send and recv, also from any rank; anything else throws with its name. Tensors with
-/// permuted dimensions are copied. Reductions are in rank order. A work completes when it is waited for or asked, and in the background once its
-/// future is asked for; those of send and recv have none. The communicator's time-out applies to
-/// every wait (setTimeout changes it) but to those that are given one of their own.
+/// permuted dimensions are copied. Reductions are in rank order. A work completes when it is waited
+/// for or asked, and in the background once its future is asked for; those of send and recv have
+/// none. The communicator's time-out applies to every wait (setTimeout changes it) but to those
+/// that are given one of their own.
 ///
 /// Include <torch/csrc/distributed/c10d/Backend.hpp> to use the result.
 c10::intrusive_ptr<c10d::Backend> make_backend(CommunicatorPtr group, const std::string& name);
