@@ -157,9 +157,10 @@ TEST(Failure, LauncherThatIsKilled) {
     ranks() { sed -n 's/^rank pid //p' "$log"; }
     for i in $(seq 300); do [ "$(ranks | wc -l)" -eq 2 ] && break; sleep 0.1; done
     kill -9 $launcher
-    for i in $(seq 200); do kill -0 $(ranks) 2>/dev/null || break; sleep 0.1; done
+    alive() { for rank in $(ranks); do kill -0 $rank 2>/dev/null && echo "$rank is alive"; done; }
+    for i in $(seq 200); do [ -z "$(alive)" ] && break; sleep 0.1; done
     echo "$(ranks | wc -l) ranks had started"
-    for rank in $(ranks); do kill -0 $rank 2>/dev/null && echo "$rank is alive"; done
+    alive
   )sh";
   EXPECT_EQ(run_command(script).output, "2 ranks had started\n");
 }

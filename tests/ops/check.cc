@@ -101,8 +101,9 @@ class Outcome {
 
  private:
   static bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-    return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
-           std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+    if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+    // Tensors without elements have no memory, which memcmp must not be given.
+    return a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
   }
 
   Named tensors_;
