@@ -134,6 +134,7 @@ class Tracer final : public OperatorInterceptor {
   ValueId add_value(Value value, const at::Tensor& tensor);
   at::Tensor tensor_for(ValueId id);
   void bind(const at::Tensor& tensor, ValueId id);
+  void forget_released();
   ValueId lookup(const at::Tensor& tensor);
   at::Tensor find_shallow_copy(const at::Tensor& tensor) const;
   ValueId find_alias(const at::Tensor& tensor);
@@ -230,6 +231,7 @@ class Tracer final : public OperatorInterceptor {
     c10::weak_intrusive_ptr<c10::StorageImpl> keep;
   };
   ska::flat_hash_map<const c10::StorageImpl*, StorageInfo> storages_;
+  size_t forget_at_ = 1024;  // number of known tensors at which those that are gone are forgotten
   ska::flat_hash_map<int, HostData> host_data_;  // by alias set
 };
 

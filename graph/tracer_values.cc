@@ -71,8 +71,6 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
   }
   verifier_ = std::make_unique<Verifier>(options_.candidates, values);
   if (verifier_->follows_any()) {
-    known_.reserve(verifier_->graph().values.size());
-    storages_.reserve(verifier_->graph().alias_sets);
     for (size_t i = 0; i < passed.size(); ++i) bind(passed[i], static_cast<ValueId>(i));
     return;
   }
@@ -93,6 +91,7 @@ at::Tensor Tracer::tensor_for(ValueId id) {
 
 void Tracer::bind(const at::Tensor& tensor, ValueId id) {
   if (tensor.requires_grad()) number_placeholder(tensor, static_cast<uint32_t>(id));
+  if (known_.size() >= forget_at_) forget_released();
   auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
   known_.insert_or_assign(tensor.unsafeGetTensorImpl(),
                           Known{id, tensor.requires_grad(), std::move(weak)});
@@ -107,6 +106,19 @@ void Tracer::bind(const at::Tensor& tensor, ValueId id) {
   storages_.emplace(storage, StorageInfo{id, tensor.storage_offset(),
                                          c10::weak_intrusive_ptr<c10::StorageImpl>(
                                              tensor.storage().getWeakStorageImpl())});
+}
+
+/// Lets go of the memory of tensors and storages that nobody holds, which the next ones get while
+/// the processor still has it in its caches.
+void Tracer::forget_released() {
+  const auto erase_released = [](auto& map) {
+    for (auto it = map.begin(); it != map.end();) {
+      it = it->second.keep.expired() ? map.erase(it) : std::next(it);
+    }
+  };
+  erase_released(known_);
+  erase_released(storages_);
+  forget_at_ = std::max<size_t>(1024, 2 * known_.size());
 }
 
 /// Adds a value that no operator made; `tensor` is what the user's code holds.

@@ -191,5 +191,31 @@ TEST_F(Guard, ShapesOfManyOperatorsAgreeWithRealRuns) {
   EXPECT_EQ(shapes.recorded->to_string(), real.recorded->to_string());
 }
 
+/// A run forgets the tensors that nobody holds, of which there are thousands here. What the
+/// function still holds, and its memory, stay known.
+TEST_F(Guard, WhatTheFunctionHoldsIsKnownAfterThousandsOfOperators) {
+  const auto long_function = [&](const Tensors& in) -> Tensors {
+    const auto base = in[0] * 2;
+    const auto view = base[1];
+    auto x = in[0];
+    for (int i = 0; i < 5000; ++i) x = x + 1;
+    view.mul_(3);  // is seen by `base`
+    auto loss = net_(x + base).sum();
+    backward(loss);
+    return {loss, base};
+  };
+  const TraceResult recorded = trace(table_, inputs_, long_function);
+  const Graph& graph = *recorded.recorded;
+  const TraceResult guarded = trace(table_, inputs_, long_function, false, {&graph});
+  EXPECT_EQ(guarded.match, &graph) << guarded.difference;
+  EXPECT_EQ(trace(table_, inputs_, long_function, false).recorded->to_string(), graph.to_string());
+  const auto writer =
+      std::find_if(graph.operators.begin(), graph.operators.end(),
+                   [](const Operator& op) { return op.name() == "aten::mul_.Scalar"; });
+  ASSERT_NE(writer, graph.operators.end()) << graph.to_string();
+  ASSERT_EQ(writer->writes.size(), 1u);
+  EXPECT_EQ(writer->writes[0], graph.values[graph.outputs[1]].alias_set);
+}
+
 }  // namespace
 }  // namespace smp::graph::testing
