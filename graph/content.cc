@@ -36,7 +36,12 @@ bool is_small_on_cpu(const TensorMeta& meta) {
 
 at::Tensor clone_content(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
-  return tensor.detach().clone();
+  const at::Tensor content = tensor.detach().clone();
+  // A number that libtorch wrapped into a tensor does not decide the type of what it is added to.
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    content.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  return content;
 }
 
 ContentScope::ContentScope(const std::vector<at::Tensor>& tensors) {

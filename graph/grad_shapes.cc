@@ -9,6 +9,7 @@
 #include "core/node.h"
 #include "graph/alias_analysis.h"
 #include "graph/autograd_entry.h"
+#include "graph/content.h"
 #include "graph/differentiate.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
@@ -86,7 +87,7 @@ class FilledRun {
 
   at::Tensor filled(ValueId id) const {
     const Value& value = graph_.values[id];
-    return value.content.defined() ? value.content.clone()
+    return value.content.defined() ? clone_content(value.content)
                                    : make_filled(value.meta, value.meta.device, fill_);
   }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "graph/content.h"
 #include "graph/leaf.h"
 #include "graph/replay.h"
 #include "graph/storage.h"
@@ -97,7 +98,8 @@ void give_data_to_constants(const Graph& graph, const std::vector<LiveResult>& k
   Environment environment(graph.values.size());
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const Value& value = graph.values[id];
-    if (value.content.defined() && wanted[value.alias_set]) environment[id] = value.content.clone();
+    if (value.content.defined() && wanted[value.alias_set])
+      environment[id] = clone_content(value.content);
   }
   segment.run(environment, RandomKey());
   for (size_t i = 0; i < values.size(); ++i) {

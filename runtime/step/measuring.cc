@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "graph/content.h"
 #include "graph/profile.h"
 #include "graph/serialize.h"
 #include "partitioner/cost.h"
@@ -43,7 +44,7 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
     if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
       environment[id] = runtime.table().at(value.name).tensor;
     }
-    if (value.content.defined()) environment[id] = value.content.clone();
+    if (value.content.defined()) environment[id] = graph::clone_content(value.content);
   }
   return environment;
 }

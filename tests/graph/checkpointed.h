@@ -10,6 +10,7 @@
 
 #include "core/node.h"
 #include "graph/checkpointed_segment.h"
+#include "graph/content.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -61,7 +62,7 @@ class Checkpointed {
     for (size_t id = 0; id < graph().values.size(); ++id) {
       const Value& value = graph().values[id];
       if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoi(value.name)];
-      if (value.content.defined()) environment[id] = value.content.clone();
+      if (value.content.defined()) environment[id] = clone_content(value.content);
       if (value.kind != ValueKind::kParameter && value.kind != ValueKind::kBuffer) continue;
       auto& sink = run.sinks[value.name];
       if (value.meta.requires_grad) sink = core::make_node<GradientSink>();

@@ -14,6 +14,7 @@
 #include "core/check.h"
 #include "core/node.h"
 #include "graph/autograd_entry.h"
+#include "graph/content.h"
 #include "graph/profile.h"
 #include "graph/random.h"
 #include "graph/replay.h"
@@ -90,7 +91,7 @@ inline Replayed replay(const Graph& graph, const TensorTable& table, const Tenso
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const Value& value = graph.values[id];
     if (value.kind == ValueKind::kInput) environment[id] = inputs[std::stoi(value.name)];
-    if (value.content.defined()) environment[id] = value.content.clone();
+    if (value.content.defined()) environment[id] = clone_content(value.content);
     if (value.kind == ValueKind::kParameter && value.meta.requires_grad) {
       sinks[value.name] = core::make_node<GradientSink>();
       environment[id] = enter(table.at(value.name).tensor, sinks[value.name]);

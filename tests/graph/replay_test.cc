@@ -386,6 +386,21 @@ TEST(Replay, MeasuresCostsAndAgreesWithTheRecordedRun) {
   }
 }
 
+/// A number that libtorch wraps into a tensor does not decide the type, where other tensors would.
+TEST(Replay, AConstantIsAWrappedNumber) {
+  torch::nn::Linear net(3, 3);
+  const torch::Tensor half = c10::scalar_to_tensor(0.5);
+  half.unsafeGetTensorImpl()->set_wrapped_number(true);
+  expect_replay_equals_eager(*net, {torch::randn({2, 3})}, {torch::randn({2, 3})},
+                             [&](const Tensors& in) -> Tensors {
+                               const auto scaled = (in[0] > 0).to(torch::kLong) * half;
+                               EXPECT_EQ(scaled.scalar_type(), torch::kFloat);
+                               auto loss = (net(in[0]) * scaled).sum();
+                               backward(loss);
+                               return {loss};
+                             });
+}
+
 /// The product saves what it then writes, so its own backward is impossible; the program's never
 /// goes through it.
 TEST(Replay, MeasuresOperatorsThatCannotGoBack) {
