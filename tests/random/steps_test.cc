@@ -203,6 +203,7 @@ Outcome run_rank(const Training& training, const std::shared_ptr<Holder>& module
   auto train = step([&](const Tensors& inputs) { return model(*now, inputs, backward); },
                     StepOptions().name(kName));
   const int first = dp_rank() * training.microbatches;
+  bool trained = false;
   Outcome outcome;
   for (size_t i = 0; i < training.steps.size(); ++i) {
     now = &training.steps[i];
@@ -216,7 +217,8 @@ Outcome run_rank(const Training& training, const std::shared_ptr<Holder>& module
       if (!item.value().grad().defined()) continue;
       outcome[gradient_name(item.key(), i)] = item.value().grad().clone();
     }
-    if (training.updates) {
+    trained |= !now->roots.empty();
+    if (training.updates && trained) {  // an update of what was never trained is refused
       optimizer.step();
       optimizer.zero_grad();
     }
