@@ -58,16 +58,9 @@ class Histories {
 
   /// An operator that returns one of its arguments passes on what reaches its result.
   void reach_same_tensors(int index) {
-    const Operator& op = graph_.operators[index];
-    std::vector<ValueId> arguments;  // undefined ones count
-    for (const Argument& argument : op.arguments) {
-      arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
-    }
-    for (size_t r = 0; r < op.results.size(); ++r) {
-      const int same = op.result_is_argument[r];
-      if (same < 0 || op.results[r] == kUndefined || !reached_[op.results[r]]) continue;
-      reach_before(index, arguments[same]);
-    }
+    for_each_same_tensor(graph_.operators[index], [&](ValueId result, ValueId argument) {
+      if (reached_[result]) reach_before(index, argument);
+    });
   }
 
   void reach_before(int index, ValueId value) {

@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <optional>
@@ -29,6 +30,20 @@ template <class Visitor>
 void for_each_result(const Operator& op, const Visitor& visit) {
   for (ValueId value : op.results) {
     if (value != kUndefined) visit(value);
+  }
+}
+
+/// Calls `visit(ValueId result, ValueId argument)` for every result of an operator that is the very
+/// tensor of an argument.
+template <class Visitor>
+void for_each_same_tensor(const Operator& op, const Visitor& visit) {
+  c10::SmallVector<ValueId, 8> arguments;  // undefined ones count
+  for (const Argument& argument : op.arguments) {
+    arguments.append(argument.values.begin(), argument.values.end());
+  }
+  for (size_t r = 0; r < op.results.size(); ++r) {
+    const int same = op.result_is_argument[r];
+    if (same >= 0 && op.results[r] != kUndefined) visit(op.results[r], arguments[same]);
   }
 }
 

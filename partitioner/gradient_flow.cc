@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "graph/operator_traits.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -82,16 +83,12 @@ void GradientFlow::mark_read_in(const Graph& graph, const graph::DifferentiatedR
 
 void GradientFlow::mark_same_tensors(const Graph& graph, int operator_index) {
   const Operator& op = graph.operators[operator_index];
-  std::vector<ValueId> arguments;  // undefined ones count
-  for (const graph::Argument& argument : op.arguments) {
-    arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
-  }
-  for (size_t r = 0; r < op.results.size(); ++r) {
-    const int same = op.result_is_argument[r];
-    if (same < 0 || op.results[r] == graph::kUndefined || uses_[op.results[r]].empty()) continue;
-    if (requires_grad_since(arguments[same]) < operator_index)
-      mark(graph, arguments[same], operator_index);
-  }
+  // detach_ returns the very tensor that it is given, without its history.
+  if (graph::has_trait(op.handle.schema().name(), graph::OperatorTrait::kCutsHistory)) return;
+  for_each_same_tensor(op, [&](ValueId result, ValueId argument) {
+    const bool has_history = requires_grad_since(argument) < operator_index;
+    if (!uses_[result].empty() && has_history) mark(graph, argument, operator_index);
+  });
 }
 
 }  // namespace smp::partitioner

@@ -35,16 +35,8 @@ class SameTensors {
   explicit SameTensors(const Graph& graph) : first_(graph.values.size()) {
     std::iota(first_.begin(), first_.end(), 0);
     for (const Operator& op : graph.operators) {
-      std::vector<ValueId> arguments;  // undefined ones count
-      for (const graph::Argument& argument : op.arguments) {
-        arguments.insert(arguments.end(), argument.values.begin(), argument.values.end());
-      }
-      for (size_t r = 0; r < op.results.size(); ++r) {
-        const int same = op.result_is_argument[r];
-        if (same >= 0 && op.results[r] != kUndefined) {
-          first_[op.results[r]] = first_[arguments[same]];
-        }
-      }
+      for_each_same_tensor(
+          op, [&](ValueId result, ValueId argument) { first_[result] = first_[argument]; });
     }
   }
 
