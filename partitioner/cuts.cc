@@ -10,6 +10,8 @@
 #include "graph/autocast.h"
 #include "graph/differentiate.h"
 #include "graph/layout.h"
+#include "graph/requires_grad.h"
+#include "graph/visit.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -163,8 +165,30 @@ struct Together {
   std::string reason;
 };
 
+/// Operators under no_grad that make another view of a tensor in place. Where it is a view already,
+/// libtorch takes its history anew from the tensor that it is a view of, which another stage does
+/// not have as such.
+void add_views_in_place(const Graph& graph, std::vector<Together>& result) {
+  std::vector<int> maker;  // of the tensor that a value is, whatever wrote it since
+  for (const graph::Value& value : graph.values) maker.push_back(value.producer);
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const graph::Operator& op = graph.operators[i];
+    for_each_same_tensor(op, [&](ValueId after, ValueId before) {
+      maker[after] = maker[before];
+      const bool same_view = graph.values[after].meta.strides == graph.values[before].meta.strides;
+      if (maker[before] < 0 || same_view || !graph::ends_history(graph, op)) return;
+      result.push_back(
+          {maker[before], static_cast<int>(i),
+           fmt::format("{} makes another view of what {} returned, in place and under no_grad, so "
+                       "they stay together",
+                       describe_operator(graph, static_cast<int>(i)),
+                       describe_operator(graph, maker[before]))});
+    });
+  }
+}
+
 /// Those that read a parameter which autocast casts once for them, so that its gradients meet in
-/// the lower precision, and those that the step function differentiates.
+/// the lower precision, those that the step function differentiates, and those of views in place.
 std::vector<Together> find_together(const Graph& graph) {
   std::vector<Together> result;
   for (const graph::SharedCast& cast : graph::shared_casts(graph)) {
@@ -182,6 +206,7 @@ std::vector<Together> find_together(const Graph& graph) {
                      "so they stay together",
                      describe_operator(graph, range.last), describe_operator(graph, range.first))});
   }
+  add_views_in_place(graph, result);
   return result;
 }
 

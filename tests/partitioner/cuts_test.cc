@@ -160,6 +160,22 @@ TEST(LegalCuts, KeepsTheUsersOfAWeightInOneAutocastScopeTogether) {
   EXPECT_EQ(why_illegal(b.graph(), 1), "") << "without gradients it does not matter";
 }
 
+/// Only the stage that made the view knows what it is a view of.
+TEST(LegalCuts, KeepsAViewWithWhatTurnsItUnderNoGrad) {
+  GraphBuilder b;
+  const Ref w = b.parameter("w", at::ones({4, 2}));
+  const Ref view = b.op("aten::slice.Tensor", {b.op("aten::tanh", {w}), 0, 0, 4, 2});
+  const Ref turned = b.op("aten::transpose_", {view, 0, 1});
+  b.backward(b.op("aten::sum", {turned, c10::IValue()}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, true, true}));
+  b.graph().operators[2].mode.grad = false;
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, false, true}));
+  EXPECT_EQ(
+      why_illegal(b.graph(), 1),
+      "operator 2 (aten::transpose_) makes another view of what operator 1 (aten::slice.Tensor) "
+      "returned, in place and under no_grad, so they stay together");
+}
+
 TEST(LegalCuts, KeepsTheUsersOfAWrittenBufferTogetherButNotTheOthers) {
   GraphBuilder b;
   b.grad_mode = false;
