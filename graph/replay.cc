@@ -314,20 +314,20 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
 }
 
 /// Autocast casts a leaf once until its cache is cleared, as it is at the end of each scope. So in
-/// each another alias of a parameter is used, with the same end of its gradients. A view whose base
+/// each another alias of it is used, with the same end of its gradients. A view whose base
 /// was given a history after it passes for a leaf, too, but autocast casts it anew.
 at::Tensor Segment::for_scope(int autocast_scope, const at::Tensor& tensor) {
   if (autocast_scope < 0 || !tensor.requires_grad() || !tensor.is_leaf() || tensor.is_view()) {
     return tensor;
   }
-  at::Tensor& alias = aliases_[{autocast_scope, tensor.unsafeGetTensorImpl()}];
-  if (!alias.defined()) {
-    aliases_[{-1, tensor.unsafeGetTensorImpl()}] = tensor;  // its address must not be used again
-    alias = tensor.variable_data().set_requires_grad(true);
-    torch::autograd::impl::set_grad_accumulator(
-        alias, core::WeakNodePtr(torch::autograd::impl::grad_accumulator(tensor)));
+  ScopeAlias& alias = aliases_[{autocast_scope, tensor.unsafeGetTensorImpl()}];
+  if (!alias.tensor.defined()) {
+    alias.of = tensor;
+    alias.tensor = tensor.variable_data().set_requires_grad(true);
+    alias.end = torch::autograd::impl::grad_accumulator(tensor);
+    torch::autograd::impl::set_grad_accumulator(alias.tensor, core::WeakNodePtr(alias.end));
   }
-  return alias;
+  return alias.tensor;
 }
 
 void Segment::push_arguments(const Instruction& instruction, const Environment& environment) {

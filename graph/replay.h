@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
@@ -96,6 +97,13 @@ class Segment {
     bool is_resident = false;           // concerns the residency
   };
 
+  /// What stands for a leaf in an autocast scope.
+  struct ScopeAlias {
+    at::Tensor of;  // held, since its address must not be used again
+    at::Tensor tensor;
+    core::NodePtr end;  // of both; tensors hold it weakly, and nobody else may hold a variable's
+  };
+
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
   at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);
@@ -109,8 +117,8 @@ class Segment {
   bool casts_ = false;          // some operator runs under autocast
   bool casts_in_leaf_ = false;  // one of them is a leaf
   bool has_resident_ = false;   // some operator concerns the residency
-  // While running: what stands for a parameter in an autocast scope.
-  std::map<std::pair<int, const at::TensorImpl*>, at::Tensor> aliases_;
+  // While running, by scope and leaf.
+  std::map<std::pair<int, const at::TensorImpl*>, ScopeAlias> aliases_;
 };
 
 /// A copy at a multiple of 64 bytes with the same sizes and strides; the tensor itself if it
