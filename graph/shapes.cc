@@ -242,6 +242,7 @@ void follow_in_place(const at::Tensor& tensor, const TensorMeta& meta) {
     give_placeholder_history(tensor);
   } else {
     torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge());
+    tensor.unsafeGetTensorImpl()->set_requires_grad(false);  // of a variable
   }
 }
 

@@ -320,5 +320,55 @@ TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
   program.expect_equal();
 }
 
+/// Nobody but the library holds the end of the variable's history, which is one in all scopes.
+TEST(FoundPrograms, AVariableIsReadUnderAutocast) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int variable = program.call("variable", {input});
+  const int cast = program.call("add", {variable, weight}, {4}, kAutocast);
+  const int slope = program.call("slope", {cast, variable}, {1});
+  const int both = program.call("mul", {cast, program.call("sin", {variable})});
+  const int slope_of_both = program.call("slope", {both, variable}, {1});
+  const int sum = program.call("add", {program.call("tanh", {slope}), slope_of_both}, {4});
+  program.backward(program.call("loss_term", {program.call("sin", {sum})}));
+  program.expect_equal();
+}
+
+/// No gradient goes through `detach_`, whatever is written to its result later.
+TEST(FoundPrograms, WhatWasDetachedInPlaceIsWrittenWithAHistory) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int state = program.call("detach_", {program.call("tanh", {weight})});
+  const int other = program.call("sin", {program.call("sigmoid", {weight})});
+  program.call("copy_into_part", {state, other}, {1, 3, 2});
+  program.backward(program.call("loss_term", {program.call("sin", {state})}));
+  program.expect_equal();
+}
+
+/// It is none any more: the program asks whether it requires a gradient.
+TEST(FoundPrograms, AVariableIsDetachedInPlace) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int variable = program.call("detach_", {program.call("variable", {input})});
+  const int product = program.call("mul", {variable, weight});
+  const int slope = program.call("slope", {product, variable}, {1});
+  const int sum = program.call("add", {program.call("sin", {product}), slope}, {4});
+  program.backward(program.call("loss_term", {program.call("tanh", {sum})}));
+  program.expect_equal();
+}
+
+/// The history of a view that changes its shape under no_grad is that of its base, looked at anew.
+TEST(FoundPrograms, AViewIsTransposedInPlaceUnderNoGrad) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int base = program.call("add", {weight, program.call("sin", {weight})}, {4});
+  const int view = program.call("slice", {base}, {0});
+  program.call("swapaxes_", {view}, {1, 0}, {/*no_grad=*/true, false});
+  program.backward(program.call("loss_term", {program.call("sin", {view})}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
