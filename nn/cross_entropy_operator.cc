@@ -124,7 +124,9 @@ Loss compute(const Tensor& logits, const Tensor& target, const Tensor& weight,
   group->all_reduce(max, ReduceOp::kMax);
   const Tensor shifted = x - max;
   const Own own(target, settings.first, logits.size(1));
-  std::vector<Tensor> terms{shifted.gather(1, own.index).squeeze(1).mul_(own.here)};
+  // Not by a product, since a logit that is not the target's may be -inf.
+  std::vector<Tensor> terms{
+      shifted.gather(1, own.index).squeeze(1).masked_fill_(own.here.logical_not(), 0)};
   if (settings.label_smoothing > 0) {
     terms.push_back(
         (weight.defined() ? shifted * own_weights(weight, logits, settings) : shifted).sum(1));

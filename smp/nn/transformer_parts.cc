@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/transformer_parts.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/dropout.h>
@@ -104,11 +105,13 @@ at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced
 }
 
 at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max) {
-  const auto options = query.options().requires_grad(false);
+  // Half precision does not hold all positions: bfloat16 none between 256 and 258.
+  const auto options =
+      query.options().dtype(at::toOpMathType(query.scalar_type())).requires_grad(false);
   const at::Tensor slopes = at::tensor(alibi_slopes(heads, bias_max), options).view({1, -1, 1, 1});
   const at::Tensor distance =
       (at::arange(keys, options) - at::arange(query.size(2), options).unsqueeze(1)).abs();
-  return distance.neg() * scatter_to_group(slopes, kHeads);
+  return (distance.neg() * scatter_to_group(slopes, kHeads)).to(query.scalar_type());
 }
 
 at::Tensor attention_in_steps(const at::Tensor& query, const at::Tensor& key,

@@ -104,6 +104,22 @@ TEST(FlashAttentionLayer, ScalesAndBiases) {
   });
 }
 
+/// Where half precision does not hold the positions, their distances are right all the same.
+TEST(FlashAttentionLayer, BiasesOfLongSequencesInHalfPrecision) {
+  torch::manual_seed(5);
+  constexpr int64_t kTokens = 600;
+  const auto qkv = torch::zeros({1, kTokens, 3, kHeads, 2}, torch::kDouble);
+  qkv.select(2, 2).uniform_(-1, 1);
+  FlashAttentionLayer layer(without_dropout().use_alibi(true));
+  on_ranks(1, [&](int) {
+    const auto expected = layer(qkv);  // as `ScalesAndBiases` shows
+    for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+      const auto difference = (layer(qkv.to(type)).to(torch::kDouble) - expected).abs().max();
+      EXPECT_LT(difference.item<double>(), 0.02) << type;
+    }
+  });
+}
+
 /// Each rank has its part of the heads: with the biases, and the masks of dropout, of one process.
 TEST(FlashAttentionLayer, OfDividedHeads) {
   const auto qkv = make_qkv(), mask = make_mask();

@@ -5,6 +5,8 @@
 #include <ATen/core/Reduction.h>
 #include <c10/util/ScopeExit.h>
 
+#include <limits>
+
 #include "smp/nn/operators.h"
 #include "tests/nn/harness.h"
 
@@ -87,6 +89,22 @@ TEST(CrossEntropy, OfLargeLogits) {
     loss.logits = torch::randn({9, 8}, torch::kDouble) * magnitude;
     loss.target = torch::randint(8, {9});
     expect_as_torch(loss, 4, c10::str("loss of logits of ", magnitude));
+  }
+}
+
+/// Classes that cannot be are -inf: some that are the first of a rank's part, and all of a part.
+TEST(CrossEntropy, OfAMaskedVocabulary) {
+  torch::manual_seed(3);
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const auto reduction : {at::Reduction::None, at::Reduction::Mean, at::Reduction::Sum}) {
+    Loss loss;
+    loss.reduction = reduction;
+    loss.logits = torch::randn({6, 8}, torch::kDouble);
+    for (const int64_t masked : {0, 4, 6, 7}) loss.logits.select(1, masked).fill_(-infinity);
+    loss.target = torch::tensor({1, 2, 3, 5, 1, 5});
+    for (const int ranks : {1, 2, 4}) {
+      expect_as_torch(loss, ranks, c10::str("loss of a masked vocabulary on ", ranks, " ranks"));
+    }
   }
 }
 
