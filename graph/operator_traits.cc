@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/operator_traits.h"
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "graph/random.h"
@@ -14,7 +15,11 @@ const std::unordered_map<std::string, OperatorTrait>& table() {
       {"aten::_batch_norm_impl_index", Trait::kUpdatesStatistics},
       {"aten::_has_compatible_shallow_copy_type", Trait::kReplacesStorage},
       {"aten::batch_norm", Trait::kUpdatesStatistics},
+      {"aten::batch_norm_gather_stats", Trait::kUpdatesStatistics},
+      {"aten::batch_norm_gather_stats_with_counts", Trait::kUpdatesStatistics},
+      {"aten::batch_norm_update_stats", Trait::kUpdatesStatistics},
       {"aten::can_cast", Trait::kReadsMetadata},
+      {"aten::cudnn_batch_norm", Trait::kUpdatesStatistics},
       {"aten::cudnn_is_acceptable", Trait::kReadsMetadata},
       {"aten::detach", Trait::kCutsHistory},
       {"aten::detach_", Trait::kCutsHistory},
@@ -30,6 +35,7 @@ const std::unordered_map<std::string, OperatorTrait>& table() {
       {"aten::is_inference", Trait::kReadsMetadata},
       {"aten::is_same_size", Trait::kReadsMetadata},
       {"aten::is_signed", Trait::kReadsMetadata},
+      {"aten::miopen_batch_norm", Trait::kUpdatesStatistics},
       {"aten::native_batch_norm", Trait::kUpdatesStatistics},
       {"aten::new_empty", Trait::kLeavesUninitialised},
       {"aten::new_empty_strided", Trait::kLeavesUninitialised},
@@ -93,7 +99,17 @@ int storage_offset_argument(const c10::FunctionSchema& schema) {
 }
 
 bool is_running_statistic(const c10::FunctionSchema& schema, size_t index) {
-  return (index == 3 || index == 4) && has_trait(schema.name(), OperatorTrait::kUpdatesStatistics);
+  return has_trait(schema.name(), OperatorTrait::kUpdatesStatistics) &&
+         schema.arguments()[index].name().rfind("running_", 0) == 0;
+}
+
+std::optional<size_t> training_argument(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  const auto found = std::find_if(arguments.begin(), arguments.end(), [](const auto& argument) {
+    return argument.name() == "training" || argument.name() == "use_input_stats";
+  });
+  if (found == arguments.end()) return std::nullopt;
+  return static_cast<size_t>(found - arguments.begin());
 }
 
 }  // namespace smp::graph

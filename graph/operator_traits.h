@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace smp::graph {
@@ -44,13 +45,19 @@ int storage_offset_argument(const c10::FunctionSchema& schema);
 /// True for a normalisation's running statistics, which it updates if it trains.
 bool is_running_statistic(const c10::FunctionSchema& schema, size_t index);
 
+/// The position of a normalisation's argument that says whether it trains; nothing if it always
+/// does.
+std::optional<size_t> training_argument(const c10::FunctionSchema& schema);
+
 /// The positions of the arguments that a call writes. `constant(index)` is an argument that holds
 /// no tensor.
 template <class ConstantAt>
 c10::SmallVector<size_t, 2> written_arguments(const c10::FunctionSchema& schema,
                                               const ConstantAt& constant) {
-  constexpr size_t kTraining = 5;  // of a normalisation
-  const auto trains = [&] { return constant(kTraining).isBool() && constant(kTraining).toBool(); };
+  const auto trains = [&] {
+    const std::optional<size_t> training = training_argument(schema);
+    return !training || (constant(*training).isBool() && constant(*training).toBool());
+  };
   c10::SmallVector<size_t, 2> written;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto* alias = schema.arguments()[i].alias_info();

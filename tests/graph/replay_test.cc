@@ -386,6 +386,33 @@ TEST(Replay, MeasuresCostsAndAgreesWithTheRecordedRun) {
   }
 }
 
+struct StatisticsImpl : torch::nn::Module {
+  StatisticsImpl() {
+    weight = register_parameter("weight", torch::ones({3}));
+    mean = register_buffer("mean", torch::zeros({3}));
+    variance = register_buffer("variance", torch::ones({3}));
+  }
+  torch::Tensor weight, mean, variance;
+};
+TORCH_MODULE(Statistics);
+
+/// Its schema does not say that it writes the running statistics, as that of batch norm does not.
+TEST(Replay, StatisticsAreUpdatedWithoutANorm) {
+  Statistics net;
+  const Tensors inputs{torch::randn({8, 3})};
+  const Function function = [&](const Tensors& in) -> Tensors {
+    at::batch_norm_update_stats(in[0] * 3, net->mean, net->variance, 0.1);
+    auto loss = ((in[0] - net->mean) * net->weight / net->variance).sum();
+    backward(loss);
+    return {loss};
+  };
+  const TraceResult traced = trace(table_of(*net), inputs, function);
+  const Operator& update = traced.recorded->operators[1];
+  EXPECT_EQ(update.name(), "aten::batch_norm_update_stats");
+  EXPECT_EQ(update.writes.size(), 2u);
+  expect_replay_equals_eager(*net, inputs, {torch::randn({8, 3})}, function);
+}
+
 /// A number that libtorch wraps into a tensor does not decide the type, where other tensors would.
 TEST(Replay, AConstantIsAWrappedNumber) {
   torch::nn::Linear net(3, 3);
