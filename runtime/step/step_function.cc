@@ -123,6 +123,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   std::vector<std::vector<at::Tensor>> inputs = split(batches, microbatches());
   const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
   agree(traced, batches);
+  check_written_inputs(given, *traced.found);
   const Prepared& prepared = prepare(traced, call, inputs);
   Program::Inputs step = inputs_of(prepared, batches, traced, std::move(inputs));
   step.step_call = runtime_->progress.step_functions.count_call(name_);
@@ -228,6 +229,23 @@ StepFunction::Traced StepFunction::guard(const StepCall& call,
     last_inputs_ = metas_of(inputs[0]);
   }
   return traced;
+}
+
+/// Each argument is a tensor of its own in a microbatch, so a write to one would not be seen in
+/// another one on the same memory.
+void StepFunction::check_written_inputs(const StepCall& call, const graph::Graph& graph) const {
+  const auto& tensors = call.tensors;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    for (size_t j = 0; j < tensors.size(); ++j) {
+      if (i == j || !tensors[i].is_alias_of(tensors[j])) continue;
+      const graph::AliasAnalysis aliases(graph);
+      SMP_CHECK_WITH(UsageError, !aliases.of(static_cast<graph::ValueId>(i)).is_written(),
+                     "step function \"", name_, "\": input tensor ", i,
+                     ", which it writes in place, shares memory with input tensor ", j,
+                     ", which would not see that. Pass x.clone() for one of them, or make a new "
+                     "tensor: y = x * 2 instead of x.mul_(2)");
+    }
+  }
 }
 
 void StepFunction::check_inputs(const StepCall& call) const {

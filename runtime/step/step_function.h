@@ -78,6 +78,7 @@ class StepFunction {
   std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
   std::vector<std::vector<at::Tensor>> split(const Batches& batches, int64_t count) const;
   void check_inputs(const StepCall& call) const;
+  void check_written_inputs(const StepCall& call, const graph::Graph& graph) const;
   bool captures_on_data() const;
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   graph::TraceResult trace_one(const StepCall& call, int microbatch,

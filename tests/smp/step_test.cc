@@ -51,6 +51,27 @@ void expect_type(const Got&) {
   static_assert(std::is_same_v<Expected, Got>);
 }
 
+/// As by an autoencoder. A write to one of them would be seen in the other by plain libtorch.
+TEST_F(StepTest, OneTensorForTwoArguments) {
+  Tensors expected = plain(x_);
+  for (int m = 0; m < 2; ++m) expected[m] = expected[m] + part(x_, 2, m);
+  on_stages([&](DistributedModel<Mlp>& model) {
+    auto reads = step([&](torch::Tensor x, torch::Tensor y) { return model(x) + y; });
+    expect_equal(reads(x_, x_).outputs(), expected, "read");
+  });
+  const std::string error = error_of_run<UsageError>(1, stages(1), [&] {
+    DistributedModel<Mlp> model(prototype_);
+    auto writes = step([&](torch::Tensor x, torch::Tensor y) { return model(y) + x.mul_(2); },
+                       StepOptions().name("train"));
+    writes(x_, x_.view({8, -1}));
+  });
+  EXPECT_NE(error.find("step function \"train\": input tensor 0, which it writes in place, shares "
+                       "memory with input tensor 1, which would not see that. Pass x.clone() for "
+                       "one of them, or make a new tensor"),
+            std::string::npos)
+      << error;
+}
+
 TEST_F(StepTest, ResultsOfEveryStructure) {
   const auto out = plain(x_);
   const Tensors twice = {out[0] * 2, out[1] * 2};
