@@ -32,6 +32,8 @@ struct Progress {
   StepFunctions step_functions;
   /// How often values were loaded into parameters: master weights made before are of old values.
   int64_t parameter_loads = 0;
+  /// Whether the job has said where it goes on after a restart.
+  bool restart_is_told = false;
 };
 
 /// What the first step settles for the rest of the program. Written by runtime/step in that step.

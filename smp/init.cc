@@ -20,6 +20,7 @@
 #include "core/failure.h"
 #include "core/heap.h"
 #include "runtime/runtime.h"
+#include "runtime/save/job_notes.h"
 
 namespace smp {
 namespace {
@@ -159,6 +160,7 @@ void init(const Config& config) {
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
     if (Runtime::get().config().keep_freed_memory()) core::keep_freed_memory();
+    runtime::note_steps(Runtime::get());
   } catch (const std::exception& error) {
     core::record_failure(world->rank(), error);
     throw;

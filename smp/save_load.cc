@@ -9,6 +9,8 @@
 #include "checkpoint/catalog.h"
 #include "checkpoint/file.h"
 #include "core/check.h"
+#include "core/log.h"
+#include "core/restart.h"
 #include "runtime/runtime.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/loading.h"
@@ -152,6 +154,25 @@ LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<st
                                  const ModelCore& model, const OptimizerCore& optimizer,
                                  const LoadOptions& options) {
   return resume(path, tag, model, &optimizer.impl(), options);
+}
+
+std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
+                                              const OptimizerCore& optimizer,
+                                              const LoadOptions& options) {
+  auto checkpoints = core::this_restart().value_or(core::Restart{}).before.checkpoints;
+  while (!checkpoints.empty()) {
+    const std::string newest = std::move(checkpoints.back());
+    checkpoints.pop_back();
+    try {
+      return load(newest, model, optimizer, options);
+    } catch (const CheckpointError& error) {  // on all ranks, and nothing has changed
+      if (checkpoints.empty()) throw;
+      if (Runtime::get().rank() > 0) continue;
+      core::log_warning(c10::str(core::text_without_prefix(error), "\nGoing on from \"",
+                                 checkpoints.back(), "\" instead"));
+    }
+  }
+  return std::nullopt;
 }
 
 RemovableHandle register_checkpoint_state(const std::string& name,

@@ -99,6 +99,16 @@ SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
                                          const ModelCore& model, const OptimizerCore& optimizer,
                                          const LoadOptions& options = {});
 
+/// For jobs under `smprun --restarts`: when the job has been started again, loads the newest
+/// checkpoint with an optimizer that it completed before, as `load` does. One that cannot be loaded
+/// is left out with a warning, and the one before it is taken; when none can be loaded, the error
+/// is that of the oldest. Returns nothing, and does nothing, when the job is started for the first
+/// time or has saved none. Collective over the world. For one model: programs with several load
+/// themselves.
+SMP_API std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
+                                                      const OptimizerCore& optimizer,
+                                                      const LoadOptions& options = {});
+
 /// Has checkpoints hold what `save` returns, text of JSON, under a name of its own, and calls
 /// `load` with it when one is loaded: for positions in data and the like (for learning-rate
 /// schedulers there is `register_scheduler`).

@@ -106,4 +106,9 @@ std::string failure_report(const Failures& failures, const ProcessResult& result
   return c10::str(kFirstCause, "no rank left a message; ", explain_exit(result.exit_status), "\n");
 }
 
+std::string cause_in(const std::string& report) {
+  const size_t begin = report.rfind(kFirstCause);
+  return begin == std::string::npos ? report : report.substr(begin);
+}
+
 }  // namespace smp::tools

@@ -27,4 +27,7 @@ std::optional<EndedRank> ended_rank(const std::string& mpirun_says);
 /// waited for nobody.
 std::string failure_report(const std::vector<core::Failure>& failures, const ProcessResult& result);
 
+/// The end of a report, which names the cause and depends on nobody who noticed.
+std::string cause_in(const std::string& report);
+
 }  // namespace smp::tools

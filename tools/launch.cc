@@ -130,6 +130,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
     command.environment.emplace_back(name, value);
   };
   if (!context.failure_dir.empty()) export_variable(kFailureDirVariable, context.failure_dir);
+  if (context.restart) export_variable(core::kRestartVariable, context.restart->to_text());
   if (model_parallel) export_variable(kParametersVariable, distribution->parameters_json);
   if (data_parallel) {
     const std::string first = hosts.empty() ? "localhost" : hosts.front().name;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/restart.h"
 #include "tools/hosts.h"
 
 namespace smp::tools {
@@ -20,6 +21,8 @@ struct LaunchOptions {
   std::string hosts;
   /// Whether mpirun marks each line of output with its rank.
   bool tag_output = false;
+  /// How often a job that has failed is started again, at most.
+  int restarts = 0;
   /// The program to run and its arguments.
   std::vector<std::string> program;
 };
@@ -32,6 +35,8 @@ struct LaunchContext {
   bool is_root = false;
   /// The folder for the last words of ranks, see `core::record_failure`; empty for none.
   std::string failure_dir;
+  /// What a job that is started again is told; nothing at the first start.
+  std::optional<core::Restart> restart;
   /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
   /// so programs would not notice; they are told by TERM=dumb.
   bool output_is_terminal = true;

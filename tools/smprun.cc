@@ -9,14 +9,19 @@
 #include <cstring>
 #include <filesystem>
 #include <iostream>
+#include <optional>
+#include <string>
+#include <thread>
 
 #include "core/check.h"
 #include "core/config_file.h"
 #include "core/env.h"
 #include "core/failure.h"
+#include "core/restart.h"
 #include "tools/failure_report.h"
 #include "tools/launch.h"
 #include "tools/process.h"
+#include "tools/restarts.h"
 
 namespace {
 
@@ -27,6 +32,7 @@ using smp::tools::ProcessResult;
 
 constexpr int kUsageStatus = 2;
 constexpr int kMostRanks = 1 << 20;
+constexpr int kMostRestarts = 1000;
 
 // A private folder that goes away with this object.
 class TemporaryFolder {
@@ -63,6 +69,46 @@ bool is_here(const LaunchOptions& options, const LaunchContext& context,
          std::none_of(command.arguments.begin(), own_options, names_folder);
 }
 
+// How one start of the ranks went.
+struct Run {
+  ProcessResult result;
+  std::string report;                           // of its failure
+  std::optional<smp::core::JobProgress> noted;  // how far it came, where that is known
+};
+
+Run run_once(const LaunchOptions& options, LaunchContext context) {
+  const TemporaryFolder folder;
+  context.failure_dir = folder.path();
+  const LaunchCommand command = plan_launch(options, context);
+  if (is_here(options, context, command)) smp::tools::check_program(options.program.front());
+  Run run;
+  run.result = run_process(command);
+  if (run.result.exit_status != 0) {
+    run.report = failure_report(smp::core::read_failures(folder.path()), run.result);
+    run.noted = smp::core::read_progress(folder.path());
+  }
+  return run;
+}
+
+// Starts the ranks, and again after failures, as often as the user wants. Whoever stops the
+// launcher does not want that.
+int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
+  smp::tools::Restarts restarts(options.restarts,
+                                options.hosts.empty() && context.slurm_hosts.empty());
+  for (;;) {
+    const Run run = run_once(options, context);
+    if (run.result.exit_status == 0) return 0;
+    std::cout.flush();  // the last line on the screen shall be the cause
+    std::cerr << run.report;
+    if (run.result.forwarded_signal != 0) return run.result.exit_status;
+    const auto decision = restarts.after(smp::tools::cause_in(run.report), run.noted);
+    std::cerr << decision.text;
+    if (!decision.again) return run.result.exit_status;
+    std::this_thread::sleep_for(decision.wait);
+    context.restart = restarts.next();
+  }
+}
+
 int launch(const LaunchOptions& options, bool dry_run) {
   LaunchContext context;
   context.parameters = smp::core::env(smp::core::kParametersVariable);
@@ -78,18 +124,9 @@ int launch(const LaunchOptions& options, bool dry_run) {
     std::cout << shell_text(plan_launch(options, context)) << "\n";
     return 0;
   }
-  const TemporaryFolder folder;
-  context.failure_dir = folder.path();
   context.output_is_terminal = isatty(STDOUT_FILENO) != 0;
   context.backtraces = smp::core::env("SMP_BACKTRACE") == "1";
-  const LaunchCommand command = plan_launch(options, context);
-  if (is_here(options, context, command)) smp::tools::check_program(options.program.front());
-  const ProcessResult result = run_process(command);
-  if (result.exit_status != 0) {
-    std::cout.flush();  // the last line on the screen shall be the cause
-    std::cerr << failure_report(smp::core::read_failures(folder.path()), result);
-  }
-  return result.exit_status;
+  return run_with_restarts(options, std::move(context));
 }
 
 }  // namespace
@@ -112,6 +149,9 @@ int main(int argc, char** argv) {
                  "Hosts and their ranks, h1:2,h2:2; else those of a SLURM job, else this one");
   app.add_flag("--dry-run", dry_run, "Check the configuration and print the command only");
   app.add_flag("--tag-output", options.tag_output, "Mark each line of output with its rank");
+  app.add_option("--restarts", options.restarts,
+                 "How often a job that fails is started again, to go on from its newest checkpoint")
+      ->check(CLI::Range(0, kMostRestarts));
   app.prefix_command();  // from the program on, everything belongs to the program
   CLI11_PARSE(app, argc, argv);
   options.program = app.remaining();

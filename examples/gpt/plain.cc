@@ -71,7 +71,7 @@ void train(const Settings& settings) {
 
   const std::string checkpoint = settings.checkpoint_dir + "/plain.pt";
   const int64_t first = settings.resume ? load(checkpoint, net, optimizer) : 0;
-  LossLog losses(settings.losses, settings.resume);
+  LossLog losses(settings.losses, first);
   Progress progress(first, settings.steps, settings.batch * settings.sequence, std::cout,
                     stdout_is_terminal());
   for (int64_t step = first; step < settings.last_step(); ++step) {

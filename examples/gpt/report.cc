@@ -9,12 +9,19 @@
 
 namespace gpt {
 
-LossLog::LossLog(const std::string& file, bool append) {
+LossLog::LossLog(const std::string& file, int64_t first) {
   if (file.empty()) return;
-  file_.open(file, append ? std::ios::app : std::ios::trunc);
+  std::string before;
+  std::ifstream old(file);
+  int64_t step = 0;
+  for (std::string line; old >> step && std::getline(old, line) && step < first;) {
+    before += std::to_string(step) + line + "\n";
+  }
+  file_.open(file);
   if (!file_.is_open()) {
     throw std::runtime_error("losses: cannot write \"" + file + "\". Check --losses.");
   }
+  file_ << before << std::flush;
 }
 
 void LossLog::add(int64_t step, double loss) {

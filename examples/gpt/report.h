@@ -11,9 +11,9 @@ namespace gpt {
 /// computed the same losses, to the last bit, if their files are equal.
 class LossLog {
  public:
-  /// Writes to `file`, after what is there if `append`; an empty name makes a log that drops
-  /// everything. Throws `std::runtime_error` if the file cannot be written.
-  LossLog(const std::string& file, bool append);
+  /// Writes to `file` from step `first` on, after what it says of the steps before; an empty name
+  /// makes a log that drops everything. Throws `std::runtime_error` if the file cannot be written.
+  LossLog(const std::string& file, int64_t first);
 
   /// Adds the loss of `step`.
   void add(int64_t step, double loss);

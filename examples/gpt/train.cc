@@ -56,8 +56,11 @@ void train(const Settings& settings) {
       smp::step([&](torch::Tensor x) { return model(x); }, smp::StepOptions().microbatches(1));
 
   const std::string& folder = settings.checkpoint_dir;
-  const int64_t first = settings.resume ? smp::load(folder, model, optimizer).step : 0;
-  LossLog losses(leader ? settings.losses : "", settings.resume);
+  // After a restart by `smprun --restarts`, what this job saved; --resume is about an earlier job.
+  auto resumed = smp::resume_after_restart(model, optimizer);
+  if (!resumed && settings.resume) resumed = smp::load(folder, model, optimizer);
+  const int64_t first = resumed ? resumed->step : 0;
+  LossLog losses(leader ? settings.losses : "", first);
   Progress progress(first, settings.steps, settings.batch * settings.sequence, std::cout,
                     stdout_is_terminal());
   for (int64_t step = first; step < settings.last_step(); ++step) {
@@ -72,11 +75,9 @@ void train(const Settings& settings) {
 
     if (leader) progress.update(step + 1, loss);
     losses.add(step, loss);
-    if (settings.save_every > 0 && (step + 1) % settings.save_every == 0) {
-      smp::save(folder, model, optimizer);
-    }
+    const bool is_due = settings.save_every > 0 && (step + 1) % settings.save_every == 0;
+    if (is_due || step + 1 == settings.last_step()) smp::save(folder, model, optimizer);
   }
-  smp::save(folder, model, optimizer);
 
   model->eval();
   double sum = 0;

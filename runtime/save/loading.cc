@@ -18,6 +18,7 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/background_save.h"
+#include "runtime/save/job_notes.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
 #include "runtime/update/master_weights.h"
@@ -93,6 +94,7 @@ class Load {
     const auto& run = reader_->index().run;
     runtime_.progress.seed = run.random.seed;
     runtime_.progress.training_steps = run.step;
+    note_steps(runtime_);
     runtime_.progress.gradient_shards = static_cast<int>(run.gradient_shards);
     if (with_optimizer_) {
       runtime_.progress.step_functions.resume(run.random.step_calls, path_);

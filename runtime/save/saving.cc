@@ -13,6 +13,7 @@
 #include "checkpoint/pretrained.h"
 #include "core/check.h"
 #include "core/failure.h"
+#include "core/restart.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
@@ -368,11 +369,18 @@ std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) 
   return result;
 }
 
-std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
+std::shared_ptr<BackgroundSave> save(const SaveRequest& given, const Model& model,
                                      Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
-  begin_saving(runtime, request.call);
-  if (optimizer != nullptr) check_nothing_adds_up(runtime, request.call);
+  begin_saving(runtime, given.call);
+  if (optimizer != nullptr) check_nothing_adds_up(runtime, given.call);
+  SaveRequest request = given;
+  if (optimizer != nullptr) {
+    request.when_saved = [path = given.path, next = given.when_saved] {
+      core::note_checkpoint(path);
+      if (next) next();
+    };
+  }
   Begun begun = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
   return request.merged ? save_merged(runtime, request, std::move(begun), model)

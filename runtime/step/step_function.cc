@@ -25,6 +25,7 @@
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/placement.h"
 #include "runtime/runtime.h"
+#include "runtime/save/job_notes.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
 #include "runtime/step/coalescing.h"
@@ -133,6 +134,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   runtime_->update_watch->after_step(name_, traced.found->trains());
   if (traced.found->trains()) {
     ++runtime_->progress.training_steps;
+    note_training_step(*runtime_);
     for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;

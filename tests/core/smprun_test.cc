@@ -41,8 +41,8 @@ class Smprun : public ::testing::Test {
     return smp::testing::run_command(shell_command + " 2>&1");
   }
 
-  std::string command(const std::string& mode) const {
-    return "tools/smprun_bin --config " + config_.string() + " tests/core/failing_rank " +
+  std::string command(const std::string& mode, const std::string& options = "") const {
+    return "tools/smprun_bin --config " + config_.string() + options + " tests/core/failing_rank " +
            folder_.string() + " " + mode;
   }
 
@@ -94,16 +94,16 @@ TEST_F(Smprun, ExplainsARankThatLeftNoMessage) {
   EXPECT_FALSE(runs(0));
 }
 
-TEST_F(Smprun, SendsSignalsOn) {
+TEST_F(Smprun, SendsSignalsOnAndDoesNotStartAgain) {
   for (const auto& [signal, name] : {std::pair{SIGTERM, "Terminated"}, {SIGINT, "Interrupt"}}) {
     fs::remove(folder_ / "pid.0");
     fs::remove(folder_ / "pid.1");
     const std::string pid = folder_.string() + "/pid.";
     // A shell ignores interrupts in what it starts with &.
-    const Outcome outcome =
-        run("{ env --default-signal=INT " + command("wait") + " & launcher=$!; until [ -s " + pid +
-            "0 ] && [ -s " + pid + "1 ]; do sleep 0.1; done; kill -" + std::to_string(signal) +
-            " $launcher; wait $launcher; }");
+    const Outcome outcome = run("{ env --default-signal=INT " + command("wait", " --restarts 3") +
+                                " & launcher=$!; until [ -s " + pid + "0 ] && [ -s " + pid +
+                                "1 ]; do sleep 0.1; done; kill -" + std::to_string(signal) +
+                                " $launcher; wait $launcher; }");
     EXPECT_EQ(outcome.status, 128 + signal) << outcome.output;
     EXPECT_EQ(last_line(outcome.output),
               "smprun: stopped by signal " + std::to_string(signal) + " (" + name + ")");

@@ -60,14 +60,28 @@ TEST(Progress, SmoothsTheLoss) {
 TEST(LossLog, KeepsEveryBit) {
   const TempFolder folder;
   const auto file = folder.file("losses");
-  LossLog(file, /*append=*/false).add(0, 0.5);
-  LossLog(file, /*append=*/true).add(1, 1.0 / 3);
+  LossLog(file, 0).add(0, 0.5);
+  LossLog(file, 1).add(1, 1.0 / 3);
   std::ifstream stream(file);
   std::ostringstream text;
   text << stream.rdbuf();
   EXPECT_EQ(text.str(), "0 0x1p-1\n1 0x1.5555555555555p-2\n");
-  EXPECT_THAT(error_of([&] { LossLog(folder.file("none/losses"), false); }),
+  EXPECT_THAT(error_of([&] { LossLog(folder.file("none/losses"), 0); }),
               testing::HasSubstr("losses: cannot write \"" + folder.file("none/losses") + "\""));
+}
+
+TEST(LossLog, DropsWhatIsTrainedAgain) {
+  const TempFolder folder;
+  const auto file = folder.file("losses");
+  {
+    LossLog log(file, 0);
+    for (int step = 0; step < 4; ++step) log.add(step, step);
+  }
+  LossLog(file, 2).add(2, 0.5);
+  std::ifstream stream(file);
+  std::ostringstream text;
+  text << stream.rdbuf();
+  EXPECT_EQ(text.str(), "0 0x0p+0\n1 0x1p+0\n2 0x1p-1\n");
 }
 
 TEST(Report, ComparesWithTheTrigram) {

@@ -3,8 +3,11 @@
 
 #include <gmock/gmock.h>
 
+#include <cstdlib>
+
 #include "checkpoint/apply.h"
 #include "checkpoint/writer.h"
+#include "core/restart.h"
 #include "tests/smp/saved_run.h"
 
 namespace smp::testing {
@@ -227,6 +230,64 @@ TEST_F(CheckpointDamage, AnOptimizerOfAnotherFormIsFoundBeforeTheModelChanges) {
     }
   });
   EXPECT_THAT(texts.the_same_from(2), HasSubstr("does not fit this optimizer"));
+}
+
+/// As in a job that smprun has started again.
+class Restarted {
+ public:
+  explicit Restarted(const std::vector<std::string>& checkpoints) {
+    setenv(core::kRestartVariable, core::Restart{1, {4, checkpoints}}.to_text().c_str(), 1);
+  }
+  ~Restarted() { unsetenv(core::kRestartVariable); }
+};
+
+TEST_F(CheckpointDamage, ARestartTakesTheNewestThatIsWhole) {
+  fs::remove_all(path("newest"));
+  fs::copy(path("later"), path("newest"));
+  flip_last_bit(path("newest") + kModel);
+  const Restarted restarted({path("whole"), path("later"), path("newest")});
+  ::testing::internal::CaptureStderr();
+  run(
+      2, 1,
+      [&](SavedRun& run) {
+        const auto resumed = resume_after_restart(run.model, run.optimizer);
+        ASSERT_TRUE(resumed);
+        EXPECT_EQ(resumed->step, 2);
+        run.train(2);
+      },
+      /*seed=*/9);
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("model-00002-of-00002.safetensors: tensor \""));
+  EXPECT_THAT(log, HasSubstr("\nGoing on from \"" + path("later") + "\" instead\n"));
+  EXPECT_THAT(log, HasSubstr("restart 1: goes on from step 2; 2 steps are trained again\n"));
+}
+
+TEST_F(CheckpointDamage, ARestartWithoutAWholeCheckpointIsAnError) {
+  const Restarted restarted({path("missing")});
+  Texts texts;
+  run(2, 1,
+      [&](SavedRun& run) { texts.of([&] { resume_after_restart(run.model, run.optimizer); }); });
+  EXPECT_THAT(texts.the_same_from(2), HasSubstr("cannot load checkpoint \"" + path("missing")));
+}
+
+/// What is trained twice is not so unnoticed.
+TEST_F(CheckpointDamage, ARestartThatBeginsAnewIsWarnedOf) {
+  EXPECT_FALSE(core::this_restart());
+  const Restarted restarted({path("later")});
+  ::testing::internal::CaptureStderr();
+  run(2, 1, [&](SavedRun& run) { run.train(0); });
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("warning: restart 1: goes on from step 0; 4 steps are trained again, though "
+                "there is checkpoint \"" +
+                path("later") + "\". Call smp::resume_after_restart before the first step\n"));
+}
+
+TEST_F(CheckpointDamage, AFirstStartResumesNothing) {
+  run(2, 1, [&](SavedRun& run) {
+    EXPECT_FALSE(resume_after_restart(run.model, run.optimizer));
+    EXPECT_EQ(runtime::Runtime::get().progress.training_steps, 0);
+  });
 }
 
 }  // namespace

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace smp::core {
+
+/// The environment variable that says in a job that `smprun` has started again: text of a
+/// `Restart`.
+constexpr const char* kRestartVariable = "SMP_RESTART";
+
+/// How far a job has come, as world rank 0 notes it for the launcher in `SMP_FAILURE_DIR`. A
+/// process that is killed has noted everything before.
+struct JobProgress {
+  /// Steps of training done, those before a checkpoint that the job went on from among them.
+  int64_t steps = 0;
+  /// Checkpoints that are complete and have the optimizer, by their paths as the program gave them,
+  /// the newest last.
+  std::vector<std::string> checkpoints;
+};
+
+/// Note how far this job has come. Without the variable nothing happens. A note that cannot be
+/// written is left out: training goes on.
+void note_steps(int64_t steps) noexcept;
+void note_checkpoint(const std::string& path) noexcept;
+
+/// What was noted in `directory`; nothing if no rank 0 that sees it has begun.
+std::optional<JobProgress> read_progress(const std::string& directory);
+
+/// What a job that was started again is told.
+struct Restart {
+  int number = 0;      ///< 1 for the first restart
+  JobProgress before;  ///< of the starts before this one
+
+  std::string to_text() const;
+};
+
+/// That of this process; nothing for a job that is started for the first time.
+std::optional<Restart> this_restart();
+
+}  // namespace smp::core

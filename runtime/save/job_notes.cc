@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/save/job_notes.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/restart.h"
+
+namespace smp::runtime {
+namespace {
+
+void tell(const core::Restart& restart, int64_t from) {
+  const int64_t again = std::max<int64_t>(restart.before.steps - from, 0);
+  const std::string text =
+      c10::str("restart ", restart.number, ": goes on from step ", from, "; ", again,
+               again == 1 ? " step is" : " steps are", " trained again");
+  if (from > 0 || restart.before.checkpoints.empty()) {
+    core::log_info(text);
+  } else {
+    core::log_warning(text + ", though there is checkpoint \"" + restart.before.checkpoints.back() +
+                      "\". Call smp::resume_after_restart before the first step");
+  }
+}
+
+}  // namespace
+
+void note_steps(const Runtime& runtime) {
+  if (runtime.rank() == 0) core::note_steps(runtime.progress.training_steps);
+}
+
+void note_training_step(Runtime& runtime) {
+  Progress& progress = runtime.progress;
+  if (runtime.rank() == 0 && !std::exchange(progress.restart_is_told, true)) {
+    if (const auto restart = core::this_restart()) tell(*restart, progress.training_steps - 1);
+  }
+  note_steps(runtime);
+}
+
+}  // namespace smp::runtime

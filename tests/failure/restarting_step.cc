@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// usage: restarting_step FOLDER [MARK...]
+//
+// Trains eight steps and saves every second one as FOLDER/step_N_partial. The first start of the
+// job obeys the first MARK, the first restart the second and so on; one is WHERE:RANK:STEP:COUNT:
+//
+//   early   the rank exits before smp::init
+//   begin   it is killed after smp::init
+//   throw   its function throws in that step
+//   action  it is killed at the COUNT-th action of that step
+//   update  it is killed between that step and the optimizer's
+//   save    it is killed at the COUNT-th of its file calls in the save after that step
+//   end     it is killed when all is done
+//
+// Started by restart_test through smprun.
+
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "core/restart.h"
+#include "runtime/runtime.h"
+#include "smp/smp.h"
+#include "tests/checkpoint/file_calls.h"
+#include "tests/smp/models.h"
+
+namespace {
+
+using smp::testing::TinyGpt;
+using smp::testing::TinyGptImpl;
+
+constexpr int64_t kSteps = 8;
+
+struct Mark {
+  std::string where;
+  int rank = -1;
+  int64_t step = 0, count = 0;
+};
+
+Mark mark_of_this_start(int argc, char** argv) {
+  const auto restart = smp::core::this_restart();
+  const int start = restart ? restart->number : 0;
+  Mark mark;
+  if (start + 2 >= argc) return mark;
+  std::istringstream words(argv[start + 2]);
+  std::getline(words, mark.where, ':');
+  char colon = 0;
+  words >> mark.rank >> colon >> mark.step >> colon >> mark.count;
+  return mark;
+}
+
+[[noreturn]] void die() {
+  kill(getpid(), SIGKILL);
+  std::abort();
+}
+
+/// All ranks have come as far, so that what is noted does not depend on time.
+bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
+  if (mark.where != where || mark.step != step) return false;
+  smp::barrier();
+  return smp::rank() == mark.rank;
+}
+
+void train(const std::string& folder, const Mark& mark) {
+  smp::init();
+  if (is_due(mark, "begin")) die();
+  torch::manual_seed(1);
+  TinyGpt net(/*tied=*/true, /*layers=*/2);
+  smp::DistributedModel<TinyGpt> model(net);
+  smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
+  bool throws = false;
+  auto step = smp::step([&](torch::Tensor x, torch::Tensor y) {
+    if (throws) throw std::runtime_error("no such word");
+    auto loss = net->loss(x, y);
+    model->backward(loss);
+    return loss;
+  });
+  const auto resumed = smp::resume_after_restart(model, optimizer);
+  const int64_t first = resumed ? resumed->step : 0;
+  if (resumed && nlohmann::json::parse(resumed->user_content).at("saved_at") != first) std::abort();
+  auto& hook = smp::runtime::Runtime::get().execution.on_action;
+  for (int64_t done = first; done < kSteps; ++done) {
+    torch::manual_seed(100 + done);
+    const auto batch = TinyGptImpl::batch(4);
+    throws = is_due(mark, "throw", done);
+    if (is_due(mark, "action", done)) {
+      hook = [left = mark.count](const auto&) mutable {
+        if (left-- == 0) die();
+      };
+    }
+    optimizer.zero_grad();
+    step(smp::shard(batch[0]), smp::shard(batch[1]));
+    if (is_due(mark, "update", done)) die();
+    optimizer.step();
+    if ((done + 1) % 2 != 0) continue;
+    if (is_due(mark, "save", done)) {
+      smp::testing::inject(folder, smp::testing::Fault::kKill, mark.count);
+    }
+    smp::save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
+                         smp::SaveCheckpointOptions()
+                             .user_content(nlohmann::json{{"saved_at", done + 1}}.dump())
+                             .num_kept_partial_checkpoints(2)
+                             .asynchronous(done % 4 == 1))
+        .wait();
+  }
+  if (is_due(mark, "end")) die();
+  smp::shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Mark mark = mark_of_this_start(argc, argv);
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  if (mark.where == "early" && rank == std::to_string(mark.rank)) return 3;
+  torch::set_num_threads(1);
+  train(argv[1], mark);
+  return 0;
+}

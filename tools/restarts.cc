@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/restarts.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+
+namespace smp::tools {
+namespace {
+
+constexpr int kLongestWait = 60;  // s
+// The newest; an environment variable cannot be of any length.
+constexpr size_t kMostCheckpoints = 16;
+
+}  // namespace
+
+std::string Restarts::why_not(const Failed& now) const {
+  if (!now.steps && !one_host_) {
+    return "rank 0 has not come to smp::init, or cannot write to the launcher's folder. On several "
+           "hosts, set TMPDIR to a folder that all of them see.";
+  }
+  if (last_ && last_->cause == now.cause && last_->steps == now.steps) {
+    const int64_t steps = now.steps.value_or(0);
+    return "it has failed twice with this cause, " +
+           (steps == 0 ? "before its first step." : c10::str("after step ", steps, "."));
+  }
+  if (restarts_ == most_) return c10::str("all of --restarts ", most_, " are used.");
+  return "";
+}
+
+/// Returns whether there is a new checkpoint.
+bool Restarts::take(const core::JobProgress& noted) {
+  so_far_.steps = std::max(so_far_.steps, noted.steps);
+  auto& all = so_far_.checkpoints;
+  for (const std::string& path : noted.checkpoints) {
+    all.erase(std::remove(all.begin(), all.end(), path), all.end());
+    all.push_back(path);
+  }
+  if (all.size() > kMostCheckpoints) all.erase(all.begin(), all.end() - kMostCheckpoints);
+  return !noted.checkpoints.empty();
+}
+
+Restarts::Decision Restarts::after(const std::string& cause,
+                                   const std::optional<core::JobProgress>& noted) {
+  if (most_ == 0) return {};
+  const bool has_progressed = noted && take(*noted);
+  const Failed now{cause, noted ? std::optional(noted->steps) : std::nullopt};
+  const std::string reason = why_not(now);
+  last_ = now;
+  if (!reason.empty()) return {false, "smprun: not started again: " + reason + "\n", {}};
+  without_progress_ = has_progressed ? 0 : without_progress_ + 1;
+  const std::chrono::seconds wait(std::min(1 << std::min(without_progress_, 6), kLongestWait));
+  const std::string from = so_far_.checkpoints.empty()
+                               ? "from its start, no checkpoint is complete"
+                               : "from checkpoint " + so_far_.checkpoints.back();
+  return {true,
+          c10::str("smprun: restart ", ++restarts_, " of ", most_, " in ", wait.count(),
+                   " s: ", from, "\n"),
+          wait};
+}
+
+}  // namespace smp::tools
