@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# usage: examples/gpt/kill_ranks.sh [--steps N] [ARGUMENTS OF GPT...]
+#
+# Trains the GPT on 4 ranks twice, the second time under `smprun --restarts 3`, and kills three of
+# its ranks (kill -9), one after the other. Then both jobs must have left the same bytes.
+# In the environment: SMPRUN, GPT and CONFIG, the launcher, the program and its configuration.
+set -euo pipefail
+steps=400
+if [ "${1:-}" = --steps ]; then steps=$2 && shift 2; fi
+smprun=${SMPRUN:-tools/smprun} gpt=${GPT:-bazel-bin/examples/gpt/gpt} config=${CONFIG:-examples/gpt/2x2.json}
+work=$(mktemp -d)
+launcher=
+trap '[ -z "$launcher" ] || kill "$launcher" 2>/dev/null || true; rm -rf "$work"' EXIT
+export TERM=dumb
+
+# job NAME [OPTIONS OF SMPRUN...]: becomes the launcher
+job() {
+  exec "$smprun" --np 4 --config "$config" "${@:2}" "$gpt" --steps "$steps" --sample 0 \
+    --save-every $((steps / 16)) --checkpoint-dir "$work/$1" --losses "$work/$1.losses" "${arguments[@]}"
+}
+arguments=("$@")
+
+lines() { if [ -e "$work/disturbed.losses" ]; then wc -l <"$work/disturbed.losses"; else echo 0; fi; }
+
+# pid_of RANK: of the processes that mpirun has started
+pid_of() {
+  local mpirun rank
+  for mpirun in $(cat "/proc/$launcher/task/$launcher/children"); do
+    for rank in $(cat "/proc/$mpirun/task/$mpirun/children"); do
+      if tr '\0' '\n' <"/proc/$rank/environ" | grep -qx "OMPI_COMM_WORLD_RANK=$1"; then echo "$rank"; fi
+    done
+  done
+}
+
+echo "undisturbed: $steps steps on 4 ranks"
+(job undisturbed) >"$work/undisturbed.log" 2>&1 || { cat "$work/undisturbed.log"; exit 1; }
+
+echo "again, and a rank is killed three times"
+job disturbed --restarts 3 >"$work/disturbed.log" 2>&1 &
+launcher=$!
+quarter=$((steps / 4)) count=0
+for rank in 3 0 1; do
+  count=$((count + 1))
+  # A little later than a checkpoint, so that there is something to train again.
+  until [ "$(lines)" -ge $((count * quarter + steps / 40)) ]; do
+    kill -0 "$launcher" || { cat "$work/disturbed.log"; exit 1; }
+    sleep 0.02
+  done
+  kill -9 "$(pid_of "$rank")"
+  echo "  rank $rank was killed"
+done
+wait "$launcher" || { cat "$work/disturbed.log"; exit 1; }
+launcher=
+grep -o '^smprun: .*\|restart [0-9]*: goes on.*' "$work/disturbed.log" | grep -v noticed | sed "s|$work/||; s/^/  /"
+
+cd "$work"
+for name in $(cd undisturbed && ls); do
+  cmp "undisturbed/$name" "disturbed/$name"
+  echo "same bytes: $name $(sha256sum <"disturbed/$name" | cut -c1-16)"
+done
+cmp undisturbed.losses disturbed.losses
+echo "same bytes: the losses of all $(wc -l <disturbed.losses) steps"
