@@ -42,6 +42,12 @@ void check(const Config& config, const std::string& source) {
   config.validate();
 }
 
+// What the configuration does not say, the program may set.
+void check_size(Config config, int ranks) {
+  if (!config.is_set("ddp")) config.ddp(true);
+  core::Topology::check_size(config, ranks);
+}
+
 bool is_data_parallel(const std::optional<Distribution>& distribution) {
   return distribution && distribution->strategy == core::Strategy::kDataParallel;
 }
@@ -108,7 +114,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (model_parallel) check(distribution->config, source);
   const std::vector<Host> hosts = find_hosts(options, context, distribution);
   const int ranks = rank_count(options, hosts, distribution);
-  if (model_parallel) core::Topology::check_size(distribution->config, ranks);
+  if (model_parallel) check_size(distribution->config, ranks);
 
   const std::string custom = distribution ? distribution->custom_mpi_options : "";
   MpirunArguments mpirun(

@@ -256,6 +256,9 @@ TEST(Launch, Errors) {
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
   options.np = 6;
+  EXPECT_EQ(rank_count(options), "6") << "the program may set ddp";
+  options = options_for(R"({"partitions": 3, "ddp": false})");
+  options.np = 6;
   EXPECT_EQ(error_of(options),
             "[smp] config key \"ddp\": expected true, because 6 ranks are 2 replicas of 3 "
             "partitions, got false. Set \"ddp\": true, or start 3 ranks.");
