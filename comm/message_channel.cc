@@ -3,6 +3,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <atomic>
+#include <cstring>
 #include <deque>
 #include <utility>
 
@@ -22,14 +24,39 @@ at::Tensor make_message(const ChannelSpec& spec, int64_t bytes) {
   return at::empty({bytes}, options);
 }
 
+// Which channel it is of those that a process sends on. The sender tells the receiver, which says
+// it of each message received, so that nobody takes what an earlier channel of this tag has left
+// for its own.
+using ChannelNumber = uint64_t;
+
+Tag number_tag(const ChannelSpec& spec) { return 12 * (kMaxChannelTag + 1) + spec.tag; }
+Tag received_tag(const ChannelSpec& spec) { return 13 * (kMaxChannelTag + 1) + spec.tag; }
+
+at::Tensor to_tensor(ChannelNumber number) {
+  const at::Tensor bytes = at::empty({sizeof number}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), &number, sizeof number);
+  return bytes;
+}
+
+ChannelNumber to_number(const at::Tensor& bytes) {
+  ChannelNumber number = 0;
+  std::memcpy(&number, bytes.const_data_ptr(), sizeof number);
+  return number;
+}
+
 class MessageSender final : public Sender {
  public:
   MessageSender(CommunicatorPtr group, const ChannelSpec& spec)
-      : group_(std::move(group)), spec_(spec), bytes_(spec.bytes) {}
+      : group_(std::move(group)), spec_(spec), bytes_(spec.bytes) {
+    group_->isend(to_tensor(number_), spec_.peer, number_tag(spec_));
+  }
 
   void set_size(const MessageSize& size) override { bytes_ = size.bytes; }
 
   const at::Tensor& prepare() override {
+    while (not_received_ >= spec_.held + spec_.ahead) {
+      hear();
+    }
     if (!next_.defined() && !sent_.empty() && sent_.front().work->test()) {
       sent_.front().work->wait();  // throws when it has failed
       next_ = std::move(sent_.front().message);
@@ -44,6 +71,7 @@ class MessageSender final : public Sender {
   void send() override {
     WorkPtr work = group_->isend(next_, spec_.peer, spec_.tag);
     sent_.push_back({std::move(work), std::exchange(next_, at::Tensor())});
+    ++not_received_;
   }
 
   void flush() override {
@@ -53,9 +81,29 @@ class MessageSender final : public Sender {
   }
 
  private:
+  static ChannelNumber next_number() {
+    static std::atomic<ChannelNumber> count{0};
+    return ++count;
+  }
+
+  // Waits until the receiver says that it has received a message. What is heard after a time-out
+  // is not lost.
+  void hear() {
+    if (!heard_.work) {
+      heard_.message = to_tensor(0);
+      heard_.work = group_->irecv(heard_.message, spec_.peer, received_tag(spec_));
+    }
+    heard_.work->wait();
+    heard_.work = nullptr;
+    not_received_ -= to_number(heard_.message) == number_ ? 1 : 0;
+  }
+
   const CommunicatorPtr group_;
   const ChannelSpec spec_;
+  const ChannelNumber number_ = next_number();
   int64_t bytes_;
+  int not_received_ = 0;  // as far as was heard
+  Pending heard_;
   at::Tensor next_;
   std::deque<Pending> sent_;  // their memory is used again, oldest first
 };
@@ -63,7 +111,10 @@ class MessageSender final : public Sender {
 class MessageReceiver final : public Receiver {
  public:
   MessageReceiver(CommunicatorPtr group, const ChannelSpec& spec)
-      : group_(std::move(group)), spec_(spec), bytes_(spec.bytes) {}
+      : group_(std::move(group)), spec_(spec), bytes_(spec.bytes) {
+    number_.message = to_tensor(0);
+    number_.work = group_->irecv(number_.message, spec_.peer, number_tag(spec_));
+  }
 
   void set_size(const MessageSize& size) override { bytes_ = size.bytes; }
 
@@ -78,6 +129,8 @@ class MessageReceiver final : public Receiver {
     posted_.pop_front();
     post();
     pending.work->wait();
+    number_.work->wait();  // it came before
+    group_->isend(number_.message, spec_.peer, received_tag(spec_));
     return std::move(pending.message);
   }
 
@@ -93,6 +146,7 @@ class MessageReceiver final : public Receiver {
   const CommunicatorPtr group_;
   const ChannelSpec spec_;
   int64_t bytes_;
+  Pending number_;
   int expected_ = 0;  // and not yet posted
   std::deque<Pending> posted_;
 };

@@ -8,6 +8,7 @@
 #include <functional>
 #include <utility>
 
+#include "comm/message_channel.h"
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"
 #include "core/check.h"
@@ -199,7 +200,9 @@ void TransportCommunicator::check_tag(const char* verb, Tag tag) const {
 
 void TransportCommunicator::check_channel(const char* argument, const ChannelSpec& spec) const {
   check_rank(name(), "open_channels", argument, spec.peer, size());
-  check_tag("open_channels", spec.tag);
+  SMP_CHECK_WITH(UsageError, spec.tag >= 0 && spec.tag <= kMaxChannelTag,
+                 "open_channels on group '", name(), "': expected a tag in 0 to ", kMaxChannelTag,
+                 ", got ", spec.tag, ".");
   SMP_CHECK_WITH(UsageError, spec.bytes >= 0 && spec.held >= 0 && spec.ahead >= 1,
                  "open_channels on group '", name(), "': expected messages of 0 bytes or more, 0 or "
                  "more held and 1 or more ahead, got ", spec.bytes, " bytes, ", spec.held,

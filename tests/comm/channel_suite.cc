@@ -229,6 +229,61 @@ TEST_P(ChannelPair, TheSenderDoesNotWaitForAReceiverThatComputes) {
              });
 }
 
+/// Its last wait ends in a time-out, when nothing is received before.
+void fill(Communicator& group, Sender* out, const ChannelSpec& spec) {
+  for (int number = 0; out != nullptr && number < spec.held + spec.ahead; ++number) {
+    send(*out, content(0, spec.tag, number, spec.bytes));
+  }
+  if (out != nullptr) {
+    group.set_timeout(milliseconds(150));
+    EXPECT_THAT(error_text<TimeoutError>([&] { out->prepare(); }),
+                HasSubstr("it waits for rank 1."));
+    group.set_timeout(std::chrono::seconds(30));
+  }
+  group.barrier();
+}
+
+TEST_P(ChannelPair, AReceiverThatTakesNothingStopsTheSender) {
+  const ChannelSpec spec{0, 6, 1000, 2, 1};
+  on_channel(GetParam(), spec, [&](Communicator& group, Sender* out, Receiver* in) {
+    if (in != nullptr) in->expect(3);
+    fill(group, out, spec);
+    for (int number = 0; in != nullptr && number < 3; ++number) {
+      EXPECT_TRUE(same_bits(in->receive(), content(0, 6, number, 1000)));
+    }
+  });
+}
+
+TEST_P(ChannelPair, AnEarlierChannelOfTheTagLeavesNothing) {
+  const auto& [size, path] = GetParam();
+  on_every_rank(size, [path = path](const CommunicatorPtr& group) {
+    if (group->rank() > 1) {
+      group->barrier();
+      return;
+    }
+    ChannelSpec spec{1 - group->rank(), 7, 100, 0, 2};
+    const bool sends = group->rank() == 0;
+    for (const int messages : {5, 1, 0}) {
+      const Channels channels =
+          open(path, group, sends ? std::vector{spec} : std::vector<ChannelSpec>{},
+               sends ? std::vector<ChannelSpec>{} : std::vector{spec});
+      Sender* const out = sends ? channels.senders[0].get() : nullptr;
+      Receiver* const in = sends ? nullptr : channels.receivers[0].get();
+      if (in != nullptr) in->expect(messages > 0 ? messages : 2);
+      for (int number = 0; number < messages; ++number) {
+        if (out != nullptr) send(*out, content(0, 7, number, 100));
+        if (in != nullptr) EXPECT_TRUE(same_bits(in->receive(), content(0, 7, number, 100)));
+      }
+      if (messages > 0) {
+        if (out != nullptr) out->flush();
+        continue;
+      }
+      fill(*group, out, spec);
+      for (int number = 0; in != nullptr && number < 2; ++number) in->receive();
+    }
+  });
+}
+
 TEST_P(ChannelPair, MessagesMayBeShorterThanTheLongest) {
   on_channel(GetParam(), {0, 9, 100'000, 2, 2}, [](Communicator&, Sender* out, Receiver* in) {
     std::vector<at::Tensor> held;  // more than it said: the last ones are copies
@@ -371,7 +426,7 @@ TEST_P(ChannelTest, RefusesBadSpecs) {
     };
     EXPECT_THAT(outgoing({group->size(), 0, 8, 1, 1}),
                 HasSubstr("open_channels on group 'world': expected destination in 0 to "));
-    EXPECT_THAT(outgoing({0, -1, 8, 1, 1}), HasSubstr("expected a tag in 0 to 1048575, got -1"));
+    EXPECT_THAT(outgoing({0, -1, 8, 1, 1}), HasSubstr("expected a tag in 0 to 65535, got -1"));
     EXPECT_THAT(outgoing({0, 0, 8, 1, 0}),
                 HasSubstr("expected messages of 0 bytes or more, 0 or more held and 1 or more "
                           "ahead, got 8 bytes, 1 held and 0 ahead"));
