@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/store/socket_transport.h"
 
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "comm/store/ask_store.h"
@@ -25,6 +30,19 @@ constexpr milliseconds kFarewellFlush{1000};
 
 // Reads of one connection before the next one has its turn.
 constexpr int kReadsPerTurn = 16;
+
+// The text of an abort is cut to it, so that what claims to be longer is none.
+constexpr size_t kLongestText = 1 << 20;
+
+// Whether the peer's kernel has all that was written, or never will. A connection that is closed
+// with bytes to read is reset, and forgets what is still to go.
+bool is_taken(const Descriptor& socket) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  int bytes = 0;
+  return getsockopt(socket.fd(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 ||
+         info.tcpi_state == TCP_CLOSE || ioctl(socket.fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
+}
 
 }  // namespace
 
@@ -198,13 +216,26 @@ void SocketTransport::loop() {
         return;
       }
       Connection& connection = *static_cast<Connection*>(events[i].data.ptr);
-      if (events[i].events & EPOLLOUT) {
-        write(connection);
-      }
-      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-        read(connection);
+      try {
+        serve(connection, events[i].events);
+      } catch (const std::bad_alloc&) {
+        give_up(connection, c10::str("there is no memory for a message of ",
+                                     connection.incoming.header.bytes, " bytes"));
+      } catch (const Error& error) {
+        give_up(connection, core::text_without_prefix(error));
+      } catch (const std::exception& error) {
+        give_up(connection, error.what());
       }
     }
+  }
+}
+
+void SocketTransport::serve(Connection& connection, uint32_t events) {
+  if (events & EPOLLOUT) {
+    write(connection);
+  }
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+    read(connection);
   }
 }
 
@@ -228,7 +259,7 @@ void SocketTransport::read(Connection& connection) {
     }
     in.read += count;
     if (in.read == kHeader) {
-      begin_message(in);
+      begin_message(connection);
     }
     if (in.read >= kHeader && in.read == kHeader + in.header.bytes) {
       end_message(connection);
@@ -236,13 +267,18 @@ void SocketTransport::read(Connection& connection) {
   }
 }
 
-void SocketTransport::begin_message(Incoming& in) {
+void SocketTransport::begin_message(Connection& connection) {
+  Incoming& in = connection.incoming;
   const Header& header = in.header;
   if (header.kind == Header::kMessage) {
     in.message = matcher_.begin({header.context, header.source, header.tag}, header.bytes);
-  } else {
-    in.text.resize(header.bytes);
+    return;
   }
+  const bool is_text = header.kind == Header::kAbort || header.kind == Header::kFarewell;
+  SMP_CHECK_WITH(CommError, is_text && header.bytes <= kLongestText, "what begins there (kind ",
+                 static_cast<int>(header.kind), ", ", header.bytes,
+                 " bytes) is no message. Check that all ranks run the same version of the library");
+  in.text.resize(header.bytes);
 }
 
 void SocketTransport::end_message(Connection& connection) {
@@ -269,6 +305,14 @@ void SocketTransport::lose(Connection& connection) {
   }
 }
 
+// What comes next on the connection cannot be read.
+void SocketTransport::give_up(Connection& connection, const std::string& reason) {
+  epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, connection.socket.fd(), nullptr);
+  spread_abort(c10::str("rank ", world_rank_, " failed: it cannot go on reading from rank ",
+                        connection.rank, ": ", reason),
+               milliseconds(0));
+}
+
 void SocketTransport::abort(int world_rank, const std::string& reason) noexcept {
   spread_abort(c10::str("rank ", world_rank, " failed: ", reason), kAbortFlush);
 }
@@ -277,13 +321,13 @@ void SocketTransport::abort(int world_rank, const std::string& reason) noexcept 
 // they learn why.
 void SocketTransport::spread_abort(const std::string& text, milliseconds patience) {
   if (set_abort_text(text)) {
-    tell_all(Header::kAbort, text, patience);
+    tell_all(Header::kAbort, text.substr(0, kLongestText), patience);
     matcher_.abort();
     notify();
   }
 }
 
-// Returns when the kernel has it all, or after `patience`.
+// Returns when the others' kernels have it all, or after `patience`.
 void SocketTransport::tell_all(Header::Kind kind, const std::string& text, milliseconds patience) {
   for (const auto& connection : connections_) {
     if (connection) {
@@ -298,7 +342,7 @@ void SocketTransport::tell_all(Header::Kind kind, const std::string& text, milli
   for (const auto& connection : connections_) {
     const auto written = [&] {
       std::lock_guard<std::mutex> lock(connection->mutex);
-      return connection->queue.empty();
+      return connection->queue.empty() && is_taken(connection->socket);
     };
     while (connection && !written() && Clock::now() < deadline) {
       std::this_thread::sleep_for(milliseconds(1));

@@ -103,11 +103,13 @@ class SocketTransport final : public Transport {
   void write(Connection& connection);
 
   void loop();
+  void serve(Connection& connection, uint32_t events);
   void read(Connection& connection);
-  void begin_message(Incoming& incoming);
+  void begin_message(Connection& connection);
   void end_message(Connection& connection);
 
   void lose(Connection& connection);
+  void give_up(Connection& connection, const std::string& reason);
   void spread_abort(const std::string& text, std::chrono::milliseconds patience);
   void tell_all(Header::Kind kind, const std::string& text, std::chrono::milliseconds patience);
 
