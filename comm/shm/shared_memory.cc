@@ -100,6 +100,19 @@ Address mailbox_address(uint64_t id) {
   return result;
 }
 
+// What keeps a mapping whole, whoever else has the memory.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// Whether memory that came from elsewhere is what a rank of this user has made.
+bool is_made_by_a_rank(int fd, size_t bytes, uint64_t id) {
+  struct stat status {};
+  uint64_t found = 0;
+  return fstat(fd, &status) == 0 && status.st_uid == geteuid() &&
+         static_cast<size_t>(status.st_size) == bytes &&
+         (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals &&
+         pread(fd, &found, sizeof found, 0) == sizeof found && found == id;
+}
+
 // A message of one byte that carries a descriptor.
 struct FdMessage {
   FdMessage() {
@@ -116,6 +129,43 @@ struct FdMessage {
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr header{};
 };
+
+// The descriptor that comes over a connection; -1 if none does.
+int receive_fd(int connection) {
+  FdMessage message;
+  if (recvmsg(connection, &message.header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != 1) {
+    return -1;
+  }
+  const cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  if (control == nullptr || control->cmsg_type != SCM_RIGHTS) {
+    return -1;
+  }
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(control), sizeof fd);
+  return fd;
+}
+
+bool send_fd(int connection, int fd) {
+  FdMessage message;
+  cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(control), &fd, sizeof fd);
+  return sendmsg(connection, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) == 1;
+}
+
+// Whether the process at the other end is of this user: any can know a mailbox's name.
+bool is_with_this_user(int connection) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == geteuid();
+}
+
+int make_mailbox_socket() {
+  return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+}
 
 }  // namespace
 
@@ -143,7 +193,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(size_t bytes) {
     close(fd);
     fail(bytes, std::strerror(error));
   }
-  fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  fcntl(fd, F_ADD_SEALS, kSeals);
   std::memcpy(data, &id, sizeof id);
   std::shared_ptr<SharedMemory> memory(new SharedMemory(fd, data, bytes, id));
   std::lock_guard<std::mutex> lock(registry().mutex);
@@ -152,10 +202,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(size_t bytes) {
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::map(int fd, size_t bytes, uint64_t id) {
-  struct stat status {};
-  uint64_t found = 0;
-  if (fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
-      pread(fd, &found, sizeof found, 0) == sizeof found && found == id) {
+  if (is_made_by_a_rank(fd, bytes, id)) {
     if (std::byte* data = map_pages(fd, bytes)) {
       close(fd);
       return std::shared_ptr<SharedMemory>(new SharedMemory(/*fd=*/-1, data, bytes, id));
@@ -244,11 +291,12 @@ std::shared_ptr<SharedMemory> open_memory_of(const ProcessId& owner, int fd, uin
   return opened < 0 ? nullptr : SharedMemory::map(opened, bytes, id);
 }
 
-FdMailbox::FdMailbox(uint64_t id) : socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
+FdMailbox::FdMailbox(uint64_t id) : socket_(make_mailbox_socket()) {
   const Address address = mailbox_address(id);
   const bool bound =
       socket_ >= 0 &&
-      bind(socket_, reinterpret_cast<const sockaddr*>(&address.address), address.length) == 0;
+      bind(socket_, reinterpret_cast<const sockaddr*>(&address.address), address.length) == 0 &&
+      listen(socket_, SOMAXCONN) == 0;
   if (!bound && socket_ >= 0) {
     close(std::exchange(socket_, -1));  // nothing can be posted, which the other end will see
   }
@@ -261,57 +309,74 @@ FdMailbox::~FdMailbox() {
 }
 
 int FdMailbox::take() const {
-  FdMessage message;
-  if (socket_ < 0 || recvmsg(socket_, &message.header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != 1) {
-    return -1;
-  }
-  const cmsghdr* control = CMSG_FIRSTHDR(&message.header);
-  if (control == nullptr || control->cmsg_type != SCM_RIGHTS) {
-    return -1;
-  }
   int fd = -1;
-  std::memcpy(&fd, CMSG_DATA(control), sizeof fd);
+  while (socket_ >= 0 && fd < 0) {
+    const int connection = accept4(socket_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (connection < 0) {
+      break;
+    }
+    fd = is_with_this_user(connection) ? receive_fd(connection) : -1;
+    close(connection);
+  }
   return fd;
 }
 
 bool post_fd(uint64_t mailbox, int fd) {
-  const int from = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (from < 0) {
+  const int connection = make_mailbox_socket();
+  if (connection < 0) {
     return false;
   }
-  FdMessage message;
-  Address address = mailbox_address(mailbox);
-  message.header.msg_name = &address.address;
-  message.header.msg_namelen = address.length;
-  cmsghdr* control = CMSG_FIRSTHDR(&message.header);
-  control->cmsg_level = SOL_SOCKET;
-  control->cmsg_type = SCM_RIGHTS;
-  control->cmsg_len = CMSG_LEN(sizeof fd);
-  std::memcpy(CMSG_DATA(control), &fd, sizeof fd);
-  const bool posted = sendmsg(from, &message.header, MSG_DONTWAIT) == 1;
-  close(from);
+  const Address to = mailbox_address(mailbox);
+  const bool posted =
+      connect(connection, reinterpret_cast<const sockaddr*>(&to.address), to.length) == 0 &&
+      is_with_this_user(connection) && send_fd(connection, fd);
+  close(connection);
   return posted;
 }
+
+// A descriptor that can be read when its process has ended.
+class ProcessWatch::PidFd {
+ public:
+  explicit PidFd(pid_t process)
+      : fd_(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) {}  // -1 on old kernels
+  PidFd(const PidFd&) = delete;
+  PidFd& operator=(const PidFd&) = delete;
+  ~PidFd() {
+    if (fd_ >= 0) {
+      close(fd_);
+    }
+  }
+
+  bool ended() const {
+    pollfd entry{fd_, POLLIN, 0};  // a negative one is left out
+    return poll(&entry, 1, 0) == 1;
+  }
+
+  // One for all that watch the process. A process that has ended may have left its number to
+  // another.
+  static std::shared_ptr<PidFd> of(pid_t process) {
+    static std::mutex mutex;
+    static auto* all = new std::map<pid_t, std::weak_ptr<PidFd>>;  // as the registry
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::weak_ptr<PidFd>& entry = (*all)[process];
+    auto pidfd = entry.lock();
+    if (!pidfd || pidfd->ended()) {
+      entry = pidfd = std::make_shared<PidFd>(process);
+    }
+    return pidfd;
+  }
+
+ private:
+  const int fd_;
+};
 
 ProcessWatch::ProcessWatch(const ProcessId& process) {
   const ProcessId self = this_process();
   if (process.pid_namespace == self.pid_namespace && process.pid != self.pid) {
-    pidfd_ = static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0));  // -1 on old kernels
+    pidfd_ = PidFd::of(process.pid);
   }
 }
 
-ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
-    : pidfd_(std::exchange(other.pidfd_, -1)) {}
-
-ProcessWatch::~ProcessWatch() {
-  if (pidfd_ >= 0) {
-    close(pidfd_);
-  }
-}
-
-bool ProcessWatch::ended() const {
-  pollfd entry{pidfd_, POLLIN, 0};  // a negative one is left out
-  return poll(&entry, 1, 0) == 1;
-}
+bool ProcessWatch::ended() const { return pidfd_ && pidfd_->ended(); }
 
 }  // namespace smp::comm

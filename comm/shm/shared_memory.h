@@ -93,29 +93,30 @@ class FdMailbox {
   FdMailbox& operator=(const FdMailbox&) = delete;
   ~FdMailbox();
 
-  /// A descriptor that post_fd has sent; -1 if there is none.
+  /// A descriptor that post_fd of this user has sent; -1 if there is none.
   int take() const;
 
  private:
   int socket_;
 };
 
-/// False where it cannot be delivered. When true, it can be taken at once.
+/// False where it cannot be delivered, or another user has the mailbox. When true, it can be taken
+/// at once.
 bool post_fd(uint64_t mailbox, int fd);
 
-/// Tells when a process has ended, even if nobody has waited for it yet.
+/// Tells when a process has ended, even if nobody has waited for it yet. All that watch one process
+/// share a descriptor.
 class ProcessWatch {
  public:
   /// The process is alive. One of another PID namespace, and this one itself, never seems to end.
   explicit ProcessWatch(const ProcessId& process);
-  ProcessWatch(ProcessWatch&& other) noexcept;
-  ProcessWatch& operator=(ProcessWatch&&) = delete;
-  ~ProcessWatch();
 
   bool ended() const;
 
  private:
-  int pidfd_ = -1;
+  class PidFd;
+
+  std::shared_ptr<PidFd> pidfd_;
 };
 
 }  // namespace smp::comm

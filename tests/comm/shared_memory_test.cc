@@ -5,21 +5,27 @@
 #include "comm/shm/shared_memory.h"
 
 #include <ATen/Parallel.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/shm/shared_channel.h"
 #include "comm/shm/slot_queue.h"
@@ -71,6 +77,31 @@ class Child {
  private:
   pid_t pid_;
 };
+
+// As post_fd, but to whomever the mailbox belongs; 0 if it goes.
+int post_to_anybody(uint64_t id, int fd) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string name = "smp-" + std::to_string(id);
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  const int connection = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+  if (connect(connection, reinterpret_cast<const sockaddr*>(&address), length) != 0) return 1;
+  char byte = 0;
+  iovec part{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  return sendmsg(connection, &message, 0) == 1 ? 0 : 1;
+}
 
 int forever() {
   while (true) pause();
@@ -199,6 +230,78 @@ TEST(SharedMemory, AnotherProcessIsSentItsDescriptor) {
   const auto mine = SharedMemory::map(mailbox.take(), 8192, memory->id());
   ASSERT_NE(mine, nullptr);
   EXPECT_EQ(mine->data()[8000], std::byte{43});
+}
+
+// Whoever keeps it could cut it off.
+TEST(SharedMemory, IsNotMappedUnlessItsSizeIsSealed) {
+  const uint64_t id = 4711;
+  for (const bool sealed : {false, true}) {
+    const int fd = memfd_create("made elsewhere", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    ASSERT_EQ(ftruncate(fd, 8192), 0);
+    ASSERT_EQ(pwrite(fd, &id, sizeof id, 0), sizeof id);
+    if (sealed) fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+    EXPECT_EQ(SharedMemory::map(fd, 8192, id) != nullptr, sealed);
+  }
+}
+
+// Who may know the names of mailboxes.
+class OtherUser : public ::testing::Test {
+ protected:
+  static constexpr uid_t kOther = 65534;
+
+  void SetUp() override {
+    if (geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  }
+
+  // What a process of the other user returns.
+  static int run(const std::function<int()>& body) {
+    Child child([&] { return setuid(kOther) == 0 ? body() : -1; });
+    return child.wait();
+  }
+
+  const std::shared_ptr<SharedMemory> memory_ = SharedMemory::create(8192);
+};
+
+TEST_F(OtherUser, PostsNothing) {
+  const FdMailbox mailbox(memory_->id());
+  EXPECT_EQ(run([&] { return post_to_anybody(memory_->id(), STDIN_FILENO); }), 0);
+  EXPECT_EQ(mailbox.take(), -1);
+  EXPECT_EQ(run([&] { return post_to_anybody(memory_->id(), STDIN_FILENO); }), 0);
+  EXPECT_TRUE(post_fd(memory_->id(), memory_->fd()));
+  EXPECT_NE(SharedMemory::map(mailbox.take(), 8192, memory_->id()), nullptr);
+}
+
+TEST_F(OtherUser, IsSentNothing) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const Child child([&] {
+    if (setuid(kOther) != 0) return 1;
+    const FdMailbox mailbox(memory_->id());
+    return write(ends[1], "", 1) == 1 ? forever() : 1;
+  });
+  char byte = 0;
+  ASSERT_EQ(read(ends[0], &byte, 1), 1);
+  EXPECT_FALSE(post_fd(memory_->id(), memory_->fd()));
+  close(ends[0]);
+  close(ends[1]);
+}
+
+TEST_F(OtherUser, HasMadeNothingThatIsMapped) {
+  const int fd = open_fd_of(this_process(), memory_->fd(), memory_->id());
+  ASSERT_EQ(fchown(fd, kOther, static_cast<gid_t>(-1)), 0);
+  EXPECT_EQ(SharedMemory::map(fd, 8192, memory_->id()), nullptr);
+}
+
+TEST(ProcessWatch, AllOfOneProcessShareADescriptor) {
+  const Child child(forever);
+  const int64_t before = open_descriptors();
+  {
+    const std::vector<ProcessWatch> watches(10, ProcessWatch(child.id()));
+    const ProcessWatch another(child.id());
+    EXPECT_EQ(open_descriptors(), before + 1);
+    EXPECT_FALSE(another.ended());
+  }
+  EXPECT_EQ(open_descriptors(), before);
 }
 
 TEST(ProcessWatch, SeesTheEndOfAProcessThatNobodyHasWaitedFor) {
