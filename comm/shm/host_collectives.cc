@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -19,17 +21,41 @@ using Kind = Collective::Kind;
 // From here on it is faster to read others' tensors, where they can be seen, than copies of them.
 constexpr size_t kZeroCopyBytes = 4 << 10;
 
+// Of calls that this rank has given up: another thread may still read and write them, however late
+// it comes.
+void keep_to_the_end(const Collective& call) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<Collective>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept->push_back(call);
+}
+
 }  // namespace
 
 void HostCollectives::run(const Collective& call, const OperationInfo& info,
                           const Deadline& deadline) {
   board_->begin(info, deadline);
   publish(call);
-  board_->await_records();
+  keeping(call, [&] { board_->await_records(); });
   check_calls(call, info);
-  if (call.kind == Kind::kBarrier) {
-    return;
+  if (call.kind != Kind::kBarrier) {
+    keeping(call, [&] { move(call); });
   }
+}
+
+template <class Wait>
+void HostCollectives::keeping(const Collective& call, const Wait& wait) const {
+  try {
+    wait();
+  } catch (const std::exception&) {
+    if (in_one_process_) {
+      keep_to_the_end(call);
+    }
+    throw;
+  }
+}
+
+void HostCollectives::move(const Collective& call) {
   const Protocol protocol = all_eager()    ? Protocol::kEager
                             : all_mapped() ? Protocol::kZeroCopy
                                            : Protocol::kPipelined;

@@ -30,6 +30,11 @@ class HostCollectives {
 
  private:
   void publish(const Collective& call);
+  // Calls what waits for other ranks. If that throws, the others may use the tensors for longer
+  // than the caller has them.
+  template <class Wait>
+  void keeping(const Collective& call, const Wait& wait) const;
+  void move(const Collective& call);
   void check_calls(const Collective& call, const OperationInfo& info) const;
   bool all_eager() const;
   bool all_mapped() const;

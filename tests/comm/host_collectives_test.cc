@@ -16,6 +16,8 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "core/failure.h"
@@ -147,6 +149,33 @@ TEST_F(TwoProcesses, ManyOfAllSizesKeepTheirBits) {
     all_reduce(tensor, kLong);
     ASSERT_TRUE(same_bits(tensor, sum_of(i * i * 31))) << i;
   }
+}
+
+// Rank 1, another thread, may come late, and finds the call of this one.
+TEST(HostCollectives, KeepTheTensorsOfACallThatThreadsMayStillUse) {
+  const auto group = std::make_shared<GroupState>();
+  group->name = "world";
+  group->rank = 0;
+  group->size = 2;
+  group->world_ranks = {0, 1};
+  group->timeout_ms = 50;
+  const HostLayout layout{{{0, 1}}, 0, 0, {this_process(), this_process()}};
+  auto board = std::make_unique<HostBoard>(std::make_shared<QuietTransport>(), group, layout,
+                                           SharedMemory::create(HostBoard::bytes(2, 2, false)));
+  bool freed = false;
+  {
+    static std::vector<float> numbers(10'000);
+    const at::Tensor tensor = at::from_blob(
+        numbers.data(), {10'000}, [&](void*) { freed = true; }, at::kFloat);
+    const Collective call{Collective::Kind::kAllReduce, tensor, tensor, ReduceOp::kSum, -1, {}, {}};
+    HostCollectives collectives(std::move(board), /*in_one_process=*/true);
+    EXPECT_THAT(error_text<TimeoutError>([&] {
+                  collectives.run(call, {call.name(), tensor.nbytes(), -1, kMaxTag + 1},
+                                  Deadline(group->timeout()));
+                }),
+                HasSubstr("it waits for rank 1."));
+  }
+  EXPECT_FALSE(freed);
 }
 
 // Of a rank that has fallen behind by more steps than half of 32 bits can count.
