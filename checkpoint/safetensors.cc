@@ -68,6 +68,10 @@ std::string make_header(const std::string& path, const std::vector<NamedSpec>& t
   try {
     std::string text = header.dump();
     text.resize((text.size() + 7) / 8 * 8, ' ');  // the tensor bytes start 8-byte aligned
+    SMP_CHECK_WITH(CheckpointError, text.size() <= kMaxHeaderBytes, "cannot write \"", path,
+                   "\": names and shapes of ", tensors.size(), " tensors take ", text.size(),
+                   " bytes, and a safetensors header at most ", kMaxHeaderBytes,
+                   ". Use shorter names, or write fewer tensors to a file.");
     return text;
   } catch (const nlohmann::json::exception& error) {
     core::fail<CheckpointError>("cannot write \"", path, "\": a tensor name is not UTF-8 (",

@@ -108,6 +108,11 @@ TEST_F(SafetensorsTest, RefusesToWriteWhatTheFormatLacks) {
   EXPECT_THAT(error({{"s", at::ones({1}).to_sparse()}}),
               HasSubstr("tensor \"s\" is undefined or not dense"));
   EXPECT_THAT(error({{"\xff", at::ones({1})}}), HasSubstr("a tensor name is not UTF-8"));
+  // Readers would refuse the file.
+  EXPECT_THAT(error({{std::string(100'000'000, 'n'), at::ones({1})}}),
+              HasSubstr("names and shapes of 1 tensors take 100000088 bytes, and a safetensors "
+                        "header at most 100000000. Use shorter names, or write fewer tensors to a "
+                        "file."));
   EXPECT_FALSE(std::filesystem::exists(path("f")));
   EXPECT_FALSE(std::filesystem::exists(path("f.tmp")));
   EXPECT_THAT(checkpoint_error([&] { write_safetensors(path("no/f"), {}); }),
