@@ -13,6 +13,7 @@
 
 #include "checkpoint/file.h"
 #include "core/check.h"
+#include "core/env.h"
 #include "core/host.h"
 #include "core/log.h"
 
@@ -21,20 +22,29 @@ namespace {
 
 constexpr size_t kMostOfHolder = 400;
 
+/// " of job 17", where somebody has given it a number.
+std::string job_of_this_process() {
+  for (const char* variable : {"SMP_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"}) {
+    if (const auto job = core::env(variable)) return " of job " + *job;
+  }
+  return "";
+}
+
 /// What a lock's file says of the process that has the lock.
 std::string describe_this_process() {
   char since[32] = {};
   const std::time_t now = std::time(nullptr);
   std::tm utc = {};
   std::strftime(since, sizeof(since), "%Y-%m-%dT%H:%M:%SZ", ::gmtime_r(&now, &utc));
-  return c10::str("process ", ::getpid(), " on ", core::host_name(), ", since ", since);
+  return c10::str("process ", ::getpid(), job_of_this_process(), " on ", core::host_name(),
+                  " saves there, since ", since);
 }
 
 /// Empty where the holder has not written it yet.
 std::string holder_in(int fd) {
   char text[kMostOfHolder];
   const ssize_t size = ::pread(fd, text, sizeof(text), 0);
-  return size > 0 ? std::string(text, static_cast<size_t>(size)) : "another process";
+  return size > 0 ? std::string(text, static_cast<size_t>(size)) : "another process saves there";
 }
 
 /// Takes the lock of an open file: 0, or why not.
@@ -58,22 +68,19 @@ bool is_file_at(int fd, const std::string& file) {
 
 std::string lock_file(const std::string& path) { return path + ".lock"; }
 
-SaveLock::SaveLock(const std::string& path) : path_(path), file_(lock_file(path)) {}
-
 SaveLock::~SaveLock() { release(); }
 
-void SaveLock::take() {
-  release();
-  while (!try_take()) {
+void SaveLock::take(const std::string& path) {
+  while (fd_ < 0 && !try_take(path)) {
   }
 }
 
 /// False if the file was removed in between.
-bool SaveLock::try_take() {
+bool SaveLock::try_take(const std::string& path) {
   const int fd = ::open(file_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (fd < 0) {
     const int error = errno;
-    fail_on_disk(c10::str("cannot save checkpoint \"", path_, "\": cannot create \"", file_,
+    fail_on_disk(c10::str("cannot save checkpoint \"", path, "\": cannot create \"", file_,
                           "\": ", std::strerror(error)),
                  error);
   }
@@ -81,8 +88,7 @@ bool SaveLock::try_take() {
   if (error == EWOULDBLOCK) {
     const std::string holder = holder_in(fd);
     ::close(fd);
-    core::fail<CheckpointError>("cannot save checkpoint \"", path_, "\": it is being saved by ",
-                                holder, " (\"", file_,
+    core::fail<CheckpointError>("cannot save checkpoint \"", path, "\": ", holder, " (\"", file_,
                                 "\" is locked). Give each job a folder of its own.");
   }
   if (error != 0) {

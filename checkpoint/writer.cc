@@ -32,6 +32,15 @@ std::string parent_folder(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
+/// Makes a folder and those above it, so that a crash does not take them away again.
+void create_folders(const std::string& folder) {
+  if (fs::exists(folder)) return;
+  const std::string parent = parent_folder(folder);
+  create_folders(parent);
+  fs::create_directory(folder);
+  sync_folder(parent);
+}
+
 std::string shard_file(const char* kind, int64_t shard_id, int64_t shard_count) {
   char name[80];
   std::snprintf(name, sizeof(name), "%s-%05lld-of-%05lld.safetensors", kind,
@@ -139,15 +148,27 @@ std::string temporary_folder(const std::string& path) { return without_slash(pat
 
 std::string replaced_folder(const std::string& path) { return without_slash(path) + ".replaced"; }
 
-Writer::Writer(std::string path)
-    : path_(resolve(without_slash(std::move(path)))), lock_(std::make_shared<SaveLock>(path_)) {
+std::string lock_of_writer(const std::string& path) {
+  return lock_file(resolve(without_slash(path)));
+}
+
+Writer::Writer(std::string path) : Writer(std::move(path), nullptr) {}
+
+Writer::Writer(std::string path, std::shared_ptr<SaveLock> lock)
+    : path_(resolve(without_slash(std::move(path)))),
+      owns_lock_(lock == nullptr),
+      lock_(owns_lock_ ? std::make_shared<SaveLock>(lock_file(path_)) : std::move(lock)) {
   SMP_CHECK_WITH(CheckpointError, !path_.empty(), "cannot save a checkpoint: its path is empty.");
+}
+
+void Writer::unlock() const noexcept {
+  if (owns_lock_) lock_->release();
 }
 
 void Writer::begin() const {
   on_disk(cannot_save(path_), [&] {
-    fs::create_directories(parent_folder(path_));
-    lock_->take();
+    create_folders(parent_folder(path_));
+    lock_->take(path_);
     const std::string replaced = replaced_folder(path_), temporary = temporary_folder(path_);
     check_removable(path_, replaced, /*unfinished=*/false);
     check_removable(path_, temporary, /*unfinished=*/true);
@@ -182,7 +203,7 @@ std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Sha
 void Writer::abandon() const noexcept {
   std::error_code ignored;
   fs::remove_all(temporary_folder(path_), ignored);
-  lock_->release();
+  unlock();
 }
 
 void Writer::commit(const std::vector<std::string>& parts, const RunState& run) const {
@@ -205,7 +226,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
   });
   sync_folder(parent_folder(path_));
   on_disk(cannot_save(path_), [&] { fs::remove_all(replaced); });
-  lock_->release();
+  unlock();
 }
 
 }  // namespace smp::checkpoint

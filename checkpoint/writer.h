@@ -47,11 +47,13 @@ class Writer {
   /// `path` is the final name of the folder, or a symbolic link to it. Copies write the same
   /// checkpoint.
   explicit Writer(std::string path);
+  /// One that takes `lock`, and leaves it to who else has it when to let go.
+  Writer(std::string path, std::shared_ptr<SaveLock> lock);
 
   /// Phase 1, on one rank: locks the checkpoint until `commit`, `abandon` or the end of the last
-  /// copy of this writer, removes what a crashed save left and makes the temporary folder.
-  /// Throws CheckpointError, also if another save has the lock, or if `path`, or what has the name
-  /// of a folder of saves, has anything in it that is no part of a checkpoint.
+  /// copy of this writer, unless a lock was given; removes what a crashed save left and makes the
+  /// temporary folder. Throws CheckpointError, also if another save has the lock, or if `path`, or
+  /// what has the name of a folder of saves, has anything in it that is no part of a checkpoint.
   void begin() const;
 
   /// Phase 2: writes this rank's files, "model-00001-of-00002.safetensors" and the same for
@@ -71,7 +73,10 @@ class Writer {
   void commit(const std::vector<std::string>& parts, const RunState& run) const;
 
  private:
+  void unlock() const noexcept;
+
   std::string path_;
+  bool owns_lock_;
   std::shared_ptr<SaveLock> lock_;
 };
 
@@ -97,6 +102,9 @@ class MergedShard {
   SafetensorsWriter file_;
   size_t next_ = 0;
 };
+
+/// The file that a writer of the checkpoint `path` locks.
+std::string lock_of_writer(const std::string& path);
 
 /// Where `Writer` assembles a checkpoint that will be called `path`.
 std::string temporary_folder(const std::string& path);

@@ -92,6 +92,8 @@ void flush_streams() {
 /// What keeps this rank from ending with the others is left for the launcher.
 void end_world() {
   const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
+  // Objects of the program may have the runtime for longer than other jobs should wait for locks.
+  if (Runtime::exists()) Runtime::get().checkpoint_context = nullptr;
   Runtime::set_for_process(nullptr);
   try {
     comm::finalize_world();

@@ -8,6 +8,8 @@
 #include "checkpoint/apply.h"
 #include "checkpoint/catalog.h"
 #include "checkpoint/file.h"
+#include "checkpoint/save_lock.h"
+#include "checkpoint/writer.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/restart.h"
@@ -30,6 +32,7 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
   runtime::SaveRequest request;
   request.call = "smp::save";
   request.path = path;
+  request.lock = checkpoint::lock_of_writer(path);
   request.asynchronous = asynchronous;
   request.user_content = user_content;
   return SaveHandle(runtime::save(request, model.impl(), optimizer));
@@ -45,6 +48,7 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   runtime::SaveRequest request;
   request.call = "smp::save_checkpoint";
   request.path = path + "/" + name;
+  request.lock = checkpoint::lock_file(path + "/");
   request.merged = !options.partial();
   request.asynchronous = options.asynchronous();
   request.user_content = options.user_content();

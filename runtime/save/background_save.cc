@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <chrono>
 #include <numeric>
 #include <utility>
@@ -18,6 +19,9 @@ namespace {
 /// Ranks that have written wait for those that have more to write; that one has died is noticed
 /// earlier.
 constexpr std::chrono::hours kLongestWrite{6};
+
+/// Each takes a file descriptor.
+constexpr size_t kMostLocks = 16;
 
 }  // namespace
 
@@ -86,6 +90,16 @@ void CheckpointContext::finish() {
                    error);
     return "";
   });
+}
+
+std::shared_ptr<checkpoint::SaveLock> CheckpointContext::lock(const std::string& file) {
+  auto found = std::find_if(locks_.begin(), locks_.end(),
+                            [&](const auto& entry) { return entry.first == file; });
+  auto lock = found == locks_.end() ? std::make_shared<checkpoint::SaveLock>(file) : found->second;
+  if (found != locks_.end()) locks_.erase(found);
+  locks_.emplace_back(file, lock);
+  if (locks_.size() > kMostLocks) locks_.pop_front();
+  return lock;
 }
 
 std::shared_ptr<BackgroundSave> CheckpointContext::start(std::function<void()> write) {

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <future>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "checkpoint/save_lock.h"
 #include "comm/communicator.h"
 #include "runtime/runtime.h"
 #include "smp/removable_handle.h"
@@ -64,6 +67,10 @@ class CheckpointContext {
   /// Waits for the save under way. Throws a `CheckpointError` on all ranks if one has failed and
   /// some rank has not seen it. Collective.
   void finish();
+  /// What keeps other jobs from saving to where this one does until it ends, by the lock's file. Of
+  /// many places only those that were saved to last stay locked.
+  std::shared_ptr<checkpoint::SaveLock> lock(const std::string& file);
+
   /// Begins a save; the one before has been finished.
   std::shared_ptr<BackgroundSave> start(std::function<void()> write);
 
@@ -71,6 +78,7 @@ class CheckpointContext {
   const comm::CommunicatorPtr world_;
   comm::CommunicatorPtr group_;
   std::shared_ptr<BackgroundSave> last_;
+  std::deque<std::pair<std::string, std::shared_ptr<checkpoint::SaveLock>>> locks_;  // by file
 };
 
 /// Has checkpoints hold a state under a name. One that goes with the optimizer's is loaded at once

@@ -283,13 +283,15 @@ void check_same_call(const std::vector<std::string>& all) {
 }
 
 /// The first half: what must be settled before anybody writes.
-Begun begin(const Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
+Begun begin(Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
   const std::string mine =
       c10::str(request.call, " of ", request.path, request.arguments, ", ", with_optimizer ? 1 : 0,
                " optimizers", request.asynchronous ? ", asynchronous" : "");
   std::optional<Begun> begun;
   const auto all = together(*runtime.world(), [&] {
-    begun = Begun{checkpoint::Writer(request.path), run_state(runtime, request.user_content)};
+    begun =
+        Begun{checkpoint::Writer(request.path, CheckpointContext::of(runtime).lock(request.lock)),
+              run_state(runtime, request.user_content)};
     if (runtime.rank() == 0) begun->writer.begin();
     return mine;
   });

@@ -22,6 +22,7 @@ constexpr const char* kLossScale = "loss_scale";
 struct SaveRequest {
   std::string call;  ///< for errors: "smp::save"
   std::string path;  ///< of the checkpoint's folder
+  std::string lock;  ///< the file that the job has locked from then on
   /// One file with the model, written by world rank 0, instead of files by all.
   bool merged = false;
   bool asynchronous = false;

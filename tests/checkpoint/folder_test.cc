@@ -273,11 +273,12 @@ TEST_F(FolderFormatTest, ASecondSaveIsRefusedWhileTheFirstGoesOn) {
     const Writer first(path("c"));
     first.begin();
     const auto parts = write_shards(first, two_shards(2));
-    EXPECT_THAT(checkpoint_error([&] { save(path("c/"), 3); }),
-                MatchesRegex(".*cannot save checkpoint \".*/c\": it is being saved by process " +
-                             std::to_string(getpid()) +
-                             " on [^ ]+, since 20..-..-..T..:..:..Z \\(\".*/c.lock\" is locked\\). "
-                             "Give each job a folder of its own."));
+    EXPECT_THAT(
+        checkpoint_error([&] { save(path("c/"), 3); }),
+        MatchesRegex(
+            ".*cannot save checkpoint \".*/c\": process " + std::to_string(getpid()) +
+            " on [^ ]+ saves there, since 20..-..-..T..:..:..Z \\(\".*/c.lock\" is locked\\). "
+            "Give each job a folder of its own."));
     first.commit(parts, run_state(1));
   }
   EXPECT_EQ(loaded_value(path("c")), 2);

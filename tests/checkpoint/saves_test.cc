@@ -168,7 +168,7 @@ int save_often(const std::string& path, int saves) {
     try {
       save(path, i);
     } catch (const CheckpointError& error) {
-      if (std::string(error.what()).find("it is being saved by ") != std::string::npos) {
+      if (std::string(error.what()).find(" saves there, since ") != std::string::npos) {
         continue;
       }
       std::fprintf(stderr, "%s\n", error.what());

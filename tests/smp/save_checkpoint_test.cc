@@ -2,19 +2,23 @@
 // smp::save_checkpoint and smp::resume_from_checkpoint.
 
 #include <gmock/gmock.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "checkpoint/catalog.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
+#include "core/host.h"
 #include "tests/smp/saved_run.h"
 
 namespace smp::testing {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
@@ -191,6 +195,57 @@ TEST_F(SaveCheckpoint, AFailedSaveRemovesNoOther) {
     std::ofstream(path("2_partial/thesis.txt")) << "years of work";
     EXPECT_THROW(save_checkpoint(path(), "2", run.model, run.optimizer, options), CheckpointError);
     EXPECT_EQ(resume_from_checkpoint(path(), std::nullopt, run.model, run.optimizer).step, 0);
+  });
+}
+
+/// Not only while it writes: else two jobs would replace each other's checkpoints in turn.
+TEST_F(SaveCheckpoint, AJobKeepsOthersFromWhereItSaves) {
+  const auto other_job = [&](const std::function<void(SavedRun&)>& saves) {
+    Texts texts;
+    std::thread([&] {
+      run(1, 1, [&](SavedRun& other) { texts.of([&] { saves(other); }); });
+    }).join();
+    return texts.one_with("");
+  };
+  const std::string here =
+      "process " + std::to_string(getpid()) + " on " + core::host_name() + " saves there, since ";
+  run(1, 1, [&](SavedRun& job) {
+    save(path("plain"), job.model, job.optimizer);
+    save_checkpoint(path("tags"), "a", job.model, job.optimizer);
+    EXPECT_THAT(other_job([&](SavedRun& other) { save(path("plain"), other.model); }),
+                AllOf(HasSubstr("cannot save checkpoint \"" + path("plain") + "\": " + here),
+                      HasSubstr("(\"" + path("plain.lock") + "\" is locked). Give each job a")));
+    EXPECT_THAT(
+        other_job([&](SavedRun& other) { save_checkpoint(path("tags"), "b", other.model); }),
+        AllOf(HasSubstr("cannot save checkpoint \"" + path("tags/b_partial") + "\": " + here),
+              HasSubstr("(\"" + path("tags/.lock") + "\" is locked).")));
+    EXPECT_EQ(other_job([&](SavedRun& other) {
+                save(path("elsewhere"), other.model);
+                load(path("plain"), other.model);
+              }),
+              "");
+    save(path("plain"), job.model, job.optimizer);
+    save_checkpoint(path("tags"), "a", job.model, job.optimizer);
+  });
+  EXPECT_EQ(other_job([&](SavedRun& other) {
+              save(path("plain"), other.model);
+              save_checkpoint(path("tags"), "b", other.model);
+            }),
+            "");
+  EXPECT_THAT(names_in(path()), UnorderedElementsAre("plain", "tags", "elsewhere"));
+  EXPECT_THAT(names_in(path("tags")), UnorderedElementsAre("a_partial", "b_partial", "newest"));
+}
+
+TEST_F(SaveCheckpoint, LocksOnlyThePlacesThatItSavedToLast) {
+  run(1, 1, [&](SavedRun& job) {
+    for (int i = 0; i < 20; ++i) save(path(std::to_string(i)), job.model);
+    std::set<std::string> locks;
+    for (const std::string& name : names_in(path())) {
+      if (fs::path(name).extension() == ".lock") locks.insert(name);
+    }
+    EXPECT_EQ(locks.size(), 16);
+    EXPECT_EQ(locks.count("19.lock"), 1);
+    EXPECT_EQ(locks.count("3.lock"), 0);
   });
 }
 
