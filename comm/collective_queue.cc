@@ -3,6 +3,7 @@
 
 #include "comm/exit_gate.h"
 #include "core/check.h"
+#include "core/status.h"
 
 namespace smp::comm {
 
@@ -42,7 +43,11 @@ WorkPtr CollectiveQueue::push(Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
     entries_.push_back(entry);
     if (!thread_.joinable()) {
-      thread_ = std::thread([this, context = core::error_context()] { loop(context); });
+      thread_ =
+          std::thread([this, context = core::error_context(), status = core::share_this_status()] {
+            const core::ServingThread serving(status, this);
+            loop(context);
+          });
     }
   }
   changed_.notify_all();
@@ -67,17 +72,22 @@ void CollectiveQueue::release() {
 }
 
 // Those issued before hold this one up, so the deadline is theirs too.
-void CollectiveQueue::wait(const EntryPtr& entry) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!entry->done) {
-    for (auto one = entries_.begin(); one != entries_.end(); ++one) {
-      (*one)->deadline.set(group_->timeout());
-      if (*one == entry) {
-        break;
-      }
+void CollectiveQueue::set_deadlines(const EntryPtr& last) {
+  for (const EntryPtr& entry : entries_) {
+    entry->deadline.set(group_->timeout());
+    if (entry == last) {
+      return;
     }
   }
-  changed_.wait(lock, [&] { return entry->done.load(std::memory_order_acquire); });
+}
+
+void CollectiveQueue::wait(const EntryPtr& entry) {
+  if (!entry->done.load(std::memory_order_acquire)) {
+    const core::ServedBy served(this);
+    std::unique_lock<std::mutex> lock(mutex_);
+    set_deadlines(entry);
+    changed_.wait(lock, [&] { return entry->done.load(std::memory_order_acquire); });
+  }
   if (entry->error) {
     std::rethrow_exception(entry->error);
   }

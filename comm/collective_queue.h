@@ -66,6 +66,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   bool try_occupy();
   void release();
   void wait(const EntryPtr& entry);
+  void set_deadlines(const EntryPtr& last);
   void loop(const std::string& context);
   static void execute(Entry& entry);
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/c10d/process_group.h"
+#include "core/status.h"
 
 namespace smp {
 namespace comm {
@@ -91,11 +92,13 @@ std::vector<int> Group::ranks() const { return core_->ranks(); }
 
 void Group::barrier() const {
   core_->check_may_communicate("smp::barrier");
+  const core::CallScope here("smp::barrier");
   core_->communicator()->barrier();
 }
 
 at::Tensor Group::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
   core_->check_may_communicate("smp::all_reduce");
+  const core::CallScope here("smp::all_reduce");
   at::Tensor result = tensor.detach().clone(at::MemoryFormat::Contiguous);
   core_->communicator()->all_reduce(result, op);
   return result;
@@ -103,6 +106,7 @@ at::Tensor Group::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
 
 at::Tensor Group::all_gather(const at::Tensor& tensor) const {
   core_->check_may_communicate("smp::Group::all_gather");
+  const core::CallScope here("smp::Group::all_gather");
   std::vector<int64_t> sizes = tensor.sizes().vec();
   sizes.insert(sizes.begin(), size());
   at::Tensor all = at::empty(sizes, tensor.options());

@@ -9,6 +9,9 @@
 #include "comm/exit_gate.h"
 #include "core/check.h"
 #include "core/failure.h"
+#include "core/status.h"
+#include "core/status_reader.h"
+#include "core/wait_watch.h"
 
 namespace smp::comm {
 namespace {
@@ -53,34 +56,44 @@ std::string text_of(const GroupState& group, const std::vector<int>& ranks) {
 template <class E>
 class WaitError final : public E, public core::FailedWait {
  public:
-  WaitError(const std::string& message, Kind kind, std::vector<int> missing)
-      : E(message), FailedWait(kind, std::move(missing)) {}
+  WaitError(const std::string& message, Kind kind, std::vector<int> missing,
+            std::optional<core::StallCause> cause)
+      : E(message), FailedWait(kind, std::move(missing), std::move(cause)) {}
 
   [[noreturn]] void throw_with(const std::string& text) const override {
-    throw WaitError(E::what() + text, kind(), missing());
+    throw WaitError(E::what() + text, kind(), missing(), cause());
   }
 };
 
-// How a wait for `ranks` of the group has ended; any rank is each of the others.
+// How a wait for `ranks` of the group has ended.
 struct Ending {
   Kind kind;
   const GroupState& group;
   const std::vector<int> ranks;
-
-  std::vector<int> missing() const {
-    const bool any = ranks == std::vector<int>{kAnyRank};
-    std::vector<int> result = any ? group.world_ranks : group.in_world(ranks);
-    result.erase(std::remove(result.begin(), result.end(), group.world_rank), result.end());
-    return result;
-  }
+  const std::optional<core::StallCause> cause = std::nullopt;
 };
 
 template <class E, class... Parts>
 [[noreturn]] void fail(const Ending& ending, const Parts&... parts) {
-  throw WaitError<E>(core::error_prefix() + c10::str(parts...), ending.kind, ending.missing());
+  throw WaitError<E>(core::error_prefix() + c10::str(parts...), ending.kind,
+                     missing_in_world(ending.group, ending.ranks), ending.cause);
+}
+
+// ", in call 3 of step function "train"".
+std::string in_call() {
+  const core::Status* const status = core::this_status();
+  const std::string call = status == nullptr ? "" : status->call();
+  return call.empty() ? "" : ", in " + call;
 }
 
 }  // namespace
+
+std::vector<int> missing_in_world(const GroupState& group, const std::vector<int>& missing) {
+  const bool any = missing == std::vector<int>{kAnyRank};
+  std::vector<int> result = any ? group.world_ranks : group.in_world(missing);
+  result.erase(std::remove(result.begin(), result.end(), group.world_rank), result.end());
+  return result;
+}
 
 std::vector<int> GroupState::in_world(const std::vector<int>& ranks) const {
   std::vector<int> result;
@@ -95,11 +108,11 @@ std::string describe(const GroupState& group, const OperationInfo& info) {
       c10::str(" on group '", group.name, "' (here rank ", group.world_rank, ")");
   if (info.peer == kNoRank) {
     return c10::str(info.verb, " of ", info.bytes, " bytes", where, ", collective number ",
-                    info.tag - kMaxTag);
+                    info.tag - kMaxTag, in_call());
   }
   const bool sends = std::string_view(info.verb).find("send") != std::string_view::npos;
   return c10::str(info.verb, " of ", info.bytes, " bytes", sends ? " to " : " from ",
-                  text_of(group, {info.peer}), " with tag ", info.tag, where);
+                  text_of(group, {info.peer}), " with tag ", info.tag, where, in_call());
 }
 
 void check_abort(const Transport& transport, const GroupState& group, const OperationInfo& info,
@@ -118,9 +131,11 @@ void fail_timeout(const GroupState& group, const OperationInfo& info,
             "have not failed; if they only compute for long, raise the time-out."
           : " Check that the peer posts the matching call with the same tag and group and has not "
             "failed; if it only computes for long, raise the time-out.";
-  fail<TimeoutError>(Ending{Kind::kTimedOut, group, missing}, describe(group, info),
+  const core::WaitDiagnosis why = core::diagnose_wait();
+  const std::string chain = why.chain.empty() ? "" : " The chain of waits: " + why.chain + ".";
+  fail<TimeoutError>(Ending{Kind::kTimedOut, group, missing, why.cause}, describe(group, info),
                      " was not complete within the timeout of ", group.timeout().count() / 1000.0,
-                     " s; it waits for ", text_of(group, missing), ".", remedy);
+                     " s; it waits for ", text_of(group, missing), ".", chain, remedy);
 }
 
 void fail_ended(const GroupState& group, const OperationInfo& info, int rank) {
@@ -251,9 +266,13 @@ void wait_for(Transport& transport, const Operation& operation, const Deadline& 
   const auto ended = [&] { return operation.done() || transport.aborted(); };
   const bool has_waited = !ended();
   bool in_time = true;
+  core::WaitWatch watch;
   while (in_time && !ended()) {  // the deadline may be brought forward meanwhile
     const Transport::Clock::time_point now = Transport::Clock::now();
-    transport.wait_until(std::min(deadline.get(), now + kLookForDeadline), ended);
+    if (!transport.wait_until(std::min(deadline.get(), now + kLookForDeadline), ended)) {
+      watch.look(operation.info().verb,
+                 missing_in_world(operation.group(), operation.open_peers()));
+    }
     in_time = Transport::Clock::now() < deadline.get();
   }
   const bool failed = operation.done() && !operation.error().empty();

@@ -24,9 +24,13 @@ struct OperationInfo {
   Tag tag;
 };
 
-/// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0)". This text and those
-/// below speak of ranks of the world.
+/// "irecv of 8 bytes from rank 1 with tag 7 on group 'world' (here rank 0)", and in which call of
+/// the user's. This text and those below speak of ranks of the world.
 std::string describe(const GroupState& group, const OperationInfo& info);
+
+/// The ranks of the world whose part is missing, for those of the group; kAnyRank is each of the
+/// others.
+std::vector<int> missing_in_world(const GroupState& group, const std::vector<int>& missing);
 
 /// How waits end in vain. `missing` are the ranks of the group whose part is missing, or kAnyRank.
 /// Throws a `CommError` if some rank has aborted.

@@ -39,8 +39,10 @@ constexpr std::array<std::pair<const char*, Failure::Kind>, 4> kKinds = {{
     {"peer_ended", Failure::Kind::kPeerEnded},
 }};
 
-// A record is a line with the time, the kind and the missing ranks, then the message to the end of
-// the file.
+// A record is a line with the time, the kind, the missing ranks and the cause, if one is known,
+// then the message to the end of the file.
+constexpr const char* kCause = "cause";
+
 std::optional<Failure> read_failure(const fs::path& file) {
   const auto rank = parse_number<int>(file.filename().string());
   std::ifstream in(file);
@@ -56,6 +58,11 @@ std::optional<Failure> read_failure(const fs::path& file) {
   if (!words || known == kKinds.end()) return std::nullopt;
   failure.kind = known->second;
   for (int missing = 0; words >> missing;) failure.missing.push_back(missing);
+  words.clear();
+  StallCause cause;
+  if (words >> kind >> cause.rank && kind == kCause && std::getline(words >> std::ws, cause.how)) {
+    failure.cause = cause;
+  }
   failure.message.assign(std::istreambuf_iterator<char>(in), {});
   return failure;
 }
@@ -65,6 +72,8 @@ void write_failure(const fs::path& directory, const Failure& failure) {
   std::ofstream out(temporary);
   out << failure.time_ns << ' ' << kKinds[static_cast<size_t>(failure.kind)].first;
   for (const int rank : failure.missing) out << ' ' << rank;
+  if (failure.cause)
+    out << ' ' << kCause << ' ' << failure.cause->rank << ' ' << failure.cause->how;
   out << '\n' << failure.message;
   out.close();
   if (out) fs::rename(temporary, directory / std::to_string(failure.rank));
@@ -77,6 +86,7 @@ Failure failure_of(int rank, const std::exception& error) {
   if (const auto* const wait = dynamic_cast<const FailedWait*>(&error)) {
     failure.kind = wait->kind();
     failure.missing = wait->missing();
+    failure.cause = wait->cause();
   }
   return failure;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,13 @@ namespace smp::core {
 /// The environment variable with the folder in which ranks leave their last words. `smprun` sets
 /// it and reads the folder when the job has failed.
 constexpr const char* kFailureDirVariable = "SMP_FAILURE_DIR";
+
+/// A rank that others wait for and that waits for nobody, and what it does: "is stopped; it has
+/// been in 1B0 of step 12 for 41 s".
+struct StallCause {
+  int rank = 0;
+  std::string how;
+};
 
 /// What one rank wrote before it ended.
 struct Failure {
@@ -28,19 +36,23 @@ struct Failure {
   Kind kind = Kind::kOwn;
   /// The ranks that it waited for, and whose part was missing.
   std::vector<int> missing;
+  /// Where the chain of waits ended, if that was seen.
+  std::optional<StallCause> cause;
   std::string message;
 };
 
 /// What errors of waits for other ranks are besides: what the launcher wants to know of them.
 class FailedWait {
  public:
-  FailedWait(Failure::Kind kind, std::vector<int> missing)
-      : kind_(kind), missing_(std::move(missing)) {}
+  FailedWait(Failure::Kind kind, std::vector<int> missing, std::optional<StallCause> cause)
+      : kind_(kind), missing_(std::move(missing)), cause_(std::move(cause)) {}
   virtual ~FailedWait() = default;
 
   Failure::Kind kind() const { return kind_; }
   /// The ranks of the world whose part was missing.
   const std::vector<int>& missing() const { return missing_; }
+  /// Where the chain of waits ended, if that was seen.
+  const std::optional<StallCause>& cause() const { return cause_; }
 
   /// Throws the same error with `text` at the end of its message.
   [[noreturn]] virtual void throw_with(const std::string& text) const = 0;
@@ -48,6 +60,7 @@ class FailedWait {
  private:
   Failure::Kind kind_;
   std::vector<int> missing_;
+  std::optional<StallCause> cause_;
 };
 
 /// What an error says, without libtorch's backtrace unless the environment has SMP_BACKTRACE=1.

@@ -28,6 +28,18 @@ std::vector<graph::ValueId> values_of(const Edge& edge, bool is_backward) {
   return returning;
 }
 
+/// "1B0", "receive 0F3", "send 1F3", "reduce 1".
+core::Label label_of(const Action& action) {
+  const auto made = [&](int stage) {
+    return to_string(action.is_backward() ? backward_of(stage, action.microbatch)
+                                          : forward_of(stage, action.microbatch));
+  };
+  if (action.is_recv()) return core::Label("receive " + made(action.peer));
+  if (action.is_send()) return core::Label("send " + made(action.stage));
+  if (action.is_compute()) return core::Label(to_string(action));
+  return core::Label("reduce " + std::to_string(action.stage));
+}
+
 }  // namespace
 
 int messages_held(const Schedule& schedule, int from, int to, bool is_backward) {
@@ -131,6 +143,7 @@ void Executor::find_prefetches() {
 Executor::Instruction Executor::resolve(const Action& action) {
   Instruction result;
   result.action = action;
+  result.label = label_of(action);
   result.stage = stages_.at(action.stage).get();
   if (action.is_transfer()) {
     const int edge = known_edge(action);
@@ -183,19 +196,24 @@ std::vector<int64_t> Executor::message_bytes() const {
 void Executor::run(const Step& step) {
   if (program_.empty()) resolve();
   for (const auto& [key, channel] : channels_) channel.begin_step();
+  core::ActionScope status;
   if (step.recorder == nullptr && !step.on_action) {
-    for (const Instruction& instruction : program_) execute(instruction, step);
+    for (const Instruction& instruction : program_) {
+      status.set(instruction.label);
+      execute(instruction, step);
+    }
   } else {
-    run_watched(step);
+    run_watched(step, status);
   }
   for (const auto& [key, channel] : channels_) {
     if (channel.lane->sender) channel.lane->sender->flush();
   }
 }
 
-void Executor::run_watched(const Step& step) {
+void Executor::run_watched(const Step& step, core::ActionScope& status) {
   int64_t start = TimelineRecorder::now();
   for (size_t i = 0; i < program_.size(); ++i) {
+    status.set(program_[i].label);
     if (step.on_action) step.on_action(program_[i].action);
     execute(program_[i], step);
     const int64_t end = TimelineRecorder::now();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/channel_pool.h"
+#include "core/status.h"
 #include "pipeline/message.h"
 #include "pipeline/schedule.h"
 #include "pipeline/stage.h"
@@ -98,6 +99,7 @@ class Executor {
   /// An action with what it needs.
   struct Instruction {
     Action action;
+    core::Label label;  // as others see it
     Stage* stage = nullptr;
     Channel* channel = nullptr;  // of a transfer
     Message* message = nullptr;  // of a transfer
@@ -106,7 +108,7 @@ class Executor {
   };
 
   void execute(const Instruction& instruction, const Step& step);
-  void run_watched(const Step& step);
+  void run_watched(const Step& step, core::ActionScope& status);
   int rank() const { return pool_->group()->rank(); }
   void take_lanes(const graph::Graph& graph, int credit);
   void resolve();

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/runtime.h"
 
+#include <unistd.h>
+
+#include <random>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "core/check.h"
+#include "core/env.h"
 #include "core/failure.h"
 #include "core/log.h"
 #include "graph/offload_store.h"
@@ -38,6 +42,32 @@ Config effective(const Config& config) {
   return merged;
 }
 
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+/// What users call a job: the number that it was given, else the process of rank 0.
+std::string job_name() {
+  if (const auto id = core::env("SMP_JOB_ID")) return *id;
+  const auto id = core::env("TORCHELASTIC_RUN_ID");
+  return id && *id != "none" ? *id : std::to_string(getpid());  // "none" is torchrun's default
+}
+
+/// Collective: rank 0 says which job this is.
+std::shared_ptr<core::Status> make_status(comm::Communicator& world,
+                                          const std::vector<std::string>& hosts, double stall) {
+  std::random_device random;
+  const std::string job =
+      comm::broadcast_bytes(world, c10::str(random(), "-", random(), " ", job_name()), 0);
+  const size_t id_end = job.find(' ');
+  core::StatusOwner owner;
+  owner.job_id = job.substr(0, id_end);
+  owner.job = job.substr(id_end + 1);
+  owner.rank = world.rank();
+  owner.hosts = hosts;
+  return std::make_shared<core::Status>(owner, milliseconds(stall));
+}
+
 }  // namespace
 
 Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts)
@@ -57,9 +87,9 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
     return text;
   };
   if (world_->size() > 1) core::set_error_context(context());
-  const auto timeout =
-      std::chrono::milliseconds(static_cast<int64_t>(config_.timeout_seconds() * 1000));
+  const auto timeout = milliseconds(config_.timeout_seconds());
   world_->set_timeout(timeout);
+  status_ = make_status(*world_, hosts, config_.stall_seconds());
   check_same_configuration();
   if (rank() == 0) {
     for (const std::string& line : config_.overridden()) core::log_info(line);
@@ -114,10 +144,12 @@ std::shared_ptr<Runtime> Runtime::get_shared() {
 bool Runtime::exists() { return thread_runtime() != nullptr || process_runtime() != nullptr; }
 
 void Runtime::set_for_process(std::shared_ptr<Runtime> runtime) {
+  if (runtime) core::set_process_status(runtime->status());
   process_runtime() = std::move(runtime);
 }
 
 void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
+  core::set_thread_status(runtime ? runtime->status() : nullptr);
   thread_runtime() = std::move(runtime);
 }
 

@@ -14,6 +14,7 @@
 
 #include "comm/channel_pool.h"
 #include "comm/communicator.h"
+#include "core/status.h"
 #include "core/topology.h"
 #include "graph/tensor_store.h"
 #include "runtime/parameters/parameter_table.h"
@@ -45,7 +46,8 @@ class Runtime {
   static Runtime& get();
   static std::shared_ptr<Runtime> get_shared();
   static bool exists();
-  /// Sets the runtime of the process, or of this thread; null ends it.
+  /// Sets the runtime of the process, or of this thread, and its status; null ends it, but for the
+  /// status of the process, which goes on until the ranks have parted.
   static void set_for_process(std::shared_ptr<Runtime> runtime);
   static void set_for_thread(std::shared_ptr<Runtime> runtime);
 
@@ -54,6 +56,8 @@ class Runtime {
   int rank() const { return world_->rank(); }
   int rank_in(CommGroup group) const { return topology_.rank_in(group, rank()); }
 
+  /// What this rank says of itself; never null.
+  const std::shared_ptr<core::Status>& status() const { return status_; }
   comm::CommunicatorPtr world() const { return world_; }
   /// The communicator of this rank's group; made at `init`.
   comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
@@ -137,6 +141,7 @@ class Runtime {
   comm::CommunicatorPtr same_parts_;
   std::vector<std::weak_ptr<Model>> models_;
   ParameterTable table_;
+  std::shared_ptr<core::Status> status_;
   std::optional<at::Device> device_;
   std::shared_ptr<graph::TensorStore> activation_store_;
   std::shared_ptr<comm::ChannelPool> pipeline_channels_;

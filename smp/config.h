@@ -356,6 +356,12 @@ class SMP_API Config {
   Config& timeout_seconds(double value) { return set("timeout_seconds", value); }
   double timeout_seconds() const { return std::get<double>(get("timeout_seconds")); }
 
+  /// After how many seconds a blocking wait for another rank is worth a warning, with what all
+  /// ranks of the host do and the chain of waits to its cause (see docs/status.md). 0 for none. A
+  /// number from 0 to 1000000000. Default: 60.0.
+  Config& stall_seconds(double value) { return set("stall_seconds", value); }
+  double stall_seconds() const { return std::get<double>(get("stall_seconds")); }
+
   /// Compare the calls of all ranks before every collective, so that ranks that call different ones
   /// get an error that says which rank called what, instead of a wait that never ends (see
   /// docs/collectives.md). Ranks of one host always do; between hosts it costs messages. The

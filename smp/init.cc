@@ -19,6 +19,7 @@
 #include "core/env.h"
 #include "core/failure.h"
 #include "core/heap.h"
+#include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
 
@@ -89,11 +90,18 @@ void flush_streams() {
   std::fflush(nullptr);
 }
 
+/// The others see what this rank does until they have parted.
+struct LastStatus {
+  ~LastStatus() { core::set_process_status(nullptr); }
+};
+
 /// What keeps this rank from ending with the others is left for the launcher.
 void end_world() {
   const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
   // Objects of the program may have the runtime for longer than other jobs should wait for locks.
   if (Runtime::exists()) Runtime::get().checkpoint_context = nullptr;
+  const LastStatus status;
+  const core::CallScope here("smp::shutdown");
   Runtime::set_for_process(nullptr);
   try {
     comm::finalize_world();

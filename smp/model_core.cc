@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/status.h"
 #include "runtime/model.h"
 #include "runtime/runtime.h"
 
@@ -61,6 +62,7 @@ torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::l
 }
 
 ModelCore::TensorDict ModelCore::state_dict(bool gather_to_rank0) const {
+  const core::CallScope here("model->state_dict", "smp::state_dict");
   return model_->state_dict(gather_to_rank0);
 }
 ModelCore::TensorDict ModelCore::local_state_dict() const { return model_->local_state_dict(); }
@@ -89,7 +91,10 @@ void ModelCore::to(at::Device device) const {
   });
 }
 
-void ModelCore::cpu() const { model_->cpu(); }
+void ModelCore::cpu() const {
+  const core::CallScope here("model->cpu", "smp::model->cpu");
+  model_->cpu();
+}
 
 bool ModelCore::is_distributed_parameter(const at::Tensor& parameter) const {
   return model_->is_distributed_parameter(parameter);

@@ -5,6 +5,7 @@
 
 #include "comm/objects.h"
 #include "core/check.h"
+#include "core/status.h"
 #include "runtime/runtime.h"
 
 namespace smp::detail {
@@ -32,16 +33,19 @@ int world_rank(const Runtime& runtime, const char* call, int rank, CommGroup gro
 }  // namespace
 
 void send_object(const std::string& bytes, int dest_rank, CommGroup group) {
+  const core::CallScope here("smp::send");
   const Runtime& runtime = runtime_for("smp::send");
   comm::send_bytes(*runtime.world(), bytes, {world_rank(runtime, "smp::send", dest_rank, group)});
 }
 
 std::string recv_object(int src_rank, CommGroup group) {
+  const core::CallScope here("smp::recv_from");
   const Runtime& runtime = runtime_for("smp::recv_from");
   return comm::recv_bytes(*runtime.world(), world_rank(runtime, "smp::recv_from", src_rank, group));
 }
 
 void broadcast_object(const std::string& bytes, CommGroup group) {
+  const core::CallScope here("smp::broadcast");
   const Runtime& runtime = runtime_for("smp::broadcast");
   std::vector<int> others = runtime.topology().members(group, runtime.rank());
   others.erase(std::find(others.begin(), others.end(), runtime.rank()));
@@ -49,6 +53,7 @@ void broadcast_object(const std::string& bytes, CommGroup group) {
 }
 
 std::vector<std::string> allgather_objects(const std::string& bytes, CommGroup group) {
+  const core::CallScope here("smp::allgather");
   return comm::all_gather_bytes(*runtime_for("smp::allgather").group(group), bytes);
 }
 

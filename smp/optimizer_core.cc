@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/status.h"
 #include "runtime/update/optimizer.h"
 
 namespace smp {
@@ -13,12 +14,16 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory st
 
 at::Tensor OptimizerCore::step(const std::function<at::Tensor(LossClosure)>& update,
                                const LossClosure& closure) const {
+  const core::CallScope here("optimizer.step", "smp::optimizer.step");
   return optimizer_->step(update, closure);
 }
 
 void OptimizerCore::zero_grad(bool set_to_none) const { optimizer_->zero_grad(set_to_none); }
 
-OptimizerState OptimizerCore::state_dict() const { return optimizer_->state_dict(); }
+OptimizerState OptimizerCore::state_dict() const {
+  const core::CallScope here("optimizer.state_dict", "smp::optimizer.state_dict");
+  return optimizer_->state_dict();
+}
 OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) const {
   return optimizer_->local_state_dict(gather_if_shard);
 }

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/restart.h"
+#include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/loading.h"
@@ -31,6 +32,7 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
                     const std::string& user_content, bool asynchronous) {
   runtime::SaveRequest request;
   request.call = "smp::save";
+  const core::CallScope here(request.call);
   request.path = path;
   request.lock = checkpoint::lock_of_writer(path);
   request.asynchronous = asynchronous;
@@ -47,6 +49,7 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   const std::string name = checkpoint::folder_name(tag, options.partial());
   runtime::SaveRequest request;
   request.call = "smp::save_checkpoint";
+  const core::CallScope here(request.call);
   request.path = path + "/" + name;
   request.lock = checkpoint::lock_file(path + "/");
   request.merged = !options.partial();
@@ -79,6 +82,7 @@ std::string object_path(const std::string& path, bool partial) {
 LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
                  const ModelCore& model, runtime::Optimizer* optimizer,
                  const LoadOptions& options) {
+  const core::CallScope here("smp::resume_from_checkpoint", "smp::resume");
   Runtime& runtime = Runtime::get();
   CheckpointContext::of(runtime).finish();
   const auto names = runtime::together(
@@ -114,7 +118,10 @@ void detail::load_object(const std::string& path, bool partial,
 
 bool SaveHandle::is_done() const { return save_->is_done(); }
 
-void SaveHandle::wait() const { save_->wait(); }
+void SaveHandle::wait() const {
+  const core::CallScope here("smp::SaveHandle::wait");
+  save_->wait();
+}
 
 void save(const std::string& path, const ModelCore& model, const std::string& user_content) {
   save_run(path, model, nullptr, user_content, /*asynchronous=*/false);
@@ -143,10 +150,12 @@ SaveHandle save_checkpoint(const std::string& path, const std::string& tag, cons
 }
 
 LoadedRun load(const std::string& path, const ModelCore& model, const LoadOptions& options) {
+  const core::CallScope here("smp::load");
   return runtime::load(path, model.impl(), nullptr, options);
 }
 LoadedRun load(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
                const LoadOptions& options) {
+  const core::CallScope here("smp::load");
   return runtime::load(path, model.impl(), &optimizer.impl(), options);
 }
 

@@ -59,6 +59,7 @@ std::optional<int> end_of_chain(const Failures& failures, const Failure& first) 
 }
 
 std::string report_of_waits(const Failures& failures, const Failure& first) {
+  if (first.cause) return without_message(first.cause->rank, first.cause->how, &first);
   const auto rank = end_of_chain(failures, first);
   if (!rank) return with_message(first);
   return without_message(*rank,

@@ -24,7 +24,7 @@ std::optional<EndedRank> ended_rank(const std::string& mpirun_says);
 ///
 /// A rank that failed by itself is the cause. Else it is one whose process has ended. Else ranks
 /// waited for each other in vain: the chain from the one that gave up first leads to a rank that
-/// waited for nobody.
+/// waited for nobody, which that one has seen, or which the messages tell.
 std::string failure_report(const std::vector<core::Failure>& failures, const ProcessResult& result);
 
 /// The end of a report, which names the cause and depends on nobody who noticed.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// smprun: starts the ranks of a program with mpirun, and says last what failed first.
+// smprun: starts the ranks of a program with mpirun, and says last what failed first. Shows what
+// the ranks of running jobs do.
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 #include "core/env.h"
 #include "core/failure.h"
 #include "core/restart.h"
+#include "core/status_reader.h"
 #include "tools/failure_report.h"
 #include "tools/launch.h"
 #include "tools/process.h"
@@ -129,14 +131,29 @@ int launch(const LaunchOptions& options, bool dry_run) {
   return run_with_restarts(options, std::move(context));
 }
 
+// Of the jobs of that name, or of all.
+int show_status(const std::string& name) {
+  int shown = 0;
+  for (const smp::core::JobStatus& job : smp::core::read_jobs()) {
+    if (!name.empty() && job.name != name) continue;
+    std::cout << (shown++ == 0 ? "" : "\n") << status_text(job);
+  }
+  if (shown > 0) return 0;
+  std::cerr << "smprun: no job " << (name.empty() ? "" : name + " ")
+            << "of this user runs on this host.\n";
+  return 1;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   LaunchOptions options;
+  std::string job;
   int np = 0;
   bool dry_run = false;
   CLI::App app{
       "Starts the ranks of a program with mpirun: smprun [OPTIONS] PROGRAM ARGS...\n"
+      "Shows what the ranks of running jobs do: smprun --status [JOB]\n"
       "See docs/configuration.md.",
       "smprun"};
   app.add_option("--config", options.config_file,
@@ -152,8 +169,12 @@ int main(int argc, char** argv) {
   app.add_option("--restarts", options.restarts,
                  "How often a job that fails is started again, to go on from its newest checkpoint")
       ->check(CLI::Range(0, kMostRestarts));
+  auto* status_option =
+      app.add_option("--status", job, "Show the ranks of a running job, or of all of this user");
+  status_option->expected(0, 1)->option_text("[JOB]");
   app.prefix_command();  // from the program on, everything belongs to the program
   CLI11_PARSE(app, argc, argv);
+  if (*status_option) return show_status(job);
   options.program = app.remaining();
   if (!options.program.empty() && options.program.front() == "--") {
     options.program.erase(options.program.begin());

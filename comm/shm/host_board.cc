@@ -8,6 +8,7 @@
 
 #include "comm/shm/futex.h"
 #include "core/check.h"
+#include "core/wait_watch.h"
 
 namespace smp::comm {
 namespace {
@@ -218,6 +219,7 @@ void HostBoard::await_counter(CounterKind kind, uint64_t value, int rank) const 
 void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
   Counter& theirs = counter(kind, rank);
   std::atomic<uint32_t>& sleepers = steps(rank).sleepers;
+  core::WaitWatch watch;
   while (true) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t current = theirs.load(std::memory_order_seq_cst);
@@ -232,6 +234,7 @@ void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
     }
     check_abort(*transport_, *group_, info_, missing(kind, value));
     check_alive(kind, value);
+    watch.look(info_.verb, group_->in_world(missing(kind, value)));
     if (Clock::now() >= deadline_->get()) {
       fail_timeout(*group_, info_, missing(kind, value));
     }

@@ -13,6 +13,7 @@
 
 #include "comm/shm/futex.h"
 #include "core/check.h"
+#include "core/wait_watch.h"
 
 namespace smp::comm {
 namespace {
@@ -212,6 +213,7 @@ uint32_t PeerWait::pop(SlotQueue& queue) const {
     slot = spin(queue, kSpin);
   }
   const Clock::time_point deadline = Clock::now() + group_->timeout();
+  core::WaitWatch watch;
   while (!slot) {
     const Clock::duration left = deadline - Clock::now();
     if (left.count() <= 0) {
@@ -227,6 +229,9 @@ uint32_t PeerWait::pop(SlotQueue& queue) const {
     if (!slot) {
       check_abort(*transport_, *group_, info_, {info_.peer});
       slot = look_for_peer(queue);
+    }
+    if (!slot) {
+      watch.look(info_.verb, group_->in_world({info_.peer}));
     }
   }
   return *slot;

@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/status.h"
 #include "runtime/save/together.h"
 
 namespace smp::runtime {
@@ -29,6 +30,7 @@ BackgroundSave::BackgroundSave(std::function<void()> write)
     : future_(std::async(std::launch::async, [write = std::move(write),
                                               context = core::error_context()] {
                 core::set_error_context(context);
+                const core::ServingThread nobody(nullptr, nullptr);  // the rank goes on
                 const at::NoGradGuard no_grad;
                 write();
               }).share()) {}

@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/status.h"
 #include "graph/alias_analysis.h"
 #include "graph/coalesce.h"
 #include "graph/live_results.h"
@@ -106,8 +107,15 @@ void StepFunction::check_positions(int count) const {
 StepResults StepFunction::run(const StepCall& call) {
   SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running, "step function \"", name_,
                  "\" was called inside another step function; call them one after the other");
+  const auto number = runtime_->progress.step_functions.calls(name_) + 1;
+  const core::CallScope here(c10::str("call ", number, " of step function \"", name_, "\""),
+                             name_ + "()");
+  core::Status& status = *runtime_->status();
+  status.set_step(runtime_->progress.training_steps + 1);
   try {
-    return run_checked(call);
+    StepResults results = run_checked(call);
+    status.set_step(runtime_->progress.training_steps);
+    return results;
   } catch (const std::exception& error) {
     runtime_->fail(error);
     throw;

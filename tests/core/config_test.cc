@@ -39,6 +39,7 @@ TEST(Config, Defaults) {
   EXPECT_EQ(config.input_source(), "all");
   EXPECT_EQ(config.seed(), -1);
   EXPECT_DOUBLE_EQ(config.timeout_seconds(), 300);
+  EXPECT_DOUBLE_EQ(config.stall_seconds(), 60);
   EXPECT_DOUBLE_EQ(config.bucket_cap_mb(), 25);
   EXPECT_EQ(config.tensor_parallel_degree(), 1);
   EXPECT_EQ(config.sharded_data_parallel_degree(), 1);
@@ -391,7 +392,7 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("sdp_hierarchical_allgather":true,"sdp_max_live_parameters":1000000000,)"
             R"("sdp_param_persistence_threshold":1000000,"sdp_reduce_bucket_size":500000000,)"
             R"("seed":-1,"shard_optimizer_state":false,"sharded_data_parallel_degree":1,)"
-            R"("skip_tracing":false,"strict_tensor_parallelism":false,)"
+            R"("skip_tracing":false,"stall_seconds":60.0,"strict_tensor_parallelism":false,)"
             R"("tensor_parallel_degree":1,"tensor_parallelism":"auto",)"
             R"("timeout_seconds":300.0,"trace_execution_times":true,)"
             R"("trace_memory_usage":false,"virtual_stages":0})");

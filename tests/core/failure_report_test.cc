@@ -11,7 +11,7 @@ using Kind = Failure::Kind;
 
 Failure failure(int rank, Kind kind, std::vector<int> missing, std::string message) {
   static int64_t time = 0;
-  return {rank, ++time, kind, std::move(missing), std::move(message)};
+  return {rank, ++time, kind, std::move(missing), std::nullopt, std::move(message)};
 }
 
 ProcessResult ended(int status, const std::string& mpirun_says = "") {
@@ -84,6 +84,15 @@ TEST(FailureReport, TheChainOfWaitsEndsAtTheCause) {
   EXPECT_EQ(
       failure_report({zero, one, two}, ended(134, kAborted)),
       "smprun: noticed by rank 0: it waits for rank 1\nsmprun: first cause: rank 2: " + stopped);
+}
+
+TEST(FailureReport, TheCauseThatWasSeenIsNamed) {
+  Failure zero = failure(0, Kind::kTimedOut, {1}, "it waits for rank 1");
+  zero.cause = core::StallCause{2, "is stopped; it has been in 1B0 of step 12 for 41 s"};
+  EXPECT_EQ(failure_report({zero, failure(1, Kind::kHeard, {}, "rank 0 failed: ...")},
+                           ended(134, kAborted)),
+            "smprun: noticed by rank 0: it waits for rank 1\n"
+            "smprun: first cause: rank 2: is stopped; it has been in 1B0 of step 12 for 41 s\n");
 }
 
 TEST(FailureReport, ACircleOfWaitsIsToldByWhoGaveUpFirst) {

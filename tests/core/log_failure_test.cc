@@ -77,7 +77,9 @@ TEST(InternalAssert, SaysWhereAndAsksForAReport) {
 // As comm/operation.cc throws them.
 class TimedOut final : public TimeoutError, public core::FailedWait {
  public:
-  TimedOut() : TimeoutError("line one\nline two"), FailedWait(Failure::Kind::kTimedOut, {0, 5}) {}
+  TimedOut()
+      : TimeoutError("line one\nline two"),
+        FailedWait(Failure::Kind::kTimedOut, {0, 5}, core::StallCause{5, "is stopped; it has"}) {}
   [[noreturn]] void throw_with(const std::string&) const override { throw *this; }
 };
 
@@ -103,6 +105,9 @@ TEST(Failure, TheFirstCallOfAProcessWrites) {
   EXPECT_EQ(failure.rank, 2);
   EXPECT_EQ(failure.kind, Failure::Kind::kTimedOut);
   EXPECT_EQ(failure.missing, (std::vector<int>{0, 5}));
+  ASSERT_TRUE(failure.cause);
+  EXPECT_EQ(failure.cause->rank, 5);
+  EXPECT_EQ(failure.cause->how, "is stopped; it has");
   EXPECT_EQ(failure.message, "line one\nline two");
   EXPECT_GE(failure.time_ns, std::chrono::nanoseconds(before).count());
   EXPECT_LE(failure.time_ns, std::chrono::nanoseconds(after).count());
@@ -127,6 +132,7 @@ TEST(Failure, RecordsAreReadInTheOrderOfTime) {
   EXPECT_TRUE(failures[0].missing.empty());
   EXPECT_EQ(failures[1].kind, Failure::Kind::kHeard);
   EXPECT_EQ(failures[1].missing, std::vector<int>{4});
+  EXPECT_FALSE(failures[1].cause);
   EXPECT_EQ(failures[2].kind, Failure::Kind::kPeerEnded);
   EXPECT_TRUE(read_failures((folder / "missing").string()).empty());
 }

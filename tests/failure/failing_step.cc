@@ -6,9 +6,12 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "smp/smp.h"
 #include "tests/smp/models.h"
@@ -24,6 +27,27 @@ void fork_one(bool throws) {
   waitpid(child, &status, 0);
   std::cout << (throws ? "forked, signal " : "forked, status ")
             << (throws ? WTERMSIG(status) : WEXITSTATUS(status)) << std::endl;
+}
+
+/// The letter of the state of a process.
+char state_of(int process) {
+  std::ifstream in("/proc/" + std::to_string(process) + "/stat");
+  std::string number, name;
+  char state = ' ';
+  in >> number >> name >> state;
+  return state;
+}
+
+/// Stops one rank. The other returns when it has, so that all that it waits for is that one.
+void stop_one(bool culprit) {
+  const auto processes = smp::allgather(static_cast<int>(getpid()), smp::CommGroup::kWorld);
+  if (culprit) {
+    kill(getpid(), SIGSTOP);
+    return;
+  }
+  while (state_of(processes.back()) != 'T') {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
 }
 
 void train(const std::string& how) {
@@ -70,7 +94,9 @@ void train(const std::string& how) {
     if (how == "exit" && culprit && steps == 1) std::_Exit(7);
     if (how == "caught_outside" && culprit && steps == 1) throw std::runtime_error("no data file");
     if (how == "kill" && culprit && steps == 1) kill(getpid(), SIGKILL);
-    if (how == "stop" && culprit && steps == 1) kill(getpid(), SIGSTOP);
+    if (how == "stop" && steps == 1) stop_one(culprit);
+    for (volatile bool busy = true; how == "busy" && culprit && steps == 1 && busy;) {
+    }
     if (how == "stop_at_end" && culprit && steps == 3) {
       step(batch[0], batch[1]);
       kill(getpid(), SIGSTOP);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <regex>
 #include <sstream>
 #include <string>
 
@@ -13,10 +14,11 @@ using smp::testing::Outcome;
 using smp::testing::run_command;
 
 /// The command that runs the failing program on two stages through the launcher.
-std::string launch(const std::string& how, const std::string& parameters) {
+std::string launch(const std::string& how, const std::string& parameters,
+                   const std::string& log_level = "error") {
   const std::string config = ::testing::TempDir() + "failure_" + how + ".json";
   std::ofstream(config) << parameters;
-  return "SMP_LOG_LEVEL=error tools/smprun_bin --config " + config +
+  return "SMP_LOG_LEVEL=" + log_level + " tools/smprun_bin --config " + config +
          " --np 2 tests/failure/failing_step " + how;
 }
 
@@ -123,8 +125,57 @@ TEST(Failure, RankThatExits) {
 
 /// The other rank waits for it, and is innocent.
 TEST(Failure, RankThatIsStopped) {
-  expect_failure("stop", "rank 1: did not come, and waited for no other rank: it is stopped",
+  expect_failure("stop", "rank 1: is stopped; it has been in the user's code after step 1 for ",
                  R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+}
+
+/// Slow, and not dead.
+TEST(Failure, RankThatComputesForLongerThanTheTimeOut) {
+  expect_failure("busy", "rank 1: computes; it has been in the user's code after step 1 for ",
+                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+}
+
+/// Without what differs from run to run.
+std::string normal(const std::string& text) {
+  const auto replaced = [](const std::string& in, const char* what, const char* by) {
+    return std::regex_replace(in, std::regex(what), by);
+  };
+  std::string result = replaced(text, "[0-9.]+ s\\b", "T");
+  result = replaced(result, " [0-9]{2,}", " PID");
+  result = replaced(result, "(\\n +[01]) +[0-9]+", "$1 PID");  // in the table
+  return replaced(result, " +", " ");
+}
+
+/// Another shell sees what holds the job up, the job warns of it once, and goes on when it can.
+TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
+  const std::string folder = ::testing::TempDir() + "failure_stall";
+  const std::string parameters = R"({"partitions": 2, "microbatches": 2, "stall_seconds": 0.5})";
+  const std::string script = "mkdir -p '" + folder + "'; folder='" + folder + "'\n" +
+                             "export SMP_JOB_ID=stall-$$\n" +
+                             launch("stop", parameters, "warning") + R"sh( >"$folder/log" 2>&1 &
+    job=$!
+    warning() { grep -A 6 'stall_seconds' "$folder/log" | grep -B 6 'rank 1: stopped'; }
+    for i in $(seq 600); do warning >/dev/null && break; sleep 0.1; done
+    tools/smprun_bin --status $SMP_JOB_ID >"$folder/status"
+    sed "s/$SMP_JOB_ID/stall/" "$folder/status"
+    echo "other: $(tools/smprun_bin --status none 2>&1)"
+    kill -CONT $(sed -n 's/^ *1  *\([0-9]*\) .*/\1/p' "$folder/status")
+    wait $job
+    echo "ended with $?"
+    grep -c 'rank 1: stopped' "$folder/log"
+    tools/smprun_bin --status $SMP_JOB_ID 2>&1 | sed "s/$SMP_JOB_ID/stall/"
+  )sh";
+  EXPECT_EQ(normal(run_command(script).output),
+            "job stall: failing_step, 2 ranks, for T\n"
+            " rank process step does for waits for state\n"
+            " 0 PID 2 train() T rank 1, T waits\n"
+            " 1 PID 1 user's code T stopped\n"
+            "rank 0 waits for rank 1 in all_gather of train(), which has been in the user's code "
+            "after step 1 for T (rank 1: stopped)\n"
+            "other: smprun: no job none of this user runs on this host.\n"
+            "ended with 0\n"
+            "1\n"
+            "smprun: no job stall of this user runs on this host.\n");
 }
 
 /// After the last step, where nobody waits but for the end of the job.
@@ -137,7 +188,8 @@ TEST(Failure, RankThatIsStoppedAtTheEnd) {
       << outcome.output;
   EXPECT_NE(outcome.output.find(
                 "[at the end of the program, where all ranks wait for each other]\n"
-                "smprun: first cause: rank 1: did not come, and waited for no other rank"),
+                "smprun: first cause: rank 1: is stopped; it has been in the user's code after "
+                "step 4 for "),
             std::string::npos)
       << outcome.output;
   EXPECT_NE(outcome.status, 0);

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <sys/types.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+namespace smp::core {
+
+/// A short text that is written and read without a lock: "1B0", "receive 5F2". What is longer is
+/// cut off.
+class Label {
+ public:
+  static constexpr size_t kLength = 24;
+  using Words = std::array<uint64_t, kLength / sizeof(uint64_t)>;
+
+  explicit Label(std::string_view text = "") {
+    std::memcpy(words_.data(), text.data(), std::min(text.size(), kLength));
+  }
+  explicit Label(const Words& words) : words_(words) {}
+
+  const Words& words() const { return words_; }
+  std::string text() const {
+    const auto* const data = reinterpret_cast<const char*>(words_.data());
+    return {data, strnlen(data, kLength)};
+  }
+
+ private:
+  Words words_{};
+};
+
+/// Memory that one rank writes and everybody may read at any time (see core/status_reader.h): what
+/// the rank does, and, where it waits for others, for whom. Each part is a cache line with a number
+/// that is odd while the part is written, so that a reader knows that it has read half of two.
+/// Times are of the steady clock, in ns.
+struct StatusMemory {
+  static constexpr uint64_t kMagic = 0x31737574617473'00;  // changes with the layout
+
+  using SharedLabel = std::array<std::atomic<uint64_t>, std::tuple_size_v<Label::Words>>;
+
+  struct alignas(64) Doing {
+    std::atomic<uint32_t> version;
+    std::atomic<uint32_t> step;
+    std::atomic<int64_t> since;
+    SharedLabel action;
+  };
+  struct alignas(64) Waiting {
+    static constexpr size_t kRanks = 4;
+    std::atomic<uint32_t> version;
+    std::atomic<uint32_t> count;  // of the ranks that it waits for; 0: it does not wait
+    std::atomic<int64_t> since;
+    std::array<std::atomic<int32_t>, kRanks> ranks;  // the first of them, in the world
+    SharedLabel call;                                // "all_reduce"
+  };
+  /// Written before anybody can read it, but for `warned`.
+  struct alignas(64) Owner {
+    uint64_t magic;
+    int32_t rank;
+    pid_t process;
+    pid_t thread;
+    uint32_t text_bytes;  // of the job's identity, name and program and of each rank's host, a line
+                          // each, behind this
+    int64_t started;
+    std::atomic<int64_t> warned;  // when the rank has last told of a stall; 0: never
+  };
+
+  Doing doing;
+  Waiting waiting;
+  Owner owner;
+};
+
+/// What is the same for all that a rank tells of itself.
+struct StatusOwner {
+  std::string job_id;  ///< Of this job alone.
+  std::string job;     ///< What users call it; jobs may have the same name.
+  int rank = 0;        ///< In the world.
+  /// By rank of the world.
+  std::vector<std::string> hosts;
+};
+
+/// What a rank says of itself while it works: a few stores into memory of its own, for `smprun
+/// --status` and for the other ranks when they wait for it. The memory has no name in a file system
+/// (memfd_create): others open it by way of /proc, and it is gone when its process is.
+///
+/// Written by the rank's thread; waits also by a thread that works for it (see `ServedBy`).
+class Status {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// Of the rank that the calling thread is. `stall` is how long a wait may last before it is
+  /// warned of; 0: for ever.
+  Status(const StatusOwner& owner, std::chrono::nanoseconds stall);
+  Status(const Status&) = delete;
+  Status& operator=(const Status&) = delete;
+  ~Status();
+
+  /// The call of the user's that the rank is in, for errors: "call 3 of step function \"train\"";
+  /// empty outside.
+  std::string call() const;
+  /// False within another call.
+  bool enter_call(const std::string& call);
+  void leave_call();
+
+  /// The rank is in its `step`-th step, or has ended it.
+  void set_step(int64_t step);
+  /// The rank does this from now on.
+  void set_action(const Label& action);
+  const Label& action() const { return action_; }
+
+  /// The rank has waited since then in `call`, for `ranks` (one at least). False if this thread's
+  /// waits are not the rank's.
+  bool set_wait(Clock::time_point since, const Label& call, const std::vector<int>& ranks);
+  void clear_wait();
+
+  const std::string& job_id() const { return job_id_; }
+  int rank() const;
+  std::chrono::nanoseconds stall() const { return stall_; }
+  void set_warned();
+
+ private:
+  friend class ServedBy;
+
+  bool is_served_by_this_thread() const;
+
+  const std::string job_id_;
+  const std::chrono::nanoseconds stall_;
+  int fd_ = -1;
+  size_t bytes_ = 0;
+  StatusMemory* memory_ = nullptr;
+  Label action_;
+  mutable std::mutex mutex_;  // guards call_, and the writing of waits
+  std::string call_;
+  std::atomic<const void*> server_{nullptr};
+};
+
+/// The status of the rank that this thread is or works for: its own, else that of the process; null
+/// where there is none.
+Status* this_status();
+std::shared_ptr<Status> share_this_status();
+
+/// The status of the rank that is this process; null takes it back.
+void set_process_status(std::shared_ptr<Status> status);
+/// The status of the rank that is this thread; null takes it back.
+void set_thread_status(std::shared_ptr<Status> status);
+
+/// In a thread that works for a rank: its waits are the rank's while that is `ServedBy(server)`;
+/// with null they are nobody's.
+class ServingThread {
+ public:
+  ServingThread(std::shared_ptr<Status> status, const void* server);
+  ~ServingThread();
+  ServingThread(const ServingThread&) = delete;
+  ServingThread& operator=(const ServingThread&) = delete;
+};
+
+/// While the rank's thread sleeps until another has done its work.
+class ServedBy {
+ public:
+  explicit ServedBy(const void* server);
+  ~ServedBy();
+  ServedBy(const ServedBy&) = delete;
+  ServedBy& operator=(const ServedBy&) = delete;
+
+ private:
+  Status* const status_;
+};
+
+/// Puts back at the end of the block what the rank did before it.
+class ActionScope {
+ public:
+  ActionScope() : status_(this_status()), before_(status_ ? status_->action() : Label()) {}
+  ~ActionScope() {
+    if (is_set_) status_->set_action(before_);
+  }
+  ActionScope(const ActionScope&) = delete;
+  ActionScope& operator=(const ActionScope&) = delete;
+
+  void set(const Label& action) {
+    if (status_ == nullptr) return;
+    status_->set_action(action);
+    is_set_ = true;
+  }
+
+ private:
+  Status* const status_;
+  const Label before_;
+  bool is_set_ = false;
+};
+
+/// A call of the user's, until the end of the block: what the status and errors of waits name. One
+/// inside another belongs to that.
+class CallScope {
+ public:
+  /// `call` as errors have it; `action` as the status has it, the same if empty.
+  explicit CallScope(const std::string& call, std::string_view action = "");
+  ~CallScope();
+  CallScope(const CallScope&) = delete;
+  CallScope& operator=(const CallScope&) = delete;
+
+ private:
+  Status* const status_;
+  const bool is_outermost_;
+  ActionScope action_;
+};
+
+/// What a rank does between calls.
+constexpr const char* kUsersCode = "user's code";
+
+}  // namespace smp::core
