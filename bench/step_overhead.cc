@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a step costs beyond the operators themselves, on one rank: a plain libtorch training step
-// and the same step through smp, in turn, as a ratio of medians; and the guard alone, per operator.
+// and the same step through smp, in turn, as a ratio of medians; the latter with and without its
+// status; and the guard alone, per operator.
 //
 //     bazel run //bench:step_overhead
 
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "bench/measure.h"
+#include "core/status.h"
 #include "examples/gpt/gpt_model.h"
 #include "graph/tracer.h"
 #include "smp/smp.h"
@@ -21,7 +23,40 @@ using bench::median;
 using bench::seconds;
 
 constexpr int kRounds = 31;
+constexpr int kStatusRounds = 301;
 constexpr int64_t kMicrobatches = 4;
+
+/// What `without` costs and `with`, in turn.
+struct Pairs {
+  std::vector<double> without, with, ratios;
+
+  template <class Without, class With>
+  Pairs(int rounds, const Without& without_it, const With& with_it) {
+    for (int i = 0; i < rounds; ++i) {
+      without.push_back(1e3 * seconds(without_it));
+      with.push_back(1e3 * seconds(with_it));
+      ratios.push_back(with.back() / without.back());
+    }
+    std::sort(ratios.begin(), ratios.end());
+  }
+
+  /// "plain 3.10 ms, smp 3.20 ms, ratio 1.032 (quartiles 1.020 to 1.041)".
+  void print(const char* first, const char* second) const {
+    const size_t rounds = ratios.size();
+    std::printf("%s %.2f ms, %s %.2f ms, ratio %.3f (quartiles %.3f to %.3f)\n", first,
+                median(without), second, median(with), median(ratios), ratios[rounds / 4],
+                ratios[3 * rounds / 4]);
+  }
+};
+
+/// Runs `step` on a rank that says nothing of what it does.
+template <class Step>
+void without_status(const Step& step) {
+  const auto status = smp::core::share_this_status();
+  smp::core::set_process_status(nullptr);
+  step();
+  smp::core::set_process_status(status);
+}
 
 void measure(int64_t layers, int64_t width, int64_t batch) {
   const auto options =
@@ -57,18 +92,24 @@ void measure(int64_t layers, int64_t width, int64_t batch) {
     plain_step();
     smp_step();
   }
-  std::vector<double> plain_times, smp_times, ratios;
-  for (int i = 0; i < kRounds; ++i) {
-    plain_times.push_back(1e3 * seconds(plain_step));
-    smp_times.push_back(1e3 * seconds(smp_step));
-    ratios.push_back(smp_times.back() / plain_times.back());
-  }
-  std::sort(ratios.begin(), ratios.end());
-  std::printf(
-      "GPT %ld x %ld, %ld microbatches: plain %.2f ms, smp %.2f ms, ratio %.3f "
-      "(quartiles %.3f to %.3f)\n",
-      layers, width, kMicrobatches, median(plain_times), median(smp_times), median(ratios),
-      ratios[kRounds / 4], ratios[3 * kRounds / 4]);
+  std::printf("GPT %ld x %ld, %ld microbatches: ", layers, width, kMicrobatches);
+  Pairs(kRounds, plain_step, smp_step).print("plain", "smp");
+  std::printf("status: ");
+  Pairs(
+      kStatusRounds, [&] { without_status(smp_step); }, smp_step)
+      .print("without", "with");
+}
+
+/// What it takes to say that a rank begins another action, of which a step has some for each
+/// microbatch.
+void measure_status() {
+  constexpr int kActions = 1000000;
+  smp::core::ActionScope status;
+  const smp::core::Label action("1B0");
+  const double taken = seconds([&] {
+    for (int i = 0; i < kActions; ++i) status.set(action);
+  });
+  std::printf("status: %.0f ns per action\n", 1e9 * taken / kActions);
 }
 
 void measure_guard() {
@@ -104,6 +145,7 @@ int main() {
   smp::init(smp::Config().microbatches(kMicrobatches));
   torch::set_num_threads(1);
   measure(4, 64, 16);
+  measure_status();
   measure_guard();
   smp::shutdown();
   return 0;
