@@ -276,10 +276,11 @@ std::vector<Parameter> rank_rows() {
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0)
           .at_most(kMostSeconds),
-      number("stall_seconds", 60.0,
-             "After how many seconds a blocking wait for another rank is worth a warning, with what "
-             "all ranks of the host do and the chain of waits to its cause (see docs/status.md). 0 "
-             "for none.")
+      number(
+          "stall_seconds", 60.0,
+          "After how many seconds a blocking wait for another rank is worth a warning, with what "
+          "all ranks of the host do and the chain of waits to its cause (see docs/status.md). 0 "
+          "for none.")
           .at_least(0)
           .at_most(kMostSeconds),
       boolean(

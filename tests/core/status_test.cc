@@ -167,7 +167,7 @@ TEST(Status, AThreadThatServesARank) {
 std::string normal(const std::string& text) {
   const auto process = std::regex("\\b" + std::to_string(getpid()) + "\\b");
   std::string result = std::regex_replace(text, process, "PID");
-  result = std::regex_replace(result, std::regex("[0-9.e-]+ s\\b"), "T");
+  result = std::regex_replace(result, std::regex("[0-9.e-]+ (s|min|h)\\b"), "T");
   return std::regex_replace(result, std::regex(" +"), " ");
 }
 

@@ -140,7 +140,7 @@ std::string normal(const std::string& text) {
   const auto replaced = [](const std::string& in, const char* what, const char* by) {
     return std::regex_replace(in, std::regex(what), by);
   };
-  std::string result = replaced(text, "[0-9.]+ s\\b", "T");
+  std::string result = replaced(text, "[0-9.]+ (s|min|h)\\b", "T");
   result = replaced(result, " [0-9]{2,}", " PID");
   result = replaced(result, "(\\n +[01]) +[0-9]+", "$1 PID");  // in the table
   return replaced(result, " +", " ");

@@ -61,7 +61,7 @@ std::string warning_of(const std::string& text, const std::string& cause) {
     warning = std::regex_replace(warning, std::regex(what), by);
   };
   replace("\\b" + std::to_string(getpid()) + "\\b", "PID");
-  replace("[0-9.]+ s\\b", "T");
+  replace("[0-9.]+ (s|min|h)\\b", "T");
   replace(" +", " ");
   return warning;
 }
