@@ -15,6 +15,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/numbers.h"
 #include "smp/optim/uses_grad_norm.h"
 
 namespace smp::optim {
@@ -78,11 +79,11 @@ at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters) {
 
 std::vector<double> local_tensor_norms(const std::vector<TensorOfParameter>& tensors,
                                        double norm_type) {
-  std::vector<double> norms;
+  std::vector<at::Tensor> norms;
   for (const auto& [parameter, tensor] : tensors) {
-    norms.push_back(gradient_norm(tensor, norm_type).item<double>());
+    norms.push_back(gradient_norm(tensor, norm_type));
   }
-  return norms;
+  return core::read_numbers(norms);
 }
 
 UsesGradNorm::UsesGradNorm() : grad_norm_(local_grad_norm) {}

@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/loss_watch.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "core/log.h"
+#include "core/numbers.h"
 #include "runtime/update/loss_scaler.h"
 
 namespace smp::runtime {
+
+using c10::impl::VirtualGuardImpl;
 
 bool scales_loss(const Runtime& runtime) {
   const auto& values = runtime.step_inputs.values;
@@ -31,6 +37,10 @@ void LossWatch::begin(const Runtime& runtime, uint64_t call) {
   looks_ = !scales_loss(runtime);
   here_.clear();
   awaited_ = std::exchange(on_device_, {});
+  if (awaited_.empty()) return;
+  const at::Device device = awaited_.front().value.device();
+  made_.emplace(device.type());
+  made_->record(VirtualGuardImpl(device.type()).getStream(device));
 }
 
 void LossWatch::look(int microbatch, const at::Tensor& root) {
@@ -39,14 +49,26 @@ void LossWatch::look(int microbatch, const at::Tensor& root) {
 }
 
 bool LossWatch::finish() {
-  for (auto* const roots : {&awaited_, &here_}) {
-    for (Root& root : *roots) {
-      if (std::isfinite(root.value.item<double>())) continue;
-      found_ = std::move(root);
-      return true;
-    }
+  const Root* bad = nullptr;
+  if (!awaited_.empty()) {
+    const at::Device device = awaited_.front().value.device();
+    const c10::Stream side = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    made_->block(side);
+    const c10::StreamGuard guard(side);
+    bad = find_bad(awaited_);
   }
-  return false;
+  if (bad == nullptr) bad = find_bad(here_);
+  if (bad != nullptr) found_ = *bad;
+  return bad != nullptr;
+}
+
+const LossWatch::Root* LossWatch::find_bad(const std::vector<Root>& roots) {
+  std::vector<at::Tensor> values;
+  for (const Root& root : roots) values.push_back(root.value);
+  const auto numbers = core::read_numbers(values);
+  const auto bad = std::find_if(numbers.begin(), numbers.end(),
+                                [](double number) { return !std::isfinite(number); });
+  return bad == numbers.end() ? nullptr : &roots[bad - numbers.begin()];
 }
 
 void LossWatch::report(const Runtime& runtime, const std::string& step_name,

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,7 +21,8 @@ bool scales_loss(const Runtime& runtime);
 /// that is not finite makes parameters that are not, on all replicas. Internal.
 ///
 /// Under a loss scale nobody looks: an overflow is part of the plan there, and such a step is
-/// skipped. What lies on a device is read when the next step ends, when it has long been there.
+/// skipped. What lies on a device is read when the next step ends, when it has long been there, on
+/// a stream beside the one that computes.
 class LossWatch {
  public:
   /// A step begins; `call` calls of its function came before.
@@ -39,9 +42,13 @@ class LossWatch {
     at::Tensor value;
   };
 
+  /// One that is not finite, or null.
+  static const Root* find_bad(const std::vector<Root>& roots);
+
   bool looks_ = false;
   uint64_t call_ = 0;
   std::vector<Root> here_, on_device_, awaited_;
+  std::optional<c10::Event> made_;  // after those awaited
   Root found_{};
   int64_t times_ = 0;
 };

@@ -47,7 +47,8 @@ detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall
   const at::Device device = runtime.device();
   for (const auto& value : values) {
     // A copy: the value may change while something still holds the input.
-    result.tensors.push_back(value->value_.to(device, at::kFloat, false, true));
+    const auto options = at::TensorOptions(at::kFloat).device(device);
+    result.tensors.push_back(at::full({}, value->get(), options));
     result.axes.push_back(std::nullopt);
   }
   result.function = [function = call.function, values](int microbatch,

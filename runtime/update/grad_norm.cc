@@ -5,9 +5,12 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
+#include <iterator>
 #include <limits>
 
 #include "core/check.h"
+#include "core/numbers.h"
 #include "optim/grad_norm.h"
 
 namespace smp::runtime {
@@ -24,8 +27,13 @@ std::vector<std::optional<double>> share_norms(const std::vector<at::Tensor>& no
   // Norms are doubles on the way, which changes none, and a maximum takes one of several equal.
   const at::Tensor exchanged = at::full({count}, kNone, at::kDouble);
   double* const numbers = exchanged.mutable_data_ptr<double>();
+  std::vector<at::Tensor> own;
+  std::copy_if(norms.begin(), norms.end(), std::back_inserter(own),
+               [](const at::Tensor& norm) { return norm.defined(); });
+  const std::vector<double> own_numbers = core::read_numbers(own);
+  auto next = own_numbers.begin();
   for (int64_t i = 0; i < count; ++i) {
-    if (norms[i].defined()) numbers[i] = norms[i].item<double>();
+    if (norms[i].defined()) numbers[i] = *next++;
   }
   group.all_reduce(exchanged, ReduceOp::kMax);
   std::vector<std::optional<double>> result(norms.size());

@@ -85,9 +85,9 @@ void GradientProbes::look(const std::vector<at::Tensor>& parameters) {
 std::optional<double> GradientProbes::factor() const {
   const at::Tensor now = elements_.defined() ? read(parameters_) : at::Tensor();
   if (!now.defined() || now.numel() != elements_.numel()) return std::nullopt;
-  const at::Tensor before_on_host = elements_.cpu(), after_on_host = now.cpu();
-  const double* const before = before_on_host.const_data_ptr<double>();
-  const double* const after = after_on_host.const_data_ptr<double>();
+  const at::Tensor both = at::cat({elements_, now}).cpu();
+  const double* const before = both.const_data_ptr<double>();
+  const double* const after = before + now.numel();
   std::optional<double> factor;
   for (int64_t i = 0; i < now.numel(); ++i) {
     if (before[i] == 0 && after[i] == 0) continue;

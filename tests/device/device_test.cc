@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/library.h>
 
+#include <cmath>
+
 #include "graph/devices.h"
 #include "graph/graph.h"
 #include "graph/random.h"
@@ -130,6 +132,26 @@ TEST(Device, RefusesInputsOfAnotherDevice) {
   });
   expect_has(text, {"input tensor 0 is on device fake:1, and this rank computes on fake:0",
                     "Leave the input on the CPU, or move it there: x.to(smp::device())"});
+}
+
+/// It is read beside what the next step computes.
+TEST(Device, ALossThatIsNotFiniteIsFoundInTheNextStep) {
+  ::testing::internal::CaptureStderr();
+  run_as_threads(1, stages(1), [] {
+    Mlp net;
+    set_device(1);
+    DistributedModel<Mlp> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+    auto train = step([&](torch::Tensor x) { model->backward(model(x).square().mean()); },
+                      StepOptions().name("train"));
+    for (const double factor : {1.0, std::nan(""), 1.0}) {
+      optimizer.zero_grad();
+      train(factor * torch::ones({4, MlpImpl::kWidth}));
+    }
+  });
+  expect_has(
+      ::testing::internal::GetCapturedStderr(),
+      {"step function \"train\", call 2: the value that model->backward starts from is nan"});
 }
 
 }  // namespace

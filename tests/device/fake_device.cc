@@ -16,6 +16,8 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Backtrace.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
@@ -81,6 +83,7 @@ class Machine {
   std::array<Memory, kDevices> memory;
   std::optional<size_t> limit;  // of each index
   std::vector<std::string> log;
+  std::optional<std::array<std::vector<HostUse>, kDevices>> host_uses;
   c10::StreamId streams = 0;
   int events = 0;
 
@@ -103,6 +106,10 @@ class Machine {
   void run_all(StreamKey stream) { run_until(stream, queues[stream].given); }
 
   void note(const std::string& line) { log.push_back(line); }
+
+  void note_host(c10::DeviceIndex index, const std::string& what) {
+    if (host_uses) (*host_uses)[index].push_back({what, c10::get_backtrace(/*frames_to_skip=*/2)});
+  }
 
   static std::string name(StreamKey stream) { return stream.second == 0 ? "compute" : "copy"; }
 };
@@ -173,6 +180,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     const Lock lock(machine.mutex);
     const auto& waited = *static_cast<FakeEvent*>(event);
     machine.note(c10::str("host waits for event ", waited.number));
+    machine.note_host(waited.stream.first, "waits for an event");
     machine.run_until(waited.stream, waited.position);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
@@ -184,6 +192,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     const Lock lock(Machine::get().mutex);
+    Machine::get().note_host(stream.device_index(), "waits for a stream");
     Machine::get().run_all(key_of(stream));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -297,6 +306,18 @@ bool is_plain_copy(const at::Tensor& from, const at::Tensor& to) {
          from.scalar_type() == to.scalar_type() && !from.is_conj() && !from.is_neg();
 }
 
+/// Whether this thread runs an operator on the CPU, whose copies are none of the device's.
+thread_local bool in_fallback = false;
+
+void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (in_fallback || from.device() == to.device()) return;
+  const at::Tensor& there = from.is_cpu() ? to : from;
+  Machine::get().note_host(
+      there.device().index(),
+      c10::str("copies ", from.scalar_type(), " ", from.sizes(), " to the ",
+               to.is_cpu() ? "host" : "device", non_blocking ? "" : ", waits"));
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   const at::Device device = from.is_cpu() ? to.device() : from.device();
@@ -304,6 +325,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const at::Tensor source = as_cpu(from), target = as_cpu(to);
   Machine& machine = Machine::get();
   const Lock lock(machine.mutex);
+  note_copy(from, to, non_blocking);
   if (non_blocking) {
     TORCH_CHECK(from.device() == to.device() || is_plain_copy(from, to),
                 "a copy that is not waited for needs the host to arrange elements: from strides ",
@@ -342,9 +364,29 @@ const at::Tensor& resize(const at::Tensor& tensor, at::IntArrayRef size,
   return at::native::resize_(tensor, size, format);
 }
 
+/// Those after which CUDA's kernels have the host wait, since it needs a value or a size.
+bool is_waited_for(const std::string& op) {
+  static const std::set<std::string> ops = {
+      "aten::_local_scalar_dense", "aten::equal",    "aten::nonzero",
+      "aten::masked_select",       "aten::_unique2", "aten::unique_consecutive"};
+  return ops.count(op) > 0;
+}
+
 /// Runs at once, after what its stream was given.
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   catch_up();
+  const std::string& name = op.operator_name().name;
+  const size_t count = op.schema().arguments().size();
+  const c10::IValue& first = count == 0 ? c10::IValue() : torch::jit::peek(*stack, 0, count);
+  if (is_waited_for(name) && first.isTensor()) {
+    const at::Tensor& tensor = first.toTensor();
+    const Lock lock(Machine::get().mutex);
+    Machine::get().note_host(
+        tensor.device().index(),
+        c10::str("waits in ", name, " of ", tensor.scalar_type(), " ", tensor.sizes()));
+  }
+  const bool before = std::exchange(in_fallback, true);
+  const auto restore = c10::make_scope_exit([&] { in_fallback = before; });
   at::native::cpu_fallback(op, stack);
 }
 
@@ -407,6 +449,21 @@ FakeMemoryLimit::FakeMemoryLimit(size_t bytes) {
 FakeMemoryLimit::~FakeMemoryLimit() {
   const Lock lock(Machine::get().mutex);
   Machine::get().limit.reset();
+}
+
+HostUses::HostUses() {
+  const Lock lock(Machine::get().mutex);
+  Machine::get().host_uses.emplace();
+}
+
+HostUses::~HostUses() {
+  const Lock lock(Machine::get().mutex);
+  Machine::get().host_uses.reset();
+}
+
+std::vector<HostUse> HostUses::take(int index) {
+  const Lock lock(Machine::get().mutex);
+  return std::exchange(Machine::get().host_uses->at(index), {});
 }
 
 size_t FakeMemoryLimit::peak(int index) const {

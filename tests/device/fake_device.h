@@ -43,4 +43,24 @@ class FakeMemoryLimit {
   size_t peak(int index) const;
 };
 
+/// What the host had to do with the device.
+struct HostUse {
+  std::string what;   ///< "copies Long [4, 8] to the device, waits", "waits for an event" ...
+  std::string stack;  ///< who asked for it
+};
+
+/// While it lives, notes when the host copies to or from the device, and when it waits: for an
+/// event, for a stream, in a copy that is waited for, and in operators that on CUDA end with the
+/// host reading what the device has made (`item`, `equal`, `nonzero` ...). One at a time.
+class HostUses {
+ public:
+  HostUses();
+  ~HostUses();
+  HostUses(const HostUses&) = delete;
+  HostUses& operator=(const HostUses&) = delete;
+
+  /// What was noted of an index since the last call, in order.
+  std::vector<HostUse> take(int index);
+};
+
 }  // namespace smp::testing

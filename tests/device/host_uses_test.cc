@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host has to do with the devices in a training step of the GPT: each copy and each wait,
+// with its reason. docs/cuda.md has the same lists.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "examples/gpt/gpt_model.h"
+#include "smp/smp.h"
+#include "tests/device/fake_device.h"
+
+namespace smp::testing {
+namespace {
+
+constexpr int64_t kSequence = 8, kBatch = 4;  // of a replica
+constexpr int kMicrobatches = 2;
+constexpr int kSteps = 3;  // of which the first captures
+
+/// One line of the list.
+struct Use {
+  std::string what;
+  int times;
+  std::string reason;
+};
+
+struct Case {
+  std::string name;
+  Config config;
+  int ranks;
+  bool clips;                              ///< its gradients
+  bool is_on_device;                       ///< what it gives to the step
+  std::vector<std::vector<Use>> expected;  // by rank
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& tested) { return out << tested.name; }
+
+/// The calls of the library on a stack, innermost first.
+std::string calls_of_smp(const std::string& stack) {
+  std::istringstream lines(stack);
+  std::string result;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find("smp::") != std::string::npos) result += "\n    " + line;
+  }
+  return result;
+}
+
+/// Rank threads share the default generator.
+gpt::GPT make_net() {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::manual_seed(1);
+  return gpt::GPT(gpt::GPTOptions().layers(2).width(16).heads(2).sequence(kSequence).dropout(0.1));
+}
+
+/// Trains as examples/gpt does: what it makes on the CPU is moved by the library. Returns what the
+/// host did in the last step.
+std::vector<HostUse> train(const Case& tested, HostUses& uses) {
+  set_device(rank());
+  gpt::GPT net = make_net();
+  DistributedModel<gpt::GPT> model(net);
+  DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(),
+                                                      torch::optim::AdamWOptions(0.01));
+  auto train_step = smp::step([&](torch::Tensor x, torch::Tensor y) {
+    auto loss = gpt::next_byte_loss(model(x), y);
+    model->backward(loss);
+    return loss;
+  });
+  const auto bytes = torch::arange(kBatch * (kSequence + 1)).view({kBatch, kSequence + 1});
+  auto x = bytes.narrow(1, 0, kSequence).contiguous(),
+       y = bytes.narrow(1, 1, kSequence).contiguous();
+  if (tested.is_on_device) x = x.to(smp::device()), y = y.to(smp::device());
+  for (int i = 0; i < kSteps; ++i) {
+    smp::barrier();
+    uses.take(rank());
+    optimizer.zero_grad();
+    const auto losses = train_step(x, y);
+    if (tested.clips) optimizer.clip_master_grads(1.0);
+    optimizer.step();
+    losses.reduce_mean(CommGroup::kDp).item<double>();
+  }
+  return uses.take(rank());
+}
+
+class HostUsesOfAStep : public ::testing::TestWithParam<Case> {};
+
+TEST_P(HostUsesOfAStep, AreThoseListed) {
+  torch::set_num_threads(1);
+  const Case& tested = GetParam();
+  HostUses uses;
+  std::map<int, std::vector<HostUse>> of_rank;
+  std::mutex mutex;
+  run_as_threads(tested.ranks, tested.config, [&] {
+    auto of_last_step = train(tested, uses);
+    const std::lock_guard<std::mutex> lock(mutex);
+    of_rank[rank()] = std::move(of_last_step);
+  });
+  for (int rank = 0; rank < tested.ranks; ++rank) {
+    std::map<std::string, int> times;
+    std::map<std::string, std::string> stacks;
+    for (const HostUse& use : of_rank[rank]) {
+      ++times[use.what];
+      stacks[use.what] += "\n   " + calls_of_smp(use.stack);
+    }
+    for (const Use& use : tested.expected.at(rank)) {
+      EXPECT_EQ(times[use.what], use.times)
+          << "rank " << rank << " " << use.what << " (" << use.reason << ")" << stacks[use.what];
+      times.erase(use.what);
+    }
+    for (const auto& [what, count] : times) {
+      ADD_FAILURE() << "rank " << rank << " " << what << ", " << count
+                    << " times a step, which is not listed. It came from" << stacks[what];
+    }
+  }
+}
+
+Config config(int stages, int replicas) {
+  return Config()
+      .partitions(stages)
+      .ddp(replicas > 1)
+      .microbatches(kMicrobatches)
+      .pipeline("1f1b")
+      .timeout_seconds(60);
+}
+
+/// What all programs have.
+const Use kInputs = {"copies Long [4, 8] to the device, waits", 2,
+                     "the bytes and the next ones, from memory that is not pinned"};
+const Use kInput = {"copies Long [4, 8] to the device, waits", 1,
+                    "of bytes and next ones, what the rank's stage reads"};
+const Use kCompared = {"copies Long [4, 8] to the host, waits", 2,
+                       "the ranks of a pipeline compare what they are given"};
+const Use kLossesBefore = {"copies Double [2] to the host, waits", 1,
+                           "are the losses of the step before finite? beside what is computed"};
+const Use kLoss = {"waits in aten::_local_scalar_dense of Float []", 1,
+                   "the program reads its loss"};
+const Use kSends = {"copies Float [2, 8, 16] to the host", 2, "a message of each microbatch"};
+const Use kReceives = {"copies Float [2, 8, 16] to the device", 2, "a message of each microbatch"};
+
+Use probes(int numbers) {
+  return {"copies Double [" + std::to_string(numbers) + "] to the host, waits", 1,
+          "has the program scaled this stage's gradients? compared with the other's"};
+}
+
+/// Where replicas reduce through host memory.
+const std::vector<Use> kReplica = {
+    kInputs,
+    kLossesBefore,
+    kLoss,
+    {"copies Float [14912] to the host, waits", 1, "the gradients, on the communicator's thread"},
+    {"copies Float [14912] to the device, waits", 1, "their sums, on the communicator's thread"},
+    {"waits for a stream", 1, "the sums are on the device: the task is complete"},
+    {"copies Float [2] to the host, waits", 1, "the program gathers the replicas' losses"},
+    {"copies Float [2, 2] to the device, waits", 1, "the program gathers the replicas' losses"}};
+
+const std::vector<Use> kFirstStage = {
+    kLoss,
+    kSends,
+    kReceives,
+    probes(112),
+    {"waits for an event", 3, "a message has come to host memory, or left it (the losses)"},
+    {"copies Float [] to the device", 2, "the losses come from the other rank"}};
+const std::vector<Use> kLastStage = {
+    kLossesBefore,
+    kLoss,
+    kSends,
+    kReceives,
+    probes(120),
+    {"waits for an event", 3, "a message, or the losses, have come to host memory"},
+    {"copies Float [] to the host", 2, "the losses go to the other rank"}};
+
+std::vector<Use> operator+(std::vector<Use> uses, const Use& use) {
+  uses.push_back(use);
+  return uses;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, HostUsesOfAStep,
+    ::testing::Values(
+        Case{"OneRank", config(1, 1), 1, false, false, {{kInputs, kLossesBefore, kLoss}}},
+        Case{"OneRankGivenOnTheDevice", config(1, 1), 1, false, true, {{kLossesBefore, kLoss}}},
+        Case{"OneRankClips",
+             config(1, 1),
+             1,
+             true,
+             false,
+             {{kInputs,
+               kLossesBefore,
+               kLoss,
+               {"copies Double [29] to the host, waits", 1, "the norms of all gradients"}}}},
+        Case{"Bf16", config(1, 1).bf16(true), 1, false, false, {{kInputs, kLossesBefore, kLoss}}},
+        Case{"Fp16",
+             config(1, 1).fp16(true),
+             1,
+             false,
+             false,
+             {{kInputs,
+               kLoss,
+               {"waits in aten::_local_scalar_dense of Bool []", 1,
+                "are the gradients finite, or is the step left out?"}}}},
+        Case{"TwoStages",
+             config(2, 1),
+             2,
+             false,
+             false,
+             {kFirstStage + kInput, kLastStage + kInput}},
+        Case{"TwoStagesGivenOnTheDevice",
+             config(2, 1),
+             2,
+             false,
+             true,
+             {kFirstStage + kCompared, kLastStage + kCompared}},
+        Case{"TwoReplicas", config(1, 2), 2, false, false, {kReplica, kReplica}}),
+    [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace smp::testing
