@@ -11,6 +11,14 @@
 
 namespace smp::comm {
 
+/// How tensors of devices go from rank to rank (comm/device/device_communicator.h).
+struct DeviceTransport {
+  /// Over NCCL or not at all; otherwise where it can be used.
+  bool only_nccl = false;
+  /// NCCL reduces in the order that suits it; otherwise reductions add in rank order there, too.
+  bool fast_reductions = false;
+};
+
 /// A group of ranks and all that they can do: messages between two of them, collectives of all. A
 /// group of one works and moves nothing. All tensors are dense, contiguous CPU tensors of any dtype
 /// (checked). Wrong arguments are a `UsageError`.
@@ -27,6 +35,11 @@ class Communicator : public Group,
   /// same list (ascending ranks of this communicator, the caller's among them).
   virtual std::shared_ptr<Communicator> split(const std::vector<int>& members,
                                               const std::string& name) = 0;
+
+  /// What communicators for devices that are made over this one do; a split inherits it. All ranks
+  /// set the same.
+  virtual void set_device_transport(const DeviceTransport& transport) = 0;
+  virtual DeviceTransport device_transport() const = 0;
 };
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;

@@ -26,6 +26,10 @@ class Group {
   /// come, throws a `CommError` that quotes `reason` and this rank. Never blocks, never throws;
   /// only the first call counts.
   virtual void abort(const std::string& reason) noexcept = 0;
+
+  /// "rank 1 failed: <its reason>" when a rank has aborted, otherwise empty: for a thread
+  /// that watches while others wait for something else than this group. Called from any thread.
+  virtual std::string abort_text() const = 0;
 };
 
 }  // namespace smp::comm

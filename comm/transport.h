@@ -28,6 +28,7 @@ struct GroupState {
   int context;                   ///< The transport's number for the group; messages stay inside it.
   std::atomic<int64_t> timeout_ms{300'000};
   std::atomic<bool> check_collectives{false};  ///< See Communicator::check_collectives.
+  DeviceTransport device_transport;            ///< See Communicator::set_device_transport.
 
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms.load()); }
 

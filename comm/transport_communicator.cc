@@ -159,6 +159,7 @@ CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
   group->context = transport_->make_context(*group_, members.front());
   group->timeout_ms = group_->timeout_ms.load();
   group->check_collectives = group_->check_collectives.load();
+  group->device_transport = group_->device_transport;
   return std::make_shared<TransportCommunicator>(transport_, std::move(group));
 }
 

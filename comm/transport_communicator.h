@@ -33,7 +33,12 @@ class TransportCommunicator final : public Communicator {
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override;
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
+  void set_device_transport(const DeviceTransport& transport) override {
+    group_->device_transport = transport;
+  }
+  DeviceTransport device_transport() const override { return group_->device_transport; }
   void abort(const std::string& reason) noexcept override;
+  std::string abort_text() const override { return transport_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override;
   std::chrono::milliseconds timeout() const override { return group_->timeout(); }
   void check_collectives(bool on) override { group_->check_collectives = on; }

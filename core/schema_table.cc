@@ -134,7 +134,8 @@ std::vector<Parameter> pipeline_rows() {
           "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
           "`fast` allows other rounding, and other random numbers for a sample, never other "
           "mathematics: where the samples of a batch are independent, several microbatches may run "
-          "as one (see docs/schedules.md).")
+          "as one (see docs/schedules.md), and NCCL reduces in an order of its own (see "
+          "docs/cuda.md).")
           .values({"exact", "fast"}),
       boolean("gradient_accumulation_fusion", false,
               "Add the gradients of weights of linear layers to the gradient buffer inside the "

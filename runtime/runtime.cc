@@ -8,7 +8,7 @@
 
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
-#include "comm/nccl/nccl_communicator.h"
+#include "comm/nccl/nccl_groups.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/failure.h"
@@ -94,7 +94,10 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   if (rank() == 0) {
     for (const std::string& line : config_.overridden()) core::log_info(line);
   }
-  world_->check_collectives(config_.check_collectives());  // those split from it, too
+  // Of the world and what is split from it.
+  world_->check_collectives(config_.check_collectives());
+  world_->set_device_transport(
+      {config_.ddp_dist_backend() == "nccl", config_.numerics() == "fast"});
   make_groups(timeout);
   update_watch = std::make_shared<UpdateWatch>(*this);
   replica_join = std::make_shared<ReplicaJoin>(*this);
@@ -167,10 +170,8 @@ void Runtime::choose_device(at::Device chosen) {
 }
 
 void Runtime::use_device(at::Device device) {
-  const auto transport = config_.ddp_dist_backend() == "nccl" ? comm::DeviceTransport::kNccl
-                                                              : comm::DeviceTransport::kAny;
   for (CommGroup group : {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kDp}) {
-    groups_[group] = comm::make_device_communicator(groups_[group], device, transport);
+    groups_[group] = comm::make_device_communicator(groups_[group], device);
   }
 }
 

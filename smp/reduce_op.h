@@ -7,7 +7,8 @@ namespace smp {
 
 /// How elements of several ranks are combined. Every reduction combines in ascending rank order
 /// within the group, element by element, so the result has the same bits on every rank, in every
-/// run and however the ranks lie on hosts: ((rank 0 + rank 1) + rank 2) + ...
+/// run and however the ranks lie on hosts: ((rank 0 + rank 1) + rank 2) + ... Only with
+/// `"numerics": "fast"` NCCL reduces tensors of GPUs in an order of its own (docs/cuda.md).
 ///
 /// float16 and bfloat16 are combined in float32 and rounded once; integers wrap.
 enum class ReduceOp {

@@ -5,7 +5,7 @@
 
 namespace smp::comm {
 
-bool pin_memory(void* /*memory*/, size_t /*bytes*/) { return false; }
+bool pin_memory(void* /*memory*/, size_t /*bytes*/, int /*index*/) { return false; }
 
 void unpin_memory(void* /*memory*/) {}
 

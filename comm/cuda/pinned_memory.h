@@ -6,9 +6,10 @@
 namespace smp::comm {
 
 /// Locks host memory into place and tells the GPUs of this process, which then copy to and from it
-/// without help of the processor. False where that is not possible; the memory can be used all the
-/// same, at about a third of the speed. In a build without --config=cuda it never is.
-bool pin_memory(void* memory, size_t bytes);
+/// without help of the processor. GPU `index` does it: no other is woken for it. False where that
+/// is not possible; the memory can be used all the same, at about a third of the speed. In a build
+/// without --config=cuda it never is.
+bool pin_memory(void* memory, size_t bytes, int index);
 
 /// To be called before memory that was pinned is unmapped.
 void unpin_memory(void* memory);

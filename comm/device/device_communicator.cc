@@ -8,7 +8,9 @@
 #include <utility>
 
 #include "comm/device/staged_communicator.h"
-#include "comm/nccl/nccl_communicator.h"
+#include "comm/device/staging.h"
+#include "comm/nccl/group_communicator.h"
+#include "comm/nccl/nccl_groups.h"
 #include "comm/reduce.h"
 #include "core/check.h"
 
@@ -29,13 +31,19 @@ DeviceCommunicator::DeviceCommunicator(CommunicatorPtr host, at::Device device)
     : host_(std::move(host)), device_(device) {}
 
 WorkPtr DeviceCommunicator::isend(const at::Tensor& tensor, int destination, Tag tag) {
-  return is_on_device("isend", tensor) ? send_from_device(tensor, destination, tag)
-                                       : host_->isend(tensor, destination, tag);
+  if (!is_on_device("isend", tensor)) {
+    return host_->isend(tensor, destination, tag);
+  }
+  const at::Tensor staged = staged_copy(tensor);
+  return staged_work(host_->isend(staged, destination, tag), staged, at::Tensor());
 }
 
 WorkPtr DeviceCommunicator::irecv(const at::Tensor& tensor, int source, Tag tag) {
-  return is_on_device("irecv", tensor) ? receive_on_device(tensor, source, tag)
-                                       : host_->irecv(tensor, source, tag);
+  if (!is_on_device("irecv", tensor)) {
+    return host_->irecv(tensor, source, tag);
+  }
+  const at::Tensor staged = staging_room(tensor);
+  return staged_work(host_->irecv(staged, source, tag), staged, tensor);
 }
 
 WorkPtr DeviceCommunicator::start(const Collective& call) {
@@ -100,9 +108,9 @@ bool DeviceCommunicator::is_on_device(const Collective& call) const {
   return is_on_device(call.name(), call.writes(rank()) ? call.output : call.input);
 }
 
-CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device,
-                                         DeviceTransport transport) {
-  if (device.is_cpu() && (transport == DeviceTransport::kAny || host->size() == 1)) {
+CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device) {
+  const bool only_nccl = host->device_transport().only_nccl;
+  if (device.is_cpu() && (!only_nccl || host->size() == 1)) {
     return host;
   }
   const std::vector<std::string> gpus = all_gather_bytes(*host, nccl_gpu(device));
@@ -110,7 +118,7 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
   const auto without = std::find(gpus.begin(), gpus.end(), "") - gpus.begin();
   const bool all_have = without == host->size();
   const bool usable = all_have && different.size() == gpus.size();
-  SMP_CHECK_WITH(ConfigError, usable || transport == DeviceTransport::kAny || gpus.size() == 1,
+  SMP_CHECK_WITH(ConfigError, usable || !only_nccl || gpus.size() == 1,
                  "config key \"ddp_dist_backend\": \"nccl\" needs a GPU of its own on each rank, "
                  "and of group '",
                  host->name(), "' ",
@@ -118,7 +126,7 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
                           : c10::str("rank ", without, " has its model on none"),
                  ". Move each rank's module to a GPU before it is wrapped, net->to(torch::Device("
                  "torch::kCUDA, smp::local_rank())), or use \"auto\"");
-  return usable && gpus.size() > 1 ? make_nccl_communicator(host, device)
+  return usable && gpus.size() > 1 ? make_group_communicator(host, device, nccl_groups(host))
                                    : make_staged_communicator(host, device);
 }
 

@@ -13,9 +13,11 @@ namespace smp::comm {
 
 /// A communicator for tensors of the CPU and of one other device: this rank's part of the model
 /// lies there. Those of the CPU go over a communicator of their own, whose rank, name, time-out and
-/// abort are this one's too. How the device's move is up to the classes that derive from it.
+/// abort are this one's too. Messages of the device's go through host memory: what is sent is
+/// copied there first, for which this waits, and what is received is copied to the device by
+/// `Work::wait()`. How collectives and channels move them is up to the classes that derive from it.
 ///
-/// On the device, an operation starts when the current stream has come to it, and when `wait()` has
+/// On the device, a collective starts when the current stream has come to it, and when `wait()` has
 /// returned, the current stream goes on after it: the host does not wait for the device where
 /// nothing but the device needs the result.
 class DeviceCommunicator : public Communicator {
@@ -43,7 +45,12 @@ class DeviceCommunicator : public Communicator {
                          const std::vector<ChannelSpec>& incoming) override;
   /// The new one is for the same device.
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override;
+  void set_device_transport(const DeviceTransport& transport) override {
+    host_->set_device_transport(transport);
+  }
+  DeviceTransport device_transport() const override { return host_->device_transport(); }
   void abort(const std::string& reason) noexcept override { host_->abort(reason); }
+  std::string abort_text() const override { return host_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override { host_->set_timeout(timeout); }
   std::chrono::milliseconds timeout() const override { return host_->timeout(); }
   void check_collectives(bool on) override { host_->check_collectives(on); }
@@ -52,9 +59,7 @@ class DeviceCommunicator : public Communicator {
   const CommunicatorPtr& host() const { return host_; }
   at::Device device() const { return device_; }
 
-  // The operations on tensors of the device; collectives of two ranks or more.
-  virtual WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) = 0;
-  virtual WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) = 0;
+  // Of two ranks or more, on tensors of the device.
   virtual WorkPtr start_on_device(const Collective& call) = 0;
   virtual WorkPtr start_on_device(const CollectiveTask& task) = 0;
 
@@ -66,17 +71,11 @@ class DeviceCommunicator : public Communicator {
   const at::Device device_;
 };
 
-/// How tensors of a device go from rank to rank.
-enum class DeviceTransport {
-  kAny,   ///< over NCCL where that is possible, otherwise through host memory
-  kNccl,  ///< over NCCL, or not at all
-};
-
 /// The communicator of a group whose ranks' models lie on `device`, each rank's own and all of one
 /// kind: `host` itself for the CPU. Between GPUs it goes over NCCL, if this is a CUDA build and no
 /// two ranks of the group share a GPU; otherwise, and for other devices, through host memory, or it
-/// throws a `ConfigError` on all ranks. Collective over `host`.
-CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device,
-                                         DeviceTransport transport = DeviceTransport::kAny);
+/// throws a `ConfigError` on all ranks, if the host's `device_transport()` says so. Collective over
+/// `host`.
+CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
 
 }  // namespace smp::comm

@@ -2,7 +2,6 @@
 #include "comm/device/staged_communicator.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -11,46 +10,18 @@
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "comm/device/staging.h"
 
 namespace smp::comm {
 namespace {
-
-// An operation on `staged`, in host memory, whose result belongs into `result`, if that is defined.
-class StagedWork final : public Work {
- public:
-  StagedWork(WorkPtr work, at::Tensor staged, at::Tensor result)
-      : work_(std::move(work)), staged_(std::move(staged)), result_(std::move(result)) {}
-
-  bool test() override { return work_->test(); }
-
-  void wait() override {
-    work_->wait();
-    if (const at::Tensor result = std::exchange(result_, at::Tensor()); result.defined()) {
-      const at::NoGradGuard no_grad;
-      result.copy_(staged_);
-    }
-  }
-
- private:
-  const WorkPtr work_;
-  const at::Tensor staged_;
-  at::Tensor result_;
-};
-
-// Waits until the device has made it.
-at::Tensor copy_of(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
-
-at::Tensor room_for(const at::Tensor& tensor) {
-  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()));
-}
 
 // The same call in host memory.
 Collective staged_call(const Collective& call, int rank) {
   const bool in_place = call.input.is_same(call.output), reads = call.reads(rank);
   Collective staged = call;
-  staged.input = reads ? copy_of(call.input) : at::Tensor();
+  staged.input = reads ? staged_copy(call.input) : at::Tensor();
   staged.output = in_place && reads       ? staged.input
-                  : call.output.defined() ? room_for(call.output)
+                  : call.output.defined() ? staging_room(call.output)
                                           : at::Tensor();
   if (in_place) {
     staged.input = staged.output;
@@ -67,20 +38,10 @@ class StagedCommunicator final : public DeviceCommunicator {
   using DeviceCommunicator::DeviceCommunicator;
 
  protected:
-  WorkPtr send_from_device(const at::Tensor& tensor, int destination, Tag tag) override {
-    const at::Tensor staged = copy_of(tensor);
-    return work(host()->isend(staged, destination, tag), staged, at::Tensor());
-  }
-
-  WorkPtr receive_on_device(const at::Tensor& tensor, int source, Tag tag) override {
-    const at::Tensor staged = room_for(tensor);
-    return work(host()->irecv(staged, source, tag), staged, tensor);
-  }
-
   WorkPtr start_on_device(const Collective& call) override {
     const Collective staged = staged_call(call, rank());
-    return work(host()->start(staged), staged.output,
-                call.writes(rank()) ? call.output : at::Tensor());
+    return staged_work(host()->start(staged), staged.output,
+                       call.writes(rank()) ? call.output : at::Tensor());
   }
 
   // On the host's thread, so that neither this rank nor a thread of the device waits for others.
@@ -103,11 +64,6 @@ class StagedCommunicator final : public DeviceCommunicator {
                            task(collectives);
                            stream.synchronize();
                          });
-  }
-
- private:
-  static WorkPtr work(WorkPtr work, const at::Tensor& staged, const at::Tensor& result) {
-    return std::make_shared<StagedWork>(std::move(work), staged, result);
   }
 };
 

@@ -7,15 +7,11 @@
 
 #include <algorithm>
 #include <deque>
-#include <exception>
-#include <thread>
 #include <tuple>
 #include <utility>
 
 namespace smp::comm {
 namespace {
-
-using GroupWork = c10::intrusive_ptr<c10d::Work>;
 
 c10::impl::VirtualGuardImpl guard_of(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
@@ -27,17 +23,17 @@ at::Tensor make_part(const MessageSize& size, at::Device device) {
 
 class GroupSender final : public Sender {
  public:
-  GroupSender(std::unique_ptr<Sender> host, ChannelGroup group, const ChannelSpec& spec,
-              std::chrono::milliseconds timeout)
+  GroupSender(std::unique_ptr<Sender> host, DeviceGroup group, const ChannelSpec& spec,
+              std::shared_ptr<GroupPool> pool)
       : host_(std::move(host)),
+        pool_(std::move(pool)),
         group_(std::move(group)),
         device_(spec.device),
-        timeout_(timeout),
         size_{spec.bytes, spec.host_bytes} {}
 
   ~GroupSender() override {
-    if (!sent_.empty()) {  // they end in order
-      let_finish([this] { return sent_.back().work->isCompleted(); }, timeout_);
+    for (DeviceTransfer& sent : sent_) {
+      pool_->keep(std::move(sent));
     }
   }
 
@@ -58,7 +54,7 @@ class GroupSender final : public Sender {
 
   void send() override {
     std::vector<at::Tensor> part = {std::exchange(next_, at::Tensor())};
-    GroupWork work = group_->send(part, kReceiverRank, /*tag=*/0);
+    auto work = group_->send(part, kReceiverRank, /*tag=*/0);
     sent_.push_back({std::move(work), std::move(part[0])});
     host_->send();
   }
@@ -66,35 +62,31 @@ class GroupSender final : public Sender {
   void flush() override { host_->flush(); }
 
  private:
-  // A message whose elements are on their way.
-  struct Sent {
-    GroupWork work;
-    at::Tensor part;
-  };
-
   // Memory is used again, oldest first.
   at::Tensor take_part() {
     if (sent_.empty() || !sent_.front().work->isCompleted()) {
       return make_part(size_, device_);
     }
-    const at::Tensor part = std::move(sent_.front().part);
+    const at::Tensor part = std::move(sent_.front().tensor);
     sent_.pop_front();
     return part.numel() == size_.bytes - size_.host_bytes ? part : make_part(size_, device_);
   }
 
   const std::unique_ptr<Sender> host_;
-  const ChannelGroup group_;
+  const std::shared_ptr<GroupPool> pool_;
+  const DeviceGroup group_;
   const at::Device device_;
-  const std::chrono::milliseconds timeout_;
   MessageSize size_;
   at::Tensor next_;
-  std::deque<Sent> sent_;
+  std::deque<DeviceTransfer> sent_;  // elements on their way, which arrive in this order
 };
 
 class GroupReceiver final : public Receiver {
  public:
-  GroupReceiver(std::unique_ptr<Receiver> host, ChannelGroup group, const ChannelSpec& spec)
+  GroupReceiver(std::unique_ptr<Receiver> host, DeviceGroup group, const ChannelSpec& spec,
+                std::shared_ptr<GroupPool> pool)
       : host_(std::move(host)),
+        pool_(std::move(pool)),
         group_(std::move(group)),
         device_(spec.device),
         side_(guard_of(spec.device).getStreamFromGlobalPool(spec.device)),
@@ -110,7 +102,7 @@ class GroupReceiver final : public Receiver {
   at::Tensor receive() override {
     at::Tensor message = host_->receive();
     std::vector<at::Tensor> part;
-    GroupWork work;
+    c10::intrusive_ptr<c10d::Work> work;
     {
       // A group waits for the current stream before it writes: the elements do not wait for what is
       // computed here, since their memory is another stream's.
@@ -129,7 +121,8 @@ class GroupReceiver final : public Receiver {
 
  private:
   const std::unique_ptr<Receiver> host_;
-  const ChannelGroup group_;
+  const std::shared_ptr<GroupPool> pool_;  // as long as the group is used
+  const DeviceGroup group_;
   const at::Device device_;
   const c10::Stream side_;
   MessageSize size_;
@@ -170,22 +163,16 @@ std::vector<ChannelEnd> connection_order(int rank, const std::vector<ChannelSpec
   return order;
 }
 
-void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) {
-  const auto end = std::chrono::steady_clock::now() + at_most;
-  while (std::uncaught_exceptions() == 0 && !finished() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-std::unique_ptr<Sender> make_group_sender(std::unique_ptr<Sender> host, ChannelGroup group,
+std::unique_ptr<Sender> make_group_sender(std::unique_ptr<Sender> host, DeviceGroup group,
                                           const ChannelSpec& spec,
-                                          std::chrono::milliseconds timeout) {
-  return std::make_unique<GroupSender>(std::move(host), std::move(group), spec, timeout);
+                                          std::shared_ptr<GroupPool> pool) {
+  return std::make_unique<GroupSender>(std::move(host), std::move(group), spec, std::move(pool));
 }
 
-std::unique_ptr<Receiver> make_group_receiver(std::unique_ptr<Receiver> host, ChannelGroup group,
-                                              const ChannelSpec& spec) {
-  return std::make_unique<GroupReceiver>(std::move(host), std::move(group), spec);
+std::unique_ptr<Receiver> make_group_receiver(std::unique_ptr<Receiver> host, DeviceGroup group,
+                                              const ChannelSpec& spec,
+                                              std::shared_ptr<GroupPool> pool) {
+  return std::make_unique<GroupReceiver>(std::move(host), std::move(group), spec, std::move(pool));
 }
 
 }  // namespace smp::comm

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a build without --config=cuda has in place of nccl_communicator.cc.
+// What a build without --config=cuda has in place of nccl_groups.cc.
 
-#include "comm/nccl/nccl_communicator.h"
+#include "comm/nccl/nccl_groups.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -10,8 +10,8 @@ bool has_nccl() { return false; }
 
 std::string nccl_gpu(at::Device /*device*/) { return ""; }
 
-CommunicatorPtr make_nccl_communicator(const CommunicatorPtr& /*host*/, at::Device device) {
-  SMP_INTERNAL_ASSERT(false, "NCCL for ", device, " in a build without it");
+MakeDeviceGroup nccl_groups(const CommunicatorPtr& host) {
+  SMP_INTERNAL_ASSERT(false, "NCCL for group '", host->name(), "' in a build without it");
 }
 
 }  // namespace smp::comm

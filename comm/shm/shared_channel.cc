@@ -30,8 +30,8 @@ constexpr int64_t kWorthAnnouncing = 32 << 10;
 constexpr std::chrono::milliseconds kSpinForAnnounced{1};
 
 void pin_for(const ChannelSpec& spec, SharedMemory& memory) {
-  if (!spec.device.is_cpu()) {
-    memory.pin();
+  if (spec.device.is_cuda()) {
+    memory.pin(spec.device.index());
   }
 }
 

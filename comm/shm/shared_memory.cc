@@ -233,8 +233,8 @@ SharedMemory::~SharedMemory() {
   close_fd();
 }
 
-void SharedMemory::pin() {
-  std::call_once(pin_once_, [this] { pinned_ = pin_memory(data_, size_); });
+void SharedMemory::pin(int index) {
+  std::call_once(pin_once_, [&] { pinned_ = pin_memory(data_, size_, index); });
 }
 
 void SharedMemory::close_fd() {

@@ -49,8 +49,9 @@ class SharedMemory {
   /// When all have mapped it, nobody needs the descriptor any more.
   void close_fd();
 
-  /// Lets GPUs copy to and from it by themselves, in a CUDA build. From any thread.
-  void pin();
+  /// Lets GPUs copy to and from it by themselves, in a CUDA build; GPU `index` is woken for it.
+  /// From any thread.
+  void pin(int index);
 
  private:
   SharedMemory(int fd, std::byte* data, size_t size, uint64_t id);

@@ -2,13 +2,11 @@
 #include "comm/store/rendezvous.h"
 
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <fstream>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -58,20 +56,6 @@ std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
 std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 std::string from_bytes(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
-// What tells one PID or network namespace from another; 0 where the kernel does not say.
-uint64_t namespace_number(const char* path) {
-  struct stat status {};
-  return stat(path, &status) == 0 ? status.st_ino : 0;
-}
-
-// Ranks share memory by way of /proc or of a socket, so both namespaces must be the same.
-std::string host_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return c10::str(boot, " ", namespace_number("/proc/self/ns/pid"), " ",
-                  namespace_number("/proc/self/ns/net"));
-}
 
 // The host that the store is on, where it is one of the network.
 std::string host_of(c10d::Store& store) {
@@ -348,7 +332,7 @@ Meeting meet(const StorePtr& store, int rank, int size, const MeetingTime& time)
   const std::string address =
       address_of_this_host(core::env("SMP_SOCKET_IFNAME").value_or(""), host_of(*store));
   const Descriptor listener = listen_on_free_port(address);
-  const RankRecord own{host_identity(), core::host_name(), address, port_of(listener),
+  const RankRecord own{core::host_identity(), core::host_name(), address, port_of(listener),
                        core::cores_of_this_process()};
   // The texts of those that wait there come first.
   Encounter found = ask_store(store, time.end + kGrace, "the meeting of the ranks",

@@ -34,7 +34,8 @@ TEST(DeviceCommunicator, IsThatOfTheHostForTheCpu) {
 TEST(DeviceCommunicator, IsRefusedWhereNcclIsAskedForAndCannotBe) {
   const auto text = error_of<ConfigError>([] {
     comm::run_ranks(2, [](const CommunicatorPtr& world) {
-      make_device_communicator(world, fake_device(0), comm::DeviceTransport::kNccl);
+      world->set_device_transport({/*only_nccl=*/true});
+      make_device_communicator(world->split({0, 1}, "both"), fake_device(0));
     });
   });
   EXPECT_NE(text.find("\"nccl\" needs a GPU of its own on each rank, and of group '"),
@@ -42,7 +43,8 @@ TEST(DeviceCommunicator, IsRefusedWhereNcclIsAskedForAndCannotBe) {
       << text;
   EXPECT_NE(text.find("rank 0 has its model on none"), std::string::npos) << text;
   comm::run_ranks(1, [](const CommunicatorPtr& world) {
-    EXPECT_EQ(make_device_communicator(world, at::kCPU, comm::DeviceTransport::kNccl), world);
+    world->set_device_transport({/*only_nccl=*/true});
+    EXPECT_EQ(make_device_communicator(world, at::kCPU), world);
   });
 }
 

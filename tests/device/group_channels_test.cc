@@ -17,6 +17,7 @@
 
 #include "comm/nccl/reduce_parts.h"
 #include "comm/reduce.h"
+#include "comm/threads/thread_communicator.h"
 #include "pipeline/message.h"
 #include "tests/device/fake_device.h"
 
@@ -131,11 +132,13 @@ class GroupChannels : public ::testing::Test {
       {graph::TensorMeta::of(at::zeros({4}, at::TensorOptions(device_)))}};
   const ChannelSpec spec_ = {1, 0, layout_.nbytes(), 1, 2, device_, layout_.header_bytes()};
   HostChannel host_{layout_.header_bytes()};
-  const comm::ChannelGroup group_ = std::make_shared<FakeGroup>(device_);
-  std::unique_ptr<comm::Sender> sender_ = comm::make_group_sender(
-      std::make_unique<HostSender>(host_), group_, spec_, std::chrono::milliseconds(100));
+  const comm::DeviceGroup group_ = std::make_shared<FakeGroup>(device_);
+  const std::shared_ptr<comm::GroupPool> pool_ =
+      std::make_shared<comm::GroupPool>(comm::make_thread_world(1)[0], device_, nullptr);
+  std::unique_ptr<comm::Sender> sender_ =
+      comm::make_group_sender(std::make_unique<HostSender>(host_), group_, spec_, pool_);
   std::unique_ptr<comm::Receiver> receiver_ =
-      comm::make_group_receiver(std::make_unique<HostReceiver>(host_), group_, spec_);
+      comm::make_group_receiver(std::make_unique<HostReceiver>(host_), group_, spec_, pool_);
 
   void send(const at::Tensor& numbers) {
     const at::Tensor message = sender_->prepare();

@@ -155,7 +155,12 @@ class CountingGroup final : public comm::Communicator {
   comm::CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override {
     return inner_->split(members, name);
   }
+  void set_device_transport(const comm::DeviceTransport& transport) override {
+    inner_->set_device_transport(transport);
+  }
+  comm::DeviceTransport device_transport() const override { return inner_->device_transport(); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  std::string abort_text() const override { return inner_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
   std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
   void check_collectives(bool on) override { inner_->check_collectives(on); }

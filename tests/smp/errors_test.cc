@@ -7,7 +7,7 @@
 #include <string>
 #include <tuple>
 
-#include "comm/nccl/nccl_communicator.h"
+#include "comm/nccl/nccl_groups.h"
 
 namespace smp::testing {
 namespace {

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+
+#include "comm/communicator.h"
+#include "comm/nccl/group_pool.h"
+
+namespace smp::comm {
+
+/// Whether this is a build with NCCL (--config=cuda).
+bool has_nccl();
+
+/// Which GPU this is, the world over; empty where NCCL cannot be used: in a build without
+/// --config=cuda, and for other devices. NCCL needs another GPU on each rank of a group.
+std::string nccl_gpu(at::Device device);
+
+/// Makes libtorch's NCCL groups for ranks of `host`, with its time-out. A transfer that does not
+/// end within that ends the process, by libtorch's watchdog.
+///
+/// Collective over `host`. When the ranks cannot reach each other it throws what libtorch's store
+/// throws (`c10::DistError`), and the groups throw what NCCL does.
+MakeDeviceGroup nccl_groups(const CommunicatorPtr& host);
+
+}  // namespace smp::comm
