@@ -10,6 +10,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "examples/device.h"
 #include "examples/llama/counting.h"
 #include "examples/llama/folder.h"
 #include "examples/llama/llama.h"
@@ -20,7 +21,7 @@ namespace llama {
 namespace {
 
 struct Settings {
-  std::string from, to, config, names = "examples/huggingface/llama.json";
+  std::string from, to, config, names = "examples/huggingface/llama.json", device = "cpu";
   int64_t steps = 100, batch = 32, length = 16, rank = 8, layers = 1;
   double lr = 1e-2;
 };
@@ -37,6 +38,8 @@ std::optional<int> parse_command_line(int argc, char** argv, Settings& s) {
   app.add_option("--rank", s.rank, "rank of the updates")->check(CLI::PositiveNumber);
   app.add_option("--layers", s.layers, "how many of the last layers learn");
   app.add_option("--lr", s.lr, "learning rate")->check(CLI::PositiveNumber);
+  app.add_option("--device", s.device, "where ranks compute")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--config", s.config, "JSON configuration of smp")->check(CLI::ExistingFile);
   try {
     app.parse(argc, argv);
@@ -88,6 +91,9 @@ void write_merged(const std::string& checkpoint, const LlamaOptions& options,
 
 void finetune(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
+  if (settings.device != "cpu") {
+    smp::set_device(device_of(settings.device, smp::local_rank()).index());
+  }
   torch::set_num_threads(1);
   torch::manual_seed(1);
   const auto options = read_config(settings.from);

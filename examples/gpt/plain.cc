@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <iostream>
 
+#include "examples/device.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/progress.h"
 #include "examples/gpt/report.h"
@@ -41,13 +42,13 @@ int64_t load(const std::string& path, GPT& net, torch::optim::AdamW& optimizer) 
   return step.toInt();
 }
 
-double evaluate(GPT& net, const TextData& text, const Settings& settings) {
+double evaluate(GPT& net, const TextData& text, at::Device device, const Settings& settings) {
   torch::NoGradGuard no_grad;
   net->eval();
   double sum = 0;
   const auto batches = text.held_out_batches(settings.batch, settings.sequence);
   for (const Batch& batch : batches) {
-    sum += next_byte_loss(net(batch.x), batch.y).item<double>();
+    sum += next_byte_loss(net(batch.x.to(device)), batch.y.to(device)).item<double>();
   }
   return bits_per_byte(sum / static_cast<double>(batches.size()));
 }
@@ -65,6 +66,8 @@ void train(const Settings& settings) {
               .sequence(settings.sequence)
               .dropout(settings.dropout)
               .tied(settings.tied));
+  const auto device = device_of(settings.device);
+  net->to(device);
   torch::optim::AdamW optimizer(
       net->parameters(),
       torch::optim::AdamWOptions(settings.lr).betas({0.9, 0.95}).weight_decay(0.1));
@@ -79,7 +82,7 @@ void train(const Settings& settings) {
     torch::manual_seed(settings.seed + static_cast<uint64_t>(step));
     const Batch batch = text.batch(settings.seed, step, settings.batch, settings.sequence);
     optimizer.zero_grad();
-    const auto loss = next_byte_loss(net(batch.x), batch.y);
+    const auto loss = next_byte_loss(net(batch.x.to(device)), batch.y.to(device));
     loss.backward();
     for (auto& group : optimizer.param_groups()) {
       group.options().set_lr(settings.learning_rate(step));
@@ -95,11 +98,11 @@ void train(const Settings& settings) {
   save(checkpoint, net, optimizer, settings.last_step());
 
   const double trigram = TrigramModel(text.training_text()).bits_per_byte(text.held_out_text());
-  const double ours = evaluate(net, text, settings);
+  const double ours = evaluate(net, text, device, settings);
   std::cout << held_out_line(ours, trigram) << "\n";
   const auto logits = [&](const at::Tensor& x) {
     torch::NoGradGuard no_grad;
-    return net(x);
+    return net(x.to(device));
   };
   if (settings.sample > 0) {
     const auto sample =

@@ -27,6 +27,8 @@ void add_training_flags(CLI::App& app, Settings& s) {
   app.add_option("--seed", s.seed, "seed of weights, batches, dropout and the sample");
   app.add_option("--threads", s.threads, "intra-op threads of each process")
       ->check(CLI::PositiveNumber);
+  app.add_option("--device", s.device, "where ranks compute")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
 }
 
 void add_output_flags(CLI::App& app, Settings& s) {

@@ -28,7 +28,8 @@ struct Settings {
   bool resume = false;
   int64_t sample = 400;  ///< bytes of text to generate at the end
   uint64_t seed = 1;
-  int threads = 1;     ///< intra-op threads of each process
+  int threads = 1;             ///< intra-op threads of each process
+  std::string device = "cpu";  ///< or "cuda"
   std::string config;  ///< JSON configuration of smp; empty: its environment, or one process
   std::string losses;  ///< file for the loss of every step, exact to the bit; empty: none
 

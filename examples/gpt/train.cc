@@ -7,6 +7,7 @@
 
 #include <iostream>
 
+#include "examples/device.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/progress.h"
 #include "examples/gpt/report.h"
@@ -27,6 +28,9 @@ double mean(const smp::StepOutput& losses) {
 
 void train(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
+  if (settings.device != "cpu") {
+    smp::set_device(device_of(settings.device, smp::local_rank()).index());
+  }
   at::set_num_threads(settings.threads);
   torch::manual_seed(settings.seed);
   const bool leader = smp::rank() == 0;

@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "examples/device.h"
 #include "examples/llama/counting.h"
 #include "examples/llama/folder.h"
 #include "examples/llama/llama.h"
@@ -19,7 +20,7 @@ namespace llama {
 namespace {
 
 struct Settings {
-  std::string from, to, config, names = "examples/huggingface/llama.json";
+  std::string from, to, config, names = "examples/huggingface/llama.json", device = "cpu";
   int64_t steps = 100, batch = 32, length = 16;
   double lr = 3e-3;
 };
@@ -34,6 +35,8 @@ std::optional<int> parse_command_line(int argc, char** argv, Settings& s) {
   app.add_option("--batch", s.batch, "sequences of a step, of all replicas");
   app.add_option("--length", s.length, "tokens of a sequence");
   app.add_option("--lr", s.lr, "learning rate")->check(CLI::PositiveNumber);
+  app.add_option("--device", s.device, "where ranks compute")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--config", s.config, "JSON configuration of smp")->check(CLI::ExistingFile);
   try {
     app.parse(argc, argv);
@@ -45,6 +48,9 @@ std::optional<int> parse_command_line(int argc, char** argv, Settings& s) {
 
 void train(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
+  if (settings.device != "cpu") {
+    smp::set_device(device_of(settings.device, smp::local_rank()).index());
+  }
   torch::set_num_threads(1);
   torch::manual_seed(1);
   const auto options = settings.from.empty() ? LlamaOptions() : read_config(settings.from);

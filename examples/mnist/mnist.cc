@@ -9,6 +9,7 @@
 #include <iostream>
 #include <tuple>
 
+#include "examples/device.h"
 #include "examples/mnist/conv_net.h"
 #include "examples/mnist/idx_data.h"
 #include "examples/mnist/loops.h"
@@ -22,7 +23,9 @@ namespace {
 
 void run(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
-  smp::set_device(smp::local_rank());
+  if (settings.device != "cpu") {
+    smp::set_device(device_of(settings.device, smp::local_rank()).index());
+  }
   at::set_num_threads(settings.threads);
   torch::manual_seed(settings.seed);
   const DataSet data = load_mnist(settings.data);

@@ -24,6 +24,8 @@ std::optional<int> parse_command_line(int argc, char** argv, Settings& s) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--threads", s.threads, "intra-op threads of each process")
       ->check(CLI::PositiveNumber);
+  app.add_option("--device", s.device, "where ranks compute")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--save-model", s.save_model, "file for the trained weights");
   app.add_option("--config", s.config, "JSON configuration of smp")->check(CLI::ExistingFile);
   try {

@@ -17,11 +17,12 @@ struct Settings {
   double lr = 1.0;
   double gamma = 0.7;  ///< what the learning rate is multiplied by after each epoch
   uint64_t seed = 1;
-  int64_t log_interval = 10;  ///< steps between two lines of output
-  int64_t max_steps = 0;      ///< steps of an epoch at most; 0: all of them
-  int threads = 1;            ///< intra-op threads of each process
-  std::string save_model;     ///< file for the trained weights; empty: none
-  std::string config;         ///< JSON configuration of smp
+  int64_t log_interval = 10;   ///< steps between two lines of output
+  int64_t max_steps = 0;       ///< steps of an epoch at most; 0: all of them
+  int threads = 1;             ///< intra-op threads of each process
+  std::string device = "cpu";  ///< or "cuda"
+  std::string save_model;      ///< file for the trained weights; empty: none
+  std::string config;          ///< JSON configuration of smp
 };
 
 /// Reads the command line into `settings`. Returns the exit status if the program should stop here,

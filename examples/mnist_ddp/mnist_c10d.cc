@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include "examples/device.h"
 #include "examples/mnist_ddp/loop.h"
 #include "examples/program.h"
 #include "smp/c10d.h"
@@ -70,14 +71,17 @@ class Replica {
 void run(const Settings& settings) {
   const Group group = smp::smddp::make_process_group();
   const char* local_rank = std::getenv("LOCAL_RANK");
-  const Place place{group->getRank(), group->getSize(),
-                    local_rank == nullptr ? 0 : std::atoi(local_rank), torch::kCPU};
+  const int on_host = local_rank == nullptr ? 0 : std::atoi(local_rank);
+  const Place place{group->getRank(), group->getSize(), on_host,
+                    device_of(settings.device, on_host)};
   at::set_num_threads(settings.threads);
   torch::manual_seed(settings.seed + place.rank);
   const DataSet data = load_mnist(settings.data);
   if (place.rank == 0) std::cout << "data: " << data.description << std::endl;
 
-  Replica model(ConvNet(), group);
+  ConvNet net;
+  net->to(place.device);
+  Replica model(net, group);
   const auto barrier = [&] { group->barrier()->wait(); };
   train_and_test(model, data, place, barrier, settings);
   barrier();  // rank 0 has the store

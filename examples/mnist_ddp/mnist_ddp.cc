@@ -11,6 +11,7 @@
 
 #include <iostream>
 
+#include "examples/device.h"
 #include "examples/mnist_ddp/loop.h"
 #include "examples/program.h"
 #include "smp/ddp.h"
@@ -21,9 +22,11 @@ namespace {
 void run(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config().ddp(true)
                                     : smp::Config::from_file(settings.config));
-  smp::set_device(smp::local_rank());
+  if (settings.device != "cpu") {
+    smp::set_device(device_of(settings.device, smp::local_rank()).index());
+  }
   const Place place{smp::rank(), smp::size(), smp::local_rank(),
-                    torch::cuda::is_available() ? torch::kCUDA : torch::kCPU};
+                    device_of(settings.device, smp::local_rank())};
   at::set_num_threads(settings.threads);
   // Another one on each rank, so that dropout differs; the weights are rank 0's.
   torch::manual_seed(settings.seed + place.rank);

@@ -82,6 +82,7 @@ def test(model, dataset, device, said):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["smddp", "gloo", "nccl", "none"], default="smddp")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--data", required=True, help="folder of the idx files")
     parser.add_argument("--batch-size", type=int, default=64, help="digits of a step of all ranks")
     parser.add_argument("--epochs", type=int, default=14, help="before the checkpoint is saved")
@@ -104,8 +105,8 @@ def main():
         dist.init_process_group(backend=args.backend)
     rank, world_size = (0, 2) if alone else (dist.get_rank(), dist.get_world_size())
     device = torch.device("cpu")
-    if args.backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if args.device == "cuda" or args.backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
 
     torch.manual_seed(args.seed + rank)  # DDP gives all ranks the weights of rank 0

@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "examples/device.h"
 #include "examples/program.h"
 #include "examples/unet/unet.h"
 #include "smp/smp.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr int64_t kSide = 16;
 
 struct Settings {
-  std::string config, save;
+  std::string config, save, device = "cpu";
   int64_t steps = 300, batch = 32, width = 16, sampling_steps = 20;
   double lr = 2e-3;
 };
@@ -31,6 +32,8 @@ std::optional<int> parse_command_line(int argc, char** argv, Settings& s) {
   app.add_option("--sampling-steps", s.sampling_steps, "steps from noise to a picture");
   app.add_option("--lr", s.lr, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--save", s.save, "folder for the checkpoint");
+  app.add_option("--device", s.device, "where ranks compute")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--config", s.config, "JSON configuration of smp")->check(CLI::ExistingFile);
   try {
     app.parse(argc, argv);
@@ -85,6 +88,9 @@ void draw(const torch::Tensor& picture) {
 
 void train(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
+  if (settings.device != "cpu") {
+    smp::set_device(device_of(settings.device, smp::local_rank()).index());
+  }
   torch::set_num_threads(1);
   torch::manual_seed(1);  // the same pictures and noise on all ranks
   UNet net(settings.width);
@@ -113,8 +119,9 @@ void train(const Settings& settings) {
   }
   if (!settings.save.empty()) smp::save(settings.save, model, optimizer);
   model->eval();
-  const auto drawn = sample([&](const auto& x, const auto& t) { return predict(x, t).concat(); },
-                            /*count=*/1, settings.sampling_steps);
+  const auto drawn =
+      sample([&](const auto& x, const auto& t) { return predict(x, t).concat().cpu(); },
+             /*count=*/1, settings.sampling_steps);
   if (smp::rank() == 0) draw(drawn[0][0]);
 }
 
