@@ -4,8 +4,8 @@
 
 usage: run [--seconds N]
 Needs a python3 with torch 2.11 for CUDA 13.0, and nothing else. Runs all tests and benches of the
-bundle, prints a table, and leaves it in table.md with the outputs beside it. The exit status is 0 if
-all passed.
+bundle, prints a table, and leaves it in table.md with the outputs beside it. The exit status is 0
+if all passed.
 """
 import argparse
 import json
@@ -146,6 +146,7 @@ def main():
         sys.exit("run: torch finds no GPU on this machine")
     machine = (f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, "
                f"CUDA {torch.version.cuda}")
+    environment = environment_of(os.path.dirname(torch.__file__))
     deadline = time.monotonic() + seconds
     results = HERE / "results"
     results.mkdir(exist_ok=True)
@@ -155,7 +156,7 @@ def main():
     for number, check in enumerate(checks(gpus)):
         begin = time.monotonic()
         out = results / f"{number}_{check.program}"
-        statuses = wait(start(check, environment_of(os.path.dirname(torch.__file__)), out), deadline)
+        statuses = wait(start(check, environment, out), deadline)
         of_check, passed = rows_of(check, statuses, out, f"{time.monotonic() - begin:.0f}")
         for row in of_check:
             print(*row, sep=": ", flush=True)

@@ -107,7 +107,8 @@ class Bench(unittest.TestCase):
         output = subprocess.run([SMALL_BENCH, "--small"], check=True, capture_output=True,
                                 text=True).stdout
         self.assertEqual([name for name, _ in gpu_run.of_bench(output)], [
-            "GPT, plain libtorch", "GPT, 1 rank", "GPT, 1 rank, time of a step over plain libtorch's",
+            "GPT, plain libtorch", "GPT, 1 rank",
+            "GPT, 1 rank, time of a step over plain libtorch's",
             "GPT, 2 stages", "GPT, 2 stages, time of a step over plain libtorch's",
             "all_reduce of 64 KiB, 2 ranks, exact", "all_reduce of 64 KiB, 2 ranks, fast"])
 
