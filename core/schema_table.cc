@@ -63,6 +63,7 @@ constexpr double kMostRanks = 1e6;
 constexpr double kMostMicrobatches = 1e6;
 constexpr double kMostStagesOfARank = 1000;
 constexpr double kMostElements = 1e15;
+constexpr double kMostSteps = 1e15;
 constexpr double kMostMiB = 1e9;
 // 30 years, which a clock can add to the time of day in nanoseconds.
 constexpr double kMostSeconds = 1e9;
@@ -290,6 +291,17 @@ std::vector<Parameter> rank_rows() {
           "different ones get an error that says which rank called what, instead of a wait "
           "that never ends (see docs/collectives.md). Ranks of one host always do; between "
           "hosts it costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
+      integer("replay_check", int64_t{0},
+              "Every how many steps of training one microbatch of one stage runs again, on another "
+              "rank where there is one, and replicas compare their weights (see "
+              "docs/corruption.md). Other bits are an error on all ranks before gradients are "
+              "handed out. 0: never.")
+          .at_least(0)
+          .at_most(kMostSteps),
+      text("record_hashes", {},
+           "A folder into which each rank writes hashes of what its operators compute in every "
+           "step, and of the gradients of parameters: `smp_diff` compares two of them (see "
+           "docs/corruption.md). Takes time and room on the disk."),
   };
 }
 

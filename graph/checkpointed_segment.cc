@@ -150,10 +150,10 @@ void CheckpointedSegment::find_kept_by_others(const std::vector<int>& operators)
 }
 
 RegionInputs CheckpointedSegment::run(Environment& environment, const RandomKey& key,
-                                      TensorStore* store) {
+                                      TensorStore* store, const ResultObserver* observer) {
   RegionInputs stored;
   InputsByValue known;
-  Segment::Run run(program_->segment);
+  Segment::Run run(program_->segment, observer);
   size_t next = 0;
   for (const Region& region : regions_) {
     run.part(next, region.first, environment, key);

@@ -74,7 +74,9 @@ class CheckpointedSegment {
 
   /// Runs all operators. The environment holds what they read from outside. What regions keep goes
   /// to `store`, unless it is null; but for what others keep anyway, such as parameters.
-  RegionInputs run(Environment& environment, const RandomKey& key, TensorStore* store = nullptr);
+  /// `observer`, unless it is null, is shown results, and not again those of second runs.
+  RegionInputs run(Environment& environment, const RandomKey& key, TensorStore* store = nullptr,
+                   const ResultObserver* observer = nullptr);
 
   /// Uses other constants from now on; backwards of earlier runs go on with theirs.
   void apply(const std::vector<ConstantOverride>& changes) { program_->apply(graph_, changes); }

@@ -2,6 +2,7 @@
 #include "graph/content.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <xxhash.h>
 
 #include <cstring>
@@ -10,14 +11,23 @@ namespace smp::graph {
 
 namespace {
 
-bool is_plain_memory(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.is_contiguous(); }
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor._is_zerotensor();
+}
+
+/// The elements one after the other, on the CPU.
+at::Tensor flat_copy(const at::Tensor& tensor) {
+  if (tensor._is_zerotensor())
+    return at::zeros(tensor.sizes(), at::device(at::kCPU).dtype(tensor.dtype()));
+  return tensor.detach().cpu().contiguous();
+}
 
 }  // namespace
 
 uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
   if (is_plain_memory(tensor)) return XXH64(tensor.const_data_ptr(), tensor.nbytes(), seed);
   at::NoGradGuard no_grad;
-  const at::Tensor flat = tensor.detach().cpu().contiguous();
+  const at::Tensor flat = flat_copy(tensor);
   return XXH64(flat.const_data_ptr(), flat.nbytes(), seed);
 }
 

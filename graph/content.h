@@ -11,7 +11,8 @@
 
 namespace smp::graph {
 
-/// XXH64 of the elements in logical order; of any device and strides.
+/// XXH64 of the elements in logical order; of any device and strides. A tensor without memory,
+/// which stands for zeros, counts as these.
 uint64_t hash_content(const at::Tensor& tensor, uint64_t seed = 0);
 
 /// True if sizes, dtype and the bytes of the elements are equal.

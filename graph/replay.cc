@@ -24,6 +24,7 @@
 #include "graph/layout.h"
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
+#include "graph/operator_traits.h"
 #include "graph/parameter_residency.h"
 #include "graph/visit.h"
 #include "graph/written_results.h"
@@ -106,6 +107,20 @@ void move_to_own_memory(const std::vector<ValueId>& values, Environment& environ
 }
 
 }  // namespace
+
+bool computes(const Graph& graph, int index, size_t number) {
+  const Operator& op = graph.operators[index];
+  const std::string name = op.name();
+  if (has_trait(name, OperatorTrait::kLeavesUninitialised)) return false;
+  if (has_trait(name, OperatorTrait::kReplacesStorage)) return false;
+  const int alias_set = graph.values[op.results[number]].alias_set;
+  if (alias_set < 0) return true;
+  if (std::find(op.writes.begin(), op.writes.end(), alias_set) != op.writes.end()) return true;
+  bool is_view = false;
+  for_each_argument(
+      op, [&](ValueId argument) { is_view |= graph.values[argument].alias_set == alias_set; });
+  return !is_view;
+}
 
 /// While it lives, libtorch's cache of autocast's casts keeps those of a run. The cache belongs to
 /// the process, and other ranks may be threads of it: their runs have casts of other aliases
@@ -223,7 +238,8 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   std::sort(reads_.begin(), reads_.end());
 }
 
-Segment::Run::Run(Segment& segment) : segment_(segment) {
+Segment::Run::Run(Segment& segment, const ResultObserver* observer)
+    : segment_(segment), observer_(observer) {
   if (!segment.casts_) return;
   using Use = CastCacheScope::Use;
   const Use alone = segment.has_resident_ ? Use::kAloneOrThrow : Use::kAlone;
@@ -242,9 +258,20 @@ void Segment::Run::part(size_t first, size_t last, Environment& environment, con
     if (instruction.is_resident) {
       resident(instruction, environment, key);
     } else {
-      segment_.execute(instruction, environment, key);
+      execute(instruction, environment, key);
     }
     for (ValueId id : instruction.dead) environment[id] = at::Tensor();
+  }
+}
+
+void Segment::Run::execute(const Instruction& instruction, Environment& environment,
+                           const RandomKey& key) {
+  segment_.execute(instruction, environment, key);
+  if (observer_ == nullptr || instruction.literal != kUndefined) return;
+  for (size_t i = 0; i < instruction.results.size(); ++i) {
+    const ValueId id = instruction.results[i];
+    if (id == kUndefined || !environment[id].defined()) continue;
+    (*observer_)(instruction.operator_index, i, environment[id]);
   }
 }
 
@@ -260,7 +287,7 @@ void Segment::Run::resident(const Instruction& instruction, Environment& environ
     if (saved_ == nullptr) saved_ = std::make_shared<ResidentTensors>(residency);
     scope.emplace(saved_);
   }
-  segment_.execute(instruction, environment, key);
+  execute(instruction, environment, key);
 }
 
 void Segment::set_residency(std::shared_ptr<ParameterResidency> residency) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -19,6 +20,13 @@ namespace smp::graph {
 
 /// The tensors of one microbatch by ValueId; undefined where not (yet, or no longer) alive.
 using Environment = std::vector<at::Tensor>;
+
+/// Sees the results of operators as they run: of operator `index` of the graph the `number`-th.
+using ResultObserver = std::function<void(int index, size_t number, const at::Tensor& result)>;
+
+/// Whether the bits of a defined result are what its operator computes. Those of a view are
+/// others', and memory that is not initialised holds anything.
+bool computes(const Graph& graph, int index, size_t number);
 
 class CastCacheScope;
 class ParameterResidency;
@@ -45,7 +53,9 @@ class Segment {
   /// cast once. One at a time.
   class Run {
    public:
-    explicit Run(Segment& segment);
+    /// `observer`, which may be null, is shown each defined result of an operator that runs; it
+    /// outlives the run.
+    explicit Run(Segment& segment, const ResultObserver* observer = nullptr);
     ~Run();
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
@@ -55,9 +65,11 @@ class Segment {
     void part(size_t first, size_t last, Environment& environment, const RandomKey& key);
 
    private:
+    void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
     void resident(const Instruction& instruction, Environment& environment, const RandomKey& key);
 
     Segment& segment_;
+    const ResultObserver* observer_;
     std::unique_ptr<CastCacheScope> casts_;
     std::shared_ptr<ResidentTensors> saved_;  // by operators that read parameters of a residency
   };

@@ -269,6 +269,7 @@ void Executor::forward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
   const int microbatch = instruction.action.microbatch;
   if (step.before_forward) step.before_forward(stage, microbatch);
+  if (step.record) stage.record(microbatch, step.record(stage.index(), microbatch));
   stage.forward(microbatch, step.inputs[microbatch], step.keys[microbatch], step.output, step.root);
   for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }

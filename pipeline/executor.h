@@ -74,6 +74,8 @@ class Executor {
     OutputConsumer output;
     /// Takes what backwards start from; null: nobody looks.
     RootConsumer root;
+    /// What is to record a microbatch on a stage, or null, if set; see `Stage::record`.
+    std::function<StageRecord*(int stage, int microbatch)> record;
   };
 
   /// Runs all actions. Throws what communication and operators throw; the executor is not usable

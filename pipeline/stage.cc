@@ -24,71 +24,6 @@ using Pass = graph::ParameterResidency::Pass;
 using graph::ValueId;
 using graph::ValueKind;
 
-namespace {
-
-/// By stage; for one without operators, as many as there are.
-std::vector<int> first_operators(const partitioner::Plan& plan) {
-  const auto count = static_cast<int>(plan.stage_of_operator.size());
-  std::vector<int> first(plan.stages(), count);
-  for (int i = count - 1; i >= 0; --i) first[plan.stage_of_operator[i]] = i;
-  return first;
-}
-
-}  // namespace
-
-std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& plan) {
-  std::map<std::pair<int, int>, Edge> edges;
-  const auto edge = [&](int from, int to) -> Edge& {
-    Edge& found = edges[{from, to}];
-    found.from = from;
-    found.to = to;
-    return found;
-  };
-  const graph::RequiresGrad requires_grad(graph);
-  const std::vector<int> first = first_operators(plan);
-  for (const auto& transfer : plan.transfers) {
-    Edge& found = edge(transfer.from, transfer.to);
-    found.values.push_back(transfer.value);
-    if (requires_grad.since(transfer.value) < first[transfer.to]) {
-      found.requiring.push_back(transfer.value);
-    }
-    if (transfer.needs_gradient) found.gradients.push_back(transfer.value);
-  }
-  for (const auto& replica : plan.replicas) {
-    if (!graph.trains() || !replica.needs_gradient) continue;
-    SMP_INTERNAL_ASSERT(replica.gradient_to < replica.stage, "parameter \"",
-                        graph.values[replica.value].name, "\" is owned by stage ", replica.owner,
-                        " but stage ", replica.stage, " reads it earlier");
-    edge(replica.gradient_to, replica.stage).replicas.push_back(replica.value);
-  }
-  std::vector<Edge> result;
-  for (auto& [ends, found] : edges) result.push_back(std::move(found));
-  return result;
-}
-
-std::vector<bool> backward_of_stage(const graph::Graph& graph, const partitioner::Plan& plan,
-                                    const std::vector<Edge>& edges) {
-  std::vector<bool> result(plan.stages(), false);
-  if (!graph.trains()) return result;
-  for (const int stage : plan.stage_of_root) result[stage] = true;
-  for (const StageEdge& edge : stage_edges(edges)) {
-    if (edge.needs_gradient) result[edge.from] = true;
-  }
-  for (const graph::Value& value : graph.values) {
-    if (value.kind != ValueKind::kParameter || !value.meta.requires_grad) continue;
-    result[plan.owner.at(value.name)] = true;
-  }
-  return result;
-}
-
-std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges) {
-  std::vector<StageEdge> result;
-  for (const Edge& edge : edges) {
-    result.push_back({edge.from, edge.to, !edge.gradients.empty() || !edge.replicas.empty()});
-  }
-  return result;
-}
-
 Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
              const std::vector<Edge>& edges, int index, int microbatches,
              const graph::TensorTable& table)
@@ -364,6 +299,7 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   InFlight& state = in_flight_[microbatch];
   if (residency_) residency_->begin(Pass::kForward, microbatch);
   enter_all(state, inputs);
+  record_given(state);
   run_operators(state, key);
   if (has_backward_) keep_starts(state);
   if (root) give_roots(microbatch, root);
@@ -371,18 +307,21 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   give_outputs(microbatch, output);
   if (residency_) residency_->end(Pass::kForward, microbatch);
   for (ValueId id : entered_) environment_[id].reset();
-  if (!has_backward_) state.forget();
+  if (!has_backward_) finish(state);
 }
 
 void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
   const bool stores = store_ != nullptr && !state.needed_soon && has_backward_;
   state.needed_soon = false;
   state.has_run = true;
-  state.stored = segment_->run(environment_, key, stores ? store_.get() : nullptr);
+  const graph::ResultObserver observer = result_observer(state);
+  state.stored = segment_->run(environment_, key, stores ? store_.get() : nullptr,
+                               observer ? &observer : nullptr);
   for (const Parameter& parameter : parameters_) {
     if (!parameter.copied) continue;
     parameter.tensor.detach().copy_(environment_[parameter.value].detach());
   }
+  record_buffers(state);
 }
 
 /// Of a tensor on memory that others write, or that will not stay.
@@ -444,6 +383,7 @@ void Stage::give_outputs(int microbatch, const OutputConsumer& output) const {
 void Stage::begin_backward(InFlight& state) const {
   SMP_INTERNAL_ASSERT(state.sinks.size() == static_cast<size_t>(sinks_), "stage ", index_,
                       " has a backward without a forward that kept what it needs");
+  record_given_gradients(state);
   // Gradients from later stages come first into every sum, as their operators come last in the
   // program and so first in a backward pass.
   for (const Outgoing& outgoing : outgoing_) {
@@ -493,7 +433,7 @@ void Stage::backward(int microbatch, const GradientConsumer& consume,
   state.start_gradients.clear();  // whose memory may be a channel's
   consume_gradients(microbatch, state, consume);
   keep_gradients(state);
-  state.forget();
+  finish(state);
   if (residency_) residency_->end(Pass::kBackward, microbatch);
 }
 
@@ -524,7 +464,7 @@ void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
   }
   if (state.fusion) state.fusion->run();
   consume_gradients(microbatch, state, consume);
-  state.forget();
+  finish(state);
   if (residency_) residency_->end(Pass::kBackward, microbatch);
 }
 
@@ -533,9 +473,9 @@ void Stage::take_gradients(int microbatch, const InFlight& state,
                            const GradientConsumer& consume) const {
   for (const Parameter& parameter : parameters_) {
     if (!parameter.owned || parameter.sink == kNoSink) continue;
-    state.sinks[parameter.sink]->take = [&consume, id = parameter.value,
+    state.sinks[parameter.sink]->take = [this, &consume, &state, id = parameter.value,
                                          microbatch](const at::Tensor& gradient) {
-      consume(id, microbatch, gradient);
+      give_gradient(id, microbatch, state, gradient, consume);
     };
   }
 }
@@ -544,11 +484,14 @@ void Stage::take_gradients(int microbatch, const InFlight& state,
 /// divided backward computed.
 void Stage::consume_gradients(int microbatch, const InFlight& state,
                               const GradientConsumer& consume) const {
-  for (const auto& [id, gradient] : state.foreign) consume(id, microbatch, gradient);
+  for (const auto& [id, gradient] : state.foreign) {
+    give_gradient(id, microbatch, state, gradient, consume);
+  }
   for (const Parameter& parameter : parameters_) {
     if (!parameter.owned || parameter.sink == kNoSink) continue;
     const at::Tensor& gradient = state.sinks[parameter.sink]->gradient;
-    if (gradient.defined()) consume(parameter.value, microbatch, gradient);
+    if (!gradient.defined()) continue;
+    give_gradient(parameter.value, microbatch, state, gradient, consume);
   }
 }
 
@@ -574,10 +517,12 @@ void Stage::keep_gradients(InFlight& state) const {
       returning.push_back(sink == kNoSink ? at::Tensor() : state.sinks[sink]->gradient);
     }
   }
+  record_gradients(state);
 }
 
 /// All but the messages.
 void Stage::InFlight::forget() {
+  record = nullptr;
   has_run = false;
   stored = {};
   sinks.clear();

@@ -22,31 +22,11 @@
 #include "graph/tracer.h"
 #include "graph/weight_fusion.h"
 #include "partitioner/plan.h"
+#include "pipeline/edges.h"
 #include "pipeline/message.h"
-#include "pipeline/schedule.h"
+#include "pipeline/stage_record.h"
 
 namespace smp::pipeline {
-
-/// What goes over one edge between two stages, besides its direction.
-struct Edge {
-  int from = 0;
-  int to = 0;
-  std::vector<graph::ValueId> values;     ///< sent forward
-  std::vector<graph::ValueId> requiring;  ///< those of `values` that require a gradient by then
-  std::vector<graph::ValueId> gradients;  ///< of these of `values` the gradient comes back
-  std::vector<graph::ValueId> replicas;   ///< parameters whose gradient comes back only
-};
-
-/// The edges of a plan, ordered by (from, to); the same list on every rank.
-std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& plan);
-
-/// Whether each stage has a backward: it is sent a gradient, a backward starts there, or it owns a
-/// parameter that requires one. Stages of frozen layers, to which no gradient flows, have none.
-std::vector<bool> backward_of_stage(const graph::Graph& graph, const partitioner::Plan& plan,
-                                    const std::vector<Edge>& edges);
-
-/// The same edges as the schedule knows them.
-std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges);
 
 /// What goes over one edge in one direction for one microbatch: tensors in the order of `Edge`.
 using Message = std::vector<at::Tensor>;
@@ -129,6 +109,19 @@ class Stage {
   void backward_inputs(int microbatch, const GradientBuffer& buffer);
   void backward_weights(int microbatch, const GradientConsumer& consume);
 
+  /// From the microbatch's next forward to the end of its backward, or of the forward if it has
+  /// none: writes down in `record` what is computed. Null: nothing.
+  void record(int microbatch, StageRecord* record) { in_flight_.at(microbatch).record = record; }
+  /// What `StageRecord::given` holds, in its order.
+  std::vector<graph::ValueId> given() const;
+  /// Why `run_again` cannot run this stage, as a sentence without a full stop; empty if it can.
+  std::string why_not_again() const;
+  /// Runs the microbatch of which this stage, on another rank perhaps, was `given` these tensors
+  /// again, forward and backward, as its microbatch 0, and records it. Writes nothing but what it
+  /// made itself; its own parameters are forgotten, so it is good for nothing else from then on.
+  void run_again(const std::vector<at::Tensor>& given, const graph::RandomKey& key,
+                 StageRecord& record);
+
   /// The parameters whose gradients its backwards may give to `consume`.
   std::vector<graph::ValueId> consumed() const;
 
@@ -148,6 +141,7 @@ class Stage {
     // Gradients of owned parameters that only later stages read.
     std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
     graph::RegionInputs stored;      // what lies in the store
+    StageRecord* record = nullptr;   // null: nobody wants to know
     bool has_run = false;            // forward
     bool needed_soon = false;        // before the forward: nothing goes to the store
     std::vector<Message> values;     // by place
@@ -216,6 +210,14 @@ class Stage {
   void begin_backward(InFlight& state) const;
   void fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const;
   void keep_gradients(InFlight& state) const;
+  void give_gradient(graph::ValueId parameter, int microbatch, const InFlight& state,
+                     const at::Tensor& gradient, const GradientConsumer& consume) const;
+  void record_given(const InFlight& state) const;
+  void record_given_gradients(const InFlight& state) const;
+  graph::ResultObserver result_observer(const InFlight& state) const;
+  void record_buffers(const InFlight& state) const;
+  void record_gradients(const InFlight& state) const;
+  static void finish(InFlight& state);
   void take_gradients(int microbatch, const InFlight& state, const GradientConsumer& consume) const;
   void consume_gradients(int microbatch, const InFlight& state,
                          const GradientConsumer& consume) const;

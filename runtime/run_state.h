@@ -10,6 +10,7 @@
 
 #include "dp/step_gradients.h"
 #include "graph/graph.h"
+#include "graph/hash_log.h"
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
 #include "runtime/step/step_functions.h"
@@ -77,6 +78,8 @@ struct Execution {
   Timeline timeline = Timeline::kNotBegun;
   /// In how many steps of training schedules can still be tried.
   int trial_steps = 64;
+  /// Of the configuration's `record_hashes`; null before the first step.
+  std::shared_ptr<graph::HashLogWriter> hash_log;
   /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
   /// arrive while the one before it is used.
   int messages_ahead = 2;

@@ -370,6 +370,21 @@ class SMP_API Config {
   Config& check_collectives(bool value) { return set("check_collectives", value); }
   bool check_collectives() const { return std::get<bool>(get("check_collectives")); }
 
+  /// Every how many steps of training one microbatch of one stage runs again, on another rank where
+  /// there is one, and replicas compare their weights (see docs/corruption.md). Other bits are an
+  /// error on all ranks before gradients are handed out. 0: never. An integer from 0 to
+  /// 1000000000000000. Default: 0.
+  Config& replay_check(int64_t value) { return set("replay_check", value); }
+  int64_t replay_check() const { return std::get<int64_t>(get("replay_check")); }
+
+  /// A folder into which each rank writes hashes of what its operators compute in every step, and
+  /// of the gradients of parameters: `smp_diff` compares two of them (see docs/corruption.md).
+  /// Takes time and room on the disk. Unset by default.
+  Config& record_hashes(std::string value) { return set("record_hashes", std::move(value)); }
+  std::optional<std::string> record_hashes() const {
+    return get_if_set<std::string>("record_hashes");
+  }
+
   /// What `activation_checkpointing` can be.
   enum class ActivationCheckpointing { kModules, kAuto };
   /// What runs again in the backward pass instead of being kept for it (see

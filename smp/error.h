@@ -52,4 +52,10 @@ class SMP_API CheckpointError : public Error {
   using Error::Error;
 };
 
+/// Two ranks computed other bits from the same numbers, or replicas hold other weights: see the
+/// configuration's `replay_check`. No gradient of the step has reached a parameter.
+class SMP_API CorruptionError : public Error {
+  using Error::Error;
+};
+
 }  // namespace smp

@@ -21,3 +21,7 @@ def smp_plan():
 
 def smp_ckpt():
     _run("smp_ckpt")
+
+
+def smp_diff():
+    _run("smp_diff")

@@ -149,6 +149,7 @@ class Planner {
 
   PlannedGraph finish(Plan plan, const std::vector<CheckpointedModules>& modules) const {
     PlannedGraph result;
+    result.captured = captured_;
     result.graph = partitioner::in_order(captured_, plan.order);
     const auto& stages = plan.stage_of_operator;
     result.regions = partitioner::find_module_regions(*result.graph, modules, stages);

@@ -15,6 +15,8 @@ namespace smp::runtime {
 struct PlannedGraph {
   /// In the plan's order, with the costs that its regions give it.
   std::shared_ptr<const graph::Graph> graph;
+  /// In the program's order.
+  std::shared_ptr<const graph::Graph> captured;
   partitioner::Plan plan;
   /// What runs again in the backward pass; empty: nothing.
   partitioner::Regions regions;

@@ -65,6 +65,18 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   }
   runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
                                              std::move(step));
+  make_records(*planned.captured);
+}
+
+void Program::make_records(const graph::Graph& captured) {
+  const Config& config = runtime_->config();
+  const bool checks = config.replay_check() > 0 && graph_->trains();
+  if (!checks && !config.record_hashes()) return;
+  const auto rows = std::make_shared<const RecordedRows>(captured, graph_, plan_.order);
+  if (config.record_hashes()) recording_ = std::make_unique<HashRecording>(*runtime_, rows);
+  if (!checks) return;
+  replay_check_ = std::make_unique<ReplayCheck>(*runtime_, *graph_, plan_, runner_->edges(),
+                                                static_cast<int>(microbatches_), rows);
 }
 
 /// Stages of one rank share one copy, and the owner's stages the owner's tensor.
@@ -253,6 +265,7 @@ Program::Reductions Program::observe_reductions(bool records) {
 void Program::finish_training(const std::string& name, bool bad) {
   for (dp::StepGradients* gradients : reductions_) gradients->reduce();
   PaceExchange exchange(*runtime_->replicas(), {runtime_->update_watch->updates(), bad});
+  if (replay_check_) replay_check_->finish();
   runtime_->current_step.adding_up = nullptr;
   std::vector<ReplicaPace> paces;
   const auto where = [&] {
@@ -305,6 +318,24 @@ void Program::apply_constants(pipeline::Stage& stage, const Inputs& inputs,
   const size_t index = inputs.constants.size() == 1 ? 0 : microbatch;
   if (index != microbatch && microbatch > 0) return;  // the same for all: set at the first
   stage.apply(inputs.constants[index], inputs.contents[index]);
+}
+
+/// Sees to it that the step is recorded as far as somebody wants that.
+void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
+  records_.clear();
+  if (replay_check_) {
+    replay_check_->begin_step({inputs.name, step.keys, inputs.constants, together_.is_complete});
+  }
+  if (!replay_check_ && !recording_) return;
+  step.record = [this](int stage, int microbatch) { return record_of(stage, microbatch); };
+}
+
+pipeline::StageRecord* Program::record_of(int stage, int microbatch) {
+  const bool is_watched = replay_check_ && replay_check_->watches(stage, microbatch);
+  if (!is_watched && !recording_) return nullptr;
+  pipeline::StageRecord& record = records_[{stage, microbatch}];
+  if (is_watched) replay_check_->watch(record);
+  return &record;
 }
 
 /// The guard numbers operators as they were captured, the stages as they run.
@@ -380,8 +411,13 @@ Program::Outputs Program::run(Inputs inputs) {
   };
   losses_.begin(*runtime_, inputs.step_call);
   step.root = [&](int microbatch, const at::Tensor& root) { losses_.look(microbatch, root); };
+  begin_records(inputs, step);
   const Reductions reductions = observe_reductions(runner_->begin_step());
   runner_->run(std::move(step));
+  if (recording_) {
+    recording_->write(inputs.name, inputs.step_call, records_,
+                      [this](int microbatch) { return global_microbatch(microbatch); });
+  }
   if (graph_->trains()) finish_training(inputs.name, losses_.finish());
   runner_->end_step(*reductions);
   share_outputs(outputs);

@@ -15,8 +15,11 @@
 #include "partitioner/plan.h"
 #include "pipeline/timeline.h"
 #include "runtime/runtime.h"
+#include "runtime/step/hash_recording.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/planning.h"
+#include "runtime/step/recorded_rows.h"
+#include "runtime/step/replay_check.h"
 #include "runtime/step/replica_join.h"
 #include "runtime/step/schedule_runner.h"
 
@@ -92,6 +95,9 @@ class Program : public std::enable_shared_from_this<Program> {
   uint64_t global_microbatch(int64_t microbatch) const;
   void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);
+  void make_records(const graph::Graph& captured);
+  void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
+  pipeline::StageRecord* record_of(int stage, int microbatch);
   void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;
 
   std::shared_ptr<Runtime> runtime_;
@@ -102,7 +108,10 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t coalesced_;
   comm::CommunicatorPtr pipeline_;
   std::unique_ptr<ScheduleRunner> runner_;
-  std::vector<Copy> copies_;  // the same on every rank
+  std::vector<Copy> copies_;                   // the same on every rank
+  std::unique_ptr<HashRecording> recording_;   // null: off
+  std::unique_ptr<ReplayCheck> replay_check_;  // null: off
+  StepRecords records_;                        // of the step that runs
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;

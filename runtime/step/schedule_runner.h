@@ -43,6 +43,8 @@ class ScheduleRunner {
   void end_step(std::vector<pipeline::ReductionRecord> reductions);
 
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
+  /// Those of the plan, for as long as this lives.
+  const std::vector<pipeline::Edge>& edges() const { return edges_; }
 
   /// A stage of this rank.
   pipeline::Stage& stage(int index) const { return executor_->stage(index); }

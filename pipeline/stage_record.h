@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace smp::pipeline {
+
+/// A hash of one tensor that a stage computes for a microbatch (`graph::hash_content`).
+struct TensorHash {
+  enum class Kind : int32_t {
+    kResult,             ///< the `number`-th result of operator `id`
+    kBuffer,             ///< buffer `id`, which the stage writes, after the forward
+    kParameterGradient,  ///< of parameter `id`
+    kGradient,           ///< the one that goes back to the stage that value `id` came from
+  };
+  Kind kind = Kind::kResult;
+  int32_t id = 0;
+  int64_t number = 0;
+  uint64_t hash = 0;
+
+  /// Whether both say something of the same tensor.
+  bool is_of(const TensorHash& other) const {
+    return kind == other.kind && id == other.id && number == other.number;
+  }
+};
+
+/// What a stage has done for one microbatch. Results that are others' memory, or uninitialised, are
+/// left out (`graph::computes`), and parameter gradients that are added up elsewhere
+/// (`GradientBuffer`).
+struct StageRecord {
+  /// Results in the order in which operators ran, buffers, then gradients.
+  std::vector<TensorHash> hashes;
+
+  /// Whether `given` is wanted.
+  bool keeps_given = false;
+  /// What the stage was given to compute from, as it was then (`Stage::given`). What nobody writes
+  /// before the step ends is no copy.
+  std::vector<at::Tensor> given;
+  /// Called when all is there, if set, by the thread that runs the stage.
+  std::function<void()> complete;
+};
+
+}  // namespace smp::pipeline

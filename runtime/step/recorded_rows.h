@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/graph.h"
+#include "graph/hash_log.h"
+#include "pipeline/stage_record.h"
+
+namespace smp::runtime {
+
+/// What the stages of this rank record in a step: by stage and microbatch.
+using StepRecords = std::map<std::pair<int, int>, pipeline::StageRecord>;
+
+/// Names what stages record as the program counts it: stages run the graph in the plan's order.
+/// Internal.
+class RecordedRows {
+ public:
+  /// `order`: the captured operator of each that runs; empty: in the captured order.
+  RecordedRows(const graph::Graph& captured, std::shared_ptr<const graph::Graph> graph,
+               std::vector<int> order);
+
+  uint64_t fingerprint() const { return fingerprint_; }
+  const graph::HashRows& rows() const { return rows_; }
+
+  /// The row of what was hashed, if logs have one.
+  std::optional<int> row_of(const pipeline::TensorHash& hash) const;
+  /// Where it comes among what a microbatch computes: operators in program order, buffers, then
+  /// gradients as a backward pass makes them.
+  std::pair<int, int> place_of(const pipeline::TensorHash& hash) const;
+  /// For people: "result 0 of operator 17 (aten::linear, in module \"mlp\": f32[8, 16])".
+  std::string name_of(const pipeline::TensorHash& hash) const;
+
+ private:
+  int captured(int operator_index) const {
+    return order_.empty() ? operator_index : order_[operator_index];
+  }
+  std::string operator_text(int operator_index) const;
+
+  const uint64_t fingerprint_;
+  const graph::HashRows rows_;
+  const std::shared_ptr<const graph::Graph> graph_;
+  const std::vector<int> order_;
+};
+
+}  // namespace smp::runtime

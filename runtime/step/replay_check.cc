@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/step/replay_check.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "pipeline/message.h"
+#include "runtime/parameters/sharding.h"
+#include "runtime/step/replica_weights.h"
+
+namespace smp::runtime {
+
+using pipeline::StageRecord;
+using pipeline::TensorHash;
+
+namespace {
+
+/// Above those of the channels and of what `Program` copies.
+constexpr comm::Tag kReplayTag = (1 << 19) + (1 << 18);
+
+at::Tensor bytes_tensor(const std::string& bytes) {
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+/// Numbers one after the other, as bytes for ranks of the same program.
+class Packer {
+ public:
+  template <class T>
+  void put(const T& value) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void put_bytes(const std::vector<char>& bytes) {
+    put(bytes.size());
+    bytes_.append(bytes.data(), bytes.size());
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+class Unpacker {
+ public:
+  explicit Unpacker(const at::Tensor& bytes)
+      : next_(static_cast<const char*>(bytes.const_data_ptr())) {}
+
+  template <class T>
+  T take() {
+    T value;
+    std::memcpy(&value, std::exchange(next_, next_ + sizeof(value)), sizeof(value));
+    return value;
+  }
+  c10::IValue take_pickled() {
+    const auto size = take<size_t>();
+    return torch::jit::unpickle(std::exchange(next_, next_ + size), size);
+  }
+
+ private:
+  const char* next_;
+};
+
+/// The first hash in which two records of a microbatch differ; null if none does. One that `again`
+/// alone has is of what the other had added up elsewhere.
+const TensorHash* find_difference(const std::vector<TensorHash>& run,
+                                  const std::vector<TensorHash>& again, const RecordedRows& rows) {
+  const auto key = [&](const TensorHash& hash) {
+    return std::make_tuple(rows.place_of(hash), hash.id, hash.number);
+  };
+  const auto sorted = [&](const std::vector<TensorHash>& hashes) {
+    std::map<decltype(key(hashes.front())), const TensorHash*> result;
+    for (const TensorHash& hash : hashes) result.emplace(key(hash), &hash);
+    return result;
+  };
+  const auto others = sorted(again);
+  for (const auto& [place, hash] : sorted(run)) {
+    const auto other = others.find(place);
+    if (other == others.end() || other->second->hash != hash->hash) return hash;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+ReplayCheck::ReplayCheck(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
+                         const std::vector<pipeline::Edge>& edges, int microbatches,
+                         std::shared_ptr<const RecordedRows> rows)
+    : runtime_(runtime),
+      graph_(graph),
+      plan_(plan),
+      edges_(edges),
+      microbatches_(microbatches),
+      rows_(std::move(rows)) {}
+
+/// Replicas without a pipeline look after each other in a ring.
+ReplayCheck::Peers ReplayCheck::peers_for(int stage) const {
+  const int ranks = runtime_.topology().pp_size();
+  if (ranks == 1) {
+    const int count = runtime_.topology().rdp_size();
+    const int me = runtime_.rank_in(CommGroup::kRdp);
+    return {CommGroup::kRdp, (me + count - 1) % count, (me + 1) % count};
+  }
+  const int runs = plan_.rank_of_stage[stage];
+  const int again = runs == ranks - 1 ? ranks - 2 : ranks - 1;
+  const int me = runtime_.rank_in(CommGroup::kPp);
+  return {CommGroup::kPp, me == again ? runs : -1, me == runs ? again : -1};
+}
+
+void ReplayCheck::begin_step(Step step) {
+  const int64_t number = runtime_.progress.training_steps + 1;
+  const int64_t period = runtime_.config().replay_check();
+  is_due_ = number % period == 0 && step.has_all_replicas;
+  case_.reset();
+  peers_ = {};
+  if (!is_due_) return;
+  step_ = std::move(step);
+  if (runtime_.sharding() != nullptr) return;
+  const int64_t turn = number / period;
+  const auto count = static_cast<int64_t>(plan_.rank_of_stage.size());
+  const auto index = static_cast<int>(turn % count);
+  peers_ = peers_for(index);
+  if (peers_.to == -1) return;
+  const std::string why_not = stage(index).why_not_again();
+  if (why_not.empty()) {
+    case_.emplace();
+    case_->graph = rows_->fingerprint();
+    case_->stage = index;
+    case_->microbatch = static_cast<int32_t>(turn / count % microbatches_);
+    return;
+  }
+  if (peers_.to != me()) send({at::zeros({2}, at::kLong)});
+  if (!refused_.insert(index).second) return;
+  core::log_warning(c10::str("replay_check does not run stage ", index, " of step function \"",
+                             step_.function, "\" again: ", why_not));
+}
+
+bool ReplayCheck::watches(int stage, int microbatch) const {
+  return is_due_ && case_ && case_->stage == stage && case_->microbatch == microbatch;
+}
+
+void ReplayCheck::watch(StageRecord& record) {
+  record.keeps_given = true;
+  record.complete = [this, &record] { take(record); };
+}
+
+/// A stage that holds no parameters until it is given some.
+pipeline::Stage& ReplayCheck::stage(int index) {
+  auto& stage = stages_[index];
+  if (stage == nullptr) {
+    stage = std::make_unique<pipeline::Stage>(graph_, plan_, edges_, index, /*microbatches=*/1,
+                                              runtime_.table().tensors());
+  }
+  return *stage;
+}
+
+std::vector<graph::TensorMeta> ReplayCheck::metas(int stage) {
+  std::vector<graph::TensorMeta> metas;
+  for (graph::ValueId id : this->stage(stage).given()) metas.push_back(graph_.values[id].meta);
+  return metas;
+}
+
+/// The microbatch is done: it is sent at once, so that it is there when the other rank has time.
+void ReplayCheck::take(StageRecord& record) {
+  ReplayCase& run = *case_;
+  const auto m = static_cast<size_t>(run.microbatch);
+  run.key = step_.keys[m];
+  run.constants = step_.constants[step_.constants.size() == 1 ? 0 : m];
+  run.hashes = record.hashes;
+  run.given = std::exchange(record.given, {});
+  if (peers_.to == me()) return;
+  send(run);
+  run.given.clear();
+}
+
+void ReplayCheck::send(const ReplayCase& run) {
+  Packer header;
+  header.put(run.graph);
+  header.put(run.stage);
+  header.put(run.microbatch);
+  header.put(run.key);
+  header.put(run.hashes.size());
+  for (const TensorHash& hash : run.hashes) header.put(hash);
+  std::vector<const graph::ConstantOverride*> numbers;
+  for (const auto& constant : run.constants) {
+    if (!constant.value.isCapsule()) numbers.push_back(&constant);  // a leaf's call, elsewhere
+  }
+  header.put(numbers.size());
+  for (const auto* constant : numbers) {
+    header.put(constant->operator_index);
+    header.put(constant->argument);
+    header.put_bytes(torch::jit::pickle(constant->value));
+  }
+  const pipeline::MessageLayout layout(metas(run.stage));
+  const at::Tensor sizes = at::empty({2}, at::kLong);
+  sizes.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(header.bytes().size());
+  sizes.mutable_data_ptr<int64_t>()[1] = layout.nbytes();
+  send({sizes, bytes_tensor(header.bytes()), layout.pack(run.given)});
+}
+
+void ReplayCheck::send(const std::vector<at::Tensor>& parts) {
+  for (const at::Tensor& part : parts) {
+    sent_.push_back(part);
+    sends_.push_back(runtime_.group(peers_.group)->isend(part, peers_.to, kReplayTag));
+  }
+}
+
+/// What another rank has run; nothing if that cannot run again, or is of another graph than this
+/// rank's, as replicas may run in a step.
+std::optional<ReplayCase> ReplayCheck::receive() {
+  const auto take = [&](const at::Tensor& tensor) {
+    runtime_.group(peers_.group)->recv(tensor, peers_.from, kReplayTag);
+    return tensor;
+  };
+  const at::Tensor sizes = take(at::empty({2}, at::kLong));
+  const auto* bytes = sizes.const_data_ptr<int64_t>();
+  if (bytes[0] == 0) return std::nullopt;
+  const at::Tensor numbers = take(at::empty({bytes[0]}, at::kByte));
+  const at::Tensor message = take(at::empty({bytes[1]}, at::kByte));
+  Unpacker header(numbers);
+  ReplayCase run;
+  run.graph = header.take<uint64_t>();
+  if (run.graph != rows_->fingerprint()) return std::nullopt;
+  run.stage = header.take<int32_t>();
+  run.microbatch = header.take<int32_t>();
+  run.key = header.take<graph::RandomKey>();
+  run.hashes.resize(header.take<size_t>());
+  for (TensorHash& hash : run.hashes) hash = header.take<TensorHash>();
+  run.constants.resize(header.take<size_t>());
+  for (auto& constant : run.constants) {
+    constant.operator_index = header.take<int>();
+    constant.argument = header.take<int>();
+    constant.value = header.take_pickled();
+  }
+  run.given = pipeline::MessageLayout(metas(run.stage)).unpack(message);
+  return run;
+}
+
+/// What differs, as a sentence without a full stop; empty: nothing, or it is not this rank's to run
+/// again.
+std::string ReplayCheck::replay() {
+  if (peers_.from == -1) return "";
+  const auto run = peers_.from == me() ? std::exchange(case_, std::nullopt) : receive();
+  return run ? compare(*run) : "";
+}
+
+std::string ReplayCheck::compare(const ReplayCase& run) {
+  pipeline::Stage& stage = this->stage(run.stage);
+  stage.apply(run.constants, {});
+  StageRecord again;
+  stage.run_again(run.given, run.key, again);
+  const TensorHash* found = find_difference(run.hashes, again.hashes, *rows_);
+  if (found == nullptr) return "";
+  StageRecord third;
+  stage.run_again(run.given, run.key, third);
+  const auto hash_in = [&](const StageRecord& record) {
+    for (const TensorHash& hash : record.hashes) {
+      if (hash.is_of(*found)) return hash.hash;
+    }
+    return uint64_t{0};
+  };
+  const auto members = runtime_.topology().members(peers_.group, runtime_.rank());
+  const int runs = members[peers_.from], runs_again = members[me()];
+  const uint64_t first = found->hash, second = hash_in(again), last = hash_in(third);
+  return c10::str(
+      rows_->name_of(*found), " has other bits where microbatch ", run.key.global_microbatch,
+      " of stage ", run.stage, " ran, world rank ", runs, " (hash ", first,
+      "), than where it ran again on the same numbers, world rank ", runs_again, " (hash ", second,
+      "); all before it on the stage is equal. A third run, on world rank ", runs_again, ", gave ",
+      last == second ? "what the second gave: the first is the one to doubt"
+      : last == first
+          ? "what the first gave: the second is the one to doubt"
+          : c10::str("neither (hash ", last, "): do not trust world rank ", runs_again));
+}
+
+void ReplayCheck::finish() {
+  if (!is_due_) return;
+  std::string found = replay();
+  for (const WorkPtr& sending : sends_) sending->wait();
+  sends_.clear();
+  sent_.clear();
+  case_.reset();
+  is_due_ = false;
+  const std::string weight = differing_weight(runtime_);
+  if (found.empty()) found = weight;
+  for (const std::string& text : comm::all_gather_bytes(*runtime_.world(), found)) {
+    SMP_CHECK_WITH(CorruptionError, text.empty(), "replay_check, in training step ",
+                   runtime_.progress.training_steps + 1, ", step function \"", step_.function,
+                   "\": ", text,
+                   ". No gradient of this step has been handed out. A processor or memory that "
+                   "fails looks like this: go on from a checkpoint without the hosts of these "
+                   "ranks. So does an operator that gives other bits each time, or ranks with "
+                   "other processors or numbers of threads: see docs/corruption.md");
+  }
+}
+
+}  // namespace smp::runtime

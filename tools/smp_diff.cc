@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// smp_diff: compares what two runs computed, operator by operator. docs/corruption.md
+
+#include <CLI/CLI.hpp>
+#include <iostream>
+#include <string>
+
+#include "core/check.h"
+#include "graph/hash_log.h"
+#include "tools/hash_diff.h"
+
+int main(int argc, char** argv) {
+  constexpr int kFoundStatus = 1, kErrorStatus = 2;
+  std::string first, second;
+  CLI::App app{
+      "Compares what two runs computed, as \"record_hashes\" recorded it; docs/corruption.md.\n"
+      "Exit status: 0; 1 if something differs; 2 for errors.",
+      "smp_diff"};
+  app.add_option("first", first, "The folder of a run's hashes")->required();
+  app.add_option("second", second, "That of another run")->required();
+  CLI11_PARSE(app, argc, argv);
+  try {
+    smp::graph::HashLogReader a(first), b(second);
+    const auto comparison = smp::tools::compare_hashes(a, b);
+    std::cout << comparison.text;
+    return comparison.are_equal ? 0 : kFoundStatus;
+  } catch (const smp::Error& error) {
+    std::cerr << error.what_without_backtrace() << "\n";
+    return kErrorStatus;
+  }
+}
