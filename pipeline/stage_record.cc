@@ -158,7 +158,14 @@ void Stage::run_again(const std::vector<at::Tensor>& given, const graph::RandomK
   }
   std::vector<at::Tensor> inputs(graph_.inputs.size());
   for (const Input& input : inputs_) inputs[input.position] = *next++;
-  for (Content& content : contents_) content.tensor = *next++;
+  for (Content& content : contents_) {
+    content.tensor = next++->detach();
+    // What a message does not carry.
+    const at::Tensor& recorded = graph_.values[content.value].content;
+    if (recorded.unsafeGetTensorImpl()->is_wrapped_number()) {
+      content.tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+  }
   for (const Incoming& incoming : incoming_) {
     Message& values = state.values[incoming.place];
     for (const Entry& entry : incoming.values) values.push_back(own(entry.value));
