@@ -64,15 +64,17 @@ std::string row_text(const Graph& graph, const Operator& op) {
 }  // namespace
 
 HashRows::HashRows(const Graph& graph) {
-  std::map<ValueId, int> last_reader;
+  // A gradient is complete when the backward of the first reader is done.
+  std::map<ValueId, int> first_reader;
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     texts.push_back(row_text(graph, graph.operators[i]));
     for_each_argument(graph.operators[i], [&](ValueId id) {
-      if (graph.values[id].kind == ValueKind::kParameter) last_reader[id] = static_cast<int>(i);
+      if (graph.values[id].kind != ValueKind::kParameter) return;
+      first_reader.emplace(id, static_cast<int>(i));
     });
   }
   std::vector<std::pair<int, ValueId>> parameters;
-  for (const auto& [id, reader] : last_reader) parameters.emplace_back(-reader, id);
+  for (const auto& [id, reader] : first_reader) parameters.emplace_back(-reader, id);
   std::sort(parameters.begin(), parameters.end());
   for (const auto& [reader, id] : parameters) {
     const Value& value = graph.values[id];

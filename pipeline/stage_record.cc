@@ -120,7 +120,8 @@ void Stage::record_buffers(const InFlight& state) const {
 
 void Stage::give_gradient(ValueId parameter, int microbatch, const InFlight& state,
                           const at::Tensor& gradient, const GradientConsumer& consume) const {
-  if (state.record != nullptr) {
+  // What products have added to a sum themselves is missing in it.
+  if (state.record != nullptr && state.fusion == nullptr) {
     state.record->hashes.push_back({Kind::kParameterGradient, parameter, 0, hash_of(gradient)});
   }
   consume(parameter, microbatch, gradient);

@@ -29,7 +29,7 @@ struct TensorHash {
 };
 
 /// What a stage has done for one microbatch. Results that are others' memory, or uninitialised, are
-/// left out (`graph::computes`), and parameter gradients that are added up elsewhere
+/// left out (`graph::computes`), and parameter gradients where products add to the sums themselves
 /// (`GradientBuffer`).
 struct StageRecord {
   /// Results in the order in which operators ran, buffers, then gradients.

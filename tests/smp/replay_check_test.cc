@@ -199,7 +199,6 @@ TEST(ReplayCheck, FindsNothingInAGptWithDropoutAndATiedWeight) {
                              {3, 1, 4, "zb_h1"},
                              {2, 1, 4, "interleaved_1f1b"},
                              {2, 1, 4, "dualpipe_v"},
-                             {2, 1, 2, "simple", /*fusion=*/true},
                              {1, 2, 2, "simple"},
                              {1, 1, 3, "1f1b"}},
                             std::function<TinyGpt()>([] { return TinyGpt(/*tied=*/true); }),
@@ -255,6 +254,7 @@ TEST(ReplayCheck, ChangesNoBits) {
   const std::vector<Case> cases = {
       {2, config_of(2, 1).bf16(true), false},
       {2, config_of(2, 1), true},
+      {2, config_of(2, 1).gradient_accumulation_fusion(true), false},
       {2, config_of(1, 2).shard_optimizer_state(true), false},
       {2, config_of(1, 2).sharded_data_parallel_degree(2).sdp_param_persistence_threshold(0),
        false},
