@@ -35,7 +35,7 @@ CAUSES = [
      "if (data.is_leaf() && data.requires_grad() && !data.is_view()) {",
      "if (data.is_leaf() && data.requires_grad()) {"),
     ("requiring", "what crosses a cut after its memory got a history requires no gradient",
-     "pipeline/stage.cc",
+     "pipeline/edges.cc",
      "if (requires_grad.since(transfer.value) < first[transfer.to]) {",
      "if (graph.values[transfer.value].meta.requires_grad) {"),
     ("held", "what the function holds beside its placeholders counts as gone",
