@@ -47,8 +47,8 @@ TEST(ReplicaFailure, ExceptionOfOneRank) {
 /// Whoever waits says for whom, in which operation and for which bucket.
 TEST(ReplicaFailure, RankThatStalls) {
   expect_failure("stall", {"smprun: noticed by rank 0: [smp rank 0 dp 0/2] all_reduce of ",
-                           "it waits for rank 1",
-                           "smprun: first cause: rank 1: did not come, and waited for no other",
+                           "it waits for rank 1", "smprun: first cause: rank 1: sleeps",
+                           "; it has been in the user's code for ",
                            "while DistributedDataParallel reduced bucket 1 of 2: bias"});
 }
 
