@@ -158,10 +158,12 @@ class DelayedCommunicator final : public comm::Communicator {
     return std::make_shared<DelayedCommunicator>(communicator_->split(members, name), delays_,
                                                  channels_);
   }
-  void set_device_transport(const DeviceTransport& transport) override {
+  void set_device_transport(const comm::DeviceTransport& transport) override {
     communicator_->set_device_transport(transport);
   }
-  DeviceTransport device_transport() const override { return communicator_->device_transport(); }
+  comm::DeviceTransport device_transport() const override {
+    return communicator_->device_transport();
+  }
   void abort(const std::string& reason) noexcept override { communicator_->abort(reason); }
   std::string abort_text() const override { return communicator_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override {
