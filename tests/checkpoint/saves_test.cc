@@ -168,7 +168,8 @@ int save_often(const std::string& path, int saves) {
     try {
       save(path, i);
     } catch (const CheckpointError& error) {
-      if (std::string(error.what()).find(" saves there, since ") != std::string::npos) {
+      // Without a "since" where the other one has just taken it.
+      if (std::string(error.what()).find(" saves there") != std::string::npos) {
         continue;
       }
       std::fprintf(stderr, "%s\n", error.what());
