@@ -293,6 +293,7 @@ class GraphReader {
       auto& dispatcher = c10::Dispatcher::singleton();
       const auto name = torch::jit::parseName(text.substr(0, text.find('(')));
       if (const auto known = dispatcher.findSchema(name)) return *known;
+      TORCH_CHECK(name.getNamespace().has_value());  // TorchScript looks at all, and needs one
       // Of an extension. The registration is never undone, since graphs keep handles.
       static auto& registrations = *new std::vector<c10::RegistrationHandleRAII>();
       registrations.push_back(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is said when MPI cannot be started as it is needed. MPI can be started once in a process,
-// so the tests go on from one another, in the order in which they stand here, on one rank.
+// so what is tested goes on from one to the next, in one test, on one rank.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -52,12 +52,12 @@ namespace {
 
 using testing::HasSubstr;
 
-TEST(MpiStart, NothingIsKnownBefore) {
+void nothing_is_known_before() {
   EXPECT_THAT(error_text<UsageError>([] { mpi_local_rank(); }),
               HasSubstr("mpi_local_rank needs a started MPI. Call make_mpi_world() first."));
 }
 
-TEST(MpiStart, NeedsThreads) {
+void needs_threads() {
   int provided = 0;
   ASSERT_EQ(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), MPI_SUCCESS);
   ASSERT_EQ(provided, MPI_THREAD_MULTIPLE);
@@ -68,7 +68,7 @@ TEST(MpiStart, NeedsThreads) {
   has_threads = true;
 }
 
-TEST(MpiStart, NeedsTags) {
+void needs_tags() {
   greatest_tag = 32767;  // the least that MPI's standard allows
   EXPECT_THAT(
       error_text<CommError>([] { make_mpi_world(); }),
@@ -77,7 +77,7 @@ TEST(MpiStart, NeedsTags) {
   greatest_tag = 1 << 30;
 }
 
-TEST(MpiStart, CallsThatFailAreNamed) {
+void calls_that_fail_are_named() {
   splits = false;
   EXPECT_THAT(error_text<CommError>([] { make_mpi_world(); }),
               HasSubstr("MPI_Comm_split_type failed: MPI_ERR_INTERN: internal error. Run the job "
@@ -85,7 +85,7 @@ TEST(MpiStart, CallsThatFailAreNamed) {
   splits = true;
 }
 
-TEST(MpiStart, EndsTheProcessWhenOthersDoNotCome) {
+void ends_the_process_when_others_do_not_come() {
   others_come = false;
   EXPECT_EXIT(make_mpi_world(std::chrono::milliseconds(200)), testing::ExitedWithCode(1),
               "rank 0. MPI has not started within 0.2 s: a rank of the job has not come to "
@@ -93,13 +93,22 @@ TEST(MpiStart, EndsTheProcessWhenOthersDoNotCome) {
   others_come = true;
 }
 
-TEST(MpiStart, OnlyOnce) {
+void only_once() {
   EXPECT_EQ(make_mpi_world()->size(), 1);
   finalize_mpi();
   EXPECT_THAT(error_text<UsageError>([] { make_mpi_world(); }),
               HasSubstr("make_mpi_world after finalize_mpi: MPI can be started only once in a "
                         "process."));
   EXPECT_EQ(MPI_Finalize(), MPI_SUCCESS);  // started here, so not ended by finalize_mpi
+}
+
+TEST(MpiStart, SaysWhatIsMissing) {
+  nothing_is_known_before();
+  needs_threads();
+  needs_tags();
+  calls_that_fail_are_named();
+  ends_the_process_when_others_do_not_come();
+  only_once();
 }
 
 }  // namespace

@@ -473,8 +473,8 @@ TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
   close(silent);
 }
 
-// A world of its own process; after it, this process has met all it ever will.
-TEST(Torchrun, MeetsOnce) {
+// A world of its own process, which has then met all it ever will.
+void meet_once() {
   c10d::TCPStoreOptions options;
   options.port = 0;
   options.isServer = true;
@@ -490,6 +490,15 @@ TEST(Torchrun, MeetsOnce) {
   finalize_torchrun_world();
   EXPECT_THAT(error_text<UsageError>([] { make_torchrun_world(); }),
               HasSubstr("make_torchrun_world after finalize_torchrun_world: the processes meet"));
+}
+
+TEST(Torchrun, MeetsOnce) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that starts anew
+  const auto alone = [] {
+    meet_once();
+    _exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(alone(), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

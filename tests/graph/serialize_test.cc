@@ -309,6 +309,9 @@ TEST_F(SerializeErrors, NameThePath) {
   EXPECT_EQ(error_with("aten::relu(Tensor self)", "new::relu(Tensor self"),
             "[smp] g.json: \"schemas[1]\": expected the schema of an operator, got "
             "\"new::relu(Tensor self -> Tensor\".");
+  EXPECT_EQ(error_with("aten::relu(", "aten("),
+            "[smp] g.json: \"schemas[1]\": expected the schema of an operator, got "
+            "\"aten(Tensor self) -> Tensor\".");
   EXPECT_EQ(error_with("\"outputs\": [2]", "\"results\": [2]"),
             "[smp] g.json: expected an object with \"outputs\", got an object.");
 }

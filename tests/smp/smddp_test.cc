@@ -37,25 +37,32 @@ at::Tensor sum_of_all() {
   return sum;
 }
 
-// Tests of one process run in the order in which they stand.
-TEST(Smddp, IsInitialisedOnce) {
-  EXPECT_FALSE(smddp::is_initialized());
-  EXPECT_THAT(error_text<UsageError>([] { smddp::get_rank(); }),
-              HasSubstr("smddp was used before it was initialised. Call smp::smddp::init_process"));
-  smddp::init_process_group(std::chrono::seconds(30));
+class Smddp : public ::testing::Test {
+ protected:
+  /// All tests of the process share what can be initialised once.
+  static void SetUpTestSuite() {
+    EXPECT_FALSE(smddp::is_initialized());
+    EXPECT_THAT(
+        error_text<UsageError>([] { smddp::get_rank(); }),
+        HasSubstr("smddp was used before it was initialised. Call smp::smddp::init_process"));
+    smddp::init_process_group(std::chrono::seconds(30));
+  }
+};
+
+TEST_F(Smddp, IsInitialisedOnce) {
   EXPECT_TRUE(smddp::is_initialized());
   EXPECT_THAT(error_text<UsageError>([] { smddp::init_process_group(); }),
               HasSubstr("smp::smddp::init_process_group was called twice; call it once"));
 }
 
-TEST(Smddp, KnowsItsRanks) {
+TEST_F(Smddp, KnowsItsRanks) {
   const bool launched = std::getenv("OMPI_COMM_WORLD_SIZE") || std::getenv("WORLD_SIZE");
   EXPECT_EQ(smddp::is_available(), launched);
   EXPECT_EQ(smddp::get_local_rank(), smddp::get_rank());
   EXPECT_EQ(smddp::get_local_size(), smddp::get_world_size());
 }
 
-TEST(Smddp, Reductions) {
+TEST_F(Smddp, Reductions) {
   const int rank = smddp::get_rank(), size = smddp::get_world_size();
   at::Tensor tensor = of_rank(rank);
   smddp::all_reduce(tensor);
@@ -75,7 +82,7 @@ TEST(Smddp, Reductions) {
   EXPECT_TRUE(at::equal(tensor, rank == size - 1 ? sum_of_all() : of_rank(rank)));
 }
 
-TEST(Smddp, MovesTensors) {
+TEST_F(Smddp, MovesTensors) {
   const int rank = smddp::get_rank(), size = smddp::get_world_size();
   const at::Tensor tensor = of_rank(rank);
   smddp::broadcast(tensor);
@@ -92,7 +99,7 @@ TEST(Smddp, MovesTensors) {
 }
 
 // Rank r sends r + p + 1 rows of 100 r + p to rank p.
-TEST(Smddp, ExchangesRows) {
+TEST_F(Smddp, ExchangesRows) {
   const int rank = smddp::get_rank(), size = smddp::get_world_size();
   std::vector<int64_t> rows(size);
   std::iota(rows.begin(), rows.end(), rank + 1);
@@ -113,7 +120,7 @@ TEST(Smddp, ExchangesRows) {
 }
 
 /// Needs no `smp::init`.
-TEST(Smddp, TrainsReplicas) {
+TEST_F(Smddp, TrainsReplicas) {
   const Group group = smddp::group();
   const int rank = smddp::get_rank(), size = smddp::get_world_size();
   EXPECT_EQ(group.size(), size);
