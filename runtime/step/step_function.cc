@@ -245,11 +245,12 @@ StepFunction::Traced StepFunction::guard(const StepCall& call,
 /// another one on the same memory.
 void StepFunction::check_written_inputs(const StepCall& call, const graph::Graph& graph) const {
   const auto& tensors = call.tensors;
+  std::optional<graph::AliasAnalysis> aliases;  // few steps need one
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (size_t j = 0; j < tensors.size(); ++j) {
       if (i == j || !tensors[i].is_alias_of(tensors[j])) continue;
-      const graph::AliasAnalysis aliases(graph);
-      SMP_CHECK_WITH(UsageError, !aliases.of(static_cast<graph::ValueId>(i)).is_written(),
+      if (!aliases) aliases.emplace(graph);
+      SMP_CHECK_WITH(UsageError, !aliases->of(static_cast<graph::ValueId>(i)).is_written(),
                      "step function \"", name_, "\": input tensor ", i,
                      ", which it writes in place, shares memory with input tensor ", j,
                      ", which would not see that. Pass x.clone() for one of them, or make a new "

@@ -151,14 +151,20 @@ TEST_F(TwoProcesses, ManyOfAllSizesKeepTheirBits) {
   }
 }
 
-// Rank 1, another thread, may come late, and finds the call of this one.
-TEST(HostCollectives, KeepTheTensorsOfACallThatThreadsMayStillUse) {
-  const auto group = std::make_shared<GroupState>();
+/// As rank 0 knows it, with a short time-out.
+std::shared_ptr<GroupState> group_of_two() {
+  auto group = std::make_shared<GroupState>();
   group->name = "world";
   group->rank = 0;
   group->size = 2;
   group->world_ranks = {0, 1};
   group->timeout_ms = 50;
+  return group;
+}
+
+// Rank 1, another thread, may come late, and finds the call of this one.
+TEST(HostCollectives, KeepTheTensorsOfACallThatThreadsMayStillUse) {
+  const auto group = group_of_two();
   const HostLayout layout{{{0, 1}}, 0, 0, {this_process(), this_process()}};
   auto board = std::make_unique<HostBoard>(std::make_shared<QuietTransport>(), group, layout,
                                            SharedMemory::create(HostBoard::bytes(2, 2, false)));
@@ -180,12 +186,7 @@ TEST(HostCollectives, KeepTheTensorsOfACallThatThreadsMayStillUse) {
 
 // Of a rank that has fallen behind by more steps than half of 32 bits can count.
 TEST(HostBoard, WaitsForStepsHoweverFarAway) {
-  const auto group = std::make_shared<GroupState>();
-  group->name = "world";
-  group->rank = 0;
-  group->size = 2;
-  group->world_ranks = {0, 1};
-  group->timeout_ms = 50;
+  const auto group = group_of_two();
   const HostLayout layout{{{0, 1}}, 0, 0, {this_process(), this_process()}};
   HostBoard board(std::make_shared<QuietTransport>(), group, layout,
                   SharedMemory::create(HostBoard::bytes(2, 2, false)));
