@@ -36,16 +36,23 @@ bool overlaps_itself(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   return false;
 }
 
-Layout::Layout(const at::Tensor& tensor)
-    : sizes(tensor.sizes()),
-      strides(tensor.strides()),
-      options(tensor.options()),
-      span(span_of(tensor.sizes(), tensor.strides())) {
+int64_t shift_of(const at::Tensor& tensor) {
   constexpr uintptr_t kAlignment = 64;
-  if (span == 0) return;
+  if (tensor.numel() == 0) return 0;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  shift = static_cast<int64_t>(address % kAlignment / tensor.itemsize());
+  return static_cast<int64_t>(address % kAlignment / tensor.itemsize());
 }
+
+Layout::Layout(const at::Tensor& tensor)
+    : Layout(tensor.sizes(), tensor.strides(), tensor.options(), shift_of(tensor)) {}
+
+Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::TensorOptions& options,
+               int64_t shift)
+    : sizes(sizes),
+      strides(strides),
+      options(options),
+      span(span_of(sizes, strides)),
+      shift(shift) {}
 
 at::Tensor Layout::allocate() const {
   const at::NoGradGuard no_grad;

@@ -15,10 +15,15 @@ int64_t span_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 /// True if the strides may lead to one element in two ways.
 bool overlaps_itself(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
+/// Elements from a multiple of 64 bytes to the tensor's first; 0 for a tensor without elements.
+int64_t shift_of(const at::Tensor& tensor);
+
 /// How a tensor lies in memory, as far as kernels can tell: its sizes and strides, and how far its
 /// first element is from a multiple of 64 bytes.
 struct Layout {
   explicit Layout(const at::Tensor& tensor);
+  Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::TensorOptions& options,
+         int64_t shift);
 
   /// New memory without content, and on it a tensor that lies like the one before.
   at::Tensor allocate() const;
@@ -30,7 +35,7 @@ struct Layout {
   c10::SmallVector<int64_t, 5> sizes, strides;
   at::TensorOptions options;
   int64_t span = 0;
-  int64_t shift = 0;  ///< elements after a multiple of 64 bytes
+  int64_t shift = 0;  ///< `shift_of` the tensor
 };
 
 /// A copy without history that kernels cannot tell from the tensor.

@@ -19,6 +19,8 @@ namespace smp::pipeline {
 namespace {
 
 constexpr int64_t kAlignment = 64;
+/// Words of a tensor's header before its strides: its content and its shift.
+constexpr int64_t kFirstStride = 2;
 
 /// The first word of a tensor's header: what follows.
 enum Content : int64_t {
@@ -88,13 +90,14 @@ MessageLayout::MessageLayout(const std::vector<graph::TensorMeta>& metas) : meta
   int64_t words = 0;
   for (const auto& meta : metas_) {
     header_at_.push_back(words);
-    words += 1 + static_cast<int64_t>(meta.sizes.size());
+    words += kFirstStride + static_cast<int64_t>(meta.sizes.size());
   }
   header_bytes_ = nbytes_ = round_up(words * static_cast<int64_t>(sizeof(int64_t)));
   for (const auto& meta : metas_) {
     if (device_.is_cpu()) device_ = meta.device;
     data_at_.push_back(nbytes_);
-    nbytes_ += round_up(meta.nbytes());
+    // Its first element may be anywhere in the first 64 bytes.
+    nbytes_ += round_up(meta.nbytes() + kAlignment - static_cast<int64_t>(elementSize(meta.dtype)));
   }
 }
 
@@ -116,61 +119,81 @@ CopyStream& MessageLayout::copy_stream() const {
   return *copy_stream_;
 }
 
+/// Where the elements of one tensor lie.
+struct MessageLayout::Slot {
+  const graph::TensorMeta& meta;
+  const at::Tensor& memory;
+  int64_t shift;   ///< elements from a multiple of 64 bytes
+  int64_t offset;  ///< in the storage of `memory`, in elements
+
+  at::Tensor view(at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  at::Tensor allocate(at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  at::Tensor on_device(const at::Tensor& view) const;
+  at::Tensor with_strides(at::IntArrayRef strides) const;
+};
+
 /// Made by hand: the dispatcher would cost more than many a message.
-at::Tensor MessageLayout::view_of(const Elements& elements, size_t index, at::IntArrayRef sizes,
-                                  at::IntArrayRef strides) const {
-  const auto dtype = metas_[index].dtype;
-  const at::Tensor& memory = elements.memory;
+at::Tensor MessageLayout::Slot::view(at::IntArrayRef sizes, at::IntArrayRef strides) const {
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(memory.storage()),
-      c10::DispatchKeySet(c10::computeDispatchKey(dtype, std::nullopt, memory.device())),
-      c10::scalarTypeToTypeMeta(dtype));
-  const int64_t offset = memory.storage_offset() + data_at_[index] - elements.begin;
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(
-      sizes, strides, offset / static_cast<int64_t>(elementSize(dtype)));
+      c10::DispatchKeySet(c10::computeDispatchKey(meta.dtype, std::nullopt, memory.device())),
+      c10::scalarTypeToTypeMeta(meta.dtype));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return view;
+}
+
+/// New memory on the tensor's device, on which it lies as the sender's.
+at::Tensor MessageLayout::Slot::allocate(at::IntArrayRef sizes, at::IntArrayRef strides) const {
+  const auto options = at::TensorOptions(meta.dtype).device(meta.device);
+  return graph::Layout(sizes, strides, options, shift).allocate();
 }
 
 /// A dense view of the message, or a copy of it on the tensor's device. Only a copy to a device may
 /// end later.
-at::Tensor MessageLayout::on_device(size_t index, const at::Tensor& view) const {
-  const at::Device device = metas_[index].device;
-  if (view.device() == device) return view;
-  const at::Tensor copy =
-      at::empty_strided(view.sizes(), view.strides(), view.options().device(device));
-  return copy.copy_(view, /*non_blocking=*/!device.is_cpu());
+at::Tensor MessageLayout::Slot::on_device(const at::Tensor& view) const {
+  if (view.device() == meta.device) return view;
+  return allocate(view.sizes(), view.strides()).copy_(view, /*non_blocking=*/!meta.device.is_cpu());
 }
 
 /// A tensor of the message with the sender's strides: on the message's memory, or, where they leave
 /// gaps or overlap or it is on another device, a copy.
-at::Tensor MessageLayout::with_strides(const Elements& elements, size_t index,
-                                       at::IntArrayRef strides) const {
-  const at::IntArrayRef sizes = metas_[index].sizes;
-  const at::Tensor view = view_of(elements, index, sizes, strides);
+at::Tensor MessageLayout::Slot::with_strides(at::IntArrayRef strides) const {
+  const at::IntArrayRef sizes = meta.sizes;
+  const at::Tensor whole = view(sizes, strides);
   // libtorch takes the offset of a complex tensor for one of real numbers when a view of its parts
   // is written, so one has memory of its own, as in one process.
-  const bool on_message = !c10::isComplexType(metas_[index].dtype);
-  if (on_message && view.is_non_overlapping_and_dense()) return on_device(index, view);
+  const bool on_message = !c10::isComplexType(meta.dtype);
+  if (on_message && whole.is_non_overlapping_and_dense()) return on_device(whole);
   // The strides may reach beyond the message, which has the elements without gaps.
-  const at::Tensor compact = view_of(elements, index, without_expansion(sizes, strides), strides);
+  const at::Tensor compact = view(without_expansion(sizes, strides), strides);
   if (on_message && compact.is_non_overlapping_and_dense()) {
-    const at::Tensor moved = on_device(index, compact);
-    return moved.is_same(compact) ? view : moved.as_strided(sizes, strides);
+    const at::Tensor moved = on_device(compact);
+    return moved.is_same(compact) ? whole
+                                  : moved.as_strided(sizes, strides, moved.storage_offset());
   }
-  const at::Tensor packed =
-      on_device(index, view_of(elements, index, compact.sizes(), dense_strides(compact)));
-  const at::Tensor copy = at::empty_strided(compact.sizes(), compact.strides(), packed.options());
-  return copy.copy_(packed).as_strided(sizes, strides);
+  const at::Tensor packed = on_device(view(compact.sizes(), dense_strides(compact)));
+  const at::Tensor copy = allocate(compact.sizes(), compact.strides()).copy_(packed);
+  return copy.as_strided(sizes, strides, copy.storage_offset());
 }
 
-/// Writes the elements and, into the header, the strides of one tensor.
+MessageLayout::Slot MessageLayout::slot_of(size_t index, const Elements& elements,
+                                           int64_t shift) const {
+  const at::Tensor& memory = elements.memory;
+  const int64_t begin = memory.storage_offset() + data_at_[index] - elements.begin;
+  const graph::TensorMeta& meta = metas_[index];
+  return {meta, memory, shift, begin / static_cast<int64_t>(elementSize(meta.dtype)) + shift};
+}
+
+/// Writes the elements and, into the header, how the tensor lies and its strides.
 void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const Elements& elements,
                             int64_t* words) const {
+  const int64_t shift = *words++ = graph::shift_of(tensor);
   if (tensor.is_cpu() && elements.memory.is_cpu() && tensor.is_non_overlapping_and_dense() &&
       !tensor.is_conj() && !tensor.is_neg()) {
     std::copy_n(tensor.strides().begin(), tensor.dim(), words);
     if (tensor.numel() > 0) {
-      std::memcpy(elements.memory.mutable_data_ptr<uint8_t>() + data_at_[index],
+      std::memcpy(elements.memory.mutable_data_ptr<uint8_t>() + data_at_[index] +
+                      shift * static_cast<int64_t>(tensor.itemsize()),
                   tensor.const_data_ptr(), tensor.nbytes());
     }
     return;
@@ -178,7 +201,7 @@ void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const Elemen
   at::NoGradGuard no_grad;
   const at::Tensor compact = without_expansion(tensor.detach());
   const std::vector<int64_t> dense = dense_strides(compact);
-  const at::Tensor view = view_of(elements, index, compact.sizes(), dense);
+  const at::Tensor view = slot_of(index, elements, shift).view(compact.sizes(), dense);
   view.copy_(crosses(elements) ? as_copied(compact, dense) : compact, /*non_blocking=*/true);
   const bool gaps = keeps_gaps(compact);
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -233,7 +256,7 @@ void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& t
     const auto* header = reinterpret_cast<const int64_t*>(message.const_data_ptr<uint8_t>());
     for (size_t i = 0; i < metas_.size(); ++i) {
       const int64_t* words = header + header_at_[i];
-      const at::IntArrayRef strides(words + 1, metas_[i].sizes.size());
+      const at::IntArrayRef strides(words + kFirstStride, metas_[i].sizes.size());
       switch (words[0]) {
         case kUndefined:
           tensors.emplace_back();
@@ -242,7 +265,7 @@ void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& t
           tensors.push_back(zeros_of(metas_[i]));
           break;
         default:
-          tensors.push_back(with_strides(elements, i, strides));
+          tensors.push_back(slot_of(i, elements, words[1]).with_strides(strides));
       }
     }
   };

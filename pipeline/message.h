@@ -14,12 +14,13 @@ namespace smp::pipeline {
 class CopyStream;
 
 /// The tensors of one transfer as one message: a header that tells for each tensor whether it is
-/// defined and its strides, then the elements of each in the order of memory, every tensor at a
-/// multiple of 64 bytes. Received tensors lie on the message's own memory; nothing is copied
-/// out, but for those whose strides leave gaps or overlap.
+/// defined, how it lies and its strides, then the elements of each in the order of memory, as far
+/// from a multiple of 64 bytes as they were. Received tensors lie on the message's own memory;
+/// nothing is copied out, but for those whose strides leave gaps or overlap.
 ///
 /// The length follows from sizes and dtypes alone, so that a receive can be posted ahead. Strides
-/// travel because kernels may round differently on another layout of the same numbers.
+/// and the distance travel because kernels may round differently on another layout of the same
+/// numbers.
 class MessageLayout {
  public:
   explicit MessageLayout(const std::vector<graph::TensorMeta>& metas);
@@ -61,20 +62,18 @@ class MessageLayout {
     const at::Tensor& memory;
     int64_t begin;
   };
+  struct Slot;
 
   Elements elements_of(const at::Tensor& message, const at::Tensor& device_part) const;
   bool crosses(const Elements& elements) const;
   CopyStream& copy_stream() const;
+  Slot slot_of(size_t index, const Elements& elements, int64_t shift) const;
   void copy_in(size_t index, const at::Tensor& tensor, const Elements& elements,
                int64_t* words) const;
-  at::Tensor view_of(const Elements& elements, size_t index, at::IntArrayRef sizes,
-                     at::IntArrayRef strides) const;
-  at::Tensor on_device(size_t index, const at::Tensor& view) const;
-  at::Tensor with_strides(const Elements& elements, size_t index, at::IntArrayRef strides) const;
 
   std::vector<graph::TensorMeta> metas_;
   std::vector<int64_t> header_at_;  // per tensor: index of its first int64 in the header
-  std::vector<int64_t> data_at_;    // per tensor: byte offset of its elements
+  std::vector<int64_t> data_at_;    // per tensor: byte offset of the room for its elements
   int64_t header_bytes_ = 0;
   int64_t nbytes_ = 0;
   at::Device device_ = at::kCPU;

@@ -370,5 +370,16 @@ TEST(FoundPrograms, AViewIsTransposedInPlaceUnderNoGrad) {
   program.expect_equal();
 }
 
+/// Products of a part that does not begin at a multiple of 64 bytes may differ in their last bits.
+TEST(FoundPrograms, APartFromTheMiddleCrossesACut) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int other = program.leaf(Kind::kParameter, "other", {4, 6});
+  const int part = program.call("narrow", {weight}, {0, 3, 2});
+  const int product = program.call("matmul_transposed", {part, program.call("sin", {other})});
+  program.backward(program.call("loss_term", {program.call("tanh", {product})}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
