@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/autograd_entry.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -19,6 +20,12 @@ at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink) {
   }
   torch::autograd::impl::set_gradient_edge(entered, {sink, 0});
   return entered;
+}
+
+at::Tensor enter_unlinked(const at::Tensor& data) {
+  const at::Tensor leaf = data.variable_data().set_requires_grad(true);
+  const at::NoGradGuard no_grad;
+  return leaf.alias();
 }
 
 torch::autograd::Edge start_of_backward(const at::Tensor& tensor) {

@@ -44,6 +44,10 @@ using GradientSinkPtr = core::NodePtrTo<GradientSink>;
 /// one process.
 at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink);
 
+/// An alias of `data` that requires a gradient and from which none goes back, as from a view made
+/// under no_grad: operators save nothing for the gradient.
+at::Tensor enter_unlinked(const at::Tensor& data);
+
 /// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the
 /// history, not the data.
 torch::autograd::Edge start_of_backward(const at::Tensor& tensor);

@@ -20,6 +20,16 @@ bool ends_history(const Graph& graph, const Operator& op) {
   return !op.mode.records_history() && result_requires_grad(graph, op);
 }
 
+bool is_unlinked(const Graph& graph, ValueId value) {
+  const Value& made = graph.values[value];
+  if (made.producer < 0 || !made.meta.requires_grad) return false;
+  const Operator& op = graph.operators[made.producer];
+  if (!ends_history(graph, op)) return false;
+  bool is_argument = false;
+  for_each_same_tensor(op, [&](ValueId result, ValueId) { is_argument |= result == value; });
+  return !is_argument;
+}
+
 RequiresGrad::RequiresGrad(const Graph& graph)
     : family_(graph.values.size()), since_(graph.values.size(), kNever) {
   find_families(graph);

@@ -43,4 +43,8 @@ bool records_history(const Graph& graph, const Operator& op);
 /// no gradient goes back through it.
 bool ends_history(const Graph& graph, const Operator& op);
 
+/// True if such an operator made the value: it requires grad, but has no place in the history.
+/// libtorch lets nobody use it once its memory is written.
+bool is_unlinked(const Graph& graph, ValueId value);
+
 }  // namespace smp::graph

@@ -34,7 +34,7 @@ GradientFlow::GradientFlow(const Graph& graph)
 }
 
 void GradientFlow::mark(const Graph& graph, ValueId value, int operator_index) {
-  if (!differentiable(graph.values[value])) return;
+  if (!differentiable(graph.values[value]) || graph::is_unlinked(graph, value)) return;
   std::vector<int>& uses = uses_[value];
   if (uses.empty() || uses.back() != operator_index) uses.push_back(operator_index);
   int& earliest = earliest_reached_[requires_grad_.family(value)];

@@ -38,6 +38,7 @@ std::vector<Edge> edges_of(const graph::Graph& graph, const partitioner::Plan& p
     found.values.push_back(transfer.value);
     if (requires_grad.since(transfer.value) < first[transfer.to]) {
       found.requiring.push_back(transfer.value);
+      if (graph::is_unlinked(graph, transfer.value)) found.unlinked.push_back(transfer.value);
     }
     if (transfer.needs_gradient) found.gradients.push_back(transfer.value);
   }

@@ -15,6 +15,7 @@ struct Edge {
   int to = 0;
   std::vector<graph::ValueId> values;     ///< sent forward
   std::vector<graph::ValueId> requiring;  ///< those of `values` that require a gradient by then
+  std::vector<graph::ValueId> unlinked;   ///< those of them from which no gradient goes back
   std::vector<graph::ValueId> gradients;  ///< of these of `values` the gradient comes back
   std::vector<graph::ValueId> replicas;   ///< parameters whose gradient comes back only
 };

@@ -210,11 +210,11 @@ void Stage::find_incoming(const Edge& edge, size_t place) {
   Incoming incoming;
   incoming.place = place;
   for (ValueId id : edge.values) {
-    const bool returns =
-        std::find(edge.gradients.begin(), edge.gradients.end(), id) != edge.gradients.end();
-    const bool requires_grad =
-        std::find(edge.requiring.begin(), edge.requiring.end(), id) != edge.requiring.end();
-    incoming.values.push_back({id, returns ? sinks_++ : kNoSink, requires_grad});
+    const auto is_in = [id](const std::vector<ValueId>& some) {
+      return std::find(some.begin(), some.end(), id) != some.end();
+    };
+    incoming.values.push_back({id, is_in(edge.gradients) ? sinks_++ : kNoSink,
+                               is_in(edge.requiring), !is_in(edge.unlinked)});
     entered_.push_back(id);
   }
   const auto sink_of_value = [&](ValueId id) {
@@ -264,6 +264,10 @@ void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
 /// Whatever requires a gradient in the program does so here, even if none comes back: operators
 /// choose their kernels by it (matmul folds its operands), so the bits depend on it.
 void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
+  if (!entry.linked) {
+    environment_[entry.value] = graph::enter_unlinked(data);
+    return;
+  }
   graph::GradientSinkPtr end;
   if (entry.sink != kNoSink || entry.requires_grad) end = core::make_node<graph::GradientSink>();
   environment_[entry.value] = graph::enter(data, end);

@@ -154,6 +154,7 @@ class Stage {
     graph::ValueId value;
     int sink;
     bool requires_grad = true;
+    bool linked = true;
   };
   /// An edge from an earlier stage: what comes, and the sinks of what goes back.
   struct Incoming {

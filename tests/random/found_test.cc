@@ -381,5 +381,19 @@ TEST(FoundPrograms, APartFromTheMiddleCrossesACut) {
   program.expect_equal();
 }
 
+/// It requires a gradient, but none goes back from it: an operator in place saves nothing for one.
+TEST(FoundPrograms, AViewMadeUnderNoGradCrossesACut) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int bias = program.leaf(Kind::kParameter, "bias", {6});
+  const int scale = program.leaf(Kind::kConstant, "scale", {6});
+  const int state = program.call("slope", {scale, scale}, {1});
+  const int view = program.call("transpose", {bias}, {0, 0}, {/*no_grad=*/true, false});
+  const int sum = program.call("addcmul_", {state, state, view});
+  program.call("sin", {input});
+  program.backward(sum, sum);
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
