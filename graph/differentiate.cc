@@ -6,6 +6,9 @@
 
 #include <algorithm>
 
+#include "graph/requires_grad.h"
+#include "graph/visit.h"
+
 namespace smp::graph {
 namespace {
 
@@ -32,15 +35,12 @@ TORCH_LIBRARY_FRAGMENT(smp, m) {
         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &requires_grad));
 }
 
-/// The inputs of `smp::grad`.
-const Argument& wanted(const Operator& op) { return op.arguments[2]; }
-
-bool reads(const Operator& op, const Argument& values) {
-  return std::any_of(op.arguments.begin(), op.arguments.end(), [&](const Argument& argument) {
-    return std::any_of(argument.values.begin(), argument.values.end(), [&](ValueId id) {
-      return std::find(values.values.begin(), values.values.end(), id) != values.values.end();
-    });
+bool reads(const Operator& op, const std::vector<ValueId>& values) {
+  bool found = false;
+  for_each_argument(op, [&](ValueId id) {
+    found |= std::find(values.begin(), values.end(), id) != values.end();
   });
+  return found;
 }
 
 }  // namespace
@@ -55,10 +55,19 @@ const c10::OperatorHandle& requires_grad_operator() {
   return handle;
 }
 
+std::vector<ValueId> differentiated(const Graph& graph, const std::vector<Argument>& arguments) {
+  std::vector<ValueId> values;
+  for (ValueId input : arguments[2].values) {
+    const std::vector<ValueId> names = with_earlier_names(graph, input);
+    values.insert(values.end(), names.begin(), names.end());
+  }
+  return values;
+}
+
 int first_reader(const Graph& graph, const Operator& op) {
-  const auto first =
-      std::find_if(graph.operators.begin(), graph.operators.end(),
-                   [&](const Operator& reader) { return reads(reader, wanted(op)); });
+  const std::vector<ValueId> values = differentiated(graph, op.arguments);
+  const auto first = std::find_if(graph.operators.begin(), graph.operators.end(),
+                                  [&](const Operator& reader) { return reads(reader, values); });
   return static_cast<int>(first - graph.operators.begin());
 }
 

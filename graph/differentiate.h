@@ -35,6 +35,9 @@ struct DifferentiatedRange {
   int last;
 };
 
+/// What an `smp::grad` with these arguments differentiates with respect to, by all names.
+std::vector<ValueId> differentiated(const Graph& graph, const std::vector<Argument>& arguments);
+
 /// The first operator of a graph that reads what `op`, an `smp::grad` that comes last or after all,
 /// differentiates with respect to; the number of operators if there is none.
 int first_reader(const Graph& graph, const Operator& op);

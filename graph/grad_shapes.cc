@@ -165,7 +165,7 @@ std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arg
       way.add(of_written[graph.values[id].alias_set]);
     }
   };
-  for (ValueId id : arguments[2].values) of_value[id].depends = true;
+  for (ValueId id : differentiated(graph, arguments)) of_value[id].depends = true;
   for (const Operator& op : graph.operators) {
     if (!records_history(graph, op)) continue;
     Dependence way;

@@ -20,14 +20,35 @@ bool ends_history(const Graph& graph, const Operator& op) {
   return !op.mode.records_history() && result_requires_grad(graph, op);
 }
 
+namespace {
+
+/// What the tensor of a result was called before, if it is that of an argument; or kUndefined.
+ValueId argument_that_is(const Operator& op, ValueId value) {
+  ValueId found = kUndefined;
+  for_each_same_tensor(op, [&](ValueId result, ValueId argument) {
+    if (result == value) found = argument;
+  });
+  return found;
+}
+
+}  // namespace
+
 bool is_unlinked(const Graph& graph, ValueId value) {
   const Value& made = graph.values[value];
   if (made.producer < 0 || !made.meta.requires_grad) return false;
   const Operator& op = graph.operators[made.producer];
-  if (!ends_history(graph, op)) return false;
-  bool is_argument = false;
-  for_each_same_tensor(op, [&](ValueId result, ValueId) { is_argument |= result == value; });
-  return !is_argument;
+  return ends_history(graph, op) && argument_that_is(op, value) == kUndefined;
+}
+
+std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value) {
+  std::vector<ValueId> names;
+  while (value != kUndefined) {
+    names.push_back(value);
+    const int producer = graph.values[value].producer;
+    const bool keeps_history = producer >= 0 && ends_history(graph, graph.operators[producer]);
+    value = keeps_history ? argument_that_is(graph.operators[producer], value) : kUndefined;
+  }
+  return names;
 }
 
 RequiresGrad::RequiresGrad(const Graph& graph)

@@ -47,4 +47,8 @@ bool ends_history(const Graph& graph, const Operator& op);
 /// libtorch lets nobody use it once its memory is written.
 bool is_unlinked(const Graph& graph, ValueId value);
 
+/// The value, and what the same tensor was called before operators under no_grad wrote it, which
+/// leave it the history that it had.
+std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value);
+
 }  // namespace smp::graph

@@ -88,6 +88,23 @@ TEST_F(Differentiate, WithRespectToParameters) {
   });
 }
 
+/// It is the tensor that it was, in another shape, and has its history.
+TEST_F(Differentiate, WithRespectToWhatGotAnotherShapeUnderNoGrad) {
+  expect_equals_eager([&](const Tensors& in) -> Tensors {
+    auto h = torch::addmm(in[0].detach(), net_->fc->weight, net_->fc->weight);
+    auto scaled = h * -6;
+    {
+      const torch::NoGradGuard no_grad;
+      h.unsqueeze_(0);
+    }
+    auto slope = grad({scaled.pow(2).sum()}, {h}, {}, true, true, true)[0];
+    EXPECT_TRUE(slope.defined());
+    auto loss = slope.pow(2).sum();
+    backward(loss);
+    return {loss, slope};
+  });
+}
+
 TEST_F(Differentiate, WithRespectToAnInputTwice) {
   expect_equals_eager([&](const Tensors& in) -> Tensors {
     auto x = in[0].detach().requires_grad_();

@@ -395,5 +395,23 @@ TEST(FoundPrograms, AViewMadeUnderNoGradCrossesACut) {
   program.expect_equal();
 }
 
+/// It is the tensor that it was, whoever read it before.
+TEST(FoundPrograms, ASlopeWithRespectToWhatWasWrittenUnderNoGrad) {
+  constexpr Mode kNoGrad = {/*no_grad=*/true, /*autocast=*/false};
+  for (const bool shape : {true, false}) {
+    Writer program;
+    const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+    const int mean = program.leaf(Kind::kBuffer, "mean", {6});
+    const int product = program.call("addmm", {weight, weight, mean});
+    const int scaled = program.call("mul_scalar", {product}, {-6});
+    const int written = shape ? program.call("unsqueeze_", {product}, {}, kNoGrad)
+                              : program.call("mul_scalar_", {product}, {2}, kNoGrad);
+    const int slope = program.call("slope", {scaled, written}, {1});
+    program.call("sin", {program.call("tanh", {weight})});
+    program.backward(program.call("loss_term", {program.call("tanh", {slope})}));
+    program.expect_equal();
+  }
+}
+
 }  // namespace
 }  // namespace smp::random_programs
