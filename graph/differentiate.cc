@@ -64,10 +64,21 @@ std::vector<ValueId> differentiated(const Graph& graph, const std::vector<Argume
   return values;
 }
 
-int first_reader(const Graph& graph, const Operator& op) {
+bool makes_in_place(const Graph& graph, const Operator& op, const std::vector<ValueId>& values) {
+  bool found = false;
+  for_each_result(op, [&](ValueId id) {
+    found |=
+        writes_to(graph, op, id) && std::find(values.begin(), values.end(), id) != values.end();
+  });
+  return found;
+}
+
+int first_in_range(const Graph& graph, const Operator& op) {
   const std::vector<ValueId> values = differentiated(graph, op.arguments);
-  const auto first = std::find_if(graph.operators.begin(), graph.operators.end(),
-                                  [&](const Operator& reader) { return reads(reader, values); });
+  const auto first =
+      std::find_if(graph.operators.begin(), graph.operators.end(), [&](const Operator& reader) {
+        return reads(reader, values) || makes_in_place(graph, reader, values);
+      });
   return static_cast<int>(first - graph.operators.begin());
 }
 
@@ -75,7 +86,7 @@ std::vector<DifferentiatedRange> differentiated_ranges(const Graph& graph) {
   std::vector<DifferentiatedRange> ranges;
   for (size_t last = 0; last < graph.operators.size(); ++last) {
     if (!(graph.operators[last].handle == grad_operator())) continue;
-    ranges.push_back({first_reader(graph, graph.operators[last]), static_cast<int>(last)});
+    ranges.push_back({first_in_range(graph, graph.operators[last]), static_cast<int>(last)});
   }
   return ranges;
 }

@@ -28,8 +28,8 @@ const c10::OperatorHandle& grad_operator();
 const c10::OperatorHandle& requires_grad_operator();
 
 /// The operators `first` to `last`, of which `last` is `smp::grad` and `first` the first one that
-/// reads what it differentiates with respect to. They run on one stage, and once, since `last`
-/// needs the history that they record.
+/// reads what it differentiates with respect to, or makes it by a write. They run on one stage, and
+/// once, since `last` needs the history that they record.
 struct DifferentiatedRange {
   int first;
   int last;
@@ -38,9 +38,13 @@ struct DifferentiatedRange {
 /// What an `smp::grad` with these arguments differentiates with respect to, by all names.
 std::vector<ValueId> differentiated(const Graph& graph, const std::vector<Argument>& arguments);
 
-/// The first operator of a graph that reads what `op`, an `smp::grad` that comes last or after all,
-/// differentiates with respect to; the number of operators if there is none.
-int first_reader(const Graph& graph, const Operator& op);
+/// Whether an operator makes one of them by a write, of which older views of its memory get their
+/// history, too.
+bool makes_in_place(const Graph& graph, const Operator& op, const std::vector<ValueId>& values);
+
+/// The first operator of the range of `op`, an `smp::grad` that comes last in a graph or after all;
+/// the number of operators if there is none.
+int first_in_range(const Graph& graph, const Operator& op);
 
 /// Those of a graph, by `last`.
 std::vector<DifferentiatedRange> differentiated_ranges(const Graph& graph);

@@ -101,7 +101,7 @@ class FilledRun {
 /// The range of `op`, and before it what makes views of memory that is written there, since a write
 /// through one is seen by the others, and views that end a history.
 std::vector<int> operators_of(const Graph& graph, const Operator& op, int count) {
-  const int first = first_reader(graph, op);
+  const int first = first_in_range(graph, op);
   std::vector<bool> written(graph.alias_sets, false);
   for (int i = first; i < count; ++i) {
     for (int set : graph.operators[i].writes) written[set] = true;
@@ -165,8 +165,12 @@ std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arg
       way.add(of_written[graph.values[id].alias_set]);
     }
   };
-  for (ValueId id : differentiated(graph, arguments)) of_value[id].depends = true;
+  const std::vector<ValueId> inputs = differentiated(graph, arguments);
+  for (ValueId id : inputs) of_value[id].depends = true;
   for (const Operator& op : graph.operators) {
+    if (makes_in_place(graph, op, inputs)) {
+      for (int set : op.writes) of_written[set].depends = true;
+    }
     if (!records_history(graph, op)) continue;
     Dependence way;
     for (const Argument& argument : op.arguments) add_all(argument, way);

@@ -12,11 +12,6 @@
 namespace smp::graph {
 namespace {
 
-bool writes_to(const Graph& graph, const Operator& op, ValueId value) {
-  return std::find(op.writes.begin(), op.writes.end(), graph.values[value].alias_set) !=
-         op.writes.end();
-}
-
 /// What the calls of `backward` go over, call by call.
 class Histories {
  public:

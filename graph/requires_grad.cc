@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "graph/differentiate.h"
 #include "graph/operator_traits.h"
 #include "graph/visit.h"
 
@@ -37,7 +38,8 @@ bool is_unlinked(const Graph& graph, ValueId value) {
   const Value& made = graph.values[value];
   if (made.producer < 0 || !made.meta.requires_grad) return false;
   const Operator& op = graph.operators[made.producer];
-  return ends_history(graph, op) && argument_that_is(op, value) == kUndefined;
+  const bool begins = op.handle == requires_grad_operator();  // a history of its own
+  return ends_history(graph, op) && !begins && argument_that_is(op, value) == kUndefined;
 }
 
 std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value) {
@@ -89,10 +91,7 @@ void RequiresGrad::find_since(const Graph& graph) {
     const Operator& op = graph.operators[i];
     if (op.writes.empty() || !records_history(graph, op)) continue;
     for_each_result(op, [&](ValueId result) {
-      const Value& written = graph.values[result];
-      const bool writes =
-          std::find(op.writes.begin(), op.writes.end(), written.alias_set) != op.writes.end();
-      if (!writes || !written.meta.requires_grad) return;
+      if (!writes_to(graph, op, result) || !graph.values[result].meta.requires_grad) return;
       const int index = static_cast<int>(i);
       for (ValueId member : members[family_[result]]) {
         if (graph.values[member].producer < index) since_[member] = std::min(since_[member], index);

@@ -47,6 +47,12 @@ void for_each_same_tensor(const Operator& op, const Visitor& visit) {
   }
 }
 
+/// True if an operator writes the memory of a value.
+inline bool writes_to(const Graph& graph, const Operator& op, ValueId value) {
+  return std::find(op.writes.begin(), op.writes.end(), graph.values[value].alias_set) !=
+         op.writes.end();
+}
+
 /// True if `test(const Value&)` is for some defined result of an operator.
 template <class Test>
 bool any_result(const Graph& graph, const Operator& op, const Test& test) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "graph/operator_traits.h"
+#include "graph/visit.h"
 #include "partitioner/data_flow.h"
 
 namespace smp::partitioner {
@@ -12,16 +13,12 @@ namespace smp::partitioner {
 using graph::Graph;
 using graph::Operator;
 using graph::ValueId;
+using graph::writes_to;
 
 namespace {
 
 bool differentiable(const graph::Value& value) {
   return at::isFloatingType(value.meta.dtype) || at::isComplexType(value.meta.dtype);
-}
-
-bool writes_to(const Graph& graph, const Operator& op, ValueId value) {
-  return std::find(op.writes.begin(), op.writes.end(), graph.values[value].alias_set) !=
-         op.writes.end();
 }
 
 }  // namespace

@@ -108,7 +108,7 @@ CAUSES = [
      "const std::vector<ValueId> names = {input};"),
     ("slopes", "a cut may divide what autograd::grad differentiates",
      "graph/differentiate.cc",
-     "ranges.push_back({first_reader(graph, graph.operators[last]), static_cast<int>(last)});",
+     "ranges.push_back({first_in_range(graph, graph.operators[last]), static_cast<int>(last)});",
      "ranges.push_back({static_cast<int>(last), static_cast<int>(last)});"),
 ]
 

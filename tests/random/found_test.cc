@@ -413,5 +413,35 @@ TEST(FoundPrograms, ASlopeWithRespectToWhatWasWrittenUnderNoGrad) {
   }
 }
 
+/// A view that is older than its history: the write that made what it differentiates with respect
+/// to gave both of them one.
+TEST(FoundPrograms, ASlopeOfAnOlderViewOfWhatWasWritten) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6});
+  const int scale = program.leaf(Kind::kConstant, "scale", {6});
+  const int base = program.call("sin", {scale});
+  const int part = program.call("narrow", {base}, {0, 1, 5});
+  const int written = program.call("copy_", {base, program.call("tanh", {weight})});
+  const int slope = program.call("slope", {part, written}, {1});
+  const int both = program.call("add", {program.call("sin", {slope}), written}, {4});
+  program.backward(program.call("loss_term", {program.call("tanh", {both})}));
+  program.expect_equal();
+}
+
+/// A variable begins a history of its own, also under no_grad.
+TEST(FoundPrograms, AVariableIsMadeAndWrittenUnderNoGrad) {
+  constexpr Mode kNoGrad = {/*no_grad=*/true, /*autocast=*/false};
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int coarse = program.leaf(Kind::kParameter, "weight", {6});
+  const int noise = program.call("rand_like", {input});
+  const int variable = program.call("variable", {program.call("sin", {noise})});
+  const int written = program.call("mul_scalar_", {variable}, {2}, kNoGrad);
+  const int one = program.call("loss_term", {program.call("tanh", {coarse})});
+  const int other = program.call("loss_term", {program.call("sin", {written})});
+  program.backward(program.call("loss_add", {one, other}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
