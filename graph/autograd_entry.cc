@@ -28,6 +28,11 @@ at::Tensor enter_unlinked(const at::Tensor& data) {
   return leaf.alias();
 }
 
+at::Tensor as_view(const at::Tensor& entered) {
+  const at::AutoGradMode with_history(true);
+  return entered.alias();
+}
+
 torch::autograd::Edge start_of_backward(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.requires_grad()) return {};
   return torch::autograd::impl::gradient_edge(tensor);

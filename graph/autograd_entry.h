@@ -48,6 +48,10 @@ at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink);
 /// under no_grad: operators save nothing for the gradient.
 at::Tensor enter_unlinked(const at::Tensor& data);
 
+/// A view of a tensor that entered. What a view is in one process is one here, too, if it is written:
+/// autograd lays out its gradient anew.
+at::Tensor as_view(const at::Tensor& entered);
+
 /// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the
 /// history, not the data.
 torch::autograd::Edge start_of_backward(const at::Tensor& tensor);

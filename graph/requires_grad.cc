@@ -42,6 +42,21 @@ bool is_unlinked(const Graph& graph, ValueId value) {
   return ends_history(graph, op) && !begins && argument_that_is(op, value) == kUndefined;
 }
 
+bool is_view(const Graph& graph, ValueId value) {
+  while (value != kUndefined && graph.values[value].producer >= 0) {
+    const Operator& op = graph.operators[graph.values[value].producer];
+    if (has_trait(op.handle.schema().name(), OperatorTrait::kCutsHistory)) return false;
+    const ValueId before = argument_that_is(op, value);
+    bool found = false;
+    for_each_argument(op, [&](ValueId argument) {
+      found |= graph.values[argument].alias_set == graph.values[value].alias_set;
+    });
+    if (before == kUndefined) return found;
+    value = before;
+  }
+  return false;
+}
+
 std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value) {
   std::vector<ValueId> names;
   while (value != kUndefined) {

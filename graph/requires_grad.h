@@ -47,6 +47,10 @@ bool ends_history(const Graph& graph, const Operator& op);
 /// libtorch lets nobody use it once its memory is written.
 bool is_unlinked(const Graph& graph, ValueId value);
 
+/// True if autograd takes the value for a view: the history of what is written through it is that of
+/// the tensor it is a view of.
+bool is_view(const Graph& graph, ValueId value);
+
 /// The value, and what the same tensor was called before operators under no_grad wrote it, which
 /// leave it the history that it had.
 std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value);

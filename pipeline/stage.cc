@@ -214,7 +214,8 @@ void Stage::find_incoming(const Edge& edge, size_t place) {
       return std::find(some.begin(), some.end(), id) != some.end();
     };
     incoming.values.push_back({id, is_in(edge.gradients) ? sinks_++ : kNoSink,
-                               is_in(edge.requiring), !is_in(edge.unlinked)});
+                               is_in(edge.requiring), !is_in(edge.unlinked),
+                               writes(id) && graph::is_view(graph_, id)});
     entered_.push_back(id);
   }
   const auto sink_of_value = [&](ValueId id) {
@@ -271,6 +272,7 @@ void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
   graph::GradientSinkPtr end;
   if (entry.sink != kNoSink || entry.requires_grad) end = core::make_node<graph::GradientSink>();
   environment_[entry.value] = graph::enter(data, end);
+  if (entry.written_view) environment_[entry.value] = graph::as_view(environment_[entry.value]);
   if (entry.sink != kNoSink) state.sinks[entry.sink] = std::move(end);
 }
 

@@ -155,6 +155,7 @@ class Stage {
     int sink;
     bool requires_grad = true;
     bool linked = true;
+    bool written_view = false;
   };
   /// An edge from an earlier stage: what comes, and the sinks of what goes back.
   struct Incoming {

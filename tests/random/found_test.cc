@@ -443,5 +443,18 @@ TEST(FoundPrograms, AVariableIsMadeAndWrittenUnderNoGrad) {
   program.expect_equal();
 }
 
+/// The gradient of what is written through a view is laid out anew on the way back.
+TEST(FoundPrograms, AViewIsWrittenBeyondACut) {
+  Writer program;
+  const int bias = program.leaf(Kind::kParameter, "bias", {2});
+  const int kernel = program.leaf(Kind::kParameter, "kernel", {4, 3, 2});
+  const int other = program.call("tanh", {bias});
+  const int product = program.call("mul", {bias, kernel});
+  const int view = program.call("permute", {product}, {0, 2, 1});
+  program.call("foreach_scale_", {other, view, view}, {}, {}, /*results=*/0);
+  program.backward(program.call("loss_term", {view}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
