@@ -9,19 +9,11 @@
 
 namespace smp::graph {
 
-bool result_requires_grad(const Graph& graph, const Operator& op) {
-  return any_result(graph, op, [](const Value& value) { return value.meta.requires_grad; });
-}
-
-bool records_history(const Graph& graph, const Operator& op) {
-  return op.mode.records_history() && result_requires_grad(graph, op);
-}
-
-bool ends_history(const Graph& graph, const Operator& op) {
-  return !op.mode.records_history() && result_requires_grad(graph, op);
-}
-
 namespace {
+
+bool cuts_history(const Operator& op) {
+  return has_trait(op.handle.schema().name(), OperatorTrait::kCutsHistory);
+}
 
 /// What the tensor of a result was called before, if it is that of an argument; or kUndefined.
 ValueId argument_that_is(const Operator& op, ValueId value) {
@@ -34,6 +26,18 @@ ValueId argument_that_is(const Operator& op, ValueId value) {
 
 }  // namespace
 
+bool result_requires_grad(const Graph& graph, const Operator& op) {
+  return any_result(graph, op, [](const Value& value) { return value.meta.requires_grad; });
+}
+
+bool records_history(const Graph& graph, const Operator& op) {
+  return op.mode.records_history() && result_requires_grad(graph, op);
+}
+
+bool ends_history(const Graph& graph, const Operator& op) {
+  return !op.mode.records_history() && result_requires_grad(graph, op);
+}
+
 bool is_unlinked(const Graph& graph, ValueId value) {
   const Value& made = graph.values[value];
   if (made.producer < 0 || !made.meta.requires_grad) return false;
@@ -45,7 +49,7 @@ bool is_unlinked(const Graph& graph, ValueId value) {
 bool is_view(const Graph& graph, ValueId value) {
   while (value != kUndefined && graph.values[value].producer >= 0) {
     const Operator& op = graph.operators[graph.values[value].producer];
-    if (has_trait(op.handle.schema().name(), OperatorTrait::kCutsHistory)) return false;
+    if (cuts_history(op)) return false;
     const ValueId before = argument_that_is(op, value);
     bool found = false;
     for_each_argument(op, [&](ValueId argument) {
@@ -62,8 +66,11 @@ std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value) {
   while (value != kUndefined) {
     names.push_back(value);
     const int producer = graph.values[value].producer;
-    const bool keeps_history = producer >= 0 && ends_history(graph, graph.operators[producer]);
-    value = keeps_history ? argument_that_is(graph.operators[producer], value) : kUndefined;
+    if (producer < 0) break;
+    const Operator& op = graph.operators[producer];
+    const bool other_history =
+        cuts_history(op) || (records_history(graph, op) && writes_to(graph, op, value));
+    value = other_history ? kUndefined : argument_that_is(op, value);
   }
   return names;
 }
@@ -83,8 +90,9 @@ ValueId RequiresGrad::root(ValueId value) {
 void RequiresGrad::find_families(const Graph& graph) {
   for (size_t v = 0; v < family_.size(); ++v) family_[v] = static_cast<ValueId>(v);
   for (const Operator& op : graph.operators) {
-    if (has_trait(op.handle.schema().name(), OperatorTrait::kCutsHistory)) continue;
     for_each_result(op, [&](ValueId result) {
+      // A tensor that is detached in place is still what its views are views of.
+      if (cuts_history(op) && argument_that_is(op, result) == kUndefined) return;
       for_each_argument(op, [&](ValueId argument) {
         const int set = graph.values[result].alias_set;
         if (set >= 0 && set == graph.values[argument].alias_set) {

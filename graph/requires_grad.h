@@ -51,8 +51,8 @@ bool is_unlinked(const Graph& graph, ValueId value);
 /// the tensor it is a view of.
 bool is_view(const Graph& graph, ValueId value);
 
-/// The value, and what the same tensor was called before operators under no_grad wrote it, which
-/// leave it the history that it had.
+/// The value, and what the same tensor was called before operators returned it that left it its
+/// history: those that do nothing (`to` its own type), and writes under no_grad.
 std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value);
 
 }  // namespace smp::graph

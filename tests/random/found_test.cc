@@ -456,5 +456,29 @@ TEST(FoundPrograms, AViewIsWrittenBeyondACut) {
   program.expect_equal();
 }
 
+TEST(FoundPrograms, ASlopeWithRespectToWhatWasReturnedAsItIs) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int mean = program.leaf(Kind::kBuffer, "mean", {6});
+  const int line = program.call("add", {program.call("sin", {weight}), mean}, {4});
+  const int product = program.call("matmul", {line, weight});
+  const int same = program.call("to_float", {line});
+  const int slope = program.call("slope", {product, same}, {1});
+  program.backward(program.call("loss_term", {program.call("tanh", {slope})}));
+  program.expect_equal();
+}
+
+/// Its views are still views of it, and get the history that a write gives it.
+TEST(FoundPrograms, WhatWasDetachedInPlaceIsWrittenAndSeenThroughAView) {
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int other = program.leaf(Kind::kParameter, "other", {4, 6});
+  const int view = program.call("unsqueeze", {input}, {1});
+  program.call("detach_", {input});
+  program.call("mul_", {input, program.call("tanh", {other})});
+  program.backward(program.call("loss_term", {program.call("sin", {view})}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
