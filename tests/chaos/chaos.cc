@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/chaos/chaos.h"
 
+#include <c10/util/ScopeExit.h>
+
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -11,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "comm/message_channel.h"
 #include "comm/threads/run_ranks.h"
 #include "runtime/runtime.h"
@@ -22,119 +26,144 @@ using comm::Channels;
 using comm::ChannelSpec;
 using comm::CommunicatorPtr;
 
-/// Where a rank's delays come from.
-class Delays {
+/// What happens to a rank before its operations.
+class Events {
  public:
-  Delays(uint64_t seed, int rank) : random_(seed * 1009 + static_cast<uint64_t>(rank)) {}
+  Events(const Chaos& chaos, CommunicatorPtr world, std::atomic<bool>& happened)
+      : delays_(chaos.delays),
+        fault_(chaos.fault && chaos.fault->rank == world->rank() ? chaos.fault : std::nullopt),
+        world_(std::move(world)),
+        happened_(happened),
+        random_(chaos.seed * 1009 + static_cast<uint64_t>(world_->rank())) {}
 
-  void sleep() {
+  void pass() {
     const auto time = draw();
     if (time.count() > 0) std::this_thread::sleep_for(time);
+    if (!fault_) return;
+    const int64_t operation = operations_++;
+    if (operation < fault_->operation) return;
+    if (fault_->kind == RankFault::Kind::kDeath) {
+      happened_ = true;
+      throw SimulatedDeath("simulated death of rank " + std::to_string(fault_->rank) +
+                           " before operation " + std::to_string(fault_->operation));
+    }
+    if (operation == fault_->operation) stall();
   }
 
  private:
   std::chrono::microseconds draw() {
     constexpr int kLong = 20000, kShort = 2000;  // us
+    if (!delays_) return std::chrono::microseconds(0);
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto kind = random_() % 400;
     if (kind == 0) return std::chrono::microseconds(kLong);
     return std::chrono::microseconds(kind % 3 == 0 ? random_() % kShort : 0);
   }
 
+  void stall() {
+    happened_ = true;
+    while (world_->abort_text().empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  const bool delays_;
+  const std::optional<RankFault> fault_;
+  const CommunicatorPtr world_;
+  std::atomic<bool>& happened_;
+  std::atomic<int64_t> operations_{0};
   std::mutex mutex_;
   std::mt19937_64 random_;
 };
 
-using DelaysPtr = std::shared_ptr<Delays>;
+using EventsPtr = std::shared_ptr<Events>;
 
 class DelayedWork final : public Work {
  public:
-  DelayedWork(WorkPtr work, DelaysPtr delays)
-      : work_(std::move(work)), delays_(std::move(delays)) {}
+  DelayedWork(WorkPtr work, EventsPtr events)
+      : work_(std::move(work)), events_(std::move(events)) {}
 
   bool test() override { return work_->test(); }
   void wait() override {
-    delays_->sleep();
+    events_->pass();
     work_->wait();
   }
 
  private:
   const WorkPtr work_;
-  const DelaysPtr delays_;
+  const EventsPtr events_;
 };
 
 class DelayedSender final : public comm::Sender {
  public:
-  DelayedSender(std::unique_ptr<comm::Sender> sender, DelaysPtr delays)
-      : sender_(std::move(sender)), delays_(std::move(delays)) {}
+  DelayedSender(std::unique_ptr<comm::Sender> sender, EventsPtr events)
+      : sender_(std::move(sender)), events_(std::move(events)) {}
 
   void set_size(const comm::MessageSize& size) override { sender_->set_size(size); }
   const at::Tensor& prepare() override {
-    delays_->sleep();
+    events_->pass();
     return sender_->prepare();
   }
   void send() override {
-    delays_->sleep();
+    events_->pass();
     sender_->send();
   }
   void flush() override {
-    delays_->sleep();
+    events_->pass();
     sender_->flush();
   }
 
  private:
   const std::unique_ptr<comm::Sender> sender_;
-  const DelaysPtr delays_;
+  const EventsPtr events_;
 };
 
 class DelayedReceiver final : public comm::Receiver {
  public:
-  DelayedReceiver(std::unique_ptr<comm::Receiver> receiver, DelaysPtr delays)
-      : receiver_(std::move(receiver)), delays_(std::move(delays)) {}
+  DelayedReceiver(std::unique_ptr<comm::Receiver> receiver, EventsPtr events)
+      : receiver_(std::move(receiver)), events_(std::move(events)) {}
 
   void set_size(const comm::MessageSize& size) override { receiver_->set_size(size); }
   void expect(int messages) override { receiver_->expect(messages); }
   at::Tensor receive() override {
-    delays_->sleep();
+    events_->pass();
     return receiver_->receive();
   }
 
  private:
   const std::unique_ptr<comm::Receiver> receiver_;
-  const DelaysPtr delays_;
+  const EventsPtr events_;
 };
 
 class DelayedCommunicator final : public comm::Communicator {
  public:
-  DelayedCommunicator(CommunicatorPtr communicator, DelaysPtr delays, ChannelKind channels)
-      : communicator_(std::move(communicator)), delays_(std::move(delays)), channels_(channels) {}
+  DelayedCommunicator(CommunicatorPtr communicator, EventsPtr events, ChannelKind channels)
+      : communicator_(std::move(communicator)), events_(std::move(events)), channels_(channels) {}
 
   int rank() const override { return communicator_->rank(); }
   int size() const override { return communicator_->size(); }
   const std::string& name() const override { return communicator_->name(); }
 
   WorkPtr isend(const at::Tensor& tensor, int destination, comm::Tag tag) override {
-    delays_->sleep();
+    events_->pass();
     return delayed(communicator_->isend(tensor, destination, tag));
   }
   WorkPtr irecv(const at::Tensor& tensor, int source, comm::Tag tag) override {
-    delays_->sleep();
+    events_->pass();
     return delayed(communicator_->irecv(tensor, source, tag));
   }
   comm::ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, comm::Tag tag) override {
-    delays_->sleep();
+    events_->pass();
     return communicator_->irecv_from_any(tensor, tag);
   }
   WorkPtr start(const comm::Collective& call) override {
-    delays_->sleep();
+    events_->pass();
     return delayed(communicator_->start(call));
   }
   WorkPtr start(at::Device device, comm::CollectiveTask task) override {
-    delays_->sleep();
+    events_->pass();
     return delayed(communicator_->start(device, std::move(task)));
   }
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) override {
-    delays_->sleep();
+    events_->pass();
     return communicator_->shared_tensor(numel, dtype);
   }
 
@@ -146,16 +175,16 @@ class DelayedCommunicator final : public comm::Communicator {
             : communicator_->open_channels(without_held(outgoing), without_held(incoming));
     Channels result;
     for (auto& sender : opened.senders) {
-      result.senders.push_back(std::make_unique<DelayedSender>(std::move(sender), delays_));
+      result.senders.push_back(std::make_unique<DelayedSender>(std::move(sender), events_));
     }
     for (auto& receiver : opened.receivers) {
-      result.receivers.push_back(std::make_unique<DelayedReceiver>(std::move(receiver), delays_));
+      result.receivers.push_back(std::make_unique<DelayedReceiver>(std::move(receiver), events_));
     }
     return result;
   }
 
   CommunicatorPtr split(const std::vector<int>& members, const std::string& name) override {
-    return std::make_shared<DelayedCommunicator>(communicator_->split(members, name), delays_,
+    return std::make_shared<DelayedCommunicator>(communicator_->split(members, name), events_,
                                                  channels_);
   }
   void set_device_transport(const comm::DeviceTransport& transport) override {
@@ -174,7 +203,7 @@ class DelayedCommunicator final : public comm::Communicator {
 
  private:
   WorkPtr delayed(WorkPtr work) const {
-    return std::make_shared<DelayedWork>(std::move(work), delays_);
+    return std::make_shared<DelayedWork>(std::move(work), events_);
   }
 
   static std::vector<ChannelSpec> without_held(std::vector<ChannelSpec> specs) {
@@ -195,27 +224,25 @@ class DelayedCommunicator final : public comm::Communicator {
   }
 
   const CommunicatorPtr communicator_;
-  const DelaysPtr delays_;
+  const EventsPtr events_;
   const ChannelKind channels_;
 };
 
 }  // namespace
 
-CommunicatorPtr with_delays(CommunicatorPtr communicator, const Chaos& chaos) {
-  const int rank = communicator->rank();
-  return std::make_shared<DelayedCommunicator>(
-      std::move(communicator), std::make_shared<Delays>(chaos.seed, rank), chaos.channels);
-}
-
 void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
-                  const std::function<void()>& program) {
+                  const std::function<void()>& program, bool* happened) {
+  std::atomic<bool> did_happen{false};
+  const auto say = c10::make_scope_exit([&] {
+    if (happened != nullptr) *happened = did_happen;
+  });
   comm::run_ranks(ranks, [&](const CommunicatorPtr& world) {
+    const auto events = std::make_shared<Events>(chaos, world, did_happen);
     const std::vector<std::string> hosts(static_cast<size_t>(ranks), "threads");
-    const auto runtime =
-        std::make_shared<runtime::Runtime>(config, with_delays(world, chaos), hosts);
-    const auto delays = std::make_shared<Delays>(~chaos.seed, world->rank());
+    const auto runtime = std::make_shared<runtime::Runtime>(
+        config, std::make_shared<DelayedCommunicator>(world, events, chaos.channels), hosts);
     runtime->execution.messages_ahead = 1;
-    runtime->execution.on_action = [delays](const pipeline::Action&) { delays->sleep(); };
+    runtime->execution.on_action = [events](const pipeline::Action&) { events->pass(); };
     const runtime::ThreadRuntime scope(runtime);
     program();
   });

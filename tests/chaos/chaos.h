@@ -3,12 +3,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
+#include <stdexcept>
 
-#include "comm/communicator.h"
 #include "smp/config.h"
 
-/// Ranks whose actions and transfers take as long as they like: for tests of what must not depend
-/// on timing.
+/// Ranks whose actions and transfers take as long as they like, and ranks that fail: for tests of
+/// what must not depend on timing, and of what becomes of a job.
 namespace smp::testing {
 
 /// How messages between stages travel.
@@ -17,22 +18,38 @@ enum class ChannelKind {
   kMessages,      ///< point to point, as between hosts
 };
 
+/// What a rank that dies throws: nothing that it would do later is done.
+struct SimulatedDeath : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// What goes wrong on one rank, before the operation (of those that may be delayed) with a number.
+struct RankFault {
+  enum class Kind {
+    kDeath,  ///< it throws a `SimulatedDeath`, there and in all later ones
+    kStall,  ///< it does nothing until the job is aborted, as a process that is stopped
+  };
+  Kind kind = Kind::kDeath;
+  int rank = 0;
+  int64_t operation = 0;
+};
+
 /// What is done to ranks.
 struct Chaos {
   /// Of the delays; each rank draws its own.
   uint64_t seed = 0;
   ChannelKind channels = ChannelKind::kSharedMemory;
+  bool delays = true;
+  std::optional<RankFault> fault;
 };
 
-/// The same communicator with a random delay before every operation and every wait, its own and
-/// those of its channels and of groups split from it: mostly none, often up to 2 ms, seldom 20 ms.
-/// Channels in shared memory have slots for what is sent ahead only: a message that is received is
-/// copied out of its slot.
-comm::CommunicatorPtr with_delays(comm::CommunicatorPtr communicator, const Chaos& chaos);
-
-/// `run_as_threads` with such communicators, a delay before each action of a step, and channels
-/// that take the least number of messages ahead with which the schedule gets to its end.
+/// `run_as_threads` with a random delay before every operation of a communicator, every wait, those
+/// of its channels and of groups split from it, and every action of a step: mostly none, often up
+/// to 2 ms, seldom 20 ms. Channels take the least number of messages ahead with which the schedule
+/// gets to its end; those in shared memory have slots for what is sent ahead only: a message that
+/// is received is copied out of its slot. `happened` says whether the fault came to pass, also when
+/// this throws.
 void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
-                  const std::function<void()>& program);
+                  const std::function<void()>& program, bool* happened = nullptr);
 
 }  // namespace smp::testing

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// Jobs in which a seed decides what goes wrong: ranks die or stop before any of their operations,
+// the disk is full at any of its calls, and everything takes as long as it likes. The job is
+// started again, each time in another layout, as `smprun --restarts` does. Its weights are those of
+// the undisturbed run, bit for bit, none of its starts hangs, and each that fails says why.
+//
+// Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 24);
+// tools/soak goes on for as long as it is told.
+
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "core/failure.h"
+#include "core/restart.h"
+#include "pipeline/generators.h"
+#include "smp/smp.h"
+#include "tests/chaos/chaos.h"
+#include "tests/checkpoint/file_calls.h"
+#include "tests/examples/temp_folder.h"
+#include "tests/smp/models.h"
+#include "tests/smp/parity.h"
+
+namespace smp::testing {
+namespace {
+
+using Random = std::mt19937_64;
+
+constexpr int kSteps = 5;
+constexpr int kMostFaults = 3;
+constexpr auto kLongest = std::chrono::seconds(120);
+
+int64_t below(Random& random, int64_t end) {
+  return static_cast<int64_t>(random() % static_cast<uint64_t>(end));
+}
+
+/// Ends the process when a start takes longer than any may.
+class Watchdog {
+ public:
+  explicit Watchdog(uint64_t seed) : thread_([this, seed] { watch(seed); }) {}
+  ~Watchdog() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      is_over_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  void watch(uint64_t seed) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (changed_.wait_for(lock, kLongest, [this] { return is_over_; })) return;
+    std::fprintf(stderr, "SMP_SIMULATION_SEED=%llu hangs\n", static_cast<unsigned long long>(seed));
+    std::abort();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_over_ = false;
+  std::thread thread_;
+};
+
+/// One start of a job.
+struct Start {
+  int ranks = 1;
+  std::string config;
+  Chaos chaos;
+  std::optional<int64_t> disk_full_at;  // the call on a file
+};
+
+/// Another layout each time: the gradient shards and the microbatches of all replicas stay.
+Start draw_start(Random& random, bool disturbed) {
+  constexpr std::array<std::pair<int, int>, 4> kLayouts = {{{1, 2}, {2, 1}, {3, 1}, {2, 2}}};
+  const auto [stages, replicas] = kLayouts[static_cast<size_t>(below(random, kLayouts.size()))];
+  std::vector<std::string> pipelines;
+  for (const auto& kind : pipeline::schedule_kinds()) {
+    if (kind.trains) pipelines.push_back(kind.name);
+  }
+  const auto kind = below(random, 32);
+  Start start;
+  start.ranks = stages * replicas;
+  start.config = c10::str(
+      R"({"partitions": )", stages, R"(, "microbatches": )", 8 / replicas,
+      R"(, "gradient_shards": 2, "seed": 11, "timeout_seconds": )", disturbed && kind == 0 ? 3 : 60,
+      R"(, "pipeline": ")",
+      pipelines[static_cast<size_t>(below(random, static_cast<int64_t>(pipelines.size())))], '"');
+  if (replicas > 1) {
+    start.config += R"(, "ddp": true, "shard_optimizer_state": )";
+    start.config += below(random, 2) == 0 ? "true" : "false";
+  }
+  start.config += "}";
+  start.chaos.seed = random();
+  start.chaos.channels =
+      below(random, 2) == 0 ? ChannelKind::kMessages : ChannelKind::kSharedMemory;
+  start.chaos.delays = below(random, 4) == 0;
+  if (!disturbed) return start;
+  if (kind < 18) {
+    start.chaos.fault = {kind == 0 ? RankFault::Kind::kStall : RankFault::Kind::kDeath,
+                         static_cast<int>(below(random, start.ranks)), below(random, 300)};
+  } else if (kind < 26) {
+    start.disk_full_at = below(random, 200);
+  }
+  return start;
+}
+
+/// The same on every rank; ranks that are threads share libtorch's generator.
+TinyGpt make_net() {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::manual_seed(1);
+  return TinyGpt(/*tied=*/true, /*layers=*/2);
+}
+
+const std::vector<std::vector<torch::Tensor>>& batches() {
+  static const auto all = [] {
+    torch::manual_seed(100);
+    std::vector<std::vector<torch::Tensor>> result;
+    for (int i = 0; i < kSteps; ++i) result.push_back(TinyGptImpl::batch(8));
+    return result;
+  }();
+  return all;
+}
+
+/// What the job's program does on each rank.
+void train(const std::string& folder, bool forgets_optimizer) {
+  TinyGpt net = make_net();
+  DistributedModel<TinyGpt> model(net);
+  DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
+  auto step = smp::step([&](torch::Tensor x, torch::Tensor y) {
+    auto loss = net->loss(x, y);
+    model->backward(loss);
+    return loss;
+  });
+  int64_t done = 0;
+  if (forgets_optimizer && core::this_restart() &&
+      !core::this_restart()->before.checkpoints.empty()) {
+    done = load(core::this_restart()->before.checkpoints.back(), model).step;
+  } else if (const auto resumed = resume_after_restart(model, optimizer)) {
+    done = resumed->step;
+  }
+  for (; done < kSteps; ++done) {
+    const auto& batch = batches()[static_cast<size_t>(done)];
+    optimizer.zero_grad();
+    step(shard(batch[0]), shard(batch[1]));
+    optimizer.step();
+    save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
+                    SaveCheckpointOptions().num_kept_partial_checkpoints(2).asynchronous(done % 2))
+        .wait();
+  }
+}
+
+/// What was seen of many jobs.
+using Counts = std::map<std::string, int>;
+
+class Job {
+ public:
+  Job(uint64_t seed, bool forgets_optimizer, Counts& counts)
+      : seed_(seed), forgets_optimizer_(forgets_optimizer), counts_(counts), random_(seed) {
+    setenv(core::kFailureDirVariable, notes_.path().c_str(), 1);
+  }
+  ~Job() {
+    unsetenv(core::kFailureDirVariable);
+    unsetenv(core::kRestartVariable);
+  }
+
+  /// The weights at the end.
+  parity::Named run() {
+    for (int number = 0;; ++number) {
+      if (start(draw_start(random_, number < kMostFaults))) break;
+      const auto progress = core::read_progress(notes_.path());
+      const core::Restart restart{number + 1, progress.value_or(core::JobProgress())};
+      setenv(core::kRestartVariable, restart.to_text().c_str(), 1);
+    }
+    TinyGpt net = make_net();
+    load_into_module(core::read_progress(notes_.path())->checkpoints.back(), *net);
+    parity::Named weights;
+    for (const auto& item : net->named_parameters()) weights[item.key()] = item.value();
+    return weights;
+  }
+
+ private:
+  /// Whether it came to its end.
+  bool start(const Start& start) {
+    const Watchdog watchdog(seed_);
+    ++counts_["starts"];
+    bool happened = false;
+    if (start.disk_full_at) inject(saves_.path(), Fault::kNoSpace, *start.disk_full_at);
+    try {
+      run_in_chaos(
+          start.ranks, Config::from_json(start.config, "simulation"), start.chaos,
+          [&] { train(saves_.path(), forgets_optimizer_); }, &happened);
+    } catch (const std::exception& e) {
+      note_failure(start, happened, e.what());
+      inject("", Fault::kNone, 0);
+      return false;
+    }
+    inject("", Fault::kNone, 0);
+    EXPECT_FALSE(happened) << "nobody heard of a fault in " << start.config;
+    return true;
+  }
+
+  void note_failure(const Start& start, bool happened, const std::string& text) {
+    if (start.disk_full_at) {
+      ++counts_["full disks"];
+      EXPECT_THAT(text, ::testing::HasSubstr("No space left on device")) << start.config;
+      return;
+    }
+    ASSERT_TRUE(happened) << start.config << "\n" << text;
+    const bool stalls = start.chaos.fault->kind == RankFault::Kind::kStall;
+    const std::string rank = "rank " + std::to_string(start.chaos.fault->rank);
+    ++counts_[stalls ? "stalls" : "deaths"];
+    EXPECT_THAT(text, ::testing::HasSubstr(stalls ? rank : "simulated death of " + rank))
+        << start.config;
+  }
+
+  const uint64_t seed_;
+  const bool forgets_optimizer_;
+  Counts& counts_;
+  Random random_;
+  const TempFolder saves_, notes_;
+};
+
+const parity::Named& undisturbed() {
+  static const parity::Named weights = [] {
+    const TempFolder saves, notes;
+    setenv(core::kFailureDirVariable, notes.path().c_str(), 1);
+    run_as_threads(
+        1,
+        Config::from_json(R"({"microbatches": 8, "gradient_shards": 2, "seed": 11})", "simulation"),
+        [&] { train(saves.path(), /*forgets_optimizer=*/false); });
+    unsetenv(core::kFailureDirVariable);
+    TinyGpt net = make_net();
+    load_into_module(core::read_progress(notes.path())->checkpoints.back(), *net);
+    parity::Named result;
+    for (const auto& item : net->named_parameters()) result[item.key()] = item.value();
+    return result;
+  }();
+  return weights;
+}
+
+bool same(const parity::Named& a, const parity::Named& b) {
+  return std::all_of(a.begin(), a.end(), [&](const auto& item) {
+    return b.count(item.first) == 1 && torch::equal(item.second, b.at(item.first));
+  });
+}
+
+int64_t number_in(const char* variable, int64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? otherwise : std::stoll(text);
+}
+
+TEST(Simulation, JobsComeToTheUndisturbedWeights) {
+  at::set_num_threads(1);
+  const int64_t first = number_in("SMP_SIMULATION_SEED", 1);
+  const int64_t count = number_in("SMP_SIMULATION_COUNT", 24);
+  Counts counts;
+  for (int64_t seed = first; seed < first + count && !HasFailure(); ++seed) {
+    SCOPED_TRACE("SMP_SIMULATION_SEED=" + std::to_string(seed));
+    const auto weights = Job(static_cast<uint64_t>(seed), false, counts).run();
+    EXPECT_TRUE(same(weights, undisturbed()));
+  }
+  for (const auto& [what, number] : counts) std::printf("%s: %d\n", what.c_str(), number);
+  if (count < 24) return;
+  for (const char* what : {"deaths", "stalls", "full disks"}) EXPECT_GT(counts[what], 0) << what;
+  EXPECT_GT(counts["starts"], count);
+}
+
+/// A planted bug: what goes on forgets the moments of the optimizer.
+TEST(Simulation, FindsARestartThatForgetsState) {
+  at::set_num_threads(1);
+  Counts counts;
+  bool found = false;
+  for (uint64_t seed = 1; seed <= 24 && !found; ++seed) {
+    found = !same(Job(seed, /*forgets_optimizer=*/true, counts).run(), undisturbed());
+  }
+  EXPECT_TRUE(found);
+}
+
+}  // namespace
+}  // namespace smp::testing
