@@ -45,15 +45,19 @@ TEST(Log, LevelNames) {
   EXPECT_FALSE(recognised);
 }
 
-TEST(Log, LinesBelowTheLevelAreDropped) {
-  // The level is read once, so this is the only test that may use it.
-  setenv("SMP_LOG_LEVEL", "warning", 1);
-  ::testing::internal::CaptureStderr();
-  core::log_debug("a");
-  core::log_info("b");
-  core::log_warning("c");
-  core::log_error("d");
-  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "[smp] warning: c\n[smp] error: d\n");
+/// A process reads the level once, so this one is of its own.
+TEST(LogDeathTest, LinesBelowTheLevelAreDropped) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto log_all = [] {
+    setenv("SMP_LOG_LEVEL", "warning", 1);
+    core::log_debug("a");
+    core::log_info("b");
+    core::log_warning("c");
+    core::log_error("d");
+    std::exit(0);
+  };
+  EXPECT_EXIT(log_all(), ::testing::ExitedWithCode(0),
+              "^\\[smp\\] warning: c\n\\[smp\\] error: d\n$");
 }
 
 TEST(InternalAssert, SaysWhereAndAsksForAReport) {
