@@ -271,6 +271,10 @@ class Profiler {
     }
     for (ValueId id : tensor_arguments(graph_.operators[i])) {
       if (is_differentiated_[i] && !in_range_.insert(id).second) continue;
+      if (environment[id].defined() && is_unlinked(graph_, id)) {
+        environment[id] = enter_unlinked(environment[id]);
+        continue;
+      }
       const bool differentiable = environment[id].defined() && graph_.values[id].meta.requires_grad;
       sinks_.push_back(differentiable ? core::make_node<GradientSink>() : nullptr);
       environment[id] = enter(environment[id], sinks_.back());

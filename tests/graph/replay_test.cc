@@ -463,6 +463,28 @@ TEST(Replay, MeasuresViewsOfWhatHostCodeFillsLater) {
                            torch::tensor({{0.f, 0.f}, {0.f, 0.f}, {2.f, 0.f}})));
 }
 
+/// It requires a gradient, but an operator in place saves nothing for one.
+TEST(Replay, MeasuresViewsMadeUnderNoGrad) {
+  torch::nn::Linear net(3, 2);
+  const TensorTable table = table_of(*net);
+  const Tensors inputs = {torch::randn({2})};
+  auto traced = trace(table, inputs, [&](const Tensors& in) -> Tensors {
+    torch::Tensor view;
+    {
+      const torch::NoGradGuard no_grad;
+      view = net->bias.view({2});
+    }
+    auto sum = torch::zeros({2}).addcmul_(in[0], net->bias);
+    sum.addcmul_(sum, view);
+    backward(sum.sum());
+    return {sum};
+  });
+  Graph& graph = *traced.recorded;
+  measure_costs(graph, environment_of(graph, table, inputs), {}, traced.checksums, "train");
+  EXPECT_TRUE(torch::equal(replay(graph, table, inputs).gradients.at("bias"),
+                           inputs[0] * (1 + net->bias.detach())));
+}
+
 TEST(Replay, AlignedCopiesKeepSizesStridesAndValues) {
   const auto base = torch::randn({9, 7});
   const auto odd = base.slice(0, 1);  // starts 28 bytes in

@@ -425,6 +425,7 @@ std::string failure_of(const Program& program, Counts& counts) {
   } catch (const std::exception& error) {
     text = std::string("threw: ") + error.what();
   }
+  if (training.steps.empty()) return text;
   count(training, counts);
   for (const auto& [what, number] : changed) counts["changed " + what] += number;
   return text.empty() ? text : text + describe(training);
