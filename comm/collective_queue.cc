@@ -87,10 +87,9 @@ void CollectiveQueue::wait(const EntryPtr& entry) {
     std::unique_lock<std::mutex> lock(mutex_);
     set_deadlines(entry);
     changed_.wait(lock, [&] { return entry->done.load(std::memory_order_acquire); });
+    if (entry->error) std::rethrow_exception(entry->error);
   }
-  if (entry->error) {
-    std::rethrow_exception(entry->error);
-  }
+  if (entry->error) std::rethrow_exception(entry->error);
 }
 
 void CollectiveQueue::loop(const std::string& context) {

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <exception>
 #include <new>
 #include <optional>
 #include <utility>
@@ -179,12 +180,13 @@ ServingThread::ServingThread(std::shared_ptr<Status> status, const void* server)
 
 ServingThread::~ServingThread() { thread_status() = {}; }
 
-ServedBy::ServedBy(const void* server) : status_(this_status()) {
+ServedBy::ServedBy(const void* server)
+    : status_(this_status()), exceptions_(std::uncaught_exceptions()) {
   if (status_ != nullptr) status_->server_ = server;
 }
 
 ServedBy::~ServedBy() {
-  if (status_ == nullptr) return;
+  if (status_ == nullptr || std::uncaught_exceptions() > exceptions_) return;
   {
     const std::lock_guard<std::mutex> lock(status_->mutex_);
     status_->server_ = nullptr;

@@ -165,7 +165,8 @@ class ServingThread {
   ServingThread& operator=(const ServingThread&) = delete;
 };
 
-/// While the rank's thread sleeps until another has done its work.
+/// While the rank's thread sleeps until another has done its work; when that ends by an error,
+/// until the next time.
 class ServedBy {
  public:
   explicit ServedBy(const void* server);
@@ -175,6 +176,7 @@ class ServedBy {
 
  private:
   Status* const status_;
+  const int exceptions_;  // under way before
 };
 
 /// Puts back at the end of the block what the rank did before it.

@@ -2,6 +2,7 @@
 #include "core/wait_watch.h"
 
 #include <algorithm>
+#include <exception>
 #include <sstream>
 
 #include "core/log.h"
@@ -25,7 +26,7 @@ int speaker(const JobStatus& job) {
 }  // namespace
 
 WaitWatch::~WaitWatch() {
-  if (is_told_) status_->clear_wait();
+  if (is_told_ && std::uncaught_exceptions() == exceptions_) status_->clear_wait();
 }
 
 void WaitWatch::look(const char* call, const std::vector<int>& ranks) {
@@ -33,6 +34,7 @@ void WaitWatch::look(const char* call, const std::vector<int>& ranks) {
   const auto now = Status::Clock::now();
   if (!is_told_) {
     since_ = now;
+    exceptions_ = std::uncaught_exceptions();
     next_check_ = now + status_->stall();
   }
   is_told_ = status_->set_wait(since_, Label(call), ranks);

@@ -164,6 +164,23 @@ TEST(Status, AThreadThatServesARank) {
   look();
 }
 
+/// Others that give up at the same time look for the cause beyond it.
+TEST(WaitWatch, AWaitThatFailsIsThereUntilTheNextOne) {
+  const auto status = status_of(0, {"here", "there"});
+  const ThisRank rank(status);
+  const auto wait = [](bool fails) {
+    WaitWatch watch;
+    watch.look("all_reduce", {1});
+    if (fails) throw std::runtime_error("timed out");
+  };
+  wait(false);
+  EXPECT_FALSE(own_line().is_waiting());
+  EXPECT_THROW(wait(true), std::runtime_error);
+  EXPECT_TRUE(own_line().is_waiting());
+  wait(false);
+  EXPECT_FALSE(own_line().is_waiting());
+}
+
 std::string normal(const std::string& text) {
   const auto process = std::regex("\\b" + std::to_string(getpid()) + "\\b");
   std::string result = std::regex_replace(text, process, "PID");
