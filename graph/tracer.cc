@@ -389,8 +389,9 @@ void Tracer::make_offset_relative(TracedCall& call) const {
 void Tracer::keep_roots(const TracedCall& call) {
   for (ValueId written : call.written()) {
     for (BackwardRoot& root : roots_) {
-      if (share_storage(root.value, written)) root.value = keep_root(root.value);
-      if (share_storage(root.gradient, written)) root.gradient = keep_root(root.gradient);
+      if (share_storage(root.value, written))
+        root.value = keep_root(root.value, /*with_history=*/true);
+      if (share_storage(root.gradient, written)) root.gradient = keep_root(root.gradient, false);
     }
   }
 }
@@ -401,10 +402,10 @@ bool Tracer::share_storage(ValueId a, ValueId b) const {
   return a == b || (value(a).alias_set >= 0 && value(a).alias_set == value(b).alias_set);
 }
 
-ValueId Tracer::keep_root(ValueId root) {
+ValueId Tracer::keep_root(ValueId root, bool with_history) {
   const at::Tensor tensor = tensor_for(root);
   const c10::InferenceMode normal(false);
-  const at::AutoGradMode with_history(true);
+  const at::AutoGradMode mode(with_history);
   return derive(tensor, "aten::clone", {tensor, c10::IValue()});
 }
 

@@ -153,7 +153,7 @@ class Tracer final : public OperatorInterceptor {
   Argument collect_argument(const c10::IValue& value, TracedCall& call);
   bool share_storage(ValueId a, ValueId b) const;
   void keep_roots(const TracedCall& call);
-  ValueId keep_root(ValueId root);
+  ValueId keep_root(ValueId root, bool with_history);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
   bool is_host_data(const torch::jit::Stack& stack, size_t arguments) const;
   bool differ(const at::Tensor& a, const at::Tensor& b);

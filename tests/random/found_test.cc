@@ -480,5 +480,19 @@ TEST(FoundPrograms, WhatWasDetachedInPlaceIsWrittenAndSeenThroughAView) {
   program.expect_equal();
 }
 
+/// What is kept of a gradient needs no history, which libtorch lets nobody ask this view for.
+TEST(FoundPrograms, TheGradientOfARootIsAViewWrittenUnderNoGrad) {
+  constexpr Mode kNoGrad = {/*no_grad=*/true, /*autocast=*/false};
+  Writer program;
+  const int input = program.leaf(Kind::kInput, "0", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int product = program.call("mul", {program.call("sin", {weight}), input});
+  const int shown = program.call("view", {product}, {4, 6});
+  const int part = program.call("copy_into_part", {shown, input}, {0, 0, 4}, kNoGrad);
+  program.backward(shown, part);
+  program.call("mul_scalar_", {shown}, {2});
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
