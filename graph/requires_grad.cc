@@ -90,16 +90,19 @@ ValueId RequiresGrad::root(ValueId value) {
 void RequiresGrad::find_families(const Graph& graph) {
   for (size_t v = 0; v < family_.size(); ++v) family_[v] = static_cast<ValueId>(v);
   for (const Operator& op : graph.operators) {
-    for_each_result(op, [&](ValueId result) {
-      // A tensor that is detached in place is still what its views are views of.
-      if (cuts_history(op) && argument_that_is(op, result) == kUndefined) return;
+    // A tensor that is written or detached in place is still what its views are views of; what is
+    // read meanwhile may share its memory only.
+    const auto join = [&](ValueId a, ValueId b) { family_[root(a)] = root(b); };
+    for_each_same_tensor(op, join);
+    if (cuts_history(op)) continue;
+    for (size_t r = 0; r < op.results.size(); ++r) {
+      const ValueId result = op.results[r];
+      if (result == kUndefined || op.result_is_argument[r] >= 0) continue;
       for_each_argument(op, [&](ValueId argument) {
         const int set = graph.values[result].alias_set;
-        if (set >= 0 && set == graph.values[argument].alias_set) {
-          family_[root(result)] = root(argument);
-        }
+        if (set >= 0 && set == graph.values[argument].alias_set) join(result, argument);
       });
-    });
+    }
   }
   for (size_t v = 0; v < family_.size(); ++v) family_[v] = root(static_cast<ValueId>(v));
 }

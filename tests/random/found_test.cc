@@ -494,5 +494,22 @@ TEST(FoundPrograms, TheGradientOfARootIsAViewWrittenUnderNoGrad) {
   program.expect_equal();
 }
 
+/// It shares the memory of what is written with a history, and is no view of it.
+TEST(FoundPrograms, ABufferIsAddedToItselfAndItsDetachedViewIsWritten) {
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int bias = program.leaf(Kind::kParameter, "bias", {6});
+  const int mean = program.leaf(Kind::kBuffer, "mean", {6});
+  const int var = program.leaf(Kind::kBuffer, "var", {6});
+  const int detached = program.call("detach", {var});
+  program.call("add_", {var, detached}, {3});
+  const int copy = program.call("copy_", {mean, program.call("mul_", {detached, bias})});
+  const int slope = program.call("slope", {var, copy}, {0});
+  const int product = program.call("mul", {program.call("sin", {weight}), slope});
+  const int sum = program.call("add", {program.call("tanh", {weight}), product}, {4});
+  program.backward(program.call("loss_term", {sum}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
