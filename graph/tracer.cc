@@ -389,8 +389,7 @@ void Tracer::make_offset_relative(TracedCall& call) const {
 void Tracer::keep_roots(const TracedCall& call) {
   for (ValueId written : call.written()) {
     for (BackwardRoot& root : roots_) {
-      if (share_storage(root.value, written))
-        root.value = keep_root(root.value, /*with_history=*/true);
+      if (share_storage(root.value, written)) root.value = keep_root(root.value, true);
       if (share_storage(root.gradient, written)) root.gradient = keep_root(root.gradient, false);
     }
   }
