@@ -14,6 +14,9 @@
 #include "tests/device/fake_device.h"
 #include "tests/smp/oracle.h"
 
+// libtorch 2.15 has other names for some operations, which 2.11 does not know.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
 namespace smp::testing {
 namespace {
 
