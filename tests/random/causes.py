@@ -5,9 +5,9 @@
 usage: tests/random/causes.py [--programs N] [--first SEED] [NAME...]
        causes.py --check  (in the root: whether all causes can still be put back)
 
-For each cause (those named, or all) it changes one place of the sources, builds
-//tests/random:random_test, runs random programs until one fails, and puts the place back. It prints
-a row of a table for each. A cause whose place has changed is an error: mend its row below.
+For each cause (those named, or all) it changes one place of the sources, builds //tests/random, runs
+found_test, whose programs random ones once were, and random programs until one fails, and puts the
+place back. It prints a row of a table for each. A cause whose place has changed is an error: mend its row below.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TARGET = "//tests/random:random_test"
+TARGETS = ["//tests/random:found_test", "//tests/random:random_test"]
 
 # Name, what is wrong again, file, the place as it is, the place with the cause.
 CAUSES = [
@@ -109,7 +109,7 @@ CAUSES = [
     ("names", "what autograd::grad differentiates with respect to was another tensor before a write",
      "graph/differentiate.cc",
      "const std::vector<ValueId> names = with_earlier_names(graph, input);",
-     "const std::vector<ValueId> names = {input};"),
+     "const std::vector<ValueId> names(1, with_earlier_names(graph, input)[0]);"),
     ("slopes", "a cut may divide what autograd::grad differentiates",
      "graph/differentiate.cc",
      "ranges.push_back({first_in_range(graph, graph.operators[last]), static_cast<int>(last)});",
@@ -140,21 +140,33 @@ class Planted:
         self.path.write_text(self.text, encoding="utf-8")
 
 
-def run(first, programs):
-    """Builds and runs; the number of programs until one failed and how it did, or None."""
-    subprocess.run(["bazel", "build", TARGET], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
-    settings = {"SMP_RANDOM_FIRST": first, "SMP_RANDOM_PROGRAMS": programs,
-                "SMP_RANDOM_FAILURES": 1, "SMP_LOG_LEVEL": "error"}
+def run(test, test_filter, **settings):
+    """The output of a test and how it ended."""
     result = subprocess.run(
-        [ROOT / "bazel-bin/tests/random/random_test", "--gtest_filter=RandomPrograms.*"], cwd=ROOT,
+        [ROOT / "bazel-bin/tests/random" / test, f"--gtest_filter={test_filter}"], cwd=ROOT,
         env={**os.environ, **{key: str(value) for key, value in settings.items()}},
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    failed = re.search(r"^seed (\d+): (.*)$", result.stdout, re.MULTILINE)
+    if result.returncode < 0:
+        return result.stdout, f"the test ended with signal {-result.returncode}"
+    return result.stdout, ""
+
+
+def found_by():
+    """How many tests of found_test fail, and the first of them."""
+    output, end = run("found_test", "*", SMP_LOG_LEVEL="error")
+    failed = re.findall(r"^\[  FAILED  \] (\S+) \(", output, re.MULTILINE)
+    return end or (f"{failed[0]}{f' and {len(failed) - 1} more' if failed[1:] else ''}"
+                   if failed else "none")
+
+
+def programs_until_found(first, programs):
+    """The number of programs until one failed and how it did, or none and why."""
+    output, end = run("random_test", "RandomPrograms.*", SMP_RANDOM_FIRST=first,
+                      SMP_RANDOM_PROGRAMS=programs, SMP_RANDOM_FAILURES=1, SMP_LOG_LEVEL="error")
+    failed = re.search(r"^seed (\d+): (.*)$", output, re.MULTILINE)
     if failed:
         return int(failed[1]) - first + 1, failed[2]
-    if result.returncode < 0:
-        return None, f"the test ended with signal {-result.returncode}"
-    return None, ""
+    return f"none of {programs}", end
 
 
 def main():
@@ -171,14 +183,17 @@ def main():
         for _, _, file, right, _ in CAUSES:
             source(pathlib.Path(file), right)
         return
-    print("| cause put back | programs until it was found | by |\n|---|---|---|", flush=True)
+    print("| cause put back | test that fails | random programs until found | by |\n|---|---|---|---|",
+          flush=True)
     for name, text, file, right, wrong in CAUSES:
         if options.names and name not in options.names:
             continue
         with Planted(file, right, wrong):
-            number, how = run(options.first, options.programs)
-        found = number if number else f"none of {options.programs}"
-        print(f"| {name}: {text} | {found} | {how[:100]} |", flush=True)
+            subprocess.run(["bazel", "build", *TARGETS], cwd=ROOT, check=True,
+                           stderr=subprocess.DEVNULL)
+            test = found_by()
+            number, how = programs_until_found(options.first, options.programs)
+        print(f"| {name}: {text} | {test} | {number} | {how[:100]} |", flush=True)
 
 
 if __name__ == "__main__":
