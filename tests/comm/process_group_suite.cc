@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torch/version.h>
 
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -384,7 +385,11 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
   on_every_process_group(GetParam(), [](const Group& group) {
     std::vector<at::Tensor> tensors = {at::ones({2})};
     c10d::AllreduceOptions scaled;
+#if TORCH_VERSION_MINOR < 15
     scaled.reduceOp = c10d::makeNCCLPreMulSum(2.0);
+#else
+    scaled.reduceOp = c10d::makePreMulSum(2.0);
+#endif
     EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(tensors, scaled); }),
                 HasSubstr("expected SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR, got "
                           "c10d::ReduceOp number 8"));
