@@ -269,9 +269,11 @@ class Profiler {
       sinks_.clear();
       in_range_.clear();
     }
+    const bool records = records_history(graph_, graph_.operators[i]);
     for (ValueId id : tensor_arguments(graph_.operators[i])) {
       if (is_differentiated_[i] && !in_range_.insert(id).second) continue;
-      if (environment[id].defined() && is_unlinked(graph_, id)) {
+      // Under no_grad it may be written, after which libtorch lets nobody look at its history.
+      if (records && environment[id].defined() && is_unlinked(graph_, id)) {
         environment[id] = enter_unlinked(environment[id]);
         continue;
       }
