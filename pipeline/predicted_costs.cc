@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -101,6 +102,7 @@ class CostPredictor {
   void let_go_of_sent() {
     if (!graph_.trains()) return;  // nothing is kept
     std::set<int> counted;         // alias sets
+    std::map<int, int64_t> saved;  // of what a maker is taken to keep, what is left
     for (const auto& hop : plan_.transfers) {
       const graph::Value& value = graph_.values[hop.value];
       const int maker = maker_of(graph_, aliases_.of(hop.value));
@@ -108,8 +110,10 @@ class CostPredictor {
       if (plan_.rank_of_stage[hop.from] == plan_.rank_of_stage[hop.to]) continue;
       if (!counted.insert(value.alias_set).second) continue;
       if (is_used_where_made(graph_, plan_, value, hop.from)) continue;
-      const int64_t saved = graph_.operators[maker].cost.saved_bytes;
-      costs_.kept[hop.from] -= static_cast<double>(std::min<int64_t>(saved, value.meta.nbytes()));
+      int64_t& left = saved.emplace(maker, graph_.operators[maker].cost.saved_bytes).first->second;
+      const int64_t sent = std::min<int64_t>(left, value.meta.nbytes());
+      left -= sent;
+      costs_.kept[hop.from] -= static_cast<double>(sent);
     }
   }
 
