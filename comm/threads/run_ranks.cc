@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/threads/run_ranks.h"
 
+#include <ATen/Parallel.h>
+
 #include <exception>
 #include <memory>
 #include <string>
@@ -45,6 +47,9 @@ class Failures {
 void run_rank(const CommunicatorPtr& world, const std::function<void(CommunicatorPtr)>& fn,
               Failures& failures) {
   core::set_error_context("smp rank " + std::to_string(world->rank()));
+  // libtorch does so at a thread's first loop of its own, which may be after kernels of oneDNN's
+  // and MKL's, whose bits depend on it.
+  at::init_num_threads();
   try {
     fn(world);
   } catch (const std::exception& e) {

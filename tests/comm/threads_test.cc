@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <stdexcept>
 #include <thread>
 
@@ -91,6 +93,31 @@ TEST(RunRanks, TheOthersSeeTheCauseInTheirWait) {
   };
   EXPECT_EQ(error_text<ConfigError>(run), "[smp rank 1] a bad file");
   EXPECT_EQ(seen, 2);
+}
+
+/// The gradient of a kernel is summed in another order by each number of threads. oneDNN asks
+/// OpenMP for that, which tells a new thread what the environment says; it is the first that runs
+/// there.
+at::Tensor kernel_gradient(const at::Tensor& x, const at::Tensor& slope) {
+  const at::Tensor kernel = at::empty({8, 3, 5});  // its values do not matter
+  return std::get<1>(at::convolution_backward(slope, x, kernel, at::OptionalIntArrayRef(), {1}, {0},
+                                              {1}, /*transposed=*/false, {0}, /*groups=*/1,
+                                              {false, true, false}));
+}
+
+TEST(RunRanksDeathTest, RanksHaveTheIntraOpThreadsOfTheProgram) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const char* before = std::getenv("OMP_NUM_THREADS");
+  setenv("OMP_NUM_THREADS", "4", 1);  // of the process that starts here
+  const auto compare = [] {
+    at::set_num_threads(1);
+    const at::Tensor x = at::randn({64, 3, 50}), slope = at::randn({64, 8, 46});
+    at::Tensor got;
+    run_ranks(1, [&](const CommunicatorPtr&) { got = kernel_gradient(x, slope); });
+    std::exit(at::equal(got, kernel_gradient(x, slope)) ? 0 : 1);
+  };
+  EXPECT_EXIT(compare(), testing::ExitedWithCode(0), "");
+  before == nullptr ? unsetenv("OMP_NUM_THREADS") : setenv("OMP_NUM_THREADS", before, 1);
 }
 
 TEST(RunRanks, ReturnsWhenAllRanksHaveEnded) {
