@@ -98,9 +98,13 @@ void RequiresGrad::find_families(const Graph& graph) {
     for (size_t r = 0; r < op.results.size(); ++r) {
       const ValueId result = op.results[r];
       if (result == kUndefined || op.result_is_argument[r] >= 0) continue;
+      // The first that it shares memory with: expand_as only looks at the second.
+      bool is_joined = false;
       for_each_argument(op, [&](ValueId argument) {
         const int set = graph.values[result].alias_set;
-        if (set >= 0 && set == graph.values[argument].alias_set) join(result, argument);
+        if (is_joined || set < 0 || set != graph.values[argument].alias_set) return;
+        join(result, argument);
+        is_joined = true;
       });
     }
   }

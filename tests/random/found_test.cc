@@ -511,5 +511,20 @@ TEST(FoundPrograms, ABufferIsAddedToItselfAndItsDetachedViewIsWritten) {
   program.expect_equal();
 }
 
+/// An operator reads the sizes of a tensor that shares its memory, and is no view of that.
+TEST(FoundPrograms, ADetachedViewIsExpandedAsWhatItWasDetachedFrom) {
+  Writer program;
+  const int state = program.leaf(Kind::kBuffer, "state", {4, 6});
+  const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
+  const int product = program.call("matmul", {state, weight});
+  const int detached = program.call("detach", {product});
+  const int copy = program.call("copy_into_part", {product, detached}, {1, 4, 2});
+  program.call("mul_out_part", {detached, detached}, {0, 0, 2});
+  program.call("slope", {weight, copy}, {1});
+  program.backward(
+      program.call("loss_term", {program.call("tanh", {program.call("sin", {weight})})}));
+  program.expect_equal();
+}
+
 }  // namespace
 }  // namespace smp::random_programs
