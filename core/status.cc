@@ -148,6 +148,14 @@ void Status::clear_wait() {
   write_part(waiting, [&] { put(waiting.count, uint32_t{0}); });
 }
 
+void Status::end_wait() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    server_ = nullptr;
+  }
+  clear_wait();
+}
+
 void Status::set_warned() { put(memory_->owner.warned, ns(Clock::now())); }
 
 Status* this_status() {
@@ -186,17 +194,14 @@ ServedBy::ServedBy(const void* server)
 }
 
 ServedBy::~ServedBy() {
-  if (status_ == nullptr || std::uncaught_exceptions() > exceptions_) return;
-  {
-    const std::lock_guard<std::mutex> lock(status_->mutex_);
-    status_->server_ = nullptr;
-  }
-  status_->clear_wait();
+  if (status_ != nullptr && std::uncaught_exceptions() == exceptions_) status_->end_wait();
 }
 
 CallScope::CallScope(const std::string& call, std::string_view action)
     : status_(this_status()), is_outermost_(status_ != nullptr && status_->enter_call(call)) {
-  if (is_outermost_) action_.set(Label(action.empty() ? call : action));
+  if (!is_outermost_) return;
+  status_->end_wait();  // one that failed in the call before
+  action_.set(Label(action.empty() ? call : action));
 }
 
 CallScope::~CallScope() {

@@ -123,6 +123,8 @@ class Status {
   /// waits are not the rank's.
   bool set_wait(Clock::time_point since, const Label& call, const std::vector<int>& ranks);
   void clear_wait();
+  /// Nor is it served by a thread any more.
+  void end_wait();
 
   const std::string& job_id() const { return job_id_; }
   int rank() const;
@@ -166,7 +168,7 @@ class ServingThread {
 };
 
 /// While the rank's thread sleeps until another has done its work; when that ends by an error,
-/// until the next time.
+/// until the next time or the rank's next call.
 class ServedBy {
  public:
   explicit ServedBy(const void* server);

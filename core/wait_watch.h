@@ -10,7 +10,8 @@ namespace smp::core {
 /// A wait of this thread for other ranks, from its first `look` to its end: says so in the status
 /// of the rank, and warns, once for all ranks of the job on this host, when it has lasted
 /// `stall_seconds`. A wait that is over before a first look costs nothing. One that ends by an
-/// error is in the status until the rank's next wait, for others that give up at the same time.
+/// error is in the status until the rank's next wait or call, for others that give up at the same
+/// time.
 class WaitWatch {
  public:
   WaitWatch() = default;

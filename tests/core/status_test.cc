@@ -165,7 +165,7 @@ TEST(Status, AThreadThatServesARank) {
 }
 
 /// Others that give up at the same time look for the cause beyond it.
-TEST(WaitWatch, AWaitThatFailsIsThereUntilTheNextOne) {
+TEST(WaitWatch, AWaitThatFailsIsThereUntilTheNextOneOrACall) {
   const auto status = status_of(0, {"here", "there"});
   const ThisRank rank(status);
   const auto wait = [](bool fails) {
@@ -178,6 +178,9 @@ TEST(WaitWatch, AWaitThatFailsIsThereUntilTheNextOne) {
   EXPECT_THROW(wait(true), std::runtime_error);
   EXPECT_TRUE(own_line().is_waiting());
   wait(false);
+  EXPECT_FALSE(own_line().is_waiting());
+  EXPECT_THROW(wait(true), std::runtime_error);
+  const CallScope call("step function \"train\"");
   EXPECT_FALSE(own_line().is_waiting());
 }
 
