@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -229,6 +230,11 @@ class DelayedCommunicator final : public comm::Communicator {
 };
 
 }  // namespace
+
+int64_t number_in(const char* variable, int64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? otherwise : std::stoll(text);
+}
 
 void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
                   const std::function<void()>& program, bool* happened) {

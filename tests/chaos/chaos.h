@@ -12,6 +12,9 @@
 /// what must not depend on timing, and of what becomes of a job.
 namespace smp::testing {
 
+/// What a variable of the environment says.
+int64_t number_in(const char* variable, int64_t otherwise);
+
 /// How messages between stages travel.
 enum class ChannelKind {
   kSharedMemory,  ///< slots that both ends map, as on one host

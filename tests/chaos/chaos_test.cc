@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
@@ -24,21 +23,16 @@ namespace {
 
 using parity::Layout;
 
-uint64_t number_in(const char* variable, uint64_t otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::stoull(text);
-}
-
 /// Trains under chaos and compares with one process.
 template <class Net>
 void check(const Layout& layout, const std::function<Net()>& make) {
   at::set_num_threads(1);
-  const uint64_t first = number_in("SMP_CHAOS_SEED", 1), count = number_in("SMP_CHAOS_COUNT", 2);
+  const int64_t first = number_in("SMP_CHAOS_SEED", 1), count = number_in("SMP_CHAOS_COUNT", 2);
   const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
-  for (uint64_t seed = first; seed < first + count && !::testing::Test::HasFailure(); ++seed) {
+  for (int64_t seed = first; seed < first + count && !::testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE("SMP_CHAOS_SEED=" + std::to_string(seed));
     Chaos chaos;
-    chaos.seed = seed;
+    chaos.seed = static_cast<uint64_t>(seed);
     if (seed % 2 == 0) chaos.channels = ChannelKind::kMessages;
     parity::check<Net, torch::optim::SGD>(
         layout, make, options,

@@ -8,10 +8,12 @@
 #include <cmath>
 
 #include "examples/gpt/sampler.h"
-#include "tests/examples/temp_folder.h"
+#include "tests/error_of.h"
 
 namespace gpt {
 namespace {
+
+using smp::testing::error_of;
 
 GPTOptions small() { return GPTOptions().layers(2).width(16).heads(2).sequence(12).dropout(0.1); }
 
@@ -98,7 +100,7 @@ TEST_F(GptModel, LossIsTheMeanOfMinusLogProbability) {
 }
 
 TEST_F(GptModel, RefusesAWidthThatHeadsCannotShare) {
-  EXPECT_THAT(error_of([] { GPT(small().heads(3)); }),
+  EXPECT_THAT(error_of<std::exception>([] { GPT(small().heads(3)); }),
               testing::HasSubstr("expected a width that is a multiple of heads (3), got 16. Change "
                                  "--width or --heads."));
 }
@@ -110,7 +112,7 @@ TEST(GptSampler, FollowsTheModel) {
     return torch::one_hot((x + 1).remainder(256), 256).to(torch::kFloat) * 1000;
   };
   EXPECT_EQ(sample_text(successor, "a", 6, /*sequence=*/4, /*seed=*/1), "bcdefg");
-  EXPECT_THAT(error_of([&] { sample_text(successor, "", 1, 4, 1); }),
+  EXPECT_THAT(error_of<std::exception>([&] { sample_text(successor, "", 1, 4, 1); }),
               testing::HasSubstr("expected a prompt of at least one byte"));
 }
 

@@ -8,10 +8,14 @@
 #include "examples/gpt/progress.h"
 #include "examples/gpt/report.h"
 #include "examples/gpt/settings.h"
-#include "tests/examples/temp_folder.h"
+#include "tests/error_of.h"
+#include "tests/temp_folder.h"
 
 namespace gpt {
 namespace {
+
+using smp::testing::error_of;
+using smp::testing::TempFolder;
 
 TEST(ProgressLine, ShowsAllNumbers) {
   const ProgressState state{100, 400, 2 * std::log(2.0), 12345.6, 89.2};
@@ -66,7 +70,7 @@ TEST(LossLog, KeepsEveryBit) {
   std::ostringstream text;
   text << stream.rdbuf();
   EXPECT_EQ(text.str(), "0 0x1p-1\n1 0x1.5555555555555p-2\n");
-  EXPECT_THAT(error_of([&] { LossLog(folder.file("none/losses"), 0); }),
+  EXPECT_THAT(error_of<std::exception>([&] { LossLog(folder.file("none/losses"), 0); }),
               testing::HasSubstr("losses: cannot write \"" + folder.file("none/losses") + "\""));
 }
 

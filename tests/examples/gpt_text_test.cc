@@ -8,11 +8,14 @@
 
 #include "examples/gpt/text_data.h"
 #include "examples/gpt/trigram.h"
-#include "tests/examples/temp_folder.h"
+#include "tests/error_of.h"
+#include "tests/temp_folder.h"
 
 namespace gpt {
 namespace {
 
+using smp::testing::error_of;
+using smp::testing::TempFolder;
 using testing::HasSubstr;
 
 constexpr int64_t kBlock = TextData::kBlock;
@@ -65,7 +68,7 @@ TEST(TextFiles, ErrorsNameTheFile) {
   const TempFolder folder;
   const auto good = folder.write("good", "text"), empty = folder.write("empty", "");
   const auto read = [](std::vector<std::string> files) {
-    return error_of([&] { TextData::from_files(files); });
+    return error_of<std::exception>([&] { TextData::from_files(files); });
   };
   EXPECT_THAT(read({good, folder.file("missing")}),
               HasSubstr("expected a text file, got \"" + folder.file("missing") +
@@ -75,7 +78,7 @@ TEST(TextFiles, ErrorsNameTheFile) {
               HasSubstr("expected at least 20480 bytes in \"" + good + "\", \"" + good +
                         "\", got 8, too few to hold out a block."));
   EXPECT_THAT(read({}), HasSubstr("expected at least one file"));
-  EXPECT_THAT(error_of([&] { TextData::from_folder(folder.file("none")); }),
+  EXPECT_THAT(error_of<std::exception>([&] { TextData::from_folder(folder.file("none")); }),
               HasSubstr("expected a folder of texts, got \"" + folder.file("none")));
 }
 
@@ -115,7 +118,7 @@ TEST(TextBatches, ReachTheWholeText) {
 
 TEST(TextBatches, RefuseAWindowLongerThanTheText) {
   const TextData data(blocks(10), "the text");
-  EXPECT_THAT(error_of([&] { data.held_out_batches(1, kBlock); }),
+  EXPECT_THAT(error_of<std::exception>([&] { data.held_out_batches(1, kBlock); }),
               HasSubstr("expected at least 2049 bytes of held-out text in the text for sequences "
                         "of 2048 bytes, got 2048."));
 }

@@ -10,11 +10,14 @@
 #include "examples/mnist/conv_net.h"
 #include "examples/mnist/grouped_net.h"
 #include "examples/mnist/idx_data.h"
-#include "tests/examples/temp_folder.h"
+#include "tests/error_of.h"
+#include "tests/temp_folder.h"
 
 namespace mnist {
 namespace {
 
+using smp::testing::error_of;
+using smp::testing::TempFolder;
 using testing::HasSubstr;
 
 std::string big_endian(uint32_t value) {
@@ -44,7 +47,7 @@ void write_gzip(const std::string& path, const std::string& content) {
 class IdxFile : public testing::Test {
  protected:
   std::string error(const std::string& content) const {
-    return error_of([&] { read_idx(folder_.write("file", content)); });
+    return error_of<std::exception>([&] { read_idx(folder_.write("file", content)); });
   }
 
   TempFolder folder_;
@@ -126,7 +129,7 @@ TEST_F(MnistFolder, MayHoldOnlyTheTestFiles) {
 }
 
 TEST_F(MnistFolder, ErrorsNameTheFileAndSayHowToGetIt) {
-  const auto error = [&] { return error_of([&] { load_mnist(folder_.path()); }); };
+  const auto error = [&] { return error_of<std::exception>([&] { load_mnist(folder_.path()); }); };
   EXPECT_THAT(error(), HasSubstr("expected the file train-images-idx3-ubyte or "
                                  "train-images-idx3-ubyte.gz in \"" +
                                  folder_.path() + "\", found neither. Get the four idx files"));
@@ -160,7 +163,7 @@ TEST(EpochSampler, IsAFunctionOfSeedAndEpoch) {
   EXPECT_TRUE(torch::equal(sampler.batches(1)[0], EpochSampler(20, 20, 3).batches(1)[0]));
   EXPECT_FALSE(torch::equal(sampler.batches(1)[0], sampler.batches(2)[0]));
   EXPECT_FALSE(torch::equal(sampler.batches(1)[0], EpochSampler(20, 20, 9).batches(1)[0]));
-  EXPECT_THAT(error_of([] { EpochSampler(9, 10, 1); }),
+  EXPECT_THAT(error_of<std::exception>([] { EpochSampler(9, 10, 1); }),
               HasSubstr("expected at least 10 digits for a batch, got 9. Choose a smaller"));
 }
 

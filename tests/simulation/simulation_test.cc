@@ -15,7 +15,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -29,9 +28,9 @@
 #include "smp/smp.h"
 #include "tests/chaos/chaos.h"
 #include "tests/checkpoint/file_calls.h"
-#include "tests/examples/temp_folder.h"
 #include "tests/smp/models.h"
 #include "tests/smp/parity.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -259,14 +258,9 @@ const parity::Named& undisturbed() {
 }
 
 bool same(const parity::Named& a, const parity::Named& b) {
-  return std::all_of(a.begin(), a.end(), [&](const auto& item) {
-    return b.count(item.first) == 1 && torch::equal(item.second, b.at(item.first));
-  });
-}
-
-int64_t number_in(const char* variable, int64_t otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::stoll(text);
+  return a.size() == b.size() && std::all_of(a.begin(), a.end(), [&](const auto& item) {
+           return b.count(item.first) == 1 && torch::equal(item.second, b.at(item.first));
+         });
 }
 
 TEST(Simulation, JobsComeToTheUndisturbedWeights) {

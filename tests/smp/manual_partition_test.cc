@@ -246,6 +246,35 @@ INSTANTIATE_TEST_SUITE_P(Layouts, ManualPartition,
                                            Case{2, 2, 3, "interleaved", false},
                                            Case{2, 1, 4, "interleaved", true}));
 
+/// What the operator keeps for its backward, once, is what the plan takes off where they are made.
+TEST(Placements, BothResultsOfAnOperatorGoToAnotherStage) {
+  torch::set_num_threads(1);
+  Mlp prototype(4);
+  const auto x = torch::randn({8, MlpImpl::kWidth});
+  const auto loss_of = [](const torch::Tensor& part_of_x, const torch::Tensor& values,
+                          const torch::Tensor& indices) {
+    return (part_of_x.matmul(values) * indices.to(torch::kFloat).sum(0)).sum();
+  };
+  Tensors expected;
+  for (int m = 0; m < 2; ++m) {
+    const auto [values, indices] = prototype->in->weight.sort(1);
+    expected.push_back(loss_of(part(x, 2, m), values, indices).detach());
+  }
+  run_as_threads(2, stages(2).auto_partition(false).default_partition(0).pipeline("zb_h1"), [&] {
+    Mlp net(4);
+    copy_values(*prototype, *net);
+    DistributedModel<Mlp> model(net);
+    auto train = step([&](torch::Tensor part_of_x) {
+      const auto [values, indices] = net->in->weight.sort(1);
+      const auto scope = partition(1);
+      const auto loss = loss_of(part_of_x, values, indices);
+      model->backward(loss);
+      return loss;
+    });
+    expect_equal(train(x).outputs(), expected, "loss");
+  });
+}
+
 TEST(Placements, TellWhereEverythingWentAndWhy) {
   const torch::Tensor x = torch::randn({4, kWidth});
   run_as_threads(2, stages(2).auto_partition(false).default_partition(1), [&] {

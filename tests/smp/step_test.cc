@@ -72,32 +72,6 @@ TEST_F(StepTest, OneTensorForTwoArguments) {
       << error;
 }
 
-/// What the operator keeps for its backward, once, is what the plan takes off where they are made.
-TEST_F(StepTest, BothResultsOfAnOperatorGoToAnotherStage) {
-  const auto loss_of = [](const torch::Tensor& x, const torch::Tensor& values,
-                          const torch::Tensor& indices) {
-    return (x.matmul(values) * indices.to(torch::kFloat).sum(0)).sum();
-  };
-  Tensors expected;
-  for (int m = 0; m < 2; ++m) {
-    const auto [values, indices] = prototype_->in->weight.sort(1);
-    expected.push_back(loss_of(part(x_, 2, m), values, indices).detach());
-  }
-  run_as_threads(2, stages(2).auto_partition(false).default_partition(0).pipeline("zb_h1"), [&] {
-    Mlp net(4);
-    copy_values(*prototype_, *net);
-    DistributedModel<Mlp> model(net);
-    auto train = step([&](torch::Tensor x) {
-      const auto [values, indices] = net->in->weight.sort(1);
-      const auto scope = partition(1);
-      const auto loss = loss_of(x, values, indices);
-      model->backward(loss);
-      return loss;
-    });
-    expect_equal(train(x_).outputs(), expected, "loss");
-  });
-}
-
 TEST_F(StepTest, ResultsOfEveryStructure) {
   const auto out = plain(x_);
   const Tensors twice = {out[0] * 2, out[1] * 2};

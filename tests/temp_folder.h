@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+namespace smp::testing {
+
 /// A folder that exists as long as this object.
 class TempFolder {
  public:
@@ -34,13 +36,4 @@ class TempFolder {
   std::filesystem::path path_;
 };
 
-/// The text of the exception that `function` throws; empty if it throws none.
-template <typename Function>
-std::string error_of(Function function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
+}  // namespace smp::testing
