@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "core/env.h"
 #include "core/failure.h"
@@ -16,6 +18,8 @@ namespace {
 
 constexpr const char* kSteps = "/steps";              // a number of a fixed width, written over
 constexpr const char* kCheckpoints = "/checkpoints";  // a JSON string a line
+constexpr const char* kKeptSteps = "/kept";           // as kSteps
+constexpr const char* kConfiguration = "/configuration";
 
 /// One call, so that whoever is killed has written all of it or nothing. Errors are ignored.
 void write_once(const char* file, int flags, const std::string& text) noexcept {
@@ -25,22 +29,50 @@ void write_once(const char* file, int flags, const std::string& text) noexcept {
   ::close(fd);
 }
 
-}  // namespace
-
-void note_steps(int64_t steps) noexcept {
-  const auto directory = env(kFailureDirVariable);
-  if (!directory) return;
-  char text[32];
-  std::snprintf(text, sizeof(text), "%20lld\n", static_cast<long long>(steps));
-  write_once((*directory + kSteps).c_str(), 0, text);
+void note(const char* name, int flags, const std::string& text) noexcept {
+  auto directory = env(kFailureDirVariable);
+  if (!directory) directory = env(kRecoveryDirVariable);
+  if (directory) write_once((*directory + name).c_str(), flags, text);
 }
 
+std::string fixed_width(int64_t steps) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%20lld\n", static_cast<long long>(steps));
+  return text;
+}
+
+/// What torchrun's agent says of itself.
+std::optional<Restart> restart_by_agent() {
+  const auto directory = env(kRecoveryDirVariable);
+  const auto count = env("TORCHELASTIC_RESTART_COUNT");
+  const int number = directory && count ? std::atoi(count->c_str()) : 0;
+  if (number == 0) return std::nullopt;
+  return Restart{number, read_progress(*directory).value_or(JobProgress())};
+}
+
+}  // namespace
+
+std::optional<std::string> kept_copy_path() {
+  const auto directory = env(kRecoveryDirVariable);
+  return directory ? std::optional(*directory + "/copy") : std::nullopt;
+}
+
+void note_steps(int64_t steps) noexcept { note(kSteps, 0, fixed_width(steps)); }
+
+void note_kept_copy(int64_t steps) noexcept { note(kKeptSteps, 0, fixed_width(steps)); }
+
 void note_checkpoint(const std::string& path) noexcept {
-  const auto directory = env(kFailureDirVariable);
-  if (!directory) return;
   const std::string line = nlohmann::json(path).dump(-1, ' ', /*ensure_ascii=*/true,
                                                      nlohmann::json::error_handler_t::replace);
-  write_once((*directory + kCheckpoints).c_str(), O_APPEND, line + "\n");
+  note(kCheckpoints, O_APPEND, line + "\n");
+}
+
+void note_configuration(const std::string& json) noexcept { note(kConfiguration, O_TRUNC, json); }
+
+std::optional<std::string> read_configuration(const std::string& directory) {
+  std::string json;
+  if (!std::getline(std::ifstream(directory + kConfiguration), json)) return std::nullopt;
+  return json;
 }
 
 std::optional<JobProgress> read_progress(const std::string& directory) {
@@ -51,22 +83,26 @@ std::optional<JobProgress> read_progress(const std::string& directory) {
     const auto path = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     if (path.is_string()) progress.checkpoints.push_back(path);  // a full disk has cut others
   }
+  int64_t kept = 0;
+  if (std::ifstream(directory + kKeptSteps) >> kept) progress.kept_steps = kept;
   return progress;
 }
 
 std::string Restart::to_text() const {
-  return nlohmann::json{
-      {"number", number}, {"steps", before.steps}, {"checkpoints", before.checkpoints}}
-      .dump();
+  nlohmann::json json = {
+      {"number", number}, {"steps", before.steps}, {"checkpoints", before.checkpoints}};
+  if (before.kept_steps) json["kept_steps"] = *before.kept_steps;
+  return json.dump();
 }
 
 std::optional<Restart> this_restart() {
   const auto text = env(kRestartVariable);
-  if (!text) return std::nullopt;
+  if (!text) return restart_by_agent();
   const auto json = nlohmann::json::parse(*text);
-  return Restart{
-      json.at("number").get<int>(),
-      {json.at("steps").get<int64_t>(), json.at("checkpoints").get<std::vector<std::string>>()}};
+  JobProgress before{
+      json.at("steps").get<int64_t>(), json.at("checkpoints").get<std::vector<std::string>>(), {}};
+  if (json.contains("kept_steps")) before.kept_steps = json.at("kept_steps").get<int64_t>();
+  return Restart{json.at("number").get<int>(), std::move(before)};
 }
 
 }  // namespace smp::core

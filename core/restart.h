@@ -12,20 +12,37 @@ namespace smp::core {
 /// `Restart`.
 constexpr const char* kRestartVariable = "SMP_RESTART";
 
-/// How far a job has come, as world rank 0 notes it for the launcher in `SMP_FAILURE_DIR`. A
-/// process that is killed has noted everything before.
+/// The environment variable with the folder that outlives the processes of a job, for
+/// `"recovery"`: in memory, unless the user says otherwise. `smprun` makes it for its job; where
+/// another launcher starts ranks again, its user sets it.
+constexpr const char* kRecoveryDirVariable = "SMP_RECOVERY_DIR";
+
+/// The checkpoint in that folder, see `smp::keep_copy`; nothing without the variable.
+std::optional<std::string> kept_copy_path();
+
+/// How far a job has come, as world rank 0 notes it for the launcher: in `SMP_FAILURE_DIR`, else in
+/// `SMP_RECOVERY_DIR`. A process that is killed has noted everything before.
 struct JobProgress {
   /// Steps of training done, those before a checkpoint that the job went on from among them.
   int64_t steps = 0;
   /// Checkpoints that are complete and have the optimizer, by their paths as the program gave them,
   /// the newest last.
   std::vector<std::string> checkpoints;
+  /// The steps that are in the copy kept in memory; nothing if there is none.
+  std::optional<int64_t> kept_steps = std::nullopt;
 };
 
-/// Note how far this job has come. Without the variable nothing happens. A note that cannot be
+/// Note how far this job has come. Without the variables nothing happens. A note that cannot be
 /// written is left out: training goes on.
 void note_steps(int64_t steps) noexcept;
 void note_checkpoint(const std::string& path) noexcept;
+void note_kept_copy(int64_t steps) noexcept;
+
+/// Notes the configuration in effect, text of JSON, for the launcher that has to start the job
+/// again.
+void note_configuration(const std::string& json) noexcept;
+/// What was noted in `directory`; nothing if no rank 0 that sees it has begun.
+std::optional<std::string> read_configuration(const std::string& directory);
 
 /// What was noted in `directory`; nothing if no rank 0 that sees it has begun.
 std::optional<JobProgress> read_progress(const std::string& directory);
@@ -38,7 +55,8 @@ struct Restart {
   std::string to_text() const;
 };
 
-/// That of this process; nothing for a job that is started for the first time.
+/// That of this process, by `smprun`, or by torchrun's agent, which counts its restarts, with what
+/// is noted in `SMP_RECOVERY_DIR`; nothing for a job that is started for the first time.
 std::optional<Restart> this_restart();
 
 }  // namespace smp::core

@@ -298,6 +298,17 @@ std::vector<Parameter> rank_rows() {
               "handed out. 0: never.")
           .at_least(0)
           .at_most(kMostSteps),
+      text("recovery", "off",
+           "What becomes of a job in which a rank has failed (see docs/recovery.md): with "
+           "`restart` all ranks are started again, at once, and go on from the copy that "
+           "`smp::keep_copy` has left in memory; with `shrink` fewer ranks are, in a layout that "
+           "computes the same. By `smprun`, which then needs no `--restarts`; `restart` also by "
+           "torchrun.")
+          .values({"off", "restart", "shrink"}),
+      integer("recovery_interval", int64_t{1},
+              "Of how many calls of `smp::keep_copy` one keeps a copy.")
+          .at_least(1)
+          .at_most(kMostSteps),
       text("record_hashes", {},
            "A folder into which each rank writes hashes of what its operators compute in every "
            "step, and of the gradients of parameters: `smp_diff` compares two of them (see "

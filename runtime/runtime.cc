@@ -17,6 +17,7 @@
 #include "nn/tensor_group.h"
 #include "runtime/first_difference.h"
 #include "runtime/model.h"
+#include "runtime/save/kept_copy.h"
 #include "runtime/step/replica_join.h"
 #include "runtime/update/update_watch.h"
 
@@ -91,7 +92,9 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   world_->set_timeout(timeout);
   status_ = make_status(*world_, hosts, config_.stall_seconds());
   check_same_configuration();
+  check_recovery_folder(config_, *world_, hosts);
   if (rank() == 0) {
+    core::note_configuration(config_.to_json());
     for (const std::string& line : config_.overridden()) core::log_info(line);
   }
   // Of the world and what is split from it.

@@ -14,6 +14,7 @@
 
 #include "comm/channel_pool.h"
 #include "comm/communicator.h"
+#include "core/restart.h"
 #include "core/status.h"
 #include "core/topology.h"
 #include "graph/tensor_store.h"
@@ -89,6 +90,9 @@ class Runtime {
   /// Parameters and buffers of all models.
   const ParameterTable& table() const { return table_; }
   ParameterTable& table() { return table_; }
+
+  /// What this start of the job is told of those before; nothing at the first.
+  const std::optional<core::Restart> restart = core::this_restart();
 
   Progress progress;
   FirstStep first_step;

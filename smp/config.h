@@ -377,6 +377,21 @@ class SMP_API Config {
   Config& replay_check(int64_t value) { return set("replay_check", value); }
   int64_t replay_check() const { return std::get<int64_t>(get("replay_check")); }
 
+  /// What `recovery` can be.
+  enum class Recovery { kOff, kRestart, kShrink };
+  /// What becomes of a job in which a rank has failed (see docs/recovery.md): with `restart` all
+  /// ranks are started again, at once, and go on from the copy that `smp::keep_copy` has left in
+  /// memory; with `shrink` fewer ranks are, in a layout that computes the same. By `smprun`, which
+  /// then needs no `--restarts`; `restart` also by torchrun. Default: "off".
+  Config& recovery(Recovery value) { return choose("recovery", static_cast<size_t>(value)); }
+  Config& recovery(std::string value) { return set("recovery", std::move(value)); }
+  std::string recovery() const { return std::get<std::string>(get("recovery")); }
+
+  /// Of how many calls of `smp::keep_copy` one keeps a copy. An integer from 1 to 1000000000000000.
+  /// Default: 1.
+  Config& recovery_interval(int64_t value) { return set("recovery_interval", value); }
+  int64_t recovery_interval() const { return std::get<int64_t>(get("recovery_interval")); }
+
   /// A folder into which each rank writes hashes of what its operators compute in every step, and
   /// of the gradients of parameters: `smp_diff` compares two of them (see docs/corruption.md).
   /// Takes time and room on the disk. Unset by default.

@@ -16,6 +16,7 @@
 #include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/save/background_save.h"
+#include "runtime/save/kept_copy.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
@@ -37,6 +38,7 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
   request.lock = checkpoint::lock_of_writer(path);
   request.asynchronous = asynchronous;
   request.user_content = user_content;
+  if (optimizer != nullptr) request.when_saved = [path] { core::note_checkpoint(path); };
   return SaveHandle(runtime::save(request, model.impl(), optimizer));
 }
 
@@ -56,12 +58,15 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   request.asynchronous = options.asynchronous();
   request.user_content = options.user_content();
   if (kept) request.arguments = c10::str(", ", *kept, " kept");
-  request.when_saved = [path, name, kept, partial = options.partial()] {
+  if (!options.partial()) optimizer = nullptr;  // a full checkpoint is the model alone
+  request.when_saved = [path, name, kept, options, is_noted = optimizer != nullptr] {
+    if (is_noted) core::note_checkpoint(path + "/" + name);
     checkpoint::update_newest(path, name);
-    if (kept && partial) checkpoint::keep_partial(path, static_cast<size_t>(*kept), name);
+    if (kept && options.partial()) {
+      checkpoint::keep_partial(path, static_cast<size_t>(*kept), name);
+    }
   };
-  // A full checkpoint is the model alone.
-  return SaveHandle(runtime::save(request, model.impl(), options.partial() ? optimizer : nullptr));
+  return SaveHandle(runtime::save(request, model.impl(), optimizer));
 }
 
 constexpr std::string_view kObjectFile = "smp object 1\n";
@@ -169,10 +174,16 @@ LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<st
   return resume(path, tag, model, &optimizer.impl(), options);
 }
 
+void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
+               const std::string& user_content) {
+  const core::CallScope here("smp::keep_copy");
+  runtime::keep_copy(Runtime::get(), model.impl(), optimizer.impl(), user_content);
+}
+
 std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
                                               const OptimizerCore& optimizer,
                                               const LoadOptions& options) {
-  auto checkpoints = core::this_restart().value_or(core::Restart{}).before.checkpoints;
+  auto checkpoints = runtime::checkpoints_before(Runtime::get());
   while (!checkpoints.empty()) {
     const std::string newest = std::move(checkpoints.back());
     checkpoints.pop_back();

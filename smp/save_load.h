@@ -99,12 +99,23 @@ SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
                                          const ModelCore& model, const OptimizerCore& optimizer,
                                          const LoadOptions& options = {});
 
-/// For jobs under `smprun --restarts`: when the job has been started again, loads the newest
-/// checkpoint with an optimizer that it completed before, as `load` does. One that cannot be loaded
-/// is left out with a warning, and the one before it is taken; when none can be loaded, the error
-/// is that of the oldest. Returns nothing, and does nothing, when the job is started for the first
-/// time or has saved none. Collective over the world. For one model: programs with several load
-/// themselves.
+/// Keeps what `save` would write in memory that outlives the processes of the job: for
+/// `"recovery"`, with which a job that fails goes on from there (see docs/recovery.md); without, it
+/// does nothing. To be called last in an iteration, since what comes before is not done again:
+/// `resumed->step` and `user_content` then say where the next one begins. Of `recovery_interval`
+/// calls the first keeps a copy; it returns as soon as this rank's share has been copied, while
+/// another thread writes it and the copy before remains. Collective over the world; all ranks give
+/// the same arguments, but for `user_content`, which is world rank 0's. Where the memory is full, a
+/// `CheckpointError` on all ranks, of this call or of the next, after which training can go on.
+SMP_API void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
+                       const std::string& user_content = "{}");
+
+/// For jobs that are started again after a failure, by `"recovery"` or `smprun --restarts`: loads,
+/// as `load` does, the newest of the copy in memory and the checkpoints with an optimizer that the
+/// job completed before. One that cannot be loaded is left out with a warning, and the one before
+/// it is taken; when none can be loaded, the error is that of the oldest. Returns nothing, and does
+/// nothing, when the job is started for the first time or has saved none. Collective over the
+/// world. For one model: programs with several load themselves.
 SMP_API std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
                                                       const OptimizerCore& optimizer,
                                                       const LoadOptions& options = {});

@@ -35,6 +35,14 @@ std::optional<Distribution> find_distribution(const LaunchOptions& options,
   return std::nullopt;
 }
 
+/// What the ranks are told when the job goes on in another layout.
+void put_into(const Layout& layout, std::optional<Distribution>& distribution) {
+  if (!distribution) distribution.emplace();
+  std::string& json = distribution->parameters_json;
+  json = layout.put_into(json.empty() ? "{}" : json);
+  distribution->config = Config::from_json(json, kParametersVariable);
+}
+
 void check(const Config& config, const std::string& source) {
   SMP_CHECK_WITH(ConfigError, config.is_set("partitions"), source,
                  ": 'partitions' is a required parameter. Set it to the number of pipeline "
@@ -106,14 +114,16 @@ class MpirunArguments {
 }  // namespace
 
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context) {
-  const auto distribution = find_distribution(options, context);
+  auto distribution = find_distribution(options, context);
+  if (context.layout) put_into(*context.layout, distribution);
   const std::string source =
       options.config_file.empty() ? kParametersVariable : options.config_file;
   const bool data_parallel = is_data_parallel(distribution);
   const bool model_parallel = distribution && !data_parallel;
   if (model_parallel) check(distribution->config, source);
   const std::vector<Host> hosts = find_hosts(options, context, distribution);
-  const int ranks = rank_count(options, hosts, distribution);
+  const int ranks =
+      context.layout ? context.layout->ranks : rank_count(options, hosts, distribution);
   if (model_parallel) check_size(distribution->config, ranks);
 
   const std::string custom = distribution ? distribution->custom_mpi_options : "";
@@ -136,6 +146,9 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
     command.environment.emplace_back(name, value);
   };
   if (!context.failure_dir.empty()) export_variable(kFailureDirVariable, context.failure_dir);
+  if (!context.recovery_dir.empty()) {
+    export_variable(core::kRecoveryDirVariable, context.recovery_dir);
+  }
   if (context.restart) export_variable(core::kRestartVariable, context.restart->to_text());
   if (model_parallel) export_variable(kParametersVariable, distribution->parameters_json);
   if (data_parallel) {
@@ -149,6 +162,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (!context.output_is_terminal) export_variable("TERM", "dumb");
   if (!context.backtraces) command.environment.emplace_back(kSignalsWithStack, "");
   mpirun.append(options.program);
+  command.ranks = ranks;
   command.arguments = mpirun.take();
   return command;
 }

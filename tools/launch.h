@@ -8,6 +8,7 @@
 
 #include "core/restart.h"
 #include "tools/hosts.h"
+#include "tools/shrink.h"
 
 namespace smp::tools {
 
@@ -21,8 +22,8 @@ struct LaunchOptions {
   std::string hosts;
   /// Whether mpirun marks each line of output with its rank.
   bool tag_output = false;
-  /// How often a job that has failed is started again, at most.
-  int restarts = 0;
+  /// How often a job that has failed is started again, at most; nothing: as its configuration says.
+  std::optional<int> restarts;
   /// The program to run and its arguments.
   std::vector<std::string> program;
 };
@@ -35,6 +36,11 @@ struct LaunchContext {
   bool is_root = false;
   /// The folder for the last words of ranks, see `core::record_failure`; empty for none.
   std::string failure_dir;
+  /// The folder that outlives the processes of the job, see `core::kRecoveryDirVariable`; empty for
+  /// none.
+  std::string recovery_dir;
+  /// In place of what the configuration and the command line say; nothing at the first start.
+  std::optional<Layout> layout;
   /// What a job that is started again is told; nothing at the first start.
   std::optional<core::Restart> restart;
   /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
@@ -54,6 +60,7 @@ struct LaunchContext {
 
 /// A command as an argument vector; no shell is involved.
 struct LaunchCommand {
+  int ranks = 0;
   std::vector<std::string> arguments;
   /// Variables set for the command, in addition to the caller's.
   std::vector<std::pair<std::string, std::string>> environment;

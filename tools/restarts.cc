@@ -24,39 +24,51 @@ std::string Restarts::why_not(const Failed& now) const {
     return "it has failed twice with this cause, " +
            (steps == 0 ? "before its first step." : c10::str("after step ", steps, "."));
   }
-  if (restarts_ == most_) return c10::str("all of --restarts ", most_, " are used.");
+  if (most_ == restarts_) return c10::str("all of --restarts ", *most_, " are used.");
   return "";
 }
 
-/// Returns whether there is a new checkpoint.
+/// Returns whether there is a new checkpoint or copy.
 bool Restarts::take(const core::JobProgress& noted) {
+  const bool has_copy = noted.kept_steps && noted.kept_steps > so_far_.kept_steps;
   so_far_.steps = std::max(so_far_.steps, noted.steps);
+  if (has_copy) so_far_.kept_steps = noted.kept_steps;
   auto& all = so_far_.checkpoints;
   for (const std::string& path : noted.checkpoints) {
     all.erase(std::remove(all.begin(), all.end(), path), all.end());
     all.push_back(path);
   }
   if (all.size() > kMostCheckpoints) all.erase(all.begin(), all.end() - kMostCheckpoints);
-  return !noted.checkpoints.empty();
+  return has_copy || !noted.checkpoints.empty();
+}
+
+/// A job that recovers has come further, or does not wait in vain for long.
+std::chrono::seconds Restarts::wait(bool recovers) const {
+  if (recovers && without_progress_ == 0) return std::chrono::seconds(0);
+  return std::chrono::seconds(std::min(1 << std::min(without_progress_, 6), kLongestWait));
+}
+
+std::string Restarts::from() const {
+  if (so_far_.kept_steps) return c10::str("the copy in memory, of step ", *so_far_.kept_steps);
+  if (so_far_.checkpoints.empty()) return "its start, no checkpoint is complete";
+  return "checkpoint " + so_far_.checkpoints.back();
 }
 
 Restarts::Decision Restarts::after(const std::string& cause,
-                                   const std::optional<core::JobProgress>& noted) {
-  if (most_ == 0) return {};
+                                   const std::optional<core::JobProgress>& noted, bool recovers) {
+  if (most_ == 0 || (!most_ && !recovers)) return {};
   const bool has_progressed = noted && take(*noted);
   const Failed now{cause, noted ? std::optional(noted->steps) : std::nullopt};
   const std::string reason = why_not(now);
   last_ = now;
   if (!reason.empty()) return {false, "smprun: not started again: " + reason + "\n", {}};
   without_progress_ = has_progressed ? 0 : without_progress_ + 1;
-  const std::chrono::seconds wait(std::min(1 << std::min(without_progress_, 6), kLongestWait));
-  const std::string from = so_far_.checkpoints.empty()
-                               ? "from its start, no checkpoint is complete"
-                               : "from checkpoint " + so_far_.checkpoints.back();
+  ++restarts_;
+  const std::string of = most_ ? c10::str(" of ", *most_) : "";
   return {true,
-          c10::str("smprun: restart ", ++restarts_, " of ", most_, " in ", wait.count(),
-                   " s: ", from, "\n"),
-          wait};
+          c10::str("smprun: restart ", restarts_, of, " in ", wait(recovers).count(), " s: from ",
+                   from(), "\n"),
+          wait(recovers)};
 }
 
 }  // namespace smp::tools

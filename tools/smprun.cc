@@ -2,13 +2,10 @@
 // smprun: starts the ranks of a program with mpirun, and says last what failed first. Shows what
 // the ranks of running jobs do.
 
-#include <stdlib.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cstring>
-#include <filesystem>
 #include <iostream>
 #include <optional>
 #include <string>
@@ -21,40 +18,25 @@
 #include "core/restart.h"
 #include "core/status_reader.h"
 #include "tools/failure_report.h"
+#include "tools/job_folder.h"
 #include "tools/launch.h"
 #include "tools/process.h"
 #include "tools/restarts.h"
+#include "tools/shrink.h"
 
 namespace {
 
+using smp::tools::JobFolder;
 using smp::tools::LaunchCommand;
 using smp::tools::LaunchContext;
 using smp::tools::LaunchOptions;
 using smp::tools::ProcessResult;
+using smp::tools::Restarts;
 
 constexpr int kUsageStatus = 2;
 constexpr int kMostRanks = 1 << 20;
 constexpr int kMostRestarts = 1000;
-
-// A private folder that goes away with this object.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    path_ = smp::core::env("TMPDIR").value_or("/tmp") + "/smprun-XXXXXX";
-    SMP_CHECK(mkdtemp(path_.data()) != nullptr, "smprun: cannot create the folder ", path_, ": ",
-              std::strerror(errno), ". Set TMPDIR to a folder that can be written.");
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  ~TemporaryFolder() {
-    std::error_code ignored;  // what is left over in a temporary folder harms nobody
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
+constexpr const char* kMemory = "/dev/shm";
 
 // Whether the program lies on this host, by the path given: not on those of --hosts or SLURM, nor
 // in a folder that mpirun is told to change to.
@@ -71,39 +53,73 @@ bool is_here(const LaunchOptions& options, const LaunchContext& context,
          std::none_of(command.arguments.begin(), own_options, names_folder);
 }
 
-// How one start of the ranks went.
+// How one start of the ranks went, as far as is known.
 struct Run {
   ProcessResult result;
   std::string report;                           // of its failure
-  std::optional<smp::core::JobProgress> noted;  // how far it came, where that is known
+  std::optional<smp::core::JobProgress> noted;  // how far it came
+  std::optional<smp::Config> config;            // that was in effect
+  int ranks = 0;
+
+  std::string recovery() const { return config ? config->recovery() : "off"; }
 };
 
 Run run_once(const LaunchOptions& options, LaunchContext context) {
-  const TemporaryFolder folder;
+  const JobFolder folder(smp::core::env("TMPDIR").value_or("/tmp"),
+                         "Set TMPDIR to a folder that can be written.");
   context.failure_dir = folder.path();
   const LaunchCommand command = plan_launch(options, context);
   if (is_here(options, context, command)) smp::tools::check_program(options.program.front());
   Run run;
+  run.ranks = command.ranks;
   run.result = run_process(command);
   if (run.result.exit_status != 0) {
     run.report = failure_report(smp::core::read_failures(folder.path()), run.result);
     run.noted = smp::core::read_progress(folder.path());
+    const auto json = smp::core::read_configuration(folder.path());
+    if (json) run.config = smp::Config::from_json(*json, "smprun");
   }
   return run;
+}
+
+// With fewer ranks, if the job wants that.
+Restarts::Decision shrink_if_wanted(const Run& run, bool one_host, Restarts::Decision decision,
+                                    LaunchContext& context) {
+  if (!decision.again || run.recovery() != "shrink") return decision;
+  const std::string ends = "smprun: not started again: ";
+  // Which of several is lost is not known here.
+  if (!one_host) return {false, ends + "\"recovery\": \"shrink\" is for one host.\n", {}};
+  context.layout = smp::tools::shrink(*run.config, run.ranks);
+  if (!context.layout) {
+    return {false, ends + "no layout with fewer ranks computes the same.\n", {}};
+  }
+  decision.text += "smprun: goes on with " + context.layout->to_text() + "\n";
+  return decision;
 }
 
 // Starts the ranks, and again after failures, as often as the user wants. Whoever stops the
 // launcher does not want that.
 int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
-  smp::tools::Restarts restarts(options.restarts,
-                                options.hosts.empty() && context.slurm_hosts.empty());
+  const bool one_host = options.hosts.empty() && context.slurm_hosts.empty();
+  Restarts restarts(options.restarts, one_host);
+  // The user's own, or one that goes away with the job.
+  std::optional<JobFolder> memory;
+  if (!smp::core::env(smp::core::kRecoveryDirVariable)) {
+    const bool has_memory = access(kMemory, W_OK) == 0;
+    memory.emplace(has_memory ? kMemory : smp::core::env("TMPDIR").value_or("/tmp"),
+                   "Set SMP_RECOVERY_DIR to a folder that can be written.");
+  }
+  context.recovery_dir = memory ? memory->path() : *smp::core::env(smp::core::kRecoveryDirVariable);
   for (;;) {
     const Run run = run_once(options, context);
     if (run.result.exit_status == 0) return 0;
     std::cout.flush();  // the last line on the screen shall be the cause
     std::cerr << run.report;
     if (run.result.forwarded_signal != 0) return run.result.exit_status;
-    const auto decision = restarts.after(smp::tools::cause_in(run.report), run.noted);
+    const auto decision = shrink_if_wanted(
+        run, one_host,
+        restarts.after(smp::tools::cause_in(run.report), run.noted, run.recovery() != "off"),
+        context);
     std::cerr << decision.text;
     if (!decision.again) return run.result.exit_status;
     std::this_thread::sleep_for(decision.wait);
@@ -166,8 +182,10 @@ int main(int argc, char** argv) {
                  "Hosts and their ranks, h1:2,h2:2; else those of a SLURM job, else this one");
   app.add_flag("--dry-run", dry_run, "Check the configuration and print the command only");
   app.add_flag("--tag-output", options.tag_output, "Mark each line of output with its rank");
-  app.add_option("--restarts", options.restarts,
-                 "How often a job that fails is started again, to go on from its newest checkpoint")
+  app.add_option(
+         "--restarts", options.restarts,
+         "How often a job that fails is started again, to go on from its newest checkpoint; "
+         "with \"recovery\" as often as it takes")
       ->check(CLI::Range(0, kMostRestarts));
   auto* status_option =
       app.add_option("--status", job, "Show the ranks of a running job, or of all of this user");

@@ -60,7 +60,7 @@ void train(const Settings& settings) {
       smp::step([&](torch::Tensor x) { return model(x); }, smp::StepOptions().microbatches(1));
 
   const std::string& folder = settings.checkpoint_dir;
-  // After a restart by `smprun --restarts`, what this job saved; --resume is about an earlier job.
+  // After a restart by `smprun`, what this job kept or saved; --resume is about an earlier job.
   auto resumed = smp::resume_after_restart(model, optimizer);
   if (!resumed && settings.resume) resumed = smp::load(folder, model, optimizer);
   const int64_t first = resumed ? resumed->step : 0;
@@ -81,6 +81,7 @@ void train(const Settings& settings) {
     losses.add(step, loss);
     const bool is_due = settings.save_every > 0 && (step + 1) % settings.save_every == 0;
     if (is_due || step + 1 == settings.last_step()) smp::save(folder, model, optimizer);
+    smp::keep_copy(model, optimizer);  // for "recovery": what is done is not done again
   }
 
   model->eval();

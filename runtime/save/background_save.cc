@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -16,10 +15,6 @@
 
 namespace smp::runtime {
 namespace {
-
-/// Ranks that have written wait for those that have more to write; that one has died is noticed
-/// earlier.
-constexpr std::chrono::hours kLongestWrite{6};
 
 /// Each takes a file descriptor.
 constexpr size_t kMostLocks = 16;
@@ -73,13 +68,13 @@ CheckpointContext& CheckpointContext::of(Runtime& runtime) {
   return *runtime.checkpoint_context;
 }
 
-const comm::CommunicatorPtr& CheckpointContext::group() {
+const comm::CommunicatorPtr& CheckpointContext::group(std::chrono::milliseconds longest) {
   if (!group_) {
     std::vector<int> all(world_->size());
     std::iota(all.begin(), all.end(), 0);
     group_ = world_->split(all, "checkpoint");
-    group_->set_timeout(kLongestWrite);
   }
+  group_->set_timeout(longest);
   return group_;
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <future>
@@ -61,8 +63,12 @@ class CheckpointContext {
   /// What the checkpoint that was loaded with its optimizer has for those who come later.
   std::map<std::string, std::string> unclaimed;
 
-  /// All ranks, for saves that go on beside steps. Collective over the world at the first call.
-  const comm::CommunicatorPtr& group();
+  /// How often the program has called `smp::keep_copy`, where a copy is kept.
+  int64_t calls_of_keep_copy = 0;
+
+  /// All ranks, for saves that go on beside steps, who wait for each other for `longest` at most.
+  /// Collective over the world at the first call.
+  const comm::CommunicatorPtr& group(std::chrono::milliseconds longest);
 
   /// Waits for the save under way. Throws a `CheckpointError` on all ranks if one has failed and
   /// some rank has not seen it. Collective.

@@ -17,11 +17,13 @@ void tell(const core::Restart& restart, int64_t from) {
   const std::string text =
       c10::str("restart ", restart.number, ": goes on from step ", from, "; ", again,
                again == 1 ? " step is" : " steps are", " trained again");
-  if (from > 0 || restart.before.checkpoints.empty()) {
+  const auto& saved = restart.before.checkpoints;
+  if (from > 0 || (saved.empty() && !restart.before.kept_steps)) {
     core::log_info(text);
   } else {
-    core::log_warning(text + ", though there is checkpoint \"" + restart.before.checkpoints.back() +
-                      "\". Call smp::resume_after_restart before the first step");
+    core::log_warning(text + ", though there is " +
+                      (saved.empty() ? "a copy in memory" : "checkpoint \"" + saved.back() + "\"") +
+                      ". Call smp::resume_after_restart before the first step");
   }
 }
 
@@ -34,7 +36,7 @@ void note_steps(const Runtime& runtime) {
 void note_training_step(Runtime& runtime) {
   Progress& progress = runtime.progress;
   if (runtime.rank() == 0 && !std::exchange(progress.restart_is_told, true)) {
-    if (const auto restart = core::this_restart()) tell(*restart, progress.training_steps - 1);
+    if (runtime.restart) tell(*runtime.restart, progress.training_steps - 1);
   }
   note_steps(runtime);
 }

@@ -13,7 +13,6 @@
 #include "checkpoint/pretrained.h"
 #include "core/check.h"
 #include "core/failure.h"
-#include "core/restart.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
@@ -303,7 +302,7 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
                                             Begun begun, const Model& model) {
   const auto merged = std::make_shared<MergedModel>(runtime, model);
   auto& context = CheckpointContext::of(runtime);
-  const auto group = request.asynchronous ? context.group() : runtime.world();
+  const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
   const Save save(request, std::move(begun), group);
   const auto write = [merged, save, group] {
     save.write([&](const auto& writer) { return merged->write(writer, *group); });
@@ -320,7 +319,7 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
                                            Begun begun, const Model& model, Optimizer* optimizer) {
   const Writers writers(runtime, optimizer != nullptr);
   auto& context = CheckpointContext::of(runtime);
-  const auto group = request.asynchronous ? context.group() : runtime.world();
+  const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
   const Save save(request, std::move(begun), group);
   const auto shard = std::make_shared<checkpoint::Shard>();
   alone(*runtime.world(), [&] {
@@ -371,18 +370,11 @@ std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) 
   return result;
 }
 
-std::shared_ptr<BackgroundSave> save(const SaveRequest& given, const Model& model,
+std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
                                      Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
-  begin_saving(runtime, given.call);
-  if (optimizer != nullptr) check_nothing_adds_up(runtime, given.call);
-  SaveRequest request = given;
-  if (optimizer != nullptr) {
-    request.when_saved = [path = given.path, next = given.when_saved] {
-      core::note_checkpoint(path);
-      if (next) next();
-    };
-  }
+  begin_saving(runtime, request.call);
+  if (optimizer != nullptr) check_nothing_adds_up(runtime, request.call);
   Begun begun = begin(runtime, request, optimizer != nullptr);
   const at::NoGradGuard no_grad;
   return request.merged ? save_merged(runtime, request, std::move(begun), model)

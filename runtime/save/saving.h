@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -26,6 +27,9 @@ struct SaveRequest {
   /// One file with the model, written by world rank 0, instead of files by all.
   bool merged = false;
   bool asynchronous = false;
+  /// How long ranks that have written wait for those that have more to write. That one has died is
+  /// noticed earlier.
+  std::chrono::milliseconds longest_write = std::chrono::hours(6);
   std::string user_content;                    ///< text of JSON
   std::string arguments = "";                  ///< others that all ranks must give alike
   std::function<void()> when_saved = nullptr;  ///< called on world rank 0 at the end

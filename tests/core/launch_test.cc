@@ -74,6 +74,29 @@ TEST(Launch, Command) {
                        {"SM_HP_MP_PARAMETERS", R"({"microbatches":4,"partitions":2})"}}));
 }
 
+/// As when a job goes on with fewer ranks.
+TEST(Launch, InAnotherLayout) {
+  LaunchContext context;
+  context.recovery_dir = "/dev/shm/x";
+  context.layout = Layout{2, 2, 8, 4, 1};
+  const auto parameters = [&](LaunchOptions options) {
+    const LaunchCommand command = plan_launch(options, context);
+    EXPECT_EQ(command.ranks, 2);
+    EXPECT_EQ(command.arguments.at(2), "2");
+    EXPECT_EQ(command.environment.at(0),
+              std::make_pair(std::string("SMP_RECOVERY_DIR"), std::string("/dev/shm/x")));
+    EXPECT_EQ(command.environment.at(1).first, "SM_HP_MP_PARAMETERS");
+    return command.environment.at(1).second;
+  };
+  EXPECT_EQ(parameters(options_for(estimator(R"(, "processes_per_host": 4)",
+                                             R"({"partitions": 2, "microbatches": 4})"))),
+            R"({"gradient_shards":4,"microbatches":8,"partitions":2})");
+  LaunchOptions alone;  // the program brings its own
+  alone.np = 4;
+  alone.program = {"./train"};
+  EXPECT_EQ(parameters(alone), R"({"gradient_shards":4,"microbatches":8,"partitions":2})");
+}
+
 TEST(Launch, DryRunTextCanBePasted) {
   const LaunchOptions options = options_for(R"({"partitions": 2})");
   EXPECT_EQ(shell_text(plan_launch(options, {})),

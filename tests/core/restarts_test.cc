@@ -60,6 +60,26 @@ TEST(Restarts, EndWhereAFailureComesBack) {
             "smprun: not started again: it has failed twice with this cause, after step 8.\n");
 }
 
+/// A job with "recovery" is started again though nobody has said how often.
+TEST(Restarts, OfAJobThatRecovers) {
+  Restarts restarts(std::nullopt, true);
+  EXPECT_FALSE(Restarts(std::nullopt, true).after("killed", JobProgress{3, {}}).again);
+  EXPECT_FALSE(Restarts(0, true).after("killed", JobProgress{3, {}}, /*recovers=*/true).again);
+
+  auto decision = restarts.after("killed", JobProgress{3, {"a"}, 2}, true);
+  EXPECT_EQ(decision.text, "smprun: restart 1 in 0 s: from the copy in memory, of step 2\n");
+  EXPECT_EQ(decision.wait.count(), 0);
+  decision = restarts.after("no memory", JobProgress{3, {}}, true);
+  EXPECT_EQ(decision.text, "smprun: restart 2 in 2 s: from the copy in memory, of step 2\n");
+  EXPECT_EQ(restarts.next().before.kept_steps, 2);
+  decision = restarts.after("killed", JobProgress{9, {}, 9}, true);
+  EXPECT_EQ(decision.wait.count(), 0);
+  EXPECT_EQ(restarts.next().before.kept_steps, 9);
+  decision = restarts.after("killed", JobProgress{9, {}, 9}, true);
+  EXPECT_EQ(decision.text,
+            "smprun: not started again: it has failed twice with this cause, after step 9.\n");
+}
+
 TEST(Restarts, NeedTheNotesOfRank0) {
   const auto decision = Restarts(9, /*one_host=*/false).after("killed", std::nullopt);
   EXPECT_FALSE(decision.again);
@@ -73,7 +93,7 @@ TEST(Restarts, AreToldToTheJob) {
   options.np = 2;
   options.program = {"p"};
   LaunchContext context;
-  context.restart = core::Restart{2, {40, {"a b", "\"c\""}}};
+  context.restart = core::Restart{2, {40, {"a b", "\"c\""}, 38}};
   const LaunchCommand command = plan_launch(options, context);
   ASSERT_EQ(command.environment.size(), 1);
   const auto& [name, value] = command.environment.front();
@@ -85,6 +105,7 @@ TEST(Restarts, AreToldToTheJob) {
   ASSERT_TRUE(told);
   EXPECT_EQ(told->number, 2);
   EXPECT_EQ(told->before.steps, 40);
+  EXPECT_EQ(told->before.kept_steps, 38);
   EXPECT_EQ(told->before.checkpoints, context.restart->before.checkpoints);
 }
 
@@ -100,9 +121,16 @@ TEST(Restarts, NotesAreReadAgain) {
   core::note_checkpoint("a\n\"b\"");
   std::ofstream(folder + "/checkpoints", std::ios::app) << "\"cut by a full di\n";
   core::note_checkpoint("c");
+  EXPECT_FALSE(core::read_progress(folder)->kept_steps);
+  core::note_kept_copy(123);
+  core::note_kept_copy(6);
+  EXPECT_FALSE(core::read_configuration(folder));
+  core::note_configuration(R"({"partitions":2})");
   unsetenv(core::kFailureDirVariable);
   const auto noted = core::read_progress(folder);
   ASSERT_TRUE(noted);
+  EXPECT_EQ(noted->kept_steps, 6);
+  EXPECT_EQ(core::read_configuration(folder), R"({"partitions":2})");
   EXPECT_EQ(noted->steps, 7);
   EXPECT_EQ(noted->checkpoints, (std::vector<std::string>{"a\n\"b\"", "c"}));
   EXPECT_TRUE(core::read_failures(folder).empty());

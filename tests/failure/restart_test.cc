@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <regex>
 #include <sstream>
 #include <string>
@@ -27,6 +29,12 @@ class Restarts : public ::testing::Test {
     std::ofstream(config_) << R"({"partitions": 2, "microbatches": 2, "ddp": true})";
   }
 
+  /// Adds to the configuration.
+  void configure(const std::string& parameters) const {
+    std::ofstream(config_) << R"({"partitions": 2, "microbatches": 2, "ddp": true, )" << parameters
+                           << "}";
+  }
+
   Outcome run(const std::string& folder, const std::string& restarts, const std::string& marks) {
     return run_command("cd " + folder_ + " && " + launcher_ + " --config " + config_ + " --np 4 " +
                        restarts + " " + program_ + " " + folder + " " + marks + " 2>&1");
@@ -47,6 +55,28 @@ class Restarts : public ::testing::Test {
       }
     }
     return lines;
+  }
+
+  /// What two jobs have saved last: all tensors and states, whichever rank wrote them.
+  void expect_same_end(const std::string& one, const std::string& other) const {
+    for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
+      Reader got(folder_ + "/" + one + name), expected(folder_ + "/" + other + name);
+      EXPECT_TRUE(got.find_damage(Reader::Section::kAll).empty());
+      EXPECT_EQ(hashes(got.index().model), hashes(expected.index().model)) << name;
+      EXPECT_EQ(hashes(got.index().optimizer_tensors), hashes(expected.index().optimizer_tensors))
+          << name;
+      EXPECT_EQ(got.index().optimizer.at("state"), expected.index().optimizer.at("state")) << name;
+      EXPECT_EQ(got.index().run.random.step_calls, expected.index().run.random.step_calls) << name;
+      EXPECT_EQ(got.index().run.user_content, expected.index().run.user_content) << name;
+    }
+  }
+
+  static std::map<std::string, uint64_t> hashes(
+      const std::map<std::string, checkpoint::TensorEntry>& tensors) {
+    std::map<std::string, uint64_t> result;
+    for (const auto& [name, entry] : tensors) result[name] = entry.hash;
+    EXPECT_FALSE(result.empty());
+    return result;
   }
 
   const std::string folder_ = ::testing::TempDir() + "restarts";
@@ -91,6 +121,66 @@ TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
     // With the hashes of all tensors.
     EXPECT_EQ(whole.index().to_text(), other.index().to_text()) << name;
   }
+}
+
+/// The steps from which a job went on, as it says itself.
+std::vector<int> resumed_steps(const std::string& output) {
+  static const std::regex line("restart [0-9]+: goes on from step ([0-9]+)");
+  std::vector<int> steps;
+  for (std::sregex_iterator it(output.begin(), output.end(), line), end; it != end; ++it) {
+    steps.push_back(std::stoi((*it)[1]));
+  }
+  return steps;
+}
+
+/// The last copy of a rank that dies may still be under way; the one before is complete.
+void expect_resumed_from(const std::string& output, const std::vector<int>& steps_of_deaths) {
+  const auto steps = resumed_steps(output);
+  ASSERT_EQ(steps.size(), steps_of_deaths.size()) << output;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_LE(steps[i], steps_of_deaths[i]) << output;
+    EXPECT_GE(steps[i], steps_of_deaths[i] - 1) << output;
+  }
+}
+
+/// Nobody has said how often. A rank dies in a step, before its update, while it keeps a copy (rank
+/// 0 begins, writes and ends one by some ten calls), and is stopped.
+TEST_F(Restarts, GoOnFromTheCopyInMemory) {
+  const Outcome undisturbed = run("undisturbed", "", "");
+  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
+  configure(R"("recovery": "restart", "timeout_seconds": 20)");
+  const Outcome outcome =
+      run("run", "", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  expect_resumed_from(outcome.output, {2, 3, 3, 4, 6});
+  EXPECT_NE(outcome.output.find("smprun: first cause: rank 2: is stopped"), std::string::npos)
+      << outcome.output;
+  EXPECT_NE(outcome.output.find("smprun: restart 1 in 0 s: from the copy in memory, of step "),
+            std::string::npos)
+      << outcome.output;
+  expect_same_end("run", "undisturbed");
+}
+
+TEST_F(Restarts, GoOnWithFewerRanks) {
+  const Outcome undisturbed = run("undisturbed", "", "");
+  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
+  configure(R"("recovery": "shrink", "recovery_interval": 2)");
+  const Outcome outcome = run("run", "", "begin:1 action:1:2:0 update:0:5");
+  EXPECT_NE(outcome.status, 0);
+  EXPECT_NE(outcome.output.find("smprun: goes on with 2 ranks: 2 stages x 1 replica, 4 "
+                                "microbatches\n"),
+            std::string::npos)
+      << outcome.output;
+  EXPECT_NE(outcome.output.find("smprun: goes on with 1 rank: 1 stage x 1 replica, 4 "
+                                "microbatches\n"),
+            std::string::npos)
+      << outcome.output;
+  EXPECT_EQ(told(outcome.output).back(),
+            "not started again: no layout with fewer ranks computes the same.")
+      << outcome.output;
+  const Outcome enough = run("run", "", "action:3:2:1 update:1:5");
+  EXPECT_EQ(enough.status, 0) << enough.output;
+  expect_same_end("run", "undisturbed");
 }
 
 TEST_F(Restarts, EndWhereAFailureComesBack) {

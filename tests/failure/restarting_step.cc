@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // usage: restarting_step FOLDER [MARK...]
 //
-// Trains eight steps and saves every second one as FOLDER/step_N_partial. The first start of the
-// job obeys the first MARK, the first restart the second and so on; one is WHERE:RANK:STEP:COUNT:
+// Trains eight steps and saves every second one as FOLDER/step_N_partial; with "recovery" it keeps
+// a copy of each in memory and saves the last two. The first start of the job obeys the first MARK,
+// the first restart the second and so on; one is WHERE:RANK:STEP:COUNT:
 //
 //   early   the rank exits before smp::init
 //   begin   it is killed after smp::init
@@ -10,6 +11,8 @@
 //   action  it is killed at the COUNT-th action of that step
 //   update  it is killed between that step and the optimizer's
 //   save    it is killed at the COUNT-th of its file calls in the save after that step
+//   copy    the same while it keeps a copy
+//   stop    it stops (SIGSTOP) in that step
 //   end     it is killed when all is done
 //
 // Started by restart_test through smprun.
@@ -68,6 +71,8 @@ bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
 
 void train(const std::string& folder, const Mark& mark) {
   smp::init();
+  auto& runtime = smp::runtime::Runtime::get();
+  const bool keeps_copies = runtime.config().recovery() != "off";
   if (is_due(mark, "begin")) die();
   torch::manual_seed(1);
   TinyGpt net(/*tied=*/true, /*layers=*/2);
@@ -83,7 +88,7 @@ void train(const std::string& folder, const Mark& mark) {
   const auto resumed = smp::resume_after_restart(model, optimizer);
   const int64_t first = resumed ? resumed->step : 0;
   if (resumed && nlohmann::json::parse(resumed->user_content).at("saved_at") != first) std::abort();
-  auto& hook = smp::runtime::Runtime::get().execution.on_action;
+  auto& hook = runtime.execution.on_action;
   for (int64_t done = first; done < kSteps; ++done) {
     torch::manual_seed(100 + done);
     const auto batch = TinyGptImpl::batch(4);
@@ -96,17 +101,24 @@ void train(const std::string& folder, const Mark& mark) {
     optimizer.zero_grad();
     step(smp::shard(batch[0]), smp::shard(batch[1]));
     if (is_due(mark, "update", done)) die();
+    if (is_due(mark, "stop", done)) kill(getpid(), SIGSTOP);
     optimizer.step();
-    if ((done + 1) % 2 != 0) continue;
-    if (is_due(mark, "save", done)) {
-      smp::testing::inject(folder, smp::testing::Fault::kKill, mark.count);
+    const std::string content = nlohmann::json{{"saved_at", done + 1}}.dump();
+    if ((done + 1) % 2 == 0 && (!keeps_copies || done + 1 >= kSteps - 2)) {
+      if (is_due(mark, "save", done)) {
+        smp::testing::inject(folder, smp::testing::Fault::kKill, mark.count);
+      }
+      smp::save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
+                           smp::SaveCheckpointOptions()
+                               .user_content(content)
+                               .num_kept_partial_checkpoints(2)
+                               .asynchronous(done % 4 == 1))
+          .wait();
     }
-    smp::save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
-                         smp::SaveCheckpointOptions()
-                             .user_content(nlohmann::json{{"saved_at", done + 1}}.dump())
-                             .num_kept_partial_checkpoints(2)
-                             .asynchronous(done % 4 == 1))
-        .wait();
+    if (is_due(mark, "copy", done)) {
+      smp::testing::inject(*smp::core::kept_copy_path(), smp::testing::Fault::kKill, mark.count);
+    }
+    smp::keep_copy(model, optimizer, content);
   }
   if (is_due(mark, "end")) die();
   smp::shutdown();

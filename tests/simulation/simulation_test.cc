@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Jobs in which a seed decides what goes wrong: ranks die or stop before any of their operations,
 // the disk is full at any of its calls, and everything takes as long as it likes. The job is
-// started again, each time in another layout, as `smprun --restarts` does. Its weights are those of
-// the undisturbed run, bit for bit, none of its starts hangs, and each that fails says why.
+// started again, each time in another layout, as `smprun` does: half of the jobs go on from the
+// copy that they keep in memory, the others from their newest checkpoint. Their weights are those
+// of the undisturbed run, bit for bit, none of its starts hangs, and each that fails says why.
 //
 // Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 24);
 // tools/soak goes on for as long as it is told.
@@ -25,6 +26,7 @@
 #include "core/failure.h"
 #include "core/restart.h"
 #include "pipeline/generators.h"
+#include "runtime/runtime.h"
 #include "smp/smp.h"
 #include "tests/chaos/chaos.h"
 #include "tests/checkpoint/file_calls.h"
@@ -77,13 +79,13 @@ struct Start {
   int ranks = 1;
   std::string config;
   Chaos chaos;
-  std::optional<int64_t> disk_full_at;  // the call on a file
+  std::optional<int64_t> disk_full_at;  // the call on a file, of checkpoints or of copies
 
   bool stalls() const { return chaos.fault && chaos.fault->kind == RankFault::Kind::kStall; }
 };
 
 /// Another layout each time: the gradient shards and the microbatches of all replicas stay.
-Start draw_start(Random& random, bool disturbed) {
+Start draw_start(Random& random, bool disturbed, bool keeps_copies) {
   constexpr std::array<std::pair<int, int>, 4> kLayouts = {{{1, 2}, {2, 1}, {3, 1}, {2, 2}}};
   const auto [stages, replicas] = kLayouts[static_cast<size_t>(below(random, kLayouts.size()))];
   std::vector<std::string> pipelines;
@@ -98,6 +100,7 @@ Start draw_start(Random& random, bool disturbed) {
       R"(, "gradient_shards": 2, "seed": 11, "timeout_seconds": )", disturbed && kind == 0 ? 3 : 60,
       R"(, "pipeline": ")",
       pipelines[static_cast<size_t>(below(random, static_cast<int64_t>(pipelines.size())))], '"');
+  if (keeps_copies) start.config += R"(, "recovery": "restart")";
   if (replicas > 1) {
     start.config += R"(, "ddp": true, "shard_optimizer_state": )";
     start.config += below(random, 2) == 0 ? "true" : "false";
@@ -135,6 +138,14 @@ const std::vector<std::vector<torch::Tensor>>& batches() {
   return all;
 }
 
+/// What a job that was started again should go on from; empty if there is nothing.
+std::string newest_saved() {
+  const auto restart = core::this_restart();
+  if (!restart) return "";
+  if (restart->before.kept_steps) return *core::kept_copy_path();
+  return restart->before.checkpoints.empty() ? "" : restart->before.checkpoints.back();
+}
+
 /// What the job's program does on each rank. `asynchronous`: some saves are; those may wait hours
 /// for a rank that writes.
 void train(const std::string& folder, bool asynchronous, bool forgets_optimizer) {
@@ -147,21 +158,25 @@ void train(const std::string& folder, bool asynchronous, bool forgets_optimizer)
     return loss;
   });
   int64_t done = 0;
-  if (forgets_optimizer && core::this_restart() &&
-      !core::this_restart()->before.checkpoints.empty()) {
-    done = load(core::this_restart()->before.checkpoints.back(), model).step;
+  const std::string newest = forgets_optimizer ? newest_saved() : "";
+  if (!newest.empty()) {
+    done = load(newest, model).step;
   } else if (const auto resumed = resume_after_restart(model, optimizer)) {
     done = resumed->step;
   }
+  const bool keeps_copies = runtime::Runtime::get().config().recovery() != "off";
   for (; done < kSteps; ++done) {
     const auto& batch = batches()[static_cast<size_t>(done)];
     optimizer.zero_grad();
     step(shard(batch[0]), shard(batch[1]));
     optimizer.step();
-    save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
-                    SaveCheckpointOptions().num_kept_partial_checkpoints(2).asynchronous(
-                        asynchronous && done % 2 == 1))
-        .wait();
+    if (!keeps_copies || done + 1 == kSteps) {
+      save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
+                      SaveCheckpointOptions().num_kept_partial_checkpoints(2).asynchronous(
+                          asynchronous && done % 2 == 1))
+          .wait();
+    }
+    keep_copy(model, optimizer);
   }
 }
 
@@ -173,16 +188,18 @@ class Job {
   Job(uint64_t seed, bool forgets_optimizer, Counts& counts)
       : seed_(seed), forgets_optimizer_(forgets_optimizer), counts_(counts), random_(seed) {
     setenv(core::kFailureDirVariable, notes_.path().c_str(), 1);
+    setenv(core::kRecoveryDirVariable, memory_.path().c_str(), 1);
   }
   ~Job() {
     unsetenv(core::kFailureDirVariable);
+    unsetenv(core::kRecoveryDirVariable);
     unsetenv(core::kRestartVariable);
   }
 
   /// The weights at the end.
   parity::Named run() {
     for (int number = 0;; ++number) {
-      if (start(draw_start(random_, number < kMostFaults))) break;
+      if (start(draw_start(random_, number < kMostFaults, keeps_copies_))) break;
       const auto progress = core::read_progress(notes_.path());
       const core::Restart restart{number + 1, progress.value_or(core::JobProgress())};
       setenv(core::kRestartVariable, restart.to_text().c_str(), 1);
@@ -200,7 +217,9 @@ class Job {
     const Watchdog watchdog(seed_);
     ++counts_["starts"];
     bool happened = false;
-    if (start.disk_full_at) inject(saves_.path(), Fault::kNoSpace, *start.disk_full_at);
+    ++counts_[keeps_copies_ ? "starts with copies" : "starts with checkpoints"];
+    const std::string& disk = keeps_copies_ ? memory_.path() : saves_.path();
+    if (start.disk_full_at) inject(disk, Fault::kNoSpace, *start.disk_full_at);
     try {
       run_in_chaos(
           start.ranks, Config::from_json(start.config, "simulation"), start.chaos,
@@ -235,8 +254,9 @@ class Job {
   const uint64_t seed_;
   const bool forgets_optimizer_;
   Counts& counts_;
+  const bool keeps_copies_ = seed_ % 2 == 0;
   Random random_;
-  const TempFolder saves_, notes_;
+  const TempFolder saves_, notes_, memory_;
 };
 
 const parity::Named& undisturbed() {
@@ -275,19 +295,24 @@ TEST(Simulation, JobsComeToTheUndisturbedWeights) {
   }
   for (const auto& [what, number] : counts) std::printf("%s: %d\n", what.c_str(), number);
   if (count < 24 || HasFailure()) return;
-  for (const char* what : {"deaths", "stalls", "full disks"}) EXPECT_GT(counts[what], 0) << what;
+  for (const char* what :
+       {"deaths", "stalls", "full disks", "starts with copies", "starts with checkpoints"}) {
+    EXPECT_GT(counts[what], 0) << what;
+  }
   EXPECT_GT(counts["starts"], count);
 }
 
 /// A planted bug: what goes on forgets the moments of the optimizer.
 TEST(Simulation, FindsARestartThatForgetsState) {
   at::set_num_threads(1);
-  Counts counts;
-  bool found = false;
-  for (uint64_t seed = 1; seed <= 24 && !found; ++seed) {
-    found = !same(Job(seed, /*forgets_optimizer=*/true, counts).run(), undisturbed());
+  for (const uint64_t kind : {0, 1}) {  // with copies, with checkpoints
+    Counts counts;
+    bool found = false;
+    for (uint64_t seed = 2 + kind; seed <= 25 && !found; seed += 2) {
+      found = !same(Job(seed, /*forgets_optimizer=*/true, counts).run(), undisturbed());
+    }
+    EXPECT_TRUE(found) << kind;
   }
-  EXPECT_TRUE(found);
 }
 
 }  // namespace

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies in memory, and which start goes on from what; jobs that smprun starts again are in
+// //tests/failure:restart_test.
+
+#include <gmock/gmock.h>
+
+#include <cstdlib>
+
+#include "checkpoint/reader.h"
+#include "core/config_file.h"
+#include "core/restart.h"
+#include "tests/smp/saved_run.h"
+
+namespace smp::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class KeptCopy : public SavedRunTest {
+ protected:
+  KeptCopy() {
+    setenv(core::kRecoveryDirVariable, path().c_str(), 1);
+    configure(R"({"recovery": "restart"})");
+  }
+  ~KeptCopy() override {
+    for (const char* name :
+         {core::kRecoveryDirVariable, core::kParametersVariable, "TORCHELASTIC_RESTART_COUNT"}) {
+      unsetenv(name);
+    }
+  }
+
+  static void configure(const char* parameters) {
+    setenv(core::kParametersVariable, parameters, 1);
+  }
+  /// The next run is one that torchrun's agent has started again.
+  static void start_again() { setenv("TORCHELASTIC_RESTART_COUNT", "1", 1); }
+
+  int64_t kept_step() const { return checkpoint::Reader(*core::kept_copy_path()).index().run.step; }
+};
+
+TEST_F(KeptCopy, AStartGoesOnFromIt) {
+  std::vector<double> losses;
+  run(1, 1, [&](SavedRun& run) {
+    for (int i = 0; i < 2; ++i) run.train(i);
+    losses.push_back(run.train(2).item<double>());
+  });
+  run(2, 1, [&](SavedRun& run) {
+    EXPECT_FALSE(resume_after_restart(run.model, run.optimizer)) << "the first start";
+    for (int i = 0; i < 2; ++i) {
+      run.train(i);
+      keep_copy(run.model, run.optimizer, std::to_string(10 * i));
+    }
+    run.train(2);  // is lost
+  });
+  start_again();
+  ::testing::internal::CaptureStderr();
+  run(
+      1, 1,
+      [&](SavedRun& run) {
+        const auto resumed = resume_after_restart(run.model, run.optimizer);
+        ASSERT_TRUE(resumed);
+        EXPECT_EQ(resumed->step, 2);
+        EXPECT_EQ(resumed->user_content, "10");
+        losses.push_back(run.train(2).item<double>());
+      },
+      /*seed=*/9);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("restart 1: goes on from step 2; 1 step is trained again\n"));
+  ASSERT_EQ(losses.size(), 2);
+  EXPECT_EQ(losses[1], losses[0]);
+}
+
+TEST_F(KeptCopy, OfSomeCallsOneKeepsIt) {
+  configure(R"({"recovery": "restart", "recovery_interval": 3})");
+  for (const int calls : {1, 2, 3, 4, 6, 7}) {
+    run(2, 1, [&](SavedRun& run) {
+      for (int i = 0; i < calls; ++i) {
+        run.train(0);
+        keep_copy(run.model, run.optimizer);
+      }
+    });
+    EXPECT_EQ(kept_step(), (calls - 1) / 3 * 3 + 1) << calls;
+  }
+}
+
+TEST_F(KeptCopy, WithoutRecoveryThereIsNone) {
+  configure(R"({"recovery": "off"})");
+  run(2, 1, [&](SavedRun& run) {
+    run.train(0);
+    keep_copy(run.model, run.optimizer);
+  });
+  EXPECT_FALSE(std::filesystem::exists(*core::kept_copy_path()));
+}
+
+TEST_F(KeptCopy, TheNewestIsTakenOfCopiesAndCheckpoints) {
+  configure(R"({"recovery": "restart", "recovery_interval": 100})");
+  const std::string saved = path("saved");
+  const auto resumed_step = [&](bool saves_after) {
+    unsetenv("TORCHELASTIC_RESTART_COUNT");
+    run(2, 1, [&](SavedRun& run) {
+      run.train(0);
+      if (!saves_after) save(saved, run.model, run.optimizer);
+      if (!saves_after) run.train(1);
+      keep_copy(run.model, run.optimizer);
+      if (saves_after) run.train(1);
+      if (saves_after) run.train(2);
+      if (saves_after) save(saved, run.model, run.optimizer);
+    });
+    start_again();
+    int64_t step = 0;
+    run(1, 1, [&](SavedRun& run) { step = resume_after_restart(run.model, run.optimizer)->step; });
+    return step;
+  };
+  EXPECT_EQ(resumed_step(false), 2) << "the copy";
+  EXPECT_EQ(resumed_step(true), 3) << "the checkpoint";
+}
+
+TEST_F(KeptCopy, AProgramThatDoesNotAskForItIsWarned) {
+  run(1, 1, [&](SavedRun& run) {
+    run.train(0);
+    keep_copy(run.model, run.optimizer);
+  });
+  start_again();
+  ::testing::internal::CaptureStderr();
+  run(1, 1, [&](SavedRun& run) { run.train(0); });
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("warning: restart 1: goes on from step 0; 1 step is trained again, though there "
+                "is a copy in memory. Call smp::resume_after_restart before the first step\n"));
+}
+
+TEST_F(KeptCopy, NeedsAFolder) {
+  unsetenv(core::kRecoveryDirVariable);
+  std::string error;
+  try {
+    run(2, 1, [](SavedRun&) {});
+  } catch (const ConfigError& e) {
+    error = e.what();
+  }
+  EXPECT_THAT(error, HasSubstr("config key \"recovery\": \"restart\" needs a launcher that starts "
+                               "the job again, and SMP_RECOVERY_DIR, the folder for what it goes "
+                               "on from, is not set. Start the program by smprun, or by torchrun "
+                               "with that variable (docs/recovery.md)"));
+}
+
+}  // namespace
+}  // namespace smp::testing
