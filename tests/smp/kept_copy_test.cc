@@ -2,11 +2,14 @@
 // Copies in memory, and which start goes on from what; jobs that smprun starts again are in
 // //tests/failure:restart_test.
 
+#include "runtime/save/kept_copy.h"
+
 #include <gmock/gmock.h>
 
 #include <cstdlib>
 
 #include "checkpoint/reader.h"
+#include "comm/threads/run_ranks.h"
 #include "core/config_file.h"
 #include "core/restart.h"
 #include "tests/smp/saved_run.h"
@@ -141,6 +144,25 @@ TEST_F(KeptCopy, NeedsAFolder) {
                                "the job again, and SMP_RECOVERY_DIR, the folder for what it goes "
                                "on from, is not set. Start the program by smprun, or by torchrun "
                                "with that variable (docs/recovery.md)"));
+}
+
+TEST_F(KeptCopy, RanksOfSeveralHostsNeedOneFolder) {
+  const auto check = [] {
+    comm::run_ranks(3, [](const comm::CommunicatorPtr& world) {
+      runtime::check_recovery_folder(Config().recovery("restart"), *world, {"a", "a", "b"});
+    });
+  };
+  check();
+  EXPECT_TRUE(std::filesystem::is_empty(path()));
+  setenv(core::kRecoveryDirVariable, path("missing").c_str(), 1);
+  Texts texts;
+  texts.of<ConfigError>(check);
+  EXPECT_THAT(
+      texts.the_same_from(1),
+      HasSubstr("config key \"recovery\": ranks on other hosts do not see rank 0's folder " +
+                path("missing") +
+                ". Set SMP_RECOVERY_DIR to an empty folder on a file system that all hosts "
+                "share"));
 }
 
 }  // namespace
