@@ -111,9 +111,14 @@ class GroupCommunicator final : public DeviceCommunicator {
     c10::Event ready(device().type()), done(device().type());
     ready.record(current_stream(device()));
     ready.block(side_);
-    {
+    try {
       const c10::StreamGuard guard(side_);
       collective();
+    } catch (...) {
+      // What was begun may still use the caller's tensors, which go when this is thrown.
+      done.record(side_);
+      done.block(current_stream(device()));
+      throw;
     }
     done.record(side_);
     return std::make_shared<StreamWork>(device(), std::move(done), std::move(collective));
