@@ -10,13 +10,23 @@
 /// A device "fake" (c10::DeviceType::PrivateUse1) with four indices, for tests of what the library
 /// does on a device other than the CPU. Linking it registers it.
 ///
-/// Operators run on the CPU's kernels, at once. Copies that need not be waited for are done as late
-/// as its streams and events allow: when the host waits, or when an operator is called on a stream
-/// that has waited for them. So where a wait is missing, wrong numbers are read. Such a copy to or
-/// from the host moves bytes as they lie and is refused where elements would have to be arranged:
-/// CUDA then has the host do its part at once, before the device has done its own. Memory that is
-/// freed is overwritten when the stream that it was allocated on, and those it was recorded on,
-/// have done what they were given; a copy that still needed it reads or leaves wrong numbers too.
+/// Its streams do what they are given as late as they may, kernels and copies alike: when the host
+/// waits for them, directly or for a stream that waits for them. So where a wait is missing, wrong
+/// numbers are read. Kernels are the CPU's. Those that draw random numbers, and those whose
+/// results' shapes libtorch cannot tell without running them, run at once, after what their stream
+/// was given. A copy to or from the host that is not waited for moves bytes as they lie and is
+/// refused where elements would have to be arranged: CUDA then has the host do its part at once,
+/// before the device has done its own. Memory that is freed is overwritten when the stream that it
+/// was allocated on comes to it, and those that it was recorded on have done what they were given
+/// until then.
+///
+/// Whatever the order in which things happen to run, two rules are checked, and a program that
+/// breaks one ends with the text and the stack:
+/// - A task that uses memory on one stream waits for what another stream was given to do there
+///   before, if one of them writes. Allocating counts as writing, since a caching allocator gives
+///   memory to the host before its stream has done what it had there.
+/// - Memory is freed when the stream that it was allocated on, or the host, has waited for its uses
+///   on other streams, or these are recorded (`recordDataPtrOnStream`).
 namespace smp::testing {
 
 at::Device fake_device(int index = 0);
@@ -41,6 +51,22 @@ class FakeMemoryLimit {
 
   /// The most bytes that an index has had allocated at once since the limit began.
   size_t peak(int index) const;
+};
+
+/// Bytes of host memory that is pinned for the device. Freed, it is kept until the streams that
+/// copy from or to it have done what they were given, and then overwritten.
+size_t fake_pinned_bytes();
+
+/// While it lives, notes the rules that are broken instead of ending the program.
+class BrokenRules {
+ public:
+  BrokenRules();
+  ~BrokenRules();
+  BrokenRules(const BrokenRules&) = delete;
+  BrokenRules& operator=(const BrokenRules&) = delete;
+
+  /// Those since the last call, in order: "aten::add on stream 1 of fake:0 reads ...".
+  std::vector<std::string> take();
 };
 
 /// What the host had to do with the device.

@@ -47,6 +47,19 @@ class StreamWork final : public c10d::Work {
   c10::Event done_;
 };
 
+/// Ends when the receiver's stream has taken the elements.
+class SentWork final : public c10d::Work {
+ public:
+  /// Null until they are received.
+  using Taken = std::shared_ptr<c10::intrusive_ptr<c10d::Work>>;
+
+  explicit SentWork(Taken taken) : taken_(std::move(taken)) {}
+  bool isCompleted() override { return *taken_ != nullptr && (*taken_)->isCompleted(); }
+
+ private:
+  const Taken taken_;
+};
+
 /// Both ends of a group of two, in one thread, with the streams and events of libtorch's NCCL
 /// group: a transfer waits for what the current stream was given, on a stream of the group's own.
 class FakeGroup final : public c10d::Backend {
@@ -58,9 +71,10 @@ class FakeGroup final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int) override {
     EXPECT_EQ(peer, comm::kReceiverRank);
-    sent_.push_back(tensors[0]);
+    const auto taken = std::make_shared<c10::intrusive_ptr<c10d::Work>>();
+    sent_.emplace_back(tensors[0], taken);
     wait_for_current();
-    return c10::make_intrusive<StreamWork>(device_, stream_);
+    return c10::make_intrusive<SentWork>(taken);
   }
 
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int) override {
@@ -68,9 +82,11 @@ class FakeGroup final : public c10d::Backend {
     EXPECT_FALSE(sent_.empty()) << "a device that waits for a host";
     wait_for_current();
     const c10::StreamGuard guard(stream_);
-    tensors[0].copy_(sent_.front(), /*non_blocking=*/true);
+    const auto [elements, taken] = sent_.front();
     sent_.pop_front();
-    return c10::make_intrusive<StreamWork>(device_, stream_);
+    tensors[0].copy_(elements, /*non_blocking=*/true);
+    *taken = c10::make_intrusive<StreamWork>(device_, stream_);
+    return *taken;
   }
 
  private:
@@ -82,7 +98,7 @@ class FakeGroup final : public c10d::Backend {
 
   const at::Device device_;
   const c10::Stream stream_;
-  std::deque<at::Tensor> sent_;
+  std::deque<std::pair<at::Tensor, SentWork::Taken>> sent_;
 };
 
 /// The host's channel of both ends.

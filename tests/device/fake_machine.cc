@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/device/fake_machine.h"
+
+#include <c10/util/Backtrace.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+
+namespace smp::testing {
+namespace {
+
+constexpr size_t kAlignment = 64;
+constexpr int kFreed = 0xDD;
+
+std::string text_of(StreamKey stream) {
+  return c10::str("stream ", stream.second, " of fake:", static_cast<int>(stream.first));
+}
+
+void* aligned(size_t bytes) {
+  return std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+}
+
+bool overlap(const Access& a, const Access& b) { return a.begin < b.end && b.begin < a.end; }
+
+bool covers(const Access& a, const Access& b) {
+  return a.begin <= b.begin && b.end <= a.end && (a.writes || !b.writes);
+}
+
+}  // namespace
+
+StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+FakeMachine& FakeMachine::get() {
+  static auto* machine = new FakeMachine;  // tensors may outlive the program's end
+  return *machine;
+}
+
+void FakeMachine::give(StreamKey stream, Task task) {
+  Queue& queue = queues_[stream];
+  for (const Access& access : task.accesses) check_access(stream, task, access);
+  queue.tasks.push_back(std::move(task.run));
+  ++queue.given;
+}
+
+void FakeMachine::run_until(StreamKey stream, uint64_t position) {
+  Queue& queue = queues_[stream];
+  while (queue.done < position && !queue.tasks.empty()) {
+    const auto task = std::move(queue.tasks.front());
+    queue.tasks.pop_front();
+    ++queue.done;
+    task();
+  }
+}
+
+void FakeMachine::run_all(StreamKey stream) { run_until(stream, queues_[stream].given); }
+
+void FakeMachine::synchronize(StreamKey stream) {
+  const Queue& queue = queues_[stream];
+  if (finished_[stream] < queue.given) {
+    finish(queue.clock);
+    finished_[stream] = queue.given;
+  }
+  run_all(stream);
+}
+
+StreamKey FakeMachine::new_stream(c10::DeviceIndex index) { return {index, ++streams_}; }
+
+void FakeMachine::record(FakeEvent*& event, StreamKey stream) {
+  if (event == nullptr) event = new FakeEvent{events++, {}, 0, {}};
+  const Queue& queue = queues_[stream];
+  event->stream = stream;
+  event->position = queue.given;
+  event->clock.clear();
+  merge(queue.clock, event->clock);
+  event->clock[stream] = queue.given;
+  note(c10::str(name(stream), " records event ", event->number));
+}
+
+void FakeMachine::block(const FakeEvent& event, StreamKey stream) {
+  note(c10::str(name(stream), " waits for event ", event.number));
+  give(stream, {"a wait", {}, [this, recorded = event.stream, position = event.position] {
+                  run_until(recorded, position);
+                }});
+  Clock before;
+  std::swap(before, queues_[stream].clock);  // without what has finished since
+  merge(before, queues_[stream].clock);
+  merge(event.clock, queues_[stream].clock);
+}
+
+bool FakeMachine::query(const FakeEvent& event) {
+  const uint64_t done = queues_[event.stream].done;
+  if (done < event.position) run_until(event.stream, done + 1);
+  if (queues_[event.stream].done < event.position) return false;
+  finish(event.clock);
+  return true;
+}
+
+bool FakeMachine::query(StreamKey stream) {
+  const Queue& queue = queues_[stream];
+  run_until(stream, queue.done + 1);
+  if (!queue.tasks.empty()) return false;
+  synchronize(stream);
+  return true;
+}
+
+void FakeMachine::synchronize(const FakeEvent& event) {
+  note(c10::str("host waits for event ", event.number));
+  note_host(event.stream.first, "waits for an event");
+  finish(event.clock);
+  run_until(event.stream, event.position);
+}
+
+void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
+  const c10::DeviceIndex index = stream.first;
+  if (!has_room(index, bytes)) run_index(index);  // what is freed then counts no more
+  TORCH_CHECK_WITH(OutOfMemoryError, has_room(index, bytes),
+                   "fake out of memory. Tried to allocate ", bytes, " bytes. Device ",
+                   static_cast<int>(index), " has ", limit.value_or(0), ", of which ", used[index],
+                   " are allocated.");
+  used[index] += bytes;
+  peak[index] = std::max(peak[index], used[index]);
+  auto* memory = static_cast<char*>(aligned(bytes));
+  // The stream may not be done with what it had there before.
+  const PastAccess before = {
+      {memory, memory + bytes, true}, stream, queues_[stream].given, "what it had there before"};
+  blocks_[memory] = {bytes, stream, {}, {before}};
+  return memory;
+}
+
+void FakeMachine::free(void* memory) noexcept {
+  const auto found = blocks_.find(static_cast<char*>(memory));
+  Block block = std::move(found->second);
+  blocks_.erase(found);
+  check_free(block);
+  std::vector<std::pair<StreamKey, uint64_t>> waits;
+  for (const StreamKey& user : block.users) waits.emplace_back(user, queues_[user].given);
+  const bool at_once = waits.empty();  // what follows on the stream may have it
+  const c10::DeviceIndex index = block.owner.first;
+  if (at_once) used[index] -= block.bytes;
+  const auto release = [this, memory, waits, at_once, index, bytes = block.bytes] {
+    for (const auto& [user, position] : waits) run_until(user, position);
+    std::memset(memory, kFreed, bytes);
+    if (!at_once) used[index] -= bytes;
+    std::free(memory);
+  };
+  if (at_once && queues_[block.owner].tasks.empty()) {
+    release();
+  } else {
+    give(block.owner, {"a release", {}, release});
+  }
+}
+
+void FakeMachine::record_use(void* memory, StreamKey stream) {
+  const auto found = blocks_.find(static_cast<char*>(memory));
+  if (found == blocks_.end()) return;  // an empty tensor
+  if (stream != found->second.owner) found->second.users.insert(stream);
+  note(c10::str(name(stream), " uses memory of another stream"));
+}
+
+void* FakeMachine::allocate_pinned(size_t bytes) {
+  void* memory = aligned(bytes);
+  pinned_[static_cast<char*>(memory)] = {bytes, {}};
+  pinned_bytes_ += bytes;
+  return memory;
+}
+
+void FakeMachine::free_pinned(void* memory) noexcept {
+  const auto found = pinned_.find(static_cast<char*>(memory));
+  const Pinned block = std::move(found->second);
+  pinned_.erase(found);
+  std::vector<std::pair<StreamKey, uint64_t>> waits;
+  for (const StreamKey& user : block.users) waits.emplace_back(user, queues_[user].given);
+  const auto release = [this, memory, waits, bytes = block.bytes] {
+    for (const auto& [user, position] : waits) run_until(user, position);
+    std::memset(memory, kFreed, bytes);
+    pinned_bytes_ -= bytes;
+    std::free(memory);
+  };
+  if (waits.empty()) {
+    release();
+  } else {
+    give(waits.front().first, {"a release", {}, release});
+  }
+}
+
+void FakeMachine::use_pinned(const void* memory, StreamKey stream) {
+  const auto found = find_pinned(memory);
+  if (found != pinned_.end()) pinned_[found->first].users.insert(stream);
+}
+
+FakeMachine::PinnedBlocks::const_iterator FakeMachine::find_pinned(const void* memory) const {
+  const auto* at = static_cast<const char*>(memory);
+  auto found = pinned_.upper_bound(at);
+  if (found == pinned_.begin()) return pinned_.end();
+  --found;
+  return at < found->first + found->second.bytes ? found : pinned_.end();
+}
+
+void FakeMachine::note_host(c10::DeviceIndex index, const std::string& what) {
+  if (host_uses) (*host_uses)[index].push_back({what, c10::get_backtrace(/*frames_to_skip=*/2)});
+}
+
+void FakeMachine::finish(const Clock& clock) {
+  for (const auto& [stream, position] : clock) {
+    uint64_t& known = finished_[stream];
+    known = std::max(known, position);
+  }
+}
+
+void FakeMachine::merge(const Clock& clock, Clock& into) const {
+  for (const auto& [stream, position] : clock) {
+    if (is_finished(stream, position)) continue;
+    uint64_t& known = into[stream];
+    known = std::max(known, position);
+  }
+}
+
+bool FakeMachine::is_finished(StreamKey stream, uint64_t position) const {
+  const auto known = finished_.find(stream);
+  return position == 0 || (known != finished_.end() && known->second >= position);
+}
+
+bool FakeMachine::is_known(const PastAccess& past, const Clock& clock) const {
+  const auto known = clock.find(past.stream);
+  return is_finished(past.stream, past.position) ||
+         (known != clock.end() && known->second >= past.position);
+}
+
+void FakeMachine::check_access(StreamKey stream, const Task& task, const Access& access) {
+  auto found = blocks_.upper_bound(access.begin);
+  if (found == blocks_.begin()) return;
+  --found;
+  if (access.begin >= found->first + found->second.bytes) return;  // no memory of the device's
+  const Queue& queue = queues_[stream];
+  auto& past = found->second.past;
+  for (const PastAccess& before : past) {
+    if (before.stream == stream || !overlap(before.access, access)) continue;
+    if (!before.access.writes && !access.writes) continue;
+    if (is_known(before, queue.clock)) continue;
+    broken(c10::str(task.name, " on ", text_of(stream), access.writes ? " writes" : " reads",
+                    " memory of ", found->second.bytes, " bytes and does not wait for ",
+                    text_of(before.stream), ", which ", before.access.writes ? "writes" : "reads",
+                    " it: ", before.name));
+  }
+  past.erase(std::remove_if(past.begin(), past.end(),
+                            [&](const PastAccess& before) {
+                              return is_finished(before.stream, before.position) ||
+                                     (before.stream == stream && covers(access, before.access));
+                            }),
+             past.end());
+  past.push_back({access, stream, queue.given + 1, task.name});
+}
+
+/// Keeps the memory for those that should have been recorded, too.
+void FakeMachine::check_free(Block& block) {
+  const Clock& known = queues_[block.owner].clock;
+  for (const PastAccess& past : block.past) {
+    if (past.stream == block.owner || block.users.count(past.stream) > 0) continue;
+    if (is_known(past, known)) continue;
+    broken(c10::str("memory of ", block.bytes, " bytes, allocated on ", text_of(block.owner),
+                    ", is freed while ", text_of(past.stream), " may use it (", past.name,
+                    "): record that use, recordDataPtrOnStream"));
+    block.users.insert(past.stream);
+  }
+}
+
+void FakeMachine::broken(const std::string& what) {
+  if (broken_rules) {
+    broken_rules->push_back(what);
+    return;
+  }
+  std::cerr << "the fake device: " << what << "\n" << c10::get_backtrace() << std::endl;
+  std::abort();
+}
+
+bool FakeMachine::has_room(c10::DeviceIndex index, size_t bytes) const {
+  return !limit || used[index] + bytes <= *limit;
+}
+
+void FakeMachine::run_index(c10::DeviceIndex index) {
+  std::vector<StreamKey> streams;
+  for (const auto& [stream, queue] : queues_) {
+    if (stream.first == index) streams.push_back(stream);
+  }
+  for (const StreamKey& stream : streams) run_all(stream);
+}
+
+}  // namespace smp::testing

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/device/fake_device.h"
+
+/// What the fake device (fake_device.h) is made of: streams, events and memory.
+namespace smp::testing {
+
+inline constexpr auto kFakeType = c10::DeviceType::PrivateUse1;
+inline constexpr int kFakeDevices = 4;
+
+using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+
+StreamKey key_of(const c10::Stream& stream);
+
+/// How far streams are known to be: of each, how many of its tasks.
+using Clock = std::map<StreamKey, uint64_t>;
+
+/// Memory that a task reads or writes: [begin, end).
+struct Access {
+  const char* begin;
+  const char* end;
+  bool writes;
+};
+
+/// Work that a stream is given.
+struct Task {
+  std::string name;  ///< "aten::add", "a copy"
+  std::vector<Access> accesses;
+  std::function<void()> run;
+};
+
+/// The point in a stream where an event was recorded.
+struct FakeEvent {
+  int number = 0;
+  StreamKey stream;
+  uint64_t position = 0;
+  Clock clock;  ///< what is done when the event is
+};
+
+/// All streams and all memory of the device. One lock is held while anything is asked of it, and
+/// while its tasks run.
+class FakeMachine {
+ public:
+  static FakeMachine& get();
+
+  std::recursive_mutex mutex;
+
+  /// Puts a task at the stream's end, and looks whether it may use its memory there.
+  void give(StreamKey stream, Task task);
+  /// Does what the stream was given. The host knows no more than before.
+  void run_all(StreamKey stream);
+  /// What the host waits for is done, and it knows that.
+  void synchronize(StreamKey stream);
+
+  StreamKey new_stream(c10::DeviceIndex index);
+  /// Into `event`, or into a new one if it is null.
+  void record(FakeEvent*& event, StreamKey stream);
+  void block(const FakeEvent& event, StreamKey stream);
+  /// Each time it is asked, the stream may have got one task further.
+  bool query(const FakeEvent& event);
+  bool query(StreamKey stream);
+  void synchronize(const FakeEvent& event);
+
+  /// Throws `c10::OutOfMemoryError` beyond the limit.
+  void* allocate(size_t bytes, StreamKey stream);
+  /// The stream that allocated it does this when it comes to it.
+  void free(void* memory) noexcept;
+  void record_use(void* memory, StreamKey stream);
+
+  void* allocate_pinned(size_t bytes);
+  void free_pinned(void* memory) noexcept;
+  /// If the memory is pinned, it is the stream's until its copy is done.
+  void use_pinned(const void* memory, StreamKey stream);
+  bool is_pinned(const void* memory) const { return find_pinned(memory) != pinned_.end(); }
+  size_t pinned_bytes() const { return pinned_bytes_; }
+
+  void note(const std::string& line) { log.push_back(line); }
+  void note_host(c10::DeviceIndex index, const std::string& what);
+  /// "compute" or "copy", in the log.
+  static std::string name(StreamKey stream) { return stream.second == 0 ? "compute" : "copy"; }
+
+  std::vector<std::string> log;
+  int events = 0;
+  std::optional<std::array<std::vector<HostUse>, kFakeDevices>> host_uses;
+  std::optional<std::vector<std::string>> broken_rules;   // else one ends the program
+  std::optional<size_t> limit;                            // of each index
+  std::array<size_t, kFakeDevices> used = {}, peak = {};  // bytes
+
+ private:
+  /// Work that was given to a stream and is not done.
+  struct Queue {
+    std::deque<std::function<void()>> tasks;
+    uint64_t given = 0;
+    uint64_t done = 0;
+    Clock clock;  // what is done before the next task begins, but for what the host knows
+  };
+  /// What a task did to a block.
+  struct PastAccess {
+    Access access;
+    StreamKey stream;
+    uint64_t position;
+    std::string name;
+  };
+  struct Block {
+    size_t bytes;
+    StreamKey owner;
+    std::set<StreamKey> users;  // recorded
+    std::vector<PastAccess> past;
+  };
+
+  struct Pinned {
+    size_t bytes;
+    std::set<StreamKey> users;
+  };
+  using PinnedBlocks = std::map<const char*, Pinned>;
+
+  PinnedBlocks::const_iterator find_pinned(const void* memory) const;
+  void run_until(StreamKey stream, uint64_t position);
+  void finish(const Clock& clock);
+  void merge(const Clock& clock, Clock& into) const;
+  bool is_finished(StreamKey stream, uint64_t position) const;
+  bool is_known(const PastAccess& past, const Clock& clock) const;
+  void check_access(StreamKey stream, const Task& task, const Access& access);
+  void check_free(Block& block);
+  void broken(const std::string& what);
+  bool has_room(c10::DeviceIndex index, size_t bytes) const;
+  void run_index(c10::DeviceIndex index);
+
+  std::map<StreamKey, Queue> queues_;
+  std::map<const char*, Block> blocks_;
+  PinnedBlocks pinned_;
+  size_t pinned_bytes_ = 0;  // also those that are freed and kept
+  Clock finished_;           // what the host knows: it has waited
+  c10::StreamId streams_ = 0;
+};
+
+using FakeLock = std::lock_guard<std::recursive_mutex>;
+
+/// The stream that is current on this thread.
+StreamKey current_fake_stream(c10::DeviceIndex index);
+/// The index that is current on this thread.
+c10::DeviceIndex current_fake_index();
+
+}  // namespace smp::testing
