@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/offload_store.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -36,6 +37,22 @@ std::optional<c10::Event> work_so_far(c10::Device device) {
   return event;
 }
 
+/// The streams of a device on which tensors leave and return, beside those that compute and each
+/// other.
+struct CopyStreams {
+  explicit CopyStreams(c10::Device device)
+      : out(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
+        back(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+
+  c10::Stream out, back;
+};
+
+/// Memory of the host to which devices copy by themselves. Its allocator keeps it until the copies
+/// that it is used in are done.
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).pinned_memory(true));
+}
+
 }  // namespace
 
 /// A tensor on its way out, away or on its way back. All members but `layout_` are the queue's.
@@ -69,12 +86,13 @@ class OffloadStore::Item final : public StoredTensor, public std::enable_shared_
   const Layout layout_;
   const std::shared_ptr<Queue> queue_;
   State state_ = State::kWaiting;
-  bool needed_ = false;                // while it is leaving
-  at::Tensor tensor_;                  // undefined when away
-  std::optional<c10::Stream> stream_;  // on which a device's is copied, beside those that compute
+  bool needed_ = false;                 // while it is leaving
+  at::Tensor tensor_;                   // undefined when away
+  std::optional<CopyStreams> streams_;  // of a device's
   std::optional<c10::Event> made_;
-  at::Tensor host_copy_;  // of a device's
-  int64_t offset_ = -1;   // in the file
+  std::optional<c10::Event> back_;  // of a device's that was away: when it has come
+  at::Tensor host_copy_;            // of a device's; pinned
+  int64_t offset_ = -1;             // in the file
   std::exception_ptr error_;
 };
 
@@ -116,7 +134,7 @@ class OffloadStore::Queue {
     });
     if (error_ != nullptr) std::rethrow_exception(error_);
     if (item->is_of_host() && file_ == nullptr) file_ = std::make_unique<ScratchFile>(directory_);
-    if (!item->is_of_host()) item->stream_ = stream_of(item->device());
+    if (!item->is_of_host()) item->streams_ = streams_of(item->device());
     waiting_ += bytes;
     ++puts_;
     leaving_.push_back(item);
@@ -139,7 +157,8 @@ class OffloadStore::Queue {
     if (stopped_ && item.state_ == Item::State::kReturning) fetch(item, lock);
     done_.wait(lock, [&] { return item.state_ != Item::State::kReturning; });
     if (item.state_ == Item::State::kFailed) std::rethrow_exception(item.error_);
-    if (!item.is_of_host()) {  // its memory may be the copying stream's
+    if (item.back_) {  // its memory is the copying stream's
+      item.back_->block(current_stream(item.device()));
       VirtualGuardImpl(item.device().type())
           .recordDataPtrOnStream(item.tensor_.storage().data_ptr(), current_stream(item.device()));
     }
@@ -166,11 +185,8 @@ class OffloadStore::Queue {
   }
 
  private:
-  c10::Stream stream_of(c10::Device device) {
-    const auto known = streams_.find(device);
-    if (known != streams_.end()) return known->second;
-    const c10::Stream stream = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-    return streams_.emplace(device, stream).first->second;
+  const CopyStreams& streams_of(c10::Device device) {
+    return streams_.try_emplace(device, device).first->second;
   }
 
   /// `first`: before what else is to be fetched.
@@ -213,30 +229,39 @@ class OffloadStore::Queue {
     done_.notify_all();
   }
 
-  /// Returns the copy of a device's tensor.
+  /// Returns the copy of a device's tensor, which may go then.
   at::Tensor copy_away(const Item& item) const {
     const at::Tensor flat = item.layout_.flat(item.tensor_);
     if (item.is_of_host()) {
       file_->write(item.offset_, flat.const_data_ptr(), item.layout_.nbytes());
       return {};
     }
-    const c10::StreamGuard guard(*item.stream_);
-    item.made_->block(*item.stream_);
-    return flat.to(at::kCPU);
+    const c10::StreamGuard guard(item.streams_->out);
+    item.made_->block(item.streams_->out);
+    const at::Tensor copy = pinned_like(flat).copy_(flat, /*non_blocking=*/true);
+    c10::Event left(item.device().type());
+    left.record(item.streams_->out);
+    left.synchronize();
+    return copy;
   }
 
+  /// A device's tensor is here when its copy is enqueued.
   void fetch(Item& item, std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     std::exception_ptr error;
     at::Tensor tensor;
+    std::optional<c10::Event> back;
     try {
-      const c10::OptionalStreamGuard guard(item.stream_);
-      tensor = item.layout_.allocate();
-      const at::Tensor flat = item.layout_.flat(tensor);
       if (item.is_of_host()) {
-        file_->read(item.offset_, flat.mutable_data_ptr(), item.layout_.nbytes());
+        tensor = item.layout_.allocate();
+        file_->read(item.offset_, item.layout_.flat(tensor).mutable_data_ptr(),
+                    item.layout_.nbytes());
       } else {
-        flat.copy_(item.host_copy_);
+        const c10::StreamGuard guard(item.streams_->back);
+        tensor = item.layout_.allocate();
+        item.layout_.flat(tensor).copy_(item.host_copy_, /*non_blocking=*/true);
+        back.emplace(item.device().type());
+        back->record(item.streams_->back);
       }
     } catch (...) {
       error = std::current_exception();
@@ -244,6 +269,7 @@ class OffloadStore::Queue {
     lock.lock();
     free(item);
     item.tensor_ = std::move(tensor);
+    item.back_ = std::move(back);
     bytes_back_ += item.layout_.nbytes();
     item.state_ = error == nullptr ? Item::State::kHere : Item::State::kFailed;
     item.error_ = error;
@@ -267,7 +293,7 @@ class OffloadStore::Queue {
   std::deque<std::weak_ptr<Item>> leaving_, returning_;
   int64_t waiting_ = 0;  // bytes
   std::unique_ptr<ScratchFile> file_;
-  std::unordered_map<c10::Device, c10::Stream> streams_;
+  std::unordered_map<c10::Device, CopyStreams> streams_;
   std::exception_ptr error_;
   int64_t puts_ = 0, bytes_out_ = 0, bytes_back_ = 0;
 };

@@ -19,11 +19,45 @@ TEST(DeviceOffloadStore, CopiesBesideTheComputationsThatItWaitsFor) {
   take_fake_log();
   const auto stored = store.put(tensor);
   store.wait();
-  EXPECT_EQ(take_fake_log(), (Lines{"compute records event 0", "copy waits for event 0"}));
+  EXPECT_EQ(take_fake_log(),
+            (Lines{"compute records event 0", "copy waits for event 0", "copy copies to the host",
+                   "copy records event 1", "host waits for event 1"}));
   const at::Tensor back = stored->get();
-  EXPECT_EQ(take_fake_log(), (Lines{"compute uses memory of another stream"}));
+  EXPECT_EQ(take_fake_log(),
+            (Lines{"copy copies to the device", "copy records event 0", "compute waits for event 0",
+                   "compute uses memory of another stream"}));
   EXPECT_FALSE(back.is_alias_of(tensor)) << "never left";
   EXPECT_TRUE(at::equal(back.cpu(), at::arange(4.0)));
+}
+
+/// The host may be done with a tensor long before the device has it back.
+TEST(DeviceOffloadStore, GoesThroughPinnedMemoryThatIsKeptUntilItIsBack) {
+  const at::Tensor tensor = at::arange(100.0).to(fake_device());
+  graph::OffloadStore store;
+  const size_t before = fake_pinned_bytes();
+  auto stored = store.put(tensor);
+  store.wait();
+  EXPECT_EQ(fake_pinned_bytes(), before + tensor.nbytes());
+  const at::Tensor twice = stored->get() * 2;
+  stored.reset();
+  EXPECT_EQ(fake_pinned_bytes(), before + tensor.nbytes()) << "it is still to be copied";
+  EXPECT_TRUE(at::equal(twice.cpu(), at::arange(100.0) * 2));
+}
+
+/// They leave on one stream and return on another, so neither waits for the other's copies.
+TEST(DeviceOffloadStore, ReturnsWithoutWaitingForWhatLeaves) {
+  HostUses uses;
+  graph::OffloadStore store;
+  const auto first = store.put(at::ones({4}).to(fake_device(2)));
+  store.wait();
+  uses.take(2);
+  first->prefetch();
+  EXPECT_TRUE(at::equal(first->get(), at::ones({4}).to(fake_device(2))));
+  std::vector<std::string> done;
+  for (const HostUse& use : uses.take(2)) done.push_back(use.what);
+  EXPECT_EQ(done, (Lines{"copies Float [4] to the device", "copies Float [4] to the device, waits",
+                         "waits in aten::equal of Float [4]"}))
+      << "the store's own copy is not waited for";
 }
 
 TEST(DeviceOffloadStore, TakesAwayWhatTheDeviceHasYetToMake) {
