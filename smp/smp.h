@@ -16,6 +16,7 @@
 #include "smp/keyed_random.h"
 #include "smp/leaf.h"
 #include "smp/loss_scale_options.h"
+#include "smp/memory.h"
 #include "smp/model_creation.h"
 #include "smp/objects.h"
 #include "smp/partition_scope.h"

@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
@@ -97,7 +98,8 @@ void free_block(void* memory) {
   FakeMachine::get().free(memory);
 }
 
-class FakeAllocator final : public c10::Allocator {
+/// Its cache gives nothing back until it is emptied.
+class FakeAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kFakeType, current_index);
@@ -109,6 +111,35 @@ class FakeAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
+  }
+
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {
+    const FakeLock lock(FakeMachine::get().mutex);
+    FakeMachine::get().held = FakeMachine::get().used;
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    const FakeLock lock(FakeMachine::get().mutex);
+    FakeMachine::get().record_use(data.get(), key_of(stream));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
+    const FakeLock lock(FakeMachine::get().mutex);
+    const FakeMachine& machine = FakeMachine::get();
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = static_cast<int64_t>(machine.used.at(index));
+    stats.allocated_bytes[0].peak = static_cast<int64_t>(machine.peak.at(index));
+    stats.reserved_bytes[0].current = static_cast<int64_t>(machine.held.at(index));
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex index) override {
+    const FakeLock lock(FakeMachine::get().mutex);
+    FakeMachine::get().peak.at(index) = FakeMachine::get().used.at(index);
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+    const FakeLock lock(FakeMachine::get().mutex);
+    const size_t total = FakeMachine::get().limit.value_or(kFakeMemory);
+    return {total - FakeMachine::get().held.at(index), total};
   }
 };
 

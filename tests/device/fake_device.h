@@ -49,7 +49,8 @@ class FakeMemoryLimit {
   FakeMemoryLimit(const FakeMemoryLimit&) = delete;
   FakeMemoryLimit& operator=(const FakeMemoryLimit&) = delete;
 
-  /// The most bytes that an index has had allocated at once since the limit began.
+  /// The most bytes that an index has had allocated at once since the limit began, or since
+  /// `resetPeakStats`.
   size_t peak(int index) const;
 };
 

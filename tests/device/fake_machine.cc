@@ -123,6 +123,7 @@ void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
                    " are allocated.");
   used[index] += bytes;
   peak[index] = std::max(peak[index], used[index]);
+  held[index] = std::max(held[index], used[index]);
   auto* memory = static_cast<char*>(aligned(bytes));
   // The stream may not be done with what it had there before.
   const PastAccess before = {

@@ -23,6 +23,7 @@ namespace smp::testing {
 
 inline constexpr auto kFakeType = c10::DeviceType::PrivateUse1;
 inline constexpr int kFakeDevices = 4;
+inline constexpr size_t kFakeMemory = size_t{1} << 30;  // bytes of each that it says it has
 
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
 
@@ -98,9 +99,9 @@ class FakeMachine {
   std::vector<std::string> log;
   int events = 0;
   std::optional<std::array<std::vector<HostUse>, kFakeDevices>> host_uses;
-  std::optional<std::vector<std::string>> broken_rules;   // else one ends the program
-  std::optional<size_t> limit;                            // of each index
-  std::array<size_t, kFakeDevices> used = {}, peak = {};  // bytes
+  std::optional<std::vector<std::string>> broken_rules;              // else one ends the program
+  std::optional<size_t> limit;                                       // of each index
+  std::array<size_t, kFakeDevices> used = {}, peak = {}, held = {};  // bytes
 
  private:
   /// Work that was given to a stream and is not done.
