@@ -86,9 +86,10 @@ std::vector<at::Tensor> Tracer::run_function(const Function& function,
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& error) {
+    refuse_torch_script();  // whose interpreter throws errors of its own, which are these ...
     core::fail<Error>(where(), ": ", error.what_without_backtrace());
   } catch (const std::exception&) {
-    if (!script_operator_.empty()) refuse_torch_script();  // the interpreter has its own errors
+    refuse_torch_script();  // ... or, before libtorch 2.15, std::runtime_error
     throw;
   }
 }

@@ -158,7 +158,7 @@ class Tracer final : public OperatorInterceptor {
   bool is_host_data(const torch::jit::Stack& stack, size_t arguments) const;
   bool differ(const at::Tensor& a, const at::Tensor& b);
   void refuse_unsupported(const TracedCall& call);
-  [[noreturn]] void refuse_torch_script() const;
+  void refuse_torch_script() const;
   void refuse_replaced_storage(const std::string& name) const;
   void refuse_views_in_place(const TracedCall& call) const;
   void check_keeps_shape(const TracedCall& call, const at::Tensor& argument,

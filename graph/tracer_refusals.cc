@@ -82,8 +82,9 @@ void Tracer::refuse_grad_through_leaf(const TracedCall& call) {
 }
 
 /// TorchScript's interpreter calls the function's operators in its first run. Later it gives them a
-/// backward of its own, and may join them.
+/// backward of its own, and may join them. Does nothing where none was called.
 void Tracer::refuse_torch_script() const {
+  if (script_operator_.empty()) return;
   refuse("operator " + script_operator_ +
              " is called by a TorchScript function, whose backward is not made of operators",
          "Write the function with libtorch's operators, or make the module that calls it a leaf: "
