@@ -6,7 +6,8 @@
 # smdistributed (SMDDP is a file in the folder that holds it, below smdistributed).
 #
 # That torch is linked against libraries of CUDA, gigabytes that nothing here calls. For those that
-# are missing, FOLDER gets empty ones, and functions are looked up when they are called first.
+# are missing, FOLDER gets stand-ins. They hold only what is looked up when a library is loaded, which
+# are functions whose address is taken; others are looked up when they are called first.
 set -u
 torch=$(realpath "$1") && torch=${torch%/torch/*}
 packages=$(dirname "$(realpath "$2")")
@@ -20,9 +21,23 @@ missing_libraries() {
 
 export LD_LIBRARY_PATH=$folder/libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 mkdir -p "$folder/libraries"
-for name in $(missing_libraries); do
-  clang -shared -x c /dev/null -Wl,-soname,"$name" -o "$folder/libraries/$name" || exit 1
-done
+missing=$(missing_libraries)
+
+# stand_ins NAME...: libraries for those missing, with functions of these names.
+stand_ins() {
+  local library
+  for library in $missing; do
+    { [ $# -eq 0 ] || printf 'void %s(void) {}\n' "$@"; } |
+      clang -shared -x c - -Wl,-soname,"$library" -o "$folder/libraries/$library" || exit 1
+  done
+}
+
+looked_up_early() {
+  ldd -d "$torch/torch/lib/libtorch.so" 2>&1 | sed -n 's/^undefined symbol: \(\w*\).*/\1/p' | sort -u
+}
+
+stand_ins
+stand_ins $(looked_up_early)
 printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' >"$folder/sitecustomize.py"
 
 export PYTHONPATH=$folder:$torch:$packages:$smddp PYTHONPYCACHEPREFIX=$folder/compiled
