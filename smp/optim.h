@@ -8,6 +8,7 @@
 #include "smp/optim/fused.h"              // IWYU pragma: export
 #include "smp/optim/lamb.h"               // IWYU pragma: export
 #include "smp/optim/novograd.h"           // IWYU pragma: export
+#include "smp/optim/own_options.h"        // IWYU pragma: export
 #include "smp/optim/traits.h"             // IWYU pragma: export
 #include "smp/optim/uses_grad_norm.h"     // IWYU pragma: export
 #include "smp/optim/uses_tensor_norms.h"  // IWYU pragma: export

@@ -82,7 +82,7 @@ void AdadeltaParamState::serialize(torch::serialize::InputArchive& archive) {
 
 Adadelta::Adadelta(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                    AdadeltaOptions defaults)
-    : Optimizer(param_groups, std::make_unique<AdadeltaOptions>(defaults)) {
+    : OwnOptions(param_groups, std::make_unique<AdadeltaOptions>(defaults)) {
   check_options(defaults);
   for (const auto& group : param_groups_) {
     check_options(static_cast<const AdadeltaOptions&>(group.options()));

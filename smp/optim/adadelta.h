@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "smp/export.h"
+#include "smp/optim/own_options.h"
 
 namespace smp::optim {
 
@@ -62,7 +63,7 @@ SMP_API bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState&
 ///     x       = x - lr dx
 ///
 /// Otherwise like libtorch's own optimizers: param groups, closures, LR schedulers, torch::save.
-class SMP_API Adadelta : public torch::optim::Optimizer {
+class SMP_API Adadelta : public OwnOptions {
  public:
   /// Throws ConfigError for options out of range.
   explicit Adadelta(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

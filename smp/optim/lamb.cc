@@ -118,7 +118,7 @@ void LambParamState::serialize(torch::serialize::InputArchive& archive) {
 }
 
 Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults)
-    : Optimizer(param_groups, std::make_unique<LambOptions>(defaults)) {
+    : OwnOptions(param_groups, std::make_unique<LambOptions>(defaults)) {
   check_options(defaults);
   for (const auto& group : param_groups_) {
     check_options(static_cast<const LambOptions&>(group.options()));

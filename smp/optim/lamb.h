@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "smp/export.h"
+#include "smp/optim/own_options.h"
 #include "smp/optim/uses_grad_norm.h"
 #include "smp/optim/uses_tensor_norms.h"
 
@@ -77,7 +78,7 @@ SMP_API bool operator==(const LambParamState& lhs, const LambParamState& rhs);
 /// where the ratio of L2 norms is 1 if either is 0, and for parameters without weight decay unless
 /// `use_nvlamb`. Under `DistributedOptimizer` norms are those over all ranks, so that `step` is
 /// collective. It needs the memory for the updates of all parameters of the rank.
-class SMP_API Lamb : public torch::optim::Optimizer, public UsesGradNorm, public UsesTensorNorms {
+class SMP_API Lamb : public OwnOptions, public UsesGradNorm, public UsesTensorNorms {
  public:
   /// Throws ConfigError for options out of range.
   explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

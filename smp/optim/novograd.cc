@@ -117,7 +117,7 @@ void NovoGradParamState::serialize(torch::serialize::InputArchive& archive) {
 
 NovoGrad::NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                    NovoGradOptions defaults)
-    : Optimizer(param_groups, std::make_unique<NovoGradOptions>(defaults)) {
+    : OwnOptions(param_groups, std::make_unique<NovoGradOptions>(defaults)) {
   check_options(defaults);
   for (const auto& group : param_groups_) {
     check_options(static_cast<const NovoGradOptions&>(group.options()));

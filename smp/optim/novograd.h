@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "smp/export.h"
+#include "smp/optim/own_options.h"
 #include "smp/optim/uses_tensor_norms.h"
 
 namespace smp::optim {
@@ -76,7 +77,7 @@ SMP_API bool operator==(const NovoGradParamState& lhs, const NovoGradParamState&
 /// x = x - lr m'. With the largest magnitude as norm: n = beta2 n + (1 - beta2) |g|. Under
 /// `DistributedOptimizer`, where ranks have pieces or parts of parameters, norms are those of the
 /// whole, so that `step` is collective.
-class SMP_API NovoGrad : public torch::optim::Optimizer, public UsesTensorNorms {
+class SMP_API NovoGrad : public OwnOptions, public UsesTensorNorms {
  public:
   /// Throws ConfigError for options out of range.
   explicit NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

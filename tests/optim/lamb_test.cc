@@ -112,6 +112,24 @@ TEST(Lamb, GroupsShareTheNorm) {
   EXPECT_TRUE(torch::allclose(second, to_tensor(references[1].x), 1e-12, 1e-12));
 }
 
+/// Also of a group that is added later.
+TEST(Lamb, GroupsKeepTheirOptions) {
+  const auto given = LambOptions(0.01).weight_decay(0).use_nvlamb(true);
+  const auto group = [&] {
+    return torch::optim::OptimizerParamGroup({torch::ones(1)},
+                                             std::make_unique<LambOptions>(given));
+  };
+  Lamb optimizer({group()}, LambOptions(0.1));
+  optimizer.add_param_group(group());
+  optimizer.add_param_group({{torch::ones(1)}});
+  const auto options = [&](size_t i) -> const LambOptions& {
+    return static_cast<const LambOptions&>(optimizer.param_groups()[i].options());
+  };
+  EXPECT_EQ(options(0), given);
+  EXPECT_EQ(options(1), given);
+  EXPECT_EQ(options(2), LambOptions(0.1));
+}
+
 /// Gradients stay as they are, parameters without one too, and a norm from elsewhere counts.
 TEST(Lamb, TakesTheNormItIsGiven) {
   const auto param = to_tensor({1, 2}).requires_grad_();
