@@ -291,7 +291,8 @@ TEST(OptimizerState, OptionsFollowParametersOfWhichAReplicaHasNoPiece) {
   std::vector<Net> nets{make_net(), make_net()};
   run_as_threads(2, stages(1).ddp(true).shard_optimizer_state(true), [&] {
     DistributedModel<Net> model(nets[rank()]);
-    const auto rate = [](size_t parameter) { return 1e-3 * static_cast<double>(parameter + 1); };
+    // None of them Adam's own 1e-3, which a newer libtorch takes for a rate that was not given.
+    const auto rate = [](size_t parameter) { return 2e-3 * static_cast<double>(parameter + 1); };
     const Tensors parameters = model->parameters();
     const size_t count = parameters.size();
     std::vector<to::OptimizerParamGroup> groups, reversed;
