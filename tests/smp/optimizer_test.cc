@@ -232,11 +232,13 @@ TEST(DistributedOptimizer, SeveralOverPartsOfAModel) {
 
 /// Its rank would clip by the norm of its own gradients.
 TEST(DistributedOptimizer, IsNeededByAnOptimizerThatClips) {
-  const std::string text = error_of_run<UsageError>(2, Config().partitions(2).microbatches(1), [] {
-    DistributedModel<Mlp> model(make_mlp());
+  const std::vector<Mlp> nets{make_mlp(), make_mlp()};
+  const auto input = input_of(0);
+  const std::string text = error_of_run<UsageError>(2, Config().partitions(2).microbatches(1), [&] {
+    DistributedModel<Mlp> model(nets[rank()]);
     optim::Lamb lamb(model->parameters(), optim::LambOptions(0.1).max_grad_norm(1));
     auto train = step([&](torch::Tensor x) { model->backward(model(x).square().mean()); });
-    train(input_of(0));
+    train(input);
     lamb.step();
   });
   expect_has(text, {"needs the norm of all gradients, and this rank has those of some parameters",
