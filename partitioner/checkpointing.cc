@@ -20,7 +20,6 @@ namespace {
 using graph::Graph;
 using graph::Operator;
 using graph::ValueId;
-using graph::ValueKind;
 
 /// A module of a list, by its position.
 struct Member {

@@ -15,7 +15,6 @@ namespace {
 
 using graph::Graph;
 using graph::kUndefined;
-using graph::Operator;
 using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;

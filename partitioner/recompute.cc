@@ -11,7 +11,6 @@
 namespace smp::partitioner {
 
 using graph::Graph;
-using graph::kUndefined;
 using graph::Operator;
 using graph::Value;
 using graph::ValueId;

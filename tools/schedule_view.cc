@@ -20,7 +20,6 @@ namespace {
 
 using pipeline::Action;
 using pipeline::Schedule;
-using pipeline::ScheduleOptions;
 using pipeline::StageCosts;
 using pipeline::StageEdge;
 

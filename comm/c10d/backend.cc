@@ -401,7 +401,7 @@ class SmpBackend final : public c10d::Backend {
 
   static void unpack(const at::Tensor& flat, const Tensors& parts) {
     int64_t begin = 0;
-    for (at::Tensor part : parts) {
+    for (const at::Tensor& part : parts) {
       part.copy_(flat.narrow(0, begin, part.numel()).view(part.sizes()));
       begin += part.numel();
     }

@@ -17,7 +17,6 @@ namespace {
 
 using graph::Argument;
 using graph::BackwardRoot;
-using graph::Graph;
 using graph::kUndefined;
 using graph::Operator;
 using graph::TensorMeta;

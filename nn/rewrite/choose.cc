@@ -13,7 +13,6 @@ namespace smp::nn::rewrite {
 namespace {
 
 using graph::Graph;
-using graph::Operator;
 using graph::ValueId;
 using graph::ValueKind;
 

@@ -11,7 +11,6 @@
 namespace smp::nn::rewrite {
 
 using graph::Argument;
-using graph::Graph;
 using graph::kUndefined;
 using graph::Operator;
 using graph::TensorMeta;
