@@ -113,6 +113,23 @@ another_libtorch() {
   echo "set(PACKAGE_VERSION \"$2\")" >"$1/share/cmake/Torch/TorchConfigVersion.cmake"
 }
 
+# catches: a program outside of the library knows the type of what the library throws.
+catches() {
+  cat >"$work/catch.cc" <<'CC'
+#include <smp/smp.h>
+int main() {
+  try {
+    smp::init(smp::Config().microbatches(0));
+  } catch (const smp::ConfigError&) {
+    return 0;
+  }
+  return 1;
+}
+CC
+  PKG_CONFIG_PATH=$prefix/lib/pkgconfig bash -c \
+    "clang++ $work/catch.cc -o $work/catch \$(pkg-config --cflags --libs smp)" && "$work/catch"
+}
+
 prefix=$work/prefix
 options=(-DCMAKE_BUILD_TYPE=Release)
 $quick && options=(-DCMAKE_BUILD_TYPE=None -DSMP_TOOLS=OFF) # without optimisation, in half the time
@@ -123,6 +140,7 @@ check "install it" cmake --install "$work/build"
 printf '      install tree %s, headers %s\n' $(du -sh "$prefix" "$prefix/include" | cut -f1)
 check "only smp's own names are exported" exports_only_smp "$prefix/lib/libsmp.so"
 sed 's/^/      /' "$work/log"
+check "what it throws is caught outside of it" catches
 check "name maps are installed" cmp "$source/examples/huggingface/gpt2.json" \
   "$prefix/share/smp/huggingface/gpt2.json"
 
