@@ -4,7 +4,8 @@
 # CUDA toolkit of whoever links a libtorch that has CUDA, and smp needs only libtorch_cpu and libc10.
 
 # smp_find_libtorch([VERSION]): makes the target smp::libtorch and sets SMP_LIBTORCH_DIR,
-# SMP_LIBTORCH_VERSION and SMP_LIBTORCH_CXX_STANDARD, which its headers need. With a version, a libtorch of another minor version is an error.
+# SMP_LIBTORCH_VERSION and SMP_LIBTORCH_CXX_STANDARD, which its headers need. With a version, a libtorch
+# of another minor version is an error.
 macro(smp_find_libtorch)
   find_path(SMP_TORCH_CMAKE_DIR TorchConfig.cmake
     HINTS ${Torch_DIR} ENV Torch_DIR ${Torch_ROOT} ENV Torch_ROOT

@@ -130,6 +130,19 @@ CC
     "clang++ $work/catch.cc -o $work/catch \$(pkg-config --cflags --libs smp)" && "$work/catch"
 }
 
+# headers_with MINOR...: the installed headers compile with what looks like libtorch 2.MINOR.
+headers_with() {
+  local minor folder
+  for minor in "$@"; do
+    folder=$work/libtorch_2.$minor
+    mkdir -p "$folder/torch"
+    printf '#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR %d\n' "$minor" \
+      >"$folder/torch/version.h"
+    clang++ -fsyntax-only -I "$folder" -I "$prefix/include" -x c++ - <<<'#include <smp/version.h>' ||
+      return 1
+  done
+}
+
 prefix=$work/prefix
 options=(-DCMAKE_BUILD_TYPE=Release)
 $quick && options=(-DCMAKE_BUILD_TYPE=None -DSMP_TOOLS=OFF) # without optimisation, in half the time
@@ -156,6 +169,8 @@ another_libtorch "$work/old" 2.10.0
 check "another libtorch is refused" refuses "smp: this smp was built with libtorch" \
   cmake -S "$work/project" -B "$work/refused_build" -DCMAKE_PREFIX_PATH="$prefix;$work/old" \
   -DTorch_DIR="$work/old/share/cmake/Torch"
+check "headers take a libtorch that was tested" headers_with 11 15
+check "and refuse another" refuses "smp 0.1 was tested with libtorch 2.11 and 2.15" headers_with 14
 check "no libtorch is refused" refuses "smp: libtorch was not found" \
   env -u CMAKE_PREFIX_PATH cmake -S "$source" -B "$work/none"
 
