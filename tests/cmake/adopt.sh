@@ -150,7 +150,8 @@ check "build the library" build "$source" "$work/build" "${options[@]}" \
   -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang -DSMP_WERROR=ON \
   -DCMAKE_PREFIX_PATH="$libtorch" -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
 check "install it" cmake --install "$work/build"
-printf '      install tree %s, headers %s\n' $(du -sh "$prefix" "$prefix/include" | cut -f1)
+size_of() { du -sh "$1" | cut -f1; } # one du for both would count the headers once
+printf '      install tree %s, headers %s\n' "$(size_of "$prefix")" "$(size_of "$prefix/include")"
 check "only smp's own names are exported" exports_only_smp "$prefix/lib/libsmp.so"
 sed 's/^/      /' "$work/log"
 check "what it throws is caught outside of it" catches
