@@ -29,7 +29,7 @@ PAGES = {
     "DistributedOptimizer": ["distributed_optimizer.h", "optimizer_core.h", "optimizer_state.h",
                              "loss_scale_options.h", "clip_grad.h", "scheduler.h"],
     "Optimizers": ["optim/adadelta.h", "optim/fused.h", "optim/lamb.h", "optim/novograd.h",
-                   "optim/traits.h", "optim/uses_grad_norm.h",
+                   "optim/own_options.h", "optim/traits.h", "optim/uses_grad_norm.h",
                    "optim/uses_tensor_norms.h"],
     "Half precision": ["amp.h", "autocast.h"],
     "Partition": ["partition_scope.h"],
