@@ -104,7 +104,7 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 class DeferredScope::Impl : public OperatorInterceptor {
  public:
   explicit Impl(DeferredOptions options)
-      : options_(std::move(options)), recording_(continue_recording()), scope_(*this) {}
+      : options_(options), recording_(continue_recording()), scope_(*this) {}
 
   void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
 
@@ -135,8 +135,7 @@ class DeferredScope::Impl : public OperatorInterceptor {
   InterceptScope scope_;
 };
 
-DeferredScope::DeferredScope(DeferredOptions options)
-    : impl_(std::make_unique<Impl>(std::move(options))) {}
+DeferredScope::DeferredScope(DeferredOptions options) : impl_(std::make_unique<Impl>(options)) {}
 DeferredScope::~DeferredScope() = default;
 
 class AtOnceScope::Impl : public OperatorInterceptor {
