@@ -176,7 +176,8 @@ void train(const std::string& folder, bool asynchronous, bool forgets_optimizer)
                           asynchronous && done % 2 == 1))
           .wait();
     }
-    keep_copy(model, optimizer);
+    // The last one would be of no use, and nobody hears of one that fails at the end.
+    if (done + 1 < kSteps) keep_copy(model, optimizer);
   }
 }
 
