@@ -6,6 +6,7 @@
 #include <set>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/file.h"
 #include "core/check.h"
@@ -87,6 +88,17 @@ void check_removable(const std::string& path, const std::string& folder, bool un
   SMP_CHECK_WITH(CheckpointError, got.empty(), cannot_save(path), ": expected at \"", folder,
                  "\" a new name or an existing checkpoint, got ", got,
                  ". Choose another path, or remove it first.");
+}
+
+/// The index goes last, so that one that is half removed is known by the next save.
+void remove_checkpoint(const fs::path& folder) {
+  if (!fs::exists(folder)) return;
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(folder)) files.push_back(entry.path());
+  for (const fs::path& file : files) {
+    if (file.filename() != kIndexFile) fs::remove_all(file);
+  }
+  fs::remove_all(folder);
 }
 
 constexpr const char* kMergedFile = "model.safetensors";
@@ -219,13 +231,13 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
   const std::string replaced = replaced_folder(path_);
   on_disk(cannot_save(path_), [&] {
     if (fs::exists(path_)) {
-      fs::remove_all(replaced);
+      remove_checkpoint(replaced);
       fs::rename(path_, replaced);
     }
     fs::rename(folder, path_);
   });
   sync_folder(parent_folder(path_));
-  on_disk(cannot_save(path_), [&] { fs::remove_all(replaced); });
+  on_disk(cannot_save(path_), [&] { remove_checkpoint(replaced); });
   unlock();
 }
 

@@ -17,9 +17,9 @@ namespace smp::checkpoint {
 /// A folder of the running test's own, removed at the end of the test.
 class FolderTest : public ::testing::Test {
  protected:
-  FolderTest() {
+  explicit FolderTest(const std::string& parent = ::testing::TempDir()) {
     const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = ::testing::TempDir() + "/" + info->test_suite_name() + "." + info->name();
+    folder_ = parent + "/" + info->test_suite_name() + "." + info->name();
     std::filesystem::remove_all(folder_);
     std::filesystem::create_directories(folder_);
   }
