@@ -60,7 +60,7 @@ struct LaunchContext {
 
 /// A command as an argument vector; no shell is involved.
 struct LaunchCommand {
-  int ranks = 0;
+  int ranks = 0;  ///< that it starts
   std::vector<std::string> arguments;
   /// Variables set for the command, in addition to the caller's.
   std::vector<std::pair<std::string, std::string>> environment;

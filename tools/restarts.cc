@@ -42,8 +42,8 @@ bool Restarts::take(const core::JobProgress& noted) {
   return has_copy || !noted.checkpoints.empty();
 }
 
-/// A job that recovers has come further, or does not wait in vain for long.
-std::chrono::seconds Restarts::wait(bool recovers) const {
+/// A job that recovers and has come further goes on at once.
+std::chrono::seconds Restarts::waiting_time(bool recovers) const {
   if (recovers && without_progress_ == 0) return std::chrono::seconds(0);
   return std::chrono::seconds(std::min(1 << std::min(without_progress_, 6), kLongestWait));
 }
@@ -63,12 +63,12 @@ Restarts::Decision Restarts::after(const std::string& cause,
   last_ = now;
   if (!reason.empty()) return {false, "smprun: not started again: " + reason + "\n", {}};
   without_progress_ = has_progressed ? 0 : without_progress_ + 1;
-  ++restarts_;
+  const auto wait = waiting_time(recovers);
   const std::string of = most_ ? c10::str(" of ", *most_) : "";
   return {true,
-          c10::str("smprun: restart ", restarts_, of, " in ", wait(recovers).count(), " s: from ",
-                   from(), "\n"),
-          wait(recovers)};
+          c10::str("smprun: restart ", ++restarts_, of, " in ", wait.count(), " s: from ", from(),
+                   "\n"),
+          wait};
 }
 
 }  // namespace smp::tools

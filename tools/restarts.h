@@ -39,7 +39,7 @@ class Restarts {
 
   std::string why_not(const Failed& now) const;
   bool take(const core::JobProgress& noted);
-  std::chrono::seconds wait(bool recovers) const;
+  std::chrono::seconds waiting_time(bool recovers) const;
   std::string from() const;
 
   const std::optional<int> most_;

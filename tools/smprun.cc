@@ -64,9 +64,10 @@ struct Run {
   std::string recovery() const { return config ? config->recovery() : "off"; }
 };
 
+std::string temporary_folder() { return smp::core::env("TMPDIR").value_or("/tmp"); }
+
 Run run_once(const LaunchOptions& options, LaunchContext context) {
-  const JobFolder folder(smp::core::env("TMPDIR").value_or("/tmp"),
-                         "Set TMPDIR to a folder that can be written.");
+  const JobFolder folder(temporary_folder(), "Set TMPDIR to a folder that can be written.");
   context.failure_dir = folder.path();
   const LaunchCommand command = plan_launch(options, context);
   if (is_here(options, context, command)) smp::tools::check_program(options.program.front());
@@ -102,14 +103,14 @@ Restarts::Decision shrink_if_wanted(const Run& run, bool one_host, Restarts::Dec
 int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
   const bool one_host = options.hosts.empty() && context.slurm_hosts.empty();
   Restarts restarts(options.restarts, one_host);
-  // The user's own, or one that goes away with the job.
-  std::optional<JobFolder> memory;
-  if (!smp::core::env(smp::core::kRecoveryDirVariable)) {
-    const bool has_memory = access(kMemory, W_OK) == 0;
-    memory.emplace(has_memory ? kMemory : smp::core::env("TMPDIR").value_or("/tmp"),
+  std::optional<JobFolder> memory;  // goes away with the job
+  if (const auto users_own = smp::core::env(smp::core::kRecoveryDirVariable)) {
+    context.recovery_dir = *users_own;
+  } else {
+    memory.emplace(access(kMemory, W_OK) == 0 ? kMemory : temporary_folder(),
                    "Set SMP_RECOVERY_DIR to a folder that can be written.");
+    context.recovery_dir = memory->path();
   }
-  context.recovery_dir = memory ? memory->path() : *smp::core::env(smp::core::kRecoveryDirVariable);
   for (;;) {
     const Run run = run_once(options, context);
     if (run.result.exit_status == 0) return 0;

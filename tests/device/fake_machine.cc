@@ -137,22 +137,30 @@ void FakeMachine::free(void* memory) noexcept {
   Block block = std::move(found->second);
   blocks_.erase(found);
   check_free(block);
-  std::vector<std::pair<StreamKey, uint64_t>> waits;
-  for (const StreamKey& user : block.users) waits.emplace_back(user, queues_[user].given);
-  const bool at_once = waits.empty();  // what follows on the stream may have it
+  const bool at_once = block.users.empty();  // what follows on the stream may have it
   const c10::DeviceIndex index = block.owner.first;
   if (at_once) used[index] -= block.bytes;
-  const auto release = [this, memory, waits, at_once, index, bytes = block.bytes] {
-    for (const auto& [user, position] : waits) run_until(user, position);
-    std::memset(memory, kFreed, bytes);
+  const auto release = [this, at_once, index, bytes = block.bytes,
+                        overwrite = overwrite_after(block.users, memory, block.bytes)] {
+    overwrite();
     if (!at_once) used[index] -= bytes;
-    std::free(memory);
   };
   if (at_once && queues_[block.owner].tasks.empty()) {
     release();
   } else {
     give(block.owner, {"a release", {}, release});
   }
+}
+
+std::function<void()> FakeMachine::overwrite_after(const std::set<StreamKey>& users, void* memory,
+                                                   size_t bytes) {
+  std::vector<std::pair<StreamKey, uint64_t>> waits;
+  for (const StreamKey& user : users) waits.emplace_back(user, queues_[user].given);
+  return [this, waits, memory, bytes] {
+    for (const auto& [user, position] : waits) run_until(user, position);
+    std::memset(memory, kFreed, bytes);
+    std::free(memory);
+  };
 }
 
 void FakeMachine::record_use(void* memory, StreamKey stream) {
@@ -173,18 +181,15 @@ void FakeMachine::free_pinned(void* memory) noexcept {
   const auto found = pinned_.find(static_cast<char*>(memory));
   const Pinned block = std::move(found->second);
   pinned_.erase(found);
-  std::vector<std::pair<StreamKey, uint64_t>> waits;
-  for (const StreamKey& user : block.users) waits.emplace_back(user, queues_[user].given);
-  const auto release = [this, memory, waits, bytes = block.bytes] {
-    for (const auto& [user, position] : waits) run_until(user, position);
-    std::memset(memory, kFreed, bytes);
+  const auto release = [this, bytes = block.bytes,
+                        overwrite = overwrite_after(block.users, memory, block.bytes)] {
+    overwrite();
     pinned_bytes_ -= bytes;
-    std::free(memory);
   };
-  if (waits.empty()) {
+  if (block.users.empty()) {
     release();
   } else {
-    give(waits.front().first, {"a release", {}, release});
+    give(*block.users.begin(), {"a release", {}, release});
   }
 }
 

@@ -132,6 +132,9 @@ class FakeMachine {
   using PinnedBlocks = std::map<const char*, Pinned>;
 
   PinnedBlocks::const_iterator find_pinned(const void* memory) const;
+  /// Gives memory back, overwritten, when these streams have done what they were given until now.
+  std::function<void()> overwrite_after(const std::set<StreamKey>& users, void* memory,
+                                        size_t bytes);
   void run_until(StreamKey stream, uint64_t position);
   void finish(const Clock& clock);
   void merge(const Clock& clock, Clock& into) const;
