@@ -11,45 +11,23 @@
 #include <cstdio>
 #include <vector>
 
+#include "bench/gpt_training.h"
 #include "bench/measure.h"
-#include "examples/gpt/gpt_model.h"
 #include "smp/smp.h"
 
 namespace {
 
-constexpr int64_t kMicrobatches = 8, kSequence = 64, kBatch = 16;
 constexpr int kWarmSteps = 4, kBlocks = 8, kSteps = 4;
 
 void measure(int stages, int64_t width) {
-  const int replicas = 2 / stages;
-  const auto config = smp::Config()
-                          .partitions(stages)
-                          .microbatches(kMicrobatches / replicas)
-                          .ddp(replicas > 1)
-                          .recovery("restart");
-  std::vector<gpt::GPT> nets;
-  for (int i = 0; i < 2; ++i) {
-    nets.emplace_back(
-        gpt::GPTOptions().layers(8).width(width).heads(4).sequence(kSequence).dropout(0.0));
-  }
-  int64_t elements = 0;
-  for (const auto& parameter : nets[0]->parameters()) elements += parameter.numel();
-  const auto x = torch::randint(256, {kBatch / replicas, kSequence});
-  const auto y = torch::randint(256, {kBatch / replicas, kSequence});
-  smp::run_as_threads(2, config, [&] {
-    smp::DistributedModel<gpt::GPT> model(nets[smp::rank()]);
-    smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-3);
-    auto train = smp::step([&](torch::Tensor in, torch::Tensor out) {
-      auto loss = torch::nn::functional::cross_entropy(model(in).flatten(0, 1), out.flatten());
-      model->backward(loss);
-      return loss;
-    });
+  const auto config = smp::Config().recovery("restart");
+  bench::train_on_two_ranks(stages, width, config, [&](const bench::GptTraining& training) {
+    int64_t elements = 0;
+    for (const auto& parameter : training.model->parameters()) elements += parameter.numel();
     const auto steps = [&](int count, bool keeps) {
       for (int i = 0; i < count; ++i) {
-        optimizer.zero_grad();
-        train(x, y);
-        optimizer.step();
-        if (keeps) smp::keep_copy(model, optimizer);
+        training.step();
+        if (keeps) smp::keep_copy(training.model, training.optimizer);
       }
     };
     steps(kWarmSteps, true);
@@ -66,7 +44,7 @@ void measure(int stages, int64_t width) {
     std::printf(
         "%d stages x %d replicas, %.1f M parameters: a step %.1f ms, with a copy %.1f ms: %.1f %% "
         "more (quartiles %.1f to %.1f); 3 %% of the time with recovery_interval %.0f\n",
-        stages, replicas, 1e-6 * static_cast<double>(elements), 1e3 * bench::median(plain),
+        stages, 2 / stages, 1e-6 * static_cast<double>(elements), 1e3 * bench::median(plain),
         1e3 * bench::median(keeping), 100 * share, 100 * bench::quantile(extra, 0.25),
         100 * bench::quantile(extra, 0.75), std::ceil(share / 0.03));
   });

@@ -7,47 +7,21 @@
 #include <torch/torch.h>
 
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <vector>
 
+#include "bench/gpt_training.h"
 #include "bench/measure.h"
-#include "examples/gpt/gpt_model.h"
 #include "smp/smp.h"
 
 namespace {
 
-constexpr int64_t kMicrobatches = 8, kSequence = 64, kBatch = 16;
 constexpr int kWarmSteps = 4, kPairs = 32;  // every stage and microbatch, twice
 
 void measure(int stages, const char* pipeline) {
-  const int replicas = 2 / stages;
-  const auto config = smp::Config()
-                          .partitions(stages)
-                          .microbatches(kMicrobatches / replicas)
-                          .pipeline(pipeline)
-                          .ddp(replicas > 1)
-                          .replay_check(2);
-  std::vector<gpt::GPT> nets;
-  for (int i = 0; i < 2; ++i) {
-    nets.emplace_back(
-        gpt::GPTOptions().layers(8).width(256).heads(4).sequence(kSequence).dropout(0.0));
-  }
-  const auto x = torch::randint(256, {kBatch / replicas, kSequence});
-  const auto y = torch::randint(256, {kBatch / replicas, kSequence});
-  smp::run_as_threads(2, config, [&] {
-    smp::DistributedModel<gpt::GPT> model(nets[smp::rank()]);
-    smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-3);
-    auto train = smp::step([&](torch::Tensor in, torch::Tensor out) {
-      auto loss = torch::nn::functional::cross_entropy(model(in).flatten(0, 1), out.flatten());
-      model->backward(loss);
-      return loss;
-    });
-    const auto step = [&] {
-      optimizer.zero_grad();
-      train(x, y);
-      optimizer.step();
-    };
+  const auto config = smp::Config().pipeline(pipeline).replay_check(2);
+  bench::train_on_two_ranks(stages, /*width=*/256, config, [&](const bench::GptTraining& training) {
+    const auto& step = training.step;
     for (int i = 0; i < kWarmSteps; ++i) step();
     std::vector<double> plain, checked, extra;
     for (int i = 0; i < kPairs; ++i) {
@@ -61,7 +35,7 @@ void measure(int stages, const char* pipeline) {
         "%d stages x %d replicas, %s: a step %.1f ms, with a check %.1f ms: %.1f %% more "
         "(quartiles "
         "%.1f to %.1f); 1 %% of the time with replay_check %.0f, 3 %% with %.0f\n",
-        stages, replicas, pipeline, 1e3 * bench::median(plain), 1e3 * bench::median(checked),
+        stages, 2 / stages, pipeline, 1e3 * bench::median(plain), 1e3 * bench::median(checked),
         100 * share, 100 * bench::quantile(extra, 0.25), 100 * bench::quantile(extra, 0.75),
         std::ceil(share / 0.01), std::ceil(share / 0.03));
   });
