@@ -140,16 +140,15 @@ void phases(int64_t layers, int stages) {
   smp::partitioner::estimate_costs(*recorded, nullptr);
   const auto config = smp::Config().partitions(stages).microbatches(kMicrobatches);
   smp::partitioner::Plan plan;
+  const auto model = smp::runtime::step_model(config, stages, kMicrobatches, /*replicas=*/1);
   print_phase("plan", operators, seconds([&] {
                 plan = smp::partitioner::partition_in_best_order(
-                    *recorded, smp::runtime::partition_options(config, stages, kMicrobatches, 1));
+                    *recorded, smp::runtime::partition_options(config, stages, model));
               }));
   const Graph ordered = smp::partitioner::reordered(*recorded, plan.order);
   std::optional<smp::runtime::PlannedStep> step;
   print_phase("schedule", operators, seconds([&] {
-                step = smp::runtime::plan_step(
-                    config, "", ordered, plan, stages,
-                    smp::runtime::step_model(config, stages, kMicrobatches, 1), true);
+                step = smp::runtime::plan_step(config, "", ordered, plan, stages, model, true);
               }));
   const std::vector<int> blocks = blocks_of(ordered);
   std::vector<double> plain, checkpointed;

@@ -200,7 +200,9 @@ std::vector<Parameter> partition_rows() {
       number("memory_limit_mb", 0.0,
              "How many MiB a rank may use for its parameters, gradients, optimizer state and the "
              "activations of the microbatches in flight, by the partitioner's reckoning. If no "
-             "partition keeps it, the error says which limit would do. 0: no limit.")
+             "partition keeps it, the error says which limit would do. 0: no limit on the CPU; on "
+             "devices nine tenths of their memory, divided by the ranks that share one, with a "
+             "warning instead of the error.")
           .at_least(0)
           .at_most(kMostMiB),
       number(

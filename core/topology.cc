@@ -122,6 +122,11 @@ void Topology::check_rank(int rank) const {
                  size() - 1, ", got ", rank, ".");
 }
 
+const std::string& Topology::host(int rank) const {
+  check_rank(rank);
+  return hosts_[rank];
+}
+
 int Topology::local_rank(int rank) const {
   check_rank(rank);
   return static_cast<int>(std::count(hosts_.begin(), hosts_.begin() + rank, hosts_[rank]));

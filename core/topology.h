@@ -30,6 +30,8 @@ class Topology {
   static void check_size(const Config& config, int world_size);
 
   int size() const { return size(CommGroup::kWorld); }
+  /// The name of the host of world rank `rank`.
+  const std::string& host(int rank) const;
   int local_rank(int rank) const;
   int local_size(int rank) const;
   int pp_rank(int rank) const { return rank_in(CommGroup::kPp, rank); }

@@ -205,8 +205,8 @@ class Partitioner {
     problem.allow_empty = options_.allow_empty_stages();
     problem.microbatches = options_.step().microbatches();
     problem.gap = kSearchGap;
-    if (options_.memory_limit() > 0) {
-      problem.memory_limit = std::max(options_.memory_limit() - working(), int64_t{1});
+    if (limit() > 0) {
+      problem.memory_limit = std::max(limit() - working(), int64_t{1});
     }
     for (int s = 0; s < stages(); ++s) {
       problem.in_flight.push_back(
@@ -453,10 +453,10 @@ class Partitioner {
 
   /// Pins may leave no choice, and the stages of one rank add up.
   void check_memory(const Plan& plan) const {
-    if (options_.memory_limit() == 0) return;
+    if (limit() == 0) return;
     const Prediction prediction = predict(graph_, plan, options_.step());
     for (int64_t bytes : prediction.rank_memory) {
-      if (bytes > options_.memory_limit()) fail_memory(plan, "as the operators are pinned");
+      if (bytes > limit()) fail_memory(plan, "as the operators are pinned");
     }
   }
 
@@ -470,8 +470,8 @@ class Partitioner {
         "needs {}. Raise \"memory_limit_mb\", use more partitions or smaller microbatches, or "
         "lower "
         "\"active_microbatches\".",
-        options_.partitions(), format_bytes(options_.memory_limit()), options_.memory_limit(), how,
-        rank, describe_memory(plan, prediction, rank)));
+        options_.partitions(), format_bytes(limit()), limit(), how, rank,
+        describe_memory(plan, prediction, rank)));
   }
 
   // ---- Reasons ----
@@ -505,6 +505,8 @@ class Partitioner {
     if (weight == kUndefined || stages() == 1) return "";
     return fmt::format("cut {}|{} would send a view of {}", i - 1, i, graph_.values[weight].name);
   }
+
+  int64_t limit() const { return options_.step().memory_limit(); }
 
   const Graph& graph_;
   const PartitionOptions& options_;

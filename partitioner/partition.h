@@ -25,14 +25,11 @@ struct PartitionOptions {
   /// each rank, in their order. Pins may ask for others (see `list_stages`).
   TORCH_ARG(std::vector<int>, placement);
 
-  /// The step for which time and memory are predicted.
+  /// The step for which time and memory are predicted, and the memory that it may take.
   TORCH_ARG(StepModel, step);
 
   /// Weight of memory against time in an operator's cost, 0 to 1: see `operator_costs`.
   TORCH_ARG(double, memory_weight) = 0.8;
-
-  /// Bytes that a rank may use for parameters, gradients, optimizer state and activations; 0: any.
-  TORCH_ARG(int64_t, memory_limit) = 0;
 
   /// How far the predicted step may be above the optimum to keep modules whole, as a fraction. The
   /// default is below the noise of measured times.

@@ -30,6 +30,8 @@ struct StepModel {
   TORCH_ARG(int64_t, largest_region) = 0;
   /// What replicas divide among them.
   TORCH_ARG(Sharding, sharding);
+  /// Bytes that a rank may use for parameters, gradients, optimizer state and activations; 0: any.
+  TORCH_ARG(int64_t, memory_limit) = 0;
 };
 
 /// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,

@@ -41,6 +41,8 @@ struct Progress {
 struct FirstStep {
   /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
   std::string schedule;
+  /// Bytes of its device that each rank may count on; 0 on the CPU, and once no plan keeps it.
+  int64_t device_share = 0;
   /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
   /// How many microbatches of the first graph run as one; 0 as long as that is not decided.

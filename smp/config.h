@@ -250,7 +250,9 @@ class SMP_API Config {
 
   /// How many MiB a rank may use for its parameters, gradients, optimizer state and the activations
   /// of the microbatches in flight, by the partitioner's reckoning. If no partition keeps it, the
-  /// error says which limit would do. 0: no limit. A number from 0 to 1000000000. Default: 0.0.
+  /// error says which limit would do. 0: no limit on the CPU; on devices nine tenths of their
+  /// memory, divided by the ranks that share one, with a warning instead of the error. A number
+  /// from 0 to 1000000000. Default: 0.0.
   Config& memory_limit_mb(double value) { return set("memory_limit_mb", value); }
   double memory_limit_mb() const { return std::get<double>(get("memory_limit_mb")); }
 

@@ -249,8 +249,9 @@ std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& con
   const std::string file = runtime::read_schedule(config);
   std::vector<Alternative> result;
   for (const int count : partitions) {
-    auto options = runtime::partition_options(config, count,
-                                              static_cast<int>(config.microbatches()), replicas);
+    auto options = runtime::partition_options(
+        config, count,
+        runtime::step_model(config, count, static_cast<int>(config.microbatches()), replicas));
     if (config.pipeline() == "interleaved" && !config.is_set("active_microbatches")) {
       options.step().active_microbatches(count + 2);
     }

@@ -43,7 +43,7 @@ class StepPlanner {
                      .backward_of_stage(pipeline::backward_of_stage(graph, plan, edges_))
                      .active_microbatches(model.active_microbatches())
                      .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_))
-                     .memory_limit(activation_limits(plan))) {}
+                     .memory_limit(activation_limits(plan, model.memory_limit()))) {}
 
   PlannedStep run() {
     std::string report;
@@ -67,11 +67,10 @@ class StepPlanner {
  private:
   /// What a rank may keep for microbatches in flight, besides its parameters and what it works
   /// with.
-  std::vector<double> activation_limits(const partitioner::Plan& plan) const {
-    if (config_.memory_limit_mb() <= 0) return {};
+  std::vector<double> activation_limits(const partitioner::Plan& plan, int64_t limit) const {
+    if (limit == 0) return {};
     std::vector<double> limits(
-        ranks_, config_.memory_limit_mb() * (1 << 20) -
-                    static_cast<double>(prediction_.recomputed + prediction_.working));
+        ranks_, static_cast<double>(limit - prediction_.recomputed - prediction_.working));
     for (int s = 0; s < plan.stages(); ++s) {
       const auto& stage = prediction_.stages[s];
       limits[plan.rank_of_stage[s]] -= static_cast<double>(stage.memory() - stage.activations);
@@ -206,15 +205,15 @@ partitioner::StepModel step_model(const Config& config, int ranks, int microbatc
       .interleaved(in_flight != InFlight::kAll)
       .active_microbatches(configured ? static_cast<int>(config.active_microbatches()) : by_ranks)
       .optimizer_state(config.optimizer_state_factor())
-      .sharding(sharding_of(config, replicas));
+      .sharding(sharding_of(config, replicas))
+      .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)));
 }
 
-partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches,
-                                                int replicas) {
+partitioner::PartitionOptions partition_options(const Config& config, int ranks,
+                                                const partitioner::StepModel& step) {
   return partitioner::PartitionOptions(ranks)
-      .step(step_model(config, ranks, microbatches, replicas))
+      .step(step)
       .memory_weight(config.memory_weight())
-      .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)))
       .auto_partition(config.auto_partition())
       .default_partition(static_cast<int>(config.default_partition()));
 }

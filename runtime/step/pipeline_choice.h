@@ -22,12 +22,13 @@ namespace smp::runtime {
 /// The schedule of `"pipeline": "file"` in its text form, else "". Throws what reading it throws.
 std::string read_schedule(const Config& config);
 
-/// The step in which a plan is used, by `replicas` pipelines of `ranks` ranks.
+/// The step in which a plan is used, by `replicas` pipelines of `ranks` ranks, under the limit of
+/// `memory_limit_mb`.
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas);
 
-/// How to partition for that step, except where the stages are placed.
-partitioner::PartitionOptions partition_options(const Config& config, int ranks, int microbatches,
-                                                int replicas);
+/// How to partition for such a step, except where the stages are placed.
+partitioner::PartitionOptions partition_options(const Config& config, int ranks,
+                                                const partitioner::StepModel& step);
 
 /// The rank of each stage that the schedule needs, empty for one stage on each rank in order: of
 /// several ways that come into question ("auto") the one with the shortest predicted step. `graph`

@@ -22,7 +22,6 @@
 #include "runtime/parameters/placement.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
-#include "runtime/step/pipeline_choice.h"
 
 namespace smp::runtime {
 namespace {
@@ -184,9 +183,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   core::return_freed_memory();  // what was divided
   const std::string report =
       partitioner::report(graph, planned.plan,
-                          step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
-                                     runtime.topology().rdp_size())
-                              .largest_region(planned.largest_region));
+                          step_model(runtime, microbatches).largest_region(planned.largest_region));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) core::log_info(report);
   for (const auto& model : runtime.models()) {
     model->set_partition_report(report);

@@ -40,6 +40,11 @@ partitioner::Owners owners_of(const Runtime& runtime) {
   return owners;
 }
 
+/// Whether nothing but the devices' memory limits a plan.
+bool limited_by_devices(const Runtime& runtime) {
+  return runtime.config().memory_limit_mb() == 0 && runtime.first_step.device_share > 0;
+}
+
 class Planner {
  public:
   Planner(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
@@ -48,8 +53,7 @@ class Planner {
         config_(runtime.config()),
         captured_(graph),
         ranks_(runtime.topology().pp_size()),
-        replicas_(runtime.topology().rdp_size()),
-        microbatches_(microbatches) {}
+        step_(step_model(runtime, microbatches)) {}
 
   /// The predicted time of a step.
   double step_us() const {
@@ -82,7 +86,7 @@ class Planner {
   }
 
  private:
-  int64_t limit() const { return static_cast<int64_t>(config_.memory_limit_mb() * (1 << 20)); }
+  int64_t limit() const { return step_.memory_limit(); }
 
   /// The plan when these modules run again, under a limit; 0: none.
   Plan plan_with(const std::vector<CheckpointedModules>& modules, int64_t limit) const {
@@ -97,12 +101,13 @@ class Planner {
   partitioner::PartitionOptions options_for(const graph::Graph& graph,
                                             const partitioner::Regions& regions,
                                             int64_t limit) const {
-    auto options = partition_options(config_, ranks_, microbatches_, replicas_)
-                       .memory_limit(limit)
+    auto options = partition_options(config_, ranks_, step_)
                        .owner(owners_of(runtime_))
                        .pinned(pins_of(runtime_))
                        .allow_empty_stages(runtime_.partitioned());
-    options.step().largest_region(partitioner::largest_region_bytes(*captured_, regions));
+    options.step()
+        .largest_region(partitioner::largest_region_bytes(*captured_, regions))
+        .memory_limit(limit);
     return options.placement(
         runtime_.partitioned()
             ? runtime_.first_step.plan->rank_of_stage
@@ -124,17 +129,13 @@ class Planner {
 
   std::optional<std::vector<CheckpointedModules>> choose(
       const Plan& plan, const std::vector<CheckpointedModules>& modules) const {
-    return partitioner::choose_modules(*partitioner::in_order(captured_, plan.order), plan, step(),
+    return partitioner::choose_modules(*partitioner::in_order(captured_, plan.order), plan, step_,
                                        limit(), modules);
-  }
-
-  partitioner::StepModel step() const {
-    return step_model(config_, ranks_, microbatches_, replicas_);
   }
 
   partitioner::Prediction predict(const Plan& plan,
                                   const std::vector<CheckpointedModules>& modules) const {
-    return partitioner::predict_with(*partitioner::in_order(captured_, plan.order), plan, step(),
+    return partitioner::predict_with(*partitioner::in_order(captured_, plan.order), plan, step_,
                                      modules);
   }
 
@@ -199,15 +200,33 @@ class Planner {
   const Config& config_;
   const std::shared_ptr<const graph::Graph>& captured_;
   const int ranks_;
-  const int replicas_;
-  const int microbatches_;
+  const partitioner::StepModel step_;
 };
 
 }  // namespace
 
-PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
+PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
                        int microbatches) {
-  return Planner(runtime, graph, microbatches).run();
+  try {
+    return Planner(runtime, graph, microbatches).run();
+  } catch (const PartitionError& error) {
+    if (!limited_by_devices(runtime)) throw;
+    runtime.first_step.device_share = 0;
+    PlannedGraph planned = Planner(runtime, graph, microbatches).run();
+    if (runtime.rank() == 0) {
+      core::log_warning(c10::str(
+          "the model may not fit into the memory of the devices, and is tried all the same: ",
+          error.what_without_backtrace()));
+    }
+    return planned;
+  }
+}
+
+partitioner::StepModel step_model(const Runtime& runtime, int microbatches) {
+  auto step = step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
+                         runtime.topology().rdp_size());
+  if (limited_by_devices(runtime)) step.memory_limit(runtime.first_step.device_share);
+  return step;
 }
 
 double predicted_step_us(const Runtime& runtime, const graph::Graph& graph, int microbatches) {

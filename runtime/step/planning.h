@@ -31,8 +31,14 @@ struct PlannedGraph {
 /// needs more, modules are chosen to run again (`partitioner::choose_modules`), and if that does
 /// not help, the plan is made anew for all of them. Throws what `partition` throws, and
 /// `PartitionError` where a plan that was loaded cannot keep the limit.
-PlannedGraph make_plan(const Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
+///
+/// Where the limit is the devices' and no plan is predicted to keep it, rank 0 warns, and this and
+/// later plans are made without one: a prediction counts the whole of what a step may need.
+PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
                        int microbatches);
+
+/// The step in which a plan is used, by all of the runtime's ranks.
+partitioner::StepModel step_model(const Runtime& runtime, int microbatches);
 
 /// The predicted time, in us, of a step that runs the graph (which has costs) on `microbatches`,
 /// with the plan and schedule that it would get; infinite where there is no such plan. The same on

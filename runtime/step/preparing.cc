@@ -3,6 +3,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
 #include <sstream>
@@ -73,6 +75,24 @@ void settle_device(Runtime& runtime) {
   runtime.use_device(device);
 }
 
+/// What is left of a device for tensors, at least: kernels, NCCL and an allocator's gaps take some.
+constexpr double kForTensors = 0.9;
+
+/// The least that any rank has of its device's memory, which ranks of a host may share.
+void settle_device_share(Runtime& runtime) {
+  const at::Device device = runtime.device();
+  // A plan that was loaded is what the user chose.
+  if (device.is_cpu() || runtime.config().load_partition()) return;
+  const auto& host = runtime.topology().host(runtime.rank());
+  const auto devices = comm::all_gather_bytes(*runtime.world(), c10::str(host, " ", device));
+  const auto sharing = std::count(devices.begin(), devices.end(), devices[runtime.rank()]);
+  const size_t total = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).second;
+  const double share = kForTensors * static_cast<double>(total) / static_cast<double>(sharing);
+  const auto least = at::tensor(static_cast<int64_t>(share));
+  runtime.world()->all_reduce(least, ReduceOp::kMin);
+  runtime.first_step.device_share = least.item<int64_t>();
+}
+
 void broadcast_values(const Runtime& runtime) {
   at::NoGradGuard no_grad;
   for (const auto& entry : runtime.table().entries()) {
@@ -103,6 +123,7 @@ void prepare_models(Runtime& runtime) {
                  "model(net) before the first step and call model(x) in it");
   check_same_models(runtime);
   settle_device(runtime);
+  settle_device_share(runtime);
   broadcast_values(runtime);
   settle_seed(runtime);
   // Read once, so that ranks of other hosts run the same.

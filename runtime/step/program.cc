@@ -54,8 +54,7 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   const int ranks = pipeline_->size();
   auto step = plan_step(
       config, runtime_->first_step.schedule, *graph_, plan_, ranks,
-      step_model(config, ranks, static_cast<int>(microbatches_), runtime_->topology().rdp_size())
-          .largest_region(planned.largest_region),
+      step_model(*runtime_, static_cast<int>(microbatches_)).largest_region(planned.largest_region),
       settled);
   find_copies();
   for (const Copy& copy : copies_) {

@@ -312,6 +312,53 @@ TEST_F(Placement, TakesAPlanFromAFile) {
   EXPECT_EQ(local[0], local[1]);
 }
 
+/// Of each rank, the parameters of a Tall model, whose first ranks keep most activations. Predicted
+/// is an optimizer that takes much more than it does.
+std::vector<std::vector<std::string>> divided(int devices, const Config& config) {
+  constexpr int kRanks = 2;
+  std::mutex mutex;
+  std::vector<std::vector<std::string>> local(kRanks);
+  const auto all = Config(config).partitions(kRanks).microbatches(8).memory_weight(0);
+  run_as_threads(kRanks, Config(all).optimizer_state_factor(1000), [&] {
+    set_device(rank() % devices);
+    DistributedModel<Tall> model(make_net<Tall>());
+    const auto x = torch::ones({8 * kWide, kWide});
+    make_training(model)(x, x);
+    const std::lock_guard<std::mutex> lock(mutex);
+    local[rank()] = model->local_named_parameters().keys();
+  });
+  return local;
+}
+
+/// Nine tenths of the device, divided among the ranks that share it.
+TEST_F(Placement, TheDevicesMemoryLimitsThePlan) {
+  constexpr double kMiB = 1 << 20;
+  constexpr size_t kLittle = 37 * kUnitBytes;
+  const auto unlimited = divided(2, Config());
+  const auto expected = divided(2, Config().memory_limit_mb(0.9 * kLittle / kMiB));
+  EXPECT_NE(expected, unlimited);
+  {
+    const FakeMemoryLimit limit(kLittle);
+    EXPECT_EQ(divided(2, Config()), expected);
+    EXPECT_EQ(divided(2, Config().memory_limit_mb(1000)), unlimited) << "the user's own";
+  }
+  const FakeMemoryLimit limit(2 * kLittle);
+  EXPECT_EQ(divided(1, Config()), expected);
+}
+
+/// A prediction may be wrong, for one because the optimizer keeps less than Adam.
+TEST_F(Placement, TriesAModelThatIsPredictedNotToFit) {
+  const FakeMemoryLimit limit(32 * kUnitBytes);
+  ::testing::internal::CaptureStderr();
+  const auto local = divided(2, Config());
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(local[0].size() + local[1].size(), 2u * kUnits);
+  expect_has(log, {"the model may not fit into the memory of the devices, and is tried all the "
+                   "same: ",
+                   "no division into 2 partitions keeps the memory limit of 1.8 MiB",
+                   "Raise \"memory_limit_mb\", use more partitions"});
+}
+
 TEST_F(Placement, RefusesAModelThatCannotFitWithTheNumbers) {
   const FakeMemoryLimit limit(kDeviceBytes);
   Trained run;

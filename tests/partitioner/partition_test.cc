@@ -289,7 +289,9 @@ TEST(Errors, MemoryLimit) {
   graph::Graph& graph = chain.b.graph();
   for (graph::Operator& op : graph.operators) op.cost.saved_bytes = op.reads_parameter ? 0 : 10;
   const auto options = PartitionOptions(2).step(StepModel(4).active_microbatches(4));
-  const auto limited = [&](int64_t bytes) { return PartitionOptions(options).memory_limit(bytes); };
+  const auto limited = [&](int64_t bytes) {
+    return PartitionOptions(options).step(StepModel(options.step()).memory_limit(bytes));
+  };
   const std::string text = error_of<PartitionError>([&] { partition(graph, limited(500)); });
   EXPECT_THAT(text, HasSubstr("[smp] no division into 2 partitions keeps the memory limit of 500 B "
                               "(500 bytes): the least limit that would do is "));
@@ -308,12 +310,11 @@ TEST(Partition, TheMemoryLimitMovesTheCut) {
   Chain chain(4);
   graph::Graph& graph = chain.b.graph();
   graph.operators[0].cost.saved_bytes = graph.operators[2].cost.saved_bytes = 4000;
-  const auto options =
+  auto options =
       PartitionOptions(2).memory_weight(0).step(StepModel(8).interleaved(false).optimizer_state(0));
   EXPECT_THAT(partition(graph, options).stage_of_operator, ElementsAre(0, 0, 0, 0, 1, 1, 1, 1, 1));
-  EXPECT_THAT(
-      partition(graph, PartitionOptions(options).memory_limit(8 * 4000 + 2000)).stage_of_operator,
-      ElementsAre(0, 0, 1, 1, 1, 1, 1, 1, 1))
+  options.step().memory_limit(8 * 4000 + 2000);
+  EXPECT_THAT(partition(graph, options).stage_of_operator, ElementsAre(0, 0, 1, 1, 1, 1, 1, 1, 1))
       << "eight microbatches of 4000 bytes each on both, not twice that on the first";
 }
 

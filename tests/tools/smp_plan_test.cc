@@ -100,7 +100,8 @@ TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
   for (const std::string pipeline : {"simple", "interleaved"}) {
     const auto config =
         Config().partitions(3).microbatches(8).pipeline(pipeline).memory_weight(0.2);
-    const auto options = runtime::partition_options(config, 3, 8, /*replicas=*/1);
+    const auto options =
+        runtime::partition_options(config, 3, runtime::step_model(config, 3, 8, /*replicas=*/1));
     const auto plan = partitioner::partition_in_best_order(graph, options);
     const Forecast expected =
         forecast(config, "", partitioner::reordered(graph, plan.order), plan, 3, options.step());
