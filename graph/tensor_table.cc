@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/tensor_table.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 #include "core/check.h"
 
 namespace smp::graph {
@@ -18,6 +20,10 @@ void TensorTable::add(ValueKind kind, const std::string& name, const at::Tensor&
   by_impl_.emplace(tensor.unsafeGetTensorImpl(), index);
   if (tensor.has_storage()) by_storage_.emplace(tensor.storage().unsafeGetStorageImpl(), index);
   entries_.push_back({kind, name, tensor, {}});
+  // A run of a step function finds it made, unless the tensor is trained later.
+  if (tensor.requires_grad() && tensor.is_leaf()) {
+    entries_.back().end = torch::autograd::impl::grad_accumulator(tensor);
+  }
 }
 
 void TensorTable::renew_storage(const at::Tensor& tensor) {

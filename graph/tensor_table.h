@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/graph.h"
 
 namespace smp::graph {
@@ -21,6 +22,7 @@ class TensorTable {
     std::string name;
     at::Tensor tensor;
     std::vector<std::string> aliases;  ///< the other names it is registered under
+    core::NodePtr end = nullptr;  ///< of its history: `autograd::grad` looks for one that is alive
   };
 
   /// Adds a parameter or buffer. Throws `UsageError` if another tensor has the name.

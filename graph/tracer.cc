@@ -310,20 +310,20 @@ void Tracer::end_histories() {
 /// views of it require a gradient from now on.
 void Tracer::spread_history(const Operator& op) {
   if (!std::exchange(history_begins_, false)) return;
-  for (auto& [impl, known] : known_) {
+  known_.for_each_alive([&](const auto& owner, const Known& known) {
     const int set = value(known.id).alias_set;
-    if (std::find(op.writes.begin(), op.writes.end(), set) == op.writes.end()) continue;
-    const auto owner = known.keep.lock();
-    if (!owner) continue;
+    const bool written = std::find(op.writes.begin(), op.writes.end(), set) != op.writes.end();
     const at::Tensor tensor{owner};
-    if (tensor.requires_grad()) continue;
+    if (!written || tensor.requires_grad()) return true;
     const bool now = verifier_ != nullptr ? verifier_->requires_grad(known.id)
                                           : recorder_->concrete(known.id).requires_grad();
-    if (!now) continue;
-    note_history(tensor);
-    give_placeholder_history(tensor);
-    bind(tensor, known.id);
-  }
+    if (now) {
+      note_history(tensor);
+      give_placeholder_history(tensor);
+      bind(tensor, known.id);
+    }
+    return true;
+  });
 }
 
 Argument Tracer::collect_argument(const c10::IValue& value, TracedCall& call) {

@@ -17,6 +17,7 @@
 #include "graph/random.h"
 #include "graph/tensor_table.h"
 #include "graph/traced_call.h"
+#include "graph/weak_map.h"
 
 namespace smp::graph {
 
@@ -107,9 +108,8 @@ class Tracer final : public OperatorInterceptor {
 
  private:
   struct Known {
-    ValueId id;
-    bool requires_grad;                             // when an operator last returned it
-    c10::weak_intrusive_ptr<c10::TensorImpl> keep;  // keeps the address from being used again
+    ValueId id = kUndefined;
+    bool requires_grad = false;  // when an operator last returned it
   };
   // What holds data that host code can write: a factory's result, until an operator writes it, and
   // small constants.
@@ -134,7 +134,6 @@ class Tracer final : public OperatorInterceptor {
   ValueId add_value(Value value, const at::Tensor& tensor);
   at::Tensor tensor_for(ValueId id);
   void bind(const at::Tensor& tensor, ValueId id);
-  void forget_released();
   ValueId lookup(const at::Tensor& tensor);
   at::Tensor find_shallow_copy(const at::Tensor& tensor) const;
   ValueId find_alias(const at::Tensor& tensor);
@@ -223,15 +222,13 @@ class Tracer final : public OperatorInterceptor {
   bool custom_function_ = false;             // one was applied in this run, with gradients on
   std::vector<at::Tensor> inner_arguments_;  // what it may have given a history of its own
 
-  ska::flat_hash_map<const c10::TensorImpl*, Known> known_;
-  // Storages seen, each with the last value on it.
-  struct StorageInfo {
-    ValueId id;
-    int64_t offset;
-    c10::weak_intrusive_ptr<c10::StorageImpl> keep;
+  WeakMap<c10::TensorImpl, Known> known_;
+  // The last value on a storage.
+  struct OnStorage {
+    ValueId id = kUndefined;
+    int64_t offset = 0;
   };
-  ska::flat_hash_map<const c10::StorageImpl*, StorageInfo> storages_;
-  size_t forget_at_ = 1024;  // number of known tensors at which those that are gone are forgotten
+  WeakMap<c10::StorageImpl, OnStorage> storages_;
   ska::flat_hash_map<int, HostData> host_data_;  // by alias set
 };
 

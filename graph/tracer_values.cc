@@ -90,35 +90,15 @@ at::Tensor Tracer::tensor_for(ValueId id) {
 }
 
 void Tracer::bind(const at::Tensor& tensor, ValueId id) {
-  if (tensor.requires_grad()) number_placeholder(tensor, static_cast<uint32_t>(id));
-  if (known_.size() >= forget_at_) forget_released();
-  auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
-  known_.insert_or_assign(tensor.unsafeGetTensorImpl(),
-                          Known{id, tensor.requires_grad(), std::move(weak)});
+  const bool requires_grad = tensor.requires_grad();
+  if (requires_grad) number_placeholder(tensor, static_cast<uint32_t>(id));
+  known_.add(tensor.unsafeGetTensorImpl(), [&] {
+    return c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
+  }) = {id, requires_grad};
   if (!tensor.has_storage()) return;
-  auto* storage = tensor.storage().unsafeGetStorageImpl();
-  const auto it = storages_.find(storage);
-  if (it != storages_.end()) {
-    it->second.id = id;
-    it->second.offset = tensor.storage_offset();
-    return;
-  }
-  storages_.emplace(storage, StorageInfo{id, tensor.storage_offset(),
-                                         c10::weak_intrusive_ptr<c10::StorageImpl>(
-                                             tensor.storage().getWeakStorageImpl())});
-}
-
-/// Lets go of the memory of tensors and storages that nobody holds, which the next ones get while
-/// the processor still has it in its caches.
-void Tracer::forget_released() {
-  const auto erase_released = [](auto& map) {
-    for (auto it = map.begin(); it != map.end();) {
-      it = it->second.keep.expired() ? map.erase(it) : std::next(it);
-    }
-  };
-  erase_released(known_);
-  erase_released(storages_);
-  forget_at_ = std::max<size_t>(1024, 2 * known_.size());
+  const c10::Storage& storage = tensor.storage();
+  storages_.add(storage.unsafeGetStorageImpl(), [&] { return storage.getWeakStorageImpl(); }) = {
+      id, tensor.storage_offset()};
 }
 
 /// Adds a value that no operator made; `tensor` is what the user's code holds.
@@ -138,17 +118,16 @@ ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
 /// -1 for memory that the run has not seen.
 int Tracer::alias_set_of(const at::Tensor& tensor) const {
   if (!tensor.has_storage()) return -1;
-  const auto it = storages_.find(tensor.storage().unsafeGetStorageImpl());
-  return it == storages_.end() ? -1 : value(it->second.id).alias_set;
+  const OnStorage* known = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  return known == nullptr ? -1 : value(known->id).alias_set;
 }
 
 ValueId Tracer::lookup(const at::Tensor& tensor) {
   if (!tensor.defined()) return kUndefined;
   if (custom_function_) check_history(tensor);
-  const auto it = known_.find(tensor.unsafeGetTensorImpl());
-  if (it != known_.end()) {
-    if (!changed_by_hand(tensor, it->second)) return it->second.id;
-    return require_grad(tensor, tensor_for(it->second.id));
+  if (const Known* known = known_.find(tensor.unsafeGetTensorImpl())) {
+    if (!changed_by_hand(tensor, *known)) return known->id;
+    return require_grad(tensor, tensor_for(known->id));
   }
   if (const auto* entry = options_.table->find(tensor)) return define_from_table(*entry);
   if (tensor.requires_grad() && tensor.is_leaf()) {  // `torch::zeros(sizes, requires_grad)`
@@ -161,35 +140,34 @@ ValueId Tracer::lookup(const at::Tensor& tensor) {
 
 /// A tensor that is known and shows the same elements.
 at::Tensor Tracer::find_shallow_copy(const at::Tensor& tensor) const {
-  for (const auto& [impl, known] : known_) {
-    const auto owner = known.keep.lock();
-    if (!owner) continue;
+  at::Tensor found;
+  known_.for_each_alive([&](const auto& owner, const Known&) {
     const at::Tensor other{owner};
     if (other.has_storage() &&
         other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl() &&
         other.sizes() == tensor.sizes() && other.strides() == tensor.strides() &&
         other.storage_offset() == tensor.storage_offset() &&
         other.scalar_type() == tensor.scalar_type()) {
-      return other;
+      found = other;
     }
-  }
-  return at::Tensor();
+    return !found.defined();
+  });
+  return found;
 }
 
 /// A tensor made without an operator call on storage that is known: a shallow copy, as
 /// `torch::zeros` returns one, `tensor.data()`, or a view of a parameter or buffer made outside.
 ValueId Tracer::find_alias(const at::Tensor& tensor) {
   if (!tensor.has_storage() || tensor.requires_grad()) return kUndefined;
-  const auto storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
-  const bool known_storage = storage != storages_.end();
+  const OnStorage* on_storage = storages_.find(tensor.storage().unsafeGetStorageImpl());
   // `torch::tensor` copies shallowly and lets the original go.
-  if (known_storage && storage->second.offset == tensor.storage_offset() &&
-      value(storage->second.id).meta == TensorMeta::of(tensor)) {
-    const ValueId id = storage->second.id;
+  if (on_storage != nullptr && on_storage->offset == tensor.storage_offset() &&
+      value(on_storage->id).meta == TensorMeta::of(tensor)) {
+    const ValueId id = on_storage->id;
     bind(tensor, id);
     return id;
   }
-  if (const at::Tensor other = known_storage ? find_shallow_copy(tensor) : at::Tensor();
+  if (const at::Tensor other = on_storage != nullptr ? find_shallow_copy(tensor) : at::Tensor();
       other.defined()) {
     return derive(tensor, "aten::detach", {other});
   }
@@ -199,7 +177,7 @@ ValueId Tracer::find_alias(const at::Tensor& tensor) {
     return derive(tensor, "aten::as_strided",
                   {entry->tensor, tensor.sizes(), tensor.strides(), tensor.storage_offset()});
   }
-  if (!known_storage && entry == nullptr) return kUndefined;
+  if (on_storage == nullptr && entry == nullptr) return kUndefined;
   refuse(
       "uses a tensor that shares memory with another one of the step but was not made from it by "
       "an operator (tensor.data() of a view, set_data, from_blob)",
