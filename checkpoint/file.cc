@@ -2,8 +2,10 @@
 #include "checkpoint/file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -40,15 +42,26 @@ void Hasher::update(const void* data, size_t size) { XXH64_update(xxh(state_.get
 
 uint64_t Hasher::digest() const { return XXH64_digest(xxh(state_.get())); }
 
-FileWriter::FileWriter(std::string path) : path_(std::move(path)), temporary_(path_ + ".tmp") {
-  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  check_system(fd_ >= 0, "create", temporary_);
+Medium medium_of(const std::string& folder) {
+  struct statfs status = {};
+  if (::statfs(folder.c_str(), &status) != 0) return Medium::kDisk;
+  const bool in_memory = status.f_type == TMPFS_MAGIC || status.f_type == RAMFS_MAGIC;
+  return in_memory ? Medium::kMemory : Medium::kDisk;
+}
+
+FileWriter::FileWriter(std::string path, Medium medium)
+    : path_(std::move(path)),
+      medium_(medium),
+      written_(medium == Medium::kDisk ? path_ + ".tmp" : path_) {
+  const int empties = medium == Medium::kDisk ? O_TRUNC : 0;
+  fd_ = ::open(written_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | empties, 0644);
+  check_system(fd_ >= 0, "create", written_);
 }
 
 FileWriter::~FileWriter() {
   if (fd_ >= 0) {
     ::close(fd_);
-    ::unlink(temporary_.c_str());
+    ::unlink(written_.c_str());
   }
 }
 
@@ -60,10 +73,10 @@ void FileWriter::append(const void* data, size_t size) {
     if (written < 0 && errno == EINTR) {
       continue;
     }
-    check_system(written >= 0, "write", temporary_);
+    check_system(written >= 0, "write", written_);
     done += static_cast<size_t>(written);
   }
-  hasher_.update(data, size);
+  if (medium_ == Medium::kDisk) hasher_.update(data, size);
   size_ += size;
 }
 
@@ -71,20 +84,25 @@ void FileWriter::append(const void* data, size_t size) {
 /// it.
 void FileWriter::check_stored() const {
   ::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
-  const FileReader stored(temporary_);
+  const FileReader stored(written_);
   const uint64_t got = stored.hash(0, std::min(size_, stored.size()));
   SMP_CHECK_WITH(CheckpointError, stored.size() == size_ && got == hasher_.digest(), "\"",
-                 temporary_, "\" was not stored as it was written: expected ", size_,
+                 written_, "\" was not stored as it was written: expected ", size_,
                  " bytes with xxh64 ", hash_text(hasher_.digest()), ", got ", stored.size(),
                  " bytes with ", hash_text(got),
                  ". The disk or its file system is at fault: save to another one.");
 }
 
 void FileWriter::commit() {
-  check_system(::fsync(fd_) == 0, "sync", temporary_);
-  check_stored();
-  check_system(::rename(temporary_.c_str(), path_.c_str()) == 0, "rename to its final name",
-               temporary_);
+  if (medium_ == Medium::kDisk) {
+    check_system(::fsync(fd_) == 0, "sync", written_);
+    check_stored();
+    check_system(::rename(written_.c_str(), path_.c_str()) == 0, "rename to its final name",
+                 written_);
+  } else {
+    // What was there before may have been longer.
+    check_system(::ftruncate(fd_, static_cast<off_t>(size_)) == 0, "write", written_);
+  }
   // From here on nothing is left to remove, whatever close() says.
   const int fd = std::exchange(fd_, -1);
   check_system(::close(fd) == 0, "close", path_);

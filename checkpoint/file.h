@@ -25,13 +25,23 @@ class Hasher {
   std::unique_ptr<void, Free> state_;
 };
 
-/// Writes a file so that its final name only ever holds complete contents: bytes go to
-/// `path` + ".tmp"; `commit` syncs, reads back and renames. Without `commit` the temporary file is
-/// removed.
+/// What holds a file.
+enum class Medium {
+  kDisk,
+  kMemory,  ///< it does not outlive its machine
+};
+
+/// That of the file system that `folder` lies in; kDisk where it cannot be found out.
+Medium medium_of(const std::string& folder);
+
+/// Writes a file. On a disk its final name only ever holds complete contents: bytes go to `path` +
+/// ".tmp"; `commit` syncs, reads back and renames, and without it the temporary file is removed. In
+/// memory a file that is there is written over, in the memory that it has, and nothing is read
+/// back: the folder says what is complete.
 class FileWriter {
  public:
-  /// Creates the temporary file. Throws CheckpointError if that fails.
-  explicit FileWriter(std::string path);
+  /// Creates the file. Throws CheckpointError if that fails.
+  explicit FileWriter(std::string path, Medium medium = Medium::kDisk);
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
@@ -39,8 +49,8 @@ class FileWriter {
   /// Appends `size` bytes. Throws CheckpointError (for example: no space left).
   void append(const void* data, size_t size);
 
-  /// Makes the file durable under its final name, once what the disk holds has been compared with
-  /// what was appended. Call once, last. Throws CheckpointError.
+  /// Ends the file: makes it durable under its final name, once what the disk holds has been
+  /// compared with what was appended. Call once, last. Throws CheckpointError.
   void commit();
 
   /// Bytes appended so far.
@@ -49,11 +59,12 @@ class FileWriter {
  private:
   void check_stored() const;
 
-  std::string path_;
-  std::string temporary_;
+  const std::string path_;
+  const Medium medium_;
+  const std::string written_;  // its name until `commit`
   int fd_ = -1;
   uint64_t size_ = 0;
-  Hasher hasher_;
+  Hasher hasher_;  // of a file on a disk
 };
 
 /// A file that is open for reading at any offset.

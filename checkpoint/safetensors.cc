@@ -32,6 +32,7 @@ constexpr std::array<NamedDtype, 10> kDtypes = {{{"F32", at::kFloat},
 constexpr const char* kDtypeList = "F32 F64 F16 BF16 I64 I32 I16 I8 U8 BOOL";
 
 constexpr uint64_t kLengthBytes = 8;
+constexpr size_t kPieceBytes = size_t{256} << 10;
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
 constexpr const char* kMetadataKey = "__metadata__";
 
@@ -168,8 +169,9 @@ std::vector<size_t> SafetensorsWriter::order_of(const std::vector<NamedSpec>& te
   return order;
 }
 
-SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<NamedSpec>& tensors)
-    : order_(order_of(tensors)), file_(path) {
+SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<NamedSpec>& tensors,
+                                     Medium medium)
+    : order_(order_of(tensors)), file_(path, medium) {
   check_names(path, tensors);
   for (const size_t i : order_) specs_.push_back(tensors[i].second);
   const std::string header = make_header(path, tensors, order_);
@@ -183,8 +185,15 @@ uint64_t SafetensorsWriter::append(const at::Tensor& tensor) {
                       "a tensor out of order");
   ++next_;
   const at::Tensor host = tensor.detach().cpu().contiguous();
-  file_.append(host.const_data_ptr(), host.nbytes());
-  return hash_of(host);
+  const char* bytes = static_cast<const char*>(host.const_data_ptr());
+  Hasher hasher;
+  for (size_t done = 0; done < host.nbytes();) {  // while a piece is in the caches
+    const size_t piece = std::min(kPieceBytes, host.nbytes() - done);
+    hasher.update(bytes + done, piece);
+    file_.append(bytes + done, piece);
+    done += piece;
+  }
+  return hasher.digest();
 }
 
 uint64_t SafetensorsWriter::commit() {
@@ -193,12 +202,13 @@ uint64_t SafetensorsWriter::commit() {
   return file_.size();
 }
 
-SafetensorsSummary write_safetensors(
-    const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+SafetensorsSummary write_safetensors(const std::string& path,
+                                     const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                                     Medium medium) {
   check_dense(path, tensors);
   std::vector<NamedSpec> specs;
   for (const auto& [name, tensor] : tensors) specs.emplace_back(name, spec_of(tensor));
-  SafetensorsWriter writer(path, specs);
+  SafetensorsWriter writer(path, specs, medium);
   SafetensorsSummary summary;
   summary.hashes.resize(tensors.size());
   for (const size_t i : writer.order()) summary.hashes[i] = writer.append(tensors[i].second);

@@ -51,13 +51,14 @@ uint64_t hash_of(const at::Tensor& tensor);
 /// A name and what is stored under it.
 using NamedSpec = std::pair<std::string, TensorSpec>;
 
-/// Writes a safetensors file tensor by tensor. The file appears under its name only when it is
-/// complete and synced. Format: https://github.com/huggingface/safetensors, "Format".
+/// Writes a safetensors file tensor by tensor, with a `FileWriter`. Format:
+/// https://github.com/huggingface/safetensors, "Format".
 class SafetensorsWriter {
  public:
   /// Begins the file with the names and specs of all tensors. Throws CheckpointError, also for a
   /// name that is used twice.
-  SafetensorsWriter(const std::string& path, const std::vector<NamedSpec>& tensors);
+  SafetensorsWriter(const std::string& path, const std::vector<NamedSpec>& tensors,
+                    Medium medium = Medium::kDisk);
 
   /// The indices of the tensors in the order in which `append` takes them: larger elements first,
   /// so that each tensor starts at a multiple of its element size.
@@ -85,8 +86,9 @@ struct SafetensorsSummary {
 
 /// Writes `tensors` (dense, any device, any strides) with a `SafetensorsWriter`: they go through
 /// host memory one at a time. Throws CheckpointError.
-SafetensorsSummary write_safetensors(
-    const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+SafetensorsSummary write_safetensors(const std::string& path,
+                                     const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                                     Medium medium = Medium::kDisk);
 
 /// An open safetensors file. The constructor checks the whole header, so that nothing a damaged
 /// or hostile file says leads to a read outside it or to a larger allocation than the file itself.

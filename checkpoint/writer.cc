@@ -101,6 +101,15 @@ void remove_checkpoint(const fs::path& folder) {
   fs::remove_all(folder);
 }
 
+/// What a checkpoint that was written over had, and this one has not.
+void remove_others(const fs::path& folder, const Index& index) {
+  std::vector<fs::path> others;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (index.files.count(entry.path().filename()) == 0) others.push_back(entry.path());
+  }
+  for (const fs::path& other : others) fs::remove(other);
+}
+
 constexpr const char* kMergedFile = "model.safetensors";
 
 using TensorList = std::vector<std::pair<std::string, at::Tensor>>;
@@ -125,12 +134,13 @@ std::map<std::string, std::string> aliases_of(const std::string& path,
 }
 
 /// Writes one file and enters it and its tensors into the index. No tensors, no file.
-void write_tensors(const std::string& folder, const std::string& file, const TensorList& tensors,
+void write_tensors(const Writer& writer, const std::string& file, const TensorList& tensors,
                    Index& part, std::map<std::string, TensorEntry>& entries) {
   if (tensors.empty()) {
     return;
   }
-  const SafetensorsSummary summary = write_safetensors(folder + "/" + file, tensors);
+  const SafetensorsSummary summary =
+      write_safetensors(temporary_folder(writer.path()) + "/" + file, tensors, writer.medium());
   part.files[file] = summary.file_size;
   for (size_t i = 0; i < tensors.size(); ++i) {
     entries[tensors[i].first] = {spec_of(tensors[i].second), file, summary.hashes[i]};
@@ -166,8 +176,9 @@ std::string lock_of_writer(const std::string& path) {
 
 Writer::Writer(std::string path) : Writer(std::move(path), nullptr) {}
 
-Writer::Writer(std::string path, std::shared_ptr<SaveLock> lock)
+Writer::Writer(std::string path, std::shared_ptr<SaveLock> lock, Medium medium)
     : path_(resolve(without_slash(std::move(path)))),
+      medium_(medium),
       owns_lock_(lock == nullptr),
       lock_(owns_lock_ ? std::make_shared<SaveLock>(lock_file(path_)) : std::move(lock)) {
   SMP_CHECK_WITH(CheckpointError, !path_.empty(), "cannot save a checkpoint: its path is empty.");
@@ -189,7 +200,12 @@ void Writer::begin() const {
     }
     check_removable(path_, path_, /*unfinished=*/false);
     fs::remove_all(temporary);
-    fs::create_directory(temporary);
+    if (medium_ == Medium::kMemory && fs::exists(replaced)) {
+      fs::rename(replaced, temporary);
+      fs::remove(fs::path(temporary) / kIndexFile);
+    } else {
+      fs::create_directory(temporary);
+    }
   });
 }
 
@@ -197,16 +213,15 @@ std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Sha
   SMP_CHECK_WITH(CheckpointError, 0 <= shard_id && shard_id < shard_count,
                  "cannot save checkpoint \"", path_, "\": expected a shard id from 0 to ",
                  shard_count - 1, ", got ", shard_id, ".");
-  const std::string folder = temporary_folder(path_);
   Index part;
   part.aliases = aliases_of(path_, shard.model);
   TensorList model;
   for (const NamedTensor& tensor : shard.model) {
     model.emplace_back(tensor.name, tensor.tensor);
   }
-  write_tensors(folder, shard_file("model", shard_id, shard_count), model, part, part.model);
+  write_tensors(*this, shard_file("model", shard_id, shard_count), model, part, part.model);
   const TensorList optimizer(shard.optimizer_tensors.begin(), shard.optimizer_tensors.end());
-  write_tensors(folder, shard_file("optimizer", shard_id, shard_count), optimizer, part,
+  write_tensors(*this, shard_file("optimizer", shard_id, shard_count), optimizer, part,
                 part.optimizer_tensors);
   part.optimizer = shard.optimizer;
   return part.to_text();
@@ -225,6 +240,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
     index.merge(Index::from_text(parts[i], c10::str("part ", i, " of checkpoint ", path_)));
   }
   index.run = run;
+  on_disk(cannot_save(path_), [&] { remove_others(folder, index); });
   write_file(folder + "/" + kIndexFile, index.to_text());
   sync_folder(folder);
 
@@ -237,7 +253,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
     fs::rename(folder, path_);
   });
   sync_folder(parent_folder(path_));
-  on_disk(cannot_save(path_), [&] { remove_checkpoint(replaced); });
+  if (medium_ == Medium::kDisk) on_disk(cannot_save(path_), [&] { remove_checkpoint(replaced); });
   unlock();
 }
 

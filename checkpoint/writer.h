@@ -42,13 +42,16 @@ struct Shard {
 /// Nothing under the final name changes before `commit`, and `commit` replaces an existing
 /// checkpoint by renames only, so a crash anywhere leaves the previous one loadable (`Reader`
 /// looks at the moved-aside folder too).
+///
+/// One in memory that is replaced stays, and the next one is written over it: to have the memory
+/// costs more than to fill it.
 class Writer {
  public:
   /// `path` is the final name of the folder, or a symbolic link to it. Copies write the same
   /// checkpoint.
   explicit Writer(std::string path);
   /// One that takes `lock`, and leaves it to who else has it when to let go.
-  Writer(std::string path, std::shared_ptr<SaveLock> lock);
+  Writer(std::string path, std::shared_ptr<SaveLock> lock, Medium medium = Medium::kDisk);
 
   /// Phase 1, on one rank: locks the checkpoint until `commit`, `abandon` or the end of the last
   /// copy of this writer, unless a lock was given; removes what a crashed save left and makes the
@@ -67,6 +70,7 @@ class Writer {
 
   /// The final name of the folder.
   const std::string& path() const { return path_; }
+  Medium medium() const { return medium_; }
 
   /// Phase 3, on one rank: merges the parts, writes the index last and moves the folder into
   /// place. Throws CheckpointError, and then the previous checkpoint can still be loaded.
@@ -76,6 +80,7 @@ class Writer {
   void unlock() const noexcept;
 
   std::string path_;
+  Medium medium_;
   bool owns_lock_;
   std::shared_ptr<SaveLock> lock_;
 };

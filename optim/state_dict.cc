@@ -233,6 +233,17 @@ ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>
 }
 
 OptimizerState get_state(const Optimizer& optimizer, const ParameterNames& names) {
+  return copy_of(share_state(optimizer, names));
+}
+
+OptimizerState copy_of(OptimizerState state) {
+  for (auto& [name, param] : state.params) {
+    for (auto& [field, tensor] : param.tensors) tensor = tensor.detach().clone();
+  }
+  return state;
+}
+
+OptimizerState share_state(const Optimizer& optimizer, const ParameterNames& names) {
   check_state_per_parameter(optimizer);
   OptimizerState result;
   Problems problems;

@@ -22,8 +22,15 @@ using ParameterNames = std::map<const c10::TensorImpl*, std::string>;
 /// Names for the tensors of `dict` (a module's `named_parameters()`); the first of a tied one's.
 ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict);
 
-/// Copies the state out of any optimizer whose options and states implement libtorch's
-/// `serialize`. Throws UsageError for LBFGS, and for parameters without a name.
+/// The state of any optimizer whose options and states implement libtorch's `serialize`, with its
+/// own tensors, which the next step changes. Throws UsageError for LBFGS, and for parameters without
+/// a name.
+OptimizerState share_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
+
+/// Gives a state tensors of its own.
+OptimizerState copy_of(OptimizerState state);
+
+/// A copy of what `share_state` gives.
 OptimizerState get_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
 
 /// What to do with names in a state that the optimizer does not have.

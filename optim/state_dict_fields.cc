@@ -86,6 +86,20 @@ c10::IValue ivalue_of(const json& value) {
   }
 }
 
+// What is written to an archive can be read when it was saved, with copies of all tensors and
+// checksums, or from the member that collects it. Naming a private member in an explicit
+// instantiation is legal C++.
+const torch::jit::Module& module_of(const torch::serialize::OutputArchive& archive);
+
+template <torch::jit::Module torch::serialize::OutputArchive::*module>
+struct ModuleOf {
+  friend const torch::jit::Module& module_of(const torch::serialize::OutputArchive& archive) {
+    return archive.*module;
+  }
+};
+
+template struct ModuleOf<&torch::serialize::OutputArchive::module_>;
+
 /// An archive cannot be read before it was saved; this saves it to memory.
 torch::serialize::InputArchive reopen(torch::serialize::OutputArchive& archive) {
   std::string bytes;
@@ -100,16 +114,13 @@ torch::serialize::InputArchive reopen(torch::serialize::OutputArchive& archive) 
 
 }  // namespace
 
-Fields read_archive(torch::serialize::OutputArchive& archive) {
-  torch::serialize::InputArchive input = reopen(archive);
+Fields read_archive(const torch::serialize::OutputArchive& archive) {
   Fields fields;
-  for (const std::string& key : input.keys()) {
-    c10::IValue value;
-    input.read(key, value);
-    if (value.isTensor()) {
-      fields.tensors[key] = value.toTensor();
-    } else {
+  for (const auto& [key, value] : module_of(archive).named_attributes(/*recurse=*/false)) {
+    if (!value.isTensor()) {
       fields.scalars[key] = json_of(key, value);
+    } else if (value.toTensor().defined()) {
+      fields.tensors[key] = value.toTensor().detach();
     }
   }
   return fields;

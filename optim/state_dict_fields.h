@@ -18,13 +18,14 @@ struct Fields {
   nlohmann::json scalars = nlohmann::json::object();
 };
 
-/// Reads what was written to `archive`. Throws UsageError for a field of another type.
-Fields read_archive(torch::serialize::OutputArchive& archive);
+/// What was written to `archive`, the tensors themselves. Throws UsageError for a field of another
+/// type.
+Fields read_archive(const torch::serialize::OutputArchive& archive);
 
 /// An archive from which `serialize` reads `fields`. Throws CheckpointError for other JSON.
 torch::serialize::InputArchive make_archive(const Fields& fields);
 
-/// The fields of a struct; tensors are copies. `T` has libtorch's two `serialize` functions,
+/// The fields of a struct, with its own tensors. `T` has libtorch's two `serialize` functions,
 /// the only access to the fields of a type that is not known here.
 template <class T>
 Fields fields_of(const T& value) {

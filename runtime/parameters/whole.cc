@@ -129,11 +129,14 @@ at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& e
   return gather(runtime, entry, /*to_first=*/true);
 }
 
-at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn) {
+at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
+                        int replica) {
   at::NoGradGuard no_grad;
   const auto shard = entry.shard();
   const int together = shard ? runtime.sharding()->parameters()->group()->size() : 1;
-  if (!runtime.owns(entry) || runtime.replicas()->rank() >= together) return {};
+  const int place = runtime.replicas()->rank();
+  const bool is_asked = shard ? place < together : place == replica;
+  if (!runtime.owns(entry) || !is_asked) return {};
   at::Tensor held = entry.tensor;
   if (shard) {
     held = runtime.sharding()->parameters()->full_on(static_cast<int>(turn) % together, *shard);

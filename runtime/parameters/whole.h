@@ -24,9 +24,10 @@ at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& e
 
 /// The values on one of the ranks that have them, undefined on all others. Those that have them
 /// together take turns, so that none needs the memory for all of several: `turn` counts these. Of
-/// several replicas that have the same it is the first. Collective over the ranks that have the
+/// several replicas that have the same it is `replica`. Collective over the ranks that have the
 /// tensor together.
-at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn);
+at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
+                        int replica = 0);
 
 /// What lies on the ranks as a parameter does where it is updated: its gradient, a state.
 struct Held {

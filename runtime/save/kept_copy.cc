@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "checkpoint/file.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/save_lock.h"
 #include "core/check.h"
@@ -92,6 +93,7 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
   request.path = *core::kept_copy_path();
   request.lock = checkpoint::lock_of_writer(request.path);
   request.asynchronous = true;
+  request.medium = checkpoint::medium_of(*core::env(core::kRecoveryDirVariable));
   request.longest_write = runtime.world()->timeout();
   request.user_content = user_content;
   request.when_saved = [steps = runtime.progress.training_steps] { core::note_kept_copy(steps); };

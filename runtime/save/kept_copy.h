@@ -16,7 +16,8 @@ namespace smp::runtime {
 void check_recovery_folder(const Config& config, comm::Communicator& world,
                            const std::vector<std::string>& hosts);
 
-/// As `smp::keep_copy`: a checkpoint in the job's folder, written on a thread of its own. Internal.
+/// As `smp::keep_copy`: a checkpoint in the job's folder, completed on a thread of its own.
+/// Internal.
 void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
                const std::string& user_content);
 

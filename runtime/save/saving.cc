@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <future>
 #include <map>
 #include <optional>
 #include <utility>
@@ -30,15 +31,67 @@ namespace {
 using checkpoint::NamedSpec;
 using checkpoint::NamedTensor;
 
+/// Which replica writes what belongs to a parameter, where all replicas have the same.
+class Turns {
+ public:
+  /// The first writes everything; in memory, which takes as much as one gives, each about as many
+  /// bytes of this rank's parameters.
+  Turns(const Runtime& runtime, const Model& model, checkpoint::Medium medium)
+      : are_taken_(medium == checkpoint::Medium::kMemory && runtime.partitioned() &&
+                   !runtime.sharding() && !shards_optimizer_state(runtime)),
+        replica_(runtime.replicas()->rank()) {
+    if (!are_taken_) return;
+    uint64_t total = 0, begin = 0;
+    std::vector<std::pair<std::string, uint64_t>> parameters;
+    for (const NamedTensor& tensor : tensors_of(runtime, model)) {
+      const auto& entry = runtime.table().at(tensor.name);
+      if (!entry.is_parameter() || !runtime.owns(entry)) continue;
+      parameters.emplace_back(tensor.name, entry.tensor.nbytes());
+      total += entry.tensor.nbytes();
+    }
+    for (const auto& [name, bytes] : parameters) {
+      const auto replicas = runtime.replicas()->size();
+      replica_of_[name] = static_cast<int>(checkpoint::share_of(begin, total, replicas));
+      begin += bytes;
+    }
+  }
+
+  bool are_taken() const { return are_taken_; }
+  /// Buffers are the first replica's.
+  int of(const std::string& name) const {
+    const auto found = replica_of_.find(name);
+    return found == replica_of_.end() ? 0 : found->second;
+  }
+
+  /// Leaves this replica's part of a state that all have.
+  void keep_mine(OptimizerState& state) const {
+    if (!are_taken_) return;
+    const auto others = [&](const std::string& name) { return of(name) != replica_; };
+    for (auto it = state.params.begin(); it != state.params.end();) {
+      it = others(it->first) ? state.params.erase(it) : std::next(it);
+    }
+    for (auto& group : state.groups) {
+      group.params.erase(std::remove_if(group.params.begin(), group.params.end(), others),
+                         group.params.end());
+    }
+  }
+
+ private:
+  const bool are_taken_;
+  const int replica_;
+  std::map<std::string, int> replica_of_;
+};
+
 /// The ranks that write, numbered.
 struct Writers {
   /// The stages of the first replica, with all ranks of their tensor-parallel groups; where
-  /// replicas have parts of the optimizer's state those of all, and of the first that together have
-  /// all parameters. Before partitioning every stage has the whole model, so the first writes it.
-  Writers(const Runtime& runtime, bool writes_optimizer) {
+  /// replicas take turns or have parts of the optimizer's state those of all, and of the first that
+  /// together have all parameters. Before partitioning every stage has the whole model, so the
+  /// first writes it.
+  Writers(const Runtime& runtime, const Turns& turns, bool writes_optimizer) {
     const int stages = runtime.group(CommGroup::kPp)->size();
     const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
-    const bool all = writes_optimizer && shards_optimizer_state(runtime);
+    const bool all = turns.are_taken() || (writes_optimizer && shards_optimizer_state(runtime));
     int replicas = all ? runtime.replicas()->size() : 1;
     if (runtime.sharding()) replicas = runtime.sharding()->parameters()->group()->size();
     count = (runtime.partitioned() ? stages * replicas : 1) * parts;
@@ -51,16 +104,19 @@ struct Writers {
   int mine;
 };
 
-/// What this rank writes: the model's tensors are the first replica's, but for divided parameters.
-checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer* optimizer) {
+/// What this rank writes.
+checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer* optimizer,
+                           const Turns& turns) {
   checkpoint::Shard shard;
   size_t turn = 0;
   for (auto& tensor : tensors_of(runtime, model)) {
-    tensor.tensor = whole_on_one(runtime, runtime.table().at(tensor.name), turn++);
+    const auto& entry = runtime.table().at(tensor.name);
+    tensor.tensor = whole_on_one(runtime, entry, turn++, turns.of(tensor.name));
     if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
   }
   if (optimizer != nullptr) {
     auto state = optimizer->local_state();
+    turns.keep_mine(state);
     join_states_of_parts(runtime, state, JoinOn::kOne);
     shard.optimizer = optim::to_json(state);
     shard.optimizer_tensors = optim::tensors_of(state);
@@ -109,10 +165,12 @@ class Save {
         when_saved_(request.when_saved),
         group_(std::move(group)) {}
 
+  const checkpoint::Writer& writer() const { return writer_; }
+
   /// `part` writes this rank's files and returns its part of the index, or nothing.
-  void write(const std::function<std::string(const checkpoint::Writer&)>& part) const {
+  void write(const std::function<std::string()>& part) const {
     try {
-      auto parts = together(*group_, [&] { return part(writer_); });
+      auto parts = together(*group_, part);
       together(*group_, [&] {
         if (group_->rank() > 0) return "";
         parts.erase(std::remove(parts.begin(), parts.end(), ""), parts.end());
@@ -289,7 +347,8 @@ Begun begin(Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
   std::optional<Begun> begun;
   const auto all = together(*runtime.world(), [&] {
     begun =
-        Begun{checkpoint::Writer(request.path, CheckpointContext::of(runtime).lock(request.lock)),
+        Begun{checkpoint::Writer(request.path, CheckpointContext::of(runtime).lock(request.lock),
+                                 request.medium),
               run_state(runtime, request.user_content)};
     if (runtime.rank() == 0) begun->writer.begin();
     return mine;
@@ -305,7 +364,7 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
   const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
   const Save save(request, std::move(begun), group);
   const auto write = [merged, save, group] {
-    save.write([&](const auto& writer) { return merged->write(writer, *group); });
+    save.write([&] { return merged->write(save.writer(), *group); });
   };
   if (request.asynchronous) {
     alone(*runtime.world(), [&] { merged->take_snapshots(runtime.rank()); });
@@ -317,22 +376,24 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
 
 std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& request,
                                            Begun begun, const Model& model, Optimizer* optimizer) {
-  const Writers writers(runtime, optimizer != nullptr);
+  const Turns turns(runtime, model, request.medium);
+  const Writers writers(runtime, turns, optimizer != nullptr);
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
   const Save save(request, std::move(begun), group);
-  const auto shard = std::make_shared<checkpoint::Shard>();
+  const bool writes_now = request.medium == checkpoint::Medium::kMemory;
+  std::shared_future<std::string> part;
   alone(*runtime.world(), [&] {
-    if (writers.mine >= writers.count) return;
-    *shard = shard_of(runtime, model, optimizer);
-    if (request.asynchronous) take_snapshots(*shard);
-  });
-  const auto write = [writers, shard, save] {
-    save.write([&](const auto& writer) {
+    checkpoint::Shard shard;
+    if (writers.mine < writers.count) shard = shard_of(runtime, model, optimizer, turns);
+    if (request.asynchronous && !writes_now) take_snapshots(shard);
+    part = std::async(std::launch::deferred, [writers, shard = std::move(shard), save]() {
       const bool writes = writers.mine < writers.count;
-      return writes ? writer.write_shard(writers.mine, writers.count, *shard) : "";
+      return writes ? save.writer().write_shard(writers.mine, writers.count, shard) : "";
     });
-  };
+  });
+  if (writes_now) part.wait();
+  const auto write = [part, save] { save.write([&] { return part.get(); }); };
   if (request.asynchronous) return context.start(write);
   write();
   return std::make_shared<BackgroundSave>();

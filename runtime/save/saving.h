@@ -27,6 +27,9 @@ struct SaveRequest {
   /// One file with the model, written by world rank 0, instead of files by all.
   bool merged = false;
   bool asynchronous = false;
+  /// Where it lies. To write into memory is to copy, so an asynchronous save into memory copies
+  /// nothing before: what a rank has is written at once, and the rest in the background.
+  checkpoint::Medium medium = checkpoint::Medium::kDisk;
   /// How long ranks that have written wait for those that have more to write. That one has died is
   /// noticed earlier.
   std::chrono::milliseconds longest_write = std::chrono::hours(6);

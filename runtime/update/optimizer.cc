@@ -172,7 +172,7 @@ void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read
     const auto alive = weak.lock();  // the program may have dropped it
     if (alive == nullptr) return;
     // A scheduler may have changed the options since.
-    apply(optim::get_state(optimizer_, parameter_names(*runtime_)).groups);
+    apply(optim::share_state(optimizer_, parameter_names(*runtime_)).groups);
   });
 }
 

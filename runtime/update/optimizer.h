@@ -48,7 +48,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
 
   /// The state of the parameters this rank owns, by name; of all of them before partitioning. Of
   /// what a tensor-parallel group divides, that of this rank's part. With `shard_optimizer_state`,
-  /// every replica has that of some of them, and it is collective over the replicas.
+  /// every replica has that of some of them, and it is collective over the replicas. Tensors may be
+  /// the optimizer's own, which the next step changes.
   OptimizerState local_state();
 
   /// Restores a saved optimizer: options such as the learning rate now, the state of parameters

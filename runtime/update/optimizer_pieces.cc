@@ -314,7 +314,7 @@ void OptimizerPieces::divide_states() {
            optimizer_.state().count(entry->tensor.unsafeGetTensorImpl()) > 0;
   });
   if (!any) return;
-  OptimizerState state = optim::get_state(optimizer_, names());
+  OptimizerState state = optim::share_state(optimizer_, names());
   cut_states_to_parts(runtime_, state);
   set_state_(state, names());
 }
@@ -329,7 +329,7 @@ void OptimizerPieces::adopt_states() {
                                     optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
   });
   if (!has_replaced) return;
-  OptimizerState whole = optim::get_state(optimizer_, names());
+  OptimizerState whole = optim::share_state(optimizer_, names());
   for (auto& [name, param] : whole.params) {
     for (auto& [field, tensor] : param.tensors) {
       if (has_masters_ && MasterWeights::concerns(tensor)) tensor = tensor.to(at::kFloat);
@@ -337,7 +337,7 @@ void OptimizerPieces::adopt_states() {
   }
   {
     const StandIn stand_in(*this);
-    const auto pieces = optim::get_state(optimizer_, names());
+    const auto pieces = optim::share_state(optimizer_, names());
     for (const auto& slices : slices_) cut_states(*slices, whole);
     whole.groups = pieces.groups;
     whole.params.insert(pieces.params.begin(), pieces.params.end());
@@ -358,11 +358,11 @@ void OptimizerPieces::forget_replaced() {
 OptimizerState OptimizerPieces::gather_state() {
   find_slices();
   adopt_states();
-  OptimizerState whole = optim::get_state(optimizer_, names());
+  OptimizerState whole = optim::share_state(optimizer_, names());
   OptimizerState pieces;
   {
     const StandIn stand_in(*this);
-    pieces = optim::get_state(optimizer_, names());
+    pieces = optim::share_state(optimizer_, names());
   }
   add_masters(pieces);
   whole.params.clear();
@@ -382,7 +382,7 @@ OptimizerState OptimizerPieces::local_state() {
   find_slices();
   adopt_states();
   const StandIn stand_in(*this);
-  OptimizerState state = optim::get_state(optimizer_, names());
+  OptimizerState state = optim::share_state(optimizer_, names());
   add_masters(state);
   for (const auto& slices : slices_) name_pieces(*slices, state);
   return state;
@@ -402,7 +402,7 @@ void OptimizerPieces::add_masters(OptimizerState& state) const {
     if (!master.defined()) return;
     auto& param = state.params[runtime_.table().find(parameter)->name];
     param.shape = target.sizes().vec();
-    param.tensors[checkpoint::kMasterField] = master.detach().clone();
+    param.tensors[checkpoint::kMasterField] = master.detach();
   });
 }
 

@@ -66,7 +66,7 @@ class OptimizerPieces {
   /// what is not divided, too, and the names in the groups. Collective over the replicas.
   OptimizerState gather_state();
   /// The states of this replica's pieces, under the names of `piece_name`, and of all parameters
-  /// that are not divided.
+  /// that are not divided. Tensors of both may be the optimizer's own.
   OptimizerState local_state();
   /// What `local_state` calls this replica's part of a parameter: its name where it is not divided,
   /// nothing where this replica has no piece of it.

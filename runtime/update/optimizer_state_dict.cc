@@ -72,7 +72,7 @@ OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
       if (added.count(key.substr(0, key.rfind('/'))) == 0) continue;
       const auto dtype = static_cast<at::ScalarType>(of["dtype"].get<int>());
       const bool is_mine = group.rank() == static_cast<int>(r);
-      tensors[key] = is_mine ? own.at(key).cpu().contiguous()
+      tensors[key] = is_mine ? own.at(key).cpu().contiguous().clone()
                              : at::empty(of["shape"].get<std::vector<int64_t>>(), dtype);
       works.push_back(group.async().broadcast(dp::as_real(tensors[key]), static_cast<int>(r)));
     }
@@ -107,7 +107,7 @@ OptimizerState Optimizer::state_dict() {
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
   join_states_of_parts(*runtime_, mine, JoinOn::kAll);
-  if (!runtime_->partitioned()) return mine;
+  if (!runtime_->partitioned()) return optim::copy_of(std::move(mine));
   return merge(*runtime_->group(divides() ? CommGroup::kWorld : CommGroup::kPp), mine);
 }
 
@@ -117,9 +117,9 @@ OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
                  "optimizer.local_state_dict() was called before the first step, which divides the "
                  "parameters among the ranks. Call it later, or state_dict()");
   at::NoGradGuard no_grad;
-  if (!divides()) return local_state();
+  if (!divides()) return optim::copy_of(local_state());
   if (gather_if_shard) return merge(*runtime_->replicas(), local_state());
-  return own_part(pieces_.local_state());
+  return optim::copy_of(own_part(pieces_.local_state()));
 }
 
 void Optimizer::load_state_dict(const OptimizerState& state) {

@@ -190,6 +190,20 @@ TEST(OptimizerStateContentsTest, StateIsACopy) {
   EXPECT_TRUE(torch::equal(before, state.params.at("b.bias").tensors.at("momentum_buffer")));
 }
 
+TEST(OptimizerStateContentsTest, ASharedStateHasTheOptimizersTensors) {
+  Params params = make_params();
+  torch::optim::Adam optimizer(pick(params, kForward));  // without amsgrad, one is undefined
+  step(optimizer, params, 0);
+  const OptimizerState state = share_state(optimizer, names_of(params));
+  const auto& fields = state.params.at("b.bias");
+  EXPECT_EQ(fields.tensors.size(), 2u);
+  EXPECT_EQ(fields.tensors.count("exp_avg_sq"), 1u);
+  const auto& own = static_cast<torch::optim::AdamParamState&>(
+      *optimizer.state().at(params.at("b.bias").unsafeGetTensorImpl()));
+  EXPECT_TRUE(fields.tensors.at("exp_avg").is_alias_of(own.exp_avg()));
+  EXPECT_EQ(parse_fields(fields.scalars)["step"], 1);
+}
+
 TEST(OptimizerStateContentsTest, RestoredTensorsTakeTheStridesOfTheirParameter) {
   Params params;
   params["w"] =

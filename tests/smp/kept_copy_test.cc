@@ -7,10 +7,15 @@
 #include <gmock/gmock.h>
 
 #include <cstdlib>
+#include <map>
+#include <set>
+#include <tuple>
 
+#include "checkpoint/file.h"
 #include "checkpoint/reader.h"
 #include "comm/threads/run_ranks.h"
 #include "core/config_file.h"
+#include "core/env.h"
 #include "core/restart.h"
 #include "tests/smp/saved_run.h"
 
@@ -83,6 +88,79 @@ TEST_F(KeptCopy, OfSomeCallsOneKeepsIt) {
       }
     });
     EXPECT_EQ(kept_step(), (calls - 1) / 3 * 3 + 1) << calls;
+  }
+}
+
+/// A folder in memory.
+class InMemory {
+ public:
+  InMemory() {
+    char name[] = "/dev/shm/smp-test-XXXXXX";
+    path_ = mkdtemp(name);
+    setenv(core::kRecoveryDirVariable, path_.c_str(), 1);
+  }
+  ~InMemory() { std::filesystem::remove_all(path_); }
+  InMemory(const InMemory&) = delete;
+  InMemory& operator=(const InMemory&) = delete;
+
+ private:
+  std::string path_;
+};
+
+/// By tensor of a section of an index, its hash.
+std::map<std::string, uint64_t> hashes(const std::map<std::string, checkpoint::TensorEntry>& of) {
+  std::map<std::string, uint64_t> result;
+  for (const auto& [name, entry] : of) result[name] = entry.hash;
+  return result;
+}
+
+/// Of `entries`, those that so many files hold.
+size_t count_files(const std::map<std::string, checkpoint::TensorEntry>& entries) {
+  std::set<std::string> files;
+  for (const auto& [name, entry] : entries) files.insert(entry.file);
+  return files.size();
+}
+
+/// The parameters of all groups of an index, sorted: their order there is that of the files.
+std::set<std::string> names_in_groups(const checkpoint::Index& index) {
+  std::set<std::string> names;
+  for (const auto& group : index.optimizer.at("param_groups")) {
+    for (const auto& name : group.at("params")) names.insert(name.get<std::string>());
+  }
+  return names;
+}
+
+/// Each replica writes a part of what all have.
+TEST_F(KeptCopy, InMemoryItHasWhatASaveHas) {
+  const InMemory memory;
+  ASSERT_EQ(checkpoint::medium_of(*core::env(core::kRecoveryDirVariable)),
+            checkpoint::Medium::kMemory);
+  for (const auto& [stages, replicas, sharded] :
+       {std::tuple(2, 1, false), std::tuple(1, 2, false), std::tuple(2, 2, false),
+        std::tuple(1, 4, false), std::tuple(2, 2, true)}) {
+    SCOPED_TRACE(c10::str(stages, " x ", replicas, sharded ? ", sharded" : ""));
+    run(
+        stages, replicas,
+        [&](SavedRun& run) {
+          for (int i = 0; i < 3; ++i) {
+            run.train(i);
+            keep_copy(run.model, run.optimizer);
+          }
+          save(path("saved"), run.model, run.optimizer);
+        },
+        /*seed=*/5, sharded);
+    checkpoint::Reader copy(*core::kept_copy_path());
+    EXPECT_TRUE(copy.find_damage(checkpoint::Reader::Section::kAll).empty());
+    const auto& kept = copy.index();
+    const auto saved = checkpoint::Reader(path("saved")).index();
+    EXPECT_EQ(hashes(kept.model), hashes(saved.model));
+    EXPECT_EQ(hashes(kept.optimizer_tensors), hashes(saved.optimizer_tensors));
+    EXPECT_EQ(kept.optimizer.at("state"), saved.optimizer.at("state"));
+    EXPECT_EQ(names_in_groups(kept), names_in_groups(saved));
+    EXPECT_EQ(kept.aliases, saved.aliases);
+    if (sharded) continue;  // which replica puts which states together depends on buckets
+    EXPECT_EQ(count_files(kept.model), stages * replicas);
+    EXPECT_EQ(count_files(kept.optimizer_tensors), stages * replicas);
   }
 }
 
