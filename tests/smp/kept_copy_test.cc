@@ -11,12 +11,11 @@
 #include <set>
 #include <tuple>
 
-#include "checkpoint/file.h"
 #include "checkpoint/reader.h"
 #include "comm/threads/run_ranks.h"
 #include "core/config_file.h"
-#include "core/env.h"
 #include "core/restart.h"
+#include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/saved_run.h"
 
 namespace smp::testing {
@@ -91,22 +90,6 @@ TEST_F(KeptCopy, OfSomeCallsOneKeepsIt) {
   }
 }
 
-/// A folder in memory.
-class InMemory {
- public:
-  InMemory() {
-    char name[] = "/dev/shm/smp-test-XXXXXX";
-    path_ = mkdtemp(name);
-    setenv(core::kRecoveryDirVariable, path_.c_str(), 1);
-  }
-  ~InMemory() { std::filesystem::remove_all(path_); }
-  InMemory(const InMemory&) = delete;
-  InMemory& operator=(const InMemory&) = delete;
-
- private:
-  std::string path_;
-};
-
 /// By tensor of a section of an index, its hash.
 std::map<std::string, uint64_t> hashes(const std::map<std::string, checkpoint::TensorEntry>& of) {
   std::map<std::string, uint64_t> result;
@@ -132,9 +115,7 @@ std::set<std::string> names_in_groups(const checkpoint::Index& index) {
 
 /// Each replica writes a part of what all have.
 TEST_F(KeptCopy, InMemoryItHasWhatASaveHas) {
-  const InMemory memory;
-  ASSERT_EQ(checkpoint::medium_of(*core::env(core::kRecoveryDirVariable)),
-            checkpoint::Medium::kMemory);
+  const RecoveryInMemory memory;
   for (const auto& [stages, replicas, sharded] :
        {std::tuple(2, 1, false), std::tuple(1, 2, false), std::tuple(2, 2, false),
         std::tuple(1, 4, false), std::tuple(2, 2, true)}) {

@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "core/restart.h"
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
+#include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/tensor_parallel.h"
 #include "tests/smp/tensor_parallel_sharding.h"
 
@@ -170,6 +172,34 @@ TEST_F(TensorParallelCheckpoint, KeepsEveryBit) {
     expect_equal(to_map(rank.model->state_dict()), model, "value from one file");
     rank.train(0);
   });
+}
+
+/// Of divided parameters, and whole ones, each replica writes some.
+TEST_F(TensorParallelCheckpoint, ACopyInMemoryKeepsEveryBit) {
+  const RecoveryInMemory memory;
+  for (const bool shards_states : {false, true}) {
+    SCOPED_TRACE(shards_states);
+    const auto kept = outcome(
+        {2, 2, 2},
+        [&](Rank& rank) {
+          for (int i = 0; i < 3; ++i) {
+            rank.train(i);
+            keep_copy(rank.model, rank.optimizer);
+          }
+        },
+        5,
+        [&](Config config) {
+          return config.recovery("restart").shard_optimizer_state(shards_states);
+        });
+    const auto loaded = outcome(
+        {1},
+        [&](Rank& rank) {
+          rank.train(0);
+          load(*core::kept_copy_path(), rank.model, rank.optimizer);
+        },
+        6);
+    expect_equal(loaded, kept, "value");
+  }
 }
 
 /// Before the first step every stage has all of its parts.
