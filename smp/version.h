@@ -13,9 +13,10 @@
 /// The minor versions of libtorch that smp's tests were run with. What it uses beneath libtorch's
 /// public interface (dispatch keys, autograd's nodes, c10d) may change with any other.
 #if !defined(SMP_UNTESTED_LIBTORCH) && \
-    !(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 15))
+    !(TORCH_VERSION_MAJOR == 2 &&      \
+      (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 14 || TORCH_VERSION_MINOR == 15))
 #error \
-    "smp 0.1 was tested with libtorch 2.11 and 2.15, and this is another version. Use one of those, or define SMP_UNTESTED_LIBTORCH and run smp's tests with yours."
+    "smp 0.1 was tested with libtorch 2.11, 2.14 and 2.15, and this is another version. Use one of those, or define SMP_UNTESTED_LIBTORCH and run smp's tests with yours."
 #endif
 
 namespace smp {

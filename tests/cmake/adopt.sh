@@ -170,8 +170,8 @@ another_libtorch "$work/old" 2.10.0
 check "another libtorch is refused" refuses "smp: this smp was built with libtorch" \
   cmake -S "$work/project" -B "$work/refused_build" -DCMAKE_PREFIX_PATH="$prefix;$work/old" \
   -DTorch_DIR="$work/old/share/cmake/Torch"
-check "headers take a libtorch that was tested" headers_with 11 15
-check "and refuse another" refuses "smp 0.1 was tested with libtorch 2.11 and 2.15" headers_with 14
+check "headers take a libtorch that was tested" headers_with 11 14 15
+check "and refuse another" refuses "smp 0.1 was tested with libtorch 2.11, 2.14 and 2.15" headers_with 13
 check "no libtorch is refused" refuses "smp: libtorch was not found" \
   env -u CMAKE_PREFIX_PATH cmake -S "$source" -B "$work/none"
 

@@ -385,7 +385,7 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
   on_every_process_group(GetParam(), [](const Group& group) {
     std::vector<at::Tensor> tensors = {at::ones({2})};
     c10d::AllreduceOptions scaled;
-#if TORCH_VERSION_MINOR < 15
+#if TORCH_VERSION_MINOR < 14
     scaled.reduceOp = c10d::makeNCCLPreMulSum(2.0);
 #else
     scaled.reduceOp = c10d::makePreMulSum(2.0);
