@@ -243,6 +243,16 @@ OptimizerState copy_of(OptimizerState state) {
   return state;
 }
 
+void erase_params(OptimizerState& state, const std::function<bool(const std::string&)>& which) {
+  for (auto it = state.params.begin(); it != state.params.end();) {
+    it = which(it->first) ? state.params.erase(it) : std::next(it);
+  }
+  for (auto& group : state.groups) {
+    group.params.erase(std::remove_if(group.params.begin(), group.params.end(), which),
+                       group.params.end());
+  }
+}
+
 OptimizerState share_state(const Optimizer& optimizer, const ParameterNames& names) {
   check_state_per_parameter(optimizer);
   OptimizerState result;

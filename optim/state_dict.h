@@ -6,6 +6,7 @@
 #include <torch/ordered_dict.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -23,12 +24,15 @@ using ParameterNames = std::map<const c10::TensorImpl*, std::string>;
 ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict);
 
 /// The state of any optimizer whose options and states implement libtorch's `serialize`, with its
-/// own tensors, which the next step changes. Throws UsageError for LBFGS, and for parameters without
-/// a name.
+/// own tensors, which the next step changes. Throws UsageError for LBFGS, and for parameters
+/// without a name.
 OptimizerState share_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
 
 /// Gives a state tensors of its own.
 OptimizerState copy_of(OptimizerState state);
+
+/// Takes parameters out of a state: what is kept of them, and their names in the groups.
+void erase_params(OptimizerState& state, const std::function<bool(const std::string&)>& which);
 
 /// A copy of what `share_state` gives.
 OptimizerState get_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);

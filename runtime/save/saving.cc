@@ -66,14 +66,7 @@ class Turns {
   /// Leaves this replica's part of a state that all have.
   void keep_mine(OptimizerState& state) const {
     if (!are_taken_) return;
-    const auto others = [&](const std::string& name) { return of(name) != replica_; };
-    for (auto it = state.params.begin(); it != state.params.end();) {
-      it = others(it->first) ? state.params.erase(it) : std::next(it);
-    }
-    for (auto& group : state.groups) {
-      group.params.erase(std::remove_if(group.params.begin(), group.params.end(), others),
-                         group.params.end());
-    }
+    optim::erase_params(state, [&](const std::string& name) { return of(name) != replica_; });
   }
 
  private:
@@ -381,14 +374,14 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
   const Save save(request, std::move(begun), group);
+  const bool writes = writers.mine < writers.count;
   const bool writes_now = request.medium == checkpoint::Medium::kMemory;
   std::shared_future<std::string> part;
   alone(*runtime.world(), [&] {
     checkpoint::Shard shard;
-    if (writers.mine < writers.count) shard = shard_of(runtime, model, optimizer, turns);
+    if (writes) shard = shard_of(runtime, model, optimizer, turns);
     if (request.asynchronous && !writes_now) take_snapshots(shard);
-    part = std::async(std::launch::deferred, [writers, shard = std::move(shard), save]() {
-      const bool writes = writers.mine < writers.count;
+    part = std::async(std::launch::deferred, [writes, writers, shard = std::move(shard), save]() {
       return writes ? save.writer().write_shard(writers.mine, writers.count, shard) : "";
     });
   });

@@ -142,14 +142,8 @@ OptimizerState Optimizer::local_state() { return own_part(pieces_.gather_state()
 
 /// Without the parameters of other stages.
 OptimizerState Optimizer::own_part(OptimizerState state) const {
-  const auto foreign = [&](const std::string& name) { return !runtime_->owns(whole_name(name)); };
-  for (auto it = state.params.begin(); it != state.params.end();) {
-    it = foreign(it->first) ? state.params.erase(it) : std::next(it);
-  }
-  for (auto& group : state.groups) {
-    group.params.erase(std::remove_if(group.params.begin(), group.params.end(), foreign),
-                       group.params.end());
-  }
+  optim::erase_params(state,
+                      [&](const std::string& name) { return !runtime_->owns(whole_name(name)); });
   return state;
 }
 
