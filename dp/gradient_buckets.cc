@@ -123,6 +123,7 @@ at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
 }
 
 void GradientBuckets::accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) {
+  const at::AutoDispatchBelowADInplaceOrView no_history;
   first ? claimed(shard, index).copy_(gradient) : memory_[shard].slices[index].add_(gradient);
 }
 
@@ -198,7 +199,7 @@ at::Tensor GradientBuckets::result(size_t index) {
   const bool lies_there = options_.gradients_as_summed || sum.scalar_type() == type;
   const bool stays = slices_ != nullptr || options_.gradient_as_bucket_view;
   if (!stays || !lies_there) return mean(sum, type);
-  return reduces_to_means() ? sum : sum.div_(divisor());
+  return reduces_to_means() ? sum : sum.div_(divisor_of(sum));
 }
 
 void GradientBuckets::publish(size_t index) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <utility>
 
@@ -39,6 +40,10 @@ StepGradients::StepGradients(std::vector<std::vector<size_t>> members,
       shards_(local_shards(options, replicas_->size())),
       counted_replicas_(replicas_->size()),
       used_(shards_, std::vector<bool>(names.size(), false)) {}
+
+void StepGradients::set_counted_replicas(int count) {
+  if (std::exchange(counted_replicas_, count) != count) divisors_.clear();
+}
 
 void StepGradients::add(size_t index, int microbatch, const at::Tensor& gradient) {
   SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"", queue_.name(index),
@@ -110,9 +115,16 @@ void StepGradients::finish_reduction() {
   }
 }
 
-at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter) const {
-  const at::Tensor mean = reduces_to_means_ ? sum.clone() : at::div(sum, divisor());
-  return options_.gradients_as_summed ? mean : mean.to(parameter);
+at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter) {
+  const at::Tensor mean = reduces_to_means_ ? sum.clone() : at::div(sum, divisor_of(sum));
+  const bool stays = options_.gradients_as_summed || mean.scalar_type() == parameter;
+  return stays ? mean : mean.to(parameter);
+}
+
+const at::Tensor& StepGradients::divisor_of(const at::Tensor& sum) {
+  at::Tensor& divisor = divisors_[sum.scalar_type()];
+  if (!divisor.defined()) divisor = at::scalar_tensor(this->divisor(), sum.scalar_type());
+  return divisor;
 }
 
 at::Tensor sum_in_order(const at::Tensor& rows) {

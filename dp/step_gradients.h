@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -78,7 +79,7 @@ class StepGradients {
   void finish();
 
   /// Divides as if there were this many replicas from now on; at first there are all.
-  void set_counted_replicas(int count) { counted_replicas_ = count; }
+  void set_counted_replicas(int count);
 
   /// Whether sums wait for a later step to be reduced.
   bool is_adding_up() const { return passes_ > 0; }
@@ -111,7 +112,9 @@ class StepGradients {
   void set_reduces_to_means() { reduces_to_means_ = true; }
   bool reduces_to_means() const { return reduces_to_means_; }
   /// A reduced sum divided, in the dtype of a parameter's `.grad`.
-  at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter) const;
+  at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter);
+  /// `divisor()` in a sum's type.
+  const at::Tensor& divisor_of(const at::Tensor& sum);
   /// Says that a shard has a sum of a parameter. Returns whether that is new.
   bool begin(int shard, size_t index);
   bool has_sum(int shard, size_t index) const { return used_[shard][index]; }
@@ -126,8 +129,10 @@ class StepGradients {
   const StepGradientOptions options_;
   const int shards_;
   int counted_replicas_;
-  std::vector<std::vector<bool>> used_;  // by local shard and parameter
-  int passes_ = 0;                       // steps that have only added up
+  std::map<at::ScalarType, at::Tensor> divisors_;  // made once, since a number becomes a tensor in
+                                                   // each division
+  std::vector<std::vector<bool>> used_;            // by local shard and parameter
+  int passes_ = 0;                                 // steps that have only added up
   bool reduces_to_means_ = false;
   ReductionObserver observer_;
 };
