@@ -25,20 +25,59 @@ std::mutex& generator_mutex() {
   return mutex;
 }
 
-/// Restores the state of one default generator at the end.
+/// Restores the state of the CPU's default generator at the end.
+class RestoredCpuGenerator {
+ public:
+  RestoredCpuGenerator()
+      : generator_(at::detail::getDefaultCPUGenerator()),
+        impl_(*at::check_generator<at::CPUGeneratorImpl>(generator_)),
+        saved_(state()) {}
+  ~RestoredCpuGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    impl_.set_engine(saved_.engine);
+    impl_.set_next_float_normal_sample(saved_.next_float);
+    impl_.set_next_double_normal_sample(saved_.next_double);
+  }
+
+  void seed(uint64_t seed) {
+    const std::lock_guard lock(generator_.mutex());
+    impl_.set_current_seed(seed);
+  }
+  void set_state(const at::Tensor& state) {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state);
+  }
+
+ private:
+  /// All that the generator consists of. As the tensor of `get_state` it costs several times that.
+  struct State {
+    at::mt19937 engine;
+    std::optional<float> next_float;
+    std::optional<double> next_double;
+  };
+  State state() {
+    const std::lock_guard lock(generator_.mutex());
+    return {impl_.engine(), impl_.next_float_normal_sample(), impl_.next_double_normal_sample()};
+  }
+
+  at::Generator generator_;
+  at::CPUGeneratorImpl& impl_;
+  State saved_;
+};
+
+/// Restores the state of another device's default generator at the end.
 class RestoredGenerator {
  public:
   explicit RestoredGenerator(at::Generator generator)
       : generator_(std::move(generator)), saved_(generator_.clone()) {}
-  ~RestoredGenerator() { set_state(saved_.get_state()); }
+  ~RestoredGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(saved_.get_state());
+  }
 
   void seed(uint64_t seed) {
-    std::lock_guard<std::mutex> lock(generator_.mutex());
+    const std::lock_guard lock(generator_.mutex());
     generator_.set_current_seed(seed);
-  }
-  void set_state(const at::Tensor& state) {
-    std::lock_guard<std::mutex> lock(generator_.mutex());
-    generator_.set_state(state);
   }
 
  private:
@@ -62,7 +101,7 @@ bool is_random(const c10::OperatorHandle& op) {
 
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed) {
   std::lock_guard<std::mutex> lock(generator_mutex());
-  RestoredGenerator cpu(at::detail::getDefaultCPUGenerator());
+  RestoredCpuGenerator cpu;
   cpu.seed(seed);
   std::optional<RestoredGenerator> other;
   if (const auto device = accelerator_of(op, stack)) {
@@ -82,7 +121,7 @@ at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& s
 void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                      const at::Tensor& state) {
   std::lock_guard<std::mutex> lock(generator_mutex());
-  RestoredGenerator generator(at::detail::getDefaultCPUGenerator());
+  RestoredCpuGenerator generator;
   generator.set_state(state);
   op.callBoxed(stack);
 }

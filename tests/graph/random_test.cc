@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/random.h"
 
-#include <ATen/ops/rand.h>
+#include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/utils.h>
 
 #include <limits>
 #include <set>
@@ -21,6 +22,28 @@ TEST(StreamSeed, HasTheDocumentedValues) {
   EXPECT_EQ(stream_seed({7, kTrain, 3, 5}, 2), 0xc80e116214f212b3u);
   const uint64_t largest = std::numeric_limits<uint64_t>::max();
   EXPECT_EQ(stream_seed({largest, kTrain, 200, 15}, 40), 0x8b4c4e2c9270609du);
+}
+
+/// Normal numbers are drawn in pairs, and the generator keeps the second.
+TEST(KeyedRandomScope, LeavesTheGeneratorAsItWas) {
+  for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+    const auto draw = [type](int count) {
+      std::vector<at::Tensor> numbers;
+      for (int i = 0; i < count; ++i) numbers.push_back(at::randn({1}, type));
+      numbers.push_back(at::rand({3}, type));
+      return at::cat(numbers);
+    };
+    torch::manual_seed(5);
+    draw(1);
+    const at::Tensor expected = draw(2);
+    torch::manual_seed(5);
+    draw(1);
+    {
+      const KeyedRandomScope scope({7, kTrain, 3, 5});
+      draw(3);
+    }
+    EXPECT_TRUE(at::equal(draw(2), expected)) << type;
+  }
 }
 
 /// What the operator after `before` others draws.
