@@ -276,6 +276,39 @@ void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
   if (entry.sink != kNoSink) state.sinks[entry.sink] = std::move(end);
 }
 
+/// A leaf as it is made for `parameter` now, which the program may have given other data.
+bool is_leaf_of(const at::Tensor& leaf, const at::Tensor& parameter) {
+  return leaf.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(
+             parameter.unsafeGetTensorImpl()->unsafe_storage()) &&
+         leaf.storage_offset() == parameter.storage_offset() && leaf.sizes() == parameter.sizes() &&
+         leaf.strides() == parameter.strides() && leaf.scalar_type() == parameter.scalar_type();
+}
+
+void Stage::enter_parameters(InFlight& state) {
+  state.leaves.resize(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    const at::Tensor& tensor = parameter.tensor;
+    Leaf& leaf = state.leaves[i];
+    if (!parameter.spare.empty()) {
+      leaf = std::move(parameter.spare.back());
+      parameter.spare.pop_back();
+    }
+    if (leaf.sink != nullptr && is_leaf_of(leaf.tensor, tensor)) {
+      environment_[parameter.value] = leaf.tensor;
+      state.sinks[parameter.sink] = leaf.sink;
+      continue;
+    }
+    leaf = {};
+    enter({parameter.value, parameter.sink, graph_.values[parameter.value].meta.requires_grad},
+          parameter.copied ? tensor.detach().clone() : tensor, state);
+    const at::Tensor& entered = environment_[parameter.value];
+    // A leaf gets no history while it is used.
+    const bool is_leaf = parameter.sink != kNoSink && entered.is_leaf() && !parameter.copied;
+    if (is_leaf) leaf = {entered, state.sinks[parameter.sink]};
+  }
+}
+
 void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
   state.sinks.resize(sinks_);
   for (const Input& input : inputs_) {
@@ -285,11 +318,7 @@ void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
   for (const Content& content : contents_) {
     environment_[content.value] = content.written ? content.tensor.clone() : content.tensor;
   }
-  for (const Parameter& parameter : parameters_) {
-    const at::Tensor& tensor = parameter.tensor;
-    enter({parameter.value, parameter.sink, graph_.values[parameter.value].meta.requires_grad},
-          parameter.copied ? tensor.detach().clone() : tensor, state);
-  }
+  enter_parameters(state);
   for (const Incoming& incoming : incoming_) {
     Message& received = state.values[incoming.place];
     for (size_t i = 0; i < received.size(); ++i) enter(incoming.values[i], received[i], state);
@@ -532,6 +561,7 @@ void Stage::InFlight::forget() {
   has_run = false;
   stored = {};
   sinks.clear();
+  leaves.clear();
   starts.clear();
   start_gradients.clear();
   split.reset();

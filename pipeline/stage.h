@@ -129,8 +129,14 @@ class Stage {
   static constexpr int kNoSink = -1;
 
   /// A microbatch between its forward and its backward. Vectors keep their memory for the next.
+  /// What a trained parameter is in a microbatch. Used again in others, since there are many.
+  struct Leaf {
+    at::Tensor tensor;
+    graph::GradientSinkPtr sink;
+  };
   struct InFlight {
     std::vector<graph::GradientSinkPtr> sinks;  // by number
+    std::vector<Leaf> leaves;                   // by parameter; undefined for others
     // Where the backward starts: at the roots, then at what went out, edge by edge. The gradients
     // of the roots are known after the forward, the others follow when the backward begins.
     std::vector<torch::autograd::Edge> starts;
@@ -183,6 +189,7 @@ class Stage {
     /// A buffer that a backward may need as a microbatch found it, while later ones go on writing
     /// it: each works on a copy and leaves what it made of it.
     bool copied;
+    std::vector<Leaf> spare = {};  // of microbatches that have ended
   };
   struct Content {
     graph::ValueId value;
@@ -202,6 +209,7 @@ class Stage {
   int sink_of(graph::ValueId value) const;
   size_t place_of(int edge) const;
   void enter(const Entry& entry, const at::Tensor& data, InFlight& state);
+  void enter_parameters(InFlight& state);
   void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);
   void run_operators(InFlight& state, const graph::RandomKey& key);
   at::Tensor copy_of(const at::Tensor& tensor) const;
@@ -219,7 +227,7 @@ class Stage {
   graph::ResultObserver result_observer(const InFlight& state) const;
   void record_buffers(const InFlight& state) const;
   void record_gradients(const InFlight& state) const;
-  static void finish(InFlight& state);
+  void finish(InFlight& state);
   void take_gradients(int microbatch, const InFlight& state, const GradientConsumer& consume) const;
   void consume_gradients(int microbatch, const InFlight& state,
                          const GradientConsumer& consume) const;

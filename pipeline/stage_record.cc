@@ -145,6 +145,13 @@ void Stage::record_gradients(const InFlight& state) const {
 /// The microbatch is done.
 void Stage::finish(InFlight& state) {
   if (state.record != nullptr && state.record->complete) state.record->complete();
+  for (size_t i = 0; i < state.leaves.size(); ++i) {
+    Leaf& leaf = state.leaves[i];
+    if (leaf.sink == nullptr) continue;
+    leaf.sink->gradient.reset();
+    leaf.sink->take = nullptr;
+    parameters_[i].spare.push_back(std::move(leaf));
+  }
   state.forget();
 }
 
@@ -186,7 +193,10 @@ void Stage::run_again(const std::vector<at::Tensor>& given, const graph::RandomK
   }
   SMP_INTERNAL_ASSERT(next == given.end(), "stage ", index_, " was given ", given.size(),
                       " tensors to run again from, and reads ", next - given.begin());
-  for (Parameter& parameter : parameters_) parameter.tensor.reset();
+  for (Parameter& parameter : parameters_) {
+    parameter.tensor.reset();
+    parameter.spare.clear();
+  }
   for (Content& content : contents_) content.tensor.reset();
 }
 

@@ -563,6 +563,20 @@ TEST_F(Model, CpuGathersTheModelAndTrainingGoesOn) {
   });
 }
 
+/// Stages keep what stands for a parameter in a microbatch; it must be of the data that is there.
+TEST_F(Model, ParametersMayBeGivenOtherMemoryBetweenSteps) {
+  run_as_threads(1, stages(1), [&] {
+    DistributedModel<Mlp> model(make_net());
+    auto train = make_training(model);
+    train(x_, y_);
+    for (int i = 0; i < 2; ++i) {
+      for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach() * 1.5);
+      const auto expected = plain_losses(model.get_module());
+      expect_equal(train(x_, y_).outputs(), expected, "loss of the new weights");
+    }
+  });
+}
+
 TEST_F(Model, GradientsMayBeSumsOverMicrobatches) {
   std::map<bool, Named> gradients;
   for (const bool average : {true, false}) {
