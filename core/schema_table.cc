@@ -229,7 +229,14 @@ std::vector<Parameter> partition_rows() {
       boolean("trace_execution_times", true,
               "Measure in the first step how long each operator takes, forward and backward: the "
               "least of up to three runs, within about two seconds more. `false` estimates the "
-              "times from the bytes that operators move. (In SMP 1.x the default is `false`.)"),
+              "times from what operators move and multiply (`cost_model`). (In SMP 1.x the default "
+              "is `false`.)"),
+      text(
+          "cost_model", "auto",
+          "What the partitioner takes calls, bytes, floating point operations and messages to "
+          "cost where the model itself is not measured: `auto` has fixed numbers for cores and for "
+          "GPUs, `measured` measures the device and the links between ranks in the first step, and "
+          "anything else is a JSON file (see docs/partitioning.md)."),
       boolean("trace_memory_usage", false,
               "Measure in the first step what is kept from forward to backward. `false` takes it "
               "to be what operators return."),

@@ -246,6 +246,13 @@ std::string Graph::to_string() const {
   return out.str();
 }
 
+at::Device Graph::device() const {
+  for (const Value& value : values) {
+    if (!value.meta.device.is_cpu()) return value.meta.device;
+  }
+  return at::kCPU;
+}
+
 uint64_t Graph::fingerprint() const { return hash(to_string()); }
 
 uint64_t Graph::constants_fingerprint() const {

@@ -150,6 +150,9 @@ class Graph {
 
   bool trains() const { return !roots.empty(); }
 
+  /// The device other than the CPU on which it computes, if there is one.
+  at::Device device() const;
+
   /// True if host code filled the operator's result (`torch::tensor(vector)`): it is not run again,
   /// its result is the literal's content.
   bool makes_literal(const Operator& op) const {

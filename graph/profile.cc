@@ -32,21 +32,6 @@ double microseconds_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-/// Two digits are what a measurement on a busy machine is worth; fewer ties, steadier plans.
-double round_to_two_digits(double value) {
-  if (value <= 0) return 0;
-  const double unit = std::pow(10.0, std::floor(std::log10(value)) - 1);
-  return std::round(value / unit) * unit;
-}
-
-/// The device other than the CPU that the graph computes on, if there is one.
-at::Device device_of(const Graph& graph) {
-  for (const Value& value : graph.values) {
-    if (!value.meta.device.is_cpu()) return value.meta.device;
-  }
-  return at::kCPU;
-}
-
 std::vector<ValueId> tensor_arguments(const Operator& op) {
   std::vector<ValueId> ids;
   for_each_argument(op, [&](ValueId id) { ids.push_back(id); });
@@ -155,7 +140,7 @@ class Profiler {
       : graph_(graph),
         key_(key),
         memory_(memory),
-        device_(device_of(graph)),
+        device_(graph.device()),
         segment_(graph, all(graph.operators.size()), all(graph.values.size())),
         has_backward_(operators_with_backward(graph)),
         is_differentiated_(graph.operators.size()),
@@ -321,6 +306,12 @@ class Profiler {
 };
 
 }  // namespace
+
+double round_to_two_digits(double value) {
+  if (value <= 0) return 0;
+  const double unit = std::pow(10.0, std::floor(std::log10(value)) - 1);
+  return std::round(value / unit) * unit;
+}
 
 void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
                    const std::vector<uint64_t>& checksums, const std::string& step_name,

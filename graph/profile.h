@@ -37,6 +37,10 @@ void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
                    const std::vector<uint64_t>& checksums, const std::string& step_name,
                    const MeasureOptions& options = {});
 
+/// Two digits are what a measurement on a busy machine is worth; fewer ties, steadier plans. 0 for
+/// what is not above 0.
+double round_to_two_digits(double value);
+
 /// The costs as one byte string, to be sent to other ranks, and back.
 std::string costs_to_bytes(const Graph& graph);
 void costs_from_bytes(Graph& graph, const std::string& bytes);

@@ -13,7 +13,6 @@
 #include "partitioner/pins.h"
 #include "partitioner/predict.h"
 #include "partitioner/stage_list.h"
-#include "partitioner/transfer_cost.h"
 
 namespace smp::partitioner {
 namespace {
@@ -59,7 +58,8 @@ class OrderChooser {
     const double margin = previous == nullptr ? kWorthwhile : options_.keep();
     Candidate best = candidate(kept, options_);
     double bound = best.step_us / (1 + margin);
-    const auto problem = order_problem(graph_, options_.partitions(), options_.memory_weight());
+    const auto problem = order_problem(graph_, options_.partitions(), options_.memory_weight(),
+                                       options_.step().costs().slowest());
     for (const Order& order : {Order(), cheaper_order(problem, kPromising)}) {
       if (order == kept) continue;
       auto found = try_candidate(order, PartitionOptions(options_).previous(nullptr));
@@ -127,7 +127,8 @@ class OrderChooser {
       const int64_t bytes = graph.values[replica.value].meta.nbytes();
       if (copies.insert({replica.value, rank}).second) candidate.foreign += bytes;
       if (replica.needs_gradient) {
-        candidate.step_us += microbatches() * tensor_transfer_us(bytes);
+        const Link& link = options_.step().costs().between(plan.rank_of_stage[replica.owner], rank);
+        candidate.step_us += microbatches() * link.of_tensor(bytes);
       }
     }
   }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "graph/flops.h"
 #include "graph/requires_grad.h"
 #include "partitioner/data_flow.h"
 
@@ -18,9 +19,6 @@ using graph::Graph;
 using graph::Operator;
 using graph::ValueId;
 using graph::ValueKind;
-
-constexpr double kCallUs = 1.0;
-constexpr double kBytesPerUs = 5000.0;
 
 /// Identifies an operator across captures of the same function with other shapes.
 using OperatorKey = std::tuple<std::string, std::string, int>;
@@ -59,7 +57,14 @@ int64_t own_result_bytes(const Graph& graph, const Operator& op) {
   return bytes;
 }
 
-Cost estimate_from_bytes(const Graph& graph, const Operator& op) {
+double flops_us(const Graph& graph, const Operator& op, const Compute& compute) {
+  const double flops = graph::operator_flops(graph, op);
+  if (flops == 0) return 0;
+  const bool is_half = at::elementSize(graph.values[op.results[0]].meta.dtype) <= 2;
+  return flops / (is_half ? compute.half_flops_per_us : compute.flops_per_us);
+}
+
+Cost estimate(const Graph& graph, const Operator& op, const Compute& compute) {
   Cost cost;
   cost.output_bytes = own_result_bytes(graph, op);
   const bool view = cost.output_bytes == 0 && op.writes.empty();
@@ -68,7 +73,8 @@ Cost estimate_from_bytes(const Graph& graph, const Operator& op) {
     moved = result_bytes(graph, op);
     for_each_argument(op, [&](ValueId value) { moved += graph.values[value].meta.nbytes(); });
   }
-  cost.forward_us = kCallUs + static_cast<double>(moved) / kBytesPerUs;
+  cost.forward_us = compute.call_us + std::max(static_cast<double>(moved) / compute.bytes_per_us,
+                                               flops_us(graph, op, compute));
   if (graph.trains() && graph::records_history(graph, op)) {
     cost.backward_us = 2 * cost.forward_us;
     cost.saved_bytes = cost.output_bytes;
@@ -129,15 +135,15 @@ std::vector<double> operator_costs(const Graph& graph, double memory_weight) {
   return costs;
 }
 
-void estimate_times(Graph& graph) {
+void estimate_times(Graph& graph, const Compute& compute) {
   for (Operator& op : graph.operators) {
-    const Cost estimate = estimate_from_bytes(graph, op);
-    op.cost.forward_us = estimate.forward_us;
-    op.cost.backward_us = estimate.backward_us;
+    const Cost estimated = estimate(graph, op, compute);
+    op.cost.forward_us = estimated.forward_us;
+    op.cost.backward_us = estimated.backward_us;
   }
 }
 
-void estimate_costs(Graph& graph, const Graph* measured) {
+void estimate_costs(Graph& graph, const Graph* measured, const Compute& compute) {
   std::map<OperatorKey, const Operator*> known;
   if (measured != nullptr) {
     const std::vector<OperatorKey> keys = operator_keys(*measured);
@@ -148,7 +154,7 @@ void estimate_costs(Graph& graph, const Graph* measured) {
     Operator& op = graph.operators[i];
     const auto match = known.find(keys[i]);
     if (match == known.end()) {
-      op.cost = estimate_from_bytes(graph, op);
+      op.cost = estimate(graph, op, compute);
       continue;
     }
     const auto before = static_cast<double>(result_bytes(*measured, *match->second));

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "partitioner/cost_model.h"
 
 namespace smp::partitioner {
 
@@ -25,15 +26,16 @@ std::vector<int64_t> parameter_bytes(const graph::Graph& graph);
 /// `memory_weight` is outside [0, 1].
 std::vector<double> operator_costs(const graph::Graph& graph, double memory_weight);
 
-/// Sets the times of a graph's operators by what they move, as `estimate_costs` does, and leaves
-/// the bytes as they are.
-void estimate_times(graph::Graph& graph);
+/// Sets the times of a graph's operators as `estimate_costs` estimates them, and leaves the bytes
+/// as they are.
+void estimate_times(graph::Graph& graph, const Compute& compute = {});
 
 /// Sets the costs of a graph that was captured on shapes alone. An operator takes the times and
 /// saved bytes of the one in `measured` (may be null) that has the same scope, the same name and
-/// the same occurrence among those, scaled by the ratio of their results' bytes. Any other costs
-/// what moving its arguments and results would take at 5 GB/s, and 1 us for the call; its
-/// backward, if there is one, twice that; it is taken to save its own results. Views move nothing.
-void estimate_costs(graph::Graph& graph, const graph::Graph* measured);
+/// the same occurrence among those, scaled by the ratio of their results' bytes. Any other costs a
+/// call and, by `compute`, what moving its arguments and results takes, or its floating point
+/// operations (`graph::operator_flops`) if that is more; its backward, if there is one, twice that;
+/// it is taken to save its own results. Views move nothing.
+void estimate_costs(graph::Graph& graph, const graph::Graph* measured, const Compute& compute = {});
 
 }  // namespace smp::partitioner

@@ -14,7 +14,6 @@
 #include "partitioner/data_flow.h"
 #include "partitioner/gradient_flow.h"
 #include "partitioner/recompute.h"
-#include "partitioner/transfer_cost.h"
 
 namespace smp::partitioner {
 
@@ -161,12 +160,13 @@ bool is_permutation(const Order& order, size_t operators) {
 
 /// What a transfer of a result takes, forward and, if it has one, its gradient back; or what making
 /// it again takes, if that is less.
-double crossing_us(const Graph& graph, const Value& value, bool gradient, bool repeatable) {
-  const double us = tensor_transfer_us(value.meta.nbytes()) * (gradient ? 2 : 1);
+double crossing_us(const Graph& graph, const Value& value, const Link& link, bool gradient,
+                   bool repeatable) {
+  const double us = link.of_tensor(value.meta.nbytes()) * (gradient ? 2 : 1);
   return repeatable ? std::min(us, graph.operators[value.producer].cost.forward_us) : us;
 }
 
-void add_tensors(const Graph& graph, OrderProblem& problem) {
+void add_tensors(const Graph& graph, const Link& link, OrderProblem& problem) {
   const std::vector<bool> repeatable = repeatable_operators(graph);
   const std::vector<std::vector<int>> uses = value_uses(graph);
   const GradientFlow gradients(graph);
@@ -175,11 +175,12 @@ void add_tensors(const Graph& graph, OrderProblem& problem) {
     const std::vector<int>& of_gradient = gradients.gradient_uses(static_cast<ValueId>(v));
     OrderProblem::Tensor tensor;
     if (value.kind == ValueKind::kResult && !uses[v].empty()) {
-      tensor.cost = crossing_us(graph, value, !of_gradient.empty(), repeatable[value.producer]);
+      tensor.cost =
+          crossing_us(graph, value, link, !of_gradient.empty(), repeatable[value.producer]);
       tensor.touches = uses[v];
       if (tensor.touches.front() != value.producer) tensor.touches.push_back(value.producer);
     } else if (value.kind == ValueKind::kParameter && of_gradient.size() > 1) {
-      tensor.cost = tensor_transfer_us(value.meta.nbytes());  // the gradient of a replica
+      tensor.cost = link.of_tensor(value.meta.nbytes());  // the gradient of a replica
       tensor.touches = of_gradient;
     } else {
       continue;
@@ -257,7 +258,7 @@ int moved_operators(const Order& order) {
   return static_cast<int>(order.size() - ascending.size());
 }
 
-OrderProblem order_problem(const Graph& graph, int stages, double memory_weight) {
+OrderProblem order_problem(const Graph& graph, int stages, double memory_weight, const Link& link) {
   OrderProblem problem;
   problem.stages = stages;
   problem.weight = operator_costs(graph, memory_weight);
@@ -269,7 +270,7 @@ OrderProblem order_problem(const Graph& graph, int stages, double memory_weight)
     std::sort(before.begin(), before.end());
     before.erase(std::unique(before.begin(), before.end()), before.end());
   }
-  add_tensors(graph, problem);
+  add_tensors(graph, link, problem);
   return problem;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "partitioner/cost_model.h"
 #include "partitioner/order_search.h"
 #include "partitioner/pins.h"
 
@@ -57,9 +58,10 @@ std::shared_ptr<const graph::Graph> in_order(std::shared_ptr<const graph::Graph>
 /// The fewest operators that have to be moved to get an order from the program's.
 int moved_operators(const Order& order);
 
-/// The order of a graph as numbers: what crosses, by `tensor_transfer_us`, and the work by
+/// The order of a graph as numbers: what crosses, all on such a link, and the work by
 /// `operator_costs` with this `memory_weight`.
-OrderProblem order_problem(const graph::Graph& graph, int stages, double memory_weight);
+OrderProblem order_problem(const graph::Graph& graph, int stages, double memory_weight,
+                           const Link& link = {});
 
 /// The operators by the rank that owns the parameters and buffers that they are the first to use,
 /// or that of an operator before which they cannot run; else in the order of the program. So each

@@ -197,6 +197,9 @@ class Partitioner {
     return stages;
   }
 
+  /// A cut is chosen before it is known between which ranks it is.
+  const Link& link() const { return options_.step().costs().slowest(); }
+
   int64_t units(double us) const { return std::llround(us * units_per_us_); }
 
   SplitProblem make_problem(const Pieces& pieces, const Bounds& bounds) const {
@@ -267,7 +270,7 @@ class Partitioner {
     }
     for (ValueId value : constraints_.better_local) add_owned(problem, pieces, value);
     PieceUse boundary;  // the messages themselves, whatever is in them
-    boundary.cost = units(message_us(graph_.trains()));
+    boundary.cost = units(message_us(link(), graph_.trains()));
     for (boundary.piece = 1; boundary.piece < pieces.count(); ++boundary.piece) {
       boundary.previous = boundary.piece - 1;
       problem.uses.push_back(boundary);
@@ -290,7 +293,7 @@ class Partitioner {
     for (int index : uses_[value]) {
       use.piece = pieces.of_operator[index];
       if (use.piece == use.previous) continue;
-      double us = transfer_us(bytes, /*needs_gradient=*/last_gradient >= index);
+      double us = transfer_us(link(), bytes, /*needs_gradient=*/last_gradient >= index);
       if (repeatable) us = std::min(us, graph_.operators[producer].cost.forward_us / 2);
       use.cost = units(us);
       problem.uses.push_back(use);

@@ -10,7 +10,6 @@
 
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
-#include "partitioner/transfer_cost.h"
 
 namespace smp::partitioner {
 
@@ -58,19 +57,25 @@ void add_parameters(const Graph& graph, const Plan& plan, const StepModel& step,
   }
 }
 
-void add_transfers(const Graph& graph, const Plan& plan, std::vector<StagePrediction>& stages) {
+void add_transfers(const Graph& graph, const Plan& plan, const CostModel& costs,
+                   std::vector<StagePrediction>& stages) {
+  const auto link = [&](int from, int to) {
+    return costs.between(plan.rank_of_stage[from], plan.rank_of_stage[to]);
+  };
   std::set<std::pair<int, int>> edges;
   for (const Transfer& hop : plan.transfers) {
     if (plan.rank_of_stage[hop.from] == plan.rank_of_stage[hop.to]) continue;
     const int64_t bytes = graph.values[hop.value].meta.nbytes();
     for (int stage : {hop.from, hop.to}) {
-      stages[stage].transfer_us += transfer_us(bytes, hop.needs_gradient);
+      stages[stage].transfer_us += transfer_us(link(hop.from, hop.to), bytes, hop.needs_gradient);
     }
     stages[hop.to].activations += stages[hop.to].in_flight * bytes;
     edges.insert({hop.from, hop.to});
   }
   for (const auto& [from, to] : edges) {
-    for (int stage : {from, to}) stages[stage].transfer_us += message_us(graph.trains());
+    for (int stage : {from, to}) {
+      stages[stage].transfer_us += message_us(link(from, to), graph.trains());
+    }
   }
 }
 
@@ -98,11 +103,11 @@ int64_t replica_bytes(const Graph& graph, const Value& value) {
   return value.meta.nbytes() * (is_trained(graph, value) ? 2 : 1);
 }
 
-double transfer_us(int64_t bytes, bool needs_gradient) {
-  return tensor_transfer_us(bytes) * (needs_gradient ? 2 : 1) / 2;  // half at each end
+double transfer_us(const Link& link, int64_t bytes, bool needs_gradient) {
+  return link.of_tensor(bytes) * (needs_gradient ? 2 : 1) / 2;  // half at each end
 }
 
-double message_us(bool trains) { return kMessageUs * (trains ? 2 : 1) / 2; }
+double message_us(const Link& link, bool trains) { return link.message_us * (trains ? 2 : 1) / 2; }
 
 Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) {
   Prediction result;
@@ -112,7 +117,7 @@ Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) 
   }
   add_operators(graph, plan, result.stages);
   add_parameters(graph, plan, step, result.stages);
-  add_transfers(graph, plan, result.stages);
+  add_transfers(graph, plan, step.costs(), result.stages);
   const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
   result.rank_us.assign(ranks, 0);
   result.recomputed = graph.trains() ? step.largest_region() : 0;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
 #include "partitioner/sharding.h"
 
@@ -30,6 +31,8 @@ struct StepModel {
   TORCH_ARG(int64_t, largest_region) = 0;
   /// What replicas divide among them.
   TORCH_ARG(Sharding, sharding);
+  /// What sending takes.
+  TORCH_ARG(CostModel, costs);
   /// Bytes that a rank may use for parameters, gradients, optimizer state and activations; 0: any.
   TORCH_ARG(int64_t, memory_limit) = 0;
 };
@@ -55,9 +58,9 @@ struct ParameterMemory {
 int64_t replica_bytes(const graph::Graph& graph, const graph::Value& value);
 
 /// Us that each end of a transfer spends on a tensor, forward and back; and on the messages of a
-/// boundary. See partitioner/transfer_cost.h.
-double transfer_us(int64_t bytes, bool needs_gradient);
-double message_us(bool trains);
+/// boundary.
+double transfer_us(const Link& link, int64_t bytes, bool needs_gradient);
+double message_us(const Link& link, bool trains);
 
 /// What one stage takes according to the model. Times are of one microbatch, forward and
 /// backward.

@@ -5,8 +5,8 @@
 #include <set>
 
 #include "graph/alias_analysis.h"
+#include "partitioner/cost_model.h"
 #include "partitioner/data_flow.h"
-#include "partitioner/transfer_cost.h"
 
 namespace smp::partitioner {
 
@@ -46,7 +46,7 @@ std::vector<bool> repeatable_operators(const Graph& graph) {
 
 std::vector<int> cheap_recomputation(const Graph& graph, const std::vector<bool>& repeatable,
                                      ValueId value, const std::vector<bool>& have) {
-  const double limit = tensor_transfer_us(graph.values[value].meta.nbytes());
+  const double limit = Link().of_tensor(graph.values[value].meta.nbytes());
   double cost = 0;
   std::set<int> needed;
   std::vector<int> open = {graph.values[value].producer};

@@ -14,7 +14,8 @@ std::vector<bool> repeatable_operators(const graph::Graph& graph);
 
 /// The operators, ascending, that a stage has to run to have `value`, where `have` tells of each
 /// operator whether the stage runs it already. Empty if the value cannot be made from repeatable
-/// operators, or if that takes longer than sending it (`tensor_transfer_us`).
+/// operators, or if that takes longer than sending it on a link between two processes of a host.
+/// (That plans do not depend on the links in this keeps them valid on other machines.)
 std::vector<int> cheap_recomputation(const graph::Graph& graph, const std::vector<bool>& repeatable,
                                      graph::ValueId value, const std::vector<bool>& have);
 

@@ -42,11 +42,13 @@ bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value
 
 class CostPredictor {
  public:
-  CostPredictor(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges)
+  CostPredictor(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges,
+                const partitioner::CostModel& costs)
       : graph_(graph),
         aliases_(graph),
         plan_(plan),
         edges_(edges),
+        links_(costs),
         backward_of_stage_(backward_of_stage(graph, plan, edges)) {
     costs_.forward.assign(plan.stages(), 0);
     costs_.backward_input.assign(plan.stages(), 0);
@@ -172,7 +174,7 @@ class CostPredictor {
     for (const Edge& edge : edges_) {
       if (plan_.rank_of_stage[edge.from] == plan_.rank_of_stage[edge.to]) continue;
       if (edge.values.empty()) continue;
-      const double message = partitioner::message_us(/*trains=*/false);
+      const double message = partitioner::message_us(link(edge.from, edge.to), /*trains=*/false);
       add_on_both_ends(costs_.forward, edge.from, edge.to, message);
       if (graph_.trains()) add_on_both_ends(costs_.backward_input, edge.from, edge.to, message);
     }
@@ -181,11 +183,16 @@ class CostPredictor {
   void add_tensors() {
     for (const auto& hop : plan_.transfers) {
       if (plan_.rank_of_stage[hop.from] == plan_.rank_of_stage[hop.to]) continue;
-      const double us = partitioner::transfer_us(graph_.values[hop.value].meta.nbytes(),
-                                                 /*needs_gradient=*/false);
+      const double us =
+          partitioner::transfer_us(link(hop.from, hop.to), graph_.values[hop.value].meta.nbytes(),
+                                   /*needs_gradient=*/false);
       add_on_both_ends(costs_.forward, hop.from, hop.to, us);
       if (hop.needs_gradient) add_on_both_ends(costs_.backward_input, hop.from, hop.to, us);
     }
+  }
+
+  const partitioner::Link& link(int from, int to) const {
+    return links_.between(plan_.rank_of_stage[from], plan_.rank_of_stage[to]);
   }
 
   static void add_on_both_ends(std::vector<double>& of, int from, int to, double us) {
@@ -197,6 +204,7 @@ class CostPredictor {
   const graph::AliasAnalysis aliases_;
   const Plan& plan_;
   const std::vector<Edge>& edges_;
+  const partitioner::CostModel& links_;
   const std::vector<bool> backward_of_stage_;
   StageCosts costs_;
 };
@@ -204,8 +212,9 @@ class CostPredictor {
 }  // namespace
 
 StageCosts predicted_costs(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges,
-                           const partitioner::Prediction& prediction) {
-  return CostPredictor(graph, plan, edges).run(prediction);
+                           const partitioner::Prediction& prediction,
+                           const partitioner::CostModel& costs) {
+  return CostPredictor(graph, plan, edges, costs).run(prediction);
 }
 
 }  // namespace smp::pipeline

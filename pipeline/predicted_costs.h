@@ -20,6 +20,7 @@ namespace smp::pipeline {
 /// first half.
 StageCosts predicted_costs(const graph::Graph& graph, const partitioner::Plan& plan,
                            const std::vector<Edge>& edges,
-                           const partitioner::Prediction& prediction);
+                           const partitioner::Prediction& prediction,
+                           const partitioner::CostModel& costs);
 
 }  // namespace smp::pipeline

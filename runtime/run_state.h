@@ -11,6 +11,7 @@
 #include "dp/step_gradients.h"
 #include "graph/graph.h"
 #include "graph/hash_log.h"
+#include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
 #include "runtime/step/step_functions.h"
@@ -43,6 +44,8 @@ struct FirstStep {
   std::string schedule;
   /// Bytes of its device that each rank may count on; 0 on the CPU, and once no plan keeps it.
   int64_t device_share = 0;
+  /// What computing and sending take, as far as the model itself is not measured.
+  partitioner::CostModel costs;
   /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
   /// How many microbatches of the first graph run as one; 0 as long as that is not decided.

@@ -281,10 +281,17 @@ class SMP_API Config {
   std::optional<std::string> graph_file() const { return get_if_set<std::string>("graph_file"); }
 
   /// Measure in the first step how long each operator takes, forward and backward: the least of up
-  /// to three runs, within about two seconds more. `false` estimates the times from the bytes that
-  /// operators move. (In SMP 1.x the default is `false`.) Default: true.
+  /// to three runs, within about two seconds more. `false` estimates the times from what operators
+  /// move and multiply (`cost_model`). (In SMP 1.x the default is `false`.) Default: true.
   Config& trace_execution_times(bool value) { return set("trace_execution_times", value); }
   bool trace_execution_times() const { return std::get<bool>(get("trace_execution_times")); }
+
+  /// What the partitioner takes calls, bytes, floating point operations and messages to cost where
+  /// the model itself is not measured: `auto` has fixed numbers for cores and for GPUs, `measured`
+  /// measures the device and the links between ranks in the first step, and anything else is a JSON
+  /// file (see docs/partitioning.md). Default: "auto".
+  Config& cost_model(std::string value) { return set("cost_model", std::move(value)); }
+  std::string cost_model() const { return std::get<std::string>(get("cost_model")); }
 
   /// Measure in the first step what is kept from forward to backward. `false` takes it to be what
   /// operators return. Default: false.

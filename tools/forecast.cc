@@ -3,7 +3,18 @@
 
 #include <utility>
 
+#include "core/check.h"
+
 namespace smp::tools {
+
+partitioner::StepModel step_model(const Config& config, const graph::Graph& graph, int ranks,
+                                  int microbatches, int replicas) {
+  SMP_CHECK_WITH(ConfigError, config.cost_model() != "measured",
+                 "smp_plan runs nothing, and \"cost_model\": \"measured\" asks it to measure. Give the "
+                 "file with what a run of the program measured: it logs the text");
+  return runtime::step_model(config, ranks, microbatches, replicas)
+      .costs(runtime::read_costs(config, graph.device()));
+}
 
 Forecast forecast(const Config& config, const std::string& file, const graph::Graph& graph,
                   partitioner::Plan plan, int ranks, const partitioner::StepModel& model) {

@@ -27,6 +27,11 @@ struct Forecast : runtime::PlannedStep {
 Forecast forecast(const Config& config, const std::string& file, const graph::Graph& graph,
                   partitioner::Plan plan, int ranks, const partitioner::StepModel& model);
 
+/// As `runtime::step_model`, with the costs of the file that `cost_model` names. Throws
+/// `ConfigError` where it asks to measure, since nothing runs.
+partitioner::StepModel step_model(const Config& config, const graph::Graph& graph, int ranks,
+                                  int microbatches, int replicas);
+
 /// Bytes that go over an edge for each microbatch.
 struct EdgeBytes {
   int64_t forward = 0;

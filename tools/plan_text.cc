@@ -251,7 +251,7 @@ std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& con
   for (const int count : partitions) {
     auto options = runtime::partition_options(
         config, count,
-        runtime::step_model(config, count, static_cast<int>(config.microbatches()), replicas));
+        step_model(config, graph, count, static_cast<int>(config.microbatches()), replicas));
     if (config.pipeline() == "interleaved" && !config.is_set("active_microbatches")) {
       options.step().active_microbatches(count + 2);
     }

@@ -144,7 +144,7 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
   const auto ranks = static_cast<int>(config.partitions());
   const auto microbatches = static_cast<int>(config.microbatches());
   auto partition = smp::runtime::partition_options(
-      config, ranks, smp::runtime::step_model(config, ranks, microbatches, options.replicas));
+      config, ranks, smp::tools::step_model(config, graph, ranks, microbatches, options.replicas));
   const std::string file = smp::runtime::read_schedule(config);
   partition.placement(smp::runtime::best_placement(config, file, graph, partition));
   auto plan = make_plan(options, graph, partition);

@@ -6,6 +6,7 @@
 
 #include "graph/alias_analysis.h"
 #include "graph/differentiate.h"
+#include "graph/flops.h"
 #include "graph/visit.h"
 
 namespace smp::nn::rewrite {
@@ -19,33 +20,9 @@ using graph::ValueKind;
 
 /// Of each operator's time, what calling it takes, however little it has to do.
 constexpr double kCallUs = 1.0;
-// What moving bytes and multiplying takes, as of one core (`DivideOptions::estimate`).
+// What moving bytes and computing takes, as of one core (`DivideOptions::estimate`).
 constexpr double kBytesPerUs = 5000.0;
-constexpr double kProductsPerUs = 20000.0;
-
-/// Multiplications of a product of matrices: elements of the result times the dimension summed
-/// over.
-double products_of(const Call& call) {
-  const std::string& name = call.base_name();
-  const auto numel = [&](int position) { return static_cast<double>(call.meta(position).numel()); };
-  if (call.results().empty()) return 0;
-  const auto result = static_cast<double>(call.result_meta().numel());
-  if (name == "aten::linear" || name == "aten::matmul" || name == "aten::mm" ||
-      name == "aten::bmm") {
-    return result * static_cast<double>(call.meta(0).sizes.back());
-  }
-  if (name == "aten::addmm" || name == "aten::baddbmm") {
-    return result * static_cast<double>(call.meta(1).sizes.back());
-  }
-  if (name.rfind("aten::conv", 0) == 0) {
-    return result * numel(1) / static_cast<double>(call.meta(1).sizes[0]);
-  }
-  if (name == "aten::scaled_dot_product_attention") {
-    const auto& keys = call.meta(1).sizes;
-    return 2 * result * static_cast<double>(keys[keys.size() - 2]);
-  }
-  return 0;
-}
+constexpr double kFlopsPerUs = 40000.0;
 
 /// True for what is no product, and makes an activation of which ranks may have parts along a
 /// dimension before the last.
@@ -71,8 +48,8 @@ double estimated_time(const Call& call) {
   const auto add = [&](ValueId value) { bytes += call.graph().values[value].meta.nbytes(); };
   std::for_each(call.tensors().begin(), call.tensors().end(), add);
   std::for_each(call.results().begin(), call.results().end(), add);
-  const double forward =
-      kCallUs + static_cast<double>(bytes) / kBytesPerUs + products_of(call) / kProductsPerUs;
+  const double forward = kCallUs + static_cast<double>(bytes) / kBytesPerUs +
+                         graph::operator_flops(call.graph(), call.op()) / kFlopsPerUs;
   return call.graph().trains() ? 3 * forward : forward;
 }
 

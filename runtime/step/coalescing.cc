@@ -135,7 +135,8 @@ class Chooser {
     if (chosen == 1) return nullptr;
     auto made = make(chosen, reason);
     if (!made) return nullptr;
-    partitioner::estimate_costs(made->graph, runtime_.first_step.measured.get());
+    partitioner::estimate_costs(made->graph, runtime_.first_step.measured.get(),
+                                runtime_.first_step.costs.compute);
     if (predicted_step_us(runtime_, made->graph, static_cast<int>(request_.microbatches / chosen)) <
         std::numeric_limits<double>::infinity()) {
       return made;

@@ -61,8 +61,9 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                  "All replicas must begin with the same step function on inputs of the same shape");
   const Config& config = runtime.config();
   const bool times = config.trace_execution_times();
+  const partitioner::Compute& compute = runtime.first_step.costs.compute;
   if (config.skip_tracing() || runs_in_group(runtime, graph)) {
-    partitioner::estimate_costs(graph, nullptr);
+    partitioner::estimate_costs(graph, nullptr, compute);
   } else if (runtime.rank() == 0) {
     const BufferRestorer restorer(runtime);
     graph::measure_costs(graph, whole_environment(runtime, graph, inputs), key, checksums,
@@ -70,7 +71,7 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                          graph::MeasureOptions()
                              .runs(times ? kMeasuredRuns : 1)
                              .memory(config.trace_memory_usage()));
-    if (!times) partitioner::estimate_times(graph);
+    if (!times) partitioner::estimate_times(graph, compute);
   }
   const std::string bytes =
       comm::broadcast_bytes(*runtime.world(), graph::costs_to_bytes(graph), 0);

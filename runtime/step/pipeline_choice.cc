@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/json.h"
 #include "partitioner/best_order.h"
 #include "partitioner/order.h"
 #include "pipeline/generators.h"
@@ -19,6 +20,7 @@
 namespace smp::runtime {
 namespace {
 
+using partitioner::CostModel;
 using pipeline::InFlight;
 using pipeline::RankedSchedule;
 using pipeline::Schedule;
@@ -36,14 +38,15 @@ class StepPlanner {
         settled_(settled),
         prediction_(partitioner::predict(graph, plan, model)),
         edges_(pipeline::edges_of(graph, plan)),
-        options_(ScheduleOptions(plan.stages(), model.microbatches())
-                     .ranks(ranks)
-                     .rank_of_stage(plan.rank_of_stage)
-                     .edges(pipeline::stage_edges(edges_))
-                     .backward_of_stage(pipeline::backward_of_stage(graph, plan, edges_))
-                     .active_microbatches(model.active_microbatches())
-                     .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_))
-                     .memory_limit(activation_limits(plan, model.memory_limit()))) {}
+        options_(
+            ScheduleOptions(plan.stages(), model.microbatches())
+                .ranks(ranks)
+                .rank_of_stage(plan.rank_of_stage)
+                .edges(pipeline::stage_edges(edges_))
+                .backward_of_stage(pipeline::backward_of_stage(graph, plan, edges_))
+                .active_microbatches(model.active_microbatches())
+                .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_, model.costs()))
+                .memory_limit(activation_limits(plan, model.memory_limit()))) {}
 
   PlannedStep run() {
     std::string report;
@@ -195,6 +198,12 @@ InFlight in_flight_of(const std::string& pipeline) {
 std::string read_schedule(const Config& config) {
   if (config.pipeline() != "file") return "";
   return pipeline::to_string(pipeline::load_schedule(*config.schedule_file()));
+}
+
+partitioner::CostModel read_costs(const Config& config, at::Device device) {
+  const std::string name = config.cost_model();
+  if (name == "auto") return device.is_cpu() ? CostModel() : CostModel::of_gpu();
+  return partitioner::cost_model_from_json(core::read_file(name, "the cost model"), name);
 }
 
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas) {

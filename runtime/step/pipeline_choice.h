@@ -17,10 +17,14 @@
 namespace smp::runtime {
 
 /// What the configuration says of pipelines, in the terms of the partitioner and of schedules.
-/// Internal; but for `read_schedule` pure functions, so all ranks come to the same result.
+/// Internal; but for those that read files pure functions, so all ranks come to the same result.
 
 /// The schedule of `"pipeline": "file"` in its text form, else "". Throws what reading it throws.
 std::string read_schedule(const Config& config);
+
+/// What the file of `cost_model` says; where that is none, what is taken for granted of such
+/// devices. Throws what reading it does.
+partitioner::CostModel read_costs(const Config& config, at::Device device);
 
 /// The step in which a plan is used, by `replicas` pipelines of `ranks` ranks, under the limit of
 /// `memory_limit_mb`.

@@ -17,6 +17,7 @@
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/placement.h"
 #include "runtime/step/checkpointed_modules.h"
+#include "runtime/step/cost_measurement.h"
 #include "runtime/step/pipeline_choice.h"
 
 namespace smp::runtime {
@@ -129,6 +130,7 @@ void prepare_models(Runtime& runtime) {
   // Read once, so that ranks of other hosts run the same.
   const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
   runtime.first_step.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
+  runtime.first_step.costs = settle_costs(runtime);
   if (has_delayed(runtime)) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);

@@ -465,7 +465,8 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
     measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(), traced.checksums, name_);
     runtime_->first_step.measured = traced.found;
   } else {
-    partitioner::estimate_costs(*traced.found, runtime_->first_step.measured.get());
+    partitioner::estimate_costs(*traced.found, runtime_->first_step.measured.get(),
+                                runtime_->first_step.costs.compute);
   }
   prepared.coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
   std::shared_ptr<const graph::Graph> runs = traced.found;

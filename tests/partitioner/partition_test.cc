@@ -61,10 +61,11 @@ std::optional<Score> score(const Graph& graph, const std::vector<int>& stages,
     time[stages[i]] += std::llround(costs[i] * 1e12);
     if (i + 1 == stages.size() || stages[i] == stages[i + 1]) continue;
     score.splits_weight |= weights[i] != graph::kUndefined;
-    for (int stage : {stages[i], stages[i + 1]}) time[stage] += to_units(graph, message_us(false));
+    for (int stage : {stages[i], stages[i + 1]})
+      time[stage] += to_units(graph, message_us({}, false));
   }
   for (const Transfer& t : plan.transfers) {
-    const double us = transfer_us(graph.values[t.value].meta.nbytes(), false);
+    const double us = transfer_us({}, graph.values[t.value].meta.nbytes(), false);
     for (int stage : {t.from, t.to}) time[stage] += to_units(graph, us);
   }
   int64_t slowest = 0;

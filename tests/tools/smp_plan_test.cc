@@ -232,6 +232,29 @@ TEST_F(SmpPlan, SavesThePlan) {
   EXPECT_EQ(plan["stages"].size(), 2u);
 }
 
+/// A message on a link of 50 ms holds up both stages, there and back, in each of three
+/// microbatches.
+TEST_F(SmpPlan, TakesTheCostsOfAFile) {
+  const std::string file = save_graph(1);
+  const auto write = [&](const std::string& name, const std::string& text) {
+    std::ofstream(path(name)) << text;
+    return path(name);
+  };
+  const auto step_us = [&](const std::string& costs) {
+    const std::string config = write("config.json", R"({"cost_model": ")" + costs + R"("})");
+    return run_json(file + " --stages 2 --microbatches 3 --config " + config)
+        .at("step_us")
+        .get<double>();
+  };
+  const std::string slow = write("costs.json", R"({"links": [{"message_us": 50000}]})");
+  EXPECT_GT(step_us(slow), step_us("auto") + 3 * 50000);
+  const std::string measured = write("config.json", R"({"cost_model": "measured"})");
+  EXPECT_EQ(
+      run(file + " --stages 2 --config " + measured).output,
+      "[smp] smp_plan runs nothing, and \"cost_model\": \"measured\" asks it to measure. Give the "
+      "file with what a run of the program measured: it logs the text\n");
+}
+
 TEST_F(SmpPlan, Errors) {
   EXPECT_EQ(run(path("none.json")).output,
             "[smp] " + path("none.json") +

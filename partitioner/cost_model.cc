@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "partitioner/cost_model.h"
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <tuple>
+#include <utility>
+
+#include "core/check.h"
+#include "core/json.h"
+
+namespace smp::partitioner {
+namespace {
+
+using nlohmann::json;
+
+template <class T>
+struct Field {
+  const char* name;
+  double T::*member;
+};
+
+constexpr std::array<Field<Link>, 3> kLinkFields = {{{"message_us", &Link::message_us},
+                                                     {"tensor_us", &Link::tensor_us},
+                                                     {"bytes_per_us", &Link::bytes_per_us}}};
+constexpr std::array<Field<Compute>, 4> kComputeFields = {
+    {{"call_us", &Compute::call_us},
+     {"bytes_per_us", &Compute::bytes_per_us},
+     {"flops_per_us", &Compute::flops_per_us},
+     {"half_flops_per_us", &Compute::half_flops_per_us}}};
+
+template <class T, size_t N>
+bool equal(const T& a, const T& b, const std::array<Field<T>, N>& fields) {
+  return std::all_of(fields.begin(), fields.end(),
+                     [&](const Field<T>& field) { return a.*field.member == b.*field.member; });
+}
+
+template <class T, size_t N>
+json write(const T& value, const std::array<Field<T>, N>& fields) {
+  json object;
+  for (const Field<T>& field : fields) object[field.name] = value.*field.member;
+  return object;
+}
+
+/// Reads objects, and says where in the text one is that is wrong.
+class Reader {
+ public:
+  explicit Reader(std::string source) : source_(std::move(source)) {}
+
+  template <class T, size_t N>
+  T read(const json& object, const std::string& where, const std::array<Field<T>, N>& fields) {
+    T result;
+    for (const auto& [name, value] : members(object, where)) {
+      const auto field =
+          std::find_if(fields.begin(), fields.end(),
+                       [&name = name](const auto& known) { return name == known.name; });
+      if (field == fields.end()) unknown(where, name, fields);
+      const bool positive = value.is_number() && value.template get<double>() > 0;
+      SMP_CHECK_WITH(ConfigError, positive, source_, ": ", where, ".", name,
+                     ": expected a number above 0, got ", value.dump());
+      result.*field->member = value.template get<double>();
+    }
+    return result;
+  }
+
+  std::vector<std::pair<std::string, json>> members(const json& object, const std::string& where) {
+    SMP_CHECK_WITH(ConfigError, object.is_object(), source_, ": ", where,
+                   ": expected an object, got ", object.dump());
+    std::vector<std::pair<std::string, json>> result;
+    for (const auto& item : object.items()) result.emplace_back(item.key(), item.value());
+    return result;
+  }
+
+ private:
+  template <class T, size_t N>
+  [[noreturn]] void unknown(const std::string& where, const std::string& name,
+                            const std::array<Field<T>, N>& fields) {
+    std::string known;
+    for (const Field<T>& field : fields)
+      known += std::string(known.empty() ? "" : ", ") + field.name;
+    core::fail<ConfigError>(source_, ": ", where, ": there is no field \"", name, "\", but ",
+                            known);
+  }
+
+  std::string source_;
+};
+
+}  // namespace
+
+bool Link::operator==(const Link& other) const { return equal(*this, other, kLinkFields); }
+bool Compute::operator==(const Compute& other) const { return equal(*this, other, kComputeFields); }
+bool CostModel::operator==(const CostModel& other) const {
+  return compute == other.compute && links == other.links;
+}
+
+namespace {
+
+bool is_faster(const Link& a, const Link& b) {
+  constexpr int64_t kBytes = 1 << 20;
+  return a.message_us + a.of_tensor(kBytes) < b.message_us + b.of_tensor(kBytes);
+}
+
+}  // namespace
+
+const Link& CostModel::slowest() const {
+  return *std::max_element(links.begin(), links.end(), is_faster);
+}
+
+const Link& CostModel::between(int rank, int other) const {
+  if (links.size() == 1 || rank == other) return links.front();
+  const auto [first, last] = std::minmax(rank, other);
+  SMP_CHECK_WITH(ConfigError, last <= static_cast<int>(links.size()),
+                 "\"cost_model\": expected one link for all ranks of a pipeline, or one for each two "
+                 "neighbours, got ",
+                 links.size(), " links for ranks up to ", last);
+  return *std::max_element(links.begin() + first, links.begin() + last, is_faster);
+}
+
+CostModel CostModel::of_gpu() { return {{5, 1.3e6, 1.4e7, 2e8}, {{30, 5, 2e4}}}; }
+
+std::string to_json(const CostModel& costs) {
+  json object;
+  object["compute"] = write(costs.compute, kComputeFields);
+  object["links"] = json::array();
+  for (const Link& link : costs.links) object["links"].push_back(write(link, kLinkFields));
+  return object.dump();
+}
+
+CostModel cost_model_from_json(const std::string& text, const std::string& source_name) {
+  Reader reader(source_name);
+  CostModel costs;
+  for (const auto& [name, value] : reader.members(core::parse_json(text, source_name), "costs")) {
+    if (name == "compute") {
+      costs.compute = reader.read(value, name, kComputeFields);
+      continue;
+    }
+    SMP_CHECK_WITH(ConfigError, name == "links", source_name, ": there is no field \"", name,
+                   "\", but compute, links");
+    SMP_CHECK_WITH(ConfigError, value.is_array() && !value.empty(), source_name,
+                   ": links: expected a list of objects, got ", value.dump());
+    costs.links.clear();
+    for (const json& link : value) costs.links.push_back(reader.read(link, "links", kLinkFields));
+  }
+  return costs;
+}
+
+}  // namespace smp::partitioner
