@@ -251,6 +251,8 @@ void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
     runtime->execution.on_action = [events](const pipeline::Action&) { events->pass(); };
     const runtime::ThreadRuntime scope(runtime);
     program();
+    // As `smp::shutdown`: who has nothing left to ask of a rank that stalls finds out here.
+    world->barrier();
   });
 }
 
