@@ -109,7 +109,9 @@ std::string failure_report(const Failures& failures, const ProcessResult& result
 
 std::string cause_in(const std::string& report) {
   const size_t begin = report.rfind(kFirstCause);
-  return begin == std::string::npos ? report : report.substr(begin);
+  const std::string cause = begin == std::string::npos ? report : report.substr(begin);
+  static const std::regex duration(R"( for [0-9.]+ (s|min|h)\b)");
+  return std::regex_replace(cause, duration, "");
 }
 
 }  // namespace smp::tools

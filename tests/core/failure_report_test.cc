@@ -102,6 +102,16 @@ TEST(FailureReport, ACircleOfWaitsIsToldByWhoGaveUpFirst) {
             "smprun: first cause: rank 1: it waits for rank 0\n");
 }
 
+/// By which a job is found to fail twice in the same way.
+TEST(FailureReport, TheCauseDoesNotDependOnTime) {
+  const std::string cause =
+      "smprun: first cause: rank 1: is stopped; it has been in the user's code after step 1";
+  EXPECT_EQ(cause_in("noticed by rank 0 after 8.0 s\n" + cause + " for 8.1 s\n"), cause + "\n");
+  EXPECT_EQ(cause_in(cause + " for 5 min\n"), cause + "\n");
+  EXPECT_EQ(cause_in("smprun: first cause: rank 2: no room for 7 samples\n"),
+            "smprun: first cause: rank 2: no room for 7 samples\n");
+}
+
 TEST(FailureReport, WithoutMessages) {
   EXPECT_EQ(failure_report({failure(0, Kind::kHeard, {1}, "rank 5 failed: disk full")}, ended(1)),
             "smprun: first cause: rank 0: rank 5 failed: disk full\n")
