@@ -8,19 +8,26 @@
 //   early   the rank exits before smp::init
 //   begin   it is killed after smp::init
 //   throw   its function throws in that step
-//   action  it is killed at the COUNT-th action of that step
+//   action  it is killed at the COUNT-th action of that step; exit_at, throw_at, memory_at and
+//           stop_at: it exits there, throws, asks for more memory than there is, or stops
 //   update  it is killed between that step and the optimizer's
 //   save    it is killed at the COUNT-th of its file calls in the save after that step
 //   copy    the same while it keeps a copy
 //   stop    it stops (SIGSTOP) in that step
 //   end     it is killed when all is done
 //
-// Started by restart_test through smprun.
+// In the environment: STEPS to train instead of eight, and TIMES, a file to which rank 0 adds a
+// line for each step that is done ("STEP MS") and a rank that a mark concerns one ("fault
+// SECONDS") before it fails at an action.
+//
+// Started by restart_test and fault_matrix.py through smprun.
 
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
@@ -37,7 +44,10 @@ namespace {
 using smp::testing::TinyGpt;
 using smp::testing::TinyGptImpl;
 
-constexpr int64_t kSteps = 8;
+int64_t steps_to_train() {
+  const char* steps = std::getenv("STEPS");
+  return steps == nullptr ? 8 : std::stoll(steps);
+}
 
 struct Mark {
   std::string where;
@@ -62,6 +72,26 @@ Mark mark_of_this_start(int argc, char** argv) {
   std::abort();
 }
 
+void note_time(const std::string& what) {
+  const char* file = std::getenv("TIMES");
+  if (file == nullptr) return;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+  std::ofstream(file, std::ios::app) << c10::str(what, " ", ms, "\n") << std::flush;
+}
+
+void fail(const std::string& where) {
+  note_time("fault");
+  if (where == "exit_at") std::_Exit(7);
+  if (where == "throw_at") throw std::runtime_error("no such word");
+  if (where == "memory_at") torch::empty({int64_t{1} << 55});
+  if (where == "stop_at") {
+    kill(getpid(), SIGSTOP);
+    return;
+  }
+  die();
+}
+
 /// All ranks have come as far, so that what is noted does not depend on time.
 bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
   if (mark.where != where || mark.step != step) return false;
@@ -73,6 +103,7 @@ void train(const std::string& folder, const Mark& mark) {
   smp::init();
   auto& runtime = smp::runtime::Runtime::get();
   const bool keeps_copies = runtime.config().recovery() != "off";
+  const int64_t steps = steps_to_train();
   if (is_due(mark, "begin")) die();
   torch::manual_seed(1);
   TinyGpt net(/*tied=*/true, /*layers=*/2);
@@ -89,13 +120,14 @@ void train(const std::string& folder, const Mark& mark) {
   const int64_t first = resumed ? resumed->step : 0;
   if (resumed && nlohmann::json::parse(resumed->user_content).at("saved_at") != first) std::abort();
   auto& hook = runtime.execution.on_action;
-  for (int64_t done = first; done < kSteps; ++done) {
+  for (int64_t done = first; done < steps; ++done) {
     torch::manual_seed(100 + done);
     const auto batch = TinyGptImpl::batch(4);
     throws = is_due(mark, "throw", done);
-    if (is_due(mark, "action", done)) {
-      hook = [left = mark.count](const auto&) mutable {
-        if (left-- == 0) die();
+    for (const char* where : {"action", "exit_at", "throw_at", "memory_at", "stop_at"}) {
+      if (!is_due(mark, where, done)) continue;
+      hook = [where, left = mark.count](const auto&) mutable {
+        if (left-- == 0) fail(where);
       };
     }
     optimizer.zero_grad();
@@ -104,7 +136,7 @@ void train(const std::string& folder, const Mark& mark) {
     if (is_due(mark, "stop", done)) kill(getpid(), SIGSTOP);
     optimizer.step();
     const std::string content = nlohmann::json{{"saved_at", done + 1}}.dump();
-    if ((done + 1) % 2 == 0 && (!keeps_copies || done + 1 >= kSteps - 2)) {
+    if ((done + 1) % 2 == 0 && (!keeps_copies || done + 1 >= steps - 2)) {
       if (is_due(mark, "save", done)) {
         smp::testing::inject(folder, smp::testing::Fault::kKill, mark.count);
       }
@@ -119,6 +151,7 @@ void train(const std::string& folder, const Mark& mark) {
       smp::testing::inject(*smp::core::kept_copy_path(), smp::testing::Fault::kKill, mark.count);
     }
     smp::keep_copy(model, optimizer, content);
+    if (smp::rank() == 0) note_time(std::to_string(done));
   }
   if (is_due(mark, "end")) die();
   smp::shutdown();
