@@ -123,9 +123,14 @@ std::string job_of_this_process(int size) {
                   core::env("SMP_JOB_ID").value_or(core::env("TORCHELASTIC_RUN_ID").value_or("")));
 }
 
+uint64_t draw_number() {
+  std::random_device random;
+  return (uint64_t{random()} << 32) | random();
+}
+
 // What no other process says of itself.
 std::string name_of_this_process() {
-  static const uint64_t number = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  static const uint64_t number = draw_number();
   return c10::str("process ", getpid(), " on host ", core::host_name(), ", number ", number);
 }
 
@@ -220,9 +225,7 @@ void make_names_unequal(std::vector<RankRecord>& ranks) {
 // The number that the ranks of this world greet each other with; rank 0 draws it.
 uint64_t world_number(c10d::Store& store, int rank) {
   if (rank == 0) {
-    std::random_device random;
-    const uint64_t number = (uint64_t{random()} << 32) | random();
-    store.set("number", to_bytes(std::to_string(number)));
+    store.set("number", to_bytes(std::to_string(draw_number())));
   }
   uint64_t number = 0;
   SMP_CHECK_WITH(CommError, read_number(from_bytes(store.get("number")), number),
@@ -237,6 +240,12 @@ struct Encounter {
   uint64_t number;
   StorePtr store;
 };
+
+// A world of one. torch gives such groups of several processes one name, and with it one store.
+Encounter meet_nobody(const StorePtr& store, const RankRecord& own) {
+  const uint64_t number = draw_number();
+  return {{own}, number, c10::make_intrusive<c10d::PrefixStore>(c10::str("alone/", number), store)};
+}
 
 // Each process counts its meetings at a store, so that what they have left there is not read again.
 Encounter find_ranks(const StorePtr& store, const RankRecord& own, int rank, int size,
@@ -337,7 +346,8 @@ Meeting meet(const StorePtr& store, int rank, int size, const MeetingTime& time)
   // The texts of those that wait there come first.
   Encounter found = ask_store(store, time.end + kGrace, "the meeting of the ranks",
                               [own, rank, size, time](const StorePtr& asked) {
-                                return find_ranks(asked, own, rank, size, time);
+                                return size == 1 ? meet_nobody(asked, own)
+                                                 : find_ranks(asked, own, rank, size, time);
                               });
   Meeting meeting;
   meeting.ranks = std::move(found.ranks);

@@ -151,6 +151,16 @@ TEST(StoreWorld, TwoProcessesAreNotOneRank) {
   });
 }
 
+// As torch.distributed.new_subgroups makes them, of parts of the world at one time.
+TEST(StoreWorld, ARankAloneMeetsNobody) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  leave(*job_at(store), "process/0", "process 7 on host mars, number 9");
+  const auto alone = join(store, 0, 1);
+  const at::Tensor sum = at::full({3}, 7);
+  alone->all_reduce(sum);
+  EXPECT_TRUE(at::equal(sum, at::full({3}, 7)));
+}
+
 // One whose process is stopped: it neither answers nor fails.
 class StoppedStore final : public c10d::HashStore {
  public:

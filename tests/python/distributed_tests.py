@@ -4,8 +4,9 @@ smddp, each on ranks of its own, and prints what passes, fails and is skipped as
 
     bazel run //tests/python:distributed_tests -- --ranks 2
 
-Many of these tests say by the name of the backend whether they are to be run. With --as gloo (or
-mpi) those conditions take smddp for that one, and what they check of its results is checked, too.
+Many of these tests say by the name of the backend whether they are to be run. smddp is added to the
+backends that have subgroups and DistributedDataParallel. With --as gloo (or mpi) other conditions
+take smddp for that one, and what they check of its results is checked, too.
 """
 
 import argparse
@@ -47,6 +48,10 @@ def load_tests(backend, taken_for):
         import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
     import importlib.util
 
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    for feature in ("ddp", "subgroup", "plugin"):
+        DistTestCases.backend_feature[feature].add(backend)
     spec = importlib.util.find_spec(MODULE)
     with open(spec.origin, encoding="utf-8") as file:
         source = file.read()
