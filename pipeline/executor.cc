@@ -2,9 +2,11 @@
 #include "pipeline/executor.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "core/check.h"
+#include "pipeline/device_clock.h"
 #include "pipeline/edge_of.h"
 #include "pipeline/timeline.h"
 #include "pipeline/verifier.h"
@@ -64,7 +66,10 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward) 
 
 Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
                    std::shared_ptr<comm::ChannelPool> channels, int ahead)
-    : schedule_(std::move(schedule)), edges_(std::move(edges)), pool_(std::move(channels)) {
+    : schedule_(std::move(schedule)),
+      edges_(std::move(edges)),
+      pool_(std::move(channels)),
+      device_(graph.device()) {
   const int credit = least_credit(schedule_, ahead);
   verify(schedule_, stage_edges(edges_), VerifyOptions().credit(credit));
   take_lanes(graph, credit);
@@ -211,15 +216,21 @@ void Executor::run(const Step& step) {
 }
 
 void Executor::run_watched(const Step& step, core::ActionScope& status) {
+  std::optional<DeviceClock> device;
+  if (!device_.is_cpu() && step.recorder != nullptr) device.emplace(device_).mark();
   int64_t start = TimelineRecorder::now();
   for (size_t i = 0; i < program_.size(); ++i) {
     status.set(program_[i].label);
     if (step.on_action) step.on_action(program_[i].action);
     execute(program_[i], step);
+    if (device) device->mark();
     const int64_t end = TimelineRecorder::now();
-    if (step.recorder != nullptr) step.recorder->record(i, start, end);
+    if (!device && step.recorder != nullptr) step.recorder->record(i, start, end);
     start = end;
   }
+  if (!device) return;
+  const std::vector<int64_t> times = device->times();
+  for (size_t i = 0; i < program_.size(); ++i) step.recorder->record(i, times[i], times[i + 1]);
 }
 
 void Executor::execute(const Instruction& instruction, const Step& step) {

@@ -127,6 +127,7 @@ class Executor {
   Schedule schedule_;
   std::vector<Edge> edges_;
   std::shared_ptr<comm::ChannelPool> pool_;
+  const at::Device device_;  // on which the graph computes
   std::map<int, std::unique_ptr<Stage>> stages_;
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
   std::vector<Instruction> program_;

@@ -50,10 +50,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return kFakeDevices; }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
-              c10::EventFlag) const override {
+              c10::EventFlag flag) const override {
     const FakeLock lock(machine().mutex);
     auto* recorded = static_cast<FakeEvent*>(*event);
     machine().record(recorded, key_of(stream));
+    recorded->is_timed = flag == c10::EventFlag::BACKEND_DEFAULT;
     *event = recorded;
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -67,6 +68,15 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     const FakeLock lock(machine().mutex);
     machine().synchronize(*static_cast<FakeEvent*>(event));
+  }
+  /// By the fake's clock, which each task of a stream takes a millisecond of.
+  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+    const FakeLock lock(machine().mutex);
+    const auto& first = *static_cast<FakeEvent*>(from);
+    const auto& second = *static_cast<FakeEvent*>(to);
+    TORCH_CHECK(first.is_timed && second.is_timed, "an event without a time");
+    TORCH_CHECK(first.stream == second.stream, "events of two streams");
+    return static_cast<double>(second.position) - static_cast<double>(first.position);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<FakeEvent*>(event);

@@ -52,6 +52,7 @@ struct FakeEvent {
   StreamKey stream;
   uint64_t position = 0;
   Clock clock;  ///< what is done when the event is
+  bool is_timed = false;
 };
 
 /// All streams and all memory of the device. One lock is held while anything is asked of it, and
