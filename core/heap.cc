@@ -3,6 +3,7 @@
 
 #include <malloc.h>
 
+#include <atomic>
 #include <limits>
 
 #include "core/env.h"
@@ -22,7 +23,14 @@ void keep_freed_memory() {
 
 void return_freed_memory() {
 #if defined(__GLIBC__)
-  malloc_trim(0);
+  // Each time looks through all of the heap, so ranks that are threads have one do it for all.
+  static std::atomic<int> asked{0};
+  if (asked.fetch_add(1) > 0) return;
+  int answered = 0;
+  do {
+    answered = asked.load();
+    malloc_trim(0);
+  } while (!asked.compare_exchange_strong(answered, 0));
 #endif
 }
 

@@ -11,7 +11,8 @@ namespace smp::core {
 /// environment tunes the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or the C library is not glibc.
 void keep_freed_memory();
 
-/// Gives what is free now back to the system, once. Does nothing if the C library is not glibc.
+/// Gives what is free now back to the system, once. Another thread that is at it does that instead,
+/// when it has ended. Does nothing if the C library is not glibc.
 void return_freed_memory();
 
 }  // namespace smp::core
