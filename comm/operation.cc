@@ -139,9 +139,14 @@ void fail_timeout(const GroupState& group, const OperationInfo& info,
 }
 
 void fail_ended(const GroupState& group, const OperationInfo& info, int rank) {
-  fail<CommError>(Ending{Kind::kPeerEnded, group, {rank}}, describe(group, info),
-                  " failed: the process of ", text_of(group, {rank}),
-                  " has ended. Look at that rank's own output.");
+  try {
+    fail<CommError>(Ending{Kind::kPeerEnded, group, {rank}}, describe(group, info),
+                    " failed: the process of ", text_of(group, {rank}),
+                    " has ended. Look at that rank's own output.");
+  } catch (const CommError& error) {
+    core::note_failed_wait(group.world_rank, error);
+    throw;
+  }
 }
 
 std::shared_ptr<GroupState> world_group(int rank, int size) {

@@ -95,6 +95,7 @@ Failure failure_of(int rank, const std::exception& error) {
 struct Record {
   std::mutex mutex;
   std::optional<std::string> message;
+  std::optional<Failure> wait;  // noted, not written
 };
 
 Record& own_record() {
@@ -144,6 +145,32 @@ void record_failure(int rank, const std::string& message, Failure::Kind kind) no
     record(std::move(failure));
   } catch (...) {
     // As above.
+  }
+}
+
+void note_failed_wait(int rank, const std::exception& error) noexcept {
+  try {
+    Record& own = own_record();
+    const std::lock_guard<std::mutex> lock(own.mutex);
+    if (!own.wait) own.wait = failure_of(rank, error);
+  } catch (...) {
+    // As above.
+  }
+}
+
+std::optional<std::string> record_failed_wait() noexcept {
+  try {
+    std::optional<Failure> wait;
+    {
+      Record& own = own_record();
+      const std::lock_guard<std::mutex> lock(own.mutex);
+      wait = own.wait;
+    }
+    if (!wait) return std::nullopt;
+    record(*wait);
+    return wait->message;
+  } catch (...) {
+    return std::nullopt;  // as above
   }
 }
 

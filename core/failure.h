@@ -74,6 +74,13 @@ void record_failure(int rank, const std::exception& error) noexcept;
 void record_failure(int rank, const std::string& message,
                     Failure::Kind kind = Failure::Kind::kOwn) noexcept;
 
+/// Notes that a wait of this process has failed since another's has ended. The program may catch that
+/// and end: then it is what `record_failed_wait` records. The first call counts.
+void note_failed_wait(int rank, const std::exception& error) noexcept;
+
+/// As `record_failure`, of the wait that was noted. Returns its message; nothing if none was.
+std::optional<std::string> record_failed_wait() noexcept;
+
 /// Whether `message` is what this process has left for the launcher, so that nobody else need say
 /// it.
 bool is_recorded(const std::string& message);

@@ -116,6 +116,8 @@ void end_world() {
   const std::string reason = c10::str("the program ended with exit status ", status);
   if (comm::world_aborted()) {
     core::record_failure(Runtime::get().rank(), reason, core::Failure::Kind::kHeard);
+  } else if (const auto wait = core::record_failed_wait()) {
+    Runtime::get().world()->abort(*wait);
   } else {
     Runtime::get().fail(reason);
   }

@@ -94,6 +94,10 @@ void train(const std::string& how) {
     if (how == "exit" && culprit && steps == 1) std::_Exit(7);
     if (how == "caught_outside" && culprit && steps == 1) throw std::runtime_error("no data file");
     if (how == "kill" && culprit && steps == 1) kill(getpid(), SIGKILL);
+    if (how == "caught_barrier" && steps == 1) {
+      if (culprit) kill(getpid(), SIGKILL);
+      smp::barrier();
+    }
     if (how == "stop" && steps == 1) stop_one(culprit);
     for (volatile bool busy = true; how == "busy" && culprit && steps == 1 && busy;) {
     }

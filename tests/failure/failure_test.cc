@@ -118,6 +118,11 @@ TEST(Failure, RankThatIsKilled) {
   expect_short(outcome);
 }
 
+/// Outside of a step the other one's program catches that, and ends with a status of its own.
+TEST(Failure, RankThatIsKilledWhereTheOtherCatchesIt) {
+  expect_failure("caught_barrier", "rank 1: was ended by signal 9 (Killed) and left no message");
+}
+
 /// As by a library that ends the process in the middle of training, with nothing said.
 TEST(Failure, RankThatExits) {
   expect_failure("exit", "rank 1: ended with exit status 7 and left no message");
