@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/flops.h"
 
-#include <algorithm>
 #include <functional>
 #include <map>
 #include <string>

@@ -43,6 +43,11 @@ json write(const T& value, const std::array<Field<T>, N>& fields) {
   return object;
 }
 
+bool is_faster(const Link& a, const Link& b) {
+  constexpr int64_t kBytes = 1 << 20;
+  return a.message_us + a.of_tensor(kBytes) < b.message_us + b.of_tensor(kBytes);
+}
+
 /// Reads objects, and says where in the text one is that is wrong.
 class Reader {
  public:
@@ -93,15 +98,6 @@ bool Compute::operator==(const Compute& other) const { return equal(*this, other
 bool CostModel::operator==(const CostModel& other) const {
   return compute == other.compute && links == other.links;
 }
-
-namespace {
-
-bool is_faster(const Link& a, const Link& b) {
-  constexpr int64_t kBytes = 1 << 20;
-  return a.message_us + a.of_tensor(kBytes) < b.message_us + b.of_tensor(kBytes);
-}
-
-}  // namespace
 
 const Link& CostModel::slowest() const {
   return *std::max_element(links.begin(), links.end(), is_faster);

@@ -119,6 +119,7 @@ class Partitioner {
   Partitioner(const Graph& graph, const PartitionOptions& options)
       : graph_(graph),
         options_(options),
+        link_(options.step().costs().slowest()),
         operators_(graph.operators.size()),
         min_length_(options.allow_empty_stages() ? 0 : 1),
         why_illegal_(why_illegal(graph)),
@@ -197,9 +198,6 @@ class Partitioner {
     return stages;
   }
 
-  /// A cut is chosen before it is known between which ranks it is.
-  const Link& link() const { return options_.step().costs().slowest(); }
-
   int64_t units(double us) const { return std::llround(us * units_per_us_); }
 
   SplitProblem make_problem(const Pieces& pieces, const Bounds& bounds) const {
@@ -270,7 +268,7 @@ class Partitioner {
     }
     for (ValueId value : constraints_.better_local) add_owned(problem, pieces, value);
     PieceUse boundary;  // the messages themselves, whatever is in them
-    boundary.cost = units(message_us(link(), graph_.trains()));
+    boundary.cost = units(message_us(link_, graph_.trains()));
     for (boundary.piece = 1; boundary.piece < pieces.count(); ++boundary.piece) {
       boundary.previous = boundary.piece - 1;
       problem.uses.push_back(boundary);
@@ -293,7 +291,7 @@ class Partitioner {
     for (int index : uses_[value]) {
       use.piece = pieces.of_operator[index];
       if (use.piece == use.previous) continue;
-      double us = transfer_us(link(), bytes, /*needs_gradient=*/last_gradient >= index);
+      double us = transfer_us(link_, bytes, /*needs_gradient=*/last_gradient >= index);
       if (repeatable) us = std::min(us, graph_.operators[producer].cost.forward_us / 2);
       use.cost = units(us);
       problem.uses.push_back(use);
@@ -513,6 +511,7 @@ class Partitioner {
 
   const Graph& graph_;
   const PartitionOptions& options_;
+  const Link link_;  // of all cuts: they are chosen before it is known between which ranks they are
   const size_t operators_;
   const int min_length_;
   const std::vector<std::string> why_illegal_;

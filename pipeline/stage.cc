@@ -276,6 +276,8 @@ void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
   if (entry.sink != kNoSink) state.sinks[entry.sink] = std::move(end);
 }
 
+namespace {
+
 /// A leaf as it is made for `parameter` now, which the program may have given other data.
 bool is_leaf_of(const at::Tensor& leaf, const at::Tensor& parameter) {
   return leaf.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(
@@ -283,6 +285,8 @@ bool is_leaf_of(const at::Tensor& leaf, const at::Tensor& parameter) {
          leaf.storage_offset() == parameter.storage_offset() && leaf.sizes() == parameter.sizes() &&
          leaf.strides() == parameter.strides() && leaf.scalar_type() == parameter.scalar_type();
 }
+
+}  // namespace
 
 void Stage::enter_parameters(InFlight& state) {
   state.leaves.resize(parameters_.size());

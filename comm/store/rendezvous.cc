@@ -344,11 +344,11 @@ Meeting meet(const StorePtr& store, int rank, int size, const MeetingTime& time)
   const RankRecord own{core::host_identity(), core::host_name(), address, port_of(listener),
                        core::cores_of_this_process()};
   // The texts of those that wait there come first.
-  Encounter found = ask_store(store, time.end + kGrace, "the meeting of the ranks",
-                              [own, rank, size, time](const StorePtr& asked) {
-                                return size == 1 ? meet_nobody(asked, own)
-                                                 : find_ranks(asked, own, rank, size, time);
-                              });
+  Encounter found = size == 1 ? meet_nobody(store, own)
+                              : ask_store(store, time.end + kGrace, "the meeting of the ranks",
+                                          [own, rank, size, time](const StorePtr& asked) {
+                                            return find_ranks(asked, own, rank, size, time);
+                                          });
   Meeting meeting;
   meeting.ranks = std::move(found.ranks);
   meeting.store = std::move(found.store);

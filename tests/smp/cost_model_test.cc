@@ -22,11 +22,7 @@ class CostModel : public ApiTest {
     run_as_threads(ranks, stages(ranks).skip_tracing(true).cost_model(costs), [&] {
       DistributedModel<Mlp> model(make_net());
       DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
-      auto train = step([&](torch::Tensor x, torch::Tensor y) {
-        auto loss = torch::mse_loss(model(x), y);
-        model->backward(loss);
-        return loss;
-      });
+      auto train = make_training(model);
       for (int i = 0; i < 2; ++i) {
         optimizer.zero_grad();
         const auto outputs = train(x_, y_).outputs();
