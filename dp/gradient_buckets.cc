@@ -73,9 +73,9 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
                                  std::vector<std::string> names, comm::CommunicatorPtr group,
                                  const BucketOptions& options, BucketLayout layout,
                                  std::shared_ptr<ParameterSlices> slices)
-    : StepGradients(layout.members, std::move(names), std::move(group), options,
-                    {[this](size_t bucket) { return start(bucket); }, "replicas reduced gradient",
-                     "", /*awaits_all=*/false, most_under_way(options, slices != nullptr)}),
+    : WholeGradients(layout.members, std::move(names), std::move(group), options,
+                     {[this](size_t bucket) { return start(bucket); }, "replicas reduced gradient",
+                      "", /*awaits_all=*/false, most_under_way(options, slices != nullptr)}),
       parameters_(parameters),
       options_(options),
       layout_(std::move(layout)),
@@ -122,7 +122,7 @@ at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
   return part.narrow(0, owned.offset, owned.numel());
 }
 
-void GradientBuckets::accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) {
+void GradientBuckets::accumulate(int shard, size_t index, at::Tensor gradient, bool first) {
   const at::AutoDispatchBelowADInplaceOrView no_history;
   first ? claimed(shard, index).copy_(gradient) : memory_[shard].slices[index].add_(gradient);
 }
@@ -194,22 +194,17 @@ WorkPtr GradientBuckets::start(size_t bucket) {
 /// A parameter's sum, or this replica's piece of it, divided, in the dtype of `.grad`.
 at::Tensor GradientBuckets::result(size_t index) {
   const at::ScalarType type = parameters_[index].scalar_type();
-  const at::Tensor sum =
-      slices_ ? piece(sums_[layout_.slots[index].bucket], index) : memory_[0].slices[index];
-  const bool lies_there = options_.gradients_as_summed || sum.scalar_type() == type;
-  const bool stays = slices_ != nullptr || options_.gradient_as_bucket_view;
-  if (!stays || !lies_there) return mean(sum, type);
-  return reduces_to_means() ? sum : sum.div_(divisor_of(sum));
+  if (slices_) {
+    return mean(piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true);
+  }
+  // What is added to `.grad` may lie in the bucket, too.
+  const bool overwrites = options_.gradient_as_bucket_view || parameters_[index].grad().defined();
+  return mean(memory_[0].slices[index], type, overwrites);
 }
 
 void GradientBuckets::publish(size_t index) {
   if (slices_) return slices_->add_gradient(index, result(index));
-  at::Tensor& gradient = parameters_[index].mutable_grad();
-  if (gradient.defined()) {
-    gradient.add_(result(index));
-  } else {
-    gradient = result(index);
-  }
+  add_to_grad(parameters_[index], result(index));
 }
 
 }  // namespace smp::dp

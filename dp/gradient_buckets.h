@@ -34,7 +34,7 @@ struct BucketOptions : StepGradientOptions {
 /// the next fills.
 ///
 /// Those of a rank are on one device, where the sums are too, and `group` takes its tensors.
-class GradientBuckets final : public StepGradients {
+class GradientBuckets final : public WholeGradients {
  public:
   /// `names` are for errors.
   GradientBuckets(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
@@ -46,15 +46,13 @@ class GradientBuckets final : public StepGradients {
   /// with `ParameterSlices`, and with one gradient shard on a replica.
   void set_hook(CommHook hook, Group replicas);
 
-  /// Where the caller adds the gradient of a microbatch itself, which counts as added then. For
-  /// parameters of float32 and float64, whose sums have their dtype.
-  at::Tensor buffer(size_t index, int microbatch);
+  at::Tensor buffer(size_t index, int microbatch) override;
 
  private:
   GradientBuckets(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, const BucketOptions& options, BucketLayout layout,
                   std::shared_ptr<ParameterSlices> slices);
-  void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) override;
+  void accumulate(int shard, size_t index, at::Tensor gradient, bool first) override;
   void publish(size_t index) override;
 
   void allocate(int shard, size_t bucket);

@@ -62,7 +62,7 @@ at::Tensor& ShardedGradients::sums(size_t bucket) {
   return sums;
 }
 
-void ShardedGradients::accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) {
+void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, bool first) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& sums = this->sums(bucket);
   const int64_t most = piece_numel(index);
@@ -110,7 +110,8 @@ void ShardedGradients::publish(size_t index) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& shard = parameters_->shard(index);
   const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
-  parameters_->add_gradient(index, mean(sum.narrow(0, 0, shard.numel()), shard.scalar_type()));
+  parameters_->add_gradient(index, mean(sum.narrow(0, 0, shard.numel()), shard.scalar_type(),
+                                        /*overwrites=*/false));
 }
 
 }  // namespace smp::dp

@@ -37,7 +37,7 @@ class ShardedGradients final : public StepGradients {
                    const ShardedGradientOptions& options);
 
  private:
-  void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) override;
+  void accumulate(int shard, size_t index, at::Tensor gradient, bool first) override;
   void publish(size_t index) override;
 
   int64_t piece_numel(size_t index) const;

@@ -45,7 +45,7 @@ void StepGradients::set_counted_replicas(int count) {
   if (std::exchange(counted_replicas_, count) != count) divisors_.clear();
 }
 
-void StepGradients::add(size_t index, int microbatch, const at::Tensor& gradient) {
+void StepGradients::add(size_t index, int microbatch, at::Tensor gradient) {
   SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"", queue_.name(index),
                  "\" has a sparse gradient, which cannot be reduced. Build its embedding with "
                  "sparse(false)");
@@ -54,7 +54,8 @@ void StepGradients::add(size_t index, int microbatch, const at::Tensor& gradient
                       " when its bucket was being reduced");
   const at::NoGradGuard no_grad;
   const int shard = shard_of(microbatch);
-  accumulate(shard, index, gradient, begin(shard, index));
+  const bool first = begin(shard, index);
+  accumulate(shard, index, std::move(gradient), first);
 }
 
 bool StepGradients::begin(int shard, size_t index) {
@@ -115,9 +116,13 @@ void StepGradients::finish_reduction() {
   }
 }
 
-at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter) {
-  const at::Tensor mean = reduces_to_means_ ? sum.clone() : at::div(sum, divisor_of(sum));
-  const bool stays = options_.gradients_as_summed || mean.scalar_type() == parameter;
+at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter, bool overwrites) {
+  const bool stays = options_.gradients_as_summed || sum.scalar_type() == parameter;
+  if (reduces_to_means_) {
+    if (stays) return overwrites ? sum : sum.clone();
+    return sum.to(parameter);
+  }
+  const at::Tensor mean = overwrites ? sum.div_(divisor_of(sum)) : at::div(sum, divisor_of(sum));
   return stays ? mean : mean.to(parameter);
 }
 
@@ -125,6 +130,15 @@ const at::Tensor& StepGradients::divisor_of(const at::Tensor& sum) {
   at::Tensor& divisor = divisors_[sum.scalar_type()];
   if (!divisor.defined()) divisor = at::scalar_tensor(this->divisor(), sum.scalar_type());
   return divisor;
+}
+
+void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (grad.defined()) {
+    grad.add_(gradient);
+  } else {
+    grad = gradient;
+  }
 }
 
 at::Tensor sum_in_order(const at::Tensor& rows) {

@@ -55,9 +55,10 @@ class StepGradients {
   StepGradients(const StepGradients&) = delete;
   StepGradients& operator=(const StepGradients&) = delete;
 
-  /// Adds the gradient of one microbatch for parameter `index`. Microbatches come in ascending
-  /// order. Throws `UsageError` for a sparse gradient.
-  void add(size_t index, int microbatch, const at::Tensor& gradient);
+  /// Adds the gradient of one microbatch for parameter `index`, whose memory may become the sum's
+  /// if the caller gives it away. Microbatches come in ascending order. Throws `UsageError` for a
+  /// sparse gradient.
+  void add(size_t index, int microbatch, at::Tensor gradient);
 
   /// Says, before a step, that a parameter may get gradients in it, and later that it gets no more.
   void await(size_t index) { queue_.await(index); }
@@ -95,7 +96,7 @@ class StepGradients {
                 BucketQueue::Policy policy);
 
   /// Adds a gradient to its parameter's sum in a shard of this replica's, or begins that with it.
-  virtual void accumulate(int shard, size_t index, const at::Tensor& gradient, bool first) = 0;
+  virtual void accumulate(int shard, size_t index, at::Tensor gradient, bool first) = 0;
   /// Adds a parameter's reduced gradient to `.grad`.
   virtual void publish(size_t index) = 0;
 
@@ -111,8 +112,9 @@ class StepGradients {
   /// Says that what is reduced is divided already.
   void set_reduces_to_means() { reduces_to_means_ = true; }
   bool reduces_to_means() const { return reduces_to_means_; }
-  /// A reduced sum divided, in the dtype of a parameter's `.grad`.
-  at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter);
+  /// A reduced sum divided, in the dtype of a parameter's `.grad`: in the sum's memory if it may be
+  /// overwritten and the dtype is the same.
+  at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter, bool overwrites);
   /// `divisor()` in a sum's type.
   const at::Tensor& divisor_of(const at::Tensor& sum);
   /// Says that a shard has a sum of a parameter. Returns whether that is new.
@@ -136,6 +138,20 @@ class StepGradients {
   bool reduces_to_means_ = false;
   ReductionObserver observer_;
 };
+
+/// Gradients of parameters that a replica holds whole.
+class WholeGradients : public StepGradients {
+ public:
+  /// Where the caller adds the gradient of a microbatch itself, which counts as added then. For
+  /// parameters of float32 and float64, whose sums have their dtype.
+  virtual at::Tensor buffer(size_t index, int microbatch) = 0;
+
+ protected:
+  using StepGradients::StepGradients;
+};
+
+/// Adds a gradient to a parameter's `.grad`, or makes it that if there is none.
+void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient);
 
 /// Adds the rows of a tensor to the first, in order. Returns that.
 at::Tensor sum_in_order(const at::Tensor& rows);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/node.h"
@@ -22,14 +23,14 @@ class GradientSink final : public torch::autograd::Node {
 
   /// The gradient of the last backward pass; undefined if none reached the tensor.
   at::Tensor gradient;
-  /// If set, takes the gradient as soon as it is there instead.
-  std::function<void(const at::Tensor& gradient)> take;
+  /// If set, is given the gradient as soon as it is there instead.
+  std::function<void(at::Tensor gradient)> take;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     if (take == nullptr) {
       gradient = std::move(gradients[0]);
     } else if (gradients[0].defined()) {
-      take(gradients[0]);
+      take(std::move(gradients[0]));
     }
     return {};
   }
@@ -48,8 +49,8 @@ at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink);
 /// under no_grad: operators save nothing for the gradient.
 at::Tensor enter_unlinked(const at::Tensor& data);
 
-/// A view of a tensor that entered. What a view is in one process is one here, too, if it is written:
-/// autograd lays out its gradient anew.
+/// A view of a tensor that entered. What a view is in one process is one here, too, if it is
+/// written: autograd lays out its gradient anew.
 at::Tensor as_view(const at::Tensor& entered);
 
 /// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the

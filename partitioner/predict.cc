@@ -94,8 +94,11 @@ ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const S
   const bool is_divided = sharding.divides(value);
   if (is_divided) weights = part_of(weights, sharding.parameters());
   if (!is_trained(graph, value)) return;
-  const int64_t trained = is_divided ? weights : part_of(weights, sharding.states());
-  gradients = is_divided ? trained : weights + trained;
+  const int updating = is_divided ? sharding.parameters() : sharding.states();
+  const bool is_alone = step.replicas() == 1 && sharding.states() == 1;
+  const int sums = is_divided ? 0 : is_alone ? std::min(step.shards() - 1, 1) : step.shards();
+  gradients = sums * gradient_bytes(value) + part_of(gradient_bytes(value), updating);
+  const int64_t trained = is_divided ? weights : part_of(weights, updating);
   optimizer = static_cast<int64_t>(static_cast<double>(trained) * step.optimizer_state());
 }
 

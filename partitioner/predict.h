@@ -29,6 +29,10 @@ struct StepModel {
   TORCH_ARG(double, optimizer_state) = 2.0;
   /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
   TORCH_ARG(int64_t, largest_region) = 0;
+  /// Replicas that add up their gradients.
+  TORCH_ARG(int, replicas) = 1;
+  /// Into how many sums each of them adds up the gradients of its microbatches.
+  TORCH_ARG(int, shards) = 1;
   /// What replicas divide among them.
   TORCH_ARG(Sharding, sharding);
   /// What sending takes.
@@ -41,9 +45,10 @@ struct StepModel {
 /// min(M, A, 2 (S - s) - 1) with `interleaved`, none if the graph does not train.
 int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages);
 
-/// Bytes that a parameter takes where it belongs: itself and, if it is trained, its gradient twice
-/// (the sum over the step's microbatches and `.grad`) and the optimizer's state. Of what replicas
-/// divide, this rank's part; sums of divided parameters are among `working_bytes`.
+/// Bytes that a parameter takes where it belongs: itself and, if it is trained, the sum of its
+/// gradients over the step's microbatches, `.grad`, which the sum becomes where there is one
+/// replica (of several shards one is added up beside the others' sum), and the optimizer's state.
+/// Of what replicas divide, this rank's part; sums of divided parameters are among `working_bytes`.
 struct ParameterMemory {
   int64_t weights = 0;
   int64_t gradients = 0;

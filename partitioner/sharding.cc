@@ -52,9 +52,9 @@ int64_t sum_bytes(const std::vector<const Value*>& parameters, int64_t bucket, i
   int64_t bytes = 0, elements = 0, largest = 0;
   for (const Value* parameter : parameters) {
     if (!parameter->meta.requires_grad) continue;
-    bytes += parameter->meta.nbytes();
+    bytes += gradient_bytes(*parameter);
     elements += parameter->meta.numel();
-    largest = std::max(largest, parameter->meta.nbytes());
+    largest = std::max(largest, gradient_bytes(*parameter));
   }
   if (microbatches > 1 || elements <= bucket) return bytes;
   // A larger parameter has a bucket for itself.
@@ -62,6 +62,12 @@ int64_t sum_bytes(const std::vector<const Value*>& parameters, int64_t bucket, i
 }
 
 }  // namespace
+
+int64_t gradient_bytes(const Value& parameter) {
+  const at::ScalarType type = parameter.meta.dtype;
+  const bool is_half = type == at::kHalf || type == at::kBFloat16;
+  return parameter.meta.numel() * static_cast<int64_t>(elementSize(is_half ? at::kFloat : type));
+}
 
 bool Sharding::divides(const Value& parameter) const {
   return parameters() > 1 && parameter.kind == graph::ValueKind::kParameter &&

@@ -31,6 +31,10 @@ struct Sharding {
   TORCH_ARG(int64_t, bucket) = std::numeric_limits<int64_t>::max();
 };
 
+/// Bytes of a parameter's gradient as it is summed: in float32 if the parameter is of half
+/// precision.
+int64_t gradient_bytes(const graph::Value& parameter);
+
 /// Bytes that a rank needs in a step for parameters that are divided, besides what it has of them:
 /// those that are whole at one time, which is what an operator reads and the next four, and sums
 /// of gradients on their way: two buckets with one microbatch, and with several all of them.

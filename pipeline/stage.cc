@@ -513,8 +513,8 @@ void Stage::take_gradients(int microbatch, const InFlight& state,
   for (const Parameter& parameter : parameters_) {
     if (!parameter.owned || parameter.sink == kNoSink) continue;
     state.sinks[parameter.sink]->take = [this, &consume, &state, id = parameter.value,
-                                         microbatch](const at::Tensor& gradient) {
-      give_gradient(id, microbatch, state, gradient, consume);
+                                         microbatch](at::Tensor gradient) {
+      give_gradient(id, microbatch, state, std::move(gradient), consume);
     };
   }
 }
@@ -528,9 +528,9 @@ void Stage::consume_gradients(int microbatch, const InFlight& state,
   }
   for (const Parameter& parameter : parameters_) {
     if (!parameter.owned || parameter.sink == kNoSink) continue;
-    const at::Tensor& gradient = state.sinks[parameter.sink]->gradient;
+    at::Tensor gradient = std::exchange(state.sinks[parameter.sink]->gradient, at::Tensor());
     if (!gradient.defined()) continue;
-    give_gradient(parameter.value, microbatch, state, gradient, consume);
+    give_gradient(parameter.value, microbatch, state, std::move(gradient), consume);
   }
 }
 

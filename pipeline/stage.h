@@ -31,9 +31,10 @@ namespace smp::pipeline {
 /// What goes over one edge in one direction for one microbatch: tensors in the order of `Edge`.
 using Message = std::vector<at::Tensor>;
 
-/// Takes the gradient of one microbatch for a parameter the stage owns.
+/// Takes the gradient of one microbatch for a parameter the stage owns, with its memory where
+/// nothing else has that.
 using GradientConsumer =
-    std::function<void(graph::ValueId parameter, int microbatch, const at::Tensor& gradient)>;
+    std::function<void(graph::ValueId parameter, int microbatch, at::Tensor gradient)>;
 
 /// Where a gradient of an owned parameter of float32 or float64 may be added instead: a tensor of
 /// its sizes and dtype. Asked for only when something is added.
@@ -221,7 +222,7 @@ class Stage {
   void fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const;
   void keep_gradients(InFlight& state) const;
   void give_gradient(graph::ValueId parameter, int microbatch, const InFlight& state,
-                     const at::Tensor& gradient, const GradientConsumer& consume) const;
+                     at::Tensor gradient, const GradientConsumer& consume) const;
   void record_given(const InFlight& state) const;
   void record_given_gradients(const InFlight& state) const;
   graph::ResultObserver result_observer(const InFlight& state) const;

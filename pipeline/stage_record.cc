@@ -119,12 +119,12 @@ void Stage::record_buffers(const InFlight& state) const {
 }
 
 void Stage::give_gradient(ValueId parameter, int microbatch, const InFlight& state,
-                          const at::Tensor& gradient, const GradientConsumer& consume) const {
+                          at::Tensor gradient, const GradientConsumer& consume) const {
   // What products have added to a sum themselves is missing in it.
   if (state.record != nullptr && state.fusion == nullptr) {
     state.record->hashes.push_back({Kind::kParameterGradient, parameter, 0, hash_of(gradient)});
   }
-  consume(parameter, microbatch, gradient);
+  consume(parameter, microbatch, std::move(gradient));
 }
 
 /// After `keep_gradients`.

@@ -11,6 +11,8 @@
 #include "comm/group_core.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "dp/gradient_buckets.h"
+#include "dp/local_gradients.h"
 #include "dp/parameter_slices.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/delayed.h"
@@ -155,32 +157,40 @@ std::shared_ptr<dp::ParameterSlices> Model::slices() {
   return slices_;
 }
 
-std::shared_ptr<dp::GradientBuckets> Model::gradient_buckets(
-    const std::vector<at::Tensor>& parameters, const dp::BucketOptions& options) {
+std::shared_ptr<dp::WholeGradients> Model::gradients(const std::vector<at::Tensor>& parameters,
+                                                     const dp::BucketOptions& options) {
   const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-  for (auto it = buckets_.begin(); it != buckets_.end();) {
-    const auto buckets = it->buckets.lock();
+  for (auto it = shared_gradients_.begin(); it != shared_gradients_.end();) {
+    const auto gradients = it->gradients.lock();
     const auto& held = it->parameters;
-    if (buckets == nullptr) {
-      it = buckets_.erase(it);
+    if (gradients == nullptr) {
+      it = shared_gradients_.erase(it);
     } else if (it->options == options &&
                std::equal(held.begin(), held.end(), parameters.begin(), parameters.end(), same)) {
-      return buckets;
+      return gradients;
     } else {
       ++it;
     }
   }
+  const auto gradients = make_gradients(parameters, options);
+  shared_gradients_.push_back({parameters, options, gradients});
+  return gradients;
+}
+
+std::shared_ptr<dp::WholeGradients> Model::make_gradients(const std::vector<at::Tensor>& parameters,
+                                                          const dp::BucketOptions& options) {
+  if (const auto divided = slices()) return std::make_shared<dp::GradientBuckets>(divided, options);
   std::vector<std::string> names;
   for (const at::Tensor& tensor : parameters) names.push_back(runtime_->table().at(tensor).name);
-  const auto divided = slices();
-  const auto buckets = divided ? std::make_shared<dp::GradientBuckets>(divided, options)
-                               : std::make_shared<dp::GradientBuckets>(
-                                     parameters, names, runtime_->replicas(), options);
+  const comm::CommunicatorPtr replicas = runtime_->replicas();
+  if (replicas->size() == 1 && !comm_hook_) {
+    return std::make_shared<dp::LocalGradients>(parameters, names, replicas, options);
+  }
+  auto buckets = std::make_shared<dp::GradientBuckets>(parameters, names, replicas, options);
   if (comm_hook_) {
     auto ranks = runtime_->topology().members(CommGroup::kRdp, runtime_->rank());
-    buckets->set_hook(comm_hook_, comm::make_public_group(runtime_->replicas(), std::move(ranks)));
+    buckets->set_hook(comm_hook_, comm::make_public_group(replicas, std::move(ranks)));
   }
-  buckets_.push_back({parameters, options, buckets});
   return buckets;
 }
 

@@ -90,16 +90,16 @@ class Model {
   /// How those that are trained at first are divided among the replicas; null before partitioning,
   /// and without `shard_optimizer_state`.
   std::shared_ptr<dp::ParameterSlices> slices();
-  /// The buckets for the gradients of these of its parameters. All programs that sum alike share
-  /// them, one after the other: a program of another batch size needs no memory for gradients.
-  std::shared_ptr<dp::GradientBuckets> gradient_buckets(const std::vector<at::Tensor>& parameters,
-                                                        const dp::BucketOptions& options);
+  /// What sums the gradients of these of its parameters. All programs that sum alike share it, one
+  /// after the other: a program of another batch size needs no memory for gradients.
+  std::shared_ptr<dp::WholeGradients> gradients(const std::vector<at::Tensor>& parameters,
+                                                const dp::BucketOptions& options);
 
  private:
-  struct SharedBuckets {
+  struct SharedGradients {
     std::vector<at::Tensor> parameters;
     dp::BucketOptions options;
-    std::weak_ptr<dp::GradientBuckets> buckets;
+    std::weak_ptr<dp::WholeGradients> gradients;
   };
   using Hooks = std::list<std::function<void()>>;
 
@@ -108,6 +108,8 @@ class Model {
   TensorDict held() const;
   std::string misfits(const TensorDict& own, const TensorDict& given, bool strict,
                       const std::function<std::vector<int64_t>(const at::Tensor&)>& sizes) const;
+  std::shared_ptr<dp::WholeGradients> make_gradients(const std::vector<at::Tensor>& parameters,
+                                                     const dp::BucketOptions& options);
   void begin_outside_step(const char* call) const;
   void check_not_divided_by_modules() const;
 
@@ -118,7 +120,7 @@ class Model {
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
   std::shared_ptr<dp::ParameterSlices> slices_;
-  std::vector<SharedBuckets> buckets_;
+  std::vector<SharedGradients> shared_gradients_;
   CommHook comm_hook_;
   std::string report_;
 };

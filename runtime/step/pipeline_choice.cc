@@ -214,6 +214,8 @@ partitioner::StepModel step_model(const Config& config, int ranks, int microbatc
       .interleaved(in_flight != InFlight::kAll)
       .active_microbatches(configured ? static_cast<int>(config.active_microbatches()) : by_ranks)
       .optimizer_state(config.optimizer_state_factor())
+      .replicas(replicas)
+      .shards(std::max(static_cast<int>(config.gradient_shards()) / replicas, 1))
       .sharding(sharding_of(config, replicas))
       .memory_limit(static_cast<int64_t>(config.memory_limit_mb() * (1 << 20)));
 }

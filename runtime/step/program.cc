@@ -90,8 +90,8 @@ void Program::find_copies() {
   }
 }
 
-/// Makes the gradient buckets, anew when a checkpoint with other gradient shards was loaded.
-void Program::make_buckets() {
+/// Makes what sums gradients, anew when a checkpoint with other gradient shards was loaded.
+void Program::make_gradients() {
   const int shards = runtime_->gradient_shards();
   if (shards == shards_) return;
   shards_ = shards;
@@ -103,7 +103,7 @@ void Program::make_buckets() {
       id_of[value.name] = static_cast<graph::ValueId>(id);
     }
   }
-  buckets_.clear();
+  whole_.clear();
   sharded_.clear();
   place_of_.assign(graph_->values.size(), {});
   for (const auto& model : runtime_->models()) {
@@ -114,7 +114,7 @@ void Program::make_buckets() {
       const auto id = id_of.find(entry.name);
       const auto shard = entry.shard();
       if (id != id_of.end()) {
-        place_of_[id->second] = {buckets_.size(), shard.value_or(parameters.size()),
+        place_of_[id->second] = {whole_.size(), shard.value_or(parameters.size()),
                                  shard.has_value()};
         if (shard) divided.push_back(id->second);
       }
@@ -136,12 +136,12 @@ void Program::make_buckets() {
     bucket.gradients_as_summed = model->half().has_value();
     const auto slices = model->slices();
     if (slices) check_still_trained(*slices, parameters);
-    buckets_.push_back(model->gradient_buckets(parameters, bucket));
+    whole_.push_back(model->gradients(parameters, bucket));
     if (runtime_->sharding()) sharded_.push_back(make_sharded_gradients(bucket, divided));
   }
   reductions_.clear();
   for (const auto& gradients : sharded_) reductions_.push_back(gradients.get());
-  for (const auto& gradients : buckets_) reductions_.push_back(gradients.get());
+  for (const auto& gradients : whole_) reductions_.push_back(gradients.get());
 }
 
 std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
@@ -160,14 +160,14 @@ void Program::begin_training(const std::string& name) {
                  "with backward_passes_per_step, the steps whose gradients add up must run the "
                  "same operators, but this one runs others than the one before. Call the same step "
                  "function with inputs of the same shapes, or use one backward pass a step");
-  make_buckets();
+  make_gradients();
   begin_together(runtime_->replica_join->begin_step(shared_from_this(), name));
   await_gradients();
 }
 
 void Program::begin_together(const ReplicaJoin::Step& step) {
   together_ = step;
-  for (auto& buckets : buckets_) buckets->set_counted_replicas(step.divisor);
+  for (auto& gradients : whole_) gradients->set_counted_replicas(step.divisor);
   broadcast_buffers(step.source);
 }
 
@@ -193,7 +193,7 @@ bool Program::reads_input(size_t position) const {
 
 dp::StepGradients& Program::gradients_at(const Place& place) const {
   if (place.divided) return *sharded_[place.model];
-  return *buckets_[place.model];
+  return *whole_[place.model];
 }
 
 /// A parameter's gradients come from the stage that owns it.
@@ -217,9 +217,9 @@ void Program::broadcast_buffers(int source) {
   }
 }
 
-void Program::take_gradient(graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
+void Program::take_gradient(graph::ValueId parameter, int microbatch, at::Tensor gradient) {
   const Place& place = place_of_[parameter];
-  gradients_at(place).add(place.index, microbatch, gradient);
+  gradients_at(place).add(place.index, microbatch, std::move(gradient));
   // Products that are fused with their sums may follow.
   const bool is_last = microbatch + 1 == microbatches_;
   if (!is_last || runtime_->config().gradient_accumulation_fusion()) return;
@@ -393,13 +393,13 @@ Program::Outputs Program::run(Inputs inputs) {
   step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
     apply_constants(stage, inputs, static_cast<size_t>(microbatch));
   };
-  step.consume = [&](graph::ValueId parameter, int microbatch, const at::Tensor& gradient) {
-    take_gradient(parameter, microbatch, gradient);
+  step.consume = [&](graph::ValueId parameter, int microbatch, at::Tensor gradient) {
+    take_gradient(parameter, microbatch, std::move(gradient));
   };
   if (runtime_->config().gradient_accumulation_fusion()) {
     step.buffer = [&](graph::ValueId parameter, int microbatch) {
       const Place& place = place_of_[parameter];
-      return buckets_[place.model]->buffer(place.index, microbatch);
+      return whole_[place.model]->buffer(place.index, microbatch);
     };
   }
   step.reduce = [&](int stage) { complete_stage(stage); };

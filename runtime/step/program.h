@@ -69,14 +69,14 @@ class Program : public std::enable_shared_from_this<Program> {
   /// Where a parameter's gradients go.
   struct Place {
     size_t model = 0;
-    size_t index = 0;  // in the model's buckets, or among the divided parameters
+    size_t index = 0;  // among those that are whole, or among the divided parameters
     bool divided = false;
   };
   using Outputs = std::vector<std::vector<at::Tensor>>;
   using Reductions = std::shared_ptr<const std::vector<pipeline::ReductionRecord>>;
 
   std::vector<int> own_stages() const;
-  void make_buckets();
+  void make_gradients();
   std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
       const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
   void find_copies();
@@ -86,7 +86,7 @@ class Program : public std::enable_shared_from_this<Program> {
   void begin_training(const std::string& name);
   void await_gradients();
   dp::StepGradients& gradients_at(const Place& place) const;
-  void take_gradient(graph::ValueId parameter, int microbatch, const at::Tensor& gradient);
+  void take_gradient(graph::ValueId parameter, int microbatch, at::Tensor gradient);
   void complete_stage(int stage);
   void start_reductions();
   Reductions observe_reductions(bool records);
@@ -115,8 +115,8 @@ class Program : public std::enable_shared_from_this<Program> {
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;
-  int shards_ = 0;                                             // what the buckets were made for
-  std::vector<std::shared_ptr<dp::GradientBuckets>> buckets_;  // by model
+  int shards_ = 0;  // what `whole_` and `sharded_` were made for
+  std::vector<std::shared_ptr<dp::WholeGradients>> whole_;  // by model
   // By model, of parameters that are divided; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
   std::vector<dp::StepGradients*> reductions_;  // those of both, in the order in which they reduce

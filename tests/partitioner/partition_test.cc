@@ -286,7 +286,7 @@ TEST(Errors, OwnersThatLeaveNoRoom) {
 }
 
 TEST(Errors, MemoryLimit) {
-  Chain chain(4);  // 64 bytes a weight, of which training needs five times as much
+  Chain chain(4);  // 64 bytes a weight, of which training needs four times as much
   graph::Graph& graph = chain.b.graph();
   for (graph::Operator& op : graph.operators) op.cost.saved_bytes = op.reads_parameter ? 0 : 10;
   const auto options = PartitionOptions(2).step(StepModel(4).active_microbatches(4));
@@ -296,7 +296,7 @@ TEST(Errors, MemoryLimit) {
   const std::string text = error_of<PartitionError>([&] { partition(graph, limited(500)); });
   EXPECT_THAT(text, HasSubstr("[smp] no division into 2 partitions keeps the memory limit of 500 B "
                               "(500 bytes): the least limit that would do is "));
-  EXPECT_THAT(text, HasSubstr("weights 128 B, gradients 256 B, optimizer state 256 B, "
+  EXPECT_THAT(text, HasSubstr("weights 128 B, gradients 128 B, optimizer state 256 B, "
                               "activations of 3 microbatches"));
   EXPECT_THAT(text, HasSubstr("Raise \"memory_limit_mb\", use more partitions"));
   const std::string least = "would do is ";

@@ -191,10 +191,10 @@ TEST(Predict, TimeAndMemoryByFormula) {
   EXPECT_DOUBLE_EQ(got.step_us, 2 * (330 + transfer) + 7 * (330 + transfer));
   EXPECT_EQ(got.stages[0].in_flight, 3);
   EXPECT_EQ(got.stages[1].in_flight, 1);
-  EXPECT_EQ(got.rank_memory[0], 64 * (1 + 2 + 2) + 3 * 1100);
-  EXPECT_EQ(got.rank_memory[1], 64 * (1 + 2 + 2) + 1 * (1100 + 32));
+  EXPECT_EQ(got.rank_memory[0], 64 * (1 + 1 + 2) + 3 * 1100);
+  EXPECT_EQ(got.rank_memory[1], 64 * (1 + 1 + 2) + 1 * (1100 + 32));
   EXPECT_EQ(describe_memory(plan, got, 0),
-            "3.5 KiB: weights 64 B, gradients 128 B, optimizer state 128 B, activations of 3 "
+            "3.5 KiB: weights 64 B, gradients 64 B, optimizer state 128 B, activations of 3 "
             "microbatches 3.2 KiB");
 }
 
@@ -252,9 +252,36 @@ Prediction predict_on_one_rank(GraphBuilder& b, const StepModel& step) {
   return predict(b.graph(), complete_plan(b.graph(), {0}, stages, {}), step);
 }
 
+TEST(Predict, SumsOfReplicasHaveMemoryOfTheirOwn) {
+  GraphBuilder b = product_of({100, 50});
+  EXPECT_EQ(predict_on_one_rank(b, StepModel(4)).stages[0].gradients, 600) << "they become .grad";
+  EXPECT_EQ(predict_on_one_rank(b, StepModel(4).replicas(2)).stages[0].gradients, 2 * 600);
+  EXPECT_EQ(predict_on_one_rank(b, StepModel(4).shards(4)).stages[0].gradients, 2 * 600)
+      << "the sum of those that are complete, and one more";
+  EXPECT_EQ(predict_on_one_rank(b, StepModel(4).replicas(2).shards(2)).stages[0].gradients,
+            3 * 600);
+}
+
+TEST(Predict, GradientsOfHalfPrecisionAreSummedInFloat32) {
+  GraphBuilder b;
+  const auto weight = b.parameter("weight", at::ones({100}, at::kBFloat16));
+  const auto sum = b.op("aten::sum", {b.op("aten::mul.Tensor", {weight, weight}), c10::IValue()});
+  b.backward(sum);
+  b.output(sum);
+  const auto on_replicas = StepModel(4).optimizer_state(2);
+  const Prediction whole = predict_on_one_rank(b, on_replicas);
+  EXPECT_EQ(whole.stages[0].weights, 200);
+  EXPECT_EQ(whole.stages[0].gradients, 400);
+  EXPECT_EQ(whole.stages[0].optimizer, 400) << "for each byte of a parameter: docs/precision.md";
+  const auto divided = StepModel(4).replicas(4).sharding(Sharding().parameters(4).smallest(1));
+  const Prediction parts = predict_on_one_rank(b, divided);
+  EXPECT_EQ(parts.stages[0].gradients, 100);
+  EXPECT_EQ(parts.working, 200 + 400) << "the whole, and the sum";
+}
+
 TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
   GraphBuilder b = product_of({100, 50});
-  const auto step = StepModel(4).optimizer_state(2).sharding(Sharding().states(4));
+  const auto step = StepModel(4).optimizer_state(2).replicas(4).sharding(Sharding().states(4));
   const Prediction got = predict_on_one_rank(b, step);
   EXPECT_EQ(got.stages[0].weights, 600);
   EXPECT_EQ(got.stages[0].gradients, 600 + 150) << "the sums, and a part of what they give";
@@ -266,7 +293,7 @@ TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
   GraphBuilder b = product_of({100, 10, 300});
   const auto sharding = Sharding().parameters(4).smallest(100);
   const Prediction several =
-      predict_on_one_rank(b, StepModel(2).optimizer_state(2).sharding(sharding));
+      predict_on_one_rank(b, StepModel(2).optimizer_state(2).replicas(4).sharding(sharding));
   EXPECT_EQ(several.stages[0].weights, 100 + 40 + 300);
   EXPECT_EQ(several.stages[0].gradients, 100 + 2 * 40 + 300);
   EXPECT_EQ(several.stages[0].optimizer, 2 * (100 + 40 + 300));
