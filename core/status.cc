@@ -11,12 +11,15 @@
 #include <optional>
 #include <utility>
 
+#include "core/stack_request.h"
+
 namespace smp::core {
 namespace {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<uint32_t>::is_always_lock_free);
-static_assert(sizeof(StatusMemory::Doing) == 64 && sizeof(StatusMemory::Waiting) == 64);
+static_assert(sizeof(StatusMemory::Doing) == 64 && sizeof(StatusMemory::Waiting) == 64 &&
+              sizeof(StatusMemory::Stack) == 256);
 
 int64_t ns(Status::Clock::time_point time) { return time.time_since_epoch().count(); }
 
@@ -83,6 +86,8 @@ Status::Status(const StatusOwner& owner, std::chrono::nanoseconds stall)
   own.text_bytes = static_cast<uint32_t>(text.size());
   own.started = ns(Clock::now());
   set_action(action_);
+  this_status();  // so that a signal's handler is not the first to ask on this thread
+  put(memory_->stack.version, answer_stack_requests() ? uint32_t{2} : uint32_t{0});
   own.magic = StatusMemory::kMagic;
 }
 
@@ -154,6 +159,15 @@ void Status::end_wait() {
     server_ = nullptr;
   }
   clear_wait();
+}
+
+void Status::set_stack(void* const* begin, void* const* end) {
+  StatusMemory::Stack& stack = memory_->stack;
+  write_part(stack, [&] {
+    const size_t count = std::min<size_t>(end - begin, stack.frames.size());
+    put(stack.count, static_cast<uint32_t>(count));
+    for (size_t i = 0; i < count; ++i) put(stack.frames[i], reinterpret_cast<uint64_t>(begin[i]));
+  });
 }
 
 void Status::set_warned() { put(memory_->owner.warned, ns(Clock::now())); }

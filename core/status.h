@@ -46,7 +46,7 @@ class Label {
 /// that is odd while the part is written, so that a reader knows that it has read half of two.
 /// Times are of the steady clock, in ns.
 struct StatusMemory {
-  static constexpr uint64_t kMagic = 0x31737574617473'00;  // changes with the layout
+  static constexpr uint64_t kMagic = 0x32737574617473'00;  // changes with the layout
 
   using SharedLabel = std::array<std::atomic<uint64_t>, std::tuple_size_v<Label::Words>>;
 
@@ -64,6 +64,13 @@ struct StatusMemory {
     std::array<std::atomic<int32_t>, kRanks> ranks;  // the first of them, in the world
     SharedLabel call;                                // "all_reduce"
   };
+  /// Where the rank's thread was when it was last asked (see core/stack_request.h).
+  struct alignas(64) Stack {
+    static constexpr size_t kFrames = 31;
+    std::atomic<uint32_t> version;  // 0: it does not answer
+    std::atomic<uint32_t> count;
+    std::array<std::atomic<uint64_t>, kFrames> frames;  // addresses, innermost first
+  };
   /// Written before anybody can read it, but for `warned`.
   struct alignas(64) Owner {
     uint64_t magic;
@@ -78,6 +85,7 @@ struct StatusMemory {
 
   Doing doing;
   Waiting waiting;
+  Stack stack;
   Owner owner;
 };
 
@@ -125,6 +133,9 @@ class Status {
   void clear_wait();
   /// Nor is it served by a thread any more.
   void end_wait();
+
+  /// The rank's thread is at these addresses, innermost first. May be called by a signal handler.
+  void set_stack(void* const* begin, void* const* end);
 
   const std::string& job_id() const { return job_id_; }
   int rank() const;

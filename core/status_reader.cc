@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/status_reader.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,7 +16,9 @@
 #include <thread>
 #include <utility>
 
+#include "core/stack_request.h"
 #include "core/status.h"
+#include "core/status_mapping.h"
 
 namespace smp::core {
 namespace {
@@ -43,24 +43,7 @@ double seconds_since(int64_t time) {
   return std::max(0.0, 1e-9 * static_cast<double>(now - time));
 }
 
-// Reads a part again while it is written; in the end as it is, for its writer may be stopped there.
-template <class Part, class Read>
-void read_part(const Part& part, const Read& read) {
-  constexpr int kTries = 100;
-  for (int i = 0; i < kTries; ++i) {
-    const uint32_t version = part.version.load(std::memory_order_acquire);
-    read();
-    const bool is_whole = version % 2 == 0;
-    if (is_whole && part.version.load(std::memory_order_relaxed) == version) return;
-  }
-}
-
-template <class T>
-T get(const std::atomic<T>& where) {
-  return where.load(std::memory_order_acquire);
-}
-
-std::string get(const StatusMemory::SharedLabel& where) {
+std::string text_in(const StatusMemory::SharedLabel& where) {
   Label::Words words{};
   for (size_t i = 0; i < words.size(); ++i) words[i] = get(where[i]);
   return Label(words).text();
@@ -73,7 +56,7 @@ RankStatus status_in(const StatusMemory& memory) {
   const StatusMemory::Doing& doing = memory.doing;
   read_part(doing, [&] {
     status.step = get(doing.step);
-    status.action = get(doing.action);
+    status.action = text_in(doing.action);
     status.action_seconds = seconds_since(get(doing.since));
   });
   const StatusMemory::Waiting& waiting = memory.waiting;
@@ -84,7 +67,7 @@ RankStatus status_in(const StatusMemory& memory) {
       status.waits_for.push_back(get(waiting.ranks[i]));
     }
     status.more = static_cast<int>(count - status.waits_for.size());
-    status.wait = get(waiting.call);
+    status.wait = text_in(waiting.call);
     status.wait_seconds = seconds_since(get(waiting.since));
   });
   const int64_t warned = get(memory.owner.warned);
@@ -92,49 +75,18 @@ RankStatus status_in(const StatusMemory& memory) {
   return status;
 }
 
-Line line_in(const StatusMemory& memory) {
+Line line_in(const StatusMapping& mapping) {
+  const StatusMemory& memory = mapping.memory();
+  const std::vector<std::string>& texts = mapping.texts();
   Line line;
-  std::istringstream text(
-      std::string(reinterpret_cast<const char*>(&memory + 1), memory.owner.text_bytes));
-  std::getline(text, line.job_id);
-  std::getline(text, line.job);
-  std::getline(text, line.program);
-  for (std::string host; std::getline(text, host);) line.hosts.push_back(host);
+  line.job_id = texts[0];
+  line.job = texts[1];
+  line.program = texts[2];
+  line.hosts.assign(texts.begin() + 3, texts.end());
   line.started = memory.owner.started;
   line.thread = memory.owner.thread;
   line.status = status_in(memory);
   return line;
-}
-
-// The memory of a status that `process` holds open under this path; a process that it has forked
-// holds it, too, and is no rank.
-std::optional<Line> read_line(const fs::path& path, pid_t process) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return std::nullopt;
-  struct stat file {};
-  std::optional<Line> line;
-  const bool is_large =
-      fstat(fd, &file) == 0 && static_cast<size_t>(file.st_size) >= sizeof(StatusMemory);
-  const auto bytes = static_cast<size_t>(file.st_size);
-  void* const data = is_large ? mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-  close(fd);
-  if (data == MAP_FAILED) return std::nullopt;
-  const auto& memory = *static_cast<const StatusMemory*>(data);
-  const StatusMemory::Owner& owner = memory.owner;
-  const bool is_ours = owner.magic == StatusMemory::kMagic && owner.process == process &&
-                       sizeof(StatusMemory) + owner.text_bytes == bytes;
-  if (is_ours) line = line_in(memory);
-  munmap(data, bytes);
-  return line;
-}
-
-void read_process(const fs::path& folder, pid_t process, std::vector<Line>& lines) {
-  std::error_code error;  // the process may end meanwhile
-  for (const auto& entry : fs::directory_iterator(folder / "fd", error)) {
-    const std::string target = fs::read_symlink(entry.path(), error).string();
-    if (target.compare(0, 17, "/memfd:smp-status") != 0) continue;
-    if (auto line = read_line(entry.path(), process)) lines.push_back(std::move(*line));
-  }
 }
 
 std::vector<Line> read_lines() {
@@ -147,7 +99,7 @@ std::vector<Line> read_lines() {
     struct stat folder {};
     if (problem != std::errc{} || *end != '\0') continue;
     if (stat(entry.path().c_str(), &folder) != 0 || folder.st_uid != geteuid()) continue;
-    read_process(entry.path(), process, lines);
+    for (const StatusMapping& mapping : map_statuses(process)) lines.push_back(line_in(mapping));
   }
   return lines;
 }
@@ -330,8 +282,9 @@ std::optional<JobStatus> read_own_job() {
 }
 
 WaitDiagnosis diagnose_wait() {
-  const auto job = read_own_job();
+  auto job = read_own_job();
   if (!job) return {};
+  ask_for_stacks(*job);
   const int rank = this_status()->rank();
   return {wait_chain(*job, rank), stall_cause(*job, rank)};
 }

@@ -71,14 +71,26 @@ std::string place_of(const RankStatus& one) {
   return one.step == 0 ? what : c10::str(what, is_between ? " after" : " of", " step ", one.step);
 }
 
-// "is stopped; it has been in 1B0 of step 12 for 41 s".
+// "clock_nanosleep < load_batch < main": where a rank is, and who called that. Of many the first
+// and the last, which are the program's.
+std::string stack_text(std::vector<std::string> stack) {
+  constexpr size_t kInnermost = 4, kOutermost = 8;
+  if (stack.size() > kInnermost + 1 + kOutermost) {
+    stack[kInnermost] = "...";
+    stack.erase(stack.begin() + kInnermost + 1, stack.end() - kOutermost);
+  }
+  return c10::Join(" < ", stack);
+}
+
+// "is stopped; it has been in 1B0 of step 12 for 41 s", "computes; ..., and is in f < main".
 std::string how_it_is(const RankStatus& one) {
   const Kind kind = one.state.kind;
   const std::string state = state_text(one.state);
   if (kind == Kind::kEnded) return "has ended";
   const bool is = kind == Kind::kStopped || kind == Kind::kBlocked;
   return c10::str(is ? "is " : "", state, "; it has been in ", place_of(one), " for ",
-                  duration(one.action_seconds));
+                  duration(one.action_seconds),
+                  one.stack.empty() ? "" : ", and is in " + stack_text(one.stack));
 }
 
 // "waits for 5F2 of rank 1", "waits for rank 1 in all_reduce of smp::save".
@@ -244,6 +256,14 @@ const RankStatus* JobStatus::find(int rank) const {
   return found == ranks.end() ? nullptr : &*found;
 }
 
+std::vector<int> causes_of_waits(const JobStatus& job) {
+  std::vector<int> causes;
+  for (const Chain& chain : longest_chains(job)) {
+    if (chain.end == Chain::End::kRank) causes.push_back(chain.last);
+  }
+  return causes;
+}
+
 std::optional<StallCause> stall_cause(const JobStatus& job, int rank) {
   const RankStatus* const first = job.find(rank);
   if (first == nullptr || !first->is_waiting()) return std::nullopt;
@@ -266,7 +286,12 @@ std::string status_text(const JobStatus& job) {
   std::vector<Row> rows = {{"rank", "process", "step", "does", "for", "waits for", "state"}};
   for (const RankStatus& one : job.ranks) rows.push_back(row_of(one));
   text += table_text(rows) + other_hosts(job);
-  for (const Chain& chain : longest_chains(job)) text += text_of(job, chain) + "\n";
+  for (const Chain& chain : longest_chains(job)) {
+    text += text_of(job, chain) + "\n";
+    const RankStatus* const cause = chain.end == Chain::End::kRank ? job.find(chain.last) : nullptr;
+    if (cause == nullptr || cause->stack.empty()) continue;
+    text += c10::str("rank ", cause->rank, " is in ", stack_text(cause->stack), "\n");
+  }
   return text;
 }
 

@@ -40,6 +40,9 @@ struct RankStatus {
   double wait_seconds = 0;
   double warned_seconds = -1;  ///< Since it has told of a stall; negative: it has not.
   ThreadState state;
+  /// The functions that it is in, innermost first; empty where nobody has asked, or it has not
+  /// said.
+  std::vector<std::string> stack;
 
   bool is_waiting() const;
 };
@@ -57,6 +60,9 @@ struct JobStatus {
   const RankStatus* find(int rank) const;
 };
 
+/// The ranks of this host that others wait for and that do not wait themselves.
+std::vector<int> causes_of_waits(const JobStatus& job);
+
 /// Where the chain of waits from `rank` ends. Nothing if `rank` does not wait, if ranks wait for
 /// each other in a circle, or if the chain leaves this host.
 std::optional<StallCause> stall_cause(const JobStatus& job, int rank);
@@ -65,7 +71,8 @@ std::optional<StallCause> stall_cause(const JobStatus& job, int rank);
 /// which has been in 4B4 for 41 s (rank 1: stopped)". Empty if it does not wait.
 std::string wait_chain(const JobStatus& job, int rank);
 
-/// The table of a job's ranks, a line each, and below it the longest chain of waits to each cause.
+/// The table of a job's ranks, a line each, and below it the longest chain of waits to each cause,
+/// with the cause's stack if it has said it.
 std::string status_text(const JobStatus& job);
 
 }  // namespace smp::core

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "core/log.h"
+#include "core/stack_request.h"
 #include "core/status_reader.h"
 
 namespace smp::core {
@@ -46,7 +47,7 @@ void WaitWatch::look(const char* call, const std::vector<int>& ranks) {
 // later, since that may have gone on just before.
 void WaitWatch::warn_of_stall() {
   next_check_ = Status::Clock::now() + status_->stall();
-  const auto job = read_own_job();
+  auto job = read_own_job();
   if (!job) return;
   const RankStatus* const own = job->find(status_->rank());
   if (own == nullptr) return;
@@ -56,6 +57,7 @@ void WaitWatch::warn_of_stall() {
   if (is_warned_of_ || speaker(*job) != own->rank) return;
   is_warned_of_ = true;
   status_->set_warned();
+  ask_for_stacks(*job);
   std::ostringstream text;
   text << "rank " << own->rank << " has waited for \"stall_seconds\" ("
        << std::chrono::duration<double>(status_->stall()).count() << " s), and waits on:\n"

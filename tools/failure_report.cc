@@ -110,8 +110,9 @@ std::string failure_report(const Failures& failures, const ProcessResult& result
 std::string cause_in(const std::string& report) {
   const size_t begin = report.rfind(kFirstCause);
   const std::string cause = begin == std::string::npos ? report : report.substr(begin);
-  static const std::regex duration(R"( for [0-9.]+ (s|min|h)\b)");
-  return std::regex_replace(cause, duration, "");
+  // How long it was there, and at which instruction, is another thing each time.
+  static const std::regex moment(R"( for [0-9.]+ (s|min|h)\b(, and is in .*)?)");
+  return std::regex_replace(cause, moment, "");
 }
 
 }  // namespace smp::tools

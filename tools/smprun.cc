@@ -16,6 +16,7 @@
 #include "core/env.h"
 #include "core/failure.h"
 #include "core/restart.h"
+#include "core/stack_request.h"
 #include "core/status_reader.h"
 #include "tools/failure_report.h"
 #include "tools/job_folder.h"
@@ -149,10 +150,11 @@ int launch(const LaunchOptions& options, bool dry_run) {
 }
 
 // Of the jobs of that name, or of all.
-int show_status(const std::string& name) {
+int show_status(const std::string& name, bool stacks) {
   int shown = 0;
-  for (const smp::core::JobStatus& job : smp::core::read_jobs()) {
+  for (smp::core::JobStatus& job : smp::core::read_jobs()) {
     if (!name.empty() && job.name != name) continue;
+    if (stacks) ask_for_stacks(job);
     std::cout << (shown++ == 0 ? "" : "\n") << status_text(job);
   }
   if (shown > 0) return 0;
@@ -167,10 +169,10 @@ int main(int argc, char** argv) {
   LaunchOptions options;
   std::string job;
   int np = 0;
-  bool dry_run = false;
+  bool dry_run = false, stacks = false;
   CLI::App app{
       "Starts the ranks of a program with mpirun: smprun [OPTIONS] PROGRAM ARGS...\n"
-      "Shows what the ranks of running jobs do: smprun --status [JOB]\n"
+      "Shows what the ranks of running jobs do: smprun --status [JOB] [--stacks]\n"
       "See docs/configuration.md.",
       "smprun"};
   app.add_option("--config", options.config_file,
@@ -191,9 +193,12 @@ int main(int argc, char** argv) {
   auto* status_option =
       app.add_option("--status", job, "Show the ranks of a running job, or of all of this user");
   status_option->expected(0, 1)->option_text("[JOB]");
+  app.add_flag("--stacks", stacks,
+               "With --status: ask ranks on which others wait for the functions that they are in")
+      ->needs(status_option);
   app.prefix_command();  // from the program on, everything belongs to the program
   CLI11_PARSE(app, argc, argv);
-  if (*status_option) return show_status(job);
+  if (*status_option) return show_status(job, stacks);
   options.program = app.remaining();
   if (!options.program.empty() && options.program.front() == "--") {
     options.program.erase(options.program.begin());

@@ -108,6 +108,7 @@ TEST(FailureReport, TheCauseDoesNotDependOnTime) {
       "smprun: first cause: rank 1: is stopped; it has been in the user's code after step 1";
   EXPECT_EQ(cause_in("noticed by rank 0 after 8.0 s\n" + cause + " for 8.1 s\n"), cause + "\n");
   EXPECT_EQ(cause_in(cause + " for 5 min\n"), cause + "\n");
+  EXPECT_EQ(cause_in(cause + " for 8.1 s, and is in read < 0x7f12 < main\n"), cause + "\n");
   EXPECT_EQ(cause_in("smprun: first cause: rank 2: no room for 7 samples\n"),
             "smprun: first cause: rank 2: no room for 7 samples\n");
 }
