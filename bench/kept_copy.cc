@@ -20,7 +20,7 @@ namespace {
 constexpr int kWarmSteps = 4, kBlocks = 8, kSteps = 4;
 
 void measure(int stages, int64_t width) {
-  const auto config = smp::Config().recovery("restart");
+  const auto config = smp::Config().recovery("restart").recovery_interval(1);
   bench::train_on_two_ranks(stages, width, config, [&](const bench::GptTraining& training) {
     int64_t elements = 0;
     for (const auto& parameter : training.model->parameters()) elements += parameter.numel();

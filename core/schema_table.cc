@@ -314,9 +314,11 @@ std::vector<Parameter> rank_rows() {
            "computes the same. By `smprun`, which then needs no `--restarts`; `restart` also by "
            "torchrun.")
           .values({"off", "restart", "shrink"}),
-      integer("recovery_interval", int64_t{1},
-              "Of how many calls of `smp::keep_copy` one keeps a copy.")
-          .at_least(1)
+      integer(
+          "recovery_interval", int64_t{0},
+          "Of how many calls of `smp::keep_copy` one keeps a copy. 0: of as many as it takes for "
+          "copies to need 3 % of the time at most, as measured.")
+          .at_least(0)
           .at_most(kMostSteps),
       text("record_hashes", {},
            "A folder into which each rank writes hashes of what its operators compute in every "

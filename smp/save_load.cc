@@ -38,7 +38,8 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
   request.lock = checkpoint::lock_of_writer(path);
   request.asynchronous = asynchronous;
   request.user_content = user_content;
-  if (optimizer != nullptr) request.when_saved = [path] { core::note_checkpoint(path); };
+  if (optimizer != nullptr)
+    request.when_saved = [path](double /*seconds*/) { core::note_checkpoint(path); };
   return SaveHandle(runtime::save(request, model.impl(), optimizer));
 }
 
@@ -59,7 +60,8 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   request.user_content = options.user_content();
   if (kept) request.arguments = c10::str(", ", *kept, " kept");
   if (!options.partial()) optimizer = nullptr;  // a full checkpoint is the model alone
-  request.when_saved = [path, name, kept, options, is_noted = optimizer != nullptr] {
+  request.when_saved = [path, name, kept, options,
+                        is_noted = optimizer != nullptr](double /*seconds*/) {
     if (is_noted) core::note_checkpoint(path + "/" + name);
     checkpoint::update_newest(path, name);
     if (kept && options.partial()) {

@@ -103,11 +103,11 @@ SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
 /// `"recovery"`, with which a job that fails goes on from there (see docs/recovery.md); without, it
 /// does nothing. To be called last in an iteration, since what comes before is not done again:
 /// `resumed->step` and `user_content` then say where the next one begins. Of `recovery_interval`
-/// calls the first keeps a copy; it returns as soon as this rank's share has been copied, while
-/// another thread completes it and the copy before remains. Collective over the world; all ranks
-/// give the same arguments, but for `user_content`, which is world rank 0's. Where the memory is
-/// full, a `CheckpointError` on all ranks, of this call or of the next, after which training can go
-/// on.
+/// calls the first keeps a copy, or of as many as it takes for copies to need 3 % of the time; it
+/// returns as soon as this rank's share has been copied, while another thread completes it and the
+/// copy before remains. Collective over the world; all ranks give the same arguments, but for
+/// `user_content`, which is world rank 0's. Where the memory is full, a `CheckpointError` on all
+/// ranks, of this call or of the next, after which training can go on.
 SMP_API void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
                        const std::string& user_content = "{}");
 

@@ -15,6 +15,7 @@
 #include "checkpoint/save_lock.h"
 #include "comm/communicator.h"
 #include "runtime/runtime.h"
+#include "runtime/save/copy_pace.h"
 #include "smp/removable_handle.h"
 
 namespace smp::runtime {
@@ -63,8 +64,8 @@ class CheckpointContext {
   /// What the checkpoint that was loaded with its optimizer has for those who come later.
   std::map<std::string, std::string> unclaimed;
 
-  /// How often the program has called `smp::keep_copy`, where a copy is kept.
-  int64_t calls_of_keep_copy = 0;
+  /// Where copies are kept: when the next one is due, and what the last one took.
+  CopyPace copy_pace;
 
   /// All ranks, for saves that go on beside steps, who wait for each other for `longest` at most.
   /// Collective over the world at the first call.

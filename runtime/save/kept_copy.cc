@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/save/kept_copy.h"
 
+#include <ATen/ops/scalar_tensor.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -54,6 +55,22 @@ bool is_seen_by_all(const std::string& folder, comm::Communicator& world) {
   return std::find(all.begin(), all.end(), "-") == all.end();
 }
 
+/// Of how many calls one keeps a copy from now on, by what rank 0 has measured of the one before
+/// this, which has ended. Neither the first nor one that failed says anything. On all ranks, for
+/// all keep the same.
+int64_t measured_interval(comm::Communicator& world, const CopyPace& pace,
+                          CopyPace::Clock::time_point begin) {
+  int64_t interval = pace.interval;
+  const double took = pace.last_took ? pace.last_took->load() : 0;
+  if (took > 0) {
+    const std::chrono::duration<double> since = begin - pace.last_call;
+    interval = next_interval(interval, took, since.count() / static_cast<double>(interval));
+  }
+  const at::Tensor agreed = at::scalar_tensor(interval, at::kLong);
+  world.broadcast(agreed, 0);
+  return agreed.item<int64_t>();
+}
+
 /// Of the checkpoint `path`; nothing if its index cannot be read.
 std::optional<int64_t> steps_of(const std::string& path) {
   try {
@@ -86,8 +103,11 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
                const std::string& user_content) {
   const Config& config = runtime.config();
   if (!keeps_copies(config)) return;
-  int64_t& calls = CheckpointContext::of(runtime).calls_of_keep_copy;
-  if (calls++ % config.recovery_interval() != 0) return;
+  CopyPace& pace = CheckpointContext::of(runtime).copy_pace;
+  if (pace.calls_to_next-- > 0) return;
+  const auto begin = CopyPace::Clock::now();
+  pace.calls_to_next = pace.interval - 1;  // also if this one fails
+  const CopyPace::Seconds took = std::make_shared<std::atomic<double>>(0);
   SaveRequest request;
   request.call = "smp::keep_copy";
   request.path = *core::kept_copy_path();
@@ -96,8 +116,16 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
   request.medium = checkpoint::medium_of(*core::env(core::kRecoveryDirVariable));
   request.longest_write = runtime.world()->timeout();
   request.user_content = user_content;
-  request.when_saved = [steps = runtime.progress.training_steps] { core::note_kept_copy(steps); };
+  request.when_saved = [took, steps = runtime.progress.training_steps](double seconds) {
+    *took = seconds;
+    core::note_kept_copy(steps);
+  };
   save(request, model, &optimizer);
+  const int64_t interval = config.recovery_interval();
+  pace.interval = interval > 0 ? interval : measured_interval(*runtime.world(), pace, begin);
+  pace.calls_to_next = pace.interval - 1;
+  pace.last_call = CopyPace::Clock::now();
+  pace.last_took = took;
 }
 
 std::vector<std::string> checkpoints_before(const Runtime& runtime) {

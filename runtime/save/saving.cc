@@ -142,6 +142,12 @@ void alone(comm::Communicator& group, const Action& action) {
   }
 }
 
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point time) {
+  return std::chrono::duration<double>(Clock::now() - time).count();
+}
+
 /// A save that may write: world rank 0 has its lock.
 struct Begun {
   checkpoint::Writer writer;
@@ -168,7 +174,7 @@ class Save {
         if (group_->rank() > 0) return "";
         parts.erase(std::remove(parts.begin(), parts.end(), ""), parts.end());
         writer_.commit(parts, run_);
-        if (when_saved_) when_saved_();
+        if (when_saved_) when_saved_(seconds_since(began_));
         return "";
       });
     } catch (const CheckpointError&) {
@@ -180,7 +186,8 @@ class Save {
  private:
   checkpoint::Writer writer_;
   checkpoint::RunState run_;
-  std::function<void()> when_saved_;
+  std::function<void(double)> when_saved_;
+  Clock::time_point began_ = Clock::now();
   comm::CommunicatorPtr group_;
 };
 

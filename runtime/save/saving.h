@@ -33,9 +33,10 @@ struct SaveRequest {
   /// How long ranks that have written wait for those that have more to write. That one has died is
   /// noticed earlier.
   std::chrono::milliseconds longest_write = std::chrono::hours(6);
-  std::string user_content;                    ///< text of JSON
-  std::string arguments = "";                  ///< others that all ranks must give alike
-  std::function<void()> when_saved = nullptr;  ///< called on world rank 0 at the end
+  std::string user_content;    ///< text of JSON
+  std::string arguments = "";  ///< others that all ranks must give alike
+  /// Called on world rank 0 at the end, with the seconds since all ranks had begun.
+  std::function<void(double)> when_saved = nullptr;
 };
 
 /// Throws `UsageError` between steps whose gradients add up: no checkpoint holds their sums. `call`

@@ -389,7 +389,7 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
             R"("placement_strategy":"cluster","prescaled_batch":false,)"
-            R"("recovery":"off","recovery_interval":1,"replay_check":0,)"
+            R"("recovery":"off","recovery_interval":0,"replay_check":0,)"
             R"("sdp_gradient_clipping":1.0,)"
             R"("sdp_hierarchical_allgather":true,"sdp_max_live_parameters":1000000000,)"
             R"("sdp_param_persistence_threshold":1000000,"sdp_reduce_bucket_size":500000000,)"

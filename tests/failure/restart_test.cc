@@ -148,7 +148,7 @@ void expect_resumed_from(const std::string& output, const std::vector<int>& step
 TEST_F(Restarts, GoOnFromTheCopyInMemory) {
   const Outcome undisturbed = run("undisturbed", "", "");
   ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
-  configure(R"("recovery": "restart", "timeout_seconds": 20)");
+  configure(R"("recovery": "restart", "recovery_interval": 1, "timeout_seconds": 20)");
   const Outcome outcome =
       run("run", "", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
   EXPECT_EQ(outcome.status, 0) << outcome.output;

@@ -9,7 +9,7 @@ where=("${@:1:3}") gpt=$4
 work=$(mktemp -d) agent=
 export HOME=$work SMP_RECOVERY_DIR=$work/kept OMP_NUM_THREADS=1
 # Without measured times, by which another start may get another plan, and with it other files.
-export SM_HP_MP_PARAMETERS='{"recovery": "restart", "partitions": 2, "microbatches": 2, "ddp": true,
+export SM_HP_MP_PARAMETERS='{"recovery": "restart", "recovery_interval": 1, "partitions": 2, "microbatches": 2, "ddp": true,
   "gradient_shards": 2, "skip_tracing": true}'
 mkdir "$SMP_RECOVERY_DIR"
 trap '[ -z "$agent" ] || kill "$agent" 2>/dev/null; rm -rf "$work"' EXIT

@@ -100,7 +100,7 @@ Start draw_start(Random& random, bool disturbed, bool keeps_copies) {
       R"(, "gradient_shards": 2, "seed": 11, "timeout_seconds": )", disturbed && kind == 0 ? 3 : 60,
       R"(, "pipeline": ")",
       pipelines[static_cast<size_t>(below(random, static_cast<int64_t>(pipelines.size())))], '"');
-  if (keeps_copies) start.config += R"(, "recovery": "restart")";
+  if (keeps_copies) start.config += R"(, "recovery": "restart", "recovery_interval": 1)";
   if (replicas > 1) {
     start.config += R"(, "ddp": true, "shard_optimizer_state": )";
     start.config += below(random, 2) == 0 ? "true" : "false";

@@ -15,6 +15,7 @@
 #include "comm/threads/run_ranks.h"
 #include "core/config_file.h"
 #include "core/restart.h"
+#include "runtime/save/copy_pace.h"
 #include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/saved_run.h"
 
@@ -27,7 +28,7 @@ class KeptCopy : public SavedRunTest {
  protected:
   KeptCopy() {
     setenv(core::kRecoveryDirVariable, path().c_str(), 1);
-    configure(R"({"recovery": "restart"})");
+    configure(R"({"recovery": "restart", "recovery_interval": 1})");
   }
   ~KeptCopy() override {
     for (const char* name :
@@ -88,6 +89,27 @@ TEST_F(KeptCopy, OfSomeCallsOneKeepsIt) {
     });
     EXPECT_EQ(kept_step(), (calls - 1) / 3 * 3 + 1) << calls;
   }
+}
+
+/// Which they are depends on time, but all ranks keep the same.
+TEST_F(KeptCopy, AsManyAsTheTimeAllows) {
+  configure(R"({"recovery": "restart"})");
+  run(2, 2, [&](SavedRun& run) {
+    for (int i = 0; i < 20; ++i) {
+      run.train(0);
+      keep_copy(run.model, run.optimizer);
+    }
+  });
+  EXPECT_GE(kept_step(), 2) << "what the first took is known after the second";
+}
+
+TEST(CopyPace, CopiesTakeThreePercentOfTheTimeAtMost) {
+  EXPECT_EQ(runtime::next_interval(1, 0.03, 1), 1);
+  EXPECT_EQ(runtime::next_interval(1, 0.031, 1), 2);
+  EXPECT_EQ(runtime::next_interval(2, 0.024, 0.364), 3) << "the GPT of bench:kept_copy";
+  EXPECT_EQ(runtime::next_interval(8, 0.024, 0.364), 3);
+  EXPECT_EQ(runtime::next_interval(1, 10, 0), 2) << "one odd moment";
+  EXPECT_EQ(runtime::next_interval(4, 10, 0), 8) << "a program that only keeps copies";
 }
 
 /// By tensor of a section of an index, its hash.
