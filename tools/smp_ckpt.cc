@@ -3,6 +3,8 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <iostream>
 #include <string>
 
@@ -57,6 +59,19 @@ int verify(const Options& options) {
     std::cerr << error.what() << "\n";
     return kFoundStatus;
   }
+}
+
+/// One line for each tensor, which does not depend on who wrote it into which file.
+int hashes(const Options& options) {
+  const Reader reader(options.input);
+  const auto print = [](const char* section, const auto& tensors) {
+    for (const auto& [name, entry] : tensors) {
+      std::printf("%s/%s %016" PRIx64 "\n", section, name.c_str(), entry.hash);
+    }
+  };
+  print("model", reader.index().model);
+  print("optimizer", reader.index().optimizer_tensors);
+  return 0;
 }
 
 int convert(Options options) {
@@ -120,6 +135,8 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   const auto* verifies = command(
       app, "verify", "Compare all bytes with the hashes that were stored", "A checkpoint", options);
+  const auto* hashed =
+      command(app, "hashes", "The hash of each tensor, as it was stored", "A checkpoint", options);
   const auto* merges = writing(app, "merge", "The model as one file",
                                "FILE.safetensors, or FILE.pt for torch.load", options);
   auto* reshards =
@@ -144,6 +161,7 @@ int main(int argc, char** argv) {
     if (lists->parsed()) return list(options);
     if (inspects->parsed()) return inspect(options);
     if (verifies->parsed()) return verify(options);
+    if (hashed->parsed()) return hashes(options);
     if (merges->parsed()) return merge(options);
     if (reshards->parsed() || converts->parsed()) return convert(options);
     return diff(options);

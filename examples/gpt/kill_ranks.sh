@@ -5,14 +5,15 @@
 # Trains the GPT on 4 ranks twice, the second time under `smprun --restarts 3`, and kills three of
 # its ranks (kill -9), one after the other. Each must have been named, and both jobs must have left the
 # same bytes. (Without measured times, by which another start may get another plan, and other files.)
-# In the environment: SMPRUN, GPT and CONFIG, the launcher, the program and its configuration. With
-# RECOVERY=restart the second job goes on from its copy in memory instead, and saves at the end only;
-# with RECOVERY=shrink it loses two ranks and goes on with fewer, so that others write the files.
+# In the environment: SMPRUN, GPT, CONFIG and SMP_CKPT, the launcher, the program, its configuration
+# and what prints the hashes of a checkpoint. With RECOVERY=restart the second job goes on from its
+# copy in memory instead, and saves at the end only; with RECOVERY=shrink it loses two ranks and goes
+# on with fewer, so that others write the files.
 set -euo pipefail
 steps=400
 if [ "${1:-}" = --steps ]; then steps=$2 && shift 2; fi
 smprun=${SMPRUN:-tools/smprun} gpt=${GPT:-bazel-bin/examples/gpt/gpt} config=${CONFIG:-examples/gpt/2x2.json}
-recovery=${RECOVERY:-}
+recovery=${RECOVERY:-} smp_ckpt=$(realpath "${SMP_CKPT:-bazel-bin/tools/smp_ckpt}")
 work=$(mktemp -d)
 launcher=
 trap '[ -z "$launcher" ] || kill "$launcher" 2>/dev/null || true; rm -rf "$work"' EXIT
@@ -28,24 +29,10 @@ sed '1s/{/{"skip_tracing": true,/' "$config" >"$work/config.json"
 config=$work/config.json
 save_every=$((steps / 16)) restarts=(--restarts 3) killed=(3 0 1)
 if [ -n "$recovery" ]; then
-  sed "1s/{/{\"recovery\": \"$recovery\",/" "$config" >"$work/recovery.json"
+  sed "1s/{/{\"recovery\": \"$recovery\", \"recovery_interval\": 1,/" "$config" >"$work/recovery.json"
   save_every=0 restarts=()
   [ "$recovery" != shrink ] || killed=(3 1)
 fi
-
-# hashes FOLDER: of all tensors of a checkpoint, by name
-hashes() {
-  python3 - "$1/index.json" <<'PYTHON'
-import json, sys
-def lines(node, path):
-    if "xxh64" in node:
-        print(path, node["xxh64"])
-    for key, value in sorted(node.items()):
-        if isinstance(value, dict):
-            lines(value, path + "/" + key)
-lines(json.load(open(sys.argv[1])), "")
-PYTHON
-}
 
 lines() { if [ -e "$work/disturbed.losses" ]; then wc -l <"$work/disturbed.losses"; else echo 0; fi; }
 
@@ -86,7 +73,7 @@ grep -o '^smprun: .*\|restart [0-9]*: goes on.*' "$work/disturbed.log" | grep -v
 
 cd "$work"
 if [ "$recovery" = shrink ]; then
-  hashes undisturbed >undisturbed.hashes && hashes disturbed >disturbed.hashes
+  for name in undisturbed disturbed; do "$smp_ckpt" hashes "$name" >"$name.hashes"; done
   [ -s undisturbed.hashes ] && cmp undisturbed.hashes disturbed.hashes
   echo "same hashes: all $(wc -l <disturbed.hashes) tensors $(sha256sum <disturbed.hashes | cut -c1-16)"
 else

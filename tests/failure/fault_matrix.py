@@ -40,25 +40,16 @@ FAULTS = {  # by mark of restarting_step: its name here, and what smprun is to s
 
 class Programs:
     def __init__(self, binaries):
+        self.ckpt = str(binaries / "tools/smp_ckpt")
         self.smprun = str(binaries / "tools/smprun_bin")
         self.step = str(binaries / "tests/failure/restarting_step")
 
 
-def hashes(checkpoint):
+def hashes(programs, checkpoint):
     """Of all tensors of a checkpoint, by name: the same whoever wrote its files."""
-    found = {}
-
-    def visit(node, path):
-        if "xxh64" in node:
-            found[path] = node["xxh64"]
-        for key, value in node.items():
-            if isinstance(value, dict):
-                visit(value, f"{path}/{key}")
-
-    with open(checkpoint / "index.json", encoding="utf-8") as file:
-        visit(json.load(file), "")
-    assert found, checkpoint
-    return found
+    found = subprocess.run([programs.ckpt, "hashes", checkpoint], stdout=subprocess.PIPE, check=True)
+    assert found.stdout, checkpoint
+    return found.stdout
 
 
 def processes_with(text):
@@ -85,7 +76,7 @@ class Job:
         self.folder = pathlib.Path(tempfile.mkdtemp())
         config = {"seed": 3, "timeout_seconds": timeout, **LAYOUTS[layout]}
         if recovery != "off":
-            config["recovery"] = recovery
+            config |= {"recovery": recovery, "recovery_interval": 1}
         (self.folder / "smp.json").write_text(json.dumps(config))
         saves, self.times = self.folder / "saves", self.folder / "times"
         command = [programs.smprun, "--np", "4", "--config", str(self.folder / "smp.json")]
@@ -100,7 +91,7 @@ class Job:
         self.orphans = processes_with(str(self.folder))
         self.left = shared_memory() - before
         last = saves / f"step_{STEPS}_partial"
-        self.hashes = hashes(last) if last.exists() else None
+        self.hashes = hashes(programs, last) if last.exists() else None
 
     def cause(self):
         said = re.search(r"^smprun: first cause: (.*)$", self.output, re.MULTILINE)

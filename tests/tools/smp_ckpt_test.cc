@@ -122,6 +122,23 @@ TEST_F(SmpCkpt, VerifiesAllBytes) {
   EXPECT_EQ(run("verify " + path("none")).status, 1);
 }
 
+/// Whoever wrote which file.
+TEST_F(SmpCkpt, PrintsTheHashOfEachTensor) {
+  const std::string hashes = expect_done("hashes " + path("step_1_partial")).output;
+  EXPECT_THAT(hashes, ::testing::MatchesRegex("model/count [0-9a-f]{16}\n"
+                                              "model/net.bias [0-9a-f]{16}\n"
+                                              "model/net.weight [0-9a-f]{16}\n"
+                                              "optimizer/net.bias/master [0-9a-f]{16}\n"));
+  expect_done("reshard " + path("step_1_partial") + " " + path("other") + " --shards 1");
+  EXPECT_EQ(expect_done("hashes " + path("other")).output, hashes);
+  bias_ += 1;
+  save("step_2_partial", 2);
+  const std::string changed = expect_done("hashes " + path("step_2_partial")).output;
+  const auto end_of_first = hashes.find('\n');
+  EXPECT_EQ(changed.substr(0, end_of_first), hashes.substr(0, end_of_first));
+  EXPECT_NE(changed, hashes);
+}
+
 TEST_F(SmpCkpt, MergesTheModelIntoOneFile) {
   expect_done("merge " + path("step_1_partial") + " " + path("all.safetensors"));
   const checkpoint::SafetensorsReader merged(path("all.safetensors"));
