@@ -89,12 +89,12 @@ std::vector<std::string> stack_of(const JobStatus& job, const RankStatus& one) {
 
 bool answer_stack_requests() {
   static const bool answers = [] {
-    struct sigaction current {
-    }, ours{};
+    struct sigaction current = {};
     if (sigaction(kRequest, nullptr, &current) != 0) return false;
     if ((current.sa_flags & SA_SIGINFO) != 0 || current.sa_handler != SIG_DFL) return false;
     void* frame = nullptr;
     backtrace(&frame, 1);  // loads what it needs
+    struct sigaction ours = {};
     ours.sa_sigaction = answer;
     ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
     sigemptyset(&ours.sa_mask);

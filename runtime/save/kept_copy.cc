@@ -106,6 +106,8 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
   CopyPace& pace = CheckpointContext::of(runtime).copy_pace;
   if (pace.calls_to_next-- > 0) return;
   const auto begin = CopyPace::Clock::now();
+  const int64_t interval = config.recovery_interval();
+  if (interval > 0) pace.interval = interval;
   pace.calls_to_next = pace.interval - 1;  // also if this one fails
   const CopyPace::Seconds took = std::make_shared<std::atomic<double>>(0);
   SaveRequest request;
@@ -121,9 +123,10 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
     core::note_kept_copy(steps);
   };
   save(request, model, &optimizer);
-  const int64_t interval = config.recovery_interval();
-  pace.interval = interval > 0 ? interval : measured_interval(*runtime.world(), pace, begin);
-  pace.calls_to_next = pace.interval - 1;
+  if (interval == 0) {
+    pace.interval = measured_interval(*runtime.world(), pace, begin);
+    pace.calls_to_next = pace.interval - 1;
+  }
   pace.last_call = CopyPace::Clock::now();
   pace.last_took = took;
 }
