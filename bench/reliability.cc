@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int kWarmSteps = 6, kSteps = 16, kRounds = 3;
+constexpr int kWarmSteps = 6, kSteps = 16, kRounds = 7;
 
 struct Precaution {
   const char* name;
