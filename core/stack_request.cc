@@ -104,12 +104,13 @@ bool answer_stack_requests() {
 }
 
 void ask_for_stacks(JobStatus& job) {
-  for (int rank : causes_of_waits(job)) {
-    const auto one = std::find_if(job.ranks.begin(), job.ranks.end(),
-                                  [&](const RankStatus& other) { return other.rank == rank; });
-    const auto kind = one->state.kind;
+  const std::vector<int> causes = causes_of_waits(job);
+  for (RankStatus& one : job.ranks) {
+    const auto kind = one.state.kind;
     const bool hears = kind == ThreadState::Kind::kComputes || kind == ThreadState::Kind::kSleeps;
-    if (hears) one->stack = stack_of(job, *one);
+    if (hears && std::count(causes.begin(), causes.end(), one.rank) > 0) {
+      one.stack = stack_of(job, one);
+    }
   }
 }
 

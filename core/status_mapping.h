@@ -17,9 +17,11 @@ namespace smp::core {
 /// What a rank says of itself, mapped by somebody else.
 class StatusMapping {
  public:
+  /// Of those that do not depend on the number of ranks.
+  static constexpr size_t kFewestTexts = 3;
+
   const StatusMemory& memory() const { return *memory_; }
   /// The job's identity, its name, the program and each rank's host.
-  static constexpr size_t kFewestTexts = 3;
   const std::vector<std::string>& texts() const { return texts_; }
   const std::string& job_id() const { return texts_.front(); }
 

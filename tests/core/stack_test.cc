@@ -11,6 +11,7 @@
 #include <future>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/stack_request.h"
@@ -27,35 +28,33 @@ using ::testing::IsEmpty;
 using ::testing::Not;
 
 TEST(ShortName, HasNoArguments) {
-  EXPECT_EQ(short_name("main"), "main");
-  EXPECT_EQ(short_name("load_batch(int, std::string const&)"), "load_batch");
-  EXPECT_EQ(short_name("void run<int, (anonymous namespace)::Of<char> >(int)"), "run");
-  EXPECT_EQ(short_name("std::vector<int, std::allocator<int> >::at(unsigned long) const"),
-            "std::vector::at");
-  EXPECT_EQ(short_name("(anonymous namespace)::Loader::next()"),
-            "(anonymous namespace)::Loader::next");
-  EXPECT_EQ(short_name("main::{lambda(at::Tensor)#1}::operator()(at::Tensor) const"),
-            "main::{lambda}::operator()");
-  EXPECT_EQ(short_name("std::function<void (int)>::operator()(int) const"),
-            "std::function::operator()");
-  EXPECT_EQ(short_name("A::operator<<(B const&)"), "A::operator<<");
-  EXPECT_EQ(short_name("A::operator->() const"), "A::operator->");
-  EXPECT_EQ(short_name("bool std::operator==<char, A<char> >(A<char> const&)"), "std::operator==");
-  EXPECT_EQ(short_name("bool A::operator< <char>(A const&)"), "A::operator<");
-  EXPECT_EQ(short_name("A::operator bool() const"), "A::operator bool");
-  EXPECT_EQ(short_name("std::ostream& std::operator<< <char, std::traits<char> >(std::ostream&)"),
-            "std::operator<<");
-  EXPECT_EQ(short_name("auto main::{lambda(auto:1)#1}::operator()<unsigned long>(unsigned long)"),
-            "main::{lambda}::operator()");
-  EXPECT_EQ(short_name("train(int)::{lambda()#1}::operator()() const"),
-            "train::{lambda}::operator()");
-  EXPECT_EQ(short_name("decltype (a(b)) std::begin<A>(A&)"), "std::begin");
-  EXPECT_EQ(short_name("run_operator<int>(int)"), "run_operator");
-  EXPECT_EQ(short_name("decltype(auto) std::visit<F>(F&&)"), "std::visit");
-  EXPECT_EQ(short_name("non-virtual thunk to A::f()"), "A::f");
-  EXPECT_EQ(short_name("operator"), "operator");
-  EXPECT_EQ(short_name("f<"), "f");
-  EXPECT_EQ(short_name(""), "");
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {"main", "main"},
+      {"load_batch(int, std::string const&)", "load_batch"},
+      {"void run<int, (anonymous namespace)::Of<char> >(int)", "run"},
+      {"std::vector<int, std::allocator<int> >::at(unsigned long) const", "std::vector::at"},
+      {"(anonymous namespace)::Loader::next()", "(anonymous namespace)::Loader::next"},
+      {"main::{lambda(at::Tensor)#1}::operator()(at::Tensor) const", "main::{lambda}::operator()"},
+      {"std::function<void (int)>::operator()(int) const", "std::function::operator()"},
+      {"A::operator<<(B const&)", "A::operator<<"},
+      {"A::operator->() const", "A::operator->"},
+      {"bool std::operator==<char, A<char> >(A<char> const&)", "std::operator=="},
+      {"bool A::operator< <char>(A const&)", "A::operator<"},
+      {"A::operator bool() const", "A::operator bool"},
+      {"std::ostream& std::operator<< <char, std::traits<char> >(std::ostream&)",
+       "std::operator<<"},
+      {"auto main::{lambda(auto:1)#1}::operator()<unsigned long>(unsigned long)",
+       "main::{lambda}::operator()"},
+      {"train(int)::{lambda()#1}::operator()() const", "train::{lambda}::operator()"},
+      {"decltype (a(b)) std::begin<A>(A&)", "std::begin"},
+      {"run_operator<int>(int)", "run_operator"},
+      {"decltype(auto) std::visit<F>(F&&)", "std::visit"},
+      {"non-virtual thunk to A::f()", "A::f"},
+      {"operator", "operator"},
+      {"f<", "f"},
+      {"", ""},
+  };
+  for (const auto& [demangled, expected] : cases) EXPECT_EQ(short_name(demangled), expected);
 }
 
 TEST(Plumbing, IsLeftOut) {
