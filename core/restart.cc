@@ -17,7 +17,7 @@ namespace smp::core {
 namespace {
 
 constexpr const char* kSteps = "/steps";              // a number of a fixed width, written over
-constexpr const char* kCheckpoints = "/checkpoints";  // a JSON string a line
+constexpr const char* kCheckpoints = "/checkpoints";  // JSON, [path, steps], a line
 constexpr const char* kKeptSteps = "/kept";           // as kSteps
 constexpr const char* kConfiguration = "/configuration";
 
@@ -41,6 +41,14 @@ std::string fixed_width(int64_t steps) {
   return text;
 }
 
+nlohmann::json to_json(const SavedCheckpoint& checkpoint) {
+  return nlohmann::json::array({checkpoint.path, checkpoint.steps});
+}
+
+SavedCheckpoint checkpoint_of(const nlohmann::json& json) {
+  return {json.at(0).get<std::string>(), json.at(1).get<int64_t>()};
+}
+
 /// What torchrun's agent says of itself.
 std::optional<Restart> restart_by_agent() {
   const auto directory = env(kRecoveryDirVariable);
@@ -61,9 +69,10 @@ void note_steps(int64_t steps) noexcept { note(kSteps, 0, fixed_width(steps)); }
 
 void note_kept_copy(int64_t steps) noexcept { note(kKeptSteps, 0, fixed_width(steps)); }
 
-void note_checkpoint(const std::string& path) noexcept {
-  const std::string line = nlohmann::json(path).dump(-1, ' ', /*ensure_ascii=*/true,
-                                                     nlohmann::json::error_handler_t::replace);
+void note_checkpoint(const SavedCheckpoint& checkpoint) noexcept {
+  const std::string line =
+      to_json(checkpoint)
+          .dump(-1, ' ', /*ensure_ascii=*/true, nlohmann::json::error_handler_t::replace);
   note(kCheckpoints, O_APPEND, line + "\n");
 }
 
@@ -80,8 +89,9 @@ std::optional<JobProgress> read_progress(const std::string& directory) {
   if (!(std::ifstream(directory + kSteps) >> progress.steps)) return std::nullopt;
   std::ifstream lines(directory + kCheckpoints);
   for (std::string line; std::getline(lines, line);) {
-    const auto path = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (path.is_string()) progress.checkpoints.push_back(path);  // a full disk has cut others
+    const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    // A full disk cuts lines.
+    if (!json.is_discarded()) progress.checkpoints.push_back(checkpoint_of(json));
   }
   int64_t kept = 0;
   if (std::ifstream(directory + kKeptSteps) >> kept) progress.kept_steps = kept;
@@ -89,8 +99,10 @@ std::optional<JobProgress> read_progress(const std::string& directory) {
 }
 
 std::string Restart::to_text() const {
+  auto checkpoints = nlohmann::json::array();
+  for (const auto& checkpoint : before.checkpoints) checkpoints.push_back(to_json(checkpoint));
   nlohmann::json json = {
-      {"number", number}, {"steps", before.steps}, {"checkpoints", before.checkpoints}};
+      {"number", number}, {"steps", before.steps}, {"checkpoints", std::move(checkpoints)}};
   if (before.kept_steps) json["kept_steps"] = *before.kept_steps;
   return json.dump();
 }
@@ -99,8 +111,10 @@ std::optional<Restart> this_restart() {
   const auto text = env(kRestartVariable);
   if (!text) return restart_by_agent();
   const auto json = nlohmann::json::parse(*text);
-  JobProgress before{
-      json.at("steps").get<int64_t>(), json.at("checkpoints").get<std::vector<std::string>>(), {}};
+  JobProgress before{json.at("steps").get<int64_t>(), {}, {}};
+  for (const auto& item : json.at("checkpoints")) {
+    before.checkpoints.push_back(checkpoint_of(item));
+  }
   if (json.contains("kept_steps")) before.kept_steps = json.at("kept_steps").get<int64_t>();
   return Restart{json.at("number").get<int>(), std::move(before)};
 }

@@ -20,22 +20,35 @@ constexpr const char* kRecoveryDirVariable = "SMP_RECOVERY_DIR";
 /// The checkpoint in that folder, see `smp::keep_copy`; nothing without the variable.
 std::optional<std::string> kept_copy_path();
 
+/// A checkpoint that is complete and has the optimizer.
+struct SavedCheckpoint {
+  std::string path;   ///< as the program gave it
+  int64_t steps = 0;  ///< of training that are in it
+
+  bool operator==(const SavedCheckpoint& other) const {
+    return path == other.path && steps == other.steps;
+  }
+};
+
 /// How far a job has come, as world rank 0 notes it for the launcher: in `SMP_FAILURE_DIR`, else in
 /// `SMP_RECOVERY_DIR`. A process that is killed has noted everything before.
 struct JobProgress {
   /// Steps of training done, those before a checkpoint that the job went on from among them.
   int64_t steps = 0;
-  /// Checkpoints that are complete and have the optimizer, by their paths as the program gave them,
-  /// the newest last.
-  std::vector<std::string> checkpoints;
+  std::vector<SavedCheckpoint> checkpoints;  ///< the newest last
   /// The steps that are in the copy kept in memory; nothing if there is none.
   std::optional<int64_t> kept_steps = std::nullopt;
+
+  /// Whether there is a copy, and no checkpoint has more steps.
+  bool copy_is_newest() const {
+    return kept_steps && (checkpoints.empty() || checkpoints.back().steps <= *kept_steps);
+  }
 };
 
 /// Note how far this job has come. Without the variables nothing happens. A note that cannot be
 /// written is left out: training goes on.
 void note_steps(int64_t steps) noexcept;
-void note_checkpoint(const std::string& path) noexcept;
+void note_checkpoint(const SavedCheckpoint& checkpoint) noexcept;
 void note_kept_copy(int64_t steps) noexcept;
 
 /// Notes the configuration in effect, text of JSON, for the launcher that has to start the job

@@ -29,6 +29,8 @@ namespace {
 using runtime::CheckpointContext;
 using runtime::Runtime;
 
+int64_t steps_done() { return Runtime::get().progress.training_steps; }
+
 SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Optimizer* optimizer,
                     const std::string& user_content, bool asynchronous) {
   runtime::SaveRequest request;
@@ -39,7 +41,9 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
   request.asynchronous = asynchronous;
   request.user_content = user_content;
   if (optimizer != nullptr)
-    request.when_saved = [path](double /*seconds*/) { core::note_checkpoint(path); };
+    request.when_saved = [saved = core::SavedCheckpoint{path, steps_done()}](double /*seconds*/) {
+      core::note_checkpoint(saved);
+    };
   return SaveHandle(runtime::save(request, model.impl(), optimizer));
 }
 
@@ -60,9 +64,9 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   request.user_content = options.user_content();
   if (kept) request.arguments = c10::str(", ", *kept, " kept");
   if (!options.partial()) optimizer = nullptr;  // a full checkpoint is the model alone
-  request.when_saved = [path, name, kept, options,
+  request.when_saved = [path, name, kept, options, steps = steps_done(),
                         is_noted = optimizer != nullptr](double /*seconds*/) {
-    if (is_noted) core::note_checkpoint(path + "/" + name);
+    if (is_noted) core::note_checkpoint({path + "/" + name, steps});
     checkpoint::update_newest(path, name);
     if (kept && options.partial()) {
       checkpoint::keep_partial(path, static_cast<size_t>(*kept), name);

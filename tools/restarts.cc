@@ -34,9 +34,10 @@ bool Restarts::take(const core::JobProgress& noted) {
   so_far_.steps = std::max(so_far_.steps, noted.steps);
   if (has_copy) so_far_.kept_steps = noted.kept_steps;
   auto& all = so_far_.checkpoints;
-  for (const std::string& path : noted.checkpoints) {
-    all.erase(std::remove(all.begin(), all.end(), path), all.end());
-    all.push_back(path);
+  for (const core::SavedCheckpoint& checkpoint : noted.checkpoints) {
+    const auto is_older = [&](const auto& other) { return other.path == checkpoint.path; };
+    all.erase(std::remove_if(all.begin(), all.end(), is_older), all.end());
+    all.push_back(checkpoint);
   }
   if (all.size() > kMostCheckpoints) all.erase(all.begin(), all.end() - kMostCheckpoints);
   return has_copy || !noted.checkpoints.empty();
@@ -49,9 +50,11 @@ std::chrono::seconds Restarts::waiting_time(bool recovers) const {
 }
 
 std::string Restarts::from() const {
-  if (so_far_.kept_steps) return c10::str("the copy in memory, of step ", *so_far_.kept_steps);
+  if (so_far_.copy_is_newest()) {
+    return c10::str("the copy in memory, of step ", *so_far_.kept_steps);
+  }
   if (so_far_.checkpoints.empty()) return "its start, no checkpoint is complete";
-  return "checkpoint " + so_far_.checkpoints.back();
+  return "checkpoint " + so_far_.checkpoints.back().path;
 }
 
 Restarts::Decision Restarts::after(const std::string& cause,

@@ -21,9 +21,10 @@ void tell(const core::Restart& restart, int64_t from) {
   if (from > 0 || (saved.empty() && !restart.before.kept_steps)) {
     core::log_info(text);
   } else {
-    core::log_warning(text + ", though there is " +
-                      (saved.empty() ? "a copy in memory" : "checkpoint \"" + saved.back() + "\"") +
-                      ". Call smp::resume_after_restart before the first step");
+    core::log_warning(
+        text + ", though there is " +
+        (saved.empty() ? "a copy in memory" : "checkpoint \"" + saved.back().path + "\"") +
+        ". Call smp::resume_after_restart before the first step");
   }
 }
 

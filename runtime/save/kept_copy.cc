@@ -10,7 +10,6 @@
 #include <optional>
 
 #include "checkpoint/file.h"
-#include "checkpoint/reader.h"
 #include "checkpoint/save_lock.h"
 #include "core/check.h"
 #include "core/env.h"
@@ -71,15 +70,6 @@ int64_t measured_interval(comm::Communicator& world, const CopyPace& pace,
   return agreed.item<int64_t>();
 }
 
-/// Of the checkpoint `path`; nothing if its index cannot be read.
-std::optional<int64_t> steps_of(const std::string& path) {
-  try {
-    return checkpoint::Reader(path).index().run.step;
-  } catch (const CheckpointError&) {
-    return std::nullopt;
-  }
-}
-
 }  // namespace
 
 void check_recovery_folder(const Config& config, comm::Communicator& world,
@@ -135,10 +125,10 @@ std::vector<std::string> checkpoints_before(const Runtime& runtime) {
   const auto all = together(*runtime.world(), [&]() -> std::string {
     if (runtime.rank() > 0 || !runtime.restart) return "[]";
     const core::JobProgress& before = runtime.restart->before;
-    auto paths = before.checkpoints;
+    std::vector<std::string> paths;
+    for (const core::SavedCheckpoint& saved : before.checkpoints) paths.push_back(saved.path);
     if (const auto copy = core::kept_copy_path(); copy && before.kept_steps) {
-      const bool is_newest = paths.empty() || steps_of(paths.back()) <= before.kept_steps;
-      paths.insert(is_newest ? paths.end() : paths.end() - 1, *copy);
+      paths.insert(before.copy_is_newest() ? paths.end() : paths.end() - 1, *copy);
     }
     return nlohmann::json(paths).dump();
   });

@@ -14,9 +14,10 @@ namespace smp::tools {
 namespace {
 
 using core::JobProgress;
+using Checkpoints = std::vector<core::SavedCheckpoint>;
 
 TEST(Restarts, NobodyWantsAny) {
-  const auto decision = Restarts(0, true).after("killed", JobProgress{3, {"a"}});
+  const auto decision = Restarts(0, true).after("killed", JobProgress{3, {{"a", 1}}});
   EXPECT_FALSE(decision.again);
   EXPECT_EQ(decision.text, "");
 }
@@ -28,30 +29,30 @@ TEST(Restarts, WaitLongerWhereNothingIsGained) {
     EXPECT_TRUE(decision.again);
     EXPECT_EQ(decision.wait.count(), wait);
   }
-  const auto decision = restarts.after("killed", JobProgress{900, {"run/a"}});
+  const auto decision = restarts.after("killed", JobProgress{900, {{"run/a", 890}}});
   EXPECT_EQ(decision.text, "smprun: restart 8 of 100 in 1 s: from checkpoint run/a\n");
   EXPECT_EQ(decision.wait.count(), 1);
 }
 
 TEST(Restarts, KnowTheNewestCheckpointsOfAllStarts) {
   Restarts restarts(9, true);
-  restarts.after("one", JobProgress{7, {"a", "b", "a"}});
+  restarts.after("one", JobProgress{7, {{"a", 1}, {"b", 2}, {"a", 3}}});
   restarts.after("two", JobProgress{6, {}});
   restarts.after("three", std::nullopt);
   const core::Restart next = restarts.next();
   EXPECT_EQ(next.number, 3);
   EXPECT_EQ(next.before.steps, 7);
-  EXPECT_EQ(next.before.checkpoints, (std::vector<std::string>{"b", "a"}));
+  EXPECT_EQ(next.before.checkpoints, (Checkpoints{{"b", 2}, {"a", 3}}));
   JobProgress many;
-  for (int i = 0; i < 20; ++i) many.checkpoints.push_back(std::to_string(i));
+  for (int i = 0; i < 20; ++i) many.checkpoints.push_back({std::to_string(i), i});
   restarts.after("four", many);
   EXPECT_EQ(restarts.next().before.checkpoints.size(), 16);
-  EXPECT_EQ(restarts.next().before.checkpoints.back(), "19");
+  EXPECT_EQ(restarts.next().before.checkpoints.back().path, "19");
 }
 
 TEST(Restarts, EndWhereAFailureComesBack) {
   Restarts restarts(9, true);
-  EXPECT_TRUE(restarts.after("killed", JobProgress{7, {"a"}}).again);
+  EXPECT_TRUE(restarts.after("killed", JobProgress{7, {{"a", 5}}}).again);
   EXPECT_TRUE(restarts.after("killed", JobProgress{8, {}}).again);
   EXPECT_TRUE(restarts.after("no memory", JobProgress{8, {}}).again);
   const auto decision = restarts.after("no memory", JobProgress{8, {}});
@@ -66,7 +67,7 @@ TEST(Restarts, OfAJobThatRecovers) {
   EXPECT_FALSE(Restarts(std::nullopt, true).after("killed", JobProgress{3, {}}).again);
   EXPECT_FALSE(Restarts(0, true).after("killed", JobProgress{3, {}}, /*recovers=*/true).again);
 
-  auto decision = restarts.after("killed", JobProgress{3, {"a"}, 2}, true);
+  auto decision = restarts.after("killed", JobProgress{3, {{"a", 1}}, 2}, true);
   EXPECT_EQ(decision.text, "smprun: restart 1 in 0 s: from the copy in memory, of step 2\n");
   EXPECT_EQ(decision.wait.count(), 0);
   decision = restarts.after("no memory", JobProgress{3, {}}, true);
@@ -78,6 +79,15 @@ TEST(Restarts, OfAJobThatRecovers) {
   decision = restarts.after("killed", JobProgress{9, {}, 9}, true);
   EXPECT_EQ(decision.text,
             "smprun: not started again: it has failed twice with this cause, after step 9.\n");
+}
+
+/// A checkpoint that was saved after the last copy is what the job goes on from.
+TEST(Restarts, SayTheNewestOfCopyAndCheckpoint) {
+  Restarts restarts(std::nullopt, true);
+  auto decision = restarts.after("killed", JobProgress{9, {{"run/a", 7}}, 6}, true);
+  EXPECT_EQ(decision.text, "smprun: restart 1 in 0 s: from checkpoint run/a\n");
+  decision = restarts.after("no memory", JobProgress{9, {}, 7}, true);
+  EXPECT_EQ(decision.text, "smprun: restart 2 in 0 s: from the copy in memory, of step 7\n");
 }
 
 TEST(Restarts, NeedTheNotesOfRank0) {
@@ -93,7 +103,7 @@ TEST(Restarts, AreToldToTheJob) {
   options.np = 2;
   options.program = {"p"};
   LaunchContext context;
-  context.restart = core::Restart{2, {40, {"a b", "\"c\""}, 38}};
+  context.restart = core::Restart{2, {40, {{"a b", 20}, {"\"c\"", 30}}, 38}};
   const LaunchCommand command = plan_launch(options, context);
   ASSERT_EQ(command.environment.size(), 1);
   const auto& [name, value] = command.environment.front();
@@ -118,9 +128,9 @@ TEST(Restarts, NotesAreReadAgain) {
   setenv(core::kFailureDirVariable, folder.c_str(), 1);
   core::note_steps(123456);
   core::note_steps(7);
-  core::note_checkpoint("a\n\"b\"");
+  core::note_checkpoint({"a\n\"b\"", 3});
   std::ofstream(folder + "/checkpoints", std::ios::app) << "\"cut by a full di\n";
-  core::note_checkpoint("c");
+  core::note_checkpoint({"c", 5});
   EXPECT_FALSE(core::read_progress(folder)->kept_steps);
   core::note_kept_copy(123);
   core::note_kept_copy(6);
@@ -132,7 +142,7 @@ TEST(Restarts, NotesAreReadAgain) {
   EXPECT_EQ(noted->kept_steps, 6);
   EXPECT_EQ(core::read_configuration(folder), R"({"partitions":2})");
   EXPECT_EQ(noted->steps, 7);
-  EXPECT_EQ(noted->checkpoints, (std::vector<std::string>{"a\n\"b\"", "c"}));
+  EXPECT_EQ(noted->checkpoints, (Checkpoints{{"a\n\"b\"", 3}, {"c", 5}}));
   EXPECT_TRUE(core::read_failures(folder).empty());
 }
 

@@ -142,8 +142,8 @@ const std::vector<std::vector<torch::Tensor>>& batches() {
 std::string newest_saved() {
   const auto restart = core::this_restart();
   if (!restart) return "";
-  if (restart->before.kept_steps) return *core::kept_copy_path();
-  return restart->before.checkpoints.empty() ? "" : restart->before.checkpoints.back();
+  if (restart->before.copy_is_newest()) return *core::kept_copy_path();
+  return restart->before.checkpoints.empty() ? "" : restart->before.checkpoints.back().path;
 }
 
 /// What the job's program does on each rank. `asynchronous`: some saves are; those may wait hours
@@ -206,7 +206,7 @@ class Job {
       setenv(core::kRestartVariable, restart.to_text().c_str(), 1);
     }
     TinyGpt net = make_net();
-    load_into_module(core::read_progress(notes_.path())->checkpoints.back(), *net);
+    load_into_module(core::read_progress(notes_.path())->checkpoints.back().path, *net);
     parity::Named weights;
     for (const auto& item : net->named_parameters()) weights[item.key()] = item.value();
     return weights;
@@ -270,7 +270,7 @@ const parity::Named& undisturbed() {
         [&] { train(saves.path(), /*asynchronous=*/true, /*forgets_optimizer=*/false); });
     unsetenv(core::kFailureDirVariable);
     TinyGpt net = make_net();
-    load_into_module(core::read_progress(notes.path())->checkpoints.back(), *net);
+    load_into_module(core::read_progress(notes.path())->checkpoints.back().path, *net);
     parity::Named result;
     for (const auto& item : net->named_parameters()) result[item.key()] = item.value();
     return result;

@@ -235,8 +235,14 @@ TEST_F(CheckpointDamage, AnOptimizerOfAnotherFormIsFoundBeforeTheModelChanges) {
 /// As in a job that smprun has started again.
 class Restarted {
  public:
-  explicit Restarted(const std::vector<std::string>& checkpoints) {
-    setenv(core::kRestartVariable, core::Restart{1, {4, checkpoints}}.to_text().c_str(), 1);
+  /// The n-th of `paths` was saved after n steps.
+  explicit Restarted(const std::vector<std::string>& paths) {
+    core::Restart restart{1, {4, {}}};
+    for (const std::string& path : paths) {
+      const auto steps = static_cast<int64_t>(restart.before.checkpoints.size() + 1);
+      restart.before.checkpoints.push_back({path, steps});
+    }
+    setenv(core::kRestartVariable, restart.to_text().c_str(), 1);
   }
   ~Restarted() { unsetenv(core::kRestartVariable); }
 };
