@@ -282,7 +282,8 @@ std::vector<Parameter> rank_rows() {
       boolean("keep_freed_memory", true,
               "Let the C library of a rank keep what a step frees for the next one, instead of "
               "giving it back to the system and asking for it again, page by page. No effect with "
-              "another allocator, or where the environment tunes it (`MALLOC_...`)."),
+              "another allocator, or where the environment tunes it (`MALLOC_...`). And let tensors "
+              "use all of it again, by aligning them otherwise than libtorch does."),
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0)

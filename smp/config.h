@@ -357,7 +357,8 @@ class SMP_API Config {
 
   /// Let the C library of a rank keep what a step frees for the next one, instead of giving it back
   /// to the system and asking for it again, page by page. No effect with another allocator, or
-  /// where the environment tunes it (`MALLOC_...`). Default: true.
+  /// where the environment tunes it (`MALLOC_...`). And let tensors use all of it again, by
+  /// aligning them otherwise than libtorch does. Default: true.
   Config& keep_freed_memory(bool value) { return set("keep_freed_memory", value); }
   bool keep_freed_memory() const { return std::get<bool>(get("keep_freed_memory")); }
 

@@ -20,6 +20,7 @@
 #include "core/failure.h"
 #include "core/heap.h"
 #include "core/status.h"
+#include "core/tensor_memory.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
 
@@ -171,7 +172,10 @@ void init(const Config& config) {
   const auto world = meet(config);
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
-    if (Runtime::get().config().keep_freed_memory()) core::keep_freed_memory();
+    if (Runtime::get().config().keep_freed_memory()) {
+      core::keep_freed_memory();
+      core::take_tensor_memory_from_malloc();
+    }
     runtime::note_steps(Runtime::get());
   } catch (const std::exception& error) {
     core::record_failure(world->rank(), error);
