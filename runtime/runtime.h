@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -128,6 +129,8 @@ class Runtime {
   /// The configuration's `gradient_shards`, else the loaded checkpoint's, else the number of
   /// batches that all ranks are given.
   int gradient_shards() const;
+  /// How many of them a replica adds up; at least one.
+  int shards_of_replica() const { return std::max(gradient_shards() / topology_.rdp_size(), 1); }
 
   /// Tells the other ranks and the launcher that this rank has failed. Only the first call counts.
   void fail(const std::exception& error) noexcept;

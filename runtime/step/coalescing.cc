@@ -51,8 +51,7 @@ class Chooser {
   /// Numbers of microbatches to run as one, ascending: so many that a microbatch is left for each
   /// rank, and each gradient shard has whole ones.
   std::vector<int> factors() const {
-    const int64_t replicas = runtime_.replicas()->size();
-    const int64_t shards = std::max<int64_t>(runtime_.gradient_shards() / replicas, 1);
+    const int64_t shards = runtime_.shards_of_replica();
     std::vector<int> result;
     for (int64_t factor = 2; factor <= request_.microbatches; ++factor) {
       const int64_t left = request_.microbatches / factor;

@@ -225,7 +225,7 @@ PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Grap
 partitioner::StepModel step_model(const Runtime& runtime, int microbatches) {
   auto step = step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
                          runtime.topology().rdp_size());
-  step.shards(std::max(runtime.gradient_shards() / runtime.topology().rdp_size(), 1));
+  step.shards(runtime.shards_of_replica());
   step.costs(runtime.first_step.costs);
   if (limited_by_devices(runtime)) step.memory_limit(runtime.first_step.device_share);
   return step;
