@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "smp/detail/returned.h"
 #include "smp/detail/step_call.h"
 #include "smp/detail/step_core.h"
-#include "smp/detail/structure.h"
 #include "smp/step_options.h"
 
 namespace smp {
