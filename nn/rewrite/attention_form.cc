@@ -4,18 +4,18 @@
 #include <set>
 #include <utility>
 
+#include "core/check.h"
 #include "graph/visit.h"
 
 namespace smp::nn::rewrite {
-namespace {
 
 using graph::Graph;
 using graph::ValueId;
 
 using Options = std::map<std::string, TensorParallelismOptions>;
 
-/// What is said about the parameters that fewest operators lie between and `value`; null: nothing.
-const TensorParallelismOptions* nearest(const Graph& graph, ValueId value, const Options& options) {
+const TensorParallelismOptions* nearest_options(const Graph& graph, ValueId value,
+                                                const Options& options) {
   std::set<ValueId> seen{value};
   std::vector<ValueId> level{value};
   while (!level.empty()) {
@@ -39,8 +39,6 @@ const TensorParallelismOptions* nearest(const Graph& graph, ValueId value, const
   return nullptr;
 }
 
-}  // namespace
-
 std::vector<AttentionForm> attention_forms(const Graph& graph, const Options& options) {
   std::vector<AttentionForm> forms(graph.operators.size());
   if (options.empty()) return forms;
@@ -48,12 +46,17 @@ std::vector<AttentionForm> attention_forms(const Graph& graph, const Options& op
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const graph::Operator& op = graph.operators[i];
     if (op.handle.operator_name().name != "aten::scaled_dot_product_attention") continue;
-    const auto* said = nearest(graph, op.arguments[0].values[0], options);
-    if (said == nullptr) continue;
+    const auto* said = nearest_options(graph, op.arguments[0].values[0], options);
+    if (said == nullptr || !said->changes_attention()) continue;
     ++number;
     forms[i].in_fp32 = said->attention_in_fp32();
-    forms[i].in_steps = said->query_key_layer_scaling() || !said->flash_attention();
+    forms[i].in_steps =
+        said->query_key_layer_scaling() || said->use_alibi() || !said->flash_attention();
     if (said->query_key_layer_scaling()) forms[i].divisor = number;
+    if (!said->use_alibi()) continue;
+    SMP_CHECK_WITH(UsageError, said->alibi_bias_max() >= 1,
+                   "alibi_bias_max must be 1 or more, got ", said->alibi_bias_max());
+    forms[i].alibi_bias_max = said->alibi_bias_max();
   }
   return forms;
 }

@@ -16,12 +16,19 @@ struct AttentionForm {
   bool in_fp32 = false;
   bool in_steps = false;  ///< not by a fused kernel
   int64_t divisor = 1;    ///< of products of queries and keys, which are multiplied by it again
+  /// Biases by distance are added to scores, with slopes that end at 2 ^ -alibi_bias_max; 0: none.
+  int64_t alibi_bias_max = 0;
 
   bool is_as_captured() const { return !in_fp32 && !in_steps; }
 };
 
-/// By operator: what the parameter says that is nearest to the queries of an attention, upwards in
-/// the graph. `options` are by parameter.
+/// What is said by the parameters that fewest operators lie between and `value`, upwards in the
+/// graph; null: nothing. `options` are by parameter.
+const TensorParallelismOptions* nearest_options(
+    const graph::Graph& graph, graph::ValueId value,
+    const std::map<std::string, TensorParallelismOptions>& options);
+
+/// By operator: what the parameter says that is nearest to the queries of an attention.
 std::vector<AttentionForm> attention_forms(
     const graph::Graph& graph, const std::map<std::string, TensorParallelismOptions>& options);
 

@@ -20,8 +20,13 @@ bool works_on_parts(const Treatment& treatment) {
 }
 
 Call::Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts,
-           const AttentionForm& form)
-    : graph_(graph), index_(index), ranks_(ranks), layouts_(layouts), form_(form) {
+           const AttentionForm& form, bool is_residual_sum)
+    : graph_(graph),
+      index_(index),
+      ranks_(ranks),
+      layouts_(layouts),
+      form_(form),
+      is_residual_sum_(is_residual_sum) {
   base_name_ = op().handle.operator_name().name;
   in_place_ = base_name_.back() == '_' && !op().writes.empty();
   if (in_place_) base_name_.pop_back();

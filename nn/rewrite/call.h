@@ -89,7 +89,7 @@ bool works_on_parts(const Treatment& treatment);
 class Call {
  public:
   Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts,
-       const AttentionForm& form = {});
+       const AttentionForm& form = {}, bool is_residual_sum = false);
 
   const graph::Graph& graph() const { return graph_; }
   const graph::Operator& op() const { return graph_.operators[index_]; }
@@ -97,6 +97,8 @@ class Call {
   int ranks() const { return ranks_; }
   /// How it is computed, if it is attention.
   const AttentionForm& attention_form() const { return form_; }
+  /// Whether it is a residual sum that is kept in float32 (`residual_sums`).
+  bool is_residual_sum() const { return is_residual_sum_; }
   /// "aten::linear": without overload, and without the underscore of one that works in place.
   const std::string& base_name() const { return base_name_; }
   bool in_place() const { return in_place_; }
@@ -165,6 +167,7 @@ class Call {
   const int ranks_;
   const Layouts& layouts_;
   const AttentionForm form_;
+  const bool is_residual_sum_;
   std::string base_name_;
   bool in_place_ = false;
   std::vector<graph::ValueId> tensors_;

@@ -130,9 +130,9 @@ DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   divided.divided_us = outcome.us;
   decide(propagation, choice, outcome, options, divided);
   for (const Call& call : propagation.calls()) {
-    const bool wanted = !call.attention_form().is_as_captured();
+    const bool wanted = !call.attention_form().is_as_captured() || call.is_residual_sum();
     if (wanted && outcome.treatments[call.index()].emit != nullptr) {
-      divided.attentions.insert(call.index());
+      divided.computed_otherwise.insert(call.index());
     }
   }
   return divided;

@@ -25,8 +25,9 @@ struct DivideOptions {
   std::map<std::string, ParameterSplit> fixed;
   /// Every weight that can be divided is: the predicted time decides how, not whether.
   bool insist = false;
-  /// By parameter: how attention is computed whose queries a parameter makes.
-  std::map<std::string, TensorParallelismOptions> attention;
+  /// By parameter: how operators are computed on what it has made (`AttentionForm`,
+  /// `residual_sums`).
+  std::map<std::string, TensorParallelismOptions> options_of;
   /// Choose by times that follow from sizes alone, so that every run chooses the same, instead of
   /// by the graph's costs, which may be measured.
   bool estimate = false;
@@ -87,8 +88,8 @@ struct DividedGraph {
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
   std::vector<StreamDecision> streams;               ///< with `DivideOptions::streams`
-  /// Operators of the whole graph that are computed as `DivideOptions::attention` says.
-  std::set<size_t> attentions;
+  /// Operators of the whole graph that are computed as `DivideOptions::options_of` says.
+  std::set<size_t> computed_otherwise;
   /// Of activations, that a rank keeps of a microbatch until its backward pass: predicted from
   /// sizes. The second: if all streams were whole.
   int64_t kept_bytes = 0, kept_bytes_with_whole_streams = 0;

@@ -6,8 +6,9 @@
 namespace smp::nn::rewrite {
 
 using graph::Argument;
+using graph::ValueId;
 
-Argument Emitter::tensor(graph::ValueId value) {
+Argument Emitter::tensor(ValueId value) {
   Argument argument;
   argument.kind = Argument::Kind::kTensor;
   argument.values = {value};
@@ -18,6 +19,27 @@ Argument Emitter::constant(c10::IValue value) {
   Argument argument;
   argument.constant = std::move(value);
   return argument;
+}
+
+ValueId Emitter::converted(ValueId value, at::ScalarType type) {
+  if (meta(value).dtype == type) return value;
+  return call(
+      "aten::to", "dtype",
+      {tensor(value), constant(type), constant(false), constant(false), constant(c10::IValue())});
+}
+
+ValueId Emitter::rounded(ValueId value, at::ScalarType type) {
+  const ValueId result = converted(value, type);
+  wide_[result] = value;
+  return result;
+}
+
+ValueId Emitter::widened(ValueId value) {
+  const auto wide = wide_.find(value);
+  if (wide != wide_.end()) return wide->second;
+  const auto type = meta(value).dtype;
+  const bool is_half = type == at::kHalf || type == at::kBFloat16;
+  return is_half ? converted(value, at::kFloat) : value;
 }
 
 }  // namespace smp::nn::rewrite

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -36,8 +37,19 @@ class Emitter {
   /// Such a number that this form of the operator needs as it is.
   virtual void require(const char* from) = 0;
 
+  /// A value in another type; itself if it has that.
+  graph::ValueId converted(graph::ValueId value, at::ScalarType type);
+  /// The same of a value that is kept: `widened` returns that of what is returned here.
+  graph::ValueId rounded(graph::ValueId value, at::ScalarType type);
+  /// Half precision in float32: as it was before it was rounded, if `rounded` did that. Other types
+  /// as they are.
+  graph::ValueId widened(graph::ValueId value);
+
   static graph::Argument tensor(graph::ValueId value);
   static graph::Argument constant(c10::IValue value);
+
+ private:
+  std::map<graph::ValueId, graph::ValueId> wide_;  // by what was rounded
 };
 
 }  // namespace smp::nn::rewrite

@@ -8,6 +8,7 @@
 #include "graph/differentiate.h"
 #include "graph/flops.h"
 #include "graph/visit.h"
+#include "nn/rewrite/residual_sums.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -67,9 +68,10 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
   const graph::RequiresGrad requires_grad(graph);
-  const std::vector<AttentionForm> forms = attention_forms(graph, options.attention);
+  const std::vector<AttentionForm> forms = attention_forms(graph, options.options_of);
+  const std::vector<bool> residuals = residual_sums(graph, options.options_of);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
-    calls_.emplace_back(graph, i, options.ranks, layouts_, forms[i]);
+    calls_.emplace_back(graph, i, options.ranks, layouts_, forms[i], residuals[i]);
     const Operator& op = graph.operators[i];
     rules_.push_back(rule_of(op));
     times_.push_back(options.estimate
@@ -153,8 +155,14 @@ bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
   return true;
 }
 
-/// What the operator's rule says, if that respects what is written; else all is whole.
 Treatment Propagation::treat(size_t index) {
+  Treatment treatment = treat_as_captured(index);
+  if (calls_[index].is_residual_sum()) treatment.emit = emit_residual_sum;
+  return treatment;
+}
+
+/// What the operator's rule says, if that respects what is written; else all is whole.
+Treatment Propagation::treat_as_captured(size_t index) {
   const Call& call = calls_[index];
   const auto is_whole = [&](ValueId value) { return layouts_.of[value].is_whole(); };
   if (std::all_of(call.tensors().begin(), call.tensors().end(), is_whole)) return call.all_whole();

@@ -79,6 +79,7 @@ class Propagation {
  private:
   bool attempt(const Pins& pins, Outcome& outcome);
   Treatment treat(size_t index);
+  Treatment treat_as_captured(size_t index);
   bool respects_writes(const Call& call, const Treatment& treatment);
   bool cuts_views(const Call& call, const Treatment& treatment) const;
   bool is_read_after(const Call& call, graph::ValueId written) const;

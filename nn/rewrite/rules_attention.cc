@@ -50,24 +50,24 @@ ValueId masked(Emitter& emitter, const Call& call, ValueId scores) {
                        Emitter::constant(-std::numeric_limits<double>::infinity())});
 }
 
-ValueId converted(Emitter& emitter, ValueId value, at::ScalarType type) {
-  if (emitter.meta(value).dtype == type) return value;
-  return emitter.call("aten::to", "dtype",
-                      {Emitter::tensor(value), Emitter::constant(type), Emitter::constant(false),
-                       Emitter::constant(false), Emitter::constant(c10::IValue())});
-}
-
-/// Half precision in float32.
-ValueId widened(Emitter& emitter, ValueId value) {
-  const auto type = emitter.meta(value).dtype;
-  const bool is_half = type == at::kHalf || type == at::kBFloat16;
-  return is_half ? converted(emitter, value, at::kFloat) : value;
+/// Scores less the distance of query and key, times the slope of the head.
+ValueId biased(Emitter& emitter, const Call& call, ValueId scores) {
+  const int64_t bias_max = call.attention_form().alibi_bias_max;
+  if (bias_max == 0) return scores;
+  const auto like = emitter.call("aten::detach", "", {Emitter::tensor(scores)});
+  const graph::TensorMeta meta = emitter.meta(scores);
+  const auto biases = emitter.call("smp::tp_linear_biases",
+                                   {Emitter::tensor(like), Emitter::constant(call.meta(0).sizes[1]),
+                                    Emitter::constant(bias_max)},
+                                   {1, meta.sizes[1], meta.sizes[2], meta.sizes[3]}, meta.dtype);
+  return emitter.call("aten::add", "Tensor",
+                      {Emitter::tensor(scores), Emitter::tensor(biases), Emitter::constant(1)});
 }
 
 /// Queries, keys, values or the mask, in the type in which they are worked on.
 ValueId operand(Emitter& emitter, const Call& call, int position) {
   const ValueId value = emitter.argument(position);
-  return call.attention_form().in_fp32 ? widened(emitter, value) : value;
+  return call.attention_form().in_fp32 ? emitter.widened(value) : value;
 }
 
 /// Attention in the operators that libtorch makes it of on a CPU: with dropout, so that the mask of
@@ -86,13 +86,13 @@ std::vector<ValueId> emit_attention(Emitter& emitter, const Call& call,
   const ValueId values = operand(emitter, call, 2);
   ValueId weights =
       emitter.call("aten::matmul", "", {Emitter::tensor(query), Emitter::tensor(keys)});
-  if (divisor > 1) weights = scaled(emitter, widened(emitter, weights), divisor);
+  if (divisor > 1) weights = scaled(emitter, emitter.widened(weights), divisor);
   if (call.is_set("is_causal")) weights = masked_by_order(emitter, weights);
-  weights = masked(emitter, call, weights);
+  weights = biased(emitter, call, masked(emitter, call, weights));
   weights = emitter.call(
       "aten::_safe_softmax", "",
       {Emitter::tensor(weights), Emitter::constant(int64_t{-1}), Emitter::constant(c10::IValue())});
-  weights = converted(emitter, weights, emitter.meta(values).dtype);
+  weights = emitter.converted(weights, emitter.meta(values).dtype);
   if (drops(call)) {
     const graph::TensorMeta meta = emitter.meta(weights);
     const Layout& layout = treatment.arguments[0];
@@ -108,7 +108,7 @@ std::vector<ValueId> emit_attention(Emitter& emitter, const Call& call,
   emitter.require("scale");
   const ValueId context =
       emitter.call("aten::matmul", "", {Emitter::tensor(weights), Emitter::tensor(values)});
-  return {converted(emitter, context, call.result_meta().dtype)};
+  return {emitter.converted(context, call.result_meta().dtype)};
 }
 
 /// Attention without dropout, as it is: a probability that comes later would draw other masks.
@@ -123,7 +123,7 @@ std::vector<ValueId> emit_plain_attention(Emitter& emitter, const Call& call, co
   const auto result = emitter.call("aten::scaled_dot_product_attention", "", std::move(arguments));
   emitter.follow("scale", call.argument("scale"));
   emitter.require("dropout_p");
-  return {converted(emitter, result, call.result_meta().dtype)};
+  return {emitter.converted(result, call.result_meta().dtype)};
 }
 
 /// Divided by samples or heads, never along a sequence or within a head.
@@ -138,6 +138,9 @@ Result attention(const Call& call) {
   if (place >= -2 || (grouped && (in_steps || layout.blocks != 1))) return std::nullopt;
   const c10::IValue scale = call.constant("scale");
   if (in_steps && scale.isDouble() && scale.toDouble() < 0) return std::nullopt;
+  // [N, heads, S, channels], which says where the heads are.
+  const bool has_heads = call.dim(0) == 4 && layout.blocks == 1;
+  if (form.alibi_bias_max > 0 && !has_heads) return std::nullopt;
   // Autocast would compute in lower precision whatever it is given.
   const graph::ExecutionMode& mode = call.op().mode;
   if (form.in_fp32 && (mode.autocast_cpu || mode.autocast_cuda)) return std::nullopt;

@@ -14,6 +14,7 @@
 #include "graph/recording.h"
 #include "graph/storage.h"
 #include "nn/rewrite/attention_form.h"
+#include "nn/rewrite/residual_sums.h"
 #include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/storage.h"
 
@@ -73,7 +74,7 @@ class Divider {
       const auto mark = entry.tensor_parallelism_mark();
       const bool by_module = entry.split && !entry.captured_whole;
       if (!mark || !mark->enabled || !entry.is_parameter() || by_module) continue;
-      if (mark->options.changes_attention()) options_.attention[entry.name] = mark->options;
+      if (mark->options.changes_operators()) options_.options_of[entry.name] = mark->options;
     }
     if (!runtime.partitioned()) allow();
   }
@@ -92,7 +93,7 @@ class Divider {
       decision.reason = "it is a table of embeddings, and distribute_embedding is false";
       decision.skipped = false;
     }
-    check_attention(*divided);
+    check_options(*divided);
     check_alike(*divided);
     if (!runtime_.partitioned()) {
       check_strict(*divided, obstacle);
@@ -122,6 +123,10 @@ class Divider {
     }
   }
 
+  static std::string module_of(const graph::Operator& op) {
+    return op.scope.empty() ? "" : " in or after module \"" + op.scope + "\"";
+  }
+
   /// Whether a parameter is looked up as a table of embeddings.
   bool is_table(const std::string& name) const {
     return std::any_of(captured_.operators.begin(), captured_.operators.end(),
@@ -131,27 +136,60 @@ class Divider {
                        });
   }
 
-  /// What the user said about attention must not be lost.
+  /// What the user said about operators must not be lost.
+  void check_options(const DividedGraph& divided) const {
+    if (options_.options_of.empty()) return;
+    check_attention(divided);
+    check_residuals(divided);
+  }
+
+  template <class Test>
+  bool any_says(const Test& test) const {
+    return std::any_of(options_.options_of.begin(), options_.options_of.end(),
+                       [&](const auto& of_parameter) { return test(of_parameter.second); });
+  }
+
   void check_attention(const DividedGraph& divided) const {
-    if (options_.attention.empty()) return;
-    const auto forms = nn::rewrite::attention_forms(captured_, options_.attention);
-    bool any = false;
+    const auto forms = nn::rewrite::attention_forms(captured_, options_.options_of);
+    bool any = !any_says([](const auto& options) { return options.changes_attention(); });
     for (size_t i = 0; i < forms.size(); ++i) {
       if (forms[i].is_as_captured()) continue;
       any = true;
       SMP_CHECK_WITH(
-          UsageError, divided.attentions.count(i) > 0, "step function \"", step_name_,
+          UsageError, divided.computed_otherwise.count(i) > 0, "step function \"", step_name_,
           "\": attention in or after module \"", captured_.operators[i].scope,
           "\" cannot be computed as the options of smp::tensor_parallelism say, since it is not "
           "divided among the ", options_.ranks, " ranks: its heads and samples are no multiple of "
           "them, or there are fewer heads of keys than of queries, or attention_in_fp32 is under "
-          "autocast. Leave out attention_in_fp32, query_key_layer_scaling and flash_attention there");
+          "autocast, or use_alibi finds no [N, heads, S, channels]. Leave out attention_in_fp32, "
+          "query_key_layer_scaling, use_alibi and flash_attention there");
     }
     SMP_CHECK_WITH(UsageError, any || runtime_.partitioned(), "step function \"", step_name_,
                    "\": smp::tensor_parallelism was given options of attention "
-                   "(attention_in_fp32, query_key_layer_scaling or flash_attention), but nothing "
-                   "that was made with them calls scaled_dot_product_attention. Modules of smp::nn "
-                   "have these options themselves; others have to call that function");
+                   "(attention_in_fp32, query_key_layer_scaling, use_alibi or flash_attention), "
+                   "but nothing that was made with them calls scaled_dot_product_attention. "
+                   "Modules of smp::nn have these options themselves; others have to call that "
+                   "function");
+  }
+
+  void check_residuals(const DividedGraph& divided) const {
+    const auto sums = nn::rewrite::residual_sums(captured_, options_.options_of);
+    bool any = !any_says([](const auto& options) { return options.fp32_residual_addition(); });
+    for (size_t i = 0; i < sums.size(); ++i) {
+      if (!sums[i]) continue;
+      any = true;
+      SMP_CHECK_WITH(
+          UsageError, !divided.parameters.empty(), "step function \"", step_name_,
+          "\": the residual sum", module_of(captured_.operators[i]),
+          " cannot be kept in float32, as fp32_residual_addition of smp::tensor_parallelism says, "
+          "since no parameter is divided among the ", options_.ranks,
+          " ranks. Leave out fp32_residual_addition there, or choose sizes that can be divided");
+    }
+    SMP_CHECK_WITH(UsageError, any || runtime_.partitioned(), "step function \"", step_name_,
+                   "\": smp::tensor_parallelism was given fp32_residual_addition, but nothing "
+                   "that was made with it adds to a value of half precision what products of "
+                   "matrices made of it (x + f(x), not in place). Modules of smp::nn have this "
+                   "option themselves; in float32 there is nothing to widen");
   }
 
   /// Whether a part can take the place of the whole in its memory.
@@ -228,15 +266,16 @@ class Divider {
   std::set<std::string> tables_;  // that stay whole because the user said so
 };
 
-/// Options of attention are followed where layers are divided.
+/// Options of operators are followed where layers are divided.
 void check_no_options(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     const auto mark = entry.tensor_parallelism_mark();
-    SMP_CHECK_WITH(UsageError, !mark || !mark->enabled || !mark->options.changes_attention(),
-                   "parameter \"", entry.name, "\" was made with options of attention "
-                   "(attention_in_fp32, query_key_layer_scaling or flash_attention of "
-                   "smp::tensor_parallelism), which only layers that ranks divide can follow. Set "
-                   "\"tensor_parallel_degree\", or mark with smp::tensor_parallelism("
+    SMP_CHECK_WITH(UsageError, !mark || !mark->enabled || !mark->options.changes_operators(),
+                   "parameter \"", entry.name, "\" was made with options of operators "
+                   "(attention_in_fp32, query_key_layer_scaling, use_alibi, "
+                   "fp32_residual_addition or flash_attention of smp::tensor_parallelism), which "
+                   "only layers that ranks divide can follow. Set \"tensor_parallel_degree\", or "
+                   "mark with smp::tensor_parallelism("
                    "smp::tp_size() > 1, options)");
   }
 }

@@ -169,7 +169,7 @@ at::Tensor DistributedAttentionLayerImpl::score_bias(const at::Tensor& query, in
     add(at::full({keys, keys}, -std::numeric_limits<double>::infinity(), query.options()).triu(1));
   }
   if (options.use_alibi()) {
-    add(linear_biases(query, keys, options.num_attention_heads(), options.alibi_bias_max()));
+    add(score_biases(query, keys, options.num_attention_heads(), options.alibi_bias_max()));
   }
   return bias;
 }

@@ -51,7 +51,7 @@ at::Tensor FlashAttentionLayerImpl::forward(const at::Tensor& qkv, const at::Ten
   const auto add = [&](const at::Tensor& term) { bias = bias.defined() ? bias + term : term; };
   if (options.use_alibi()) {
     const int64_t heads = query.size(1) * tensor_group()->size();
-    add(linear_biases(query, length, heads, options.alibi_bias_max()));
+    add(score_biases(query, length, heads, options.alibi_bias_max()));
   }
   const double dropout = is_training() ? options.attention_dropout_prob() : 0;
   const double scale = scale_of(query.size(3));

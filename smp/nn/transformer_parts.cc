@@ -3,20 +3,17 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/softmax.h>
-#include <ATen/ops/tensor.h>
 
-#include <cmath>
 #include <mutex>
 #include <set>
-#include <vector>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "nn/linear_biases.h"
 #include "nn/tensor_group.h"
 #include "smp/nn/operators.h"
 
@@ -32,23 +29,6 @@ bool is_first_of(const char* module) {
   static std::set<std::string> known;
   const std::lock_guard<std::mutex> lock(mutex);
   return known.insert(module).second;
-}
-
-/// Of each head, as the paper defines them for a power of two; between them, every other one of
-/// the next power.
-std::vector<double> alibi_slopes(int64_t heads, int64_t bias_max) {
-  int64_t power = 1;
-  while (power < heads) power *= 2;
-  std::vector<double> of_power;
-  for (int64_t i = 1; i <= power; ++i) {
-    of_power.push_back(std::exp2(-static_cast<double>(bias_max * i) / static_cast<double>(power)));
-  }
-  if (power == heads) return of_power;
-  std::vector<double> slopes;
-  for (int64_t i = 1; i < power; i += 2) slopes.push_back(of_power[i]);
-  for (int64_t i = 0; i < power; i += 2) slopes.push_back(of_power[i]);
-  slopes.resize(heads);
-  return slopes;
 }
 
 }  // namespace
@@ -104,14 +84,12 @@ at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced
   return sliced ? divided_dropout(x, p, train, kSequence) : at::dropout(x, p, train);
 }
 
-at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max) {
+at::Tensor score_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max) {
   // Half precision does not hold all positions: bfloat16 none between 256 and 258.
   const auto options =
       query.options().dtype(at::toOpMathType(query.scalar_type())).requires_grad(false);
-  const at::Tensor slopes = at::tensor(alibi_slopes(heads, bias_max), options).view({1, -1, 1, 1});
-  const at::Tensor distance =
-      (at::arange(keys, options) - at::arange(query.size(2), options).unsqueeze(1)).abs();
-  return (distance.neg() * scatter_to_group(slopes, kHeads)).to(query.scalar_type());
+  const at::Tensor slopes = scatter_to_group(alibi_slopes(heads, bias_max, options), 0);
+  return linear_biases(slopes, query.size(2), keys).to(query.scalar_type());
 }
 
 at::Tensor attention_in_steps(const at::Tensor& query, const at::Tensor& key,

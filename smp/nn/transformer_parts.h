@@ -100,7 +100,7 @@ at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced
 /// Attention with linear biases, [1, heads of this rank, S, keys]: minus the distance, times the
 /// slope of the head. `query` is [N, heads of this rank, S, channels], and there are `heads` in
 /// all.
-at::Tensor linear_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max);
+at::Tensor score_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max);
 
 /// How products of queries and keys become probabilities.
 struct Scores {

@@ -58,8 +58,8 @@ TEST(TensorParallelOptions, AreRefusedWhereTheyWouldBeLost) {
   const auto in_fp32 = Options().attention_in_fp32(true);
   expect_has(error_of_step<Gpt>({1}, in_fp32),
              {"parameter \"",
-              "was made with options of attention (attention_in_fp32, "
-              "query_key_layer_scaling or flash_attention of "
+              "was made with options of operators (attention_in_fp32, "
+              "query_key_layer_scaling, use_alibi, fp32_residual_addition or flash_attention of "
               "smp::tensor_parallelism), which only layers that ranks divide can "
               "follow. Set \"tensor_parallel_degree\", or mark with "
               "smp::tensor_parallelism(smp::tp_size() > 1, options)"});
@@ -72,6 +72,49 @@ TEST(TensorParallelOptions, AreRefusedWhereTheyWouldBeLost) {
                                                 "cannot be computed as the options of "
                                                 "smp::tensor_parallelism say, since it is not "
                                                 "divided among the 4 ranks"});
+}
+
+/// A residual of sizes that two ranks cannot divide.
+struct Odd : torch::nn::Module {
+  Odd() {
+    tokens = register_module("tokens", torch::nn::Embedding(DividedModel::kVocabulary, 3));
+    fc = register_module("fc", torch::nn::Linear(3, 3));
+  }
+  torch::Tensor loss(torch::Tensor ids, torch::Tensor /*targets*/) {
+    const auto x = tokens(ids).to(torch::kHalf);
+    return (x + fc(x.to(fc->weight.scalar_type())).to(torch::kHalf)).sum();
+  }
+  torch::nn::Embedding tokens{nullptr};
+  torch::nn::Linear fc{nullptr};
+};
+
+TEST(TensorParallelOptions, OfResidualsAreRefusedWhereTheyWouldBeLost) {
+  const auto wide = Options().fp32_residual_addition(true);
+  expect_has(error_of_step<PlainModel>({2}, wide),
+             {"smp::tensor_parallelism was given fp32_residual_addition, but nothing that was made "
+              "with it adds to a value of half precision what products of matrices made of it (x + "
+              "f(x), not in place)"});
+  expect_has(error_of_step<Odd>({2}, wide),
+             {"the residual sum cannot be kept in float32, as "
+              "fp32_residual_addition of smp::tensor_parallelism says, since no parameter is "
+              "divided among the 2 ranks"});
+}
+
+/// Trained in bfloat16: what the numbers are is tested by //tests/nn/rewrite.
+TEST(TensorParallelOptions, ChangeWhatTheModelComputes) {
+  const auto run = [](const TensorLayout& layout, const Options& options) {
+    return run_on_ranks<Gpt>(layout, [&](Gpt& net) {
+      net.to(torch::kBFloat16);
+      set_tensor_parallelism(net, true, options);
+    });
+  };
+  const auto plain = run({2}, Options());
+  for (const Options& options :
+       {Options().fp32_residual_addition(true), Options().use_alibi(true).alibi_bias_max(4)}) {
+    const auto got = run({2}, options);
+    EXPECT_FALSE(torch::equal(got.weights.at("tokens.weight"), plain.weights.at("tokens.weight")));
+    expect_same(run({2, 2}, options), got);
+  }
 }
 
 TEST(TensorParallelOptions, BelongToTheScope) {

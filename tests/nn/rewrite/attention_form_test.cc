@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/check.h"
 #include "graph/visit.h"
 #include "tests/nn/rewrite/harness.h"
 
@@ -29,10 +30,31 @@ struct LayersImpl : torch::nn::Module {
 
   Tensor attention(int i, const Tensor& x, const Tensor& mask) {
     const auto parts = qkv[i](x).view({kBatch, kLength, 3, kHeads, -1}).permute({2, 0, 3, 1, 4});
-    const auto y = torch::scaled_dot_product_attention(
-        parts[0], parts[1], parts[2], i == 0 ? std::optional<Tensor>() : std::optional(mask),
-        dropout, /*is_causal=*/i == 0, i == 0 ? std::optional<double>() : 0.7);
+    std::optional<Tensor> bias;
+    if (i == 1) bias = mask;
+    if (alibi_bias_max > 0) bias = linear_biases(x.options()) + (i == 0 ? later(x) : mask);
+    const auto y = torch::scaled_dot_product_attention(parts[0], parts[1], parts[2], bias, dropout,
+                                                       /*is_causal=*/i == 0 && !bias,
+                                                       i == 0 ? std::optional<double>() : 0.7);
     return out[i](y.transpose(1, 2).flatten(2));
+  }
+
+  /// By the paper's formula: 2 ^ (-bias_max (h + 1) / heads) times the distance, negated.
+  Tensor linear_biases(const torch::TensorOptions& options) const {
+    const Tensor biases = torch::empty({1, kHeads, kLength, kLength}, torch::kDouble);
+    for (int64_t h = 0; h < kHeads; ++h) {
+      for (int64_t q = 0; q < kLength; ++q) {
+        for (int64_t k = 0; k < kLength; ++k) {
+          const double slope = std::pow(2, -alibi_bias_max * (h + 1.0) / kHeads);
+          biases[0][h][q][k] = -slope * static_cast<double>(std::abs(q - k));
+        }
+      }
+    }
+    return biases.to(options);
+  }
+
+  static Tensor later(const Tensor& x) {
+    return torch::full({kLength, kLength}, -INFINITY, x.options()).triu(1);
   }
 
   Tensor forward(Tensor x, const Tensor& mask) {
@@ -41,6 +63,7 @@ struct LayersImpl : torch::nn::Module {
   }
 
   double dropout;
+  double alibi_bias_max = 0;  ///< biases that the module adds itself; 0: none
   std::vector<torch::nn::Linear> qkv, out;
 };
 TORCH_MODULE(Layers);
@@ -67,7 +90,7 @@ DivideOptions options_of(const TensorTable& table, int ranks,
     if (!projects && entry.tensor.dim() < 2) continue;
     options.fixed[entry.name] = {entry.tensor.sizes().vec(), projects ? 0 : 1, projects ? 3 : 1,
                                  ranks};
-    options.attention[entry.name] = attention;
+    options.options_of[entry.name] = attention;
   }
   return options;
 }
@@ -90,11 +113,46 @@ TEST(AttentionForm, IsTheFunctionOfTheModule) {
         const DividedGraph divided = divide(*whole, options_of(table, ranks, attention));
         const bool fused = dropout == 0 && attention.attention_in_fp32();
         EXPECT_EQ(count_of(divided.graph, kFused), fused ? 2 : 0);
-        EXPECT_EQ(divided.attentions.size(), 2u);
+        EXPECT_EQ(divided.computed_otherwise.size(), 2u);
         expect_equals_plain(divided, *net, table, inputs(torch::kDouble), step_of(net), ranks);
         expect_metas_hold(divided, table, inputs(torch::kDouble), ranks);
       }
     }
+  }
+}
+
+TEST(AttentionForm, AddsLinearBiases) {
+  for (const double dropout : {0.0, 0.3}) {
+    for (const int64_t bias_max : {8, 3}) {
+      Layers net(dropout);
+      net->to(torch::kDouble);
+      const TensorTable table = table_of(*net);
+      const auto whole = capture(table, inputs(torch::kDouble), step_of(net));
+      const auto alibi = TensorParallelismOptions().use_alibi(true).alibi_bias_max(bias_max);
+      for (const int ranks : {2, 4}) {
+        const DividedGraph divided = divide(*whole, options_of(table, ranks, alibi));
+        EXPECT_EQ(divided.computed_otherwise.size(), 2u);
+        EXPECT_EQ(count_of(divided.graph, "smp::tp_linear_biases"), 2);
+        net->alibi_bias_max = static_cast<double>(bias_max);
+        expect_equals_plain(divided, *net, table, inputs(torch::kDouble), step_of(net), ranks);
+        net->alibi_bias_max = 0;
+        expect_metas_hold(divided, table, inputs(torch::kDouble), ranks);
+      }
+    }
+  }
+}
+
+TEST(AttentionForm, ChecksWhereSlopesEnd) {
+  Layers net;
+  const TensorTable table = table_of(*net);
+  const auto whole = capture(table, inputs(torch::kFloat), step_of(net));
+  const auto alibi = TensorParallelismOptions().use_alibi(true).alibi_bias_max(0);
+  try {
+    divide(*whole, options_of(table, 2, alibi));
+    FAIL() << "slopes that end at 1 were taken";
+  } catch (const UsageError& error) {
+    const std::string text = error.what_without_backtrace();
+    EXPECT_NE(text.find("alibi_bias_max must be 1 or more, got 0"), std::string::npos) << text;
   }
 }
 
@@ -175,10 +233,10 @@ TEST(AttentionForm, IsNotThatOfAttentionThatIsNotDivided) {
   const auto whole = capture(table, inputs(torch::kFloat), step_of(net));
   DivideOptions options = eager_options(table, 3);
   for (const auto& entry : table.entries()) {
-    options.attention[entry.name] = TensorParallelismOptions().flash_attention(false);
+    options.options_of[entry.name] = TensorParallelismOptions().flash_attention(false);
   }
   const DividedGraph divided = divide(*whole, options);
-  EXPECT_TRUE(divided.attentions.empty());
+  EXPECT_TRUE(divided.computed_otherwise.empty());
   EXPECT_EQ(count_of(divided.graph, kFused), 2);
 }
 
