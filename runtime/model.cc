@@ -8,12 +8,14 @@
 #include <unordered_set>
 
 #include "checkpoint/apply.h"
+#include "comm/communicator.h"
 #include "comm/group_core.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dp/gradient_buckets.h"
 #include "dp/local_gradients.h"
 #include "dp/parameter_slices.h"
+#include "graph/content.h"
 #include "graph/tracer.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
@@ -355,9 +357,13 @@ void Model::zero_grad() {
 
 void Model::cpu() {
   begin_outside_step("cpu");
-  if (!partitioned()) return materialize(*module_);
+  partitioned() ? gather_from_owners() : materialize(*module_);
+  runtime_->lent = std::make_shared<LentWholes>(*runtime_);
+  gathered_ = runtime_->lent;
+}
+
+void Model::gather_from_owners() {
   at::NoGradGuard no_grad;
-  check_not_divided_by_modules();
   const auto pipeline = runtime_->group(CommGroup::kPp);
   if (runtime_->sharding()) {
     runtime_->sharding()->parameters()->take_back();  // what an earlier call gathered
@@ -372,20 +378,41 @@ void Model::cpu() {
       if (!copy.is_alias_of(tensor)) tensor.detach().copy_(copy);
     }
   }
-  runtime_->lent = std::make_shared<LentWholes>(*runtime_);
 }
 
-/// Those compute with their parts.
-void Model::check_not_divided_by_modules() const {
-  std::vector<std::string> divided;
-  for (const auto& item : parameters_that_are(/*distributed=*/true)) {
-    if (!runtime_->table().at(item.value()).captured_whole) divided.push_back(item.key());
+std::optional<uint64_t> Model::begin_shared_call(const std::vector<at::Tensor>& inputs) {
+  if (runtime_->lent && gathered_.lock() == runtime_->lent) return std::nullopt;
+  const auto& entries = runtime_->table().entries();
+  const bool in_parts = std::any_of(entries.begin(), entries.end(),
+                                    [](const auto& entry) { return entry.captured_whole; });
+  const bool elsewhere =
+      runtime_->topology().pp_size() > 1 || runtime_->config().sharded_data_parallel_degree() > 1;
+  SMP_CHECK_WITH(UsageError, !in_parts && !elsewhere,
+                 "a DistributedModel was called outside a step function: its parameters lie on "
+                 "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
+                 "model(x); }), or gather them by model->cpu()");
+  if (!runtime_->table().any_divided()) return std::nullopt;
+  SMP_CHECK_WITH(UsageError, partitioned(),
+                 "a DistributedModel whose layers are divided among the ranks of a tensor-parallel "
+                 "group was called before the first step, which makes what they share alike. Run a "
+                 "step function first");
+  check_same_inputs(inputs);
+  return shared_calls_++;
+}
+
+void Model::check_same_inputs(const std::vector<at::Tensor>& inputs) const {
+  uint64_t hash = 0;
+  for (const at::Tensor& input : inputs) {
+    if (input.defined()) hash = graph::hash_content(input, hash);
   }
-  SMP_CHECK_WITH(UsageError, divided.empty(), "model->cpu(): \"",
-                 divided.empty() ? "" : divided.front(), "\" and ", divided.size() - 1,
-                 " other parameters are divided among the ranks of a tensor-parallel group by their "
-                 "modules, which compute with parts, so these cannot be used as plain ones. Load "
-                 "model->state_dict(), which has them whole, into a plain module");
+  const auto all = comm::all_gather_bytes(*runtime_->group(CommGroup::kTp), std::to_string(hash));
+  for (size_t r = 1; r < all.size(); ++r) {
+    SMP_CHECK_WITH(UsageError, all[r] == all[0],
+                   "a DistributedModel was called outside a step function with other tensors on tp "
+                   "rank ", r, " than on tp rank 0. Its layers are divided among the ranks of a "
+                   "tensor-parallel group, which work on one batch together: give all of them the "
+                   "same");
+  }
 }
 
 bool Model::is_distributed_parameter(const at::Tensor& parameter) const {

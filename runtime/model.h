@@ -50,6 +50,10 @@ class Model {
   void load_local_state_dict(const TensorDict& state, bool strict);
   void zero_grad();
   void cpu();
+  /// Before the module is called outside a step function: which number the call has among those
+  /// that the ranks of a tensor-parallel group make together; nothing if this rank computes alone.
+  /// Throws as `smp::detail::ModelCall`.
+  std::optional<uint64_t> begin_shared_call(const std::vector<at::Tensor>& inputs);
 
   /// Whether this rank owns a parameter or buffer. Throws `UsageError` before partitioning.
   bool is_local(const at::Tensor& tensor) const;
@@ -111,11 +115,14 @@ class Model {
   std::shared_ptr<dp::WholeGradients> make_gradients(const std::vector<at::Tensor>& parameters,
                                                      const dp::BucketOptions& options);
   void begin_outside_step(const char* call) const;
-  void check_not_divided_by_modules() const;
+  void gather_from_owners();
+  void check_same_inputs(const std::vector<at::Tensor>& inputs) const;
 
   std::shared_ptr<torch::nn::Module> module_;
   ModelOptions options_;
   std::shared_ptr<Runtime> runtime_;
+  std::weak_ptr<LentWholes> gathered_;  // by the last `cpu`
+  uint64_t shared_calls_ = 0;
   std::optional<at::ScalarType> half_;
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();

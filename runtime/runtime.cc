@@ -104,7 +104,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   make_groups(timeout);
   update_watch = std::make_shared<UpdateWatch>(*this);
   replica_join = std::make_shared<ReplicaJoin>(*this);
-  nn::set_tensor_group([] { return get().group(CommGroup::kTp); });
+  nn::set_tensor_group([] { return get().tensor_group(); });
   nn::set_default_optimize([] { return get().config().optimize(); });
 }
 
@@ -128,6 +128,17 @@ void Runtime::make_groups(std::chrono::milliseconds timeout) {
     if (topology_.tp_rank(other) == topology_.tp_rank(rank())) members.push_back(other);
   }
   same_parts_ = make("same parts", members);
+}
+
+comm::CommunicatorPtr Runtime::tensor_group() const {
+  return lent ? rank_alone_ : group(CommGroup::kTp);
+}
+
+comm::CommunicatorPtr Runtime::rank_alone() {
+  if (rank_alone_ != nullptr) return rank_alone_;
+  const int rank = rank_in(CommGroup::kTp);
+  rank_alone_ = group(CommGroup::kTp)->split({rank}, c10::str("alone[", this->rank(), "]"));
+  return rank_alone_;
 }
 
 void Runtime::check_same_configuration() const {

@@ -112,6 +112,11 @@ class Runtime {
 
   /// What `model->cpu()` has put together of divided layers; null: nothing.
   std::shared_ptr<LentWholes> lent;
+  /// The ranks with which divided layers communicate: the tensor-parallel group, or this rank alone
+  /// while it has them whole.
+  comm::CommunicatorPtr tensor_group() const;
+  /// This rank alone. Collective over the tensor-parallel group at the first call.
+  comm::CommunicatorPtr rank_alone();
 
   /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;
@@ -146,6 +151,7 @@ class Runtime {
   std::map<CommGroup, comm::CommunicatorPtr> groups_;
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
   comm::CommunicatorPtr same_parts_;
+  comm::CommunicatorPtr rank_alone_;  // once `rank_alone` was called
   std::vector<std::weak_ptr<Model>> models_;
   ParameterTable table_;
   std::shared_ptr<core::Status> status_;

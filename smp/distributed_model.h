@@ -4,8 +4,10 @@
 #include <memory>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "smp/detail/cast_forward.h"
+#include "smp/detail/structure.h"
 #include "smp/model_core.h"
 #include "smp/model_options.h"
 
@@ -18,7 +20,7 @@ namespace smp {
 /// An ordinary libtorch module, trained over all ranks of a pipeline. `M` is the module's holder
 /// (what TORCH_MODULE makes) or a shared_ptr to it. Copies refer to the same model.
 ///
-/// Call it like the module, inside step functions only. `->` gives `backward`, `parameters`,
+/// Call it like the module, inside step functions. `->` gives `backward`, `parameters`,
 /// `state_dict` and the rest of `ModelCore`.
 ///
 /// Wrap each module once and do not wrap it in anything else. Nothing changes until the first
@@ -38,11 +40,17 @@ class DistributedModel {
       : module_(std::move(module)), core_(plain(module_), options) {}
 
   /// Calls the module's `forward`; with `fp16` or `bf16` on arguments cast to that type, and casts
-  /// its results to float32. Throws `UsageError` outside a
-  /// step function where several ranks share the model; on one rank it gives what the module gives.
+  /// its results to float32. Outside a step function it gives what the module gives: where this
+  /// rank has the whole model, also after `model->cpu()`, and, after the first step, where its
+  /// layers are those of `smp::nn`: the ranks of a tensor-parallel group call them together, with
+  /// the same arguments, and draw the same random numbers, of streams of the call's own. Throws
+  /// `UsageError` elsewhere.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
-    detail::check_model_call();
+    std::vector<at::Tensor> inputs;
+    [[maybe_unused]] const auto take = [&](const at::Tensor& input) { inputs.push_back(input); };
+    (detail::for_each_tensor(arguments, take), ...);
+    const detail::ModelCall call(core_, inputs);
     using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
     if (const auto half = core_.half()) {
       return static_cast<Result>(

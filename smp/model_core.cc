@@ -12,6 +12,7 @@
 #include "core/status.h"
 #include "runtime/model.h"
 #include "runtime/runtime.h"
+#include "smp/keyed_random.h"
 
 namespace smp {
 
@@ -150,14 +151,15 @@ const std::shared_ptr<torch::nn::Module>& ModelCore::module_ptr() const {
 std::optional<at::ScalarType> ModelCore::half() const { return model_->half(); }
 const ModelOptions& ModelCore::options() const { return model_->options(); }
 
-void detail::check_model_call() {
+detail::ModelCall::ModelCall(const ModelCore& model, const std::vector<at::Tensor>& inputs) {
   const auto& runtime = runtime::Runtime::get();
-  const bool whole =
-      runtime.topology().mp_size() == 1 && runtime.config().sharded_data_parallel_degree() == 1;
-  SMP_CHECK_WITH(UsageError, runtime.current_step.is_running || whole,
-                 "a DistributedModel was called outside a step function: its parameters lie on "
-                 "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
-                 "model(x); })");
+  if (runtime.current_step.is_running) return;
+  const std::optional<uint64_t> call = model.impl().begin_shared_call(inputs);
+  if (!call) return;
+  random_ = std::make_unique<KeyedRandom>(*runtime.progress.seed, "model(x)", *call,
+                                          runtime.replicas()->rank());
 }
+
+detail::ModelCall::~ModelCall() = default;
 
 }  // namespace smp

@@ -26,6 +26,8 @@ namespace runtime {
 class Model;
 }  // namespace runtime
 
+class KeyedRandom;
+
 /// A `DistributedModel` whatever its module's type: what it does apart from calling the module.
 /// Copies refer to the same model.
 class SMP_API ModelCore {
@@ -110,8 +112,7 @@ class SMP_API ModelCore {
   /// its tensor-parallel groups, and with sharded data parallelism over the world. Training goes on
   /// with the owners' values. What is divided among tensor-parallel or sharded ranks goes again at
   /// the next step; of tensor-parallel groups at any call of this class, an optimizer or a
-  /// checkpoint. Throws `UsageError` where modules of `smp::nn` divide parameters: `state_dict` has
-  /// them whole.
+  /// checkpoint. Until then modules of `smp::nn` communicate with nobody.
   void cpu() const;
 
   /// Whether each rank of a tensor-parallel group has its own part of a parameter. Known for
@@ -180,8 +181,20 @@ class SMP_API ModelCore {
 };
 
 namespace detail {
-/// Throws `UsageError` unless a step function is running, or this rank holds the whole model.
-SMP_API void check_model_call();
+/// A call of a `DistributedModel`, while it runs. Outside a step function it throws `UsageError`
+/// unless this rank has the whole model or shares it, by layers that divide themselves, with the
+/// other ranks of its tensor-parallel group. These call it with the same `inputs`, which is
+/// checked, and draw random numbers from the same streams.
+class SMP_API ModelCall {
+ public:
+  ModelCall(const ModelCore& model, const std::vector<at::Tensor>& inputs);
+  ~ModelCall();
+  ModelCall(const ModelCall&) = delete;
+  ModelCall& operator=(const ModelCall&) = delete;
+
+ private:
+  std::unique_ptr<KeyedRandom> random_;
+};
 }  // namespace detail
 
 }  // namespace smp

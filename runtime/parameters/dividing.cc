@@ -320,11 +320,12 @@ void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
   runtime.table().divide(entry.name, split, /*captured_whole=*/true);
 }
 
-LentWholes::LentWholes(const Runtime& runtime) {
+LentWholes::LentWholes(Runtime& runtime) {
   at::NoGradGuard no_grad;
+  runtime.rank_alone();
   for (const auto& entry : runtime.table().entries()) {
     const at::Tensor& tensor = entry.tensor;
-    if (!entry.captured_whole || !has_data(tensor)) continue;
+    if (!entry.split || !has_data(tensor)) continue;
     const at::Tensor whole =
         join_on_all(*runtime.group(CommGroup::kTp), *entry.split, tensor).contiguous();
     lent_.push_back({&entry, set_aside(tensor), tensor.grad()});

@@ -35,13 +35,14 @@ std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(Runtime& runtime,
 void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
                       const nn::ParameterSplit& split);
 
-/// Parameters that were divided by rewriting, whole and with data on all ranks of a tensor-parallel
-/// group, for the program to use as a plain module's. What it does to them and to their gradients
-/// is not kept.
+/// Divided parameters, whole and with data on all ranks of a tensor-parallel group, for the program
+/// to use as a plain module's. Meanwhile modules that divide them themselves communicate with
+/// nobody (`Runtime::tensor_group`). What the program does to them and to their gradients is not
+/// kept.
 class LentWholes {
  public:
   /// Of those of which this rank's group has parts. Collective over it.
-  explicit LentWholes(const Runtime& runtime);
+  explicit LentWholes(Runtime& runtime);
   /// The parts again, as they were.
   void take_back();
 

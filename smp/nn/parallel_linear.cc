@@ -123,7 +123,7 @@ at::Tensor RowDivided<Derived>::forward(const at::Tensor& input) {
 
 template <class Derived>
 at::Tensor RowDivided<Derived>::run(const at::Tensor& input, bool sliced) {
-  if (ranks_ == 1) return at::linear(input, weight, bias);
+  if (group_size() == 1) return at::linear(input, weight, bias);
   const at::Tensor part = options.input_is_parallel() ? input : scatter_to_group(input, -1);
   const at::Tensor term = at::linear(part, weight);
   const at::Tensor sum = sliced ? reduce_scatter_from_group(term, -2) : reduce_from_group(term);

@@ -225,5 +225,92 @@ TEST(TensorParallelGpt, TrainsWithSplitBackwardPasses) {
   expect_same(got, run_on_ranks<GptOfModules>({2, 2}));
 }
 
+// ---------------------------------------------------------------------------------------------
+// Calls outside a step
+
+using Divided = DistributedModel<std::shared_ptr<DividedModel>>;
+
+/// The ranks of the group compute together, on one batch, and differentiate as autograd does. They
+/// drop the same activations, those of the streams of the call.
+TEST(DividedModules, MayBeCalledOutsideAStep) {
+  const TensorLayout layout{2};
+  const auto batch = token_batch(3);
+  const auto plain = make_model<PlainModel>(5);
+  run_as_threads(layout.ranks(), config_of(layout), [&] {
+    torch::set_num_threads(1);
+    const auto net = make_model<DividedModel>(5);
+    Divided model(net);
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    for (uint64_t call = 0; call < 2; ++call) {
+      model->zero_grad();
+      const auto got = model(batch[0]);
+      got.square().sum().backward();
+      static std::mutex mutex;
+      const std::lock_guard lock(mutex);
+      plain->zero_grad();
+      torch::Tensor expected;
+      {
+        const KeyedRandom random(kSeed, "model(x)", call, 0);
+        expected = plain->forward(batch[0]);
+      }
+      expected.square().sum().backward();
+      testing::expect_close(got, expected, "outputs");
+      for (const auto& item : net->named_parameters()) {
+        const auto& split = runtime::Runtime::get().table().at(item.value()).split;
+        const auto whole = plain->named_parameters()[item.key()].grad();
+        const auto own = split ? split->part(whole, rank()) : whole;
+        testing::expect_close(item.value().grad(), own, item.key());
+      }
+    }
+  });
+}
+
+/// The error of calls outside a step, after one step or before it.
+std::string error_of_call(bool after_a_step) {
+  const TensorLayout layout{2};
+  return error_of_run<UsageError>(2, config_of(layout), [&] {
+    const auto net = make_model<DividedModel>(5);
+    Divided model(net);
+    const auto batch = token_batch(0);
+    const auto own = own_batch(layout, batch[0]);
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    if (after_a_step) evaluate(own, own_batch(layout, batch[1]));
+    model(own);
+  });
+}
+
+TEST(DividedModules, AreAlikeAfterTheFirstStep) {
+  expect_has(error_of_call(false),
+             {"a DistributedModel whose layers are divided among the ranks of a tensor-parallel "
+              "group was called before the first step, which makes what they share alike"});
+}
+
+TEST(DividedModules, AreGivenOneBatchOutsideAStep) {
+  const auto text = error_of_call(true);
+  expect_has(text,
+             {"a DistributedModel was called outside a step function with other tensors on tp "
+              "rank 1 than on tp rank 0. Its layers are divided among the ranks of a "
+              "tensor-parallel group, which work on one batch together: give all of them the "
+              "same"});
+}
+
+/// What was divided by rewriting knows nothing of the other ranks.
+TEST(DividedModules, AreTheOnlyOnesThatMayBeCalledInParts) {
+  const TensorLayout layout{2};
+  const auto text = error_of_run<UsageError>(2, config_of(layout), [&] {
+    const auto net = make_model<PlainModel>(5);
+    set_tensor_parallelism(*net);
+    DistributedModel<std::shared_ptr<PlainModel>> model(net);
+    const auto batch = token_batch(0);
+    model(batch[0]);  // every rank still has all of it
+    auto loss = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    loss(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    model(batch[0]);
+  });
+  expect_has(text, {"its parameters lie on several ranks. Call it inside smp::step(",
+                    "or gather them by model->cpu()"});
+}
+
 }  // namespace
 }  // namespace smp

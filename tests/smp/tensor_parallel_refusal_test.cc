@@ -120,21 +120,6 @@ TEST(TensorParallelRefusal, OptimizersThatNeedWholeParameters) {
               "pieces of them. Use another optimizer, or set \"tensor_parallel_degree\" to 1"});
 }
 
-TEST(TensorParallelRefusal, APlainModuleOnEveryRank) {
-  const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
-    const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
-    const auto ids = torch::zeros({4, 5}, torch::kLong);
-    evaluate(*net, ids, ids);
-    model->cpu();
-  });
-  expect_has(
-      text, {"model->cpu(): \"block0.up\" and 8 other parameters are divided among the ranks "
-             "of a tensor-parallel group by their modules, which compute with parts, so these "
-             "cannot be used as plain ones. Load model->state_dict(), which has them whole, into a "
-             "plain module"});
-}
-
 /// Shares a parameter with another that divides it along another dimension.
 struct Tied : torch::nn::Module, nn::SplitModule {
   Tied(const torch::Tensor& weight, nn::ParameterSplit how) : split(std::move(how)) {

@@ -123,18 +123,20 @@ TEST(TensorParallelRewriteOfGpt, IsTheSameHoweverItRuns) {
   expect_close(run([](Config config) { return config.gradient_shards(1); }), expected);
 }
 
-using Model = DistributedModel<std::shared_ptr<PlainModel>>;
+template <class Net>
+using Model = DistributedModel<std::shared_ptr<Net>>;
 
 /// Trains two steps; what `gathered` does with the gathered module in between is not kept.
+template <class Net>
 Named train_around(const TensorLayout& layout, const std::function<Config(Config)>& change,
-                   const std::function<void(Model&, const Named& state)>& gathered) {
+                   const std::function<void(Model<Net>&, const Named& state)>& gathered) {
   Named result;
   std::mutex mutex;
   torch::set_num_threads(1);
   run_as_threads(layout.ranks(), change(config_of(layout)), [&] {
-    const auto net = make_model<PlainModel>(5);
+    const auto net = make_model<Net>(5);
     mark(*net);
-    Model model(net);
+    Model<Net> model(net);
     DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = net->loss(x, y);
@@ -170,9 +172,10 @@ Named train_around(const TensorLayout& layout, const std::function<Config(Config
 }
 
 /// `model->cpu()`, before and after steps and updates.
-TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) {
-  const auto use = [](Model& model, const Named& state) {
-    PlainModel& net = *model.get_module();
+template <class Net>
+void check_gathered() {
+  const auto use = [](Model<Net>& model, const Named& state) {
+    Net& net = *model.get_module();
     expect_equal(state_of(net), state, "value");
     const torch::NoGradGuard no_grad;
     const auto plain = make_model<PlainModel>(9);
@@ -182,17 +185,26 @@ TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) {
     plain->eval();
     const auto batch = token_batch(7);
     expect_equal(net.loss(batch[0], batch[1]), plain->loss(batch[0], batch[1]), "loss");
+    expect_equal(model(batch[0]), plain->forward(batch[0]), "outputs");
     net.train(trains);
     for (auto& parameter : net.parameters()) {
       if (model->is_distributed_parameter(parameter)) parameter.zero_();
     }
   };
   const auto same = [](Config config) { return config; };
-  expect_equal(train_around({2, 2}, same, use), train_around({2, 2}, same, nullptr), "value");
-  const auto expected = train_around({2, 1, 2}, same, nullptr);
-  expect_equal(train_around({2, 1, 2}, with_divided_states, use), expected, "value");
-  expect_equal(train_around({2, 1, 2}, with_divided_parameters, use), expected, "value");
+  const auto train = [](const TensorLayout& layout, const std::function<Config(Config)>& change,
+                        const std::function<void(Model<Net>&, const Named& state)>& gathered) {
+    return train_around<Net>(layout, change, gathered);
+  };
+  expect_equal(train({2, 2}, same, use), train({2, 2}, same, nullptr), "value");
+  const auto expected = train({2, 1, 2}, same, nullptr);
+  expect_equal(train({2, 1, 2}, with_divided_states, use), expected, "value");
+  expect_equal(train({2, 1, 2}, with_divided_parameters, use), expected, "value");
 }
+
+TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) { check_gathered<PlainModel>(); }
+
+TEST(DividedModules, ArePlainOnesWhenGathered) { check_gathered<DividedModel>(); }
 
 /// Optimizers, code in the step and later graphs see what they should.
 TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
@@ -200,7 +212,7 @@ TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
   run_as_threads(4, config_of(layout), [&] {
     const auto net = make_model<PlainModel>(5);
     mark(*net);
-    Model model(net);
+    Model<PlainModel> model(net);
     DistributedOptimizer<torch::optim::Adagrad> optimizer(model->parameters(), 0.1);
     const auto up = net->blocks[0]->up;
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
@@ -280,7 +292,7 @@ TEST(TensorParallelRewriteOfAModel, IsMadeLateAndThenDivided) {
       net = std::make_shared<PlainModel>();
       net->to(torch::kDouble);
     }
-    Model model(net);
+    Model<PlainModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
@@ -294,7 +306,7 @@ TEST(TensorParallelRewriteOfAModel, HasNoDataInSteps) {
   const auto text = error_of_run<c10::Error>(2, config_of({2}), [] {
     const auto net = make_model<PlainModel>(5, /*layers=*/1);
     mark(*net);
-    Model model(net);
+    Model<PlainModel> model(net);
     bool reads = false;
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) {
       if (reads) net->blocks[0]->up.const_data_ptr<double>();
@@ -319,7 +331,7 @@ TEST(TensorParallelRewriteOfAModel, IsSavedWhole) {
     run_as_threads(layout.ranks(), config_of(layout), [&] {
       const auto net = make_model<PlainModel>(seed);
       mark(*net);
-      Model model(net);
+      Model<PlainModel> model(net);
       DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
       auto train = step([&](torch::Tensor x, torch::Tensor y) {
         auto loss = net->loss(x, y);
@@ -363,7 +375,7 @@ std::pair<std::set<std::string>, std::string> after_a_step(
   run_as_threads(layout.ranks(), config, [&] {
     const auto net = make_model<PlainModel>(5, /*layers=*/2);
     prepare(*net);
-    Model model(net);
+    Model<PlainModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
