@@ -39,7 +39,8 @@ class LeafCall final : public torch::CustomClassHolder {
   std::vector<at::Tensor> written;  ///< buffers of those of its modules that are training
   /// Whether it may write its parameters under no_grad; then they are in `written`, too.
   bool writes_parameters = false;
-  bool on_zeros = false;  ///< runs for the shapes of its results only
+  bool writes_by_batch = false;  ///< by what it is given, which each replica has for itself
+  bool on_zeros = false;         ///< runs for the shapes of its results only
 
   /// The module's result with undefined tensors, from the run that was recorded; empty before it.
   const std::any& result() const { return result_; }

@@ -357,6 +357,7 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     call.arguments.push_back(collect_argument(stack[i], call));
   }
+  make_gradients_dense(call);
   for (ValueId id : call.ids) {
     if (id == kUndefined) continue;
     if (value(id).kind == ValueKind::kParameter) last_parameter_ = id;
@@ -370,6 +371,17 @@ void Tracer::watch_custom_function(const TracedCall& call) {
   for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
   for (const at::Tensor& tensor : call.tensors) {
     if (tensor.defined() && !at::GradMode::is_enabled()) inner_arguments_.push_back(tensor);
+  }
+}
+
+/// Gradients travel between stages, and are summed, as dense tensors, whatever an embedding says.
+void Tracer::make_gradients_dense(TracedCall& call) {
+  const auto& schema = call.op->schema();
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    c10::IValue& constant = call.arguments[i].constant;
+    const bool is_set = constant.isBool() && constant.toBool();
+    if (!is_set || schema.arguments()[i].name() != "sparse") continue;
+    if (schema.name().rfind("aten::embedding", 0) == 0) constant = false;
   }
 }
 

@@ -148,6 +148,7 @@ class Tracer final : public OperatorInterceptor {
 
   void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, TracedCall& call);
   void watch_custom_function(const TracedCall& call);
+  static void make_gradients_dense(TracedCall& call);
   void make_offset_relative(TracedCall& call) const;
   Argument collect_argument(const c10::IValue& value, TracedCall& call);
   bool share_storage(ValueId a, ValueId b) const;

@@ -18,11 +18,7 @@ namespace {
 
 using at::Tensor;
 
-void check(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, bool sparse,
-           int ranks) {
-  SMP_CHECK_WITH(UsageError, !sparse,
-                 "smp::tp_embedding: sparse gradients are not supported, since gradients are "
-                 "reduced as dense tensors. Use sparse=false");
+void check(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, int ranks) {
   SMP_CHECK_WITH(UsageError, weight.dim() == 2 && weight.size(0) * ranks == num_embeddings,
                  "smp::tp_embedding: a weight of sizes ", weight.sizes(), " on each of ", ranks,
                  " ranks is not a vocabulary of ", num_embeddings,
@@ -35,10 +31,10 @@ void check(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, 
                  num_embeddings, ". Indices start at 0 and must be less than num_embeddings");
 }
 
-Tensor embedding(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, int64_t, bool,
-                 bool sparse) {
+Tensor embedding(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, int64_t,
+                 bool) {
   const auto group = tensor_group();
-  check(weight, indices, num_embeddings, sparse, group->size());
+  check(weight, indices, num_embeddings, group->size());
   if (weight.is_meta()) {
     std::vector<int64_t> sizes = indices.sizes().vec();
     sizes.push_back(weight.size(1));
@@ -60,12 +56,12 @@ Tensor embedding_backward(const Tensor& gradient, const Tensor& indices, int64_t
       .narrow(0, 0, rows);
 }
 
-using Signature = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool, bool);
+using Signature = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool);
 
 struct Embedding : torch::autograd::Function<Embedding> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& weight,
                         const Tensor& indices, int64_t num_embeddings, int64_t padding_idx,
-                        bool scale_grad_by_freq, bool sparse) {
+                        bool scale_grad_by_freq) {
     context->save_for_backward({indices});
     context->saved_data["first"] = tensor_group()->rank() * weight.size(0);
     context->saved_data["rows"] = weight.size(0);
@@ -73,7 +69,7 @@ struct Embedding : torch::autograd::Function<Embedding> {
     context->saved_data["scale_grad_by_freq"] = scale_grad_by_freq;
     const at::AutoDispatchBelowADInplaceOrView below;
     static const auto op = typed_operator<Signature>("smp::tp_embedding");
-    return op.call(weight, indices, num_embeddings, padding_idx, scale_grad_by_freq, sparse);
+    return op.call(weight, indices, num_embeddings, padding_idx, scale_grad_by_freq);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -82,23 +78,19 @@ struct Embedding : torch::autograd::Function<Embedding> {
     const Tensor indices = context->get_saved_variables()[0];
     return {embedding_backward(gradients[0], indices, saved["first"].toInt(), saved["rows"].toInt(),
                                saved["padding_idx"].toInt(), saved["scale_grad_by_freq"].toBool()),
-            Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+            Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 Tensor embedding_autograd(const Tensor& weight, const Tensor& indices, int64_t num_embeddings,
-                          int64_t padding_idx, bool scale_grad_by_freq, bool sparse) {
-  return Embedding::apply(weight, indices, num_embeddings, padding_idx, scale_grad_by_freq, sparse);
+                          int64_t padding_idx, bool scale_grad_by_freq) {
+  return Embedding::apply(weight, indices, num_embeddings, padding_idx, scale_grad_by_freq);
 }
 
 TORCH_LIBRARY_FRAGMENT(smp, m) {
   m.def(
       "tp_embedding(Tensor weight, Tensor indices, int num_embeddings, int padding_idx,"
-      " bool scale_grad_by_freq, bool sparse) -> Tensor");
+      " bool scale_grad_by_freq) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(smp, CompositeExplicitAutograd, m) { m.impl("tp_embedding", &embedding); }

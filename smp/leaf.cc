@@ -24,13 +24,14 @@ void add_new(const std::vector<at::Tensor>& tensors, std::vector<at::Tensor>& li
 }
 
 /// A call of the module, without the arguments.
-graph::LeafCallPtr make_leaf_call(torch::nn::Module& module, bool writes_parameters) {
+graph::LeafCallPtr make_leaf_call(torch::nn::Module& module, LeafWrites writes) {
   auto call = c10::make_intrusive<graph::LeafCall>();
   call->module = module.name();
   add_new(module.parameters(), call->state);
   call->parameters = call->state.size();
-  call->writes_parameters = writes_parameters;
-  if (writes_parameters) call->written = call->state;
+  call->writes_parameters = writes != LeafWrites::kBuffers;
+  call->writes_by_batch = writes == LeafWrites::kParametersByBatch;
+  if (call->writes_parameters) call->written = call->state;
   // A normalisation that is training updates its running statistics.
   for (const auto& part : module.modules()) {
     add_new(part->buffers(/*recurse=*/false), part->is_training() ? call->written : call->state);
@@ -42,10 +43,9 @@ graph::LeafCallPtr make_leaf_call(torch::nn::Module& module, bool writes_paramet
 
 bool records_leaves() { return graph::intercepting(); }
 
-LeafResult call_leaf(torch::nn::Module& module, bool writes_parameters,
-                     const Description& arguments, const std::vector<at::Tensor>& inputs,
-                     RunLeaf run) {
-  const graph::LeafCallPtr call = make_leaf_call(module, writes_parameters);
+LeafResult call_leaf(torch::nn::Module& module, LeafWrites writes, const Description& arguments,
+                     const std::vector<at::Tensor>& inputs, RunLeaf run) {
+  const graph::LeafCallPtr call = make_leaf_call(module, writes);
   call->settings = arguments.rest();
   call->numbers = arguments.numbers();
   call->function = [run = std::move(run)](graph::LeafCall& self,

@@ -22,6 +22,14 @@ class Module;
 }  // namespace torch::nn
 
 namespace smp {
+
+/// What a leaf may write in place, under no_grad, beside tensors of its own.
+enum class LeafWrites {
+  kBuffers,            ///< buffers of modules that are training
+  kParameters,         ///< those, and its parameters, by what all replicas have
+  kParametersByBatch,  ///< those, by what it is given: refused where there are several replicas
+};
+
 namespace detail {
 
 /// True for a tensor and for structures that hold nothing else.
@@ -120,17 +128,11 @@ SMP_API bool records_leaves();
 /// Records a call of `module` as one operator with these tensors as inputs. What `arguments`
 /// describes belongs to the call; `run` outlives the step, so it holds none of the tensors. Returns
 /// the tensors of this call, and the rest of the result as it was when the call was recorded.
-SMP_API LeafResult call_leaf(torch::nn::Module& module, bool writes_parameters,
+SMP_API LeafResult call_leaf(torch::nn::Module& module, LeafWrites writes,
                              const Description& arguments, const std::vector<at::Tensor>& inputs,
                              RunLeaf run);
 
 }  // namespace detail
-
-/// What a leaf may write in place, under no_grad, beside tensors of its own.
-enum class LeafWrites {
-  kBuffers,     ///< buffers of modules that are training
-  kParameters,  ///< those, and its parameters
-};
 
 /// A module to be called as one opaque node; see `leaf`. `M` is the module's holder (what
 /// TORCH_MODULE makes) or a shared_ptr to it.
@@ -164,7 +166,7 @@ class Leaf {
     described.add(whole);
     const std::vector<at::Tensor> inputs = take_tensors(whole);
     const detail::LeafResult returned = detail::call_leaf(
-        *module_, writes_ == LeafWrites::kParameters, described, inputs,
+        *module_, writes_, described, inputs,
         [module = module_, whole = std::move(whole)](const std::vector<at::Tensor>& tensors) {
           return run<Result>(module, whole, tensors);
         });
@@ -216,8 +218,7 @@ class Leaf {
 ///
 /// A module that changes its parameters in `forward` (a weight that is clamped or normalised under
 /// no_grad, a codebook) says so by `writes`. What each microbatch's backward needs of them is then
-/// copied. Such parameters are read by leaves only, and every replica writes its own: the new value
-/// may not depend on the batch if there are several.
+/// copied. Such parameters are read by leaves only, and every replica writes its own.
 ///
 /// Throws `CaptureError` where the module writes an input, or a parameter without saying so,
 /// returns a tensor that shares memory with another one, or returns other shapes than were

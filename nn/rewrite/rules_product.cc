@@ -354,8 +354,7 @@ std::vector<ValueId> emit_embedding(Emitter& emitter, const Call& call, const Tr
       "smp::tp_embedding",
       {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
        Emitter::constant(call.meta(0).sizes[0]), Emitter::constant(call.constant("padding_idx")),
-       Emitter::constant(call.constant("scale_grad_by_freq")),
-       Emitter::constant(call.constant("sparse"))},
+       Emitter::constant(call.constant("scale_grad_by_freq"))},
       call.result_meta().sizes, call.result_meta().dtype)};
 }
 
@@ -363,9 +362,8 @@ Result embedding(const Call& call) {
   Treatment treatment = call.all_shared();
   if (!call.divided(0)) {
     if (!call.divided(1)) return std::nullopt;
-    // How often an index occurs is not known of parts; and sparse gradients are not summed.
-    const bool of_all = call.is_set("scale_grad_by_freq") || call.is_set("sparse");
-    if (of_all && call.has_gradient(0)) return std::nullopt;
+    // How often an index occurs is not known of parts.
+    if (call.is_set("scale_grad_by_freq") && call.has_gradient(0)) return std::nullopt;
     treatment.arguments[1] = treatment.results[0] = call.layout(1);
     return treatment;
   }
@@ -376,7 +374,7 @@ Result embedding(const Call& call) {
     treatment.results[0] = Layout::divided(last, layout.blocks);
     return treatment;
   }
-  if (layout.blocks != 1 || call.is_set("sparse")) return std::nullopt;
+  if (layout.blocks != 1) return std::nullopt;
   treatment.results[0] = Layout::partial();
   treatment.emit = emit_embedding;
   return treatment;

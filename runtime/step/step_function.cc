@@ -363,7 +363,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
       core::log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
     if (inputs.size() > 1) graph::check_no_state(first, name_);
-    check_leaf_writes(runtime_->config(), *first.recorded, name_);
+    check_leaf_writes(runtime_->config(), runtime_->replicas()->size(), *first.recorded, name_);
     graph::give_data_to_constants(*first.recorded, first.kept);
     graphs_.push_back(std::move(first.recorded));
     forget_oldest();

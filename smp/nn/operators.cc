@@ -82,10 +82,10 @@ Tensor divided_dropout(const Tensor& x, double p, bool train, int64_t dim, int64
 Tensor divided_embedding(const Tensor& weight, const Tensor& indices, int64_t num_embeddings,
                          int64_t padding_idx, bool scale_grad_by_freq) {
   static const auto op =
-      typed_operator<Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool, bool)>(
+      typed_operator<Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool)>(
           "smp::tp_embedding");
   if (alone()) return at::embedding(weight, indices, padding_idx, scale_grad_by_freq, false);
-  return op.call(weight, indices, num_embeddings, padding_idx, scale_grad_by_freq, false);
+  return op.call(weight, indices, num_embeddings, padding_idx, scale_grad_by_freq);
 }
 
 Tensor divided_cross_entropy(const Tensor& logits, const Tensor& target,

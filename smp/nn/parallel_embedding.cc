@@ -1,13 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/parallel_embedding.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_renorm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <torch/nn/init.h>
+
+#include <cmath>
+#include <memory>
 
 #include "core/check.h"
 #include "nn/initialization.h"
 #include "nn/tensor_group.h"
+#include "smp/leaf.h"
 #include "smp/nn/operators.h"
 
 namespace smp::nn {
@@ -39,6 +46,52 @@ void print_sizes(std::ostream& stream, const char* module, int64_t num_embedding
   if (padding_idx) stream << ", padding_idx=" << *padding_idx;
   stream << ", ranks=" << ranks << ")";
 }
+
+/// What uses the weight of a `DistributedEmbedding`.
+struct RowUser : torch::nn::Module {
+  RowUser(const at::Tensor& weight_, const DistributedEmbeddingOptions& options_)
+      : weight(register_parameter("weight", weight_, weight_.requires_grad())), options(options_) {}
+
+  at::Tensor weight;
+  DistributedEmbeddingOptions options;
+};
+
+/// What this rank's part of each row that is looked up adds to the power of its norm.
+struct RowPowers final : RowUser {
+  using RowUser::RowUser;
+  at::Tensor forward(const at::Tensor& indices) {
+    const at::NoGradGuard no_grad;
+    return at::embedding(weight, indices).abs().pow(options.norm_type()).sum(-1);
+  }
+};
+
+/// Scales the rows that are looked up and too long, as `torch::nn::Embedding` does.
+struct ShortenedRows final : RowUser {
+  using RowUser::RowUser;
+
+  /// `powers` of the norms of whole rows; undefined if this rank has them whole.
+  at::Tensor forward(const at::Tensor& indices, const at::Tensor& powers) {
+    {
+      const at::NoGradGuard no_grad;
+      if (powers.defined()) {
+        scale(indices.flatten().to(at::kLong),
+              powers.flatten().to(at::kDouble).pow(1 / options.norm_type()));
+      } else {
+        at::embedding_renorm_(weight, indices, *options.max_norm(), options.norm_type());
+      }
+    }
+    return at::embedding(weight, indices, options.padding_idx().value_or(-1),
+                         options.scale_grad_by_freq());
+  }
+
+  /// A row that is there several times is written with the same values.
+  void scale(const at::Tensor& indices, const at::Tensor& norms) {
+    const double max_norm = *options.max_norm();
+    const at::Tensor factors = at::where(norms > max_norm, max_norm / (norms + 1e-7), 1.0);
+    const at::Tensor rows = weight.index_select(0, indices);
+    weight.index_copy_(0, indices, rows * factors.to(rows.scalar_type()).unsqueeze(-1));
+  }
+};
 
 }  // namespace
 
@@ -89,13 +142,10 @@ std::map<std::string, ParameterSplit> DistributedEmbeddingImpl::split_parameters
 void DistributedEmbeddingImpl::reset() {
   ranks_ = tensor_group()->size();
   check_divides("DistributedEmbedding", "embedding_dim", options.embedding_dim(), ranks_);
-  SMP_CHECK_WITH(UsageError, !options.max_norm(),
-                 "DistributedEmbedding: max_norm is not supported: it would write the weight in "
-                 "the forward pass, and each rank has a part of every embedding only. Leave it "
-                 "out, and renormalise the weight after optimizer.step()");
-  SMP_CHECK_WITH(UsageError, !options.sparse(),
-                 "DistributedEmbedding: sparse gradients are not supported, since gradients are "
-                 "reduced as dense tensors. Use sparse(false)");
+  const double norm_type = options.norm_type();
+  SMP_CHECK_WITH(UsageError,
+                 !options.max_norm() || (std::isfinite(norm_type) && norm_type > 0),
+                 "DistributedEmbedding: norm_type must be finite and above 0, got ", norm_type);
   options.padding_idx(
       checked_padding("DistributedEmbedding", options.padding_idx(), options.num_embeddings()));
   weight = register_parameter(
@@ -123,9 +173,22 @@ void DistributedEmbeddingImpl::pretty_print(std::ostream& stream) const {
 }
 
 at::Tensor DistributedEmbeddingImpl::forward(const at::Tensor& indices) {
-  return gather_from_group(at::embedding(weight, indices, options.padding_idx().value_or(-1),
-                                         options.scale_grad_by_freq()),
-                           -1);
+  const at::Tensor rows = options.max_norm()
+                              ? shortened(indices)
+                              : at::embedding(weight, indices, options.padding_idx().value_or(-1),
+                                              options.scale_grad_by_freq());
+  return gather_from_group(rows, -1);
+}
+
+/// The rows, after those that are too long were scaled. Only a leaf may write a parameter, and none
+/// communicates: so one computes what this rank adds to the norms, and another uses the sums.
+at::Tensor DistributedEmbeddingImpl::shortened(const at::Tensor& indices) {
+  at::Tensor powers;
+  if (group_size() > 1) {
+    powers = reduce_from_group(leaf(std::make_shared<RowPowers>(weight, options))(indices));
+  }
+  const auto rows = std::make_shared<ShortenedRows>(weight, options);
+  return leaf(rows, LeafWrites::kParametersByBatch)(indices, powers);
 }
 
 }  // namespace smp::nn

@@ -66,11 +66,13 @@ struct DistributedEmbeddingOptions {
   TORCH_ARG(int64_t, num_embeddings);
   TORCH_ARG(int64_t, embedding_dim);
   TORCH_ARG(std::optional<int64_t>, padding_idx) = std::nullopt;
-  /// Refused: it would write the weight in the forward pass, by norms that take communication.
+  /// Rows that are looked up and have a larger norm are scaled to this one first, in the weight:
+  /// for one replica, since another would scale others.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
+  /// Which norm: finite and above 0.
   TORCH_ARG(double, norm_type) = 2;
   TORCH_ARG(bool, scale_grad_by_freq) = false;
-  /// Refused: gradients are reduced as dense tensors.
+  /// Gradients are dense all the same, as those of every embedding in a step.
   TORCH_ARG(bool, sparse) = false;
   /// Standard deviation of the normal distribution that the weight is drawn from.
   TORCH_ARG(double, initializer_range) = 0.02;
@@ -81,7 +83,7 @@ struct DistributedEmbeddingOptions {
 /// Takes the place of a `torch::nn::Embedding`: the channels of each embedding are divided among
 /// the ranks of the tensor-parallel group, and the output is gathered. Rank r has columns of
 /// `weight` [num_embeddings, embedding_dim / ranks]. Throws `UsageError` if embedding_dim is no
-/// multiple of the ranks, for `max_norm` and for `sparse`.
+/// multiple of the ranks, and for another `norm_type`.
 class SMP_API DistributedEmbeddingImpl : public torch::nn::Cloneable<DistributedEmbeddingImpl>,
                                          public SplitModule {
  public:
@@ -99,6 +101,8 @@ class SMP_API DistributedEmbeddingImpl : public torch::nn::Cloneable<Distributed
   at::Tensor weight;
 
  private:
+  at::Tensor shortened(const at::Tensor& indices);
+
   int ranks_ = 1;
 };
 TORCH_MODULE(DistributedEmbedding);

@@ -369,13 +369,10 @@ TEST(Modules, SayWhatCannotBeDivided) {
                  VocabParallelEmbedding(VocabParallelEmbeddingOptions(8, 4).padding_idx(8));
                }),
                {"VocabParallelEmbedding: padding_idx 8 is none of the 8 embeddings"});
-    expect_has(error_of<UsageError>(
-                   [] { DistributedEmbedding(DistributedEmbeddingOptions(8, 4).max_norm(1)); }),
-               {"DistributedEmbedding: max_norm is not supported",
-                "renormalise the weight after optimizer.step()"});
-    expect_has(error_of<UsageError>(
-                   [] { DistributedEmbedding(DistributedEmbeddingOptions(8, 4).sparse(true)); }),
-               {"DistributedEmbedding: sparse gradients are not supported", "Use sparse(false)"});
+    expect_has(error_of<UsageError>([] {
+                 DistributedEmbedding(DistributedEmbeddingOptions(8, 4).max_norm(1).norm_type(0));
+               }),
+               {"DistributedEmbedding: norm_type must be finite and above 0, got 0"});
   });
 }
 

@@ -211,14 +211,14 @@ TEST(CrossEntropy, SaysWhatItCannotDo) {
 // ---------------------------------------------------------------------------------------------
 // Embedding
 
-using OfEmbedding = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool, bool);
+using OfEmbedding = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool);
 
 Tensor operator_rows(const Tensor& weight, const Tensor& indices, int64_t rows, int64_t padding,
-                     bool scale, bool sparse = false) {
+                     bool scale) {
   return c10::Dispatcher::singleton()
       .findSchemaOrThrow("smp::tp_embedding", "")
       .typed<OfEmbedding>()
-      .call(weight, indices, rows, padding, scale, sparse);
+      .call(weight, indices, rows, padding, scale);
 }
 
 TEST(Embedding, OfAVocabularyInPartsIsThatOfTorch) {
@@ -249,10 +249,6 @@ TEST(Embedding, OfAVocabularyInPartsIsThatOfTorch) {
 TEST(Embedding, SaysWhatItCannotDo) {
   on_ranks(2, [](int) {
     const auto weight = torch::randn({6, 2});
-    expect_has(error_of<UsageError>([&] {
-                 operator_rows(weight, torch::tensor({1}), 12, -1, false, /*sparse=*/true);
-               }),
-               {"smp::tp_embedding: sparse gradients are not supported", "Use sparse=false"});
     expect_has(
         error_of<UsageError>([&] { operator_rows(weight, torch::tensor({1}), 11, -1, false); }),
         {"[6, 2] on each of 2 ranks is not a vocabulary of 11",

@@ -129,9 +129,11 @@ TEST(LeafParameters, AreRefusedWhereAWriteWouldBeLost) {
               "aten::sum reads it",
               "Let leaves only read it"});
   expect_has(text(Config().bf16(true), false),
-             {"writes parameter \"clamped.fc.weight\", which has a master weight of float32"});
+             {"writes parameter \"clamped.fc.weight\", which has a master weight of float32. Train "
+              "in float32, or call a module that only reads its parameters"});
   expect_has(text(Config().ddp(true).sharded_data_parallel_degree(2), false, 2),
-             {"writes parameter \"clamped.fc.weight\", which replicas divide"});
+             {"writes parameter \"clamped.fc.weight\", which replicas divide. Set "
+              "\"sharded_data_parallel_degree\" to 1"});
 }
 
 }  // namespace
