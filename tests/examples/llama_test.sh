@@ -51,5 +51,8 @@ sys.exit(not ({"0F", "1F", "1B"} <= names and not {"0B", "0I", "0W"} & names))
 PYTHON
 short merged "$llama" --from down
 [ -s down/model.safetensors ] || fail "nothing was written"
+# The same first batch as before: what was learnt is in the weights that were written.
+run again "$finetune" --names "$names" --from down --to again --steps 1
+holds "the merged model counts down" "$(loss again 1) < 0.7 * $(loss down 1)"
 
 exit "$((failures > 0))"

@@ -252,10 +252,12 @@ std::map<std::tuple<int, int, std::string>, std::pair<double, double>> read_trac
   return result;
 }
 
-TEST(OverlapTimeline, TheFirstReductionBeginsBeforeTheLastBackwardEnds) {
+class OverlapTimeline : public ::testing::TestWithParam<Case> {};
+
+TEST_P(OverlapTimeline, TheFirstReductionBeginsBeforeTheLastBackwardEnds) {
   const auto path = std::filesystem::temp_directory_path() / "smp_overlap.json";
   std::filesystem::remove(path);
-  Trained run{replicas_config()};
+  Trained run = GetParam().run;
   run.config.timeline(path.string());
   const Result result = train(run);
   EXPECT_EQ(result.problems, (std::vector<std::string>{"", ""}));
@@ -266,6 +268,13 @@ TEST(OverlapTimeline, TheFirstReductionBeginsBeforeTheLastBackwardEnds) {
         << "replica " << std::get<0>(key) << ", " << std::get<2>(key);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Cases, OverlapTimeline,
+                         ::testing::Values(Case{"whole", {replicas_config()}},
+                                           Case{"shards", {replicas_config().gradient_shards(4)}},
+                                           Case{"sharded_state",
+                                                {replicas_config().shard_optimizer_state(true)}}),
+                         [](const auto& info) { return info.param.name; });
 
 /// 2 MiB of weights, in buckets of two.
 constexpr int kReplicas = 4, kWeights = 32;
