@@ -297,6 +297,40 @@ TEST_F(StepTest, InputsOfTheFirstRank) {
   }
 }
 
+/// Trained on dummies everywhere else, the weights are those of ranks that all have the batches.
+TEST_F(StepTest, TrainsOnInputsOfTheFirstRank) {
+  const auto train = [&](const Config& config, int ranks, bool dummies) {
+    Named weights;
+    std::mutex mutex;
+    run_as_threads(ranks, config, [&] {
+      Mlp net(4);
+      copy_values(*prototype_, *net);
+      DistributedModel<Mlp> model(net);
+      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+      auto run_step = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = (model(x) - y).square().mean();
+        model->backward(loss);
+        return loss;
+      });
+      const bool has_batches = pp_rank() == 0 || !dummies;
+      for (int i = 0; i < 3; ++i) {
+        const auto x = x_ * (1 + i), y = x_.sin();
+        optimizer.zero_grad();
+        has_batches ? run_step(x, y) : run_step(torch::zeros_like(x), torch::zeros_like(y));
+        optimizer.step();
+      }
+      const auto state = to_map(model->state_dict());
+      const std::lock_guard lock(mutex);
+      weights = state;
+    });
+    return weights;
+  };
+  for (const int ranks : {2, 3}) {
+    expect_equal(train(stages(ranks).input_source("first"), ranks, /*dummies=*/true),
+                 train(stages(ranks), ranks, /*dummies=*/false), "weight");
+  }
+}
+
 TEST_F(StepTest, InputsOfTheFirstRankHaveTheShapesOfTheOthers) {
   const auto text = error_of_run<UsageError>(2, stages(2).input_source("first"), [&] {
     DistributedModel<Mlp> model(Mlp(4));

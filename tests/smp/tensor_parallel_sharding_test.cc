@@ -115,11 +115,12 @@ TEST(TensorParallelSharding, IsTheSameHoweverItRuns) {
 
 /// LAMB and NovoGrad take norms of wholes: of parts of parameters, pieces of parameters and pieces
 /// of parts.
-TEST(TensorParallelSharding, TakesNormsOfWholes) {
-  const TensorLayout layout{2, 1, 2};
+template <class Net>
+void check_norms(const TensorLayout& layout, const std::vector<Change>& changes) {
+  SCOPED_TRACE(c10::str(layout));
   const auto run = [&](const MakeOptimizer& make, const Change& change) {
-    return run_on_ranks<PlainModel>(
-        layout, [](PlainModel& net) { mark(net); }, change, make);
+    return run_on_ranks<Net>(
+        layout, [](Net& net) { mark(net); }, change, make);
   };
   for (const MakeOptimizer& make :
        {optimizer_with<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.3)),
@@ -127,10 +128,14 @@ TEST(TensorParallelSharding, TakesNormsOfWholes) {
         optimizer_with<optim::NovoGrad>(optim::NovoGradOptions(0.02).norm_type(0))}) {
     const auto parts = run(make, [](Config config) { return config; });
     expect_close(parts, run_plain<PlainModel>([](PlainModel&) {}, make), 1e-11);
-    for (const Change& change : {kStates, kParameters}) {
-      expect_same_results(run(make, change), parts);
-    }
+    for (const Change& change : changes) expect_same_results(run(make, change), parts);
   }
+}
+
+TEST(TensorParallelSharding, TakesNormsOfWholes) {
+  check_norms<PlainModel>({2, 1, 2}, {kStates, kParameters});
+  check_norms<DividedModel>({2, 1, 2}, {kStates, kParameters});
+  check_norms<PlainModel>({2, 2, 2}, {kStates});
 }
 
 /// With `spread` the ranks of a group are no neighbours.
