@@ -5,8 +5,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/alignment.h>
 
-#include <cstdint>
 #include <cstdlib>
+#include <memory>
 
 #include "core/env.h"
 
@@ -38,9 +38,9 @@ class MallocAllocator final : public c10::Allocator {
     void* const block = bytes + kMore > bytes ? std::malloc(bytes + kMore) : nullptr;
     // It says in its own words what is missing.
     if (block == nullptr) return c10::GetDefaultCPUAllocator()->allocate(bytes);
-    const auto begin = reinterpret_cast<uintptr_t>(block) + sizeof(void*);
-    void* const data = static_cast<char*>(block) + sizeof(void*) +
-                       (c10::gAlignment - begin % c10::gAlignment) % c10::gAlignment;
+    void* data = static_cast<void**>(block) + 1;
+    size_t space = bytes + c10::gAlignment;
+    std::align(c10::gAlignment, bytes, data, space);
     block_of(data) = block;
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &release, c10::Device(c10::kCPU)};

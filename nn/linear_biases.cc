@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nn/linear_biases.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
@@ -10,7 +11,9 @@
 
 namespace smp::nn {
 
-at::Tensor alibi_slopes(int64_t heads, int64_t bias_max, const at::TensorOptions& options) {
+at::Tensor alibi_slopes(int64_t heads, int64_t bias_max, const at::Tensor& like) {
+  const at::TensorOptions options =
+      like.options().dtype(at::toOpMathType(like.scalar_type())).requires_grad(false);
   int64_t power = 1;
   while (power < heads) power *= 2;
   std::vector<double> of_power;
@@ -26,7 +29,7 @@ at::Tensor alibi_slopes(int64_t heads, int64_t bias_max, const at::TensorOptions
 }
 
 at::Tensor linear_biases(const at::Tensor& slopes, int64_t queries, int64_t keys) {
-  const at::TensorOptions options = slopes.options().requires_grad(false);
+  const at::TensorOptions options = slopes.options();
   const at::Tensor distance =
       (at::arange(keys, options) - at::arange(queries, options).unsqueeze(1)).abs();
   return distance.neg() * slopes.view({1, -1, 1, 1});

@@ -9,8 +9,9 @@ namespace smp::nn {
 
 /// The slopes of attention with linear biases (arXiv 2108.12409) [heads], which end at
 /// 2 ^ -bias_max: as the paper defines them for a power of two; between them, every other one of
-/// the next power.
-at::Tensor alibi_slopes(int64_t heads, int64_t bias_max, const at::TensorOptions& options);
+/// the next power. In the type of `like`, but float32 for half precision, which does not hold all
+/// positions (bfloat16 none between 256 and 258).
+at::Tensor alibi_slopes(int64_t heads, int64_t bias_max, const at::Tensor& like);
 
 /// What is added to scores [N, heads, queries, keys]: for each head its slope times the distance
 /// of query and key, negated [1, heads, queries, keys].

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // smp::tp_linear_biases.
 
-#include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include "core/check.h"
@@ -15,10 +14,7 @@ using at::Tensor;
 
 /// Biases in the type of scores [N, heads of the rank or all of them, queries, keys].
 Tensor biases_of_scores(const Tensor& scores, int64_t heads, int64_t bias_max) {
-  // Half precision does not hold all positions: bfloat16 none between 256 and 258.
-  const auto options =
-      scores.options().dtype(at::toOpMathType(scores.scalar_type())).requires_grad(false);
-  Tensor slopes = alibi_slopes(heads, bias_max, options);
+  Tensor slopes = alibi_slopes(heads, bias_max, scores);
   const int64_t own = scores.size(1);
   if (own != heads) {
     const auto group = tensor_group();

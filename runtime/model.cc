@@ -15,14 +15,15 @@
 #include "dp/gradient_buckets.h"
 #include "dp/local_gradients.h"
 #include "dp/parameter_slices.h"
-#include "graph/content.h"
 #include "graph/tracer.h"
+#include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/save/loading.h"
+#include "runtime/step/agreement.h"
 #include "runtime/step/replica_join.h"
 #include "runtime/update/loss_scaler.h"
 #include "runtime/update/optimizer_pieces.h"
@@ -401,18 +402,14 @@ std::optional<uint64_t> Model::begin_shared_call(const std::vector<at::Tensor>& 
 }
 
 void Model::check_same_inputs(const std::vector<at::Tensor>& inputs) const {
-  uint64_t hash = 0;
-  for (const at::Tensor& input : inputs) {
-    if (input.defined()) hash = graph::hash_content(input, hash);
-  }
-  const auto all = comm::all_gather_bytes(*runtime_->group(CommGroup::kTp), std::to_string(hash));
-  for (size_t r = 1; r < all.size(); ++r) {
-    SMP_CHECK_WITH(UsageError, all[r] == all[0],
-                   "a DistributedModel was called outside a step function with other tensors on tp "
-                   "rank ", r, " than on tp rank 0. Its layers are divided among the ranks of a "
-                   "tensor-parallel group, which work on one batch together: give all of them the "
-                   "same");
-  }
+  const auto all =
+      comm::all_gather_bytes(*runtime_->group(CommGroup::kTp), std::to_string(hash_inputs(inputs)));
+  const size_t other = first_other(all);
+  SMP_CHECK_WITH(UsageError, other == 0,
+                 "a DistributedModel was called outside a step function with other tensors on tp "
+                 "rank ", other, " than on tp rank 0. Its layers are divided among the ranks of a "
+                 "tensor-parallel group, which work on one batch together: give all of them the "
+                 "same");
 }
 
 bool Model::is_distributed_parameter(const at::Tensor& parameter) const {

@@ -125,6 +125,8 @@ Treatment Call::all_shared() const {
   return treatment;
 }
 
+bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
 bool is_product(const std::string& base_name) {
   static const std::set<std::string> names = {"aten::addmm",
                                               "aten::baddbmm",

@@ -175,6 +175,9 @@ class Call {
   std::vector<int> first_position_;  // by argument of the schema
 };
 
+/// True for float16 and bfloat16.
+bool is_half(at::ScalarType type);
+
 /// True for a product of matrices, a convolution or attention ("aten::linear").
 bool is_product(const std::string& base_name);
 

@@ -37,9 +37,7 @@ ValueId Emitter::rounded(ValueId value, at::ScalarType type) {
 ValueId Emitter::widened(ValueId value) {
   const auto wide = wide_.find(value);
   if (wide != wide_.end()) return wide->second;
-  const auto type = meta(value).dtype;
-  const bool is_half = type == at::kHalf || type == at::kBFloat16;
-  return is_half ? converted(value, at::kFloat) : value;
+  return is_half(meta(value).dtype) ? converted(value, at::kFloat) : value;
 }
 
 }  // namespace smp::nn::rewrite

@@ -15,8 +15,6 @@ using graph::Graph;
 using graph::Operator;
 using graph::ValueId;
 
-bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
-
 class ResidualSums {
  public:
   explicit ResidualSums(const Graph& graph) : graph_(graph), written_(graph.alias_sets) {

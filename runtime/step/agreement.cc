@@ -15,13 +15,16 @@
 #include "runtime/first_difference.h"
 
 namespace smp::runtime {
-namespace {
 
 uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
   uint64_t hash = 0;
-  for (const at::Tensor& tensor : tensors) hash = graph::hash_content(tensor, hash);
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) hash = graph::hash_content(tensor, hash);
+  }
   return hash;
 }
+
+namespace {
 
 /// A graph as lines that errors can quote; each operator with its number and module.
 std::string describe_graph(const graph::Graph& graph) {

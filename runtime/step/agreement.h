@@ -13,6 +13,9 @@
 
 namespace smp::runtime {
 
+/// Of the contents of all that are defined.
+uint64_t hash_inputs(const std::vector<at::Tensor>& tensors);
+
 /// Of a graph as it was captured. Hashing a graph prints it, which is too slow for every step.
 struct StepFingerprints {
   explicit StepFingerprints(const graph::Graph& graph);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/transformer_parts.h"
 
-#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/layer_norm.h>
@@ -85,10 +84,7 @@ at::Tensor hidden_dropout(const at::Tensor& x, double p, bool train, bool sliced
 }
 
 at::Tensor score_biases(const at::Tensor& query, int64_t keys, int64_t heads, int64_t bias_max) {
-  // Half precision does not hold all positions: bfloat16 none between 256 and 258.
-  const auto options =
-      query.options().dtype(at::toOpMathType(query.scalar_type())).requires_grad(false);
-  const at::Tensor slopes = scatter_to_group(alibi_slopes(heads, bias_max, options), 0);
+  const at::Tensor slopes = scatter_to_group(alibi_slopes(heads, bias_max, query), 0);
   return linear_biases(slopes, query.size(2), keys).to(query.scalar_type());
 }
 
