@@ -90,22 +90,11 @@ void check_removable(const std::string& path, const std::string& folder, bool un
                  ". Choose another path, or remove it first.");
 }
 
-/// The index goes last, so that one that is half removed is known by the next save.
-void remove_checkpoint(const fs::path& folder) {
-  if (!fs::exists(folder)) return;
-  std::vector<fs::path> files;
-  for (const auto& entry : fs::directory_iterator(folder)) files.push_back(entry.path());
-  for (const fs::path& file : files) {
-    if (file.filename() != kIndexFile) fs::remove_all(file);
-  }
-  fs::remove_all(folder);
-}
-
 /// What a checkpoint that was written over had, and this one has not.
-void remove_others(const fs::path& folder, const Index& index) {
+void remove_others(const fs::path& folder, const std::set<std::string>& files) {
   std::vector<fs::path> others;
   for (const auto& entry : fs::directory_iterator(folder)) {
-    if (index.files.count(entry.path().filename()) == 0) others.push_back(entry.path());
+    if (files.count(entry.path().filename()) == 0) others.push_back(entry.path());
   }
   for (const fs::path& other : others) fs::remove(other);
 }
@@ -164,6 +153,16 @@ void MergedShard::append(const at::Tensor& tensor) {
 std::string MergedShard::finish() {
   part_.files[kMergedFile] = file_.commit();
   return part_.to_text();
+}
+
+void remove_checkpoint(const std::string& folder) {
+  if (!fs::exists(folder)) return;
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(folder)) files.push_back(entry.path());
+  for (const fs::path& file : files) {
+    if (file.filename() != kIndexFile) fs::remove_all(file);
+  }
+  fs::remove_all(folder);
 }
 
 std::string temporary_folder(const std::string& path) { return without_slash(path) + ".tmp"; }
@@ -233,15 +232,32 @@ void Writer::abandon() const noexcept {
   unlock();
 }
 
-void Writer::commit(const std::vector<std::string>& parts, const RunState& run) const {
-  const std::string folder = temporary_folder(path_);
+Index Writer::index_of(const std::vector<std::string>& parts, const RunState& run) const {
   Index index;
   for (size_t i = 0; i < parts.size(); ++i) {
     index.merge(Index::from_text(parts[i], c10::str("part ", i, " of checkpoint ", path_)));
   }
   index.run = run;
-  on_disk(cannot_save(path_), [&] { remove_others(folder, index); });
-  write_file(folder + "/" + kIndexFile, index.to_text());
+  return index;
+}
+
+void Writer::commit(const std::vector<std::string>& parts, const RunState& run) const {
+  const Index index = index_of(parts, run);
+  std::set<std::string> files;
+  for (const auto& [name, size] : index.files) files.insert(name);
+  install(index.to_text(), files, /*keeps_replaced=*/medium_ == Medium::kMemory);
+}
+
+void Writer::commit_one_of_several(const std::string& index,
+                                   const std::set<std::string>& files) const {
+  install(index, files, /*keeps_replaced=*/true);
+}
+
+void Writer::install(const std::string& index, const std::set<std::string>& files,
+                     bool keeps_replaced) const {
+  const std::string folder = temporary_folder(path_);
+  on_disk(cannot_save(path_), [&] { remove_others(folder, files); });
+  write_file(folder + "/" + kIndexFile, index);
   sync_folder(folder);
 
   const std::string replaced = replaced_folder(path_);
@@ -253,7 +269,7 @@ void Writer::commit(const std::vector<std::string>& parts, const RunState& run) 
     fs::rename(folder, path_);
   });
   sync_folder(parent_folder(path_));
-  if (medium_ == Medium::kDisk) on_disk(cannot_save(path_), [&] { remove_checkpoint(replaced); });
+  if (!keeps_replaced) on_disk(cannot_save(path_), [&] { remove_checkpoint(replaced); });
   unlock();
 }
 

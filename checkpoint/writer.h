@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -75,8 +76,17 @@ class Writer {
   /// Phase 3, on one rank: merges the parts, writes the index last and moves the folder into
   /// place. Throws CheckpointError, and then the previous checkpoint can still be loaded.
   void commit(const std::vector<std::string>& parts, const RunState& run) const;
+  /// The same of a checkpoint that lies in several folders, on a rank of each: this one has only
+  /// `files` of those in `index`, the text that `index_of` returned on one rank. The checkpoint
+  /// before stays, since other folders may not come so far.
+  void commit_one_of_several(const std::string& index, const std::set<std::string>& files) const;
+
+  /// The parts as one.
+  Index index_of(const std::vector<std::string>& parts, const RunState& run) const;
 
  private:
+  void install(const std::string& index, const std::set<std::string>& files,
+               bool keeps_replaced) const;
   void unlock() const noexcept;
 
   std::string path_;
@@ -110,6 +120,10 @@ class MergedShard {
 
 /// The file that a writer of the checkpoint `path` locks.
 std::string lock_of_writer(const std::string& path);
+
+/// Removes a checkpoint, its index last: one that is half removed can be told from other folders.
+/// Does nothing where there is none. Throws std::filesystem::filesystem_error.
+void remove_checkpoint(const std::string& folder);
 
 /// Where `Writer` assembles a checkpoint that will be called `path`.
 std::string temporary_folder(const std::string& path);

@@ -60,10 +60,7 @@ std::optional<Restart> restart_by_agent() {
 
 }  // namespace
 
-std::optional<std::string> kept_copy_path() {
-  const auto directory = env(kRecoveryDirVariable);
-  return directory ? std::optional(*directory + "/copy") : std::nullopt;
-}
+std::string kept_copy_path(const std::string& folder) { return folder + "/copy"; }
 
 void note_steps(int64_t steps) noexcept { note(kSteps, 0, fixed_width(steps)); }
 
@@ -107,16 +104,19 @@ std::string Restart::to_text() const {
   return json.dump();
 }
 
-std::optional<Restart> this_restart() {
-  const auto text = env(kRestartVariable);
-  if (!text) return restart_by_agent();
-  const auto json = nlohmann::json::parse(*text);
+Restart Restart::from_text(const std::string& text) {
+  const auto json = nlohmann::json::parse(text);
   JobProgress before{json.at("steps").get<int64_t>(), {}, {}};
   for (const auto& item : json.at("checkpoints")) {
     before.checkpoints.push_back(checkpoint_of(item));
   }
   if (json.contains("kept_steps")) before.kept_steps = json.at("kept_steps").get<int64_t>();
   return Restart{json.at("number").get<int>(), std::move(before)};
+}
+
+std::optional<Restart> this_restart() {
+  const auto text = env(kRestartVariable);
+  return text ? std::optional(Restart::from_text(*text)) : restart_by_agent();
 }
 
 }  // namespace smp::core

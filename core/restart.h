@@ -17,8 +17,8 @@ constexpr const char* kRestartVariable = "SMP_RESTART";
 /// another launcher starts ranks again, its user sets it.
 constexpr const char* kRecoveryDirVariable = "SMP_RECOVERY_DIR";
 
-/// The checkpoint in that folder, see `smp::keep_copy`; nothing without the variable.
-std::optional<std::string> kept_copy_path();
+/// The checkpoint in such a folder, see `smp::keep_copy`.
+std::string kept_copy_path(const std::string& folder);
 
 /// A checkpoint that is complete and has the optimizer.
 struct SavedCheckpoint {
@@ -31,7 +31,8 @@ struct SavedCheckpoint {
 };
 
 /// How far a job has come, as world rank 0 notes it for the launcher: in `SMP_FAILURE_DIR`, else in
-/// `SMP_RECOVERY_DIR`. A process that is killed has noted everything before.
+/// `SMP_RECOVERY_DIR`. Where several folders of that name keep copies, a rank for each does. A
+/// process that is killed has noted everything before.
 struct JobProgress {
   /// Steps of training done, those before a checkpoint that the job went on from among them.
   int64_t steps = 0;
@@ -66,6 +67,7 @@ struct Restart {
   JobProgress before;  ///< of the starts before this one
 
   std::string to_text() const;
+  static Restart from_text(const std::string& text);
 };
 
 /// That of this process, by `smprun`, or by torchrun's agent, which counts its restarts, with what

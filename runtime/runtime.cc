@@ -92,7 +92,9 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   world_->set_timeout(timeout);
   status_ = make_status(*world_, hosts, config_.stall_seconds());
   check_same_configuration();
-  check_recovery_folder(config_, *world_, hosts);
+  restart = agree_on_restart(*world_);
+  copy_holders = find_copy_holders(config_, *world_);
+  note_what_was_before(*this);
   if (rank() == 0) {
     core::note_configuration(config_.to_json());
     for (const std::string& line : config_.overridden()) core::log_info(line);
@@ -106,6 +108,11 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   replica_join = std::make_shared<ReplicaJoin>(*this);
   nn::set_tensor_group([] { return get().tensor_group(); });
   nn::set_default_optimize([] { return get().config().optimize(); });
+}
+
+bool Runtime::notes_progress() const {
+  const bool is_first = copy_holders != nullptr && copy_holders->is_first();
+  return rank() == 0 || (is_first && !core::env(core::kFailureDirVariable));
 }
 
 void Runtime::make_groups(std::chrono::milliseconds timeout) {

@@ -30,6 +30,7 @@ class ProcessGroup;
 namespace smp::runtime {
 
 class CheckpointContext;
+class CopyHolders;
 class LentWholes;
 class Model;
 class ReplicaJoin;
@@ -92,8 +93,14 @@ class Runtime {
   const ParameterTable& table() const { return table_; }
   ParameterTable& table() { return table_; }
 
-  /// What this start of the job is told of those before; nothing at the first.
-  const std::optional<core::Restart> restart = core::this_restart();
+  /// Who keeps copies; null: `"recovery"` is off.
+  std::shared_ptr<const CopyHolders> copy_holders;
+  /// Whether this rank notes how far the job has come: rank 0, and where the notes lie with the
+  /// copies, a rank of each holder.
+  bool notes_progress() const;
+  /// What this start of the job is told of those before; nothing at the first. The same on all
+  /// ranks.
+  std::optional<core::Restart> restart;
 
   Progress progress;
   FirstStep first_step;

@@ -31,6 +31,12 @@ using runtime::Runtime;
 
 int64_t steps_done() { return Runtime::get().progress.training_steps; }
 
+/// What notes a checkpoint, on the ranks that note.
+std::function<void()> noting(const core::SavedCheckpoint& saved) {
+  if (!Runtime::get().notes_progress()) return nullptr;
+  return [saved] { core::note_checkpoint(saved); };
+}
+
 SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Optimizer* optimizer,
                     const std::string& user_content, bool asynchronous) {
   runtime::SaveRequest request;
@@ -40,10 +46,7 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
   request.lock = checkpoint::lock_of_writer(path);
   request.asynchronous = asynchronous;
   request.user_content = user_content;
-  if (optimizer != nullptr)
-    request.when_saved = [saved = core::SavedCheckpoint{path, steps_done()}](double /*seconds*/) {
-      core::note_checkpoint(saved);
-    };
+  if (optimizer != nullptr) request.note = noting({path, steps_done()});
   return SaveHandle(runtime::save(request, model.impl(), optimizer));
 }
 
@@ -64,9 +67,8 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   request.user_content = options.user_content();
   if (kept) request.arguments = c10::str(", ", *kept, " kept");
   if (!options.partial()) optimizer = nullptr;  // a full checkpoint is the model alone
-  request.when_saved = [path, name, kept, options, steps = steps_done(),
-                        is_noted = optimizer != nullptr](double /*seconds*/) {
-    if (is_noted) core::note_checkpoint({path + "/" + name, steps});
+  if (optimizer != nullptr) request.note = noting({request.path, steps_done()});
+  request.when_saved = [path, name, kept, options](double /*seconds*/) {
     checkpoint::update_newest(path, name);
     if (kept && options.partial()) {
       checkpoint::keep_partial(path, static_cast<size_t>(*kept), name);

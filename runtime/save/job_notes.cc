@@ -31,7 +31,7 @@ void tell(const core::Restart& restart, int64_t from) {
 }  // namespace
 
 void note_steps(const Runtime& runtime) {
-  if (runtime.rank() == 0) core::note_steps(runtime.progress.training_steps);
+  if (runtime.notes_progress()) core::note_steps(runtime.progress.training_steps);
 }
 
 void note_training_step(Runtime& runtime) {

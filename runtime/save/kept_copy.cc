@@ -2,56 +2,31 @@
 #include "runtime/save/kept_copy.h"
 
 #include <ATen/ops/scalar_tensor.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <nlohmann/json.hpp>
-#include <optional>
+#include <tuple>
+#include <utility>
 
 #include "checkpoint/file.h"
 #include "checkpoint/save_lock.h"
 #include "core/check.h"
 #include "core/env.h"
+#include "core/failure.h"
+#include "core/log.h"
 #include "core/restart.h"
 #include "runtime/save/background_save.h"
+#include "runtime/save/copy_transfer.h"
 #include "runtime/save/saving.h"
-#include "runtime/save/together.h"
 
 namespace smp::runtime {
 namespace {
 
 bool keeps_copies(const Config& config) { return config.recovery() != "off"; }
 
-/// A file that rank 0 makes for the others to see.
-class Token {
- public:
-  explicit Token(const std::string& folder) : path_(folder + "/seen-XXXXXX") {
-    const int fd = mkstemp(path_.data());
-    if (fd < 0) return;
-    ::close(fd);
-    is_made_ = true;
-  }
-  ~Token() {
-    if (is_made_) ::unlink(path_.c_str());
-  }
-  Token(const Token&) = delete;
-  Token& operator=(const Token&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-  bool is_made_ = false;
-};
-
-/// Whether every rank sees, under this name, the folder that rank 0 does.
-bool is_seen_by_all(const std::string& folder, comm::Communicator& world) {
-  std::optional<Token> token;
-  if (world.rank() == 0) token.emplace(folder);
-  const std::string path = comm::broadcast_bytes(world, token ? token->path() : "", 0);
-  const auto all = comm::all_gather_bytes(world, ::access(path.c_str(), F_OK) == 0 ? "+" : "-");
-  return std::find(all.begin(), all.end(), "-") == all.end();
+/// How much is known of what was done.
+auto known(const core::JobProgress& progress) {
+  const auto& saved = progress.checkpoints;
+  return std::tuple(progress.steps, saved.empty() ? 0 : saved.back().steps, saved.size());
 }
 
 /// Of how many calls one keeps a copy from now on, by what rank 0 has measured of the one before
@@ -72,21 +47,42 @@ int64_t measured_interval(comm::Communicator& world, const CopyPace& pace,
 
 }  // namespace
 
-void check_recovery_folder(const Config& config, comm::Communicator& world,
-                           const std::vector<std::string>& hosts) {
-  if (!keeps_copies(config)) return;
+std::optional<core::Restart> agree_on_restart(comm::Communicator& world) {
+  const auto mine = core::this_restart();
+  std::optional<core::Restart> agreed;
+  for (const std::string& text : comm::all_gather_bytes(world, mine ? mine->to_text() : "")) {
+    if (text.empty()) continue;
+    core::Restart other = core::Restart::from_text(text);
+    if (!agreed) agreed.emplace();
+    agreed->number = std::max(agreed->number, other.number);
+    if (known(other.before) > known(agreed->before)) agreed->before = std::move(other.before);
+  }
+  return agreed;
+}
+
+std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
+                                                     comm::Communicator& world) {
+  if (!keeps_copies(config)) return nullptr;
   const auto folder = core::env(core::kRecoveryDirVariable);
-  SMP_CHECK_WITH(ConfigError, folder.has_value(), "config key \"recovery\": \"", config.recovery(),
-                 "\" needs a launcher that starts the job again, and ", core::kRecoveryDirVariable,
-                 ", the folder for what it goes on from, is not set. Start the program by smprun, or "
-                 "by torchrun with that variable (docs/recovery.md)");
-  const bool one_host = std::all_of(hosts.begin(), hosts.end(),
-                                    [&](const std::string& host) { return host == hosts.front(); });
-  if (one_host || is_seen_by_all(*folder, world)) return;
-  core::fail<ConfigError>(
-      "config key \"recovery\": ranks on other hosts do not see rank 0's folder ", *folder,
-      ". Set ", core::kRecoveryDirVariable,
-      " to an empty folder on a file system that all hosts share");
+  const auto all = comm::all_gather_bytes(world, folder.value_or(""));
+  const auto without = std::find(all.begin(), all.end(), "");
+  SMP_CHECK_WITH(ConfigError, without == all.end(), "config key \"recovery\": \"",
+                 config.recovery(), "\" needs a launcher that starts the job again, and ",
+                 core::kRecoveryDirVariable, ", the folder for what it goes on from, is not set (on rank ",
+                 without - all.begin(), "). Start the program by smprun, or by torchrun with that "
+                 "variable (docs/recovery.md)");
+  return std::make_shared<CopyHolders>(CopyHolders::find(*folder, world));
+}
+
+void note_what_was_before(const Runtime& runtime) {
+  const bool is_kept_by_launcher = core::env(core::kFailureDirVariable).has_value();
+  if (!runtime.restart || !runtime.copy_holders || is_kept_by_launcher) return;
+  if (!runtime.notes_progress()) return;
+  const auto noted = core::read_progress(runtime.copy_holders->folder());
+  for (const core::SavedCheckpoint& saved : runtime.restart->before.checkpoints) {
+    const auto own = noted ? noted->checkpoints : std::vector<core::SavedCheckpoint>();
+    if (std::find(own.begin(), own.end(), saved) == own.end()) core::note_checkpoint(saved);
+  }
 }
 
 void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
@@ -102,16 +98,17 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
   const CopyPace::Seconds took = std::make_shared<std::atomic<double>>(0);
   SaveRequest request;
   request.call = "smp::keep_copy";
-  request.path = *core::kept_copy_path();
+  request.holders = runtime.copy_holders;
+  request.path = runtime.copy_holders->copy();
   request.lock = checkpoint::lock_of_writer(request.path);
   request.asynchronous = true;
-  request.medium = checkpoint::medium_of(*core::env(core::kRecoveryDirVariable));
+  request.medium = runtime.copy_holders->medium();
   request.longest_write = runtime.world()->timeout();
   request.user_content = user_content;
-  request.when_saved = [took, steps = runtime.progress.training_steps](double seconds) {
-    *took = seconds;
-    core::note_kept_copy(steps);
-  };
+  if (runtime.notes_progress()) {
+    request.note = [steps = runtime.progress.training_steps] { core::note_kept_copy(steps); };
+  }
+  request.when_saved = [took](double seconds) { *took = seconds; };
   save(request, model, &optimizer);
   if (interval == 0) {
     pace.interval = measured_interval(*runtime.world(), pace, begin);
@@ -122,17 +119,19 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
 }
 
 std::vector<std::string> checkpoints_before(const Runtime& runtime) {
-  const auto all = together(*runtime.world(), [&]() -> std::string {
-    if (runtime.rank() > 0 || !runtime.restart) return "[]";
-    const core::JobProgress& before = runtime.restart->before;
-    std::vector<std::string> paths;
-    for (const core::SavedCheckpoint& saved : before.checkpoints) paths.push_back(saved.path);
-    if (const auto copy = core::kept_copy_path(); copy && before.kept_steps) {
-      paths.insert(before.copy_is_newest() ? paths.end() : paths.end() - 1, *copy);
-    }
-    return nlohmann::json(paths).dump();
-  });
-  return nlohmann::json::parse(all[0]).get<std::vector<std::string>>();
+  if (!runtime.restart) return {};
+  const auto& saved = runtime.restart->before.checkpoints;
+  std::vector<std::string> paths;
+  for (const core::SavedCheckpoint& checkpoint : saved) paths.push_back(checkpoint.path);
+  const CopyHolders* holders = runtime.copy_holders.get();
+  if (holders == nullptr) return paths;
+  try {
+    const int64_t newest = saved.empty() ? 0 : saved.back().steps;
+    if (collect_copy(*runtime.world(), *holders, newest)) paths.push_back(holders->copy());
+  } catch (const CheckpointError& error) {  // on all ranks
+    if (runtime.rank() == 0) core::log_warning(core::text_without_prefix(error));
+  }
+  return paths;
 }
 
 }  // namespace smp::runtime

@@ -1,28 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "runtime/model.h"
 #include "runtime/runtime.h"
+#include "runtime/save/copy_holders.h"
 #include "runtime/update/optimizer.h"
 
 namespace smp::runtime {
 
-/// Throws a `ConfigError` on all ranks if the configuration wants a copy kept and there is no
-/// folder for it, or ranks on other hosts have another one. Collective over the world; `hosts[r]`
-/// is the host of rank r. Internal.
-void check_recovery_folder(const Config& config, comm::Communicator& world,
-                           const std::vector<std::string>& hosts);
+/// What this start of the job is told of those before, the same on all ranks: by those that know
+/// the most, since a host that is new to the job knows nothing. Collective over the world.
+/// Internal.
+std::optional<core::Restart> agree_on_restart(comm::Communicator& world);
+
+/// Who keeps copies; null if the configuration wants none. Throws a `ConfigError` on all ranks if
+/// there is no folder for them. Collective over the world. Internal.
+std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
+                                                     comm::Communicator& world);
+
+/// Notes again what a rank's notes have lost, as they have with their host. Internal.
+void note_what_was_before(const Runtime& runtime);
 
 /// As `smp::keep_copy`: a checkpoint in the job's folder, completed on a thread of its own.
 /// Internal.
 void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
                const std::string& user_content);
 
-/// What a job that was started again may go on from, the newest last: rank 0's view, on all ranks.
-/// Collective over the world. Internal.
+/// What a job that was started again may go on from, the newest last. A copy that several holders
+/// have together is whole in each of them then. Collective over the world. Internal.
 std::vector<std::string> checkpoints_before(const Runtime& runtime);
 
 }  // namespace smp::runtime

@@ -18,6 +18,7 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/background_save.h"
+#include "runtime/save/copy_holders.h"
 #include "runtime/save/job_notes.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
@@ -117,13 +118,22 @@ class Load {
   }
 
  private:
+  /// Which part of how many of the files this rank checks: all ranks see the same, but of a copy
+  /// each holder its own.
+  std::pair<int, int> my_share() const {
+    const auto& holders = runtime_.copy_holders;
+    if (holders == nullptr || path_ != holders->copy()) {
+      return {runtime_.rank(), runtime_.world()->size()};
+    }
+    return {holders->number(), static_cast<int>(holders->ranks(holders->mine()).size())};
+  }
+
   void check_bytes(bool with_optimizer) const {
     const auto world = runtime_.world();
     const auto section = with_optimizer ? Reader::Section::kAll : Reader::Section::kModel;
     std::string mine;
-    for (const auto& line : reader_->find_damage(section, world->rank(), world->size())) {
-      mine += line + "\n";
-    }
+    const auto [part, parts] = my_share();
+    for (const auto& line : reader_->find_damage(section, part, parts)) mine += line + "\n";
     std::set<std::string> damage;
     for (const std::string& lines : comm::all_gather_bytes(*world, mine)) {
       for (size_t begin = 0; begin < lines.size(); begin = lines.find('\n', begin) + 1) {

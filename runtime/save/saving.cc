@@ -20,6 +20,7 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
+#include "runtime/save/copy_transfer.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/together.h"
 #include "runtime/update/divided_states.h"
@@ -131,24 +132,24 @@ void take_snapshots(checkpoint::Shard& shard) {
   for (auto& [name, tensor] : shard.optimizer_tensors) tensor = snapshot(tensor);
 }
 
-/// What fails in here fails on this rank alone, and others wait for it: all are told.
-template <class Action>
-void alone(comm::Communicator& group, const Action& action) {
-  try {
-    action();
-  } catch (const std::exception& error) {
-    group.abort(core::message_of(error));
-    throw;
-  }
-}
-
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point time) {
   return std::chrono::duration<double>(Clock::now() - time).count();
 }
 
-/// A save that may write: world rank 0 has its lock.
+/// The parts of those that wrote something.
+std::vector<std::string> without_empty(std::vector<std::string> parts) {
+  parts.erase(std::remove(parts.begin(), parts.end(), ""), parts.end());
+  return parts;
+}
+
+/// Whether this rank begins and ends what all write to.
+bool begins_and_ends(const CopyHolders* holders, int rank) {
+  return holders != nullptr ? holders->is_first() : rank == 0;
+}
+
+/// A save that may write: who begins it has its lock.
 struct Begun {
   checkpoint::Writer writer;
   checkpoint::RunState run;
@@ -161,32 +162,57 @@ class Save {
   Save(const SaveRequest& request, Begun begun, comm::CommunicatorPtr group)
       : writer_(std::move(begun.writer)),
         run_(std::move(begun.run)),
+        holders_(request.holders),
         when_saved_(request.when_saved),
+        note_(request.note),
         group_(std::move(group)) {}
 
   const checkpoint::Writer& writer() const { return writer_; }
 
   /// `part` writes this rank's files and returns its part of the index, or nothing.
   void write(const std::function<std::string()>& part) const {
+    const bool is_first = begins_and_ends(holders_.get(), group_->rank());
+    const bool is_spread = holders_ != nullptr && holders_->count() > 1;
     try {
-      auto parts = together(*group_, part);
+      const auto commit = committing(together(*group_, part));
       together(*group_, [&] {
+        if (is_first) commit();
         if (group_->rank() > 0) return "";
-        parts.erase(std::remove(parts.begin(), parts.end(), ""), parts.end());
-        writer_.commit(parts, run_);
+        if (note_ && !is_spread) note_();  // before what was noted earlier may be removed
         if (when_saved_) when_saved_(seconds_since(began_));
         return "";
       });
     } catch (const CheckpointError&) {
-      if (group_->rank() == 0) writer_.abandon();
+      if (is_first) writer_.abandon();
       throw;
     }
+    if (note_ && (is_spread || group_->rank() > 0)) note_();
   }
 
  private:
+  /// What is left to do when all have written `parts`. Where several holders keep it, each gets
+  /// files of another one, and all have the index of rank 0.
+  std::function<void()> committing(const std::vector<std::string>& parts) const {
+    if (holders_ == nullptr || holders_->count() == 1) {
+      return [this, parts] { writer_.commit(without_empty(parts), run_); };
+    }
+    std::string index;
+    together(*group_, [&] {
+      transfer_files(*group_, transfers_to_next(*holders_, parts),
+                     checkpoint::temporary_folder(writer_.path()), writer_.medium());
+      if (group_->rank() == 0) index = writer_.index_of(without_empty(parts), run_).to_text();
+      return "";
+    });
+    index = comm::broadcast_bytes(*group_, index, 0);
+    const auto files = files_of_holder(*holders_, holders_->mine(), parts);
+    return [this, index, files] { writer_.commit_one_of_several(index, files); };
+  }
+
   checkpoint::Writer writer_;
   checkpoint::RunState run_;
+  std::shared_ptr<const CopyHolders> holders_;
   std::function<void(double)> when_saved_;
+  std::function<void()> note_;
   Clock::time_point began_ = Clock::now();
   comm::CommunicatorPtr group_;
 };
@@ -342,15 +368,15 @@ void check_same_call(const std::vector<std::string>& all) {
 /// The first half: what must be settled before anybody writes.
 Begun begin(Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
   const std::string mine =
-      c10::str(request.call, " of ", request.path, request.arguments, ", ", with_optimizer ? 1 : 0,
-               " optimizers", request.asynchronous ? ", asynchronous" : "");
+      c10::str(request.call, request.holders ? "" : " of " + request.path, request.arguments, ", ",
+               with_optimizer ? 1 : 0, " optimizers", request.asynchronous ? ", asynchronous" : "");
   std::optional<Begun> begun;
   const auto all = together(*runtime.world(), [&] {
     begun =
         Begun{checkpoint::Writer(request.path, CheckpointContext::of(runtime).lock(request.lock),
                                  request.medium),
               run_state(runtime, request.user_content)};
-    if (runtime.rank() == 0) begun->writer.begin();
+    if (begins_and_ends(request.holders.get(), runtime.rank())) begun->writer.begin();
     return mine;
   });
   check_same_call(all);

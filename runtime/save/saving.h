@@ -11,6 +11,7 @@
 #include "checkpoint/writer.h"
 #include "runtime/model.h"
 #include "runtime/save/background_save.h"
+#include "runtime/save/copy_holders.h"
 #include "runtime/update/optimizer.h"
 #include "smp/name_map.h"
 
@@ -35,8 +36,12 @@ struct SaveRequest {
   std::chrono::milliseconds longest_write = std::chrono::hours(6);
   std::string user_content;    ///< text of JSON
   std::string arguments = "";  ///< others that all ranks must give alike
-  /// Called on world rank 0 at the end, with the seconds since all ranks had begun.
+  /// Notes for the launcher that it is complete; called on those that have it.
+  std::function<void()> note = nullptr;
+  /// Called on world rank 0 after that, with the seconds since all ranks had begun.
   std::function<void(double)> when_saved = nullptr;
+  /// Who keeps it, if it is a copy; null: it lies where all ranks see it.
+  std::shared_ptr<const CopyHolders> holders = nullptr;
 };
 
 /// Throws `UsageError` between steps whose gradients add up: no checkpoint holds their sums. `call`

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "core/check.h"
+#include "core/failure.h"
 
 namespace smp::runtime {
 namespace {
@@ -59,6 +60,15 @@ std::vector<std::string> together(comm::Communicator& group,
   if (any(outcomes, kFailed)) core::fail<CheckpointError>(describe(outcomes));
   for (Outcome& outcome : outcomes) outcome.erase(0, 1);
   return outcomes;
+}
+
+void alone(comm::Communicator& group, const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    group.abort(core::message_of(error));
+    throw;
+  }
 }
 
 }  // namespace smp::runtime

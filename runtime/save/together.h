@@ -16,4 +16,8 @@ namespace smp::runtime {
 std::vector<std::string> together(comm::Communicator& group,
                                   const std::function<std::string()>& action);
 
+/// Calls `action`, which communicates. What fails in it fails on this rank alone, and others wait
+/// for it, so the group is aborted. Internal.
+void alone(comm::Communicator& group, const std::function<void()>& action);
+
 }  // namespace smp::runtime

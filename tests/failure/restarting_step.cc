@@ -13,6 +13,8 @@
 //   update  it is killed between that step and the optimizer's
 //   save    it is killed at the COUNT-th of its file calls in the save after that step
 //   copy    the same while it keeps a copy
+//   lose    its host forgets its copies before that step, and it is killed
+//   down    the same, and there is a file /dev/shm/down from then on
 //   stop    it stops (SIGSTOP) in that step
 //   end     it is killed when all is done
 //
@@ -27,6 +29,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -35,6 +38,7 @@
 
 #include "core/restart.h"
 #include "runtime/runtime.h"
+#include "runtime/save/copy_holders.h"
 #include "smp/smp.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/smp/models.h"
@@ -70,6 +74,11 @@ Mark mark_of_this_start(int argc, char** argv) {
 [[noreturn]] void die() {
   kill(getpid(), SIGKILL);
   std::abort();
+}
+
+[[noreturn]] void lose_host(const smp::runtime::Runtime& runtime) {
+  std::filesystem::remove_all(runtime.copy_holders->folder());
+  die();
 }
 
 void note_time(const std::string& what) {
@@ -124,6 +133,11 @@ void train(const std::string& folder, const Mark& mark) {
     torch::manual_seed(100 + done);
     const auto batch = TinyGptImpl::batch(4);
     throws = is_due(mark, "throw", done);
+    if (is_due(mark, "lose", done)) lose_host(runtime);
+    if (is_due(mark, "down", done)) {
+      std::ofstream("/dev/shm/down").flush();
+      lose_host(runtime);
+    }
     for (const char* where : {"action", "exit_at", "throw_at", "memory_at", "stop_at"}) {
       if (!is_due(mark, where, done)) continue;
       hook = [where, left = mark.count](const auto&) mutable {
@@ -148,7 +162,7 @@ void train(const std::string& folder, const Mark& mark) {
           .wait();
     }
     if (is_due(mark, "copy", done)) {
-      smp::testing::inject(*smp::core::kept_copy_path(), smp::testing::Fault::kKill, mark.count);
+      smp::testing::inject(runtime.copy_holders->copy(), smp::testing::Fault::kKill, mark.count);
     }
     smp::keep_copy(model, optimizer, content);
     if (smp::rank() == 0) note_time(std::to_string(done));

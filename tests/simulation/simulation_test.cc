@@ -2,7 +2,8 @@
 // Jobs in which a seed decides what goes wrong: ranks die or stop before any of their operations,
 // the disk is full at any of its calls, and everything takes as long as it likes. The job is
 // started again, each time in another layout, as `smprun` does: half of the jobs go on from the
-// copy that they keep in memory, the others from their newest checkpoint. Their weights are those
+// copy that they keep in memory, some of those on several hosts, which may lose what they keep; the
+// others go on from their newest checkpoint. Their weights are those
 // of the undisturbed run, bit for bit, none of its starts hangs, and each that fails says why.
 //
 // Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 24);
@@ -16,7 +17,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <filesystem>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <random>
@@ -27,6 +30,7 @@
 #include "core/restart.h"
 #include "pipeline/generators.h"
 #include "runtime/runtime.h"
+#include "runtime/save/copy_holders.h"
 #include "smp/smp.h"
 #include "tests/chaos/chaos.h"
 #include "tests/checkpoint/file_calls.h"
@@ -138,17 +142,31 @@ const std::vector<std::vector<torch::Tensor>>& batches() {
   return all;
 }
 
+/// The hosts of a job, which keep copies in folders of their own.
+struct Hosts {
+  int count = 1;
+  std::string memory;
+
+  std::string folder_of(int host) const { return memory + "/host" + std::to_string(host); }
+};
+
 /// What a job that was started again should go on from; empty if there is nothing.
 std::string newest_saved() {
   const auto restart = core::this_restart();
   if (!restart) return "";
-  if (restart->before.copy_is_newest()) return *core::kept_copy_path();
+  if (restart->before.copy_is_newest()) return runtime::Runtime::get().copy_holders->copy();
   return restart->before.checkpoints.empty() ? "" : restart->before.checkpoints.back().path;
 }
 
 /// What the job's program does on each rank. `asynchronous`: some saves are; those may wait hours
 /// for a rank that writes.
-void train(const std::string& folder, bool asynchronous, bool forgets_optimizer) {
+void train(const std::string& folder, bool asynchronous, bool forgets_optimizer,
+           const Hosts& hosts = {}) {
+  auto& runtime = runtime::Runtime::get();
+  if (hosts.count > 1 && runtime.copy_holders) {
+    runtime.copy_holders = std::make_shared<runtime::CopyHolders>(
+        runtime::CopyHolders::find(hosts.folder_of(rank() % hosts.count), *runtime.world()));
+  }
   TinyGpt net = make_net();
   DistributedModel<TinyGpt> model(net);
   DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
@@ -164,7 +182,7 @@ void train(const std::string& folder, bool asynchronous, bool forgets_optimizer)
   } else if (const auto resumed = resume_after_restart(model, optimizer)) {
     done = resumed->step;
   }
-  const bool keeps_copies = runtime::Runtime::get().config().recovery() != "off";
+  const bool keeps_copies = runtime.config().recovery() != "off";
   for (; done < kSteps; ++done) {
     const auto& batch = batches()[static_cast<size_t>(done)];
     optimizer.zero_grad();
@@ -188,6 +206,7 @@ class Job {
  public:
   Job(uint64_t seed, bool forgets_optimizer, Counts& counts)
       : seed_(seed), forgets_optimizer_(forgets_optimizer), counts_(counts), random_(seed) {
+    batches();  // before any rank: they draw from the generator that the models are drawn from
     setenv(core::kFailureDirVariable, notes_.path().c_str(), 1);
     setenv(core::kRecoveryDirVariable, memory_.path().c_str(), 1);
   }
@@ -201,6 +220,7 @@ class Job {
   parity::Named run() {
     for (int number = 0;; ++number) {
       if (start(draw_start(random_, number < kMostFaults, keeps_copies_))) break;
+      lose_a_host();
       const auto progress = core::read_progress(notes_.path());
       const core::Restart restart{number + 1, progress.value_or(core::JobProgress())};
       setenv(core::kRestartVariable, restart.to_text().c_str(), 1);
@@ -213,6 +233,13 @@ class Job {
   }
 
  private:
+  /// Of several, and not always: what one keeps is gone.
+  void lose_a_host() {
+    if (hosts_.count == 1 || below(random_, 2) == 0) return;
+    std::filesystem::remove_all(hosts_.folder_of(static_cast<int>(below(random_, hosts_.count))));
+    ++counts_["lost hosts"];
+  }
+
   /// Whether it came to its end.
   bool start(const Start& start) {
     const Watchdog watchdog(seed_);
@@ -224,7 +251,7 @@ class Job {
     try {
       run_in_chaos(
           start.ranks, Config::from_json(start.config, "simulation"), start.chaos,
-          [&] { train(saves_.path(), !start.stalls(), forgets_optimizer_); }, &happened);
+          [&] { train(saves_.path(), !start.stalls(), forgets_optimizer_, hosts_); }, &happened);
     } catch (const std::exception& e) {
       note_failure(start, happened, e.what());
       inject("", Fault::kNone, 0);
@@ -258,6 +285,9 @@ class Job {
   const bool keeps_copies_ = seed_ % 2 == 0;
   Random random_;
   const TempFolder saves_, notes_, memory_;
+  const Hosts hosts_{
+      seed_ % 4 == 0 && !forgets_optimizer_ ? 2 + static_cast<int>(seed_ / 4 % 2) : 1,
+      memory_.path()};
 };
 
 const parity::Named& undisturbed() {
@@ -296,8 +326,8 @@ TEST(Simulation, JobsComeToTheUndisturbedWeights) {
   }
   for (const auto& [what, number] : counts) std::printf("%s: %d\n", what.c_str(), number);
   if (count < 24 || HasFailure()) return;
-  for (const char* what :
-       {"deaths", "stalls", "full disks", "starts with copies", "starts with checkpoints"}) {
+  for (const char* what : {"deaths", "stalls", "full disks", "lost hosts", "starts with copies",
+                           "starts with checkpoints"}) {
     EXPECT_GT(counts[what], 0) << what;
   }
   EXPECT_GT(counts["starts"], count);

@@ -2,8 +2,6 @@
 // Copies in memory, and which start goes on from what; jobs that smprun starts again are in
 // //tests/failure:restart_test.
 
-#include "runtime/save/kept_copy.h"
-
 #include <gmock/gmock.h>
 
 #include <cstdlib>
@@ -12,7 +10,6 @@
 #include <tuple>
 
 #include "checkpoint/reader.h"
-#include "comm/threads/run_ranks.h"
 #include "core/config_file.h"
 #include "core/restart.h"
 #include "runtime/save/copy_pace.h"
@@ -43,7 +40,7 @@ class KeptCopy : public SavedRunTest {
   /// The next run is one that torchrun's agent has started again.
   static void start_again() { setenv("TORCHELASTIC_RESTART_COUNT", "1", 1); }
 
-  int64_t kept_step() const { return checkpoint::Reader(*core::kept_copy_path()).index().run.step; }
+  int64_t kept_step() const { return checkpoint::Reader(kept_copy()).index().run.step; }
 };
 
 TEST_F(KeptCopy, AStartGoesOnFromIt) {
@@ -152,7 +149,7 @@ TEST_F(KeptCopy, InMemoryItHasWhatASaveHas) {
           save(path("saved"), run.model, run.optimizer);
         },
         /*seed=*/5, sharded);
-    checkpoint::Reader copy(*core::kept_copy_path());
+    checkpoint::Reader copy(kept_copy());
     EXPECT_TRUE(copy.find_damage(checkpoint::Reader::Section::kAll).empty());
     const auto& kept = copy.index();
     const auto saved = checkpoint::Reader(path("saved")).index();
@@ -173,7 +170,7 @@ TEST_F(KeptCopy, WithoutRecoveryThereIsNone) {
     run.train(0);
     keep_copy(run.model, run.optimizer);
   });
-  EXPECT_FALSE(std::filesystem::exists(*core::kept_copy_path()));
+  EXPECT_FALSE(std::filesystem::exists(kept_copy()));
 }
 
 TEST_F(KeptCopy, TheNewestIsTakenOfCopiesAndCheckpoints) {
@@ -223,27 +220,8 @@ TEST_F(KeptCopy, NeedsAFolder) {
   }
   EXPECT_THAT(error, HasSubstr("config key \"recovery\": \"restart\" needs a launcher that starts "
                                "the job again, and SMP_RECOVERY_DIR, the folder for what it goes "
-                               "on from, is not set. Start the program by smprun, or by torchrun "
-                               "with that variable (docs/recovery.md)"));
-}
-
-TEST_F(KeptCopy, RanksOfSeveralHostsNeedOneFolder) {
-  const auto check = [] {
-    comm::run_ranks(3, [](const comm::CommunicatorPtr& world) {
-      runtime::check_recovery_folder(Config().recovery("restart"), *world, {"a", "a", "b"});
-    });
-  };
-  check();
-  EXPECT_TRUE(std::filesystem::is_empty(path()));
-  setenv(core::kRecoveryDirVariable, path("missing").c_str(), 1);
-  Texts texts;
-  texts.of<ConfigError>(check);
-  EXPECT_THAT(
-      texts.the_same_from(1),
-      HasSubstr("config key \"recovery\": ranks on other hosts do not see rank 0's folder " +
-                path("missing") +
-                ". Set SMP_RECOVERY_DIR to an empty folder on a file system that all hosts "
-                "share"));
+                               "on from, is not set (on rank 0). Start the program by smprun, or "
+                               "by torchrun with that variable (docs/recovery.md)"));
 }
 
 }  // namespace

@@ -8,9 +8,15 @@
 #include <string>
 
 #include "checkpoint/file.h"
+#include "core/env.h"
 #include "core/restart.h"
 
 namespace smp::testing {
+
+/// The copy that a job keeps, or would.
+inline std::string kept_copy() {
+  return core::kept_copy_path(core::env(core::kRecoveryDirVariable).value());
+}
 
 /// While it lives, copies are kept in a folder in memory, as smprun makes one.
 class RecoveryInMemory {

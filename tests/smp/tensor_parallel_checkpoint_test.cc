@@ -195,7 +195,7 @@ TEST_F(TensorParallelCheckpoint, ACopyInMemoryKeepsEveryBit) {
         {1},
         [&](Rank& rank) {
           rank.train(0);
-          load(*core::kept_copy_path(), rank.model, rank.optimizer);
+          load(kept_copy(), rank.model, rank.optimizer);
         },
         6);
     expect_equal(loaded, kept, "value");

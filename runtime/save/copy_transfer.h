@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "checkpoint/file.h"
+#include "comm/communicator.h"
+#include "runtime/save/copy_holders.h"
+
+// Copies that several holders keep together: from holder to holder, and back after one is lost.
+namespace smp::runtime {
+
+/// A file that one rank has and another is to have, under the same name in its own folder.
+struct FileTransfer {
+  std::string file;
+  uint64_t size = 0;
+  int from = 0;
+  int to = 0;
+
+  bool operator==(const FileTransfer& other) const {
+    return file == other.file && size == other.size && from == other.from && to == other.to;
+  }
+};
+
+/// What is sent when all ranks have written, and what a holder then has. `parts[r]` is rank r's
+/// part of the index, or empty.
+std::vector<FileTransfer> transfers_to_next(const CopyHolders& holders,
+                                            const std::vector<std::string>& parts);
+std::set<std::string> files_of_holder(const CopyHolders& holders, int holder,
+                                      const std::vector<std::string>& parts);
+
+/// Sends and receives the files that concern this rank, in its `folder`, a few MiB of each pair of
+/// ranks at a time. All ranks give the same transfers; one whose files fail goes on sending, what
+/// it may, and receiving, and throws a CheckpointError at the end: then what others have received
+/// from it is of no use. Collective over the ranks of `group`.
+void transfer_files(comm::Communicator& group, const std::vector<FileTransfer>& transfers,
+                    const std::string& folder, checkpoint::Medium medium);
+
+/// Has every holder have the newest copy that they have together, whole: what a holder lacks, those
+/// send that have it. Returns the steps that are in it; nothing if there is none, or none of
+/// `least_steps`, and then nothing has changed. Throws a CheckpointError on all ranks if files
+/// cannot be read or written; then a later call may try again. Collective over `world`.
+std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders& holders,
+                                    int64_t least_steps = 0);
+
+}  // namespace smp::runtime
