@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# usage: two_hosts.sh torchrun|mpirun RANKS_PER_HOST PROGRAM [ARGUMENT...]
-# Runs the program on two hosts that this one pretends to be: network and host-name namespaces with
-# one wire between them, so that all messages between the two go over TCP. Needs root. Prints at the
-# end how many bytes went over the wire in each direction.
+# usage: two_hosts.sh torchrun|mpirun|smprun RANKS_PER_HOST PROGRAM [ARGUMENT...]
+# Runs the program on two hosts that this one pretends to be: network, host-name and mount namespaces
+# with one wire between them, so that all messages between the two go over TCP, and a /dev/shm for
+# each. Needs root. Prints at the end how many bytes went over the wire in each direction.
+#
+# A file "down" in the /dev/shm of the second host keeps everybody from starting programs there.
+#
+# In the environment: SMPRUN, the launcher, if not tools/smprun; SPARE=1 for a third host that smprun
+# is told of, and for which the job has no need at first; WAIT_FOR_HOSTS, an option of smprun; and
+# HOSTS_MEMORY, a folder of a tmpfs with what the hosts have in memory, in "first", "second" and
+# "third", which outlives this command. It must not lie in /dev/shm, of which each host has another.
 set -eu
 launcher=$1 ranks=$2
 shift 2
@@ -12,27 +19,42 @@ if [ "$(id -u)" -ne 0 ]; then
   exit 2
 fi
 
-one=smp$$a two=smp$$b folder=$(mktemp -d)
+one=smp$$a two=smp$$b three=smp$$c folder=$(mktemp -d)
+memory=${HOSTS_MEMORY:-$folder/memory}
 clean() {
-  ip netns del "$one" 2>/dev/null || true
-  ip netns del "$two" 2>/dev/null || true
+  for host in "$one" "$two" "$three"; do ip netns del "$host" 2>/dev/null || true; done
+  [ -n "${HOSTS_MEMORY:-}" ] || umount "$memory" 2>/dev/null || true
   rm -rf "$folder"
 }
 trap clean EXIT
 
-for host in "$one" "$two"; do
+if [ -z "${HOSTS_MEMORY:-}" ]; then
+  mkdir "$memory"
+  mount -t tmpfs tmpfs "$memory"
+fi
+mkdir -p "$memory/first" "$memory/second" "$memory/third"
+
+for host in "$one" "$two" "$three"; do
   ip netns add "$host"
   ip -n "$host" link set lo up
 done
-ip link add wire netns "$one" type veth peer name wire netns "$two"
+# The wires of the others end in a bridge of the first, which is its own wire.
+ip -n "$one" link add wire type bridge
 ip -n "$one" address add 10.77.0.1/24 dev wire
-ip -n "$two" address add 10.77.0.2/24 dev wire
 ip -n "$one" link set wire up
-ip -n "$two" link set wire up
+for host in 2 3; do
+  name=$two
+  [ "$host" = 2 ] || name=$three
+  ip link add "to$host" netns "$one" type veth peer name wire netns "$name"
+  ip -n "$one" link set "to$host" master wire up
+  ip -n "$name" address add "10.77.0.$host/24" dev wire
+  ip -n "$name" link set wire up
+done
 
 # on HOST NAME COMMAND...: the command inside that host.
 on() {
-  ip netns exec "$1" unshare --uts sh -c 'hostname "$0" && exec "$@"' "${@:2}"
+  ip netns exec "$1" unshare --uts --mount \
+    sh -c 'hostname "$1" && mount --bind "$0/$1" /dev/shm && shift && exec "$@"' "$memory" "${@:2}"
 }
 
 run_torchrun() {
@@ -47,19 +69,33 @@ run_torchrun() {
   return $status
 }
 
-# mpirun starts its daemon on the second host by this instead of ssh.
-run_mpirun() {
+# What mpirun is to do here, by whomever it is run.
+set_up_mpirun() {
+  # It starts its daemons on the other hosts by this instead of ssh.
   cat >"$folder/agent" <<AGENT
 #!/bin/sh
+case \$1 in 10.77.0.3) host=$three name=third ;; *) host=$two name=second ;; esac
 shift
-exec ip netns exec $two unshare --uts sh -c "hostname second && \$*"
+[ ! -e "$memory/\$name/down" ] || exit 255
+exec ip netns exec \$host unshare --uts --mount \
+  sh -c "hostname \$name && mount --bind $memory/\$name /dev/shm && \$*"
 AGENT
   chmod +x "$folder/agent"
+  export OMPI_MCA_plm_rsh_agent=$folder/agent OMPI_MCA_btl_tcp_if_include=wire
+  export OMPI_MCA_oob_tcp_if_include=wire OMPI_MCA_btl_vader_single_copy_mechanism=none
+}
+
+run_mpirun() {
+  set_up_mpirun
   on "$one" first mpirun --allow-run-as-root --oversubscribe --bind-to none \
     --host "10.77.0.1:$ranks,10.77.0.2:$ranks" -np $((2 * ranks)) \
-    --mca plm_rsh_agent "$folder/agent" --mca btl_vader_single_copy_mechanism none \
-    --mca btl_tcp_if_include wire --mca oob_tcp_if_include wire \
     ${SM_HP_MP_PARAMETERS:+-x SM_HP_MP_PARAMETERS} "$@"
+}
+
+run_smprun() {
+  set_up_mpirun
+  on "$one" first "${SMPRUN:-tools/smprun}" --np $((2 * ranks)) --wait-for-hosts "${WAIT_FOR_HOSTS:-0}" \
+    --hosts "10.77.0.1:$ranks,10.77.0.2:$ranks${SPARE:+,10.77.0.3:$ranks}" -- "$@"
 }
 
 status=0

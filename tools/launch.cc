@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/launch.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/check.h"
@@ -62,9 +63,13 @@ bool is_data_parallel(const std::optional<Distribution>& distribution) {
 
 std::vector<Host> find_hosts(const LaunchOptions& options, const LaunchContext& context,
                              const std::optional<Distribution>& distribution) {
-  if (options.hosts.empty()) return context.slurm_hosts;
   const auto per_host = distribution ? distribution->processes_per_host : std::nullopt;
-  return parse_hosts(options.hosts, static_cast<int>(per_host.value_or(1)));
+  auto hosts = options.hosts.empty()
+                   ? context.slurm_hosts
+                   : parse_hosts(options.hosts, static_cast<int>(per_host.value_or(1)));
+  const auto is_lost = [&](const Host& host) { return context.lost_hosts.count(host.name) > 0; };
+  hosts.erase(std::remove_if(hosts.begin(), hosts.end(), is_lost), hosts.end());
+  return hosts;
 }
 
 int rank_count(const LaunchOptions& options, const std::vector<Host>& hosts,
@@ -111,25 +116,22 @@ class MpirunArguments {
   std::vector<std::string> words_;
 };
 
-}  // namespace
-
-LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context) {
-  auto distribution = find_distribution(options, context);
-  if (context.layout) put_into(*context.layout, distribution);
+/// The user's own options of mpirun.
+std::vector<std::string> custom_options(const LaunchOptions& options,
+                                        const std::optional<Distribution>& distribution) {
   const std::string source =
       options.config_file.empty() ? kParametersVariable : options.config_file;
-  const bool data_parallel = is_data_parallel(distribution);
-  const bool model_parallel = distribution && !data_parallel;
-  if (model_parallel) check(distribution->config, source);
-  const std::vector<Host> hosts = find_hosts(options, context, distribution);
-  const int ranks =
-      context.layout ? context.layout->ranks : rank_count(options, hosts, distribution);
-  if (model_parallel) check_size(distribution->config, ranks);
+  return split_options(
+      distribution ? distribution->custom_mpi_options : "",
+      source + (is_data_parallel(distribution) ? ": \"dataparallel.custom_mpi_options\": "
+                                               : ": \"mpi.custom_mpi_options\": "));
+}
 
-  const std::string custom = distribution ? distribution->custom_mpi_options : "";
-  MpirunArguments mpirun(
-      split_options(custom, source + (data_parallel ? ": \"dataparallel.custom_mpi_options\": "
-                                                    : ": \"mpi.custom_mpi_options\": ")));
+/// mpirun with what concerns the machine and the hosts.
+MpirunArguments begin_mpirun(const LaunchOptions& options, const LaunchContext& context,
+                             const std::vector<Host>& hosts, int ranks,
+                             std::vector<std::string> custom) {
+  MpirunArguments mpirun(std::move(custom));
   // Ranks may outnumber cores, and a rank must not be tied to a core that others compute on.
   mpirun.append({"mpirun", "-np", std::to_string(ranks), "--oversubscribe"});
   if (!hosts.empty()) mpirun.append({"--host", to_string(hosts)});
@@ -140,6 +142,55 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   // Containers forbid the system call that the default mechanism needs.
   mpirun.add_mca("btl_vader_single_copy_mechanism", "none");
   mpirun.append_custom();
+  return mpirun;
+}
+
+/// Of mpirun's options those that say how it works, and not what it runs where.
+std::vector<std::string> mca_options(const std::vector<std::string>& options) {
+  std::vector<std::string> result;
+  for (size_t i = 0; i + 2 < options.size(); ++i) {
+    const std::string& name = options[i];
+    if (name != "--mca" && name != "-mca" && name != "--gmca" && name != "-gmca") continue;
+    result.insert(result.end(), options.begin() + i, options.begin() + i + 3);
+  }
+  return result;
+}
+
+/// A program on each of some hosts, once. What mpirun says of a host that does not answer is long,
+/// and its wait for one is longer.
+LaunchCommand on_each(const LaunchOptions& options, const LaunchContext& context,
+                      std::vector<Host> hosts, const std::vector<std::string>& program) {
+  for (Host& host : hosts) host.ranks = 1;
+  LaunchCommand command;
+  command.ranks = total_ranks(hosts);
+  const auto custom = custom_options(options, find_distribution(options, context));
+  MpirunArguments mpirun =
+      begin_mpirun(options, context, hosts, command.ranks, mca_options(custom));
+  mpirun.append(program);
+  command.arguments = {"timeout", "--foreground", "30", "sh", "-c", "exec \"$@\" >/dev/null 2>&1",
+                       "sh"};
+  for (std::string& word : mpirun.take()) command.arguments.push_back(std::move(word));
+  return command;
+}
+
+}  // namespace
+
+LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context) {
+  auto distribution = find_distribution(options, context);
+  if (context.layout) put_into(*context.layout, distribution);
+  const bool data_parallel = is_data_parallel(distribution);
+  const bool model_parallel = distribution && !data_parallel;
+  if (model_parallel) {
+    check(distribution->config,
+          options.config_file.empty() ? kParametersVariable : options.config_file);
+  }
+  const std::vector<Host> hosts = find_hosts(options, context, distribution);
+  const int ranks =
+      context.layout ? context.layout->ranks : rank_count(options, hosts, distribution);
+  if (model_parallel) check_size(distribution->config, ranks);
+
+  MpirunArguments mpirun =
+      begin_mpirun(options, context, hosts, ranks, custom_options(options, distribution));
   LaunchCommand command;
   const auto export_variable = [&](const char* name, const std::string& value) {
     mpirun.append({"-x", name});
@@ -156,6 +207,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
     export_variable("MASTER_ADDR", context.master_address.value_or(first));
     export_variable("MASTER_PORT", context.master_port.value_or(kMasterPort));
   }
+  const std::string custom = distribution ? distribution->custom_mpi_options : "";
   if (context.one_thread && custom.find(kThreadsVariable) == std::string::npos) {
     export_variable(kThreadsVariable, "1");
   }
@@ -165,6 +217,20 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   command.ranks = ranks;
   command.arguments = mpirun.take();
   return command;
+}
+
+std::vector<Host> hosts_of(const LaunchOptions& options, const LaunchContext& context) {
+  return find_hosts(options, context, find_distribution(options, context));
+}
+
+LaunchCommand plan_probe(const LaunchOptions& options, const LaunchContext& context,
+                         const std::vector<Host>& hosts) {
+  return on_each(options, context, hosts, {"true"});
+}
+
+LaunchCommand plan_removal(const LaunchOptions& options, const LaunchContext& context,
+                           const std::vector<Host>& hosts) {
+  return on_each(options, context, hosts, {"rm", "-rf", context.recovery_dir});
 }
 
 std::vector<std::string> split_options(const std::string& text, const std::string& where) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,9 @@ struct LaunchOptions {
   bool tag_output = false;
   /// How often a job that has failed is started again, at most; nothing: as its configuration says.
   std::optional<int> restarts;
+  /// How many seconds hosts that do not answer have to come back before a job is started again, if
+  /// the others are too few.
+  int wait_for_hosts = 600;
   /// The program to run and its arguments.
   std::vector<std::string> program;
 };
@@ -50,6 +54,8 @@ struct LaunchContext {
   bool backtraces = true;
   /// The hosts of the SLURM job that the launcher runs in; empty outside of one.
   std::vector<Host> slurm_hosts;
+  /// Hosts that have not answered, and are left out.
+  std::set<std::string> lost_hosts;
   /// The caller's MASTER_ADDR and MASTER_PORT, if set: where ranks of c10d meet.
   std::optional<std::string> master_address;
   std::optional<std::string> master_port;
@@ -73,6 +79,19 @@ struct LaunchCommand {
 /// with the texts of docs/configuration.md, and when both a file and `context.parameters` are
 /// given.
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context);
+
+/// The hosts that the job is started on; empty: this one. Throws as above.
+std::vector<Host> hosts_of(const LaunchOptions& options, const LaunchContext& context);
+
+/// What fails, and within half a minute, if one of `hosts` does not start a program of the job's
+/// user. Throws as above.
+LaunchCommand plan_probe(const LaunchOptions& options, const LaunchContext& context,
+                         const std::vector<Host>& hosts);
+
+/// What removes the folder `context.recovery_dir`, which the launcher made for its job, on `hosts`.
+/// Throws as above.
+LaunchCommand plan_removal(const LaunchOptions& options, const LaunchContext& context,
+                           const std::vector<Host>& hosts);
 
 /// Splits `text` at blanks as a shell does, with 'single' and "double" quotes and backslashes.
 /// Nothing is expanded. Throws `ConfigError` that starts with `where` when a quote is not closed.

@@ -6,6 +6,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <iostream>
 #include <optional>
 #include <string>
@@ -37,7 +38,13 @@ using smp::tools::Restarts;
 constexpr int kUsageStatus = 2;
 constexpr int kMostRanks = 1 << 20;
 constexpr int kMostRestarts = 1000;
+constexpr int kLongestWaitForHosts = 24 * 3600;  // s
 constexpr const char* kMemory = "/dev/shm";
+
+// Whether no other hosts are named, by the user or by SLURM.
+bool is_on_this_host(const LaunchOptions& options, const LaunchContext& context) {
+  return options.hosts.empty() && context.slurm_hosts.empty();
+}
 
 // Whether the program lies on this host, by the path given: not on those of --hosts or SLURM, nor
 // in a folder that mpirun is told to change to.
@@ -50,7 +57,7 @@ bool is_here(const LaunchOptions& options, const LaunchContext& context,
     return false;
   };
   const auto own_options = command.arguments.end() - options.program.size();
-  return options.hosts.empty() && context.slurm_hosts.empty() &&
+  return is_on_this_host(options, context) &&
          std::none_of(command.arguments.begin(), own_options, names_folder);
 }
 
@@ -78,32 +85,133 @@ Run run_once(const LaunchOptions& options, LaunchContext context) {
   if (run.result.exit_status != 0) {
     run.report = failure_report(smp::core::read_failures(folder.path()), run.result);
     run.noted = smp::core::read_progress(folder.path());
-    const auto json = smp::core::read_configuration(folder.path());
-    if (json) run.config = smp::Config::from_json(*json, "smprun");
   }
+  const auto json = smp::core::read_configuration(folder.path());
+  if (json) run.config = smp::Config::from_json(*json, "smprun");
   return run;
 }
 
-// With fewer ranks, if the job wants that.
-Restarts::Decision shrink_if_wanted(const Run& run, bool one_host, Restarts::Decision decision,
-                                    LaunchContext& context) {
-  if (!decision.again || run.recovery() != "shrink") return decision;
-  const std::string ends = "smprun: not started again: ";
-  // Which of several is lost is not known here.
-  if (!one_host) return {false, ends + "\"recovery\": \"shrink\" is for one host.\n", {}};
-  context.layout = smp::tools::shrink(*run.config, run.ranks);
-  if (!context.layout) {
-    return {false, ends + "no layout with fewer ranks computes the same.\n", {}};
+// Where a job that is started again finds its places.
+class Places {
+ public:
+  Places(const LaunchOptions& options, LaunchContext& context)
+      : options_(options), context_(context), at_first_(count()) {}
+
+  // Leaves out hosts that do not answer, and takes fewer ranks if the job wants that.
+  Restarts::Decision decide(const Run& run, Restarts::Decision decision) {
+    if (!decision.again) return decision;
+    const bool shrinks = run.recovery() == "shrink";
+    look_for_hosts();
+    if (!shrinks) wait_for_hosts(std::min(run.ranks, at_first_));  // ranks may share places
+    if (is_interrupted_) return {};
+    const std::string why_not = shrinks ? shrink(run) : too_few(std::min(run.ranks, at_first_));
+    for (const std::string& host : context_.lost_hosts) {
+      decision.text += "smprun: host " + host + " does not answer, and is left out\n";
+    }
+    if (!why_not.empty()) {
+      return {false, decision.text + "smprun: not started again: " + why_not + "\n", {}};
+    }
+    if (shrinks) decision.text += "smprun: goes on with " + context_.layout->to_text() + "\n";
+    return decision;
   }
-  decision.text += "smprun: goes on with " + context.layout->to_text() + "\n";
-  return decision;
-}
+
+ private:
+  static constexpr std::chrono::seconds kBetweenLooks{5};
+
+  int count() const {
+    return is_on_this_host(options_, context_) ? kMostRanks
+                                               : total_ranks(hosts_of(options_, context_));
+  }
+
+  bool answer(const std::vector<smp::tools::Host>& hosts) {
+    const ProcessResult result = run_process(plan_probe(options_, context_, hosts));
+    is_interrupted_ = is_interrupted_ || result.forwarded_signal != 0;
+    return result.exit_status == 0;
+  }
+
+  // Those that were lost may be back.
+  void look_for_hosts() {
+    context_.lost_hosts.clear();
+    if (is_on_this_host(options_, context_)) return;
+    const auto hosts = hosts_of(options_, context_);
+    if (answer(hosts)) return;
+    for (const auto& host : hosts) {
+      if (is_interrupted_) return;
+      if (!answer({host})) context_.lost_hosts.insert(host.name);
+    }
+  }
+
+  // Some may be starting.
+  void wait_for_hosts(int places) {
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::seconds(options_.wait_for_hosts);
+    if (count() < places && Clock::now() < end) {
+      std::cerr << "smprun: waits for hosts that do not answer, up to " << options_.wait_for_hosts
+                << " s\n";
+    }
+    while (count() < places && Clock::now() < end && !is_interrupted_) {
+      std::this_thread::sleep_for(kBetweenLooks);
+      look_for_hosts();
+    }
+  }
+
+  // Why the job cannot go on with as many ranks, or nothing.
+  std::string too_few(int places) const {
+    if (count() >= places) return "";
+    return c10::str(places, " ranks need as many places, and the hosts that answer have ", count(),
+                    ". Name more hosts with --hosts than --np needs.");
+  }
+
+  // Takes a layout with fewer ranks; why there is none, or nothing.
+  std::string shrink(const Run& run) {
+    smp::Config config = *run.config;
+    auto layout = smp::tools::shrink(config, run.ranks);
+    while (layout && layout->ranks > count()) {
+      config = smp::Config::from_json(layout->put_into(config.to_json()), "smprun");
+      layout = smp::tools::shrink(config, layout->ranks);
+    }
+    context_.layout = layout;
+    return layout ? "" : "no layout with fewer ranks computes the same.";
+  }
+
+  const LaunchOptions& options_;
+  LaunchContext& context_;
+  const int at_first_;
+  bool is_interrupted_ = false;  // by a signal to this process
+};
 
 // Starts the ranks, and again after failures, as often as the user wants. Whoever stops the
 // launcher does not want that.
+// `has_copies`: whether ranks may have kept some.
+int run_until_the_end(LaunchOptions options, LaunchContext& context, bool& has_copies) {
+  Restarts restarts(options.restarts, is_on_this_host(options, context));
+  Places places(options, context);
+  for (;;) {
+    const Run run = run_once(options, context);
+    has_copies = has_copies || !run.config || run.recovery() != "off";
+    if (run.result.exit_status == 0) return 0;
+    std::cout.flush();  // the last line on the screen shall be the cause
+    std::cerr << run.report;
+    if (run.result.forwarded_signal != 0) return run.result.exit_status;
+    const auto decision = places.decide(
+        run, restarts.after(smp::tools::cause_in(run.report), run.noted, run.recovery() != "off"));
+    std::cerr << decision.text;
+    if (!decision.again) return run.result.exit_status;
+    std::this_thread::sleep_for(decision.wait);
+    context.restart = restarts.next();
+    options.np = run.ranks;  // also on fewer hosts
+  }
+}
+
+// The job's folder, which ranks have made on other hosts: at once, else on those that answer.
+void remove_elsewhere(const LaunchOptions& options, const LaunchContext& context) {
+  if (is_on_this_host(options, context)) return;
+  const auto hosts = hosts_of(options, context);
+  if (run_process(plan_removal(options, context, hosts)).exit_status == 0) return;
+  for (const auto& host : hosts) run_process(plan_removal(options, context, {host}));
+}
+
 int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
-  const bool one_host = options.hosts.empty() && context.slurm_hosts.empty();
-  Restarts restarts(options.restarts, one_host);
   std::optional<JobFolder> memory;  // goes away with the job
   if (const auto users_own = smp::core::env(smp::core::kRecoveryDirVariable)) {
     context.recovery_dir = *users_own;
@@ -112,21 +220,10 @@ int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
                    "Set SMP_RECOVERY_DIR to a folder that can be written.");
     context.recovery_dir = memory->path();
   }
-  for (;;) {
-    const Run run = run_once(options, context);
-    if (run.result.exit_status == 0) return 0;
-    std::cout.flush();  // the last line on the screen shall be the cause
-    std::cerr << run.report;
-    if (run.result.forwarded_signal != 0) return run.result.exit_status;
-    const auto decision = shrink_if_wanted(
-        run, one_host,
-        restarts.after(smp::tools::cause_in(run.report), run.noted, run.recovery() != "off"),
-        context);
-    std::cerr << decision.text;
-    if (!decision.again) return run.result.exit_status;
-    std::this_thread::sleep_for(decision.wait);
-    context.restart = restarts.next();
-  }
+  bool has_copies = false;
+  const int status = run_until_the_end(options, context, has_copies);
+  if (memory && has_copies) remove_elsewhere(options, context);
+  return status;
 }
 
 int launch(const LaunchOptions& options, bool dry_run) {
@@ -190,6 +287,11 @@ int main(int argc, char** argv) {
          "How often a job that fails is started again, to go on from its newest checkpoint; "
          "with \"recovery\" as often as it takes")
       ->check(CLI::Range(0, kMostRestarts));
+  app.add_option("--wait-for-hosts", options.wait_for_hosts,
+                 "Seconds that hosts which do not answer have to come back before a job is started "
+                 "again, if the others are too few")
+      ->check(CLI::Range(0, kLongestWaitForHosts))
+      ->capture_default_str();
   auto* status_option =
       app.add_option("--status", job, "Show the ranks of a running job, or of all of this user");
   status_option->expected(0, 1)->option_text("[JOB]");

@@ -216,6 +216,38 @@ TEST(Launch, SeveralHosts) {
   }
 }
 
+/// On each of the hosts that are left, once.
+TEST(Launch, ProbesHostsAndRemovesFoldersThere) {
+  LaunchOptions options = options_for(
+      estimator(R"(, "custom_mpi_options": "--map-by ppr:2:node -mca plm_rsh_agent x")",
+                R"({"partitions": 2, "ddp": true})"));
+  options.hosts = "h1:2,h2:4,h3:2";
+  LaunchContext context;
+  context.recovery_dir = "/dev/shm/x";
+  const auto from = [](Words words, const std::string& first) {
+    return Words(std::find(words.begin(), words.end(), first), words.end());
+  };
+  const Words on_all = {"mpirun", "-np", "3", "--oversubscribe", "--host", "h1:1,h2:1,h3:1"};
+  const auto all = hosts_of(options, context);
+  Words removal = plan_removal(options, context, all).arguments;
+  EXPECT_EQ(removal.front(), "timeout");
+  EXPECT_EQ(from(removal, "rm"), (Words{"rm", "-rf", "/dev/shm/x"}));
+  removal = from(removal, "mpirun");
+  removal.resize(6);
+  EXPECT_EQ(removal, on_all);
+  Words probe = plan_probe(options, context, all).arguments;
+  EXPECT_EQ(from(probe, "true"), Words{"true"});
+  EXPECT_EQ(from(probe, "-mca"), (Words{"-mca", "plm_rsh_agent", "x", "true"}));
+  EXPECT_EQ(from(probe, "--map-by"), Words{});
+  probe = from(probe, "mpirun");
+  probe.resize(6);
+  EXPECT_EQ(probe, on_all);
+  context.lost_hosts = {"h2"};
+  options.np = 4;
+  EXPECT_EQ(to_string(hosts_of(options, context)), "h1:2,h3:2");
+  EXPECT_EQ(plan_launch(options, context).arguments.at(5), "h1:2,h3:2");
+}
+
 TEST(Launch, HostsOfASlurmJob) {
   EXPECT_EQ(to_string(slurm_hosts("n[01-03,7],login", "2(x3),1,4")),
             "n01:2,n02:2,n03:2,n7:1,login:4");

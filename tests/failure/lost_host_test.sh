@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# usage: lost_host_test.sh TWO_HOSTS SMPRUN SMP_CKPT STEP
+# Two hosts of two ranks that share no folder for copies: one of them, and then the other, loses its
+# memory and its ranks, and comes back or does not. Under smprun, which starts the ranks again, and
+# under a launcher that sets torchrun's variables, the job ends with the tensors of one that nothing
+# disturbs, and leaves nothing in any memory. Skipped where network namespaces cannot be made, which needs root.
+set -eu
+two_hosts=$PWD/$1 ckpt=$PWD/$3 step=$PWD/$4
+export SMPRUN=$PWD/$2
+
+probe=smp-probe$$
+if ! ip netns add "$probe" 2>/dev/null; then
+  echo "skipped: network namespaces cannot be made here (they need root)"
+  [ -z "${XML_OUTPUT_FILE:-}" ] || cat >"$XML_OUTPUT_FILE" <<'XML'
+<testsuites tests="1" timestamp="1970-01-01T00:00:00"><testsuite name="LostHost" tests="1">
+<testcase name="CannotBeMadeHere" classname="LostHost"><skipped message="needs root"/></testcase>
+</testsuite></testsuites>
+XML
+  exit 0
+fi
+ip netns del "$probe"
+
+work=$(mktemp -d)
+export HOSTS_MEMORY=$work/memory OMP_NUM_THREADS=1
+export SM_HP_MP_PARAMETERS='{"recovery": "restart", "recovery_interval": 1, "partitions": 2,
+  "microbatches": 2, "ddp": true, "gradient_shards": 2, "timeout_seconds": 60}'
+returning=
+trap '[ -z "$returning" ] || kill "$returning" || true; umount "$HOSTS_MEMORY"; rm -rf "$work"' EXIT
+mkdir "$HOSTS_MEMORY"
+mount -t tmpfs tmpfs "$HOSTS_MEMORY"
+
+fail() {
+  echo "lost_host_test: $1"
+  cat "$work"/*.log
+  exit 1
+}
+
+# same NAME: its last checkpoint has the tensors of the undisturbed job.
+same() {
+  "$ckpt" hashes "$work/$1/step_8_partial" >"$work/$1.hashes"
+  cmp "$work/undisturbed.hashes" "$work/$1.hashes" || fail "$1: other tensors"
+}
+
+"$two_hosts" smprun 2 "$step" "$work/undisturbed" >"$work/undisturbed.log" 2>&1 ||
+  fail "the undisturbed job failed"
+"$ckpt" hashes "$work/undisturbed/step_8_partial" >"$work/undisturbed.hashes"
+[ -s "$work/undisturbed.hashes" ] || fail "no tensors"
+
+# lost NAME MARK...: a job under smprun that goes on twice.
+lost() {
+  local name=$1 host
+  shift
+  "$two_hosts" smprun 2 "$step" "$work/$name" "$@" >"$work/$name.log" 2>&1 ||
+    fail "$name: the job under smprun did not go on"
+  for restart in 1 2; do
+    grep -q "restart $restart: goes on from step [1-9]" "$work/$name.log" ||
+      fail "$name: no restart $restart"
+  done
+  for host in first second third; do
+    rm -f "$HOSTS_MEMORY/$host/down"
+    [ -z "$(ls "$HOSTS_MEMORY/$host")" ] || fail "$name: left in the memory of the $host host: $(ls "$HOSTS_MEMORY/$host")"
+  done
+}
+
+# Rank 3 is on the second host, rank 0 on the first, which is that of the launcher.
+lost smprun lose:3:3:0 lose:0:5:0
+same smprun
+
+# The third takes the place of the second.
+SPARE=1 lost spare down:3:3:0 lose:0:5:0
+same spare
+grep -qx "smprun: host 10.77.0.2 does not answer, and is left out" "$work/spare.log" ||
+  fail "spare: nothing said of the second host"
+
+# Fewer ranks, on the hosts that are left.
+SM_HP_MP_PARAMETERS=${SM_HP_MP_PARAMETERS/restart/shrink} \
+  lost shrink down:3:3:0 action:0:5:0
+same shrink
+grep -q "smprun: goes on with 2 ranks: 2 stages x 1 replica" "$work/shrink.log" ||
+  fail "shrink: not on 2 ranks"
+
+# The second comes back, without its memory.
+(
+  until grep -qsx "smprun: waits for hosts that do not answer, up to 300 s" "$work/waits.log"; do
+    sleep 0.1
+  done
+  rm "$HOSTS_MEMORY/second/down"
+) &
+returning=$!
+WAIT_FOR_HOSTS=300 lost waits down:3:3:0 lose:0:5:0
+same waits
+wait "$returning"
+returning=
+
+# Nobody is left to take the place of two.
+if "$two_hosts" smprun 2 "$step" "$work/few" down:3:3:0 >"$work/few.log" 2>&1; then
+  fail "few: the job went on"
+fi
+grep -qx "smprun: not started again: 4 ranks need as many places, and the hosts that answer have 2. Name more hosts with --hosts than --np needs." \
+  "$work/few.log" || fail "few: another reason"
+rm -rf "$HOSTS_MEMORY"/*/*
+
+export SMP_RECOVERY_DIR=/dev/shm/kept
+for start in 0 1 2; do
+  TORCHELASTIC_RESTART_COUNT=$start "$two_hosts" torchrun 2 "$step" "$work/torchrun" \
+    lose:0:3:0 lose:3:5:0 >"$work/torchrun$start.log" 2>&1 && [ "$start" != 2 ] &&
+    fail "start $start lost nothing"
+done
+same torchrun
+for start in 1 2; do
+  grep -q "restart $start: goes on from step" "$work/torchrun$start.log" || fail "no restart $start"
+done
+echo "two hosts, each lost once under two launchers: the same tensors"
