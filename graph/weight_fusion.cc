@@ -7,7 +7,10 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include <set>
 #include <utility>
+
+#include "graph/visit.h"
 
 namespace smp::graph {
 namespace {
@@ -86,6 +89,17 @@ class ProductHook final : public torch::autograd::FunctionPreHook {
 };
 
 }  // namespace
+
+std::vector<int> uses_of_storages(const Graph& graph) {
+  std::vector<int> uses(graph.alias_sets);
+  for (const Operator& op : graph.operators) {
+    std::set<int> read, made;
+    for_each_argument(op, [&](ValueId id) { read.insert(graph.values[id].alias_set); });
+    for_each_result(op, [&](ValueId id) { made.insert(graph.values[id].alias_set); });
+    for (const int set : read) uses[set] += made.count(set) == 0 ? 1 : 0;
+  }
+  return uses;
+}
 
 WeightFusion::WeightFusion(const std::vector<Edge>& starts,
                            const std::vector<WeightBuffer>& weights, bool defer)

@@ -9,8 +9,14 @@
 #include <vector>
 
 #include "graph/autograd_entry.h"
+#include "graph/graph.h"
 
 namespace smp::graph {
+
+/// By alias set, how many operators compute with the storage; those that show it as another tensor
+/// do not. What several of them give is added in one order wherever they run, but rounded by which
+/// of them run together if they add to the sum themselves: a weight is fused if it has one use.
+std::vector<int> uses_of_storages(const Graph& graph);
 
 /// Where the gradient of a weight is summed.
 struct WeightBuffer {

@@ -33,6 +33,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
       index_(index),
       has_backward_(backward_of_stage(graph, plan, edges)[index]),
       separated_(graph::sets_to_separate(graph)),
+      uses_(graph::uses_of_storages(graph)),
       environment_(graph.values.size()),
       in_flight_(microbatches) {
   for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
@@ -452,6 +453,7 @@ void Stage::fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, 
     const auto type = parameter.tensor.scalar_type();
     const bool fits = type == at::kFloat || type == at::kDouble;
     if (!parameter.owned || parameter.sink == kNoSink || !fits) continue;
+    if (uses_[graph_.values[parameter.value].alias_set] > 1) continue;
     weights.push_back({state.sinks[parameter.sink],
                        [=, &buffer] { return buffer(parameter.value, microbatch); }});
   }

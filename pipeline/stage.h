@@ -239,6 +239,7 @@ class Stage {
   const int index_;
   const bool has_backward_;
   const std::vector<int> separated_;  // see graph::sets_to_separate
+  const std::vector<int> uses_;       // see graph::uses_of_storages
   std::vector<int> operators_;
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage
   std::vector<int> returned_;               // positions of the graph's outputs complete here

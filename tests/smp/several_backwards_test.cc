@@ -135,5 +135,47 @@ TEST_F(SeveralBackwards, OfManyPassesAreOnePassOverAll) {
   }
 }
 
+struct LookupImpl : torch::nn::Module {
+  LookupImpl() {
+    rows = register_module("rows", torch::nn::Embedding(3, 8));
+    hidden = register_module("hidden", torch::nn::Linear(8, 8));
+    head = register_module("head", torch::nn::Linear(8, 1));
+  }
+  torch::Tensor forward(torch::Tensor ids) { return head(torch::tanh(hidden(rows(ids)))); }
+
+  torch::nn::Embedding rows{nullptr};
+  torch::nn::Linear hidden{nullptr}, head{nullptr};
+};
+TORCH_MODULE(Lookup);
+
+/// Passes lie on stages of their own, where rows that occur several times are added up before they
+/// meet the other pass's; on one stage each could be added to the sum itself.
+TEST_F(SeveralBackwards, FusedSumsAreTheSameOnAnyStages) {
+  const torch::Tensor first = torch::randint(3, {8, 16}), second = torch::randint(3, {8, 16});
+  Named expected;
+  for (int count : {1, 2, 3}) {
+    SCOPED_TRACE("stages: " + std::to_string(count));
+    std::vector<Lookup> nets;
+    for (int rank = 0; rank < count; ++rank) {
+      torch::manual_seed(5);
+      nets.emplace_back();
+    }
+    run_as_threads(count, Config(stages(count)).gradient_accumulation_fusion(true), [&] {
+      DistributedModel<Lookup> model(nets[rank()]);
+      auto train = step([&](torch::Tensor x, torch::Tensor y) {
+        model->backward(model(x).square().mean());
+        model->backward(model(y).sin().mean());
+      });
+      train(first, second);
+      for (const auto& item : model->local_named_parameters()) {
+        const std::lock_guard lock(mutex_);
+        const auto one = expected.emplace(item.key(), item.value().grad().clone()).first->second;
+        expect_equal(item.value().grad(), one, item.key());
+      }
+    });
+  }
+  EXPECT_EQ(expected.size(), 5u);
+}
+
 }  // namespace
 }  // namespace smp::testing
