@@ -325,8 +325,10 @@ void OptimizerPieces::adopt_states() {
   divide_states();
   bool has_replaced = false;
   for_each([&](const at::Tensor& parameter) {
-    has_replaced = has_replaced || (!stand_in_for(parameter).is_same(parameter) &&
-                                    optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
+    const bool is_replaced = !stand_in_for(parameter).is_same(parameter) ||
+                             (has_masters_ && MasterWeights::concerns(parameter));
+    has_replaced = has_replaced ||
+                   (is_replaced && optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
   });
   if (!has_replaced) return;
   OptimizerState whole = optim::share_state(optimizer_, names());

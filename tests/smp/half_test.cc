@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "checkpoint/reader.h"
 #include "smp/optim/adadelta.h"
 #include "smp/optim/lamb.h"
 #include "smp/optim/novograd.h"
@@ -137,6 +138,20 @@ TEST(Half, GoesThroughCheckpoints) {
 }
 
 /// What bfloat16 would lose: a change of a 512th of the last digit, 512 times.
+/// Adagrad makes its sums when it is made, of the parameters that there are. Steps that overflow
+/// make no masters.
+TEST(Half, StatesAreOfMastersBeforeThereAreAny) {
+  const auto path = ::testing::TempDir() + "half_states";
+  for (const bool sharded : {false, true}) {
+    train_ranks(sharded ? Layout{1, 2, "simple", true} : Layout{1, 1},
+                recipe<torch::optim::Adagrad>(kFp16, torch::optim::AdagradOptions(0.1),
+                                              dynamic(DynamicLossArgs().init_scale(1e30))),
+                {0, 1, "", path});
+    const auto index = checkpoint::Reader(path).index();
+    EXPECT_EQ(index.optimizer_tensors.at("head.weight/sum").spec.dtype, at::kFloat) << sharded;
+  }
+}
+
 TEST(Half, AddsUpSmallUpdates) {
   const auto state = train_loop([](auto& model, auto& optimizer, const auto& train) {
     train();
