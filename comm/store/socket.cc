@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/store/socket.h"
 
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,6 +16,8 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <set>
 
 #include "core/check.h"
 
@@ -26,6 +30,43 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSecondsOfSilence = 30;
 constexpr int kSecondsBetweenProbes = 10;
 constexpr int kProbes = 3;
+
+// Those of all `Descriptor`s. Never destroyed: others may be closed later.
+class OpenSockets {
+ public:
+  static OpenSockets& get() {
+    static OpenSockets& all = *new OpenSockets();
+    return all;
+  }
+
+  void add(int fd) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_.insert(fd);
+  }
+  void close(int fd) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_.erase(fd);
+    ::close(fd);
+  }
+
+ private:
+  OpenSockets() {
+    SMP_INTERNAL_ASSERT(null_ >= 0, "/dev/null: ", std::strerror(errno));
+    pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                   [] { get().begin_child(); });
+  }
+
+  // In a child, where other threads are no more. The numbers stay taken, since objects of this
+  // process's memory close them, too.
+  void begin_child() {
+    for (const int fd : open_) dup2(null_, fd);
+    mutex_.unlock();
+  }
+
+  const int null_ = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  std::mutex mutex_;
+  std::set<int> open_;
+};
 
 struct FreeAddresses {
   void operator()(addrinfo* all) const { freeaddrinfo(all); }
@@ -156,6 +197,12 @@ std::string address_towards(const std::string& host) {
 
 }  // namespace
 
+Descriptor::Descriptor(int fd) : fd_(fd) {
+  if (fd_ >= 0) {
+    OpenSockets::get().add(fd_);
+  }
+}
+
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
   std::swap(fd_, other.fd_);
   return *this;
@@ -163,7 +210,7 @@ Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
 
 Descriptor::~Descriptor() {
   if (fd_ >= 0) {
-    close(fd_);
+    OpenSockets::get().close(fd_);
   }
 }
 

@@ -10,10 +10,11 @@
 
 namespace smp::comm {
 
-/// A file descriptor that is closed with this object.
+/// The file descriptor of a socket, which is closed with this object, and in every process that this
+/// one forks: a child that lives on must not keep a connection open whose rank has died.
 class Descriptor {
  public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  explicit Descriptor(int fd = -1);
   Descriptor(Descriptor&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Descriptor& operator=(Descriptor&& other) noexcept;
   ~Descriptor();

@@ -10,14 +10,17 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdlib>
 #include <future>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/store/socket.h"
 #include "comm/store/store_communicator.h"
 #include "core/check.h"
 #include "tests/comm/harness.h"
@@ -353,6 +356,27 @@ TEST(StoreWorld, AForkedProcessMayEndWithoutEndingTheWorld) {
     worlds[rank]->all_reduce(tensor);
     EXPECT_TRUE(same_bits(tensor, at::full({3}, 3.0)));
   });
+}
+
+// A rank may fork processes that live on when it has died: the connection ends all the same.
+TEST(StoreWorld, AForkedProcessKeepsNoConnectionOpen) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  const Descriptor listener = listen_on_free_port("127.0.0.1");
+  std::optional<Descriptor> own(connect_to("127.0.0.1", port_of(listener), deadline));
+  await_readable({listener.fd()}, deadline);
+  const std::optional<Descriptor> peer = accept_from(listener);
+  ASSERT_TRUE(peer);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(120);
+    for (;;) pause();
+  }
+  own.reset();
+  await_readable({peer->fd()}, deadline);
+  char byte = 0;
+  EXPECT_EQ(read(peer->fd(), &byte, 1), 0) << "the end, and not nothing yet";
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
 }
 
 // Who ends in order harms nobody but those that still expect something of it.
