@@ -193,6 +193,17 @@ std::vector<Chain> longest_chains(const JobStatus& job) {
   return chains;
 }
 
+// The ranks that a chain explains itself by: its last one, or all of the circle.
+std::vector<int> causes_of(const Chain& chain) {
+  if (chain.end == Chain::End::kElsewhere) return {};
+  if (chain.end == Chain::End::kRank) return {chain.last};
+  std::vector<int> circle;
+  for (const RankStatus* one : chain.waiting) {
+    if (one->rank == chain.last || !circle.empty()) circle.push_back(one->rank);
+  }
+  return circle;
+}
+
 using Row = std::array<std::string, 7>;
 
 Row row_of(const RankStatus& one) {
@@ -259,7 +270,8 @@ const RankStatus* JobStatus::find(int rank) const {
 std::vector<int> causes_of_waits(const JobStatus& job) {
   std::vector<int> causes;
   for (const Chain& chain : longest_chains(job)) {
-    if (chain.end == Chain::End::kRank) causes.push_back(chain.last);
+    const auto some = causes_of(chain);
+    causes.insert(causes.end(), some.begin(), some.end());
   }
   return causes;
 }
@@ -288,9 +300,10 @@ std::string status_text(const JobStatus& job) {
   text += table_text(rows) + other_hosts(job);
   for (const Chain& chain : longest_chains(job)) {
     text += text_of(job, chain) + "\n";
-    const RankStatus* const cause = chain.end == Chain::End::kRank ? job.find(chain.last) : nullptr;
-    if (cause == nullptr || cause->stack.empty()) continue;
-    text += c10::str("rank ", cause->rank, " is in ", stack_text(cause->stack), "\n");
+    for (const int rank : causes_of(chain)) {
+      const auto& stack = job.find(rank)->stack;
+      if (!stack.empty()) text += c10::str("rank ", rank, " is in ", stack_text(stack), "\n");
+    }
   }
   return text;
 }

@@ -60,7 +60,8 @@ struct JobStatus {
   const RankStatus* find(int rank) const;
 };
 
-/// The ranks of this host that others wait for and that do not wait themselves.
+/// The ranks of this host that others wait for and that do not wait themselves, or that wait for each
+/// other in a circle.
 std::vector<int> causes_of_waits(const JobStatus& job);
 
 /// Where the chain of waits from `rank` ends. Nothing if `rank` does not wait, if ranks wait for
@@ -72,7 +73,7 @@ std::optional<StallCause> stall_cause(const JobStatus& job, int rank);
 std::string wait_chain(const JobStatus& job, int rank);
 
 /// The table of a job's ranks, a line each, and below it the longest chain of waits to each cause,
-/// with the cause's stack if it has said it.
+/// with the cause's stack, or those of a circle, if they have said it.
 std::string status_text(const JobStatus& job);
 
 }  // namespace smp::core

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/status_report.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "core/status.h"
@@ -84,6 +85,22 @@ TEST(StatusReport, ACircle) {
             "rank 1 waits for rank 0 in all_gather of evaluate(), which waits for rank 1 in "
             "smp::barrier: a circle, as of calls that do not match");
   EXPECT_FALSE(stall_cause(circle, 1));
+}
+
+/// What each of them called; who waits for one of them has called nothing wrong.
+TEST(StatusReport, StacksOfACircle) {
+  JobStatus circle =
+      job({waiting(0, "train()", {1}, "all_reduce"), waiting(1, "smp::barrier", {2}, "barrier"),
+           waiting(2, "evaluate()", {1}, "all_gather")});
+  EXPECT_EQ(causes_of_waits(circle), (std::vector<int>{1, 2}));
+  circle.ranks[0].stack = {"main"};
+  circle.ranks[1].stack = {"smp::barrier()", "main"};
+  circle.ranks[2].stack = {"evaluate()", "main"};
+  const std::string text = status_text(circle);
+  EXPECT_THAT(text, ::testing::HasSubstr(": a circle, as of calls that do not match\n"
+                                         "rank 1 is in smp::barrier()"));
+  EXPECT_THAT(text, ::testing::HasSubstr("\nrank 2 is in evaluate()"));
+  EXPECT_THAT(text, ::testing::Not(::testing::HasSubstr("rank 0 is in")));
 }
 
 TEST(StatusReport, AChainThatLeavesTheHost) {
