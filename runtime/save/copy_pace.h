@@ -11,10 +11,11 @@
 namespace smp::runtime {
 
 /// Of how many calls of `smp::keep_copy` one keeps a copy if copies may take 3 % of the time: a
-/// copy takes `copy_seconds`, and from one call to the next it is `call_seconds` without it. No
-/// more than twice as many as before, since one measurement may be of an odd moment.
+/// copy takes `copy_seconds`, and from one call to the next it is `call_seconds` without it. That
+/// counts for 2 %, since a step whose caches it has emptied is slower, too. No more than twice as
+/// many as before, since one measurement may be of an odd moment.
 inline int64_t next_interval(int64_t interval, double copy_seconds, double call_seconds) {
-  constexpr double kShare = 0.03;
+  constexpr double kShare = 0.02;
   const double calls = std::ceil(copy_seconds / (kShare * std::max(call_seconds, 1e-9)));
   return static_cast<int64_t>(std::clamp(calls, 1.0, 2.0 * static_cast<double>(interval)));
 }
