@@ -18,8 +18,8 @@
 #include "graph/allocations.h"
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
-#include "graph/devices.h"
 #include "graph/differentiate.h"
+#include "graph/operator_clock.h"
 #include "graph/requires_grad.h"
 #include "graph/visit.h"
 
@@ -140,7 +140,7 @@ class Profiler {
       : graph_(graph),
         key_(key),
         memory_(memory),
-        device_(graph.device()),
+        clock_(graph.device()),
         segment_(graph, all(graph.operators.size()), all(graph.values.size())),
         has_backward_(operators_with_backward(graph)),
         is_differentiated_(graph.operators.size()),
@@ -222,10 +222,9 @@ class Profiler {
     enter_arguments(i, environment);
     const SavedStorages before(op, environment);
     const int64_t allocated = allocated_now();
-    const auto start = Clock::now();
+    clock_.start();
     segment_.run_one(i, environment, key_);
-    synchronize(device_);
-    times_[i].forward_us = std::min(times_[i].forward_us, microseconds_since(start));
+    times_[i].forward_us = std::min(times_[i].forward_us, clock_.stop());
     hidden_bytes_[i] = allocated_now() - allocated - bytes_of_results(op, environment);
     check(i, environment);
     if (is_differentiated_[i]) return go_on_with(i);
@@ -240,11 +239,15 @@ class Profiler {
       environment[id] = enter(environment[id], nullptr);
     }
     if (memory_) before.find(graph_, op, environment, saved_);
-    const auto back = Clock::now();
+    times_[i].backward_us = std::min(times_[i].backward_us, time_of_backward(starts, gradients));
+  }
+
+  double time_of_backward(const std::vector<torch::autograd::Edge>& starts,
+                          const std::vector<at::Tensor>& gradients) {
+    if (starts.empty()) return 0;
+    clock_.start();
     run_backward(starts, gradients);
-    synchronize(device_);
-    const double backward_us = starts.empty() ? 0 : microseconds_since(back);
-    times_[i].backward_us = std::min(times_[i].backward_us, backward_us);
+    return clock_.stop();
   }
 
   /// A history of one operator: its arguments enter anew, but for what the operators of a
@@ -291,7 +294,7 @@ class Profiler {
   const Graph& graph_;
   const RandomKey& key_;
   const bool memory_;
-  const at::Device device_;
+  OperatorClock clock_;
   Segment segment_;
   const std::vector<bool> has_backward_;  // by operator
   std::vector<bool> is_differentiated_;   // by operator: in a range that `autograd::grad` ends
