@@ -168,6 +168,7 @@ void train(const std::string& folder, bool asynchronous, bool forgets_optimizer,
         runtime::CopyHolders::find(hosts.folder_of(rank() % hosts.count), *runtime.world()));
   }
   TinyGpt net = make_net();
+  barrier();  // captures draw from the generator that other ranks' models are drawn from
   DistributedModel<TinyGpt> model(net);
   DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
   auto step = smp::step([&](torch::Tensor x, torch::Tensor y) {
