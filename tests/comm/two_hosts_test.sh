@@ -7,17 +7,7 @@
 set -eu
 two_hosts=$1 program=$PWD/$2
 
-probe=smp-probe$$
-if ! ip netns add "$probe" 2>/dev/null; then
-  echo "skipped: network namespaces cannot be made here (they need root)"
-  [ -z "${XML_OUTPUT_FILE:-}" ] || cat >"$XML_OUTPUT_FILE" <<'XML'
-<testsuites tests="1" timestamp="1970-01-01T00:00:00"><testsuite name="TwoHosts" tests="1">
-<testcase name="CannotBeMadeHere" classname="TwoHosts"><skipped message="needs root"/></testcase>
-</testsuite></testsuites>
-XML
-  exit 0
-fi
-ip netns del "$probe"
+source tests/needs_namespaces.sh TwoHosts
 
 for launcher in torchrun mpirun; do
   output=$("$two_hosts" "$launcher" 2 "$program" \

@@ -4,22 +4,13 @@
 # Two hosts of two ranks that share no folder for copies: one of them, and then the other, loses its
 # memory and its ranks, and comes back or does not. Under smprun, which starts the ranks again, and
 # under a launcher that sets torchrun's variables, the job ends with the tensors of one that nothing
-# disturbs, and leaves nothing in any memory. Skipped where network namespaces cannot be made, which needs root.
+# disturbs, and leaves nothing in any memory. Skipped where network namespaces cannot be made, which
+# needs root.
 set -eu
 two_hosts=$PWD/$1 ckpt=$PWD/$3 step=$PWD/$4
 export SMPRUN=$PWD/$2
 
-probe=smp-probe$$
-if ! ip netns add "$probe" 2>/dev/null; then
-  echo "skipped: network namespaces cannot be made here (they need root)"
-  [ -z "${XML_OUTPUT_FILE:-}" ] || cat >"$XML_OUTPUT_FILE" <<'XML'
-<testsuites tests="1" timestamp="1970-01-01T00:00:00"><testsuite name="LostHost" tests="1">
-<testcase name="CannotBeMadeHere" classname="LostHost"><skipped message="needs root"/></testcase>
-</testsuite></testsuites>
-XML
-  exit 0
-fi
-ip netns del "$probe"
+source tests/needs_namespaces.sh LostHost
 
 work=$(mktemp -d)
 export HOSTS_MEMORY=$work/memory OMP_NUM_THREADS=1
