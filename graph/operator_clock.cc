@@ -4,33 +4,47 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace smp::graph {
 namespace {
 
 constexpr int64_t kLeastFiller = int64_t{1} << 20, kMostFiller = int64_t{256} << 20;  // bytes
-/// A host gives a device something in a few us: what takes longer puts it ahead.
-constexpr double kSlowerThanHost = 20;  // us
+constexpr int kFillings = 32;  // for a measurement
 /// Ahead of the device by so much, a host has time to give it an operator with its backward.
 constexpr double kAhead = 500;  // us
+
+double microseconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
+      .count();
+}
 
 }  // namespace
 
 OperatorClock::OperatorClock(at::Device device) : device_(device) {
   if (device.is_cpu()) return;
-  double filling = 0;
-  for (int64_t bytes = kLeastFiller; filling < kSlowerThanHost && bytes <= kMostFiller;
-       bytes *= 2) {
-    filler_ = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+  double host = 1, device_us = 0;  // for as many fillings; the device must be the slower one
+  for (int64_t bytes = kLeastFiller; device_us < 2 * host && bytes <= kMostFiller; bytes *= 2) {
+    try {
+      filler_ = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+    } catch (const c10::OutOfMemoryError&) {
+      break;  // the model has it
+    }
     for (int run = 0; run < 2; ++run) {  // the first may load a kernel
+      fillings_ = 0;
       start();
-      filler_.zero_();
-      filling = stop();
+      const auto begin = std::chrono::steady_clock::now();
+      fillings_ = kFillings;
+      keep_busy();
+      host = microseconds_since(begin);
+      device_us = stop();
     }
   }
-  fillings_ = static_cast<int>(std::ceil(kAhead / filling));
+  const double lead = std::max((device_us - host) / kFillings, 1.0);  // of a filling
+  fillings_ = filler_.defined() ? static_cast<int>(std::ceil(kAhead / lead)) : 0;
 }
 
 c10::Event OperatorClock::mark() const {
@@ -56,8 +70,7 @@ void OperatorClock::start() {
 
 double OperatorClock::stop() {
   if (device_.is_cpu()) {
-    const auto taken = std::chrono::steady_clock::now() - started_;
-    return std::chrono::duration<double, std::micro>(taken).count();
+    return microseconds_since(started_);
   }
   constexpr double kUsPerMs = 1e3;
   const c10::Event end = mark();

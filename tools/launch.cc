@@ -145,13 +145,21 @@ MpirunArguments begin_mpirun(const LaunchOptions& options, const LaunchContext& 
   return mpirun;
 }
 
-/// Of mpirun's options those that say how it works, and not what it runs where.
-std::vector<std::string> mca_options(const std::vector<std::string>& options) {
+/// Of the user's options of mpirun those that do not say how many processes run where.
+std::vector<std::string> without_mapping(const std::vector<std::string>& options) {
+  static const std::set<std::string> kMapping = {
+      "np",         "n",      "c",        "N",           "npernode",
+      "npersocket", "map-by", "rank-by",  "bind-to",     "cpus-per-proc",
+      "host",       "H",      "hostfile", "machinefile", "cpu-list",
+      "cpu-set",    "x"};
   std::vector<std::string> result;
-  for (size_t i = 0; i + 2 < options.size(); ++i) {
-    const std::string& name = options[i];
-    if (name != "--mca" && name != "-mca" && name != "--gmca" && name != "-gmca") continue;
-    result.insert(result.end(), options.begin() + i, options.begin() + i + 3);
+  for (size_t i = 0; i < options.size(); ++i) {
+    const size_t name = options[i].find_first_not_of('-');
+    if (name > 0 && name != std::string::npos && kMapping.count(options[i].substr(name)) > 0) {
+      ++i;  // its value
+    } else {
+      result.push_back(options[i]);
+    }
   }
   return result;
 }
@@ -165,10 +173,10 @@ LaunchCommand on_each(const LaunchOptions& options, const LaunchContext& context
   command.ranks = total_ranks(hosts);
   const auto custom = custom_options(options, find_distribution(options, context));
   MpirunArguments mpirun =
-      begin_mpirun(options, context, hosts, command.ranks, mca_options(custom));
+      begin_mpirun(options, context, hosts, command.ranks, without_mapping(custom));
   mpirun.append(program);
-  command.arguments = {"timeout", "--foreground", "30", "sh", "-c", "exec \"$@\" >/dev/null 2>&1",
-                       "sh"};
+  command.arguments = {
+      "timeout", "--foreground", "-k", "5", "30", "sh", "-c", "exec \"$@\" >/dev/null 2>&1", "sh"};
   for (std::string& word : mpirun.take()) command.arguments.push_back(std::move(word));
   return command;
 }
@@ -191,6 +199,8 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
 
   MpirunArguments mpirun =
       begin_mpirun(options, context, hosts, ranks, custom_options(options, distribution));
+  // Fewer ranks on several hosts: on all of them, since each has a part of the copy.
+  if (context.layout && hosts.size() > 1) mpirun.add("map-by", "node");
   LaunchCommand command;
   const auto export_variable = [&](const char* name, const std::string& value) {
     mpirun.append({"-x", name});
@@ -215,6 +225,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (!context.backtraces) command.environment.emplace_back(kSignalsWithStack, "");
   mpirun.append(options.program);
   command.ranks = ranks;
+  if (model_parallel) command.recovery = distribution->config.recovery();
   command.arguments = mpirun.take();
   return command;
 }

@@ -66,7 +66,8 @@ struct LaunchContext {
 
 /// A command as an argument vector; no shell is involved.
 struct LaunchCommand {
-  int ranks = 0;  ///< that it starts
+  int ranks = 0;                 ///< that it starts
+  std::string recovery = "off";  ///< of the configuration, as far as the launcher knows it
   std::vector<std::string> arguments;
   /// Variables set for the command, in addition to the caller's.
   std::vector<std::pair<std::string, std::string>> environment;

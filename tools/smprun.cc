@@ -10,7 +10,6 @@
 #include <iostream>
 #include <optional>
 #include <string>
-#include <thread>
 
 #include "core/check.h"
 #include "core/config_file.h"
@@ -66,10 +65,11 @@ struct Run {
   ProcessResult result;
   std::string report;                           // of its failure
   std::optional<smp::core::JobProgress> noted;  // how far it came
-  std::optional<smp::Config> config;            // that was in effect
+  std::optional<smp::Config> config;            // that was in effect, if rank 0 could note it
+  std::string planned_recovery;                 // by what the launcher knows
   int ranks = 0;
 
-  std::string recovery() const { return config ? config->recovery() : "off"; }
+  std::string recovery() const { return config ? config->recovery() : planned_recovery; }
 };
 
 std::string temporary_folder() { return smp::core::env("TMPDIR").value_or("/tmp"); }
@@ -81,6 +81,7 @@ Run run_once(const LaunchOptions& options, LaunchContext context) {
   if (is_here(options, context, command)) smp::tools::check_program(options.program.front());
   Run run;
   run.ranks = command.ranks;
+  run.planned_recovery = command.recovery;
   run.result = run_process(command);
   if (run.result.exit_status != 0) {
     run.report = failure_report(smp::core::read_failures(folder.path()), run.result);
@@ -97,22 +98,36 @@ class Places {
   Places(const LaunchOptions& options, LaunchContext& context)
       : options_(options), context_(context), at_first_(count()) {}
 
-  // Leaves out hosts that do not answer, and takes fewer ranks if the job wants that.
+  // Leaves out hosts that do not answer, and takes fewer ranks if the job wants that: on one host
+  // each time, on several where too few answer.
   Restarts::Decision decide(const Run& run, Restarts::Decision decision) {
     if (!decision.again) return decision;
     const bool shrinks = run.recovery() == "shrink";
-    look_for_hosts();
-    if (!shrinks) wait_for_hosts(std::min(run.ranks, at_first_));  // ranks may share places
+    const int needed = std::min(run.ranks, at_first_);  // ranks may share places
+    look_for_hosts(needed);
+    if (!shrinks) wait_for_hosts(needed);
     if (is_interrupted_) return {};
-    const std::string why_not = shrinks ? shrink(run) : too_few(std::min(run.ranks, at_first_));
+    const bool is_short = count() < needed || is_on_this_host(options_, context_);
+    const std::string why_not = !shrinks ? too_few(needed) : is_short ? shrink(run) : "";
     for (const std::string& host : context_.lost_hosts) {
       decision.text += "smprun: host " + host + " does not answer, and is left out\n";
     }
     if (!why_not.empty()) {
       return {false, decision.text + "smprun: not started again: " + why_not + "\n", {}};
     }
-    if (shrinks) decision.text += "smprun: goes on with " + context_.layout->to_text() + "\n";
+    if (shrinks && is_short) {
+      decision.text += "smprun: goes on with " + context_.layout->to_text() + "\n";
+    }
     return decision;
+  }
+
+  // False if a signal came.
+  bool wait(std::chrono::seconds time) {
+    if (time.count() == 0) return true;
+    LaunchCommand sleep;
+    sleep.arguments = {"sleep", std::to_string(time.count())};
+    is_interrupted_ = run_process(sleep).forwarded_signal != 0;
+    return !is_interrupted_;
   }
 
  private:
@@ -129,10 +144,16 @@ class Places {
     return result.exit_status == 0;
   }
 
-  // Those that were lost may be back.
-  void look_for_hosts() {
-    context_.lost_hosts.clear();
+  // Those that were lost stay out while the others are enough: these have the copies.
+  void look_for_hosts(int places) {
     if (is_on_this_host(options_, context_)) return;
+    leave_out_those_that_do_not_answer();
+    if (count() >= places || is_interrupted_) return;
+    context_.lost_hosts.clear();
+    leave_out_those_that_do_not_answer();
+  }
+
+  void leave_out_those_that_do_not_answer() {
     const auto hosts = hosts_of(options_, context_);
     if (answer(hosts)) return;
     for (const auto& host : hosts) {
@@ -149,10 +170,7 @@ class Places {
       std::cerr << "smprun: waits for hosts that do not answer, up to " << options_.wait_for_hosts
                 << " s\n";
     }
-    while (count() < places && Clock::now() < end && !is_interrupted_) {
-      std::this_thread::sleep_for(kBetweenLooks);
-      look_for_hosts();
-    }
+    while (count() < places && Clock::now() < end && wait(kBetweenLooks)) look_for_hosts(places);
   }
 
   // Why the job cannot go on with as many ranks, or nothing.
@@ -165,8 +183,9 @@ class Places {
   // Takes a layout with fewer ranks; why there is none, or nothing.
   std::string shrink(const Run& run) {
     smp::Config config = *run.config;
+    const int most = run.ranks <= at_first_ ? count() : run.ranks * count() / at_first_;
     auto layout = smp::tools::shrink(config, run.ranks);
-    while (layout && layout->ranks > count()) {
+    while (layout && layout->ranks > most) {
       config = smp::Config::from_json(layout->put_into(config.to_json()), "smprun");
       layout = smp::tools::shrink(config, layout->ranks);
     }
@@ -197,7 +216,7 @@ int run_until_the_end(LaunchOptions options, LaunchContext& context, bool& has_c
         run, restarts.after(smp::tools::cause_in(run.report), run.noted, run.recovery() != "off"));
     std::cerr << decision.text;
     if (!decision.again) return run.result.exit_status;
-    std::this_thread::sleep_for(decision.wait);
+    if (!places.wait(decision.wait)) return run.result.exit_status;
     context.restart = restarts.next();
     options.np = run.ranks;  // also on fewer hosts
   }

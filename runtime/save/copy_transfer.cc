@@ -326,15 +326,14 @@ void transfer_files(comm::Communicator& group, const std::vector<FileTransfer>& 
   files.finish();
 }
 
-std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders& holders,
-                                    int64_t least_steps) {
+std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders& holders) {
   const auto texts = together(world, [&] { return to_text(look(holders)); });
   std::vector<std::vector<HeldCopy>> all;
   for (int holder = 0; holder < holders.count(); ++holder) {
     all.push_back(from_text(texts[holders.first(holder)]));
   }
   const HeldCopy* newest = newest_whole(all, world.rank() == 0);
-  if (newest == nullptr || newest->step < least_steps) return std::nullopt;
+  if (newest == nullptr) return std::nullopt;
   const ByHolder copies = of_copy(newest->checksum, all);
   const auto transfers = transfers_of_missing(holders, copies, newest->files);
   const HeldCopy* mine = copies[holders.mine()];

@@ -41,10 +41,9 @@ void transfer_files(comm::Communicator& group, const std::vector<FileTransfer>& 
                     const std::string& folder, checkpoint::Medium medium);
 
 /// Has every holder have the newest copy that they have together, whole: what a holder lacks, those
-/// send that have it. Returns the steps that are in it; nothing if there is none, or none of
-/// `least_steps`, and then nothing has changed. Throws a CheckpointError on all ranks if files
-/// cannot be read or written; then a later call may try again. Collective over `world`.
-std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders& holders,
-                                    int64_t least_steps = 0);
+/// send that have it. Returns the steps that are in it; nothing if there is none, and then nothing
+/// has changed. Throws a CheckpointError on all ranks if files cannot be read or written; then a
+/// later call may try again. Collective over `world`.
+std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders& holders);
 
 }  // namespace smp::runtime

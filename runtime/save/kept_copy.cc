@@ -118,7 +118,7 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
   pace.last_took = took;
 }
 
-std::vector<std::string> checkpoints_before(const Runtime& runtime) {
+std::vector<std::string> checkpoints_before(Runtime& runtime) {
   if (!runtime.restart) return {};
   const auto& saved = runtime.restart->before.checkpoints;
   std::vector<std::string> paths;
@@ -126,8 +126,12 @@ std::vector<std::string> checkpoints_before(const Runtime& runtime) {
   const CopyHolders* holders = runtime.copy_holders.get();
   if (holders == nullptr) return paths;
   try {
-    const int64_t newest = saved.empty() ? 0 : saved.back().steps;
-    if (collect_copy(*runtime.world(), *holders, newest)) paths.push_back(holders->copy());
+    // Whole states go from host to host, and who waits for them waits long.
+    const auto& group = CheckpointContext::of(runtime).group(std::chrono::hours(6));
+    if (const auto steps = collect_copy(*group, *holders)) {
+      const bool is_newest = saved.empty() || saved.back().steps <= *steps;
+      paths.insert(is_newest ? paths.end() : paths.end() - 1, holders->copy());
+    }
   } catch (const CheckpointError& error) {  // on all ranks
     if (runtime.rank() == 0) core::log_warning(core::text_without_prefix(error));
   }

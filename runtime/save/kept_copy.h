@@ -33,6 +33,6 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
 
 /// What a job that was started again may go on from, the newest last. A copy that several holders
 /// have together is whole in each of them then. Collective over the world. Internal.
-std::vector<std::string> checkpoints_before(const Runtime& runtime);
+std::vector<std::string> checkpoints_before(Runtime& runtime);
 
 }  // namespace smp::runtime

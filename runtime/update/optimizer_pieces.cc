@@ -320,13 +320,14 @@ void OptimizerPieces::divide_states() {
 }
 
 /// States that the optimizer has for parameters become those of what stands in for them: Adagrad
-/// makes them in its constructor, and a checkpoint may have a state without a master.
-void OptimizerPieces::adopt_states() {
+/// makes them in its constructor, and a checkpoint may have a state without a master. With
+/// `before_masters` those of parameters that will have masters get their type.
+void OptimizerPieces::adopt_states(bool before_masters) {
   divide_states();
   bool has_replaced = false;
   for_each([&](const at::Tensor& parameter) {
     const bool is_replaced = !stand_in_for(parameter).is_same(parameter) ||
-                             (has_masters_ && MasterWeights::concerns(parameter));
+                             (before_masters && MasterWeights::concerns(parameter));
     has_replaced = has_replaced ||
                    (is_replaced && optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
   });
@@ -359,7 +360,7 @@ void OptimizerPieces::forget_replaced() {
 
 OptimizerState OptimizerPieces::gather_state() {
   find_slices();
-  adopt_states();
+  adopt_states(/*before_masters=*/has_masters_);
   OptimizerState whole = optim::share_state(optimizer_, names());
   OptimizerState pieces;
   {

@@ -99,7 +99,7 @@ class OptimizerPieces {
   void prepare();
   void make_masters();
   void divide_states();
-  void adopt_states();
+  void adopt_states(bool before_masters = false);
   void forget_replaced();
   void list_updated();
   void clip() const;

@@ -218,9 +218,9 @@ TEST(Launch, SeveralHosts) {
 
 /// On each of the hosts that are left, once.
 TEST(Launch, ProbesHostsAndRemovesFoldersThere) {
-  LaunchOptions options = options_for(
-      estimator(R"(, "custom_mpi_options": "--map-by ppr:2:node -mca plm_rsh_agent x")",
-                R"({"partitions": 2, "ddp": true})"));
+  LaunchOptions options = options_for(estimator(
+      R"(, "custom_mpi_options": "--map-by ppr:2:node --prefix /mpi -x A -mca plm_rsh_agent x")",
+      R"({"partitions": 2, "ddp": true})"));
   options.hosts = "h1:2,h2:4,h3:2";
   LaunchContext context;
   context.recovery_dir = "/dev/shm/x";
@@ -237,8 +237,9 @@ TEST(Launch, ProbesHostsAndRemovesFoldersThere) {
   EXPECT_EQ(removal, on_all);
   Words probe = plan_probe(options, context, all).arguments;
   EXPECT_EQ(from(probe, "true"), Words{"true"});
-  EXPECT_EQ(from(probe, "-mca"), (Words{"-mca", "plm_rsh_agent", "x", "true"}));
-  EXPECT_EQ(from(probe, "--map-by"), Words{});
+  EXPECT_EQ(from(probe, "--prefix"),
+            (Words{"--prefix", "/mpi", "-mca", "plm_rsh_agent", "x", "true"}));
+  for (const char* word : {"--map-by", "-x"}) EXPECT_EQ(from(probe, word), Words{}) << word;
   probe = from(probe, "mpirun");
   probe.resize(6);
   EXPECT_EQ(probe, on_all);
