@@ -60,8 +60,8 @@ struct JobStatus {
   const RankStatus* find(int rank) const;
 };
 
-/// The ranks of this host that others wait for and that do not wait themselves, or that wait for each
-/// other in a circle.
+/// The ranks of this host that others wait for and that do not wait themselves, or that wait for
+/// each other in a circle.
 std::vector<int> causes_of_waits(const JobStatus& job);
 
 /// Where the chain of waits from `rank` ends. Nothing if `rank` does not wait, if ranks wait for

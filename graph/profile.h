@@ -25,7 +25,8 @@ struct MeasureOptions {
 
 /// Runs the graph operator by operator and fills in `Operator::cost` of each: time of the forward
 /// call, time of the backward of that operator alone (if the graph trains), both on the clock of
-/// the graph's device (graph/operator_clock.h) and rounded to two digits, and bytes of results with storage of their own and of those kept for backward.
+/// the graph's device (graph/operator_clock.h) and rounded to two digits, and bytes of results with
+/// storage of their own and of those kept for backward.
 ///
 /// `environment` holds inputs, parameters, buffers, constants and literals. Where `checksums`
 /// (of the recorded run, under the same `key`) is not empty, a result of the first run that

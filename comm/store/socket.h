@@ -10,8 +10,8 @@
 
 namespace smp::comm {
 
-/// The file descriptor of a socket, which is closed with this object, and in every process that this
-/// one forks: a child that lives on must not keep a connection open whose rank has died.
+/// The file descriptor of a socket, which is closed with this object, and in every process that
+/// this one forks: a child that lives on must not keep a connection open whose rank has died.
 class Descriptor {
  public:
   explicit Descriptor(int fd = -1);

@@ -189,7 +189,8 @@ TEST_F(TensorParallelCheckpoint, ACopyInMemoryKeepsEveryBit) {
         },
         5,
         [&](Config config) {
-          return config.recovery("restart").recovery_interval(1).shard_optimizer_state(shards_states);
+          return config.recovery("restart").recovery_interval(1).shard_optimizer_state(
+              shards_states);
         });
     const auto loaded = outcome(
         {1},
