@@ -31,6 +31,12 @@ std::optional<at::Device> accelerator_of(const c10::OperatorHandle& op,
   return std::nullopt;
 }
 
+c10::Event timed_event(at::Device device) {
+  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+
 void synchronize(at::Device device) {
   if (!is_accelerator(device)) return;
   const c10::impl::VirtualGuardImpl guard(device.type());

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
 #include <optional>
 
@@ -18,6 +19,10 @@ at::Device with_index(at::Device device);
 /// CPU or has shapes only.
 std::optional<at::Device> accelerator_of(const c10::OperatorHandle& op,
                                          const torch::jit::Stack& stack);
+
+/// An event behind all that this thread's current stream of the device, which is not the CPU, was
+/// given; of the kind that keeps a time.
+c10::Event timed_event(at::Device device);
 
 /// Waits until the device has done all that this thread's current stream of it was given. Returns
 /// at once for the CPU.

@@ -3,11 +3,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
+
+#include "graph/devices.h"
 
 namespace smp::graph {
 namespace {
@@ -47,13 +48,6 @@ OperatorClock::OperatorClock(at::Device device) : device_(device) {
   fillings_ = filler_.defined() ? static_cast<int>(std::ceil(kAhead / lead)) : 0;
 }
 
-c10::Event OperatorClock::mark() const {
-  // The only kind of event that keeps a time.
-  c10::Event event(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
-  event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  return event;
-}
-
 void OperatorClock::keep_busy() const {
   const at::NoGradGuard no_grad;
   for (int i = 0; i < fillings_; ++i) filler_.zero_();
@@ -64,7 +58,7 @@ void OperatorClock::start() {
     started_ = std::chrono::steady_clock::now();
   } else {
     keep_busy();
-    event_ = mark();
+    event_ = timed_event(device_);
   }
 }
 
@@ -73,7 +67,7 @@ double OperatorClock::stop() {
     return microseconds_since(started_);
   }
   constexpr double kUsPerMs = 1e3;
-  const c10::Event end = mark();
+  const c10::Event end = timed_event(device_);
   end.synchronize();
   return kUsPerMs * event_->elapsedTime(end);
 }

@@ -24,7 +24,6 @@ class OperatorClock {
   double stop();
 
  private:
-  c10::Event mark() const;
   /// Gives it work for longer than the host takes to give it an operator.
   void keep_busy() const;
 

@@ -4,7 +4,6 @@
 #include <ATen/ops/ones_like.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -25,12 +24,6 @@
 
 namespace smp::graph {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double microseconds_since(Clock::time_point start) {
-  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
-}
 
 std::vector<ValueId> tensor_arguments(const Operator& op) {
   std::vector<ValueId> ids;
@@ -331,12 +324,13 @@ void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
                    "deterministic. Use tensor operators there");
   };
   const Environment again = options.runs() > 1 ? copy_written(graph, environment) : Environment();
-  auto start = Clock::now();
+  OperatorClock host(at::kCPU);
+  host.start();
   profiler.run(std::move(environment), compare);
-  const double run_us = microseconds_since(start);
-  start = Clock::now();
+  const double run_us = host.stop();
+  host.start();
   for (int run = 1; run < options.runs(); ++run) {
-    if (microseconds_since(start) + run_us > 1e6 * options.seconds()) break;
+    if (host.stop() + run_us > 1e6 * options.seconds()) break;
     profiler.run(copy_written(graph, again), [](size_t, const Environment&) {});
   }
   profiler.set_costs(graph);

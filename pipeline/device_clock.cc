@@ -1,19 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/device_clock.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <cmath>
 #include <utility>
 
+#include "graph/devices.h"
 #include "pipeline/timeline.h"
 
 namespace smp::pipeline {
 
 void DeviceClock::mark() {
-  // The only kind of event that keeps a time.
-  c10::Event event(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
-  event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  c10::Event event = graph::timed_event(device_);
   if (marks_.empty()) {
     event.synchronize();
     first_ = TimelineRecorder::now();

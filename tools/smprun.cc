@@ -121,7 +121,7 @@ class Places {
     return decision;
   }
 
-  // False if a signal came.
+  // As a process, since whoever runs one hears signals. False if one came.
   bool wait(std::chrono::seconds time) {
     if (time.count() == 0) return true;
     LaunchCommand sleep;

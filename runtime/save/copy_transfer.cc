@@ -28,11 +28,6 @@ namespace fs = std::filesystem;
 constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
 constexpr comm::Tag kTag = 0;
 
-std::map<std::string, uint64_t> files_of(const std::string& part) {
-  if (part.empty()) return {};
-  return checkpoint::Index::from_text(part, "a part of a copy").files;
-}
-
 /// A few bytes of a file.
 struct Piece {
   const FileTransfer* of = nullptr;
@@ -291,12 +286,23 @@ void forget(const std::vector<FileTransfer>& transfers, int rank, const std::str
 
 }  // namespace
 
+WrittenFiles written_files(const std::vector<std::string>& parts) {
+  WrittenFiles written;
+  for (const std::string& part : parts) {
+    written.emplace_back();
+    if (!part.empty()) {
+      written.back() = checkpoint::Index::from_text(part, "a part of a copy").files;
+    }
+  }
+  return written;
+}
+
 std::vector<FileTransfer> transfers_to_next(const CopyHolders& holders,
-                                            const std::vector<std::string>& parts) {
+                                            const WrittenFiles& written) {
   std::vector<FileTransfer> transfers;
-  for (size_t rank = 0; rank < parts.size(); ++rank) {
+  for (size_t rank = 0; rank < written.size(); ++rank) {
     const int from = static_cast<int>(rank);
-    for (const auto& [file, size] : files_of(parts[rank])) {
+    for (const auto& [file, size] : written[rank]) {
       transfers.push_back({file, size, from, holders.keeper_of(from)});
     }
   }
@@ -304,11 +310,11 @@ std::vector<FileTransfer> transfers_to_next(const CopyHolders& holders,
 }
 
 std::set<std::string> files_of_holder(const CopyHolders& holders, int holder,
-                                      const std::vector<std::string>& parts) {
+                                      const WrittenFiles& written) {
   std::set<std::string> files;
   for (const int other : {holder, holders.before(holder)}) {
     for (const int rank : holders.ranks(other)) {
-      for (const auto& [file, size] : files_of(parts[rank])) files.insert(file);
+      for (const auto& [file, size] : written[static_cast<size_t>(rank)]) files.insert(file);
     }
   }
   return files;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -26,12 +27,17 @@ struct FileTransfer {
   }
 };
 
-/// What is sent when all ranks have written, and what a holder then has. `parts[r]` is rank r's
-/// part of the index, or empty.
+/// The files that each rank has written, with their sizes.
+using WrittenFiles = std::vector<std::map<std::string, uint64_t>>;
+
+/// By the ranks' parts of the index, which are empty where nothing was written.
+WrittenFiles written_files(const std::vector<std::string>& parts);
+
+/// What is sent when all ranks have written, and what a holder then has.
 std::vector<FileTransfer> transfers_to_next(const CopyHolders& holders,
-                                            const std::vector<std::string>& parts);
+                                            const WrittenFiles& written);
 std::set<std::string> files_of_holder(const CopyHolders& holders, int holder,
-                                      const std::vector<std::string>& parts);
+                                      const WrittenFiles& written);
 
 /// Sends and receives the files that concern this rank, in its `folder`, a few MiB of each pair of
 /// ranks at a time. All ranks give the same transfers; one whose files fail goes on sending, what

@@ -79,8 +79,8 @@ void note_what_was_before(const Runtime& runtime) {
   if (!runtime.restart || !runtime.copy_holders || is_kept_by_launcher) return;
   if (!runtime.notes_progress()) return;
   const auto noted = core::read_progress(runtime.copy_holders->folder());
+  const auto own = noted ? noted->checkpoints : std::vector<core::SavedCheckpoint>();
   for (const core::SavedCheckpoint& saved : runtime.restart->before.checkpoints) {
-    const auto own = noted ? noted->checkpoints : std::vector<core::SavedCheckpoint>();
     if (std::find(own.begin(), own.end(), saved) == own.end()) core::note_checkpoint(saved);
   }
 }

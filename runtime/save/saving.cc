@@ -196,15 +196,16 @@ class Save {
     if (holders_ == nullptr || holders_->count() == 1) {
       return [this, parts] { writer_.commit(without_empty(parts), run_); };
     }
+    const WrittenFiles written = written_files(parts);
     std::string index;
     together(*group_, [&] {
-      transfer_files(*group_, transfers_to_next(*holders_, parts),
+      transfer_files(*group_, transfers_to_next(*holders_, written),
                      checkpoint::temporary_folder(writer_.path()), writer_.medium());
       if (group_->rank() == 0) index = writer_.index_of(without_empty(parts), run_).to_text();
       return "";
     });
     index = comm::broadcast_bytes(*group_, index, 0);
-    const auto files = files_of_holder(*holders_, holders_->mine(), parts);
+    const auto files = files_of_holder(*holders_, holders_->mine(), written);
     return [this, index, files] { writer_.commit_one_of_several(index, files); };
   }
 

@@ -3,8 +3,8 @@
 // the disk is full at any of its calls, and everything takes as long as it likes. The job is
 // started again, each time in another layout, as `smprun` does: half of the jobs go on from the
 // copy that they keep in memory, some of those on several hosts, which may lose what they keep; the
-// others go on from their newest checkpoint. Their weights are those
-// of the undisturbed run, bit for bit, none of its starts hangs, and each that fails says why.
+// others go on from their newest checkpoint. Their weights are those of the undisturbed run, bit
+// for bit, none of its starts hangs, and each that fails says why.
 //
 // Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 24);
 // tools/soak goes on for as long as it is told.

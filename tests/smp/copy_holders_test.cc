@@ -103,14 +103,17 @@ class SpreadCopies : public SavedRunTest {
         std::make_shared<CopyHolders>(CopyHolders::find(folder, *runtime.world()));
   }
 
-  /// Trains `steps` steps on these hosts, with a copy after each, from an empty memory.
-  void train(int stages, int replicas, const Hosts& hosts, int steps) const {
+  /// Trains `steps` steps on these hosts, with a copy after each, from an empty memory, and perhaps
+  /// with a checkpoint after the first.
+  void train(int stages, int replicas, const Hosts& hosts, int steps,
+             bool saves_first = false) const {
     unsetenv("TORCHELASTIC_RESTART_COUNT");
     for (const int host : hosts) fs::remove_all(folder_of(host));
     run(stages, replicas, [&](SavedRun& run) {
       spread(hosts);
       for (int i = 0; i < steps; ++i) {
         run.train(i);
+        if (saves_first && i == 0) save(path("saved"), run.model, run.optimizer);
         keep_copy(run.model, run.optimizer);
       }
     });
@@ -315,15 +318,7 @@ TEST_F(SpreadCopies, ACopyThatNotAllHaveEnded) {
 TEST_F(SpreadCopies, TwoNeighboursLostAreNamed) {
   const auto losses = undisturbed(1);
   const Hosts hosts{0, 1, 2, 3};
-  unsetenv("TORCHELASTIC_RESTART_COUNT");
-  run(4, 1, [&](SavedRun& run) {
-    spread(hosts);
-    for (int i = 0; i < 3; ++i) {
-      run.train(i);
-      if (i == 0) save(path("saved"), run.model, run.optimizer);
-      keep_copy(run.model, run.optimizer);
-    }
-  });
+  train(4, 1, hosts, 3, /*saves_first=*/true);
   for (const int host : {1, 2}) fs::remove_all(folder_of(host));
   ::testing::internal::CaptureStderr();
   EXPECT_EQ(go_on(4, 1, hosts), std::pair(int64_t{1}, losses[1]));
@@ -377,15 +372,7 @@ TEST_F(SpreadCopies, WhatAnEndedRestartHasLeftHarmsNobody) {
 TEST_F(SpreadCopies, ACopyThatCannotBeSentLeavesTheCheckpoint) {
   const auto losses = undisturbed(1);
   const Hosts hosts{0, 1};
-  unsetenv("TORCHELASTIC_RESTART_COUNT");
-  run(2, 1, [&](SavedRun& run) {
-    spread(hosts);
-    for (int i = 0; i < 3; ++i) {
-      run.train(i);
-      if (i == 0) save(path("saved"), run.model, run.optimizer);
-      keep_copy(run.model, run.optimizer);
-    }
-  });
+  train(2, 1, hosts, 3, /*saves_first=*/true);
   fs::remove_all(folder_of(1));
   fs::create_directories(folder_of(1));
   std::ofstream(folder_of(1) + "/copy") << "no folder";
