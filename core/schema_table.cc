@@ -138,6 +138,13 @@ std::vector<Parameter> pipeline_rows() {
           "as one (see docs/schedules.md), and NCCL reduces in an order of its own (see "
           "docs/cuda.md).")
           .values({"exact", "fast"}),
+      text(
+          "cuda_graphs", "off",
+          "Whether a stage's computations on a GPU are captured as CUDA graphs in the second step, "
+          "and launched as a whole from then on, with the same bits. `auto`: what cannot be "
+          "captured runs operator by operator, and a line of log says why. `on`: that is an error "
+          "(see docs/cuda.md).")
+          .values({"auto", "on", "off"}),
       boolean("gradient_accumulation_fusion", false,
               "Add the gradients of weights of linear layers to the gradient buffer inside the "
               "matrix product, instead of making each and adding it: saves memory and a pass over "
@@ -279,11 +286,12 @@ std::vector<Parameter> rank_rows() {
              "The size in MiB of the buckets in which gradients are reduced over replicas.")
           .above(0)
           .at_most(kMostMiB),
-      boolean("keep_freed_memory", true,
-              "Let the C library of a rank keep what a step frees for the next one, instead of "
-              "giving it back to the system and asking for it again, page by page. No effect with "
-              "another allocator, or where the environment tunes it (`MALLOC_...`). And let tensors "
-              "use all of it again, by aligning them otherwise than libtorch does."),
+      boolean(
+          "keep_freed_memory", true,
+          "Let the C library of a rank keep what a step frees for the next one, instead of "
+          "giving it back to the system and asking for it again, page by page. No effect with "
+          "another allocator, or where the environment tunes it (`MALLOC_...`). And let tensors "
+          "use all of it again, by aligning them otherwise than libtorch does."),
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0)

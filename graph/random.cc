@@ -4,7 +4,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
-#include <mutex>
 #include <optional>
 
 #include "graph/devices.h"
@@ -18,11 +17,6 @@ uint64_t mix(uint64_t state) {
   state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9ull;
   state = (state ^ (state >> 27)) * 0x94d049bb133111ebull;
   return state ^ (state >> 31);
-}
-
-std::mutex& generator_mutex() {
-  static std::mutex mutex;
-  return mutex;
 }
 
 /// Restores the state of the CPU's default generator at the end.
@@ -99,8 +93,13 @@ bool is_random(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
+std::unique_lock<std::mutex> lock_generators() {
+  static std::mutex mutex;
+  return std::unique_lock(mutex);
+}
+
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed) {
-  std::lock_guard<std::mutex> lock(generator_mutex());
+  const auto lock = lock_generators();
   RestoredCpuGenerator cpu;
   cpu.seed(seed);
   std::optional<RestoredGenerator> other;
@@ -112,7 +111,7 @@ void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64
 }
 
 at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  std::lock_guard<std::mutex> lock(generator_mutex());
+  const auto lock = lock_generators();
   const at::Tensor state = at::detail::getDefaultCPUGenerator().get_state();
   op.callBoxed(stack);
   return state;
@@ -120,7 +119,7 @@ at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& s
 
 void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                      const at::Tensor& state) {
-  std::lock_guard<std::mutex> lock(generator_mutex());
+  const auto lock = lock_generators();
   RestoredCpuGenerator generator;
   generator.set_state(state);
   op.callBoxed(stack);

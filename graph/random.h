@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 namespace smp::graph {
 
@@ -26,6 +27,9 @@ uint64_t stream_seed(const RandomKey& key, uint64_t ordinal);
 
 /// True if the operator draws random numbers.
 bool is_random(const c10::OperatorHandle& op);
+
+/// While it is held, no other thread seeds a default generator: for those who do so.
+std::unique_lock<std::mutex> lock_generators();
 
 /// Calls the operator with the default generators of the CPU and of its arguments' device seeded
 /// with `seed`, and puts their state back afterwards. Ranks that are threads share the default

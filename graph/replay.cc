@@ -20,6 +20,7 @@
 #include "core/node.h"
 #include "graph/autocast.h"
 #include "graph/autograd_entry.h"
+#include "graph/device_graph.h"
 #include "graph/late_writes.h"
 #include "graph/layout.h"
 #include "graph/leaf.h"
@@ -323,15 +324,20 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
   push_arguments(instruction, environment);
   const auto call = [&] {
     if (instruction.random_ordinal >= 0) {
-      call_seeded(instruction.handle, stack_, stream_seed(key, instruction.random_ordinal));
+      call_keyed(instruction.handle, stack_, key, instruction.random_ordinal);
     } else {
       instruction.handle.callBoxed(stack_);
     }
   };
-  if (instruction.has_written_results) {
-    call_for_results(instruction.handle, stack_, call);
-  } else {
-    call();
+  try {
+    if (instruction.has_written_results) {
+      call_for_results(instruction.handle, stack_, call);
+    } else {
+      call();
+    }
+  } catch (c10::Error& error) {
+    error.add_context(text_of(instruction));
+    throw;
   }
   if (instruction.is_leaf) {
     check_leaf_results(*leaf_call(instruction.arguments[0].constant), instruction.recorded,
@@ -366,6 +372,14 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
   }
 }
 
+/// "operator 3 (aten::add), in or after module "net.fc"", for errors.
+std::string Segment::text_of(const Instruction& instruction) {
+  const std::string module =
+      instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
+  return c10::str("operator ", instruction.operator_index, " (", instruction.handle.schema().name(),
+                  ")", module);
+}
+
 /// What the program did with a size or a type is part of the graph, so they must be those recorded.
 void Segment::check_result(const Instruction& instruction, size_t index,
                            const at::Tensor& result) const {
@@ -373,11 +387,8 @@ void Segment::check_result(const Instruction& instruction, size_t index,
   if (!recorded || !result.defined()) return;
   const bool same_sizes = result.sizes() == c10::IntArrayRef(recorded->sizes);
   if (same_sizes && result.scalar_type() == recorded->dtype) return;
-  const std::string module =
-      instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
   core::fail<CaptureError>(
-      "operator ", instruction.operator_index, " (", instruction.handle.schema().name(), ")",
-      module, " gave a result of ", result.scalar_type(), result.sizes(),
+      text_of(instruction), " gave a result of ", result.scalar_type(), result.sizes(),
       ", and was recorded with one of ", recorded->dtype, c10::IntArrayRef(recorded->sizes),
       same_sizes ? ": its result type is not the one that all after it was planned for. Give it "
                    "arguments of one type (x.to(dtype)), or make the module that calls it a leaf: "

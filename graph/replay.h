@@ -116,6 +116,7 @@ class Segment {
     core::NodePtr end;  // of both; tensors hold it weakly, and nobody else may hold a variable's
   };
 
+  static std::string text_of(const Instruction& instruction);
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
   at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);

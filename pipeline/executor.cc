@@ -198,8 +198,22 @@ std::vector<int64_t> Executor::message_bytes() const {
   return bytes;
 }
 
+void Executor::use_graphs(bool required) {
+  graphs_ = std::make_unique<StepGraphs>(device_, edges_, schedule_.microbatches(), required);
+  for (const auto& [index, stage] : stages_) graphs_->add_stage(*stage);
+}
+
+void Executor::begin_graphs(const Step& step) {
+  std::vector<Action> computations;
+  for (const Instruction& instruction : program_) {
+    if (instruction.action.is_compute()) computations.push_back(instruction.action);
+  }
+  graphs_->begin_step(computations, step.why_no_graphs);
+}
+
 void Executor::run(const Step& step) {
   if (program_.empty()) resolve();
+  if (graphs_) begin_graphs(step);
   for (const auto& [key, channel] : channels_) channel.begin_step();
   core::ActionScope status;
   if (step.recorder == nullptr && !step.on_action) {
@@ -241,10 +255,8 @@ void Executor::execute(const Instruction& instruction, const Step& step) {
       break;
     case Action::Kind::kBackward:
     case Action::Kind::kBackwardInput:
-      backward(instruction, step);
-      break;
     case Action::Kind::kBackwardWeight:
-      instruction.stage->backward_weights(instruction.action.microbatch, step.consume);
+      backward(instruction, step);
       break;
     case Action::Kind::kSendForward:
     case Action::Kind::kSendBackward:
@@ -279,18 +291,29 @@ void Executor::receive(const Instruction& instruction) {
 void Executor::forward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
   const int microbatch = instruction.action.microbatch;
-  if (step.before_forward) step.before_forward(stage, microbatch);
-  if (step.record) stage.record(microbatch, step.record(stage.index(), microbatch));
-  stage.forward(microbatch, step.inputs[microbatch], step.keys[microbatch], step.output, step.root);
+  const auto& inputs = step.inputs[microbatch];
+  const graph::RandomKey& key = step.keys[microbatch];
+  const bool is_launched =
+      graphs_ && graphs_->forward(instruction.action, inputs, key, step.output, step.root);
+  if (!is_launched) {
+    if (step.before_forward) step.before_forward(stage, microbatch);
+    if (step.record) stage.record(microbatch, step.record(stage.index(), microbatch));
+    stage.forward(microbatch, inputs, key, step.output, step.root);
+  }
   for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 void Executor::backward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
-  if (instruction.action.kind == Action::Kind::kBackward) {
-    stage.backward(instruction.action.microbatch, step.consume, step.buffer);
-  } else {
-    stage.backward_inputs(instruction.action.microbatch, step.buffer);
+  const Action& action = instruction.action;
+  const bool is_launched =
+      graphs_ && graphs_->backward(action, step.keys[action.microbatch], step.consume);
+  if (!is_launched && action.kind == Action::Kind::kBackward) {
+    stage.backward(action.microbatch, step.consume, step.buffer);
+  } else if (!is_launched && action.kind == Action::Kind::kBackwardInput) {
+    stage.backward_inputs(action.microbatch, step.buffer);
+  } else if (!is_launched) {
+    stage.backward_weights(action.microbatch, step.consume);
   }
   for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }

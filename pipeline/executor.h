@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/channel_pool.h"
@@ -13,6 +14,7 @@
 #include "pipeline/message.h"
 #include "pipeline/schedule.h"
 #include "pipeline/stage.h"
+#include "pipeline/step_graphs.h"
 
 namespace smp::pipeline {
 
@@ -52,6 +54,10 @@ class Executor {
   void set_loading_horizon(int horizon) { loading_horizon_ = horizon; }
   bool has_stage(int index) const { return stages_.count(index) > 0; }
 
+  /// Has the device run the stages' computations as graphs, see `StepGraphs`. After the stages, and
+  /// before the first run.
+  void use_graphs(bool required);
+
   /// What a step gives the executor.
   struct Step {
     /// Inputs by graph input, per microbatch.
@@ -64,8 +70,11 @@ class Executor {
     GradientBuffer buffer;
     /// Called after the last backward of a stage.
     std::function<void(int stage)> reduce;
-    /// Called before each microbatch's forward on a stage, to use its constants.
+    /// Called before each microbatch's forward on a stage, to use its constants; null: they are
+    /// those of the step before.
     std::function<void(Stage& stage, int microbatch)> before_forward;
+    /// Why the step cannot run as graphs, as a sentence without a full stop; empty if it can.
+    std::string why_no_graphs;
     /// Told when each action began and ended; null for none.
     TimelineRecorder* recorder = nullptr;
     /// Called when an action has begun, if set; for tests.
@@ -121,14 +130,16 @@ class Executor {
   static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
   static void send(const Instruction& instruction);
   static void receive(const Instruction& instruction);
-  static void forward(const Instruction& instruction, const Step& step);
-  static void backward(const Instruction& instruction, const Step& step);
+  void forward(const Instruction& instruction, const Step& step);
+  void backward(const Instruction& instruction, const Step& step);
+  void begin_graphs(const Step& step);
 
   Schedule schedule_;
   std::vector<Edge> edges_;
   std::shared_ptr<comm::ChannelPool> pool_;
   const at::Device device_;  // on which the graph computes
   std::map<int, std::unique_ptr<Stage>> stages_;
+  std::unique_ptr<StepGraphs> graphs_;                // null: operator by operator
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
   std::vector<Instruction> program_;
   int loading_horizon_ = 0;  // 0: nothing is in a store

@@ -123,6 +123,20 @@ class Stage {
   void run_again(const std::vector<at::Tensor>& given, const graph::RandomKey& key,
                  StageRecord& record);
 
+  /// Why its computations cannot be captured as graphs of its device, as a sentence without a full
+  /// stop; empty if nothing is known that speaks against it. After `set_regions` and
+  /// `set_residency`.
+  std::string why_not_captured() const;
+  /// Where the data of its parameters and buffers lie.
+  std::vector<const void*> addresses() const;
+  /// Ordinals of its random operators, ascending.
+  std::vector<int> random_ordinals() const;
+  /// Forgets what it keeps of parameters from one microbatch for another: autograd's functions
+  /// compute on the stream on which they were made. Between steps.
+  void forget_leaves();
+  /// Forgets all microbatches, after an error.
+  void forget_microbatches();
+
   /// The parameters whose gradients its backwards may give to `consume`.
   std::vector<graph::ValueId> consumed() const;
 

@@ -187,6 +187,18 @@ class SMP_API Config {
   Config& numerics(std::string value) { return set("numerics", std::move(value)); }
   std::string numerics() const { return std::get<std::string>(get("numerics")); }
 
+  /// What `cuda_graphs` can be.
+  enum class CudaGraphs { kAuto, kOn, kOff };
+  /// Whether a stage's computations on a GPU are captured as CUDA graphs in the second step, and
+  /// launched as a whole from then on, with the same bits. `auto`: what cannot be captured runs
+  /// operator by operator, and a line of log says why. `on`: that is an error (see docs/cuda.md).
+  /// Default: "off".
+  Config& cuda_graphs(CudaGraphs value) {
+    return choose("cuda_graphs", static_cast<size_t>(value));
+  }
+  Config& cuda_graphs(std::string value) { return set("cuda_graphs", std::move(value)); }
+  std::string cuda_graphs() const { return std::get<std::string>(get("cuda_graphs")); }
+
   /// Add the gradients of weights of linear layers to the gradient buffer inside the matrix
   /// product, instead of making each and adding it: saves memory and a pass over it, and rounds
   /// differently (see docs/architecture.md, Numerics). Default: false.

@@ -390,9 +390,11 @@ Program::Outputs Program::run(Inputs inputs) {
     key.global_microbatch = global_microbatch(m);
     step.keys.push_back(key);
   }
-  step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
-    apply_constants(stage, inputs, static_cast<size_t>(microbatch));
-  };
+  if (!overridden_constants_.empty() || !overridden_contents_.empty()) {
+    step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
+      apply_constants(stage, inputs, static_cast<size_t>(microbatch));
+    };
+  }
   step.consume = [&](graph::ValueId parameter, int microbatch, at::Tensor gradient) {
     take_gradient(parameter, microbatch, std::move(gradient));
   };
@@ -411,6 +413,7 @@ Program::Outputs Program::run(Inputs inputs) {
   losses_.begin(*runtime_, inputs.step_call);
   step.root = [&](int microbatch, const at::Tensor& root) { losses_.look(microbatch, root); };
   begin_records(inputs, step);
+  step.why_no_graphs = why_no_graphs(inputs, step);
   const Reductions reductions = observe_reductions(runner_->begin_step());
   runner_->run(std::move(step));
   if (recording_) {
@@ -421,6 +424,14 @@ Program::Outputs Program::run(Inputs inputs) {
   runner_->end_step(*reductions);
   share_outputs(outputs);
   return outputs;
+}
+
+/// See `Executor::Step`.
+std::string Program::why_no_graphs(const Inputs& inputs, const pipeline::Executor::Step& step) {
+  if (step.before_forward) return "numbers that the step function uses change between its calls";
+  if (step.record) return "computations are recorded (\"replay_check\", \"record_hashes\")";
+  if (step.buffer) return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";
+  return inputs.detach_outputs ? "" : "outputs keep their history (detach_outputs(false))";
 }
 
 /// The number, among the microbatches of all ranks, of one that this rank runs. With tensor

@@ -97,6 +97,7 @@ class Program : public std::enable_shared_from_this<Program> {
   void complete_overrides(Inputs& inputs);
   void make_records(const graph::Graph& captured);
   void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
+  static std::string why_no_graphs(const Inputs& inputs, const pipeline::Executor::Step& step);
   pipeline::StageRecord* record_of(int stage, int microbatch);
   void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;
 

@@ -84,6 +84,7 @@ void ScheduleRunner::add_stages(int microbatches) {
     }
     executor_->add_stage(std::move(stage));
   }
+  if (config.cuda_graphs() != "off") executor_->use_graphs(config.cuda_graphs() == "on");
 }
 
 void ScheduleRunner::record(int skipped, int steps) {

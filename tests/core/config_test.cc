@@ -379,7 +379,7 @@ TEST(Config, JsonRoundTripAndFingerprint) {
   EXPECT_EQ(Config().to_json(),
             R"({"activation_checkpointing":"modules","activation_loading_horizon":4,)"
             R"("active_microbatches":3,"auto_partition":true,"bf16":false,"bucket_cap_mb":25.0,)"
-            R"("check_collectives":false,"cost_model":"auto","ddp":false,)"
+            R"("check_collectives":false,"cost_model":"auto","cuda_graphs":"off","ddp":false,)"
             R"("default_partition":0,"delayed_parameter_initialization":true,)"
             R"("deterministic_server":false,"fp16":false,"fp16_params":false,)"
             R"("gradient_accumulation_fusion":false,"gradient_shards":0,)"

@@ -228,6 +228,12 @@ std::vector<std::string> take_fake_log() {
   return std::exchange(machine.log, {});
 }
 
+int take_fake_launches() {
+  FakeMachine& machine = FakeMachine::get();
+  const FakeLock lock(machine.mutex);
+  return std::exchange(machine.launches, 0);
+}
+
 FakeMemoryLimit::FakeMemoryLimit(size_t bytes) {
   FakeMachine& machine = FakeMachine::get();
   const FakeLock lock(machine.mutex);

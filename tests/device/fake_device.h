@@ -39,6 +39,9 @@ void move_to_fake(const std::vector<at::Tensor>& tensors, at::Device device);
 /// event 0". The default stream is called "compute", others "copy".
 std::vector<std::string> take_fake_log();
 
+/// How many graphs were launched since the last call.
+int take_fake_launches();
+
 /// While it lives, each index of the device has so many bytes of memory, counting what is allocated
 /// already; an allocation beyond them throws `c10::OutOfMemoryError`, as CUDA's do. Without one
 /// there is no limit.

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of the fake device: tasks of its streams, which run the CPU's kernels.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
@@ -19,6 +21,7 @@
 
 #include <algorithm>
 
+#include "graph/device_graph.h"
 #include "graph/stack_tensors.h"
 #include "tests/device/fake_machine.h"
 
@@ -175,7 +178,7 @@ const at::Tensor& resize_fake(const at::Tensor& tensor, at::IntArrayRef size,
 }
 
 /// Those after which CUDA's kernels have the host wait, since it needs a value or a size.
-bool is_waited_for(const std::string& op) {
+bool gives_host_a_value(const std::string& op) {
   static const std::set<std::string> ops = {
       "aten::_local_scalar_dense", "aten::equal",    "aten::nonzero",
       "aten::masked_select",       "aten::_unique2", "aten::unique_consecutive"};
@@ -185,6 +188,9 @@ bool is_waited_for(const std::string& op) {
 bool is_mutated(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
+
+/// The generator from which a random operator that this thread captures is to draw; -1: none.
+thread_local int captured_draw = -1;
 
 /// An operator and its arguments, on the device.
 class Call {
@@ -203,7 +209,7 @@ class Call {
 
   /// Gives the operator to the stream, as soon as the sizes of its results are known.
   void run() {
-    const bool is_late = may_be_late() && infer();
+    const bool is_late = (may_be_late() || may_be_captured()) && infer();
     if (is_late) {
       give();
     } else {
@@ -214,8 +220,7 @@ class Call {
  private:
   const c10::IValue& argument(size_t i) const { return torch::jit::peek(stack_, i, count_); }
 
-  /// What draws numbers has to do so in the program's order, and who reads a value waits for it.
-  bool may_be_late() const {
+  bool gives_tensors() const {
     const auto is_tensor = [](const c10::Argument& result) {
       const c10::Type& type = *result.type();
       const bool is_view = result.alias_info() != nullptr && !result.alias_info()->isWrite();
@@ -223,9 +228,30 @@ class Call {
                           type.isSubtypeOf(*c10::ListType::ofTensors()));
     };
     const auto& results = op_.schema().returns();
-    return device_ && !is_waited_for(name()) && !op_.hasTag(at::Tag::nondeterministic_seeded) &&
-           std::all_of(results.begin(), results.end(), is_tensor) &&
-           op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+    return std::all_of(results.begin(), results.end(), is_tensor);
+  }
+
+  /// What draws numbers has to do so in the program's order, and who reads a value waits for it.
+  bool may_be_late() const {
+    return device_ && !is_waited_for() && !op_.hasTag(at::Tag::nondeterministic_seeded) &&
+           gives_tensors() && op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+  }
+
+  bool may_be_captured() const {
+    const FakeLock lock(FakeMachine::get().mutex);
+    return device_ && FakeMachine::get().is_captured(stream()) && !is_waited_for() &&
+           gives_tensors();
+  }
+
+  /// Indices that are masks are counted first.
+  bool is_waited_for() const {
+    if (gives_host_a_value(name())) return true;
+    if (name().find("index") == std::string::npos) return false;
+    const auto tensors = graph::tensors_in(stack_, count_);
+    return std::any_of(tensors.begin() + 1, tensors.end(), [&](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.scalar_type() == at::kBool &&
+             tensors[0].scalar_type() != at::kBool;
+    });
   }
 
   const std::string& name() const { return op_.operator_name().name; }
@@ -233,12 +259,20 @@ class Call {
   /// Finds the shapes of the results. False where libtorch has no rule for them.
   bool infer() {
     const OnlyKernels guard;
+    if (infer_dropout() || infer_on(at::kMeta)) return true;
+    // Where the shapes follow from shapes, zeros show them, too.
+    return may_be_captured() && captured_draw < 0 && infer_on(at::kCPU);
+  }
+
+  bool infer_on(at::Device device) {
+    shapes_.clear();
     for (size_t i = 0; i < count_; ++i) {
       if (argument(i).isDevice()) return false;
-      shapes_.push_back(graph::map_tensors(argument(i), [](const at::Tensor& tensor) {
+      shapes_.push_back(graph::map_tensors(argument(i), [&](const at::Tensor& tensor) {
         if (!is_fake(tensor)) return tensor;
-        return at::empty_strided(tensor.sizes(), tensor.strides(),
-                                 tensor.options().device(at::kMeta));
+        const auto options = tensor.options().device(device);
+        const at::Tensor shape = at::empty_strided(tensor.sizes(), tensor.strides(), options);
+        return device.is_cpu() ? shape.zero_() : shape;
       }));
     }
     const Stack arguments = shapes_;
@@ -248,6 +282,15 @@ class Call {
       return false;  // the CPU's kernel says why
     }
     resize_as(arguments);
+    return true;
+  }
+
+  /// For which libtorch has no rule.
+  bool infer_dropout() {
+    if (name().rfind("aten::native_dropout", 0) != 0) return false;
+    const at::Tensor like = at::empty_like(argument(0).toTensor(), at::kMeta);
+    shapes_.emplace_back(like);
+    if (name() == "aten::native_dropout") shapes_.emplace_back(at::empty_like(like, at::kBool));
     return true;
   }
 
@@ -322,7 +365,8 @@ class Call {
       for (size_t i = 0; i < targets.size(); ++i) fill(targets[i], made[i]);
     };
     const FakeLock lock(FakeMachine::get().mutex);
-    FakeMachine::get().give(stream(), {name(), accesses_, kernel});
+    const bool draws = op_.hasTag(at::Tag::nondeterministic_seeded);
+    FakeMachine::get().give(stream(), {name(), accesses_, kernel, draws ? captured_draw : -1});
     torch::jit::drop(stack_, count_);
     for (c10::IValue& result : results) stack_.push_back(std::move(result));
   }
@@ -353,7 +397,7 @@ class Call {
   void begin_now(FakeMachine& machine) {
     const FakeLock lock(machine.mutex);
     machine.give(stream(), {name(), accesses_, [] {}});
-    if (!is_waited_for(name())) {
+    if (!is_waited_for()) {
       machine.run_all(stream());
       return;
     }
@@ -372,6 +416,86 @@ class Call {
 };
 
 void run(const c10::OperatorHandle& op, Stack* stack) { Call(op, *stack).run(); }
+
+/// A graph of the device. What draws runs when it is launched, behind what its stream was given.
+class FakeGraph final : public graph::DeviceGraph {
+ public:
+  explicit FakeGraph(std::shared_ptr<FakePool> pool) : pool_(std::move(pool)) {}
+
+  void begin() override {
+    const FakeLock lock(machine().mutex);
+    stream_ = current_fake_stream(current_fake_index());
+    machine().begin_capture(stream_, pool_);
+  }
+  void end() override {
+    const FakeLock lock(machine().mutex);
+    tasks_ = machine().end_capture(stream_);
+  }
+  void abandon() noexcept override { end(); }
+
+  void call_random(const c10::OperatorHandle& op, Stack& stack, size_t generator) override {
+    captured_draw = static_cast<int>(generator);
+    const auto restore = c10::make_scope_exit([] { captured_draw = -1; });
+    op.callBoxed(stack);
+  }
+
+  void launch(const std::vector<Seed>& seeds) override {
+    const StreamKey stream = current_fake_stream(stream_.first);
+    std::map<int, at::Tensor> states;  // of generators
+    for (const Seed& seed : seeds) {
+      states[static_cast<int>(seed.generator)] =
+          at::detail::createCPUGenerator(seed.seed).get_state();
+    }
+    for (const Task& task : tasks_) {
+      if (task.generator < 0) {
+        const FakeLock lock(machine().mutex);
+        machine().give(stream, task);
+      } else {
+        draw(stream, task, states.at(task.generator));
+      }
+    }
+    const FakeLock lock(machine().mutex);
+    machine().launches += 1;
+  }
+
+ private:
+  static FakeMachine& machine() { return FakeMachine::get(); }
+
+  static void draw(StreamKey stream, const Task& task, at::Tensor& state) {
+    {
+      const FakeLock lock(machine().mutex);
+      machine().give(stream, {task.name, task.accesses, [] {}});
+      machine().run_all(stream);
+    }
+    const auto lock = graph::lock_generators();
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    const at::Tensor own = generator.get_state();
+    generator.set_state(state);
+    task.run();
+    state = generator.get_state();
+    generator.set_state(own);
+  }
+
+  const std::shared_ptr<FakePool> pool_;
+  StreamKey stream_;
+  std::vector<Task> tasks_;
+};
+
+class FakeGraphPool final : public graph::DeviceGraphPool {
+ public:
+  std::unique_ptr<graph::DeviceGraph> make_graph() override {
+    return std::make_unique<FakeGraph>(pool_);
+  }
+
+ private:
+  const std::shared_ptr<FakePool> pool_ = std::make_shared<FakePool>();
+};
+
+const bool registered = [] {
+  graph::register_device_graphs(
+      kFakeType, [](at::Device, size_t) { return std::make_shared<FakeGraphPool>(); });
+  return true;
+}();
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);

@@ -39,7 +39,32 @@ FakeMachine& FakeMachine::get() {
   return *machine;
 }
 
+FakePool::~FakePool() {
+  const FakeLock lock(FakeMachine::get().mutex);
+  FakeMachine::get().free(*this);
+}
+
+void FakeMachine::begin_capture(StreamKey stream, std::shared_ptr<FakePool> pool) {
+  TORCH_CHECK(stream.second != 0, "the default stream cannot be captured");
+  captures_[stream].pool = std::move(pool);
+}
+
+std::vector<Task> FakeMachine::end_capture(StreamKey stream) {
+  std::vector<Task> tasks = std::move(captures_.at(stream).tasks);
+  captures_.erase(stream);
+  return tasks;
+}
+
+void FakeMachine::refuse_captured(StreamKey stream) const {
+  TORCH_CHECK(!is_captured(stream), "operation not permitted when stream is capturing");
+}
+
 void FakeMachine::give(StreamKey stream, Task task) {
+  const auto capture = captures_.find(stream);
+  if (capture != captures_.end()) {
+    capture->second.tasks.push_back(std::move(task));
+    return;
+  }
   Queue& queue = queues_[stream];
   for (const Access& access : task.accesses) check_access(stream, task, access);
   queue.tasks.push_back(std::move(task.run));
@@ -56,7 +81,10 @@ void FakeMachine::run_until(StreamKey stream, uint64_t position) {
   }
 }
 
-void FakeMachine::run_all(StreamKey stream) { run_until(stream, queues_[stream].given); }
+void FakeMachine::run_all(StreamKey stream) {
+  refuse_captured(stream);
+  run_until(stream, queues_[stream].given);
+}
 
 void FakeMachine::synchronize(StreamKey stream) {
   const Queue& queue = queues_[stream];
@@ -70,6 +98,7 @@ void FakeMachine::synchronize(StreamKey stream) {
 StreamKey FakeMachine::new_stream(c10::DeviceIndex index) { return {index, ++streams_}; }
 
 void FakeMachine::record(FakeEvent*& event, StreamKey stream) {
+  refuse_captured(stream);
   if (event == nullptr) event = new FakeEvent{events++, {}, 0, {}};
   const Queue& queue = queues_[stream];
   event->stream = stream;
@@ -81,6 +110,7 @@ void FakeMachine::record(FakeEvent*& event, StreamKey stream) {
 }
 
 void FakeMachine::block(const FakeEvent& event, StreamKey stream) {
+  refuse_captured(stream);
   note(c10::str(name(stream), " waits for event ", event.number));
   give(stream, {"a wait", {}, [this, recorded = event.stream, position = event.position] {
                   run_until(recorded, position);
@@ -100,6 +130,7 @@ bool FakeMachine::query(const FakeEvent& event) {
 }
 
 bool FakeMachine::query(StreamKey stream) {
+  refuse_captured(stream);
   const Queue& queue = queues_[stream];
   run_until(stream, queue.done + 1);
   if (!queue.tasks.empty()) return false;
@@ -114,8 +145,7 @@ void FakeMachine::synchronize(const FakeEvent& event) {
   run_until(event.stream, event.position);
 }
 
-void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
-  const c10::DeviceIndex index = stream.first;
+void* FakeMachine::reserve(size_t bytes, c10::DeviceIndex index) {
   if (!has_room(index, bytes)) run_index(index);  // what is freed then counts no more
   TORCH_CHECK_WITH(OutOfMemoryError, has_room(index, bytes),
                    "fake out of memory. Tried to allocate ", bytes, " bytes. Device ",
@@ -124,7 +154,13 @@ void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
   used[index] += bytes;
   peak[index] = std::max(peak[index], used[index]);
   held[index] = std::max(held[index], used[index]);
-  auto* memory = static_cast<char*>(aligned(bytes));
+  return aligned(bytes);
+}
+
+void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
+  const auto capture = captures_.find(stream);
+  if (capture != captures_.end()) return allocate_captured(bytes, stream, capture->second);
+  auto* memory = static_cast<char*>(reserve(bytes, stream.first));
   // The stream may not be done with what it had there before.
   const PastAccess before = {
       {memory, memory + bytes, true}, stream, queues_[stream].given, "what it had there before"};
@@ -132,8 +168,52 @@ void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
   return memory;
 }
 
+/// The smallest free block of the pool that is large enough, or a new one.
+void* FakeMachine::allocate_captured(size_t bytes, StreamKey stream, FakeCapture& capture) {
+  char* best = nullptr;
+  for (char* block : capture.pool->free) {
+    const Block& found = blocks_.at(block);
+    if (found.bytes < bytes) continue;
+    if (best == nullptr || found.bytes < blocks_.at(best).bytes) best = block;
+  }
+  if (best != nullptr) {
+    capture.pool->free.erase(best);
+    blocks_.at(best).pool = capture.pool;
+    return best;
+  }
+  auto* memory = static_cast<char*>(reserve(bytes, stream.first));
+  blocks_[memory] = {bytes, stream, {}, {}, capture.pool};
+  capture.pool->all.insert(memory);
+  return memory;
+}
+
+/// The graph overwrites it each time it comes here, if it is captured just now.
+void FakeMachine::free_captured(char* memory, Block& block) {
+  const std::shared_ptr<FakePool> pool = std::exchange(block.pool, nullptr);
+  pool->free.insert(memory);
+  if (!is_captured(block.owner)) return;
+  give(block.owner, {"a release",
+                     {{memory, memory + block.bytes, true}},
+                     [memory, bytes = block.bytes] { std::memset(memory, kFreed, bytes); }});
+}
+
+void FakeMachine::free(FakePool& pool) noexcept {
+  for (char* memory : pool.all) {
+    const auto found = blocks_.find(memory);
+    const c10::DeviceIndex index = found->second.owner.first;
+    run_index(index);
+    used[index] -= found->second.bytes;
+    blocks_.erase(found);
+    std::free(memory);
+  }
+}
+
 void FakeMachine::free(void* memory) noexcept {
   const auto found = blocks_.find(static_cast<char*>(memory));
+  if (found->second.pool != nullptr) {
+    free_captured(static_cast<char*>(memory), found->second);
+    return;
+  }
   Block block = std::move(found->second);
   blocks_.erase(found);
   check_free(block);
@@ -290,7 +370,7 @@ bool FakeMachine::has_room(c10::DeviceIndex index, size_t bytes) const {
 void FakeMachine::run_index(c10::DeviceIndex index) {
   std::vector<StreamKey> streams;
   for (const auto& [stream, queue] : queues_) {
-    if (stream.first == index) streams.push_back(stream);
+    if (stream.first == index && !is_captured(stream)) streams.push_back(stream);
   }
   for (const StreamKey& stream : streams) run_all(stream);
 }

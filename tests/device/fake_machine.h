@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -44,6 +45,21 @@ struct Task {
   std::string name;  ///< "aten::add", "a copy"
   std::vector<Access> accesses;
   std::function<void()> run;
+  int generator =
+      -1;  ///< of its graph, from which it draws: it then runs at once; -1: draws nothing
+};
+
+/// Memory of graphs: given back when the last of them is gone, and until then to what is captured.
+struct FakePool {
+  ~FakePool();
+  std::set<char*> free;  ///< blocks
+  std::set<char*> all;
+};
+
+/// What a stream was given while it was captured.
+struct FakeCapture {
+  std::shared_ptr<FakePool> pool;
+  std::vector<Task> tasks;
 };
 
 /// The point in a stream where an event was recorded.
@@ -79,10 +95,17 @@ class FakeMachine {
   bool query(StreamKey stream);
   void synchronize(const FakeEvent& event);
 
+  /// From now on the stream does nothing that it is given, but notes it; what has to be waited for
+  /// is an error.
+  void begin_capture(StreamKey stream, std::shared_ptr<FakePool> pool);
+  std::vector<Task> end_capture(StreamKey stream);
+  bool is_captured(StreamKey stream) const { return captures_.count(stream) > 0; }
+
   /// Throws `c10::OutOfMemoryError` beyond the limit.
   void* allocate(size_t bytes, StreamKey stream);
   /// The stream that allocated it does this when it comes to it.
   void free(void* memory) noexcept;
+  void free(FakePool& pool) noexcept;
   void record_use(void* memory, StreamKey stream);
 
   void* allocate_pinned(size_t bytes);
@@ -99,6 +122,7 @@ class FakeMachine {
 
   std::vector<std::string> log;
   int events = 0;
+  int launches = 0;  // of graphs
   std::optional<std::array<std::vector<HostUse>, kFakeDevices>> host_uses;
   std::optional<std::vector<std::string>> broken_rules;              // else one ends the program
   std::optional<size_t> limit;                                       // of each index
@@ -124,6 +148,7 @@ class FakeMachine {
     StreamKey owner;
     std::set<StreamKey> users;  // recorded
     std::vector<PastAccess> past;
+    std::shared_ptr<FakePool> pool = nullptr;  // of graphs, while it is used; else nobody's
   };
 
   struct Pinned {
@@ -146,8 +171,13 @@ class FakeMachine {
   void broken(const std::string& what);
   bool has_room(c10::DeviceIndex index, size_t bytes) const;
   void run_index(c10::DeviceIndex index);
+  void refuse_captured(StreamKey stream) const;
+  void* reserve(size_t bytes, c10::DeviceIndex index);
+  void* allocate_captured(size_t bytes, StreamKey stream, FakeCapture& capture);
+  void free_captured(char* memory, Block& block);
 
   std::map<StreamKey, Queue> queues_;
+  std::map<StreamKey, FakeCapture> captures_;
   std::map<const char*, Block> blocks_;
   PinnedBlocks pinned_;
   size_t pinned_bytes_ = 0;  // also those that are freed and kept

@@ -24,6 +24,8 @@ enum class Extra {
   kOwnStream,  ///< computes on a stream that is not the default
   kPlaced,     ///< is built on the CPU, and moved by the first step, as its inputs are by each
   kOneDevice,  ///< has all ranks on one device, which autograd has one thread for
+  kGraphs,     ///< launches its computations as graphs from the second step on
+  kRegraphs,   ///< the same, and runs its blocks again in the backward pass
 };
 
 struct Layout {
@@ -36,7 +38,7 @@ struct Layout {
 
 std::ostream& operator<<(std::ostream& out, const Layout& layout) {
   constexpr const char* kExtras[] = {"",         ", offloading", ", resumed", ", own stream",
-                                     ", placed", ", one device"};
+                                     ", placed", ", one device", ", graphs",  ", again in graphs"};
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
              << layout.microbatches << " microbatches, " << layout.pipeline
              << kExtras[static_cast<int>(layout.extra)];
@@ -97,6 +99,10 @@ c10::OptionalStreamGuard choose_stream(const Layout& layout, at::Device device) 
       c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
 }
 
+bool has_graphs(const Layout& layout) {
+  return layout.extra == Extra::kGraphs || layout.extra == Extra::kRegraphs;
+}
+
 Config config_of(const Layout& layout) {
   return Config()
       .partitions(layout.stages)
@@ -105,6 +111,7 @@ Config config_of(const Layout& layout) {
       .ddp(layout.replicas > 1)
       .offload_activations(layout.extra == Extra::kOffload)
       .activation_loading_horizon(1)
+      .cuda_graphs(has_graphs(layout) ? "on" : "off")
       .seed(kSeed)
       .timeout_seconds(60);
 }
@@ -130,7 +137,7 @@ void train_steps(const Layout& layout, int first, int last, const std::string& f
     }
     DistributedModel<TextNet> model(net);
     DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
-    if (layout.extra == Extra::kOffload) {
+    if (layout.extra == Extra::kOffload || layout.extra == Extra::kRegraphs) {
       for (const TextBlock& block : net->blocks) set_activation_checkpointing(block);
     }
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
@@ -202,7 +209,12 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{3, 1, 6, "zbv", Extra::kOwnStream}, Layout{1, 1, 3, "interleaved", Extra::kPlaced},
         Layout{2, 2, 3, "interleaved", Extra::kPlaced}, Layout{3, 1, 6, "zbv", Extra::kPlaced},
         Layout{2, 2, 3, "interleaved", Extra::kOneDevice},
-        Layout{3, 1, 6, "zbv", Extra::kOneDevice}));
+        Layout{3, 1, 6, "zbv", Extra::kOneDevice}, Layout{1, 1, 1, "interleaved", Extra::kGraphs},
+        Layout{1, 1, 3, "interleaved", Extra::kGraphs}, Layout{2, 1, 4, "1f1b", Extra::kGraphs},
+        Layout{2, 1, 4, "zb_h1", Extra::kGraphs}, Layout{3, 1, 6, "zbv", Extra::kGraphs},
+        Layout{2, 2, 3, "interleaved", Extra::kGraphs},
+        Layout{1, 1, 3, "interleaved", Extra::kRegraphs},
+        Layout{2, 2, 3, "1f1b", Extra::kRegraphs}));
 
 }  // namespace
 }  // namespace smp::testing

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "graph/device_graph.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "core/check.h"
+#include "graph/devices.h"
+
+namespace smp::graph {
+namespace {
+
+using Registry = std::array<MakeDeviceGraphPool,
+                            static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)>;
+
+Registry& registry() {
+  static Registry registry;
+  return registry;
+}
+
+MakeDeviceGraphPool& maker_of(c10::DeviceType type) {
+  return registry().at(static_cast<size_t>(type));
+}
+
+/// A stream of its own for a capture. Checks that there can be one.
+c10::Stream stream_for(at::Device device) {
+  SMP_CHECK_WITH(UsageError, has_device_graphs(device), "the work of device ", device,
+                 " cannot be captured: this build has no graphs for it. Use a GPU and a build with "
+                 "--config=cuda");
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+c10::Stream current_stream(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+/// The captures that go on in this process, by their streams.
+struct Captures {
+  std::mutex mutex;
+  std::vector<std::pair<c10::Stream, GraphCapture*>> all;
+  std::atomic<int> count = 0;
+
+  static Captures& get() {
+    static Captures captures;
+    return captures;
+  }
+
+  /// Null if the stream is not captured.
+  GraphCapture* on(const c10::Stream& stream) {
+    const std::lock_guard lock(mutex);
+    const auto found = std::find_if(all.begin(), all.end(),
+                                    [&](const auto& entry) { return entry.first == stream; });
+    return found == all.end() ? nullptr : found->second;
+  }
+};
+
+}  // namespace
+
+void register_device_graphs(c10::DeviceType type, MakeDeviceGraphPool make) {
+  maker_of(type) = std::move(make);
+}
+
+bool has_device_graphs(at::Device device) { return maker_of(device.type()) != nullptr; }
+
+void CapturedWork::launch(const RandomKey& key) const {
+  std::vector<DeviceGraph::Seed> seeds;
+  for (size_t generator : generators_) {
+    seeds.push_back({generator, stream_seed(key, (*ordinals_)[generator])});
+  }
+  graph_->launch(seeds);
+}
+
+/// While it lives, random operators on the capture's stream are the capture's.
+class GraphCapture::Active {
+ public:
+  Active(GraphCapture& capture, DeviceGraph& graph) : capture_(capture) {
+    capture.graph_ = &graph;
+    Captures& captures = Captures::get();
+    const std::lock_guard lock(captures.mutex);
+    captures.all.emplace_back(capture.stream_, &capture);
+    ++captures.count;
+  }
+  ~Active() {
+    Captures& captures = Captures::get();
+    const std::lock_guard lock(captures.mutex);
+    captures.all.erase(std::find_if(captures.all.begin(), captures.all.end(),
+                                    [&](const auto& entry) { return entry.second == &capture_; }));
+    --captures.count;
+    capture_.graph_ = nullptr;
+  }
+  Active(const Active&) = delete;
+  Active& operator=(const Active&) = delete;
+
+ private:
+  GraphCapture& capture_;
+};
+
+GraphCapture::GraphCapture(at::Device device, std::vector<int> ordinals)
+    : device_(with_index(device)),
+      ordinals_(std::make_shared<const std::vector<int>>(std::move(ordinals))),
+      stream_(stream_for(device_)) {
+  synchronize(device_);
+  c10::getDeviceAllocator(device_.type())->emptyCache();
+  const c10::StreamGuard guard(stream_);
+  pool_ = maker_of(device_.type())(device_, ordinals_->size());
+}
+
+GraphCapture::~GraphCapture() {
+  c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(stream_);
+}
+
+CapturedWork GraphCapture::capture(const std::function<void()>& work) {
+  CapturedWork captured;
+  captured.graph_ = pool_->make_graph();
+  captured.ordinals_ = ordinals_;
+  drawn_.clear();
+  const c10::StreamGuard guard(stream_);
+  const Active active(*this, *captured.graph_);
+  captured.graph_->begin();
+  try {
+    work();
+    captured.graph_->end();
+  } catch (...) {
+    captured.graph_->abandon();
+    throw;
+  }
+  captured.generators_ = std::move(drawn_);
+  return captured;
+}
+
+/// An operator that asks the CPU for numbers would have the same ones at each launch.
+void GraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                               int ordinal) {
+  const auto found = std::lower_bound(ordinals_->begin(), ordinals_->end(), ordinal);
+  SMP_INTERNAL_ASSERT(found != ordinals_->end() && *found == ordinal, "random operator ", ordinal,
+                      " was not announced");
+  const auto generator = static_cast<size_t>(found - ordinals_->begin());
+  if (std::find(drawn_.begin(), drawn_.end(), generator) == drawn_.end()) {
+    drawn_.push_back(generator);
+  }
+  const auto lock = lock_generators();
+  const at::Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+  graph_->call_random(op, stack, generator);
+  SMP_CHECK_WITH(UsageError, at::equal(before, at::detail::getDefaultCPUGenerator().get_state()),
+                 op.operator_name(), " draws random numbers on the host");
+}
+
+void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack, const RandomKey& key,
+                int ordinal) {
+  if (Captures::get().count > 0) {
+    const auto device = accelerator_of(op, stack);
+    GraphCapture* capture = device ? Captures::get().on(current_stream(*device)) : nullptr;
+    if (capture != nullptr) return capture->call_random(op, stack, ordinal);
+  }
+  call_seeded(op, stack, stream_seed(key, ordinal));
+}
+
+}  // namespace smp::graph

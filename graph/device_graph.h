@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "graph/random.h"
+
+namespace smp::graph {
+
+/// Work that a stream of a device was given while it was captured: a CUDA graph, or what another
+/// kind of device has. Belongs to one thread at a time.
+class DeviceGraph {
+ public:
+  /// A generator of the pool's, and what it is seeded with before a launch.
+  struct Seed {
+    size_t generator;
+    uint64_t seed;
+  };
+
+  virtual ~DeviceGraph() = default;
+
+  /// From now on this thread's current stream, which is no default one, does nothing that it is
+  /// given, but notes it. Memory that is allocated for it meanwhile is the pool's.
+  virtual void begin() = 0;
+  /// Ends that. Throws what the device says of work that cannot be captured.
+  virtual void end() = 0;
+  /// Ends it after an error; the graph is of no use then.
+  virtual void abandon() noexcept = 0;
+
+  /// Calls a random operator while work is noted, which draws from a generator of the pool.
+  virtual void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                           size_t generator) = 0;
+
+  /// Gives the work to this thread's current stream. What its random operators draw follows from
+  /// these seeds and from nothing else.
+  virtual void launch(const std::vector<Seed>& seeds) = 0;
+};
+
+/// What the graphs of a device share: memory and generators of random numbers.
+class DeviceGraphPool {
+ public:
+  virtual ~DeviceGraphPool() = default;
+  virtual std::unique_ptr<DeviceGraph> make_graph() = 0;
+};
+
+/// Makes a pool with so many generators on a device of the kind that it is registered for.
+using MakeDeviceGraphPool =
+    std::function<std::shared_ptr<DeviceGraphPool>(at::Device device, size_t generators)>;
+
+/// Says how devices of a kind capture work. Before any are used, by whoever implements it.
+void register_device_graphs(c10::DeviceType type, MakeDeviceGraphPool make);
+
+/// Whether the work of a device can be captured.
+bool has_device_graphs(at::Device device);
+
+/// Work that was captured, ready to be launched.
+class CapturedWork {
+ public:
+  /// As `DeviceGraph::launch`. Random operators draw what they would draw under `key`.
+  void launch(const RandomKey& key) const;
+
+ private:
+  friend class GraphCapture;
+  std::unique_ptr<DeviceGraph> graph_;
+  std::vector<size_t> generators_;                    // that it draws from
+  std::shared_ptr<const std::vector<int>> ordinals_;  // by generator
+};
+
+/// Captures the work of one device, piece by piece, on a stream of its own. Nothing of it is done.
+/// The pieces share their memory: what one has freed, another that is captured later may have. So
+/// they are to be launched in the order in which they were captured, again and again, some of them
+/// perhaps not. Belongs to one thread; the autograd engine's may work for it.
+class GraphCapture {
+ public:
+  /// `ordinals`: those of the random operators that may be called. Waits for the device, and has
+  /// its allocator give back what it keeps. Throws `UsageError` for a device without graphs.
+  GraphCapture(at::Device device, std::vector<int> ordinals);
+  /// Waits for what preparing the graphs has given the device.
+  ~GraphCapture();
+  GraphCapture(const GraphCapture&) = delete;
+  GraphCapture& operator=(const GraphCapture&) = delete;
+
+  /// What `work` gives the device. Throws what it throws, and what the device says of work that
+  /// cannot be captured.
+  CapturedWork capture(const std::function<void()>& work);
+
+ private:
+  friend void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                         const RandomKey& key, int ordinal);
+  class Active;
+
+  void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack, int ordinal);
+
+  const at::Device device_;
+  const std::shared_ptr<const std::vector<int>> ordinals_;  // ascending
+  const c10::Stream stream_;
+  std::shared_ptr<DeviceGraphPool> pool_;
+  DeviceGraph* graph_ = nullptr;  // that is captured
+  std::vector<size_t> drawn_;     // generators, by what is captured
+};
+
+/// Calls a random operator that is the `ordinal`-th of its program. Where its stream is captured it
+/// draws at each launch, else now; always from the stream of `key` (see `RandomKey`).
+void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack, const RandomKey& key,
+                int ordinal);
+
+}  // namespace smp::graph

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/stage_graphs.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace smp::pipeline {
+namespace {
+
+/// The tensor, on memory that it does not own.
+at::Tensor borrowed(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  at::Tensor result = at::for_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes())
+                          .strides(tensor.strides())
+                          .options(tensor.options().requires_grad(false))
+                          .target_device(tensor.device())
+                          .make_tensor();
+  result._set_conj(tensor.is_conj());
+  result._set_neg(tensor.is_neg());
+  return result;
+}
+
+}  // namespace
+
+CapturedTensor::Content CapturedTensor::content_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return Content::kUndefined;
+  return tensor._is_zerotensor() ? Content::kZeros : Content::kElements;
+}
+
+CapturedTensor::CapturedTensor(const at::Tensor& like) : content_(content_of(like)) {
+  if (content_ == Content::kZeros) tensor_ = like.detach();
+  if (content_ == Content::kElements) layout_.emplace(like);
+}
+
+CapturedTensor CapturedTensor::at(const at::Tensor& tensor) {
+  CapturedTensor result(tensor);
+  // What the host has is a constant of the graph's.
+  if (result.layout_) result.tensor_ = tensor.is_cpu() ? tensor.detach() : borrowed(tensor);
+  return result;
+}
+
+at::Tensor CapturedTensor::allocate() {
+  if (!layout_) return tensor_;
+  at::Tensor memory = layout_->allocate();
+  tensor_ = borrowed(memory);
+  return memory;
+}
+
+bool CapturedTensor::lies_like(const at::Tensor& tensor) const {
+  if (content_of(tensor) != content_) return false;
+  if (content_ != Content::kElements) return true;
+  return tensor.sizes() == at::IntArrayRef(layout_->sizes) &&
+         tensor.strides() == at::IntArrayRef(layout_->strides) &&
+         tensor.dtype() == layout_->options.dtype() &&
+         tensor.device() == layout_->options.device() && graph::shift_of(tensor) == layout_->shift;
+}
+
+void CapturedTensor::write(const at::Tensor& tensor) const {
+  if (!layout_) return;
+  const at::NoGradGuard no_grad;
+  layout_->flat(tensor_).copy_(layout_->flat(tensor));
+}
+
+at::Tensor CapturedTensor::copy() const {
+  return layout_ && !tensor_.is_cpu() ? graph::copy_as_laid_out(tensor_) : tensor_;
+}
+
+StageGraphs::StageGraphs(Stage& stage, const std::vector<Edge>& edges, int microbatches)
+    : stage_(stage), is_stages_(microbatches) {
+  for (size_t i = 0; i < edges.size(); ++i) {
+    if (edges[i].to == stage.index()) incoming_.push_back(static_cast<int>(i));
+    if (edges[i].from == stage.index()) outgoing_.push_back(static_cast<int>(i));
+  }
+}
+
+StageGraphs::Computation& StageGraphs::of(const Action& action) {
+  return computations_.at({action.kind, action.microbatch});
+}
+
+/// Places of the messages that a computation takes.
+std::vector<Message*> StageGraphs::arriving(const Action& action) {
+  std::vector<Message*> messages;
+  if (!action.is_backward()) {
+    for (int edge : incoming_) messages.push_back(&stage_.values(action.microbatch, edge));
+  } else if (action.makes_input_gradients()) {
+    for (int edge : outgoing_) messages.push_back(&stage_.gradients(action.microbatch, edge));
+  }
+  return messages;
+}
+
+/// Of those that it gives.
+std::vector<Message*> StageGraphs::leaving(const Action& action) {
+  std::vector<Message*> messages;
+  if (!action.is_backward()) {
+    for (int edge : outgoing_) messages.push_back(&stage_.values(action.microbatch, edge));
+  } else if (action.makes_input_gradients()) {
+    for (int edge : incoming_) messages.push_back(&stage_.gradients(action.microbatch, edge));
+  }
+  return messages;
+}
+
+void StageGraphs::note(const Action& action, const Inputs& inputs) {
+  Computation& computation = computations_[{action.kind, action.microbatch}];
+  computation = {};
+  if (!action.is_backward()) {
+    inputs_.clear();
+    input_count_ = inputs.size();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!stage_.reads_input(i)) continue;
+      inputs_.push_back(i);
+      computation.inputs.emplace_back(inputs[i]);
+    }
+  }
+  for (const Message* message : arriving(action)) {
+    computation.arriving.emplace_back(message->begin(), message->end());
+  }
+}
+
+void StageGraphs::forget() {
+  for (auto& [key, computation] : computations_) {
+    Computation noted;
+    noted.inputs = std::move(computation.inputs);
+    noted.arriving = std::move(computation.arriving);
+    computation = std::move(noted);
+  }
+}
+
+void StageGraphs::capture(const Action& action, graph::GraphCapture& capture) {
+  Computation& computation = of(action);
+  std::vector<at::Tensor> held;  // until the graph is complete, or it would use their memory again
+  computation.work =
+      capture.capture([&] { run(action, enter(action, computation), computation, held); });
+  addresses_ = stage_.addresses();
+}
+
+/// Gives what enters memory. Before the graph has any, since it is written before the graph runs.
+StageGraphs::Inputs StageGraphs::enter(const Action& action, Computation& computation) {
+  Inputs inputs(input_count_);
+  for (size_t i = 0; i < computation.inputs.size(); ++i) {
+    inputs[inputs_[i]] = computation.inputs[i].allocate();
+  }
+  const auto messages = arriving(action);
+  for (size_t i = 0; i < messages.size(); ++i) {
+    messages[i]->clear();
+    for (CapturedTensor& tensor : computation.arriving[i]) {
+      messages[i]->push_back(tensor.allocate());
+    }
+  }
+  return inputs;
+}
+
+/// Has the stage compute, and notes where what it gives lies.
+void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& computation,
+                      std::vector<at::Tensor>& held) {
+  const auto keep = [&held](const at::Tensor& tensor) {
+    held.push_back(tensor);
+    return CapturedTensor::at(tensor);
+  };
+  const OutputConsumer output = [&](int position, int, const at::Tensor& tensor) {
+    computation.outputs.emplace_back(position, keep(tensor));
+  };
+  const RootConsumer root = [&](int, const at::Tensor& tensor) {
+    computation.roots.push_back(keep(tensor));
+  };
+  const GradientConsumer consume = [&](graph::ValueId parameter, int, at::Tensor gradient) {
+    computation.gradients.emplace_back(parameter, keep(gradient));
+  };
+  switch (action.kind) {
+    case Action::Kind::kForward:
+      stage_.forward(action.microbatch, inputs, {}, output, root);
+      break;
+    case Action::Kind::kBackward:
+      stage_.backward(action.microbatch, consume, nullptr);
+      break;
+    case Action::Kind::kBackwardInput:
+      stage_.backward_inputs(action.microbatch, nullptr);
+      break;
+    default:
+      stage_.backward_weights(action.microbatch, consume);
+  }
+  for (Message* message : leaving(action)) {
+    computation.leaving.emplace_back();
+    for (const at::Tensor& tensor : *message) computation.leaving.back().push_back(keep(tensor));
+    message->clear();
+  }
+}
+
+bool StageGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
+  const Computation& computation = of(action);
+  for (size_t i = 0; i < inputs_.size() && !action.is_backward(); ++i) {
+    if (!computation.inputs[i].lies_like(inputs[inputs_[i]])) return false;
+  }
+  const auto messages = arriving(action);
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const CapturedMessage& noted = computation.arriving[i];
+    const bool is_same = messages[i]->size() == noted.size() &&
+                         std::equal(noted.begin(), noted.end(), messages[i]->begin(),
+                                    [](const auto& captured, const auto& tensor) {
+                                      return captured.lies_like(tensor);
+                                    });
+    if (!is_same) return false;
+  }
+  return true;
+}
+
+/// Copies what enters, gives the device the graph, and puts what leaves into the messages.
+void StageGraphs::launch(const Action& action, const Inputs& inputs, const graph::RandomKey& key) {
+  const Computation& computation = of(action);
+  for (size_t i = 0; i < computation.inputs.size(); ++i) {
+    computation.inputs[i].write(inputs[inputs_[i]]);
+  }
+  const auto messages = arriving(action);
+  for (size_t i = 0; i < messages.size(); ++i) {
+    for (size_t k = 0; k < messages[i]->size(); ++k) {
+      computation.arriving[i][k].write((*messages[i])[k]);
+    }
+    messages[i]->clear();
+  }
+  computation.work.launch(key);
+  const auto given = leaving(action);
+  for (size_t i = 0; i < given.size(); ++i) {
+    for (const CapturedTensor& tensor : computation.leaving[i]) given[i]->push_back(tensor.copy());
+  }
+}
+
+bool StageGraphs::forward(const Action& action, const Inputs& inputs, const graph::RandomKey& key,
+                          const OutputConsumer& output, const RootConsumer& root) {
+  const bool is_stages = !enters_as_noted(action, inputs);
+  is_stages_[action.microbatch] = is_stages;
+  if (is_stages) return false;
+  launch(action, inputs, key);
+  const Computation& computation = of(action);
+  if (root) {
+    for (const CapturedTensor& tensor : computation.roots) root(action.microbatch, tensor.copy());
+  }
+  for (const auto& [position, tensor] : computation.outputs) {
+    output(position, action.microbatch, tensor.copy());
+  }
+  return true;
+}
+
+bool StageGraphs::backward(const Action& action, const graph::RandomKey& key,
+                           const GradientConsumer& consume) {
+  if (is_stages_[action.microbatch]) return false;
+  // The same operators made them of what came before.
+  SMP_INTERNAL_ASSERT(enters_as_noted(action, {}), "stage ", action.stage,
+                      " got gradients that do not lie as they did when they were captured");
+  launch(action, {}, key);
+  for (const auto& [parameter, tensor] : of(action).gradients) {
+    consume(parameter, action.microbatch, tensor.get());
+  }
+  return true;
+}
+
+}  // namespace smp::pipeline

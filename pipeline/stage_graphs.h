@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "graph/device_graph.h"
+#include "graph/layout.h"
+#include "graph/random.h"
+#include "pipeline/action.h"
+#include "pipeline/edges.h"
+#include "pipeline/stage.h"
+
+namespace smp::pipeline {
+
+/// A tensor that enters a captured computation or leaves it: how it lies, and where.
+class CapturedTensor {
+ public:
+  /// One that lies like this, without memory.
+  explicit CapturedTensor(const at::Tensor& like);
+  /// One that lies like this, and there. Does not own the memory, which may be other tensors' when
+  /// the computation is not at it.
+  static CapturedTensor at(const at::Tensor& tensor);
+
+  /// New memory for it. Whoever holds the result owns that.
+  at::Tensor allocate();
+
+  /// Whether kernels could not tell the tensor from it.
+  bool lies_like(const at::Tensor& tensor) const;
+  /// Copies the tensor's elements to it.
+  void write(const at::Tensor& tensor) const;
+  /// It, where it lies.
+  const at::Tensor& get() const { return tensor_; }
+  at::Tensor copy() const;
+
+ private:
+  enum class Content { kUndefined, kZeros, kElements };
+  static Content content_of(const at::Tensor& tensor);
+
+  Content content_;
+  std::optional<graph::Layout> layout_;  // of elements
+  at::Tensor tensor_;
+};
+
+/// The computations of one stage as graphs of its device: each on each microbatch is one. What
+/// enters is copied to the graph's memory, and what leaves is copied from there, but for gradients
+/// of parameters, which whoever takes them has to copy.
+class StageGraphs {
+ public:
+  /// For the computations of a step's microbatches. The stage and the edges outlive it.
+  StageGraphs(Stage& stage, const std::vector<Edge>& edges, int microbatches);
+
+  /// Before a computation of the stage's: notes how what enters it lies.
+  void note(const Action& action, const std::vector<at::Tensor>& inputs);
+
+  /// Captures a computation that was noted. Those of a step in the order of its actions.
+  void capture(const Action& action, graph::GraphCapture& capture);
+
+  /// As `Stage::forward`. False, and nothing is done, where what enters does not lie as it did: the
+  /// microbatch is the stage's, then.
+  bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
+               const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
+  /// As `Stage::backward` and its two parts. False if the microbatch is the stage's.
+  bool backward(const Action& action, const graph::RandomKey& key, const GradientConsumer& consume);
+
+  /// Forgets what was captured, and not what was noted.
+  void forget();
+
+  /// Whether parameters and buffers lie where they lay when they were captured.
+  bool are_valid() const { return stage_.addresses() == addresses_; }
+
+ private:
+  using Inputs = std::vector<at::Tensor>;
+  using CapturedMessage = std::vector<CapturedTensor>;
+  struct Computation {
+    std::vector<CapturedTensor> inputs;  // those that the stage reads
+    std::vector<CapturedMessage> arriving;
+    // Once it is captured.
+    graph::CapturedWork work;
+    std::vector<CapturedTensor> roots;
+    std::vector<std::pair<int, CapturedTensor>> outputs;               // by position
+    std::vector<std::pair<graph::ValueId, CapturedTensor>> gradients;  // by parameter
+    std::vector<CapturedMessage> leaving;
+  };
+
+  Computation& of(const Action& action);
+  std::vector<Message*> arriving(const Action& action);
+  std::vector<Message*> leaving(const Action& action);
+  bool enters_as_noted(const Action& action, const Inputs& inputs);
+  Inputs enter(const Action& action, Computation& computation);
+  void run(const Action& action, const Inputs& inputs, Computation& computation,
+           std::vector<at::Tensor>& held);
+  void launch(const Action& action, const Inputs& inputs, const graph::RandomKey& key);
+
+  Stage& stage_;
+  std::vector<size_t> inputs_;            // positions of the step's inputs that the stage reads
+  size_t input_count_ = 0;                // of the step
+  std::vector<int> incoming_, outgoing_;  // edges
+  std::map<std::pair<Action::Kind, int>, Computation> computations_;  // by microbatch
+  std::vector<bool> is_stages_;                                       // by microbatch
+  std::vector<const void*> addresses_;
+};
+
+}  // namespace smp::pipeline

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a stage consists of, as text.
+
+#include <sstream>
+
+#include "pipeline/stage.h"
+
+namespace smp::pipeline {
+namespace {
+
+using graph::ValueId;
+
+class StageText {
+ public:
+  explicit StageText(const graph::Graph& graph) : graph_(graph) {}
+
+  void line(const std::string& what, const std::string& text) {
+    constexpr size_t kColumn = 12;
+    out_ << "  " << what << std::string(what.size() < kColumn ? kColumn - what.size() : 1, ' ')
+         << text << "\n";
+  }
+  /// "%12 Float [2, 8]", "weight Float [8, 8]".
+  std::string value(ValueId id) const {
+    const graph::Value& value = graph_.values[id];
+    const bool is_named = value.kind == graph::ValueKind::kParameter ||
+                          value.kind == graph::ValueKind::kBuffer;
+    return (is_named ? value.name : "%" + std::to_string(id)) + " " + value.meta.to_string();
+  }
+  std::string str() const { return out_.str(); }
+  std::ostringstream& out() { return out_; }
+
+ private:
+  const graph::Graph& graph_;
+  std::ostringstream out_;
+};
+
+}  // namespace
+
+std::string Stage::to_string() const {
+  StageText text(graph_);
+  text.out() << "stage " << index_ << ": " << operators_.size() << " operators, "
+             << (has_backward_ ? "forward and backward" : "forward only") << "\n";
+  for (const Input& input : inputs_) {
+    text.line("input " + std::to_string(input.position),
+              text.value(input.value) + (input.written ? ", a copy, which is written" : ""));
+  }
+  for (const Content& content : contents_) text.line("constant", text.value(content.value));
+  for (const Parameter& parameter : parameters_) {
+    std::string about = parameter.owned ? "" : ", of another stage";
+    if (parameter.sink != kNoSink) {
+      about += parameter.owned ? ", gradient to its sum" : ", gradient to its owner";
+    }
+    if (parameter.copied) about += ", a copy in each microbatch";
+    const bool is_buffer = graph_.values[parameter.value].kind == ValueKind::kBuffer;
+    text.line(is_buffer ? "buffer" : "parameter", text.value(parameter.value) + about);
+  }
+  for (const Incoming& incoming : incoming_) {
+    const Edge& edge = edges_[own_edges_[incoming.place]];
+    for (const Entry& entry : incoming.values) {
+      text.line("from " + std::to_string(edge.from),
+                text.value(entry.value) + (entry.sink != kNoSink ? ", gradient back" : ""));
+    }
+  }
+  for (const Outgoing& outgoing : outgoing_) {
+    const Edge& edge = edges_[own_edges_[outgoing.place]];
+    const auto to = "to " + std::to_string(edge.to);
+    const std::set<ValueId> returning(outgoing.gradients.begin(), outgoing.gradients.end());
+    for (ValueId id : outgoing.values) {
+      text.line(to, text.value(id) + (returning.count(id) > 0 ? ", gradient comes back" : ""));
+    }
+    for (const Entry& replica : outgoing.replicas) {
+      text.line(to, text.value(replica.value) + ", the gradient of its use there comes back");
+    }
+  }
+  for (const auto& root : roots_) text.line("backward of", text.value(root.value));
+  for (int position : returned_) {
+    const ValueId id = graph_.outputs[position];
+    text.line("output " + std::to_string(position),
+              id == kUndefined ? "undefined" : text.value(id));
+  }
+  return text.str();
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/step_graphs.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <set>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "graph/device_graph.h"
+
+namespace smp::pipeline {
+
+StepGraphs::StepGraphs(at::Device device, const std::vector<Edge>& edges, int microbatches,
+                       bool required)
+    : device_(device), edges_(edges), microbatches_(microbatches), required_(required) {
+  if (!graph::has_device_graphs(device)) {
+    report(c10::str("device ", device, " has none",
+                    device.is_cuda() ? " in this build: build with --config=cuda" : ""));
+  }
+}
+
+void StepGraphs::add_stage(Stage& stage) {
+  if (!graph::has_device_graphs(device_)) return;
+  const std::string why_not = stage.why_not_captured();
+  if (!why_not.empty()) {
+    report(c10::str("stage ", stage.index(), ": ", why_not));
+    return;
+  }
+  graphs_.emplace(std::piecewise_construct, std::forward_as_tuple(stage.index()),
+                  std::forward_as_tuple(stage, edges_, microbatches_));
+  stages_.emplace(stage.index(), &stage);
+}
+
+/// What speaks against graphs once does so ever after.
+void StepGraphs::give_up(const std::string& why_not) {
+  graphs_.clear();
+  report(why_not);
+}
+
+void StepGraphs::report(const std::string& why_not) {
+  SMP_CHECK_WITH(UsageError, !required_, "\"cuda_graphs\": \"on\", but not all that this rank "
+                 "computes can be captured: ", why_not,
+                 ". Set it to \"auto\" to run that operator by operator");
+  core::log_warning("\"cuda_graphs\": runs operator by operator: " + why_not);
+}
+
+void StepGraphs::begin_step(const std::vector<Action>& computations, const std::string& why_not) {
+  if (graphs_.empty()) return;
+  is_noted_ |= use_ == Use::kNotes;
+  use_ = Use::kNothing;
+  if (!why_not.empty()) {
+    give_up(why_not);
+    return;
+  }
+  if (is_captured_ && !are_valid()) forget_graphs();
+  if (is_noted_ && !is_captured_) capture(computations);
+  use_ = is_captured_ ? Use::kLaunches : Use::kNotes;
+}
+
+bool StepGraphs::are_valid() const {
+  return std::all_of(graphs_.begin(), graphs_.end(),
+                     [](const auto& entry) { return entry.second.are_valid(); });
+}
+
+void StepGraphs::forget_graphs() {
+  for (auto& [stage, graphs] : graphs_) graphs.forget();
+  is_captured_ = false;
+}
+
+/// Without those that fail, nothing is captured: others would have the memory that theirs leaves.
+void StepGraphs::capture(const std::vector<Action>& computations) {
+  try {
+    capture_all(computations);
+  } catch (const c10::Error& error) {
+    for (const auto& [index, stage] : stages_) stage->forget_microbatches();
+    give_up(error.what_without_backtrace());
+  }
+}
+
+void StepGraphs::capture_all(const std::vector<Action>& computations) {
+  std::set<int> ordinals;
+  for (const auto& [index, stage] : stages_) {
+    stage->forget_leaves();
+    const auto some = stage->random_ordinals();
+    ordinals.insert(some.begin(), some.end());
+  }
+  size_t count = 0;
+  {
+    graph::GraphCapture capture(device_, {ordinals.begin(), ordinals.end()});
+    for (const Action& action : computations) {
+      const auto graphs = graphs_.find(action.stage);
+      if (graphs == graphs_.end()) continue;
+      graphs->second.capture(action, capture);
+      ++count;
+    }
+  }
+  for (const auto& [index, stage] : stages_) stage->forget_leaves();
+  is_captured_ = true;
+  core::log_info(c10::str("\"cuda_graphs\": ", count, " computations of ", graphs_.size(),
+                          graphs_.size() == 1 ? " stage" : " stages", " are captured"));
+}
+
+bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& inputs,
+                         const graph::RandomKey& key, const OutputConsumer& output,
+                         const RootConsumer& root) {
+  const auto graphs = graphs_.find(action.stage);
+  if (graphs == graphs_.end()) return false;
+  if (use_ == Use::kNotes) graphs->second.note(action, inputs);
+  return use_ == Use::kLaunches && graphs->second.forward(action, inputs, key, output, root);
+}
+
+bool StepGraphs::backward(const Action& action, const graph::RandomKey& key,
+                          const GradientConsumer& consume) {
+  const auto graphs = graphs_.find(action.stage);
+  if (graphs == graphs_.end()) return false;
+  if (use_ == Use::kNotes) graphs->second.note(action, {});
+  return use_ == Use::kLaunches && graphs->second.backward(action, key, consume);
+}
+
+}  // namespace smp::pipeline

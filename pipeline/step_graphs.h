@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "pipeline/action.h"
+#include "pipeline/edges.h"
+#include "pipeline/stage.h"
+#include "pipeline/stage_graphs.h"
+
+namespace smp::pipeline {
+
+/// What this rank computes in a step, as graphs of its device. A step is run operator by operator
+/// and watched; before the next one its computations are captured, in the order of the schedule,
+/// in which they are launched from then on. Belongs to one thread.
+class StepGraphs {
+ public:
+  /// `required`: what cannot be captured is an error; else it runs operator by operator, and a line
+  /// of log says why. `microbatches` of a step; the edges outlive it.
+  StepGraphs(at::Device device, const std::vector<Edge>& edges, int microbatches, bool required);
+
+  /// Each stage of this rank, which outlives it, before the first step. Throws `UsageError` where
+  /// `required` and the stage cannot be captured.
+  void add_stage(Stage& stage);
+
+  /// Before a step, of which these are the computations. `why_not`: why it has to run operator by
+  /// operator, as a sentence without a full stop; empty if it has not. Throws `UsageError` where
+  /// `required` and something cannot be captured.
+  void begin_step(const std::vector<Action>& computations, const std::string& why_not);
+
+  /// As `Stage::forward`. False, and nothing is done, where the stage has to run it.
+  bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
+               const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
+  /// As `Stage::backward` and its two parts.
+  bool backward(const Action& action, const graph::RandomKey& key, const GradientConsumer& consume);
+
+ private:
+  enum class Use { kNothing, kNotes, kLaunches };
+
+  void report(const std::string& why_not);
+  void give_up(const std::string& why_not);
+  void capture(const std::vector<Action>& computations);
+  void capture_all(const std::vector<Action>& computations);
+  void forget_graphs();
+  bool are_valid() const;
+
+  const at::Device device_;
+  const std::vector<Edge>& edges_;
+  const int microbatches_;
+  const bool required_;
+  std::map<int, StageGraphs> graphs_;  // by stage, of those that can be captured
+  std::map<int, Stage*> stages_;       // the same
+  Use use_ = Use::kNothing;            // in this step
+  bool is_noted_ = false, is_captured_ = false;
+};
+
+}  // namespace smp::pipeline

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Work of a device that is captured and launched, on the fake device.
+
+#include "graph/device_graph.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/library.h>
+
+#include "core/check.h"
+#include "tests/device/fake_device.h"
+#include "tests/error_of.h"
+
+namespace smp::testing {
+namespace {
+
+using graph::CapturedWork;
+using graph::GraphCapture;
+using graph::RandomKey;
+
+at::Tensor ones(int64_t count) { return at::ones({count}, fake_device()); }
+
+void expect_all(const at::Tensor& tensor, float value) {
+  EXPECT_TRUE(at::equal(tensor.cpu(), at::full(tensor.sizes(), value))) << tensor.cpu();
+}
+
+RandomKey key_of(uint64_t call) { return {7, 1, call, 0}; }
+
+/// A random operator of `op`, the `ordinal`-th of its program, on half ones.
+at::Tensor draw(int ordinal, const RandomKey& key, const char* op = "aten::bernoulli") {
+  torch::jit::Stack stack = {at::full({64}, 0.5, fake_device())};
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op, "");
+  if (handle.schema().arguments().size() > 1) stack.emplace_back();
+  graph::call_keyed(handle, stack, key, ordinal);
+  return stack[0].toTensor();
+}
+
+TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
+  const at::Tensor x = ones(4), y = ones(4);
+  GraphCapture capture(fake_device(), {});
+  const CapturedWork work = capture.capture([&] { y.add_(x * 2); });
+  expect_all(y, 1);
+  work.launch({});
+  expect_all(y, 3);
+  x.fill_(5);
+  work.launch({});
+  expect_all(y, 13);
+}
+
+TEST(DeviceGraph, RandomOperatorsDrawUnderTheKeyOfTheLaunch) {
+  at::Tensor first, second;
+  GraphCapture capture(fake_device(), {3, 8});
+  const at::Tensor before = at::rand({4}, fake_device());
+  const CapturedWork work = capture.capture([&] {
+    first = draw(8, {});
+    second = draw(3, {});
+  });
+  for (const uint64_t call : {0, 1, 0}) {
+    work.launch(key_of(call));
+    EXPECT_TRUE(at::equal(first.cpu(), draw(8, key_of(call)).cpu()));
+    EXPECT_TRUE(at::equal(second.cpu(), draw(3, key_of(call)).cpu()));
+  }
+  EXPECT_FALSE(at::equal(first.cpu(), second.cpu()));
+}
+
+TEST(DeviceGraph, GraphsThatAreCapturedLaterHaveTheMemoryThatIsFree) {
+  const at::Tensor x = ones(1000);
+  GraphCapture capture(fake_device(), {});
+  at::Tensor sum;
+  const CapturedWork first = capture.capture([&] { sum = (x + 1).sum() + (x + 2).sum(); });
+  const FakeMemoryLimit limit(1 << 20);
+  const size_t before = limit.peak(0);
+  const CapturedWork second = capture.capture([&] { sum += (x * 3).sum(); });
+  EXPECT_LT(limit.peak(0), before + 4000) << "a new block for x * 3";
+  for (int i = 0; i < 2; ++i) {
+    first.launch({});
+    second.launch({});
+    expect_all(sum, 2000 + 3000 + 3000);
+  }
+}
+
+TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
+  const at::Tensor x = ones(1000);
+  const FakeMemoryLimit limit(x.nbytes() + 8000);
+  for (int i = 0; i < 3; ++i) {
+    GraphCapture capture(fake_device(), {});
+    const CapturedWork work = capture.capture([&] { x.copy_(x + 1); });
+    work.launch({});
+  }
+  expect_all(x, 4);
+}
+
+TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
+  const at::Tensor x = ones(4);
+  GraphCapture capture(fake_device(), {});
+  const auto text = error_of<c10::Error>([&] { capture.capture([&] { x.add_(1).cpu(); }); });
+  expect_has(text, {"operation not permitted when stream is capturing"});
+  const CapturedWork work = capture.capture([&] { x.add_(1); });
+  work.launch({});
+  expect_all(x, 2);
+}
+
+at::Tensor host_noise(const at::Tensor& x) { return x + at::rand({}).item<double>(); }
+
+TORCH_LIBRARY(device_graph_test, m) {
+  m.def("host_noise(Tensor x) -> Tensor", {at::Tag::nondeterministic_seeded});
+  m.impl("host_noise", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(host_noise));
+}
+
+TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
+  GraphCapture capture(fake_device(), {0});
+  const auto text = error_of<UsageError>(
+      [&] { capture.capture([&] { draw(0, {}, "device_graph_test::host_noise"); }); });
+  expect_has(text, {"device_graph_test::host_noise", "draws random numbers on the host"});
+}
+
+TEST(DeviceGraph, TheHostHasNoGraphs) {
+  EXPECT_FALSE(graph::has_device_graphs(at::kCPU));
+  const auto text = error_of<UsageError>([] { GraphCapture capture(at::kCPU, {}); });
+  expect_has(text, {"the work of device cpu cannot be captured: this build has no graphs for it"});
+}
+
+}  // namespace
+}  // namespace smp::testing

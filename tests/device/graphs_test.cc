@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// Training steps whose computations are launched as graphs of the fake device: how often, when not,
+// and that nobody keeps the graphs' memory. parity_test has their bits in all layouts.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "smp/smp.h"
+#include "tests/device/fake_device.h"
+#include "tests/device/text_net.h"
+#include "tests/error_of.h"
+#include "tests/smp/oracle.h"
+
+namespace smp::testing {
+namespace {
+
+constexpr int kMicrobatches = 2;
+constexpr int kSteps = 4;
+
+/// A net and what its step function computes with a microbatch.
+struct Training {
+  std::function<torch::Tensor(TextNet&, torch::Tensor, torch::Tensor)> loss =
+      [](TextNet& net, torch::Tensor x, torch::Tensor y) { return net->loss(x, y); };
+  /// Before step i.
+  std::function<void(TextNet&, int)> before = [](TextNet&, int) {};
+  /// The inputs of step i.
+  std::function<torch::Tensor(torch::Tensor, int)> given = [](torch::Tensor x, int) { return x; };
+  Config config = Config().microbatches(kMicrobatches);
+};
+
+struct Result {
+  std::vector<torch::Tensor> losses;  // by step
+  Named weights;
+  std::vector<int> launches;  // of graphs, by step
+};
+
+TextNet make_net() {
+  torch::manual_seed(5);
+  return TextNet();
+}
+
+std::vector<Tensors> make_batches() {
+  torch::manual_seed(7);
+  std::vector<Tensors> batches;
+  const auto make = [] {
+    return torch::randint(TextNetImpl::kVocabulary, {2 * kMicrobatches, TextNetImpl::kLength});
+  };
+  for (int i = 0; i < kSteps; ++i) batches.push_back({make(), make()});
+  return batches;
+}
+
+Result train(const Training& training, const std::string& graphs, int ranks = 1) {
+  const auto batches = make_batches();
+  std::vector<TextNet> nets;
+  for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
+  std::mutex mutex;
+  Result result;
+  take_fake_launches();
+  Config config = training.config;
+  config.cuda_graphs(graphs).partitions(ranks).seed(kSeed).timeout_seconds(60);
+  run_as_threads(ranks, config, [&] {
+    set_device(rank());
+    TextNet net = nets[rank()];
+    DistributedModel<TextNet> model(net);
+    DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(),
+                                                        torch::optim::AdamWOptions(0.01));
+    auto train_step = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = training.loss(net, x, y);
+      model->backward(loss);
+      return loss;
+    });
+    for (int i = 0; i < kSteps; ++i) {
+      training.before(net, i);
+      optimizer.zero_grad();
+      const auto losses = train_step(training.given(batches[i][0], i), batches[i][1]);
+      optimizer.step();
+      barrier();
+      if (rank() == 0) {
+        result.losses.push_back(losses.reduce_mean().cpu());
+        result.launches.push_back(take_fake_launches());
+      }
+      barrier();
+    }
+    const auto state = to_map(model->state_dict());
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (rank() == 0) result.weights = state;
+  });
+  return result;
+}
+
+void expect_same(const Result& result, const Result& expected) {
+  expect_equal(result.losses, expected.losses, "losses");
+  expect_equal(result.weights, expected.weights, "weights");
+}
+
+class Graphs : public ::testing::Test {
+ protected:
+  void SetUp() override { torch::set_num_threads(1); }
+
+  /// Trains with graphs and without; the same bits. Returns how many were launched, by step.
+  std::vector<int> launches_of(const Training& training, int ranks = 1) {
+    const Result plain = train(training, "off", ranks);
+    EXPECT_EQ(plain.launches, std::vector<int>(kSteps, 0));
+    ::testing::internal::CaptureStderr();
+    const Result with_graphs = train(training, "auto", ranks);
+    log_ = ::testing::internal::GetCapturedStderr();
+    expect_same(with_graphs, plain);
+    return with_graphs.launches;
+  }
+
+  std::string log_;
+};
+
+TEST_F(Graphs, AreLaunchedFromTheSecondStepOn) {
+  EXPECT_EQ(launches_of({}), (std::vector<int>{0, 4, 4, 4})) << "2 microbatches, forward, backward";
+  expect_has(log_, {"\"cuda_graphs\": 4 computations of 1 stage are captured"});
+}
+
+TEST_F(Graphs, AreThoseOfEachStageOfEachRank) {
+  Training training;
+  training.config.virtual_stages(2);
+  EXPECT_EQ(launches_of(training, 2), (std::vector<int>{0, 16, 16, 16}));
+  expect_has(log_, {"\"cuda_graphs\": 8 computations of 2 stages are captured"});
+}
+
+TEST_F(Graphs, HaveHalfPrecisionAndTheLossScale) {
+  Training training;
+  training.config.bf16(true);
+  EXPECT_EQ(launches_of(training, 2).back(), 8);
+}
+
+TEST_F(Graphs, AreNotLaunchedForInputsThatLieOtherwise) {
+  Training training;
+  training.given = [](torch::Tensor x, int i) {
+    return i == 2 ? x.t().contiguous().t() : x;  // the same numbers
+  };
+  const auto launches = launches_of(training);
+  EXPECT_EQ(launches[1], 4);
+  EXPECT_EQ(launches[2], 0);
+  EXPECT_EQ(launches[3], 4);
+}
+
+TEST_F(Graphs, AreCapturedAnewWhenAParameterHasOtherMemory) {
+  Training training;
+  training.before = [](TextNet& net, int i) {
+    if (i == 2) {
+      auto weight = net->blocks[1]->layer->weight;
+      weight.set_data(weight.detach().clone());
+    }
+  };
+  EXPECT_EQ(launches_of(training), (std::vector<int>{0, 4, 4, 4}));
+  const auto first = log_.find("are captured");
+  ASSERT_NE(first, std::string::npos);
+  EXPECT_NE(log_.find("are captured", first + 1), std::string::npos);
+}
+
+TEST_F(Graphs, EndWhereNumbersChangeBetweenCalls) {
+  Training training;
+  double factor = 1;
+  training.before = [&factor](TextNet&, int i) { factor = i < 2 ? 1.0 : 0.25 * i; };
+  training.loss = [&factor](TextNet& net, torch::Tensor x, torch::Tensor y) {
+    return net->loss(x, y) * factor;
+  };
+  EXPECT_EQ(launches_of(training), (std::vector<int>{0, 4, 0, 0}));
+  expect_has(log_, {"\"cuda_graphs\": runs operator by operator: numbers that the step function "
+                    "uses change between its calls"});
+}
+
+/// Writes where a mask says so, for which the host has to know in how many places.
+torch::Tensor loss_with_mask(TextNet& net, torch::Tensor x, torch::Tensor y) {
+  auto rows = net->forward(x).flatten(0, 1);
+  rows = rows.index_put({x.flatten() == 3}, torch::ones_like(rows[0]));
+  return torch::nn::functional::cross_entropy(rows, y.flatten());
+}
+
+TEST_F(Graphs, AreNotCapturedWhereTheHostWaits) {
+  Training training;
+  training.loss = loss_with_mask;
+  EXPECT_EQ(launches_of(training), (std::vector<int>{0, 0, 0, 0}));
+  expect_has(log_, {"runs operator by operator: operation not permitted when stream is capturing",
+                    "(aten::index_put)"});
+}
+
+TEST_F(Graphs, AreAnErrorWhereTheyAreAskedForAndCannotBe) {
+  Training training;
+  training.loss = loss_with_mask;
+  const auto text = error_of<UsageError>([&] { train(training, "on"); });
+  expect_has(text, {"\"cuda_graphs\": \"on\", but not all that this rank computes can be captured: "
+                    "operation not permitted when stream is capturing",
+                    "(aten::index_put)", "Set it to \"auto\" to run that operator by operator"});
+}
+
+TEST_F(Graphs, LeaveLeavesToTheHost) {
+  Training training;
+  training.loss = [](TextNet& net, torch::Tensor x, torch::Tensor y) {
+    return torch::nn::functional::cross_entropy(leaf(net)(x).flatten(0, 1), y.flatten());
+  };
+  EXPECT_EQ(launches_of(training), (std::vector<int>{0, 0, 0, 0}));
+  expect_has(log_, {"runs operator by operator: stage 0: operator",
+                    "may have the host do more than give the device work"});
+}
+
+TEST_F(Graphs, AreNoneOnTheCpu) {
+  Config config;
+  config.cuda_graphs("on").microbatches(1);
+  torch::nn::Linear net(2, 2);
+  const auto text = error_of<UsageError>([&] {
+    run_as_threads(1, config, [&] {
+      DistributedModel<torch::nn::Linear> model(net);
+      auto train_step = step([&](torch::Tensor x) {
+        auto loss = net(x).sum();
+        model->backward(loss);
+        return loss;
+      });
+      train_step(torch::ones({1, 2}));
+    });
+  });
+  expect_has(text, {"\"cuda_graphs\": \"on\"", "device cpu has none"});
+}
+
+/// Gradients, losses and outputs are the program's, though the graphs run again.
+TEST_F(Graphs, LendNobodyTheirMemory) {
+  const auto batches = make_batches();
+  TextNet net = make_net();
+  Config config;
+  config.cuda_graphs("on").microbatches(kMicrobatches).seed(kSeed);
+  run_as_threads(1, config, [&] {
+    set_device(0);
+    DistributedModel<TextNet> model(net);
+    auto train_step = step([&](torch::Tensor x, torch::Tensor y) {
+      const auto logits = net->forward(x);
+      auto loss = torch::nn::functional::cross_entropy(logits.flatten(0, 1), y.flatten());
+      model->backward(loss);
+      return std::make_tuple(loss, logits);
+    });
+    train_step(batches[0][0], batches[0][1]);
+    net->zero_grad();
+    const auto [losses, logits] = train_step(batches[1][0], batches[1][1]);
+    Tensors kept = {losses.outputs()[0], losses.outputs()[1], logits.outputs()[0],
+                    logits.outputs()[1]};
+    for (const auto& parameter : net->parameters()) kept.push_back(parameter.grad());
+    Tensors copies;
+    for (const auto& tensor : kept) copies.push_back(tensor.cpu());
+    net->zero_grad();
+    take_fake_launches();
+    train_step(batches[2][0], batches[2][1]);
+    EXPECT_EQ(take_fake_launches(), 4);
+    for (size_t i = 0; i < kept.size(); ++i) expect_equal({kept[i].cpu()}, {copies[i]}, "kept");
+    const auto sum = net->blocks[0]->layer->weight.grad().cpu();
+    train_step(batches[2][0], batches[2][1]);  // adds to what is there
+    EXPECT_FALSE(torch::equal(net->blocks[0]->layer->weight.grad().cpu(), sum));
+  });
+}
+
+TEST_F(Graphs, RunEvaluationsToo) {
+  const auto batches = make_batches();
+  std::vector<torch::Tensor> outputs[2];
+  for (const bool with_graphs : {false, true}) {
+    TextNet net = make_net();
+    Config config;
+    config.cuda_graphs(with_graphs ? "on" : "off").microbatches(kMicrobatches);
+    run_as_threads(1, config, [&] {
+      set_device(0);
+      DistributedModel<TextNet> model(net);
+      net->eval();
+      auto evaluate = step([&](torch::Tensor x) { return net->forward(x); });
+      take_fake_launches();
+      for (const Tensors& batch : batches) {
+        outputs[with_graphs].push_back(evaluate(batch[0]).concat().cpu());
+      }
+      EXPECT_EQ(take_fake_launches(), with_graphs ? (kSteps - 1) * kMicrobatches : 0);
+    });
+  }
+  expect_equal(outputs[1], outputs[0], "outputs");
+}
+
+}  // namespace
+}  // namespace smp::testing
