@@ -2,10 +2,17 @@
 #include "graph/content.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <xxhash.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+
+#include "core/check.h"
 
 namespace smp::graph {
 
@@ -29,6 +36,72 @@ uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
   at::NoGradGuard no_grad;
   const at::Tensor flat = flat_copy(tensor);
   return XXH64(flat.const_data_ptr(), flat.nbytes(), seed);
+}
+
+namespace {
+
+/// Elements that are summed at once: what is made of them takes 8 bytes each.
+constexpr int64_t kSummed = 1 << 22;
+constexpr int64_t kOdd = static_cast<int64_t>(0x9e3779b97f4a7c15ull);
+constexpr int64_t kOther = static_cast<int64_t>(0xbf58476d1ce4e5b9ull);
+
+/// The elements as numbers of their bits, one after the other.
+at::Tensor bits_of(const at::Tensor& tensor) {
+  at::Tensor real = tensor.detach().resolve_conj().resolve_neg();
+  if (real._is_zerotensor()) real = at::zeros(real.sizes(), real.options());
+  if (real.is_complex()) real = at::view_as_real(real);
+  constexpr std::array<at::ScalarType, 4> kIntegers = {at::kChar, at::kShort, at::kInt, at::kLong};
+  for (const at::ScalarType type : kIntegers) {
+    if (real.itemsize() == c10::elementSize(type)) return real.contiguous().view(type).flatten();
+  }
+  SMP_INTERNAL_ASSERT(false, "elements of ", real.itemsize(), " bytes");
+}
+
+/// Odd numbers without a pattern, so that a difference is not multiplied to 0.
+at::Tensor weights_of(int64_t count, at::Device device) {
+  at::Tensor weights = at::arange(count, at::device(device).dtype(at::kLong)).mul_(kOdd);
+  weights.bitwise_xor_(weights.bitwise_right_shift(32)).mul_(kOther);
+  return weights.bitwise_xor_(weights.bitwise_right_shift(29)).bitwise_or_(1);
+}
+
+/// Of tensors on one device.
+std::vector<uint64_t> checksums(const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty()) return {};
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sums, bits;
+  int64_t longest = 1;
+  for (const at::Tensor& tensor : tensors) {
+    bits.push_back(bits_of(tensor));
+    longest = std::max(longest, std::min(bits.back().numel(), kSummed));
+  }
+  const at::Tensor weights = weights_of(longest, bits.front().device());
+  for (const at::Tensor& some : bits) {
+    at::Tensor sum = at::zeros({}, weights.options());
+    for (int64_t begin = 0; begin < some.numel(); begin += kSummed) {
+      const int64_t count = std::min(kSummed, some.numel() - begin);
+      sum.mul_(kOdd).add_((some.narrow(0, begin, count) * weights.narrow(0, 0, count)).sum());
+    }
+    sums.push_back(sum);
+  }
+  const at::Tensor host = at::stack(sums).cpu();
+  const auto* first = host.const_data_ptr<int64_t>();
+  return {first, first + host.numel()};
+}
+
+}  // namespace
+
+std::vector<uint64_t> hashes_in_place(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> elsewhere;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu()) elsewhere.push_back(tensor);
+  }
+  const std::vector<uint64_t> sums = checksums(elsewhere);
+  std::vector<uint64_t> hashes;
+  auto next = sums.begin();
+  for (const at::Tensor& tensor : tensors) {
+    hashes.push_back(tensor.is_cpu() ? hash_content(tensor) : *next++);
+  }
+  return hashes;
 }
 
 bool same_content(const at::Tensor& a, const at::Tensor& b) {

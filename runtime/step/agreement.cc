@@ -5,7 +5,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <array>
+#include <cstring>
 #include <map>
 #include <sstream>
 #include <utility>
@@ -25,6 +25,46 @@ uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
 }
 
 namespace {
+
+/// What a rank compares with the others'.
+struct Digest {
+  uint64_t graph;
+  uint64_t constants;
+  uint64_t overrides;
+  uint64_t places;  // on which side of the bus each input lies, where hashes are others
+  uint64_t inputs;
+
+  std::string bytes() const { return {reinterpret_cast<const char*>(this), sizeof(*this)}; }
+  static Digest of(const std::string& bytes) {
+    Digest digest{};
+    std::memcpy(&digest, bytes.data(), sizeof(digest));
+    return digest;
+  }
+};
+
+/// Hashes inputs where they lie.
+void hash_in_place(const std::vector<at::Tensor>& tensors, Digest& digest) {
+  std::vector<at::Tensor> defined;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    defined.push_back(tensor);
+    digest.places = digest.places * 3 + (tensor.is_cpu() ? 1 : 2);
+  }
+  const auto hashes = graph::hashes_in_place(defined);
+  digest.inputs = XXH64(hashes.data(), hashes.size() * sizeof(hashes[0]), 0);
+}
+
+/// The digests of all ranks, and their notes.
+std::vector<Digest> exchange(comm::Communicator& group, const Digest& mine, const std::string& note,
+                             std::vector<std::string>& notes) {
+  std::vector<Digest> all;
+  notes.clear();
+  for (const std::string& bytes : comm::all_gather_bytes(group, mine.bytes() + note)) {
+    all.push_back(Digest::of(bytes));
+    notes.push_back(bytes.substr(sizeof(Digest)));
+  }
+  return all;
+}
 
 /// A graph as lines that errors can quote; each operator with its number and module.
 std::string describe_graph(const graph::Graph& graph) {
@@ -118,23 +158,25 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
                                          const AgreeingRanks& who) {
   if (group.size() == 1) return {step.note};
   const std::string overrides = describe_overrides(step.constants, step.contents);
-  const std::array<uint64_t, 4> mine = {step.fingerprints.graph, step.fingerprints.constants,
-                                        XXH64(overrides.data(), overrides.size(), 0),
-                                        hash_inputs(step.inputs)};
-  auto all = comm::all_gather_bytes(
-      group, std::string(reinterpret_cast<const char*>(mine.data()), sizeof(mine)) + step.note);
+  Digest mine = {step.fingerprints.graph, step.fingerprints.constants,
+                 XXH64(overrides.data(), overrides.size(), 0), 0, 0};
+  hash_in_place(step.inputs, mine);
   std::vector<std::string> notes;
-  for (std::string& bytes : all) {
-    notes.push_back(bytes.substr(sizeof(mine)));
-    bytes.resize(sizeof(mine));
+  std::vector<Digest> all = exchange(group, mine, step.note, notes);
+  const bool same_places = std::all_of(
+      all.begin(), all.end(), [&](const Digest& digest) { return digest.places == all[0].places; });
+  if (!same_places) {
+    mine.places = 0;
+    mine.inputs = hash_inputs(step.inputs);
+    all = exchange(group, mine, step.note, notes);
   }
-  const size_t other = first_other(all);
+  std::vector<std::string> digests;
+  for (const Digest& digest : all) digests.push_back(digest.bytes());
+  const size_t other = first_other(digests);
   if (other == 0) return notes;
-  std::array<uint64_t, 4> first, second;
-  std::copy_n(all[0].data(), sizeof(first), reinterpret_cast<char*>(first.data()));
-  std::copy_n(all[other].data(), sizeof(second), reinterpret_cast<char*>(second.data()));
+  const Digest &first = all[0], &second = all[other];
   std::string text;
-  if (first[0] != second[0]) {
+  if (first.graph != second.graph) {
     text = describe_graph(step.graph);
   } else {
     for (size_t m = 0; m < step.constants.size(); ++m) {
@@ -144,13 +186,15 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
   const auto texts = comm::all_gather_bytes(group, text);
   const auto [a, b] = first_difference(texts[0], texts[other]);
   const auto ranks = c10::str(who.name, " 0 and ", who.name, " ", other, " of one pipeline");
-  SMP_CHECK_WITH(UsageError, first[0] == second[0], "step function \"", step.name,
+  SMP_CHECK_WITH(UsageError, first.graph == second.graph, "step function \"", step.name,
                  "\" calls other operators on ", ranks, ". The first difference: ", who.name,
                  " 0 has \"", a, "\", ", who.name, " ", other, " has \"", b,
                  "\". All ranks of a pipeline must take the same way through the function: what it "
                  "branches on must not depend on the rank");
-  SMP_CHECK_WITH(UsageError, first[1] == second[1] && first[2] == second[2], "step function \"",
-                 step.name, "\" has other constants on ", ranks, ". First difference: \"", a,
+  const bool same_constants =
+      first.constants == second.constants && first.overrides == second.overrides;
+  SMP_CHECK_WITH(UsageError, same_constants, "step function \"", step.name,
+                 "\" has other constants on ", ranks, ". First difference: \"", a,
                  "\" against \"", b,
                  "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
   core::fail<UsageError>("step function \"", step.name, "\" was given different batches on ", ranks,

@@ -30,13 +30,13 @@ std::string differing_weight(const Runtime& runtime) {
   comm::Communicator& replicas = *runtime.replicas();
   if (replicas.size() == 1) return "";
   std::vector<const ParameterTable::Entry*> entries;
-  std::vector<uint64_t> hashes;
+  std::vector<at::Tensor> weights;
   for (const auto& entry : runtime.table().entries()) {
     if (!entry.is_parameter() || !runtime.owns(entry) || entry.shard()) continue;
     entries.push_back(&entry);
-    hashes.push_back(graph::hash_content(entry.tensor));
+    weights.push_back(entry.tensor);
   }
-  const std::string mine = bytes_of(hashes);
+  const std::string mine = bytes_of(graph::hashes_in_place(weights));
   const auto digests =
       comm::all_gather_bytes(replicas, bytes_of({XXH64(mine.data(), mine.size(), /*seed=*/0)}));
   if (first_other(digests) == 0) return "";

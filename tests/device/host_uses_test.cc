@@ -138,8 +138,8 @@ const Use kInputs = {"copies Long [4, 8] to the device, waits", 2,
                      "the bytes and the next ones, from memory that is not pinned"};
 const Use kInput = {"copies Long [4, 8] to the device, waits", 1,
                     "of bytes and next ones, what the rank's stage reads"};
-const Use kCompared = {"copies Long [4, 8] to the host, waits", 2,
-                       "the ranks of a pipeline compare what they are given"};
+const Use kCompared = {"copies Long [2] to the host, waits", 1,
+                       "the ranks of a pipeline compare sums of what they are given"};
 const Use kLossesBefore = {"copies Double [2] to the host, waits", 1,
                            "are the losses of the step before finite? beside what is computed"};
 const Use kLoss = {"waits in aten::_local_scalar_dense of Float []", 1,
