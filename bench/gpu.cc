@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What only a GPU shows: tokens per second of a GPT with bfloat16 autocast, in plain libtorch, on
-// one rank and on a pipeline of two, with the memory that each takes; and all-reduces, exact and
-// fast. Ranks share the GPU where there is one only. A line "name<TAB>value<TAB>unit" for each, for
-// tools/gpu_check.
+// one rank and on a pipeline of two, with CUDA graphs and without, and the memory that each takes;
+// and all-reduces, exact and fast. Ranks share the GPU where there is one only. A line
+// "name<TAB>value<TAB>unit" for each, for tools/gpu_check.
 //
 //     bazel run --config=cuda //bench:gpu
 //     bazel run //bench:gpu -- --small     # on the CPU, to see that it runs
@@ -107,11 +107,14 @@ double plain(const Size& size) {
   });
 }
 
-double distributed(const Size& size, int ranks) {
+double distributed(const Size& size, int ranks, bool graphs) {
   std::vector<gpt::GPT> nets;  // rank threads share the default generator
   for (int i = 0; i < ranks; ++i) nets.emplace_back(size.model);
   const auto bytes = batch_of(size, at::kCPU);
-  const auto config = smp::Config().partitions(ranks).microbatches(ranks > 1 ? kMicrobatches : 1);
+  const auto config = smp::Config()
+                          .partitions(ranks)
+                          .microbatches(ranks > 1 ? kMicrobatches : 1)
+                          .cuda_graphs(graphs ? "on" : "off");
   double time = 0;
   smp::run_as_threads(ranks, config, [&] {
     if (gpus() > 0) smp::set_device(device_of(smp::rank()).index());
@@ -161,12 +164,16 @@ void run(const Size& size) {
   print("GPT, plain libtorch", tokens(size) / alone, "tokens/s");
   print_peak("GPT, plain libtorch");
   for (const int ranks : {1, 2}) {
-    const std::string name = c10::str("GPT, ", ranks, ranks == 1 ? " rank" : " stages");
-    forget_peak();
-    const double time = distributed(size, ranks);
-    print(name, tokens(size) / time, "tokens/s");
-    print(name + ", time of a step over plain libtorch's", time / alone, "x");
-    print_peak(name);
+    for (const bool graphs : {false, true}) {
+      if (graphs && gpus() == 0) continue;  // the CPU has none
+      const std::string name =
+          c10::str("GPT, ", ranks, ranks == 1 ? " rank" : " stages", graphs ? ", CUDA graphs" : "");
+      forget_peak();
+      const double time = distributed(size, ranks, graphs);
+      print(name, tokens(size) / time, "tokens/s");
+      print(name + ", time of a step over plain libtorch's", time / alone, "x");
+      print_peak(name);
+    }
   }
   std::vector<int> groups = {2};
   if (gpus() > 2) groups.push_back(gpus());

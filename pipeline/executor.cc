@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <sstream>
 #include <utility>
 
 #include "core/check.h"
@@ -196,6 +197,20 @@ std::vector<int64_t> Executor::message_bytes() const {
                         : 0);
   }
   return bytes;
+}
+
+std::string Executor::describe() const {
+  std::ostringstream out;
+  for (const auto& [index, stage] : stages_) out << stage->describe();
+  out << "actions" << (graphs_ ? ", of which those that are captured run as graphs" : "") << "\n";
+  const auto& actions = schedule_.actions(rank());
+  const auto bytes = message_bytes();
+  for (size_t i = 0; i < actions.size(); ++i) {
+    out << "  " << to_string(actions[i]);
+    if (actions[i].is_transfer()) out << ", " << bytes[i] << " bytes";
+    out << "\n";
+  }
+  return out.str();
 }
 
 void Executor::use_graphs(bool required) {

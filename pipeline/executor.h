@@ -44,6 +44,9 @@ class Executor {
   const std::vector<Edge>& edges() const { return edges_; }
   const Schedule& schedule() const { return schedule_; }
 
+  /// What this rank does in a step: its stages, then its actions, a line for each.
+  std::string describe() const;
+
   /// Every stage of this rank, before the first run.
   void add_stage(std::unique_ptr<Stage> stage);
   Stage& stage(int index) { return *stages_.at(index); }

@@ -58,6 +58,8 @@ class Stage {
         int index, int microbatches, const graph::TensorTable& table);
 
   int index() const { return index_; }
+  /// What it reads, what enters and leaves it over edges, where gradients go: a line for each.
+  std::string describe() const;
   /// Whether its backward runs: see `backward_of_stage`.
   bool has_backward() const { return has_backward_; }
 

@@ -8,7 +8,9 @@
 namespace smp::pipeline {
 namespace {
 
+using graph::kUndefined;
 using graph::ValueId;
+using graph::ValueKind;
 
 class StageText {
  public:
@@ -22,8 +24,7 @@ class StageText {
   /// "%12 Float [2, 8]", "weight Float [8, 8]".
   std::string value(ValueId id) const {
     const graph::Value& value = graph_.values[id];
-    const bool is_named = value.kind == graph::ValueKind::kParameter ||
-                          value.kind == graph::ValueKind::kBuffer;
+    const bool is_named = value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
     return (is_named ? value.name : "%" + std::to_string(id)) + " " + value.meta.to_string();
   }
   std::string str() const { return out_.str(); }
@@ -36,7 +37,7 @@ class StageText {
 
 }  // namespace
 
-std::string Stage::to_string() const {
+std::string Stage::describe() const {
   StageText text(graph_);
   text.out() << "stage " << index_ << ": " << operators_.size() << " operators, "
              << (has_backward_ ? "forward and backward" : "forward only") << "\n";

@@ -64,6 +64,12 @@ class Step {
   /// How many microbatches a call runs.
   int64_t microbatches() const { return core_->microbatches(); }
 
+  /// What this rank did in the last call, as text: the schedule; of each of its stages the
+  /// parameters, inputs and constants that it reads, what it gets from other stages and gives to
+  /// them, and where gradients go; and its actions in their order (docs/schedules.md). Empty before
+  /// the first call.
+  std::string program() const { return core_->program(); }
+
  private:
   template <class Result, class Whole>
   detail::StepCall make_call(const Whole& whole, std::map<int, Result>& results) {

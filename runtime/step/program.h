@@ -56,6 +56,9 @@ class Program : public std::enable_shared_from_this<Program> {
   /// Whether a stage of this rank reads the step's input at this position.
   bool reads_input(size_t position) const;
 
+  /// As `ScheduleRunner::describe`.
+  std::string describe() const { return runner_->describe(); }
+
   const partitioner::Plan& plan() const { return plan_; }
   const pipeline::Schedule& schedule() const { return runner_->schedule(); }
 

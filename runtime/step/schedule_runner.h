@@ -42,6 +42,9 @@ class ScheduleRunner {
   /// trial or the timeline collective over the world.
   void end_step(std::vector<pipeline::ReductionRecord> reductions);
 
+  /// The schedule's name and numbers, and `Executor::describe`.
+  std::string describe() const { return title() + "\n" + executor_->describe(); }
+
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
   /// Those of the plan, for as long as this lives.
   const std::vector<pipeline::Edge>& edges() const { return edges_; }

@@ -136,7 +136,8 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   const Prepared& prepared = prepare(traced, call, inputs);
   Program::Inputs step = inputs_of(prepared, batches, traced, std::move(inputs));
   step.step_call = runtime_->progress.step_functions.count_call(name_);
-  StepResults results = prepared.program->run(std::move(step));
+  last_program_ = prepared.program;
+  StepResults results = last_program_->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
   results = own_outputs(std::move(results));
   runtime_->update_watch->after_step(name_, traced.found->trains());

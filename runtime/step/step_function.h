@@ -42,6 +42,8 @@ class StepFunction {
 
   int64_t microbatches() const;
   const std::string& name() const { return name_; }
+  /// Of the last call, see `Program::describe`; empty before.
+  std::string describe_program() const { return last_program_ ? last_program_->describe() : ""; }
   /// False if the configuration's `guard` lets some calls pass without running the function.
   bool guards_every_step() const { return guard_period_ == 1; }
 
@@ -105,6 +107,7 @@ class StepFunction {
   // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
   std::optional<Traced> last_;
   std::vector<graph::TensorMeta> last_inputs_;
+  std::shared_ptr<Program> last_program_;              // of the last call
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
   std::map<const graph::Graph*, StepFingerprints> fingerprints_;

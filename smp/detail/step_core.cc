@@ -11,6 +11,7 @@ StepCore::~StepCore() = default;
 
 StepResults StepCore::run(const StepCall& call) { return function_->run(call); }
 void StepCore::check_positions(int count) const { function_->check_positions(count); }
+std::string StepCore::program() const { return function_->describe_program(); }
 int64_t StepCore::microbatches() const { return function_->microbatches(); }
 bool StepCore::guards_every_step() const { return function_->guards_every_step(); }
 

@@ -29,6 +29,8 @@ class SMP_API StepCore {
   void check_positions(int count) const;
 
   int64_t microbatches() const;
+  /// See `Step::program`.
+  std::string program() const;
   /// False if the configuration's `guard` lets some calls pass without running the function.
   bool guards_every_step() const;
 

@@ -2,11 +2,13 @@
 // What only a GPU shows: the parts below the numbers of parity_test. See docs/cuda.md.
 
 #include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
 #include "comm/device/device_communicator.h"
 #include "comm/threads/run_ranks.h"
+#include "graph/device_graph.h"
 #include "graph/random.h"
 #include "pipeline/message.h"
 
@@ -32,6 +34,47 @@ TEST(Cuda, RandomOperatorsAreKeyedAndLeaveTheGeneratorAsItWas) {
   EXPECT_TRUE(at::equal(first, again));
   EXPECT_FALSE(at::equal(first, second));
   EXPECT_TRUE(at::equal(at::rand({10}, kGpu), expected));
+}
+
+at::Tensor draw(int ordinal, const graph::RandomKey& key) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::bernoulli", "");
+  torch::jit::Stack stack = {at::full({1000}, 0.5, kGpu), c10::IValue()};
+  graph::call_keyed(op, stack, key, ordinal);
+  return stack[0].toTensor();
+}
+
+TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
+  const at::Tensor x = at::rand({64, 64}, kGpu);
+  draw(0, {});
+  x.mm(x);  // makes cuBLAS's handle
+  at::Tensor product, first, second;
+  graph::GraphCapture capture(kGpu, {2, 5});
+  const graph::CapturedWork work = capture.capture([&] {
+    first = draw(5, {});
+    product = x.mm(x);
+    second = draw(2, {});
+  });
+  for (const uint64_t call : {0, 1, 0}) {
+    const graph::RandomKey key = {7, 1, call, 0};
+    x.add_(1);
+    work.launch(key);
+    EXPECT_TRUE(at::equal(product, x.mm(x)));
+    EXPECT_TRUE(at::equal(first, draw(5, key)));
+    EXPECT_TRUE(at::equal(second, draw(2, key)));
+  }
+}
+
+/// Afterwards all goes on: random operators, what is freed, another capture.
+TEST(Cuda, ACaptureThatFailsLeavesNothing) {
+  const at::Tensor x = at::ones({1000}, kGpu);
+  graph::GraphCapture capture(kGpu, {0});
+  EXPECT_THROW(capture.capture([&] { (x + draw(0, {})).cpu(); }), c10::Error);
+  EXPECT_EQ((draw(0, {}) * 0 + x).sum().item<float>(), 1000);
+  c10::getDeviceAllocator(at::kCUDA)->emptyCache();
+  at::Tensor twice;
+  const auto work = capture.capture([&] { twice = x + x; });
+  work.launch({});
+  EXPECT_TRUE(at::equal(twice, x * 2));
 }
 
 TEST(Cuda, MessagesGoThroughHostMemoryWhileTheDeviceIsBusy) {

@@ -32,6 +32,7 @@ struct Training {
   /// The inputs of step i.
   std::function<torch::Tensor(torch::Tensor, int)> given = [](torch::Tensor x, int) { return x; };
   Config config = Config().microbatches(kMicrobatches);
+  int replicas = 1;
 };
 
 struct Result {
@@ -55,7 +56,8 @@ std::vector<Tensors> make_batches() {
   return batches;
 }
 
-Result train(const Training& training, const std::string& graphs, int ranks = 1) {
+Result train(const Training& training, const std::string& graphs, int stages = 1) {
+  const int ranks = stages * training.replicas;
   const auto batches = make_batches();
   std::vector<TextNet> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
@@ -63,7 +65,7 @@ Result train(const Training& training, const std::string& graphs, int ranks = 1)
   Result result;
   take_fake_launches();
   Config config = training.config;
-  config.cuda_graphs(graphs).partitions(ranks).seed(kSeed).timeout_seconds(60);
+  config.cuda_graphs(graphs).partitions(stages).seed(kSeed).timeout_seconds(60);
   run_as_threads(ranks, config, [&] {
     set_device(rank());
     TextNet net = nets[rank()];
@@ -104,11 +106,11 @@ class Graphs : public ::testing::Test {
   void SetUp() override { torch::set_num_threads(1); }
 
   /// Trains with graphs and without; the same bits. Returns how many were launched, by step.
-  std::vector<int> launches_of(const Training& training, int ranks = 1) {
-    const Result plain = train(training, "off", ranks);
+  std::vector<int> launches_of(const Training& training, int stages = 1) {
+    const Result plain = train(training, "off", stages);
     EXPECT_EQ(plain.launches, std::vector<int>(kSteps, 0));
     ::testing::internal::CaptureStderr();
-    const Result with_graphs = train(training, "auto", ranks);
+    const Result with_graphs = train(training, "auto", stages);
     log_ = ::testing::internal::GetCapturedStderr();
     expect_same(with_graphs, plain);
     return with_graphs.launches;
@@ -133,6 +135,15 @@ TEST_F(Graphs, HaveHalfPrecisionAndTheLossScale) {
   Training training;
   training.config.bf16(true);
   EXPECT_EQ(launches_of(training, 2).back(), 8);
+}
+
+TEST_F(Graphs, GiveReplicasTheirGradients) {
+  for (const bool shards : {false, true}) {
+    Training training;
+    training.replicas = 2;
+    training.config.ddp(true).shard_optimizer_state(shards);
+    EXPECT_EQ(launches_of(training), (std::vector<int>{0, 8, 8, 8}));
+  }
 }
 
 TEST_F(Graphs, AreNotLaunchedForInputsThatLieOtherwise) {

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a rank says that it does in a step.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "smp/smp.h"
+
+namespace smp::testing {
+namespace {
+
+/// A first layer whose weight the second part reads, too, and a buffer that counts.
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    first = register_module("first", torch::nn::Linear(2, 2));
+    second = register_module("second", torch::nn::Linear(2, 3));
+    seen = register_buffer("seen", torch::zeros({1}));
+    set_partition(*first, 0);
+    set_partition(*second, 1);
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    auto y = first(x);
+    seen += 1;
+    const auto scope = partition(1);
+    return second(y).sum() + first->weight.sum();
+  }
+
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  torch::Tensor seen;
+};
+TORCH_MODULE(Net);
+
+TEST(ProgramText, HasStagesAndActions) {
+  torch::set_num_threads(1);
+  std::map<int, std::string> texts;
+  std::mutex mutex;
+  run_as_threads(2, Config().partitions(2).microbatches(2).pipeline("1f1b"), [&] {
+    Net net;
+    DistributedModel<Net> model(net);
+    auto train = step([&](torch::Tensor x) {
+      auto loss = net(x);
+      model->backward(loss);
+      return loss;
+    });
+    EXPECT_EQ(train.program(), "");
+    train(torch::ones({4, 2}));
+    const std::lock_guard<std::mutex> lock(mutex);
+    texts[rank()] = train.program();
+  });
+  EXPECT_EQ(texts[0], R"(1f1b, 2 stages, 2 microbatches
+stage 0: 3 operators, forward and backward
+  input 0     %0 f32[2, 2]
+  parameter   first.weight f32[2, 2], gradient to its sum
+  parameter   first.bias f32[2], gradient to its sum
+  buffer      seen f32[1]
+  to 1        %4 f32[2, 2], gradient comes back
+  to 1        first.weight f32[2, 2], the gradient of its use there comes back
+actions
+  0F0
+  0SEND_F0>1, 192 bytes
+  0F1
+  0SEND_F1>1, 192 bytes
+  0RECV_B0<1, 320 bytes
+  0B0
+  0RECV_B1<1, 320 bytes
+  0B1
+  0REDUCE
+)");
+  EXPECT_EQ(texts[1], R"(1f1b, 2 stages, 2 microbatches
+stage 1: 5 operators, forward and backward
+  parameter   first.weight f32[2, 2], of another stage, gradient to its owner
+  parameter   second.weight f32[3, 2], gradient to its sum
+  parameter   second.bias f32[3], gradient to its sum
+  from 0      %4 f32[2, 2], gradient back
+  backward of %13 f32[]
+  output 0    %13 f32[]
+actions
+  1RECV_F0<0, 192 bytes
+  1F0
+  1B0
+  1SEND_B0>0, 320 bytes
+  1RECV_F1<0, 192 bytes
+  1F1
+  1B1
+  1SEND_B1>0, 320 bytes
+  1REDUCE
+)");
+}
+
+}  // namespace
+}  // namespace smp::testing
