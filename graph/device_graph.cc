@@ -3,7 +3,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/equal.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -31,12 +30,11 @@ MakeDeviceGraphPool& maker_of(c10::DeviceType type) {
   return registry().at(static_cast<size_t>(type));
 }
 
-/// A stream of its own for a capture. Checks that there can be one.
-c10::Stream stream_for(at::Device device) {
+std::shared_ptr<DeviceGraphPool> make_pool(at::Device device, size_t generators) {
   SMP_CHECK_WITH(UsageError, has_device_graphs(device), "the work of device ", device,
                  " cannot be captured: this build has no graphs for it. Use a GPU and a build with "
                  "--config=cuda");
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  return maker_of(device.type())(device, generators);
 }
 
 c10::Stream current_stream(at::Device device) {
@@ -107,26 +105,31 @@ class GraphCapture::Active {
 GraphCapture::GraphCapture(at::Device device, std::vector<int> ordinals)
     : device_(with_index(device)),
       ordinals_(std::make_shared<const std::vector<int>>(std::move(ordinals))),
-      stream_(stream_for(device_)) {
+      pool_(make_pool(device_, ordinals_->size())),
+      stream_(pool_->stream()) {
   synchronize(device_);
-  c10::getDeviceAllocator(device_.type())->emptyCache();
-  const c10::StreamGuard guard(stream_);
-  pool_ = maker_of(device_.type())(device_, ordinals_->size());
 }
 
 GraphCapture::~GraphCapture() {
-  c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(stream_);
+  try {
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(stream_);
+  } catch (const c10::Error&) {
+    // Whoever next asks the device is told.
+  }
 }
 
-CapturedWork GraphCapture::capture(const std::function<void()>& work) {
+CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
+                                   const std::function<void()>& work) {
+  std::vector<size_t> generators;
+  for (int ordinal : ordinals) generators.push_back(generator_of(ordinal));
   CapturedWork captured;
   captured.graph_ = pool_->make_graph();
   captured.ordinals_ = ordinals_;
   drawn_.clear();
   const c10::StreamGuard guard(stream_);
   const Active active(*this, *captured.graph_);
-  captured.graph_->begin();
   try {
+    captured.graph_->begin(generators);
     work();
     captured.graph_->end();
   } catch (...) {
@@ -137,21 +140,27 @@ CapturedWork GraphCapture::capture(const std::function<void()>& work) {
   return captured;
 }
 
-/// An operator that asks the CPU for numbers would have the same ones at each launch.
-void GraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
-                               int ordinal) {
+size_t GraphCapture::generator_of(int ordinal) const {
   const auto found = std::lower_bound(ordinals_->begin(), ordinals_->end(), ordinal);
   SMP_INTERNAL_ASSERT(found != ordinals_->end() && *found == ordinal, "random operator ", ordinal,
                       " was not announced");
-  const auto generator = static_cast<size_t>(found - ordinals_->begin());
+  return static_cast<size_t>(found - ordinals_->begin());
+}
+
+/// An operator that asks the CPU for numbers would have the same ones at each launch.
+void GraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                               int ordinal) {
+  const size_t generator = generator_of(ordinal);
   if (std::find(drawn_.begin(), drawn_.end(), generator) == drawn_.end()) {
     drawn_.push_back(generator);
   }
   const auto lock = lock_generators();
-  const at::Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+  at::Generator host = at::detail::getDefaultCPUGenerator();
+  const at::Tensor before = host.get_state();
   graph_->call_random(op, stack, generator);
-  SMP_CHECK_WITH(UsageError, at::equal(before, at::detail::getDefaultCPUGenerator().get_state()),
-                 op.operator_name(), " draws random numbers on the host");
+  const bool draws_on_host = !at::equal(before, host.get_state());
+  if (draws_on_host) host.set_state(before);
+  SMP_CHECK_WITH(UsageError, !draws_on_host, op.operator_name(), " draws random numbers on the host");
 }
 
 void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack, const RandomKey& key,

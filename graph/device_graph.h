@@ -28,12 +28,13 @@ class DeviceGraph {
 
   virtual ~DeviceGraph() = default;
 
-  /// From now on this thread's current stream, which is no default one, does nothing that it is
-  /// given, but notes it. Memory that is allocated for it meanwhile is the pool's.
-  virtual void begin() = 0;
+  /// From now on the pool's stream, which is this thread's current one, does nothing that it is
+  /// given, but notes it. Memory that is allocated for it meanwhile is the pool's. `generators`: of
+  /// the pool's, those from which may be drawn.
+  virtual void begin(const std::vector<size_t>& generators) = 0;
   /// Ends that. Throws what the device says of work that cannot be captured.
   virtual void end() = 0;
-  /// Ends it after an error; the graph is of no use then.
+  /// Ends it after an error of one of these two, or between them; the graph is of no use then.
   virtual void abandon() noexcept = 0;
 
   /// Calls a random operator while work is noted, which draws from a generator of the pool.
@@ -45,10 +46,12 @@ class DeviceGraph {
   virtual void launch(const std::vector<Seed>& seeds) = 0;
 };
 
-/// What the graphs of a device share: memory and generators of random numbers.
+/// What the graphs of a device share: memory, generators of random numbers, and the stream on which
+/// they are captured, which nobody else uses.
 class DeviceGraphPool {
  public:
   virtual ~DeviceGraphPool() = default;
+  virtual c10::Stream stream() const = 0;
   virtual std::unique_ptr<DeviceGraph> make_graph() = 0;
 };
 
@@ -81,17 +84,17 @@ class CapturedWork {
 /// perhaps not. Belongs to one thread; the autograd engine's may work for it.
 class GraphCapture {
  public:
-  /// `ordinals`: those of the random operators that may be called. Waits for the device, and has
-  /// its allocator give back what it keeps. Throws `UsageError` for a device without graphs.
+  /// `ordinals`: those of the random operators that may be called, ascending. Waits for what this
+  /// thread's current stream was given. Throws `UsageError` for a device without graphs.
   GraphCapture(at::Device device, std::vector<int> ordinals);
   /// Waits for what preparing the graphs has given the device.
   ~GraphCapture();
   GraphCapture(const GraphCapture&) = delete;
   GraphCapture& operator=(const GraphCapture&) = delete;
 
-  /// What `work` gives the device. Throws what it throws, and what the device says of work that
-  /// cannot be captured.
-  CapturedWork capture(const std::function<void()>& work);
+  /// What `work` gives the device; it may call these of the random operators. Throws what it
+  /// throws, and what the device says of work that cannot be captured.
+  CapturedWork capture(const std::vector<int>& ordinals, const std::function<void()>& work);
 
  private:
   friend void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -99,11 +102,12 @@ class GraphCapture {
   class Active;
 
   void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack, int ordinal);
+  size_t generator_of(int ordinal) const;
 
   const at::Device device_;
   const std::shared_ptr<const std::vector<int>> ordinals_;  // ascending
+  const std::shared_ptr<DeviceGraphPool> pool_;
   const c10::Stream stream_;
-  std::shared_ptr<DeviceGraphPool> pool_;
   DeviceGraph* graph_ = nullptr;  // that is captured
   std::vector<size_t> drawn_;     // generators, by what is captured
 };

@@ -24,6 +24,13 @@ using Pass = graph::ParameterResidency::Pass;
 using graph::ValueId;
 using graph::ValueKind;
 
+namespace {
+
+/// Whether the host may do more for an operator than give the device work.
+bool is_foreign(const graph::Operator& op) { return op.name().rfind("aten::", 0) != 0; }
+
+}  // namespace
+
 Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
              const std::vector<Edge>& edges, int index, int microbatches,
              const graph::TensorTable& table)
@@ -43,6 +50,9 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
     if (again.stage == index) operators_.push_back(again.operator_index);
   }
   std::sort(operators_.begin(), operators_.end());
+  calls_foreign_ = std::any_of(operators_.begin(), operators_.end(), [&](int operator_index) {
+    return is_foreign(graph.operators[operator_index]);
+  });
   for (size_t i = 0; i < graph.roots.size(); ++i) {
     if (plan.stage_of_root[i] == index) roots_.push_back(graph.roots[i]);
   }
@@ -200,7 +210,7 @@ std::string Stage::why_not_captured() const {
       return c10::str("operator ", index, " (", op.name(), ")",
                       op.scope.empty() ? "" : ", in module \"" + op.scope + "\"");
     };
-    if (op.name().rfind("aten::", 0) != 0) {
+    if (is_foreign(op)) {
       return text() + " may have the host do more than give the device work";
     }
     bool on_host = false;

@@ -125,12 +125,18 @@ class Stage {
   void run_again(const std::vector<at::Tensor>& given, const graph::RandomKey& key,
                  StageRecord& record);
 
+  /// Whether the host may wait for other ranks in its computations: in operators that are not
+  /// libtorch's own (leaves, divided layers), or for parameters that are divided.
+  bool may_wait() const { return residency_ != nullptr || calls_foreign_; }
+
   /// Why its computations cannot be captured as graphs of its device, as a sentence without a full
   /// stop; empty if nothing is known that speaks against it. After `set_regions` and
   /// `set_residency`.
   std::string why_not_captured() const;
   /// Where the data of its parameters and buffers lie.
   std::vector<const void*> addresses() const;
+  /// Whether operators run again in the backward pass.
+  bool runs_again() const { return segment_->regions() > 0; }
   /// Ordinals of its random operators, ascending.
   std::vector<int> random_ordinals() const;
   /// Forgets what it keeps of parameters from one microbatch for another: autograd's functions
@@ -256,6 +262,7 @@ class Stage {
   const bool has_backward_;
   const std::vector<int> separated_;  // see graph::sets_to_separate
   const std::vector<int> uses_;       // see graph::uses_of_storages
+  bool calls_foreign_ = false;        // operators that are not libtorch's own
   std::vector<int> operators_;
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage
   std::vector<int> returned_;               // positions of the graph's outputs complete here

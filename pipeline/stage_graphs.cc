@@ -66,7 +66,7 @@ void CapturedTensor::write(const at::Tensor& tensor) const {
 }
 
 at::Tensor CapturedTensor::copy() const {
-  return layout_ && !tensor_.is_cpu() ? graph::copy_as_laid_out(tensor_) : tensor_;
+  return layout_ ? graph::copy_as_laid_out(tensor_) : tensor_;
 }
 
 StageGraphs::StageGraphs(Stage& stage, const std::vector<Edge>& edges, int microbatches)
@@ -132,8 +132,10 @@ void StageGraphs::forget() {
 void StageGraphs::capture(const Action& action, graph::GraphCapture& capture) {
   Computation& computation = of(action);
   std::vector<at::Tensor> held;  // until the graph is complete, or it would use their memory again
-  computation.work =
-      capture.capture([&] { run(action, enter(action, computation), computation, held); });
+  const bool may_draw = !action.is_backward() || stage_.runs_again();
+  computation.work = capture.capture(may_draw ? stage_.random_ordinals() : std::vector<int>(), [&] {
+    run(action, enter(action, computation), computation, held);
+  });
   addresses_ = stage_.addresses();
 }
 
@@ -191,18 +193,18 @@ void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& c
 
 bool StageGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
   const Computation& computation = of(action);
-  for (size_t i = 0; i < inputs_.size() && !action.is_backward(); ++i) {
-    if (!computation.inputs[i].lies_like(inputs[inputs_[i]])) return false;
+  const auto is_same = [](const CapturedTensor& noted, const at::Tensor& tensor) {
+    return noted.lies_like(tensor);
+  };
+  for (size_t i = 0; i < computation.inputs.size(); ++i) {
+    if (!is_same(computation.inputs[i], inputs[inputs_[i]])) return false;
   }
   const auto messages = arriving(action);
   for (size_t i = 0; i < messages.size(); ++i) {
     const CapturedMessage& noted = computation.arriving[i];
-    const bool is_same = messages[i]->size() == noted.size() &&
-                         std::equal(noted.begin(), noted.end(), messages[i]->begin(),
-                                    [](const auto& captured, const auto& tensor) {
-                                      return captured.lies_like(tensor);
-                                    });
-    if (!is_same) return false;
+    const bool all = messages[i]->size() == noted.size() &&
+                     std::equal(noted.begin(), noted.end(), messages[i]->begin(), is_same);
+    if (!all) return false;
   }
   return true;
 }
@@ -246,9 +248,9 @@ bool StageGraphs::forward(const Action& action, const Inputs& inputs, const grap
 bool StageGraphs::backward(const Action& action, const graph::RandomKey& key,
                            const GradientConsumer& consume) {
   if (is_stages_[action.microbatch]) return false;
-  // The same operators made them of what came before.
+  // Tensors of other strides have another graph, and so another program.
   SMP_INTERNAL_ASSERT(enters_as_noted(action, {}), "stage ", action.stage,
-                      " got gradients that do not lie as they did when they were captured");
+                      " got gradients that do not lie as when its backward was captured");
   launch(action, {}, key);
   for (const auto& [parameter, tensor] : of(action).gradients) {
     consume(parameter, action.microbatch, tensor.get());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/step_graphs.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -72,11 +73,32 @@ void StepGraphs::forget_graphs() {
 /// Without those that fail, nothing is captured: others would have the memory that theirs leaves.
 void StepGraphs::capture(const std::vector<Action>& computations) {
   try {
-    capture_all(computations);
+    if (try_capture(computations)) return;
+    // libtorch keeps what the first step has freed. Elsewhere it may wait for other devices of the
+    // process, and so for other ranks.
+    c10::getDeviceAllocator(device_.type())->emptyCache();
+    if (try_capture(computations)) return;
+    give_up("the device has too little memory beside that of the first step");
   } catch (const c10::Error& error) {
-    for (const auto& [index, stage] : stages_) stage->forget_microbatches();
+    forget_captures();
     give_up(error.what_without_backtrace());
   }
+}
+
+/// False if there is not the memory.
+bool StepGraphs::try_capture(const std::vector<Action>& computations) {
+  try {
+    capture_all(computations);
+    return true;
+  } catch (const c10::OutOfMemoryError&) {
+    forget_captures();
+    return false;
+  }
+}
+
+void StepGraphs::forget_captures() {
+  for (const auto& [index, stage] : stages_) stage->forget_microbatches();
+  forget_graphs();
 }
 
 void StepGraphs::capture_all(const std::vector<Action>& computations) {
@@ -108,7 +130,16 @@ bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& in
   const auto graphs = graphs_.find(action.stage);
   if (graphs == graphs_.end()) return false;
   if (use_ == Use::kNotes) graphs->second.note(action, inputs);
-  return use_ == Use::kLaunches && graphs->second.forward(action, inputs, key, output, root);
+  if (use_ != Use::kLaunches) return false;
+  if (graphs->second.forward(action, inputs, key, output, root)) return true;
+  if (said_.insert(action.stage).second) {
+    core::log_warning(
+        c10::str("\"cuda_graphs\": stage ", action.stage,
+                 " runs a microbatch operator by operator: what it gets begins "
+                 "elsewhere between two multiples of 64 bytes than in the first step. "
+                 "This is said once"));
+  }
+  return false;
 }
 
 bool StepGraphs::backward(const Action& action, const graph::RandomKey& key,

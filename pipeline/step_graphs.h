@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,9 @@ class StepGraphs {
   void report(const std::string& why_not);
   void give_up(const std::string& why_not);
   void capture(const std::vector<Action>& computations);
+  bool try_capture(const std::vector<Action>& computations);
   void capture_all(const std::vector<Action>& computations);
+  void forget_captures();
   void forget_graphs();
   bool are_valid() const;
 
@@ -56,6 +59,7 @@ class StepGraphs {
   std::map<int, Stage*> stages_;       // the same
   Use use_ = Use::kNothing;            // in this step
   bool is_noted_ = false, is_captured_ = false;
+  std::set<int> said_;  // stages that have run a microbatch themselves, and said so
 };
 
 }  // namespace smp::pipeline

@@ -2,6 +2,7 @@
 // CUDA graphs, as libtorch captures them.
 
 #include <ATen/Context.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -10,6 +11,11 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "graph/device_graph.h"
@@ -36,10 +42,36 @@ class Substitute {
   at::Generator own_;
 };
 
+/// Forgets what cuBLAS was lent for a stream: it belongs to the graphs.
+void forget_workspaces(at::cuda::WorkspaceMapWithMutex& workspaces, cudaStream_t stream) {
+  const std::unique_lock lock(workspaces.mutex);
+  for (auto entry = workspaces.map.begin(); entry != workspaces.map.end();) {
+    entry = std::get<1>(entry->first) == stream ? workspaces.map.erase(entry) : std::next(entry);
+  }
+}
+
+/// Lives as long as the last graph.
 struct Shared {
-  at::Device device;
-  at::cuda::MempoolId_t memory = at::cuda::graph_pool_handle();
-  std::vector<at::Generator> generators = {};
+  Shared(at::Device device, size_t count) : device(device) {
+    const c10::DeviceGuard guard(device);
+    const cudaError_t code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    TORCH_CHECK(code == cudaSuccess, "cudaStreamCreateWithFlags: ", cudaGetErrorString(code));
+    for (size_t i = 0; i < count; ++i) {
+      generators.push_back(at::cuda::detail::createCUDAGenerator(device.index()));
+    }
+  }
+  ~Shared() {
+    forget_workspaces(at::cuda::cublas_handle_stream_to_workspace(), stream);
+    forget_workspaces(at::cuda::cublaslt_handle_stream_to_workspace(), stream);
+    cudaStreamDestroy(stream);
+  }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+
+  const at::Device device;
+  const at::cuda::MempoolId_t memory = at::cuda::graph_pool_handle();
+  std::vector<at::Generator> generators;
+  cudaStream_t stream = nullptr;
 };
 
 class CudaGraph final : public DeviceGraph {
@@ -48,32 +80,35 @@ class CudaGraph final : public DeviceGraph {
 
   /// libtorch marks the default generator as captured, too, and leaves it so if the capture fails:
   /// it gets another one for that moment. Other threads may go on with what they have begun.
-  void begin() override {
+  void begin(const std::vector<size_t>& generators) override {
     const auto lock = lock_generators();
     const Substitute substitute(shared_->device,
                                 at::cuda::detail::createCUDAGenerator(shared_->device.index()));
-    for (const at::Generator& generator : shared_->generators) {
-      graph_.register_generator_state(generator);
+    for (size_t generator : generators) {
+      graph_.register_generator_state(shared_->generators[generator]);
     }
     graph_.capture_begin(shared_->memory, cudaStreamCaptureModeThreadLocal);
   }
 
   void end() override { graph_.capture_end(); }
 
-  /// libtorch's own end gives up at the first error, and its allocator would wait for ever.
+  /// libtorch's own end gives up at the first error, and its allocators would wait for ever.
   void abandon() noexcept override {
     cudaGraph_t broken = nullptr;
-    cudaStreamEndCapture(c10::cuda::getCurrentCUDAStream(shared_->device.index()), &broken);
+    cudaStreamEndCapture(shared_->stream, &broken);
     if (broken != nullptr) {
       cudaGraphDestroy(broken);
     }
     cudaGetLastError();  // or the next kernel would report it
-    try {
+    at_most([&] {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(shared_->device.index(), shared_->memory);
       c10::cuda::CUDACachingAllocator::releasePool(shared_->device.index(), shared_->memory);
-    } catch (const c10::Error&) {
-      // The capture had not come so far, or was past it.
-    }
+    });
+    at_most([&] {
+      at::HostAllocator* pinned = at::getHostAllocator(at::kCUDA);
+      pinned->end_allocate_to_pool(shared_->memory);
+      pinned->release_pool(shared_->memory);
+    });
   }
 
   void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -91,28 +126,33 @@ class CudaGraph final : public DeviceGraph {
   }
 
  private:
+  /// A capture may not have come so far, or be past it.
+  template <class Undo>
+  static void at_most(const Undo& undo) {
+    try {
+      undo();
+    } catch (const c10::Error&) {
+    }
+  }
+
   const std::shared_ptr<const Shared> shared_;
   at::cuda::CUDAGraph graph_;
 };
 
 class CudaGraphPool final : public DeviceGraphPool {
  public:
-  CudaGraphPool(at::Device device, size_t generators) {
-    auto shared = std::make_shared<Shared>(Shared{device});
-    for (size_t i = 0; i < generators; ++i) {
-      shared->generators.push_back(at::cuda::detail::createCUDAGenerator(device.index()));
-    }
-    shared_ = std::move(shared);
-  }
-  /// What cuBLAS was lent while its calls were captured belongs to the graphs.
-  ~CudaGraphPool() override { at::cuda::clearCublasWorkspaces(); }
+  CudaGraphPool(at::Device device, size_t generators)
+      : shared_(std::make_shared<const Shared>(device, generators)) {}
 
+  c10::Stream stream() const override {
+    return c10::cuda::getStreamFromExternal(shared_->stream, shared_->device.index()).unwrap();
+  }
   std::unique_ptr<DeviceGraph> make_graph() override {
     return std::make_unique<CudaGraph>(shared_);
   }
 
  private:
-  std::shared_ptr<const Shared> shared_;
+  const std::shared_ptr<const Shared> shared_;
 };
 
 const bool registered = [] {

@@ -49,7 +49,7 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
   x.mm(x);  // makes cuBLAS's handle
   at::Tensor product, first, second;
   graph::GraphCapture capture(kGpu, {2, 5});
-  const graph::CapturedWork work = capture.capture([&] {
+  const graph::CapturedWork work = capture.capture({2, 5}, [&] {
     first = draw(5, {});
     product = x.mm(x);
     second = draw(2, {});
@@ -68,11 +68,11 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
 TEST(Cuda, ACaptureThatFailsLeavesNothing) {
   const at::Tensor x = at::ones({1000}, kGpu);
   graph::GraphCapture capture(kGpu, {0});
-  EXPECT_THROW(capture.capture([&] { (x + draw(0, {})).cpu(); }), c10::Error);
+  EXPECT_THROW(capture.capture({0}, [&] { (x + draw(0, {})).cpu(); }), c10::Error);
   EXPECT_EQ((draw(0, {}) * 0 + x).sum().item<float>(), 1000);
   c10::getDeviceAllocator(at::kCUDA)->emptyCache();
   at::Tensor twice;
-  const auto work = capture.capture([&] { twice = x + x; });
+  const auto work = capture.capture({}, [&] { twice = x + x; });
   work.launch({});
   EXPECT_TRUE(at::equal(twice, x * 2));
 }

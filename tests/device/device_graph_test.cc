@@ -38,7 +38,7 @@ at::Tensor draw(int ordinal, const RandomKey& key, const char* op = "aten::berno
 TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
   const at::Tensor x = ones(4), y = ones(4);
   GraphCapture capture(fake_device(), {});
-  const CapturedWork work = capture.capture([&] { y.add_(x * 2); });
+  const CapturedWork work = capture.capture({}, [&] { y.add_(x * 2); });
   expect_all(y, 1);
   work.launch({});
   expect_all(y, 3);
@@ -51,7 +51,7 @@ TEST(DeviceGraph, RandomOperatorsDrawUnderTheKeyOfTheLaunch) {
   at::Tensor first, second;
   GraphCapture capture(fake_device(), {3, 8});
   const at::Tensor before = at::rand({4}, fake_device());
-  const CapturedWork work = capture.capture([&] {
+  const CapturedWork work = capture.capture({3, 8}, [&] {
     first = draw(8, {});
     second = draw(3, {});
   });
@@ -67,10 +67,10 @@ TEST(DeviceGraph, GraphsThatAreCapturedLaterHaveTheMemoryThatIsFree) {
   const at::Tensor x = ones(1000);
   GraphCapture capture(fake_device(), {});
   at::Tensor sum;
-  const CapturedWork first = capture.capture([&] { sum = (x + 1).sum() + (x + 2).sum(); });
+  const CapturedWork first = capture.capture({}, [&] { sum = (x + 1).sum() + (x + 2).sum(); });
   const FakeMemoryLimit limit(1 << 20);
   const size_t before = limit.peak(0);
-  const CapturedWork second = capture.capture([&] { sum += (x * 3).sum(); });
+  const CapturedWork second = capture.capture({}, [&] { sum += (x * 3).sum(); });
   EXPECT_LT(limit.peak(0), before + 4000) << "a new block for x * 3";
   for (int i = 0; i < 2; ++i) {
     first.launch({});
@@ -84,7 +84,7 @@ TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
   const FakeMemoryLimit limit(x.nbytes() + 8000);
   for (int i = 0; i < 3; ++i) {
     GraphCapture capture(fake_device(), {});
-    const CapturedWork work = capture.capture([&] { x.copy_(x + 1); });
+    const CapturedWork work = capture.capture({}, [&] { x.copy_(x + 1); });
     work.launch({});
   }
   expect_all(x, 4);
@@ -93,9 +93,9 @@ TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
 TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
   const at::Tensor x = ones(4);
   GraphCapture capture(fake_device(), {});
-  const auto text = error_of<c10::Error>([&] { capture.capture([&] { x.add_(1).cpu(); }); });
+  const auto text = error_of<c10::Error>([&] { capture.capture({}, [&] { x.add_(1).cpu(); }); });
   expect_has(text, {"operation not permitted when stream is capturing"});
-  const CapturedWork work = capture.capture([&] { x.add_(1); });
+  const CapturedWork work = capture.capture({}, [&] { x.add_(1); });
   work.launch({});
   expect_all(x, 2);
 }
@@ -109,9 +109,13 @@ TORCH_LIBRARY(device_graph_test, m) {
 
 TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
   GraphCapture capture(fake_device(), {0});
+  at::manual_seed(3);
+  const at::Tensor expected = at::rand({4});
+  at::manual_seed(3);
   const auto text = error_of<UsageError>(
-      [&] { capture.capture([&] { draw(0, {}, "device_graph_test::host_noise"); }); });
+      [&] { capture.capture({0}, [&] { draw(0, {}, "device_graph_test::host_noise"); }); });
   expect_has(text, {"device_graph_test::host_noise", "draws random numbers on the host"});
+  EXPECT_TRUE(at::equal(at::rand({4}), expected)) << "its state is put back";
 }
 
 TEST(DeviceGraph, TheHostHasNoGraphs) {

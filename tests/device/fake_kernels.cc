@@ -15,6 +15,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 #include <torch/library.h>
@@ -261,7 +262,8 @@ class Call {
     const OnlyKernels guard;
     if (infer_dropout() || infer_on(at::kMeta)) return true;
     // Where the shapes follow from shapes, zeros show them, too.
-    return may_be_captured() && captured_draw < 0 && infer_on(at::kCPU);
+    const bool draws = op_.hasTag(at::Tag::nondeterministic_seeded);
+    return may_be_captured() && !draws && infer_on(at::kCPU);
   }
 
   bool infer_on(at::Device device) {
@@ -422,7 +424,7 @@ class FakeGraph final : public graph::DeviceGraph {
  public:
   explicit FakeGraph(std::shared_ptr<FakePool> pool) : pool_(std::move(pool)) {}
 
-  void begin() override {
+  void begin(const std::vector<size_t>&) override {
     const FakeLock lock(machine().mutex);
     stream_ = current_fake_stream(current_fake_index());
     machine().begin_capture(stream_, pool_);
@@ -483,17 +485,22 @@ class FakeGraph final : public graph::DeviceGraph {
 
 class FakeGraphPool final : public graph::DeviceGraphPool {
  public:
+  explicit FakeGraphPool(at::Device device)
+      : stream_(c10::impl::VirtualGuardImpl(kFakeType).getStreamFromGlobalPool(device)) {}
+
+  c10::Stream stream() const override { return stream_; }
   std::unique_ptr<graph::DeviceGraph> make_graph() override {
     return std::make_unique<FakeGraph>(pool_);
   }
 
  private:
+  const c10::Stream stream_;
   const std::shared_ptr<FakePool> pool_ = std::make_shared<FakePool>();
 };
 
 const bool registered = [] {
   graph::register_device_graphs(
-      kFakeType, [](at::Device, size_t) { return std::make_shared<FakeGraphPool>(); });
+      kFakeType, [](at::Device device, size_t) { return std::make_shared<FakeGraphPool>(device); });
   return true;
 }();
 
