@@ -143,6 +143,8 @@ at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& ent
     turn /= together;  // so that all pairs of ranks have turns
   }
   if (!held.defined()) return {};
+  // A device need not hold more than the parts.
+  if (shard || entry.split) held = held.cpu();
   comm::Communicator& group = *runtime.group(CommGroup::kTp);
   if (!entry.split) return group.rank() == 0 ? held : at::Tensor();
   return join_on(static_cast<int>(turn) % group.size(), group, *entry.split, held);

@@ -22,10 +22,10 @@ at::Tensor whole_on_all(const Runtime& runtime, const ParameterTable::Entry& ent
 /// The same on the first rank of the model, undefined on all others.
 at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& entry);
 
-/// The values on one of the ranks that have them, undefined on all others. Those that have them
-/// together take turns, so that none needs the memory for all of several: `turn` counts these. Of
-/// several replicas that have the same it is `replica`. Collective over the ranks that have the
-/// tensor together.
+/// The values on one of the ranks that have them, undefined on all others; in host memory, if
+/// several have them together. These take turns, so that none needs the memory for all of several:
+/// `turn` counts these. Of several replicas that have the same it is `replica`. Collective over the
+/// ranks that have the tensor together.
 at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
                         int replica = 0);
 

@@ -66,8 +66,9 @@ void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn 
     OptimizerState::Param& param = found->second;
     for (auto& [field, tensor] : param.tensors) {
       if (tensor.sizes() != entry->tensor.sizes()) continue;
-      tensor = on == JoinOn::kAll ? join_on_all(group, *entry->split, tensor)
-                                  : join_on(root, group, *entry->split, tensor);
+      const at::Tensor part = tensor.cpu();  // where the device has no room for all wholes
+      tensor = on == JoinOn::kAll ? join_on_all(group, *entry->split, part)
+                                  : join_on(root, group, *entry->split, part);
     }
     param.shape = entry->split->sizes;
     if (on == JoinOn::kOne && group.rank() != root) state.params.erase(found);

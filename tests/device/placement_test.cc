@@ -8,9 +8,11 @@
 #include <filesystem>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "core/check.h"
 #include "graph/allocations.h"
 #include "smp/smp.h"
 #include "tests/device/fake_device.h"
@@ -118,18 +120,26 @@ struct Where {
   int ranks = kUnits;
   int devices = kUnits;  ///< 0: the CPU
   bool delayed = false;
+  std::optional<Config> config = std::nullopt;  ///< else of stages
+  bool frozen = true;                           ///< the large weights
 };
+
+Config config_of(const Where& where) {
+  Config config = where.config.value_or(stages(where.ranks));
+  return config.microbatches(kMicrobatches);
+}
 
 /// Trains steps [first, last) into `run`, from the checkpoint in `folder` on unless first is 0, and
 /// leaves one there unless the last step is done.
 void train_steps(const Where& where, int first, int last, const std::string& folder, Trained& run) {
   const auto batches = make_batches();
   std::mutex mutex;
-  run_as_threads(where.ranks, stages(where.ranks).microbatches(kMicrobatches), [&] {
+  run_as_threads(where.ranks, config_of(where), [&] {
     if (where.devices > 0) set_device(rank() % where.devices);
     const at::Device device = where.devices > 0 ? fake_device(rank() % where.devices) : at::kCPU;
     EXPECT_EQ(smp::device(), device);
     Tall net = make_net<Tall>(where.delayed);
+    for (Unit& unit : net->units) unit->large->weight.set_requires_grad(!where.frozen);
     const Tensors as_built = net->parameters();
     DistributedModel<Tall> model(net);
     DistributedOptimizer<torch::optim::SGD> optimizer(make_trained(*net), kSgd);
@@ -152,7 +162,9 @@ void train_steps(const Where& where, int first, int last, const std::string& fol
     }
     EXPECT_EQ(net->steps.device(), device);
     for (const torch::Tensor& parameter : model->local_parameters()) {
-      if (parameter.requires_grad()) EXPECT_EQ(parameter.grad().device(), device);
+      // Replicas that divide them say no more than that there is one.
+      const bool is_whole = parameter.requires_grad() && dp_size() == 1;
+      if (is_whole) EXPECT_EQ(parameter.grad().device(), device);
     }
     const auto state = to_map(model->state_dict());
     const std::lock_guard<std::mutex> lock(mutex);
@@ -220,7 +232,90 @@ TEST_F(Placement, RanksMayShareADevice) {
   expect_as_plain(run);
 }
 
-/// Not even what a rank owns is in host memory at once.
+/// More that decides what a device holds, on devices that hold no more than that: the same as on
+/// the CPU, across a checkpoint.
+struct Limited {
+  std::string name;
+  Where where;
+  double units;  ///< that each device holds
+};
+
+std::ostream& operator<<(std::ostream& out, const Limited& tested) { return out << tested.name; }
+
+class LimitedPlacement : public Placement, public ::testing::WithParamInterface<Limited> {};
+
+TEST_P(LimitedPlacement, IsAsOnTheCpu) {
+  const Limited& tested = GetParam();
+  Where on_cpu = tested.where;
+  on_cpu.devices = 0;
+  Trained expected, run;
+  train_steps(on_cpu, 0, kSteps, folder_, expected);
+  const FakeMemoryLimit limit(static_cast<size_t>(tested.units * kUnitBytes));
+  train_steps(tested.where, 0, 1, folder_, run);
+  train_steps(tested.where, 1, kSteps, folder_, run);
+  for (int i = 0; i < kSteps; ++i) {
+    expect_equal(run.losses[i], expected.losses[i], "losses of step " + std::to_string(i));
+  }
+  expect_equal(run.weights, expected.weights, "values");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, LimitedPlacement,
+    ::testing::Values(
+        Limited{"Bf16", {kUnits, kUnits, false, stages(kUnits).bf16(true)}, 0.75},
+        Limited{"TensorParallel",
+                {kUnits, kUnits, false, stages(2).ddp(true).tensor_parallel_degree(2)},
+                1.5},
+        Limited{"ShardedStates",
+                {kUnits, kUnits, false, stages(2).ddp(true).shard_optimizer_state(true), false},
+                7.2},
+        Limited{"ShardedParameters",
+                {kUnits, kUnits, false,
+                 stages(1)
+                     .ddp(true)
+                     .sharded_data_parallel_degree(4)
+                     .sdp_param_persistence_threshold(1)
+                     .sdp_reduce_bucket_size(1 << 14)
+                     .sdp_max_live_parameters(1 << 15),
+                 false},
+                10}),
+    [](const auto& info) { return info.param.name; });
+
+/// With the optimizer's whole state a device would have to hold more.
+TEST_F(Placement, WithoutShardingTheSameDevicesDoNotDo) {
+  const FakeMemoryLimit limit(static_cast<size_t>(7.2 * kUnitBytes));
+  Trained run;
+  const Where where = {kUnits, kUnits, false, stages(2).ddp(true), /*frozen=*/false};
+  const auto text = error_of<c10::Error>([&] { train_steps(where, 0, kSteps, folder_, run); });
+  expect_has(text, {"fake out of memory. Tried to allocate"});
+}
+
+/// Whoever runs out of memory says where, and ends the others.
+TEST_F(Placement, RunningOutInAStepIsAnErrorOfAllRanks) {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+  const auto config = stages(2).microbatches(1).timeout_seconds(60);
+  const FakeMemoryLimit limit(kUnitBytes * 9 / 2);
+  const auto thrown = error_of<c10::Error>([&] {
+    run_as_threads(2, config, [&] {
+      set_device(rank());
+      Tall net = make_net<Tall>();
+      DistributedModel<Tall> model(net);
+      auto train = make_training(model);
+      const auto x = torch::ones({256, kWide});
+      const auto text = error_of<c10::Error>([&] { train(x, x); });
+      const std::lock_guard<std::mutex> lock(mutex);
+      texts.push_back(text);
+      core::fail<UsageError>("the end");
+    });
+  });
+  ASSERT_EQ(texts.size(), 2u);
+  const bool first_fails = texts[0].find("fake out of memory") != std::string::npos;
+  expect_has(texts[first_fails ? 0 : 1],
+             {"fake out of memory. Tried to allocate 131072 bytes", "operator "});
+}
+
+/// Not even what a rank owns is in host memory at once, nor are the batches of steps more.
 TEST_F(Placement, OneParameterAtATimeIsMadeInHostMemory) {
   run_as_threads(2, stages(2), [] {
     set_device(rank());
@@ -233,6 +328,11 @@ TEST_F(Placement, OneParameterAtATimeIsMadeInHostMemory) {
     EXPECT_EQ(model->local_parameters().size(), 4u);
     EXPECT_GE(peak, static_cast<int64_t>(kUnitBytes));
     EXPECT_LT(peak, static_cast<int64_t>(kUnitBytes * 3 / 2));
+    const graph::Allocations in_steps;
+    auto train = make_training(model);
+    const auto x = torch::ones({4, kWide});
+    for (int i = 0; i < 2; ++i) train(x, x);
+    EXPECT_LT(in_steps.peak(), static_cast<int64_t>(4 * x.nbytes())) << "messages and the batch";
   });
 }
 
