@@ -78,6 +78,9 @@ class Receiver {
   /// No more than those expected may be received.
   virtual void expect(int messages) = 0;
 
+  /// Whether receive() would return at once. May be false where it would.
+  virtual bool has_arrived() { return false; }
+
   /// Waits for the next message and returns it, as `Sender::prepare` describes. Its memory goes
   /// back to the channel when the last tensor on it is gone, in any order and on any thread, also
   /// after the channel. Throws as `Work::wait` does.

@@ -123,6 +123,8 @@ class MessageReceiver final : public Receiver {
     post();
   }
 
+  bool has_arrived() override { return !posted_.empty() && posted_.front().work->test(); }
+
   at::Tensor receive() override {
     SMP_INTERNAL_ASSERT(!posted_.empty(), "a message was not expected");
     Pending pending = std::move(posted_.front());

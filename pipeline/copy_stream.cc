@@ -13,15 +13,13 @@ using c10::impl::VirtualGuardImpl;
 CopyStream::CopyStream(at::Device device)
     : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
-CopyStream::~CopyStream() {
-  for (const Read& read : reads_) read.done.synchronize();
-}
+CopyStream::~CopyStream() { VirtualGuardImpl(stream_.device_type()).synchronizeStream(stream_); }
 
 c10::Stream CopyStream::current() const {
   return VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
 }
 
-void CopyStream::to_host(const std::function<void()>& copy) {
+c10::Event CopyStream::to_host(const std::function<void()>& copy) {
   c10::Event made(stream_.device_type()), copied(stream_.device_type());
   made.record(current());
   made.block(stream_);
@@ -30,7 +28,7 @@ void CopyStream::to_host(const std::function<void()>& copy) {
     copy();
   }
   copied.record(stream_);
-  copied.synchronize();
+  return copied;
 }
 
 void CopyStream::to_device(const at::Tensor& message, std::vector<at::Tensor>& tensors,

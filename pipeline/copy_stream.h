@@ -14,8 +14,8 @@ namespace smp::pipeline {
 /// The stream on which the tensors of one channel are copied between a device and messages in host
 /// memory, beside the current stream, which computes. Who waits for whom (docs/cuda.md):
 ///
-/// - A copy to the host waits for what the current stream was given before it; the host waits for
-///   the copy, since it hands the message over.
+/// - A copy to the host waits for what the current stream was given before it; who hands the
+///   message over waits for the copy.
 /// - A copy to the device waits for nothing: the message is there. What the current stream is given
 ///   after it waits for it. The host does not; the message is kept until the copy is done.
 ///
@@ -30,8 +30,8 @@ class CopyStream {
   CopyStream& operator=(const CopyStream&) = delete;
 
   /// Calls `copy`, which copies tensors that the current stream has made to the host, without
-  /// waiting. Returns when the copies are complete.
-  void to_host(const std::function<void()>& copy);
+  /// waiting. Returns an event behind the copies, until which the tensors must live.
+  c10::Event to_host(const std::function<void()>& copy);
 
   /// Calls `copy`, which copies from `message`, in host memory, into new tensors that it puts into
   /// `tensors`.

@@ -76,6 +76,15 @@ Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edg
   take_lanes(graph, credit);
 }
 
+/// After an error a message may still be on its way, from memory that goes now.
+Executor::~Executor() {
+  try {
+    if (outgoing_) outgoing_->copied.synchronize();
+  } catch (const c10::Error&) {
+    // The device has failed, and copies no more.
+  }
+}
+
 void Executor::add_stage(std::unique_ptr<Stage> stage) {
   const int index = stage->index();
   SMP_INTERNAL_ASSERT(stage->has_backward() == schedule_.has_backward(index), "stage ", index,
@@ -157,6 +166,7 @@ Executor::Instruction Executor::resolve(const Action& action) {
     result.message = &message_of(*result.stage, action.microbatch, edge, action.is_backward());
   }
   if (action.is_compute()) result.hand_overs = hand_overs_of(action);
+  result.waits = action.is_compute() ? result.stage->may_wait() : !action.is_recv();
   return result;
 }
 
@@ -239,6 +249,7 @@ void Executor::run(const Step& step) {
   } else {
     run_watched(step, status);
   }
+  hand_over();
   for (const auto& [key, channel] : channels_) {
     if (channel.lane->sender) channel.lane->sender->flush();
   }
@@ -263,6 +274,7 @@ void Executor::run_watched(const Step& step, core::ActionScope& status) {
 }
 
 void Executor::execute(const Instruction& instruction, const Step& step) {
+  if (instruction.waits) hand_over();
   for (const auto& [stage, microbatch] : instruction.prefetches) stage->prefetch(microbatch);
   switch (instruction.action.kind) {
     case Action::Kind::kForward:
@@ -287,18 +299,33 @@ void Executor::execute(const Instruction& instruction, const Step& step) {
   }
 }
 
+/// Waits for the copy of a message that is on its way, and sends it.
+void Executor::hand_over() {
+  if (!outgoing_) return;
+  outgoing_->copied.synchronize();
+  outgoing_->sender->send();
+  outgoing_.reset();
+}
+
+/// A message from a device is handed over with the next one, or before this rank waits for others:
+/// meanwhile the device is given further work.
 void Executor::send(const Instruction& instruction) {
   const MessageLayout& layout = instruction.channel->layout;
   comm::Sender& sender = *instruction.channel->lane->sender;
   const at::Tensor& message = sender.prepare();
-  layout.pack(*instruction.message, message, sender.device_part());
+  auto copied = layout.begin_pack(*instruction.message, message, sender.device_part());
+  if (copied) {
+    outgoing_.emplace(Outgoing{*std::move(copied), std::move(*instruction.message), &sender});
+  } else {
+    sender.send();
+  }
   instruction.message->clear();
-  sender.send();
 }
 
 void Executor::receive(const Instruction& instruction) {
   const MessageLayout& layout = instruction.channel->layout;
   comm::Receiver& receiver = *instruction.channel->lane->receiver;
+  if (!receiver.has_arrived()) hand_over();
   const at::Tensor message = receiver.receive();
   layout.unpack(message, *instruction.message, receiver.device_part());
 }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,9 @@ class Executor {
   /// cannot run to its end on them.
   Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
            std::shared_ptr<comm::ChannelPool> channels, int ahead);
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
   /// The edges, which the stages refer to.
   const std::vector<Edge>& edges() const { return edges_; }
@@ -110,6 +114,13 @@ class Executor {
     Message* to;
   };
 
+  /// A message that is being copied from a device to the host, from where it is to be sent.
+  struct Outgoing {
+    c10::Event copied;
+    Message tensors;  // until then
+    comm::Sender* sender;
+  };
+
   /// An action with what it needs.
   struct Instruction {
     Action action;
@@ -117,6 +128,7 @@ class Executor {
     Stage* stage = nullptr;
     Channel* channel = nullptr;  // of a transfer
     Message* message = nullptr;  // of a transfer
+    bool waits = false;          // it may, for other ranks
     std::vector<HandOver> hand_overs;
     std::vector<std::pair<Stage*, int>> prefetches;  // microbatches
   };
@@ -131,8 +143,9 @@ class Executor {
   std::vector<HandOver> hand_overs_of(const Action& action);
   int known_edge(const Action& transfer) const;
   static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
-  static void send(const Instruction& instruction);
-  static void receive(const Instruction& instruction);
+  void send(const Instruction& instruction);
+  void receive(const Instruction& instruction);
+  void hand_over();
   void forward(const Instruction& instruction, const Step& step);
   void backward(const Instruction& instruction, const Step& step);
   void begin_graphs(const Step& step);
@@ -145,6 +158,7 @@ class Executor {
   std::unique_ptr<StepGraphs> graphs_;                // null: operator by operator
   std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
   std::vector<Instruction> program_;
+  std::optional<Outgoing> outgoing_;
   int loading_horizon_ = 0;  // 0: nothing is in a store
 };
 

@@ -210,8 +210,9 @@ void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const Elemen
   }
 }
 
-void MessageLayout::pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message,
-                         const at::Tensor& device_part) const {
+std::optional<c10::Event> MessageLayout::begin_pack(const std::vector<at::Tensor>& tensors,
+                                                    const at::Tensor& message,
+                                                    const at::Tensor& device_part) const {
   SMP_INTERNAL_ASSERT(tensors.size() == metas_.size(), tensors.size(), " tensors for a message of ",
                       metas_.size());
   const Elements elements = elements_of(message, device_part);
@@ -229,16 +230,14 @@ void MessageLayout::pack(const std::vector<at::Tensor>& tensors, const at::Tenso
       if (words[0] == kElements) copy_in(i, tensor, elements, words + 1);
     }
   };
-  if (crosses(elements)) {
-    copy_stream().to_host(copy_all);
-  } else {
-    copy_all();
-  }
+  if (crosses(elements)) return copy_stream().to_host(copy_all);
+  copy_all();
+  return std::nullopt;
 }
 
 at::Tensor MessageLayout::pack(const std::vector<at::Tensor>& tensors) const {
   const at::Tensor message = make_buffer();
-  pack(tensors, message);
+  if (const auto copied = begin_pack(tensors, message)) copied->synchronize();
   return message;
 }
 

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "graph/graph.h"
@@ -38,11 +40,13 @@ class MessageLayout {
   /// Copies `tensors` (sizes and dtypes as in the layout; undefined ones are allowed) into
   /// `message`, which is as `make_buffer` makes it. Expanded dimensions are sent once. If
   /// `device_part` is given, the elements go there, on the current stream, and `message` has the
-  /// header only. Else they are in `message` when this returns, also those from a device.
-  void pack(const std::vector<at::Tensor>& tensors, const at::Tensor& message,
-            const at::Tensor& device_part = {}) const;
+  /// header only. Else they are in `message` when this returns, or, where it is copied there from
+  /// a device, when the event is reached that it returns; the tensors must live until then.
+  [[nodiscard]] std::optional<c10::Event> begin_pack(const std::vector<at::Tensor>& tensors,
+                                                     const at::Tensor& message,
+                                                     const at::Tensor& device_part = {}) const;
 
-  /// Into a new message.
+  /// Into a new message, and waits for it.
   at::Tensor pack(const std::vector<at::Tensor>& tensors) const;
 
   /// The tensors of a received message, on the devices of the layout, with the strides that they

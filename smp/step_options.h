@@ -32,6 +32,10 @@ struct StepOptions {
   TORCH_ARG(Axes, input_split_axes) = {};
   /// False: returned tensors keep their autograd history on the rank that computed them.
   TORCH_ARG(bool, detach_outputs) = true;
+  /// False: a returned tensor of more than one element is only on the rank that computed it, the
+  /// last one of the pipeline as a rule, and undefined on the others. Numbers, such as losses, are
+  /// on all ranks always. The same on all ranks of a pipeline.
+  TORCH_ARG(bool, share_outputs) = true;
 };
 
 }  // namespace smp

@@ -8,8 +8,17 @@
 
 namespace smp {
 
-at::Tensor StepOutput::reduce_sum() const {
+const std::vector<at::Tensor>& StepOutput::defined() const {
   SMP_CHECK_WITH(UsageError, !outputs_.empty(), "a StepOutput without outputs was reduced");
+  SMP_CHECK_WITH(UsageError, outputs_[0].defined(),
+                 "a StepOutput is not on this rank: its step function was made with "
+                 "StepOptions().share_outputs(false), so only the rank that computes it has it. Ask "
+                 "outputs()[0].defined() before, or share outputs");
+  return outputs_;
+}
+
+at::Tensor StepOutput::reduce_sum() const {
+  defined();
   const bool integral = at::isIntegralType(outputs_[0].scalar_type(), /*includeBool=*/true);
   at::Tensor sum = integral ? outputs_[0].to(at::kLong, /*non_blocking=*/false, /*copy=*/true)
                             : outputs_[0].clone();
@@ -29,11 +38,11 @@ at::Tensor StepOutput::reduce_mean(const Group& group) const {
 }
 
 at::Tensor StepOutput::concat() const {
-  SMP_CHECK_WITH(UsageError, !outputs_.empty() && outputs_[0].dim() > 0,
+  SMP_CHECK_WITH(UsageError, defined()[0].dim() > 0,
                  "StepOutput::concat needs tensors with a batch axis; these have none. Use stack()");
   return at::cat(outputs_, 0);
 }
 
-at::Tensor StepOutput::stack() const { return at::stack(outputs_, 0); }
+at::Tensor StepOutput::stack() const { return at::stack(defined(), 0); }
 
 }  // namespace smp

@@ -11,7 +11,9 @@
 namespace smp {
 
 /// One tensor that a step function returned, for every microbatch. Available on every rank of
-/// the pipeline that computed it; nothing crosses replicas. As documented for SMP's StepOutput.
+/// the pipeline that computed it, unless `StepOptions::share_outputs` says otherwise; nothing
+/// crosses replicas. As documented for SMP's StepOutput. What makes one tensor of the outputs
+/// throws `UsageError` where they are undefined.
 class SMP_API StepOutput {
  public:
   StepOutput() = default;
@@ -36,6 +38,8 @@ class SMP_API StepOutput {
   [[nodiscard]] at::Tensor stack() const;
 
  private:
+  const std::vector<at::Tensor>& defined() const;
+
   std::vector<at::Tensor> outputs_;
 };
 

@@ -124,8 +124,7 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
                  host->name(), "' ",
                  all_have ? std::string("several ranks share one")
                           : c10::str("rank ", without, " has its model on none"),
-                 ". Move each rank's module to a GPU before it is wrapped, net->to(torch::Device("
-                 "torch::kCUDA, smp::local_rank())), or use \"auto\"");
+                 ". Give each rank a GPU, smp::set_device(smp::local_rank()), or use \"auto\"");
   return usable && gpus.size() > 1 ? make_group_communicator(host, device, nccl_groups(host))
                                    : make_staged_communicator(host, device);
 }

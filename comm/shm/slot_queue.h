@@ -41,6 +41,9 @@ class SlotQueue {
   /// Whether a push was announced that has not come yet. By the thread that pops.
   bool is_announced() const;
 
+  /// Whether try_pop would give something. By the thread that pops.
+  bool has_next() const { return !is_empty(); }
+
   /// By one thread at a time.
   std::optional<uint32_t> try_pop();
 

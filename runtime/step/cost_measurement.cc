@@ -147,7 +147,8 @@ class LinkProbe {
     receiver.set_size(size);
     receiver.expect(kRuns + 1);
     const auto send = [&] {
-      layout.pack(values, sender.prepare(), sender.device_part());
+      const auto copied = layout.begin_pack(values, sender.prepare(), sender.device_part());
+      if (copied) copied->synchronize();
       sender.send();
     };
     const auto receive = [&] {

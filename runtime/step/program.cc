@@ -422,7 +422,7 @@ Program::Outputs Program::run(Inputs inputs) {
   }
   if (graph_->trains()) finish_training(inputs.name, losses_.finish());
   runner_->end_step(*reductions);
-  share_outputs(outputs);
+  share_outputs(outputs, inputs.share_outputs);
   return outputs;
 }
 
@@ -447,8 +447,9 @@ uint64_t Program::global_microbatch(int64_t microbatch) const {
   return static_cast<uint64_t>(batch * each + microbatch % each);
 }
 
-/// Sends each rank's outputs to all ranks of the pipeline, in one message per rank.
-void Program::share_outputs(Outputs& outputs) const {
+/// Sends each rank's outputs to all ranks of the pipeline, in one message per rank; or, unless it
+/// is `all`, those of one element.
+void Program::share_outputs(Outputs& outputs, bool all) const {
   if (pipeline_->size() == 1) return;
   for (int rank = 0; rank < pipeline_->size(); ++rank) {
     std::vector<graph::TensorMeta> metas;
@@ -457,24 +458,44 @@ void Program::share_outputs(Outputs& outputs) const {
       const graph::ValueId id = graph_->outputs[position];
       if (id == graph::kUndefined) continue;
       if (plan_.rank_of_stage[plan_.stage_of_output[position]] != rank) continue;
+      const graph::TensorMeta& meta = graph_->values[id].meta;
+      if (!all && meta.numel() > 1) continue;
       for (size_t m = 0; m < outputs[position].size(); ++m) {
-        metas.push_back(graph_->values[id].meta);
+        metas.push_back(meta);
         places.emplace_back(position, m);
       }
     }
     if (metas.empty()) continue;
-    const pipeline::MessageLayout layout(metas);
-    const bool mine = rank == pipeline_->rank();
     std::vector<at::Tensor> tensors;
     for (const auto& [position, m] : places) tensors.push_back(outputs[position][m]);
-    const at::Tensor message = mine ? layout.pack(tensors) : layout.make_buffer();
-    pipeline_->broadcast(message, rank);
-    if (mine) continue;
-    tensors = layout.unpack(message);
+    tensors = broadcast_outputs(pipeline::MessageLayout(metas), std::move(tensors), rank);
     for (size_t i = 0; i < places.size(); ++i) {
       outputs[places[i].first][places[i].second] = tensors[i];
     }
   }
+}
+
+/// The tensors of a rank, on all ranks of the pipeline. Elements on devices stay there where
+/// devices can send them.
+std::vector<at::Tensor> Program::broadcast_outputs(const pipeline::MessageLayout& layout,
+                                                   std::vector<at::Tensor> tensors,
+                                                   int rank) const {
+  at::Tensor message, part;
+  if (layout.device().is_cpu()) {
+    message = layout.make_buffer();
+  } else {
+    message = at::empty({layout.header_bytes()}, at::kByte);
+    part = at::empty({layout.nbytes() - layout.header_bytes()},
+                     at::device(layout.device()).dtype(at::kByte));
+  }
+  const bool mine = rank == pipeline_->rank();
+  if (mine) {
+    const auto copied = layout.begin_pack(tensors, message, part);
+    SMP_INTERNAL_ASSERT(!copied, "outputs are packed where they lie");
+  }
+  pipeline_->broadcast(message, rank);
+  if (part.defined()) pipeline_->broadcast(part, rank);
+  return mine ? std::move(tensors) : layout.unpack(message, part);
 }
 
 }  // namespace smp::runtime

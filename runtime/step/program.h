@@ -44,10 +44,12 @@ class Program : public std::enable_shared_from_this<Program> {
     uint64_t random_stream = 0;  ///< its
     uint64_t step_call = 0;      ///< how many calls of it came before
     bool detach_outputs = true;
+    bool share_outputs = true;  ///< those of several elements, too
   };
 
   /// Runs the schedule and, if the graph trains, reduces gradients into `.grad`. Returns the
-  /// graph's outputs by position and microbatch, on every rank of the pipeline.
+  /// graph's outputs by position and microbatch, on every rank of the pipeline as far as they are
+  /// shared.
   std::vector<std::vector<at::Tensor>> run(Inputs inputs);
 
   /// Takes part, with gradients of zero, in a step of other replicas; see `ReplicaJoin`.
@@ -94,7 +96,9 @@ class Program : public std::enable_shared_from_this<Program> {
   void start_reductions();
   Reductions observe_reductions(bool records);
   void finish_training(const std::string& name, bool bad);
-  void share_outputs(Outputs& outputs) const;
+  void share_outputs(Outputs& outputs, bool all) const;
+  std::vector<at::Tensor> broadcast_outputs(const pipeline::MessageLayout& layout,
+                                            std::vector<at::Tensor> tensors, int rank) const;
   uint64_t global_microbatch(int64_t microbatch) const;
   void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);

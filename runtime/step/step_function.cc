@@ -210,6 +210,7 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& batch
   step.random_stream = stream_;
   step.name = name_;
   step.detach_outputs = options_.detach_outputs();
+  step.share_outputs = options_.share_outputs();
   if (prepared.coalesced) {
     for (auto& list : step.constants) list = prepared.coalesced->constants(list);
     for (auto& list : step.contents) list = prepared.coalesced->contents(list);

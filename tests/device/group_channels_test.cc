@@ -158,7 +158,7 @@ class GroupChannels : public ::testing::Test {
 
   void send(const at::Tensor& numbers) {
     const at::Tensor message = sender_->prepare();
-    layout_.pack({numbers}, message, sender_->device_part());
+    EXPECT_FALSE(layout_.begin_pack({numbers}, message, sender_->device_part()));
     sender_->send();
   }
   at::Tensor receive() {
@@ -194,7 +194,7 @@ TEST_F(GroupChannels, MessagesMayBeShorterThanTheLongest) {
     for (int i = 0; i < 3; ++i) {
       const at::Tensor message = sender_->prepare();
       EXPECT_EQ(sender_->device_part().numel(), size.bytes - size.host_bytes);
-      layout.pack({numbers + i}, message, sender_->device_part());
+      EXPECT_FALSE(layout.begin_pack({numbers + i}, message, sender_->device_part()));
       sender_->send();
       const at::Tensor received = receiver_->receive();
       const at::Tensor got = layout.unpack(received, receiver_->device_part())[0];
