@@ -579,13 +579,15 @@ void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
 }
 
 /// Each gradient goes on as soon as it is complete, so that a stage never has all of them.
-void Stage::take_gradients(int microbatch, const InFlight& state,
-                           const GradientConsumer& consume) const {
+void Stage::take_gradients(int microbatch, InFlight& state, const GradientConsumer& consume) const {
+  state.taking = {this, &consume, microbatch};
   for (const Parameter& parameter : parameters_) {
     if (!parameter.owned || parameter.sink == kNoSink) continue;
-    state.sinks[parameter.sink]->take = [this, &consume, &state, id = parameter.value,
-                                         microbatch](at::Tensor gradient) {
-      give_gradient(id, microbatch, state, std::move(gradient), consume);
+    // No more than a function object holds without memory of its own.
+    state.sinks[parameter.sink]->take = [&state, id = parameter.value](at::Tensor gradient) {
+      const Taking& taking = state.taking;
+      taking.stage->give_gradient(id, taking.microbatch, state, std::move(gradient),
+                                  *taking.consume);
     };
   }
 }

@@ -157,6 +157,12 @@ class Stage {
     at::Tensor tensor;
     graph::GradientSinkPtr sink;
   };
+  /// Who takes gradients as they are made: together, so that each sink holds a pointer only.
+  struct Taking {
+    const Stage* stage = nullptr;
+    const GradientConsumer* consume = nullptr;
+    int microbatch = 0;
+  };
   struct InFlight {
     std::vector<graph::GradientSinkPtr> sinks;  // by number
     std::vector<Leaf> leaves;                   // by parameter; undefined for others
@@ -171,6 +177,7 @@ class Stage {
     std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
     graph::RegionInputs stored;      // what lies in the store
     StageRecord* record = nullptr;   // null: nobody wants to know
+    Taking taking;                   // gradients, in the backward
     bool has_run = false;            // forward
     bool needed_soon = false;        // before the forward: nothing goes to the store
     std::vector<Message> values;     // by place
@@ -251,7 +258,7 @@ class Stage {
   void record_buffers(const InFlight& state) const;
   void record_gradients(const InFlight& state) const;
   void finish(InFlight& state);
-  void take_gradients(int microbatch, const InFlight& state, const GradientConsumer& consume) const;
+  void take_gradients(int microbatch, InFlight& state, const GradientConsumer& consume) const;
   void consume_gradients(int microbatch, const InFlight& state,
                          const GradientConsumer& consume) const;
 

@@ -56,7 +56,10 @@ void StepGraphs::begin_step(const std::vector<Action>& computations, const std::
     return;
   }
   if (is_captured_ && !are_valid()) forget_graphs();
-  if (is_noted_ && !is_captured_) capture(computations);
+  if (is_noted_ && !is_captured_) {
+    const std::string why_not_captured = capture(computations);
+    if (!why_not_captured.empty()) give_up(why_not_captured);
+  }
   use_ = is_captured_ ? Use::kLaunches : Use::kNotes;
 }
 
@@ -70,30 +73,23 @@ void StepGraphs::forget_graphs() {
   is_captured_ = false;
 }
 
-/// Without those that fail, nothing is captured: others would have the memory that theirs leaves.
-void StepGraphs::capture(const std::vector<Action>& computations) {
-  try {
-    if (try_capture(computations)) return;
-    // libtorch keeps what the first step has freed. Elsewhere it may wait for other devices of the
-    // process, and so for other ranks.
+/// Returns why that is not possible; empty if it was. Without those that fail nothing is captured:
+/// others would have the memory that theirs leaves.
+std::string StepGraphs::capture(const std::vector<Action>& computations) {
+  for (const bool again : {false, true}) {
+    try {
+      capture_all(computations);
+      return "";
+    } catch (const c10::Error& error) {
+      forget_captures();
+      const bool lacks_memory = dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
+      if (again || !lacks_memory) return error.what_without_backtrace();
+    }
+    // libtorch keeps what the first step has freed. Not before: to give it back may wait for other
+    // devices of the process, and so for other ranks.
     c10::getDeviceAllocator(device_.type())->emptyCache();
-    if (try_capture(computations)) return;
-    give_up("the device has too little memory beside that of the first step");
-  } catch (const c10::Error& error) {
-    forget_captures();
-    give_up(error.what_without_backtrace());
   }
-}
-
-/// False if there is not the memory.
-bool StepGraphs::try_capture(const std::vector<Action>& computations) {
-  try {
-    capture_all(computations);
-    return true;
-  } catch (const c10::OutOfMemoryError&) {
-    forget_captures();
-    return false;
-  }
+  return "";
 }
 
 void StepGraphs::forget_captures() {

@@ -44,8 +44,7 @@ class StepGraphs {
 
   void report(const std::string& why_not);
   void give_up(const std::string& why_not);
-  void capture(const std::vector<Action>& computations);
-  bool try_capture(const std::vector<Action>& computations);
+  std::string capture(const std::vector<Action>& computations);
   void capture_all(const std::vector<Action>& computations);
   void forget_captures();
   void forget_graphs();
