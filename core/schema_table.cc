@@ -242,8 +242,9 @@ std::vector<Parameter> partition_rows() {
           "cost_model", "auto",
           "What the partitioner takes calls, bytes, floating point operations and messages to "
           "cost where the model itself is not measured: `auto` has fixed numbers for cores and for "
-          "GPUs, `measured` measures the device and the links between ranks in the first step, and "
-          "anything else is a JSON file (see docs/partitioning.md)."),
+          "GPUs, `measured` measures the device and the links between ranks in the first step, the "
+          "name of a GPU (`h100`) is that one's data sheet, and anything else is a JSON file (see "
+          "docs/partitioning.md)."),
       boolean("trace_memory_usage", false,
               "Measure in the first step what is kept from forward to backward. `false` takes it "
               "to be what operators return."),

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -91,6 +92,24 @@ class Reader {
   std::string source_;
 };
 
+/// What NVIDIA's data sheets promise of a GPU.
+struct Gpu {
+  std::string_view name;
+  double gigabytes;       ///< of memory, a second
+  double teraflops;       ///< in float32
+  double half_teraflops;  ///< of its tensor cores in types of two bytes, without sparsity
+};
+
+constexpr Gpu kGpus[] = {
+    {"t4", 320, 8.1, 65},    {"v100", 900, 15.7, 125}, {"a10", 600, 31.2, 125},
+    {"l4", 300, 30.3, 121},  {"l40s", 864, 91.6, 362}, {"a100", 2039, 19.5, 312},
+    {"h100", 3350, 67, 989}, {"h200", 4800, 67, 989},  {"b200", 8000, 80, 2250},
+};
+
+/// How much of it an A100 achieves: 1.3 TB/s, 14 and 200 TFLOP/s.
+constexpr double kOfBytes = 0.64;
+constexpr double kOfFlops = 0.72;
+
 }  // namespace
 
 bool Link::operator==(const Link& other) const { return equal(*this, other, kLinkFields); }
@@ -113,7 +132,21 @@ const Link& CostModel::between(int rank, int other) const {
   return *std::max_element(links.begin() + first, links.begin() + last, is_faster);
 }
 
-CostModel CostModel::of_gpu() { return {{5, 1.3e6, 1.4e7, 2e8}, {{30, 5, 2e4}}}; }
+std::optional<CostModel> CostModel::of_gpu(const std::string& name) {
+  for (const Gpu& gpu : kGpus) {
+    if (gpu.name != name) continue;
+    const Compute compute = {5, kOfBytes * gpu.gigabytes * 1e3, kOfFlops * gpu.teraflops * 1e6,
+                             kOfBytes * gpu.half_teraflops * 1e6};
+    return CostModel{compute, {{30, 5, 2e4}}};
+  }
+  return std::nullopt;
+}
+
+std::vector<std::string> gpu_names() {
+  std::vector<std::string> names;
+  for (const Gpu& gpu : kGpus) names.emplace_back(gpu.name);
+  return names;
+}
 
 std::string to_json(const CostModel& costs) {
   json object;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,10 +45,14 @@ struct CostModel {
   const Link& slowest() const;
   bool operator==(const CostModel& other) const;
 
-  /// Rounded from what an NVIDIA A100 achieves of what its data sheet promises, and from PCI
-  /// Express between two of them.
-  static CostModel of_gpu();
+  /// Of a GPU by its name ("h100", see `gpu_names`): from its data sheet, as far as an A100
+  /// achieves what is promised there, and from PCI Express between two of them. Nothing for another
+  /// name.
+  static std::optional<CostModel> of_gpu(const std::string& name);
 };
+
+/// Those that `CostModel::of_gpu` knows.
+std::vector<std::string> gpu_names();
 
 /// The JSON form, which names the fields above:
 ///

@@ -202,7 +202,8 @@ std::string read_schedule(const Config& config) {
 
 partitioner::CostModel read_costs(const Config& config, at::Device device) {
   const std::string name = config.cost_model();
-  if (name == "auto") return device.is_cpu() ? CostModel() : CostModel::of_gpu();
+  if (name == "auto" && device.is_cpu()) return CostModel();
+  if (const auto gpu = CostModel::of_gpu(name == "auto" ? "a100" : name)) return *gpu;
   return partitioner::cost_model_from_json(core::read_file(name, "the cost model"), name);
 }
 

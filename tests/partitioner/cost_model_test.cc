@@ -200,5 +200,23 @@ TEST(CostModel, EachLinkCountsWhereItIs) {
   EXPECT_THAT(predicted.rank_us, ElementsAre(100 + first, 100 + first + second, 100 + second));
 }
 
+/// 0.64 of 2,039 GB/s and of 312 TFLOP/s, 0.72 of 19.5.
+TEST(CostModel, KnowsGpusByName) {
+  const auto a100 = CostModel::of_gpu("a100");
+  ASSERT_TRUE(a100);
+  EXPECT_NEAR(a100->compute.bytes_per_us, 1.3e6, 1e4);
+  EXPECT_NEAR(a100->compute.flops_per_us, 1.4e7, 1e5);
+  EXPECT_NEAR(a100->compute.half_flops_per_us, 2e8, 1e6);
+  for (const auto& name : gpu_names()) {
+    const auto gpu = CostModel::of_gpu(name);
+    ASSERT_TRUE(gpu);
+    EXPECT_GT(gpu->compute.half_flops_per_us, gpu->compute.flops_per_us) << name;
+    EXPECT_EQ(gpu->links, a100->links) << name;
+  }
+  EXPECT_GT(CostModel::of_gpu("h200")->compute.bytes_per_us,
+            CostModel::of_gpu("h100")->compute.bytes_per_us);
+  EXPECT_FALSE(CostModel::of_gpu("costs.json"));
+}
+
 }  // namespace
 }  // namespace smp::partitioner

@@ -322,6 +322,7 @@ def test_again():
 def main():
     torch.set_num_threads(1)
     dist.init_process_group(backend="smddp")
+    assert dist.Backend.backend_capability["smddp"] == ["cpu", "cuda"]
     rank, size = dist.get_rank(), dist.get_world_size()
     gloo = dist.new_group(backend="gloo")
     everyone = dist.new_group(list(range(size)))
