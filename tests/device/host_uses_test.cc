@@ -205,6 +205,19 @@ const std::vector<Use> kReplica = {
     {"copies Float [2] to the host, waits", 1, "the program gathers the replicas' losses"},
     {"copies Float [2, 2] to the device, waits", 1, "the program gathers the replicas' losses"}};
 
+/// The same where each keeps and updates its half of the parameters only.
+const std::vector<Use> kSharingReplica = {
+    kInputs,
+    kLossesBefore,
+    kLoss,
+    {"copies Float [15616] to the host, waits", 1, "the gradients, on the communicator's thread"},
+    {"copies Float [7808] to the device, waits", 1, "the sums of its half"},
+    {"waits for a stream", 1, "the sums are on the device: the task is complete"},
+    {"copies Float [7808] to the host, waits", 1, "its half of the parameters, updated"},
+    {"copies Float [15616] to the device, waits", 1, "both halves"},
+    {"copies Float [2] to the host, waits", 1, "the program gathers the replicas' losses"},
+    {"copies Float [2, 2] to the device, waits", 1, "the program gathers the replicas' losses"}};
+
 const std::vector<Use> kFirstStage = {
     kLoss,
     kSends,
@@ -274,7 +287,13 @@ INSTANTIATE_TEST_SUITE_P(
              false,
              true,
              {kFirstStage + kCompared, kLastStage + kCompared}},
-        Case{"TwoReplicas", config(1, 2), 2, false, false, {kReplica, kReplica}}),
+        Case{"TwoReplicas", config(1, 2), 2, false, false, {kReplica, kReplica}},
+        Case{"TwoReplicasShareStates",
+             config(1, 2).shard_optimizer_state(true),
+             2,
+             false,
+             false,
+             {kSharingReplica, kSharingReplica}}),
     [](const auto& info) { return info.param.name; });
 
 }  // namespace
