@@ -81,24 +81,14 @@ StageGraphs::Computation& StageGraphs::of(const Action& action) {
   return computations_.at({action.kind, action.microbatch});
 }
 
-/// Places of the messages that a computation takes.
-std::vector<Message*> StageGraphs::arriving(const Action& action) {
+/// Places of a computation's messages: values over some edges, or gradients over others.
+std::vector<Message*> StageGraphs::messages(const Action& action, const std::vector<int>& values,
+                                            const std::vector<int>& gradients) {
   std::vector<Message*> messages;
   if (!action.is_backward()) {
-    for (int edge : incoming_) messages.push_back(&stage_.values(action.microbatch, edge));
+    for (int edge : values) messages.push_back(&stage_.values(action.microbatch, edge));
   } else if (action.makes_input_gradients()) {
-    for (int edge : outgoing_) messages.push_back(&stage_.gradients(action.microbatch, edge));
-  }
-  return messages;
-}
-
-/// Of those that it gives.
-std::vector<Message*> StageGraphs::leaving(const Action& action) {
-  std::vector<Message*> messages;
-  if (!action.is_backward()) {
-    for (int edge : outgoing_) messages.push_back(&stage_.values(action.microbatch, edge));
-  } else if (action.makes_input_gradients()) {
-    for (int edge : incoming_) messages.push_back(&stage_.gradients(action.microbatch, edge));
+    for (int edge : gradients) messages.push_back(&stage_.gradients(action.microbatch, edge));
   }
   return messages;
 }

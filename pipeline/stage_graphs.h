@@ -88,8 +88,14 @@ class StageGraphs {
   };
 
   Computation& of(const Action& action);
-  std::vector<Message*> arriving(const Action& action);
-  std::vector<Message*> leaving(const Action& action);
+  std::vector<Message*> messages(const Action& action, const std::vector<int>& values,
+                                 const std::vector<int>& gradients);
+  std::vector<Message*> arriving(const Action& action) {
+    return messages(action, incoming_, outgoing_);
+  }
+  std::vector<Message*> leaving(const Action& action) {
+    return messages(action, outgoing_, incoming_);
+  }
   bool enters_as_noted(const Action& action, const Inputs& inputs);
   Inputs enter(const Action& action, Computation& computation);
   void run(const Action& action, const Inputs& inputs, Computation& computation,
