@@ -224,21 +224,14 @@ std::string Executor::describe() const {
 }
 
 void Executor::use_graphs(bool required) {
-  graphs_ = std::make_unique<StepGraphs>(device_, edges_, schedule_.microbatches(), required);
+  graphs_ = std::make_unique<StepGraphs>(device_, edges_, schedule_.actions(rank()),
+                                         schedule_.microbatches(), required);
   for (const auto& [index, stage] : stages_) graphs_->add_stage(*stage);
-}
-
-void Executor::begin_graphs(const Step& step) {
-  std::vector<Action> computations;
-  for (const Instruction& instruction : program_) {
-    if (instruction.action.is_compute()) computations.push_back(instruction.action);
-  }
-  graphs_->begin_step(computations, step.why_no_graphs);
 }
 
 void Executor::run(const Step& step) {
   if (program_.empty()) resolve();
-  if (graphs_) begin_graphs(step);
+  if (graphs_) graphs_->begin_step(step.why_no_graphs);
   for (const auto& [key, channel] : channels_) channel.begin_step();
   core::ActionScope status;
   if (step.recorder == nullptr && !step.on_action) {

@@ -148,7 +148,6 @@ class Executor {
   void hand_over();
   void forward(const Instruction& instruction, const Step& step);
   void backward(const Instruction& instruction, const Step& step);
-  void begin_graphs(const Step& step);
 
   Schedule schedule_;
   std::vector<Edge> edges_;

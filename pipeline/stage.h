@@ -151,7 +151,6 @@ class Stage {
  private:
   static constexpr int kNoSink = -1;
 
-  /// A microbatch between its forward and its backward. Vectors keep their memory for the next.
   /// What a trained parameter is in a microbatch. Used again in others, since there are many.
   struct Leaf {
     at::Tensor tensor;
@@ -163,6 +162,7 @@ class Stage {
     const GradientConsumer* consume = nullptr;
     int microbatch = 0;
   };
+  /// A microbatch between its forward and its backward. Vectors keep their memory for the next.
   struct InFlight {
     std::vector<graph::GradientSinkPtr> sinks;  // by number
     std::vector<Leaf> leaves;                   // by parameter; undefined for others
@@ -227,6 +227,8 @@ class Stage {
     bool written;  // by an operator of this stage: every microbatch gets a copy
   };
 
+  /// Whether the host may do more for an operator than give the device work.
+  static bool is_foreign(const graph::Operator& op);
   bool on_shared_memory(graph::ValueId value) const;
   bool writes(graph::ValueId value) const;
   bool backward_may_need(graph::ValueId value) const;

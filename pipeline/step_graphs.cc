@@ -13,9 +13,13 @@
 
 namespace smp::pipeline {
 
-StepGraphs::StepGraphs(at::Device device, const std::vector<Edge>& edges, int microbatches,
-                       bool required)
-    : device_(device), edges_(edges), microbatches_(microbatches), required_(required) {
+StepGraphs::StepGraphs(at::Device device, const std::vector<Edge>& edges,
+                       const std::vector<Action>& actions, int microbatches, bool required)
+    : device_(device),
+      edges_(edges),
+      actions_(actions),
+      microbatches_(microbatches),
+      required_(required) {
   if (!graph::has_device_graphs(device)) {
     report(c10::str("device ", device, " has none",
                     device.is_cuda() ? " in this build: build with --config=cuda" : ""));
@@ -47,7 +51,7 @@ void StepGraphs::report(const std::string& why_not) {
   core::log_warning("\"cuda_graphs\": runs operator by operator: " + why_not);
 }
 
-void StepGraphs::begin_step(const std::vector<Action>& computations, const std::string& why_not) {
+void StepGraphs::begin_step(const std::string& why_not) {
   if (graphs_.empty()) return;
   is_noted_ |= use_ == Use::kNotes;
   use_ = Use::kNothing;
@@ -57,7 +61,7 @@ void StepGraphs::begin_step(const std::vector<Action>& computations, const std::
   }
   if (is_captured_ && !are_valid()) forget_graphs();
   if (is_noted_ && !is_captured_) {
-    const std::string why_not_captured = capture(computations);
+    const std::string why_not_captured = capture();
     if (!why_not_captured.empty()) give_up(why_not_captured);
   }
   use_ = is_captured_ ? Use::kLaunches : Use::kNotes;
@@ -75,10 +79,10 @@ void StepGraphs::forget_graphs() {
 
 /// Returns why that is not possible; empty if it was. Without those that fail nothing is captured:
 /// others would have the memory that theirs leaves.
-std::string StepGraphs::capture(const std::vector<Action>& computations) {
+std::string StepGraphs::capture() {
   for (const bool again : {false, true}) {
     try {
-      capture_all(computations);
+      capture_all();
       return "";
     } catch (const c10::Error& error) {
       forget_captures();
@@ -97,7 +101,7 @@ void StepGraphs::forget_captures() {
   forget_graphs();
 }
 
-void StepGraphs::capture_all(const std::vector<Action>& computations) {
+void StepGraphs::capture_all() {
   std::set<int> ordinals;
   for (const auto& [index, stage] : stages_) {
     stage->forget_leaves();
@@ -107,9 +111,9 @@ void StepGraphs::capture_all(const std::vector<Action>& computations) {
   size_t count = 0;
   {
     graph::GraphCapture capture(device_, {ordinals.begin(), ordinals.end()});
-    for (const Action& action : computations) {
+    for (const Action& action : actions_) {
       const auto graphs = graphs_.find(action.stage);
-      if (graphs == graphs_.end()) continue;
+      if (!action.is_compute() || graphs == graphs_.end()) continue;
       graphs->second.capture(action, capture);
       ++count;
     }

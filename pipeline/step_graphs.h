@@ -21,17 +21,19 @@ namespace smp::pipeline {
 class StepGraphs {
  public:
   /// `required`: what cannot be captured is an error; else it runs operator by operator, and a line
-  /// of log says why. `microbatches` of a step; the edges outlive it.
-  StepGraphs(at::Device device, const std::vector<Edge>& edges, int microbatches, bool required);
+  /// of log says why. `actions`: what this rank does in a step, of so many microbatches. The edges
+  /// and the actions outlive it.
+  StepGraphs(at::Device device, const std::vector<Edge>& edges, const std::vector<Action>& actions,
+             int microbatches, bool required);
 
   /// Each stage of this rank, which outlives it, before the first step. Throws `UsageError` where
   /// `required` and the stage cannot be captured.
   void add_stage(Stage& stage);
 
-  /// Before a step, of which these are the computations. `why_not`: why it has to run operator by
+  /// Before a step. `why_not`: why it has to run operator by
   /// operator, as a sentence without a full stop; empty if it has not. Throws `UsageError` where
   /// `required` and something cannot be captured.
-  void begin_step(const std::vector<Action>& computations, const std::string& why_not);
+  void begin_step(const std::string& why_not);
 
   /// As `Stage::forward`. False, and nothing is done, where the stage has to run it.
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
@@ -44,14 +46,15 @@ class StepGraphs {
 
   void report(const std::string& why_not);
   void give_up(const std::string& why_not);
-  std::string capture(const std::vector<Action>& computations);
-  void capture_all(const std::vector<Action>& computations);
+  std::string capture();
+  void capture_all();
   void forget_captures();
   void forget_graphs();
   bool are_valid() const;
 
   const at::Device device_;
   const std::vector<Edge>& edges_;
+  const std::vector<Action>& actions_;
   const int microbatches_;
   const bool required_;
   std::map<int, StageGraphs> graphs_;  // by stage, of those that can be captured
