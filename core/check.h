@@ -20,13 +20,17 @@ std::string error_prefix();
 /// with its work: "smp rank 3 pp 1/2".
 std::string error_context();
 
-/// What an error of this thread says after its prefix, to stand in another text.
-std::string text_without_prefix(const Error& error);
+/// What an error says, without the prefix of this thread if it has that, to stand in another text.
+std::string text_without_prefix(const c10::Error& error);
+
+/// The text of an error: the prefix of this thread, then `message`, printable (core/text.h), and of
+/// a very long one the beginning and the end.
+std::string error_text(const std::string& message);
 
 /// Throws `E` with the prefix of this thread and the concatenated parts.
 template <class E, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  throw E(error_prefix() + c10::str(parts...));
+  throw E(error_text(c10::str(parts...)));
 }
 
 [[noreturn]] void fail_internal(const char* file, int line, const char* condition,

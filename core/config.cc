@@ -93,9 +93,7 @@ void Config::validate() const {
   const auto all = problems();
   if (all.empty()) return;
   SMP_CHECK_WITH(ConfigError, all.size() > 1, all.front());
-  std::string lines;
-  for (const std::string& problem : all) lines += "\n  " + problem;
-  core::fail<ConfigError>("the configuration has ", all.size(), " errors:", lines);
+  core::fail<ConfigError>("the configuration has ", all.size(), " errors:", core::indented(all));
 }
 
 std::vector<std::string> Config::overridden() const {
@@ -103,8 +101,8 @@ std::vector<std::string> Config::overridden() const {
   for (const Parameter& parameter : core::schema()) {
     const auto given = settings_->given(parameter);
     for (size_t i = 1; i < given.size(); ++i) {
-      const std::string used = core::shortened(given[0].setting->text);
-      const std::string dropped = core::shortened(given[i].setting->text);
+      const std::string used = core::printable(given[0].setting->text, 100);
+      const std::string dropped = core::printable(given[i].setting->text, 100);
       if (used == dropped) continue;
       lines.push_back(c10::str(given[0].layer->source, " sets \"", parameter.name, "\" to ", used,
                                "; ", dropped, " from ", given[i].layer->source, " is not used."));

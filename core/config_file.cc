@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "core/check.h"
@@ -18,13 +19,14 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kSupported = "['dataparallel', 'modelparallel']";
+constexpr size_t kMostParameters = 1000;
 
 std::string text_of(const json& value) {
   return value.dump(-1, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
 
 // A value as an error shows it.
-std::string shown(const json& value) { return shortened(text_of(value)); }
+std::string shown(const json& value) { return printable(text_of(value), 100); }
 
 ConfigValue to_value(const json& value) {
   if (value.is_boolean()) return value.get<bool>();
@@ -45,7 +47,7 @@ struct Node {
   std::string path;
 
   std::string where(const std::string& key) const {
-    return source + ": \"" + path + (path.empty() ? "" : ".") + shortened(key) + "\": ";
+    return source + ": \"" + path + (path.empty() ? "" : ".") + printable(key, 100) + "\": ";
   }
 };
 
@@ -79,7 +81,7 @@ Node strategy_node(const json& root, const std::string& source) {
   const std::string name = strategies.empty() ? "" : strategies.begin().key();
   SMP_CHECK_WITH(ConfigError, name == "modelparallel" || name == "dataparallel",
                  top.where("smdistributed"), "Invalid smdistributed strategy provided: ",
-                 name.empty() ? "none" : shortened(name), " \nSupported strategies: ", kSupported);
+                 name.empty() ? "none" : printable(name, 100), " \nSupported strategies: ", kSupported);
   const Node node{strategies.begin().value(), source, "smdistributed." + name};
   SMP_CHECK_WITH(ConfigError, node.object.is_object(), top.where(node.path),
                  "expected an object, got ", shown(node.object), ".");
@@ -103,7 +105,7 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
   check_enabled(node, "Ranks are started by MPI: set it to true.");
   if (node.object.contains("processes_per_host")) {
     const json& count = node.object["processes_per_host"];
-    SMP_CHECK_WITH(ConfigError, count.is_number_integer() && count > 0,
+    SMP_CHECK_WITH(ConfigError, count.is_number_integer() && count > 0 && count <= std::numeric_limits<int>::max(),
                    node.where("processes_per_host"), "expected an integer >= 1, got ", shown(count),
                    ". Set it to the number of ranks.");
     result.processes_per_host = count.get<int64_t>();
@@ -114,15 +116,16 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
 // `parameters` given as the path of another file.
 json parameters_file(const std::string& file, const std::string& folder) {
   const std::string path = (std::filesystem::path(folder) / file).string();
-  SMP_CHECK_WITH(ConfigError, std::filesystem::is_regular_file(path),
+  std::error_code ignored;  // of a name that no file can have
+  SMP_CHECK_WITH(ConfigError, std::filesystem::is_regular_file(path, ignored),
                  "Expected a string path to an existing modelparallel config, or a dictionary. "
                  "Received: ",
-                 shortened(file), ".");
+                 printable(file), ".");
   try {
     return parse_json(read_file(path, "the configuration file"), path);
   } catch (const ConfigError& error) {
-    throw ConfigError(std::string(error.what_without_backtrace()) + "\nCannot parse " + file +
-                      " as a json file.");
+    throw ConfigError(std::string(error.what_without_backtrace()) + "\nCannot parse " +
+                      printable(file) + " as a json file.");
   }
 }
 
@@ -152,13 +155,18 @@ void Distribution::read(const std::string& text, const std::string& source_name,
   if (parameters.is_string()) {
     const std::string file = parameters.get<std::string>();
     parameters = parameters_file(file, folder);
-    node.source = file;
+    node.source = printable(file);
     node.path.clear();
   }
   SMP_CHECK_WITH(ConfigError, parameters.is_object(), node.source, ": \"", node.path,
                  "\": Expected a string path to an existing modelparallel config, or a dictionary. "
                  "Received: ",
                  shown(parameters), ".");
+  // Each is compared with every name that is known.
+  SMP_CHECK_WITH(ConfigError, parameters.size() <= kMostParameters, node.source,
+                 node.path.empty() ? "" : ": \"" + node.path + "\"", ": expected at most ",
+                 kMostParameters, " parameters, got ", parameters.size(),
+                 ". Give an object with the parameters alone.");
   parameters_json = parameters.dump();
   auto settings = std::make_shared<Settings>();
   settings->file.source = node.source;

@@ -55,7 +55,7 @@ void Rules::check_names() {
   for (const Layer* layer : settings_.layers()) {
     for (const Setting& setting : layer->settings) {
       if (find_parameter(setting.name) != nullptr) continue;
-      const std::string where = layer->source + ": \"" + shortened(setting.path) + "\": ";
+      const std::string where = layer->source + ": \"" + printable(setting.path, 100) + "\": ";
       problems_.push_back(
           where +
           (is_undocumented_key(setting.name)
@@ -88,8 +88,9 @@ void Rules::check_aliases() {
     if (name == nullptr && alias == nullptr) continue;
     if (name != nullptr && alias != nullptr && name->text != alias->text) {
       problems_.push_back(layer->source + ": \"" + alias->path +
-                          "\": another name of \"partitions\": expected " + shortened(name->text) +
-                          ", as there, got " + shortened(alias->text) + ". Give one of the two.");
+                          "\": another name of \"partitions\": expected " +
+                          printable(name->text, 100) + ", as there, got " +
+                          printable(alias->text, 100) + ". Give one of the two.");
     }
     break;  // weaker sources are not in effect
   }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/json.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <set>
 #include <vector>
 
@@ -71,6 +72,53 @@ std::string reason(const json::exception& error) {
   return at == std::string::npos ? what : what.substr(at + 2);
 }
 
+// Closes a file at the end of the block.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int get() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+// The contents of a regular file of at most `most` bytes; else what is wrong, in `problem`.
+std::string read_regular(const std::string& path, uint64_t most, std::string& problem) {
+  // Without O_NONBLOCK a pipe would wait for somebody who writes to it.
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  struct stat status = {};
+  if (file.get() < 0 || fstat(file.get(), &status) != 0) {
+    problem = std::strerror(errno);
+    return "";
+  }
+  const auto size = static_cast<uint64_t>(status.st_size);
+  if (S_ISDIR(status.st_mode)) {
+    problem = "it is a folder";
+  } else if (!S_ISREG(status.st_mode)) {
+    problem = "it is no regular file";
+  } else if (size > most) {
+    problem = c10::str("it has ", size, " bytes, and may have ", most);
+  }
+  if (!problem.empty()) return "";
+  std::string text(size, '\0');
+  size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t got = read(file.get(), text.data() + done, text.size() - done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) problem = std::strerror(errno);
+    if (got <= 0) break;
+    done += static_cast<size_t>(got);
+  }
+  text.resize(done);
+  return text;
+}
+
 }  // namespace
 
 json parse_json(const std::string& text, const std::string& source_name) {
@@ -86,27 +134,26 @@ json parse_json(const std::string& text, const std::string& source_name) {
     parsed = json::parse(text, watch);
   } catch (const json::parse_error& error) {
     SMP_CHECK_WITH(ConfigError, false, source_name, ": malformed JSON at ",
-                   position(text, error.byte), ": ", shortened(reason(error), 200),
+                   position(text, error.byte), ": ", printable(reason(error), 200),
                    ". Correct the text at that position.");
   } catch (const json::out_of_range& error) {
     core::fail<ConfigError>(source_name,
-                            ": a number is too large for JSON: ", shortened(reason(error)),
+                            ": a number is too large for JSON: ", printable(reason(error), 100),
                             ". Write a smaller one.");
   }
   SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
-  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", shortened(duplicates.first()),
+  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", printable(duplicates.first(), 100),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;
 }
 
-std::string read_file(const std::string& path, const std::string& what) {
-  std::ifstream in(path, std::ios::binary);
-  const bool is_folder = std::filesystem::is_directory(path);  // which opens, but does not read
-  SMP_CHECK_WITH(ConfigError, in && !is_folder, path, ": cannot read ", what, ": ",
-                 is_folder ? "it is a folder" : std::strerror(errno),
-                 ". Give the path of a JSON file.");
-  return std::string(std::istreambuf_iterator<char>(in), {});
+std::string read_file(const std::string& path, const std::string& what, uint64_t most) {
+  std::string problem;
+  const std::string text = read_regular(path, most, problem);
+  SMP_CHECK_WITH(ConfigError, problem.empty(), printable(path), ": cannot read ", what, ": ",
+                 problem, ". Give the path of a JSON file.");
+  return text;
 }
 
 }  // namespace smp::core

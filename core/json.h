@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -11,7 +12,9 @@ namespace smp::core {
 nlohmann::json parse_json(const std::string& text, const std::string& source_name);
 
 /// The contents of a file, which errors call `what` ("the configuration file"). Throws
-/// `ConfigError` that names it and the reason.
-std::string read_file(const std::string& path, const std::string& what);
+/// `ConfigError` that names it and the reason: what is no regular file (it might never end), and
+/// one of more than `most` bytes, is not read.
+std::string read_file(const std::string& path, const std::string& what,
+                      uint64_t most = uint64_t{64} << 20);
 
 }  // namespace smp::core

@@ -15,7 +15,7 @@ using nlohmann::json;
 std::string preview(const json& value) {
   if (value.is_object()) return "an object";
   if (value.is_array()) return c10::str("an array of ", value.size());
-  return shortened(value.dump());
+  return printable(value.dump(-1, ' ', false, json::error_handler_t::replace), 100);
 }
 
 std::string integer_range(int64_t minimum, int64_t maximum) {
@@ -89,7 +89,8 @@ void JsonReader::fail_expected(const std::string& expected) const {
 }
 
 void JsonReader::fail(const std::string& problem, const std::string& remedy) const {
-  core::fail<ConfigError>(source_, ": ", path_.empty() ? "" : "\"" + path_ + "\": ", problem, ".",
+  core::fail<ConfigError>(source_, ": ",
+                          path_.empty() ? "" : "\"" + printable(path_) + "\": ", problem, ".",
                           remedy.empty() ? "" : " " + remedy);
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/env.h"
+#include "core/text.h"
 
 namespace smp::core {
 namespace {
@@ -35,8 +36,8 @@ LogLevel level_from_environment() {
   const LogLevel level = parse_log_level(*name, &recognised);
   if (!recognised) {
     write_all(log_line(LogLevel::kWarning,
-                       "SMP_LOG_LEVEL: expected debug, info, warning or error, got \"" + *name +
-                           "\"; using info."));
+                       "SMP_LOG_LEVEL: expected debug, info, warning or error, got \"" +
+                           printable(*name, 100) + "\"; using info."));
   }
   return level;
 }
@@ -67,7 +68,7 @@ std::string log_line(LogLevel level, const std::string& text) {
   // Plain information needs no label; everything else is worth a second look.
   const std::string label =
       level == LogLevel::kInfo ? "" : std::string(kLevels[static_cast<size_t>(level)].first) + ": ";
-  return error_prefix() + label + text + "\n";
+  return error_prefix() + label + printable_lines(text) + "\n";
 }
 
 void log_debug(const std::string& text) { log(LogLevel::kDebug, text); }

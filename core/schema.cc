@@ -192,7 +192,7 @@ std::optional<std::string> value_problem(const Parameter& parameter, const std::
   const ConfigValue value = normalised(parameter, given);
   const bool right_type = has_right_type(parameter, value);
   if (right_type && in_range(parameter, value)) return std::nullopt;
-  const std::string got = shortened(text);
+  const std::string got = printable(text, 100);
   const bool from_a_list = parameter.type == ParameterType::kBool || !parameter.values.empty();
   const bool only_too_large = parameter.own_maximum && right_type && !below(parameter, value);
   if (!parameter.error.empty() && !only_too_large) {

@@ -10,7 +10,7 @@ namespace smp::core {
 
 const Parameter& parameter_called(const std::string& name) {
   const Parameter* parameter = find_parameter(name);
-  SMP_CHECK_WITH(ConfigError, parameter != nullptr, "config key \"", shortened(name),
+  SMP_CHECK_WITH(ConfigError, parameter != nullptr, "config key \"", printable(name, 100),
                  "\": unknown parameter. Did you mean \"", nearest_parameter(name), "\"?");
   return *parameter;
 }

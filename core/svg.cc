@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include "core/text.h"
+
 namespace smp::core {
 namespace {
 
@@ -10,11 +12,14 @@ namespace {
 constexpr double kLetter = 0.56;
 constexpr const char* kEllipsis = "\u2026";
 
+bool continues(char byte) { return (byte & 0xC0) == 0x80; }
+
 }  // namespace
 
 std::string escape_xml(const std::string& text) {
   std::string result;
-  for (const char c : text) {
+  // XML has no control characters, and a browser shows no other bytes than UTF-8.
+  for (const char c : printable_lines(text)) {
     switch (c) {
       case '&':
         result += "&amp;";
@@ -43,7 +48,10 @@ std::string fit_text(const std::string& text, double width, double size) {
   const auto letters = static_cast<size_t>(width / (kLetter * size));
   if (text.size() <= letters || letters < 5) return text;
   const size_t tail = (letters - 1) * 2 / 3;  // the end of a path says more than its beginning
-  return text.substr(0, letters - 1 - tail) + kEllipsis + text.substr(text.size() - tail);
+  size_t end = letters - 1 - tail, begin = text.size() - tail;
+  while (end > 0 && continues(text[end])) --end;  // characters of UTF-8 stay whole
+  while (begin < text.size() && continues(text[begin])) ++begin;
+  return text.substr(0, end) + kEllipsis + text.substr(begin);
 }
 
 void Svg::rect(double x, double y, double width, double height, const std::string& attributes) {

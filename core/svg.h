@@ -29,7 +29,7 @@ class Svg {
   std::string body_;
 };
 
-/// `text` with &, <, > and " replaced.
+/// `text` with &, <, > and " replaced, and as escapes ("\x1b") what XML cannot hold.
 std::string escape_xml(const std::string& text);
 
 /// `text`, shortened with an ellipsis in the middle to fit `width` at font size `size`. Widths are

@@ -220,9 +220,18 @@ TEST(Config, LongTextsAreShortened) {
   EXPECT_LT(parse_error("[\"" + x + "\"]").size(), 300u);
   EXPECT_LT(parse_error(x).size(), 400u);
   EXPECT_LT(parse_error("{\"smdistributed\": \"" + x + "\"}").size(), 300u);
-  // A character of two bytes is not cut in the middle.
-  EXPECT_EQ(core::shortened("\xc3\xa4\xc3\xa4", 3), "\xc3\xa4... (4 bytes)");
-  EXPECT_EQ(core::shortened("abc", 3), "abc");
+}
+
+TEST(Config, ManyMistakesAreCounted) {
+  std::string text = "{";
+  for (int i = 0; i < 1000; ++i) text += (i == 0 ? "\"k" : ", \"k") + std::to_string(i) + "\": 1";
+  const std::string error = validation_error(text + "}");
+  EXPECT_EQ(error.find("[smp] the configuration has 1000 errors:\n  smp.json: \"k0\": unknown"),
+            0u);
+  EXPECT_EQ(error.substr(error.rfind('\n')), "\n  and 900 more");
+  EXPECT_EQ(parse_error(text + ", \"k1000\": 1}"),
+            "[smp] smp.json: expected at most 1000 parameters, got 1001. Give an object with "
+            "the parameters alone.");
 }
 
 TEST(Config, EnumsAreTheStrings) {

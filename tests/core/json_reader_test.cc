@@ -2,9 +2,11 @@
 #include "core/json_reader.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "core/json.h"
 #include "tests/core/error_text.h"
+#include "tests/temp_folder.h"
 
 namespace smp {
 namespace {
@@ -54,6 +56,32 @@ TEST_F(JsonReaderTest, ErrorsNameThePathAndWhatWasExpected) {
             "[smp] f.json: \"a[1].c\": expected true or false, got \"x\".");
   EXPECT_EQ(error_text([&] { a.at(1).fail("no such thing", "Name another"); }),
             "[smp] f.json: \"a[1]\": no such thing. Name another");
+}
+
+TEST(ReadFile, TakesRegularFilesOfASaneSize) {
+  const testing::TempFolder folder;
+  const auto error = [](const std::string& path) {
+    return error_text([&] { core::read_file(path, "the plan", 5); });
+  };
+  EXPECT_EQ(core::read_file(folder.write("plan", "12345"), "the plan", 5), "12345");
+  EXPECT_EQ(error(folder.write("large", "123456")),
+            "[smp] " + folder.file("large") +
+                ": cannot read the plan: it has 6 bytes, and may have 5. "
+                "Give the path of a JSON file.");
+  EXPECT_EQ(error(folder.path()), "[smp] " + folder.path() +
+                                      ": cannot read the plan: it is a folder. Give the path of a "
+                                      "JSON file.");
+  EXPECT_EQ(error(folder.file("a\nb")),
+            "[smp] " + folder.path() +
+                "/a\\nb: cannot read the plan: No such file or directory. "
+                "Give the path of a JSON file.");
+  // They would not end, or not begin.
+  ASSERT_EQ(mkfifo(folder.file("pipe").c_str(), 0600), 0);
+  for (const std::string& path : {std::string("/dev/zero"), folder.file("pipe")}) {
+    EXPECT_EQ(error(path), "[smp] " + path +
+                               ": cannot read the plan: it is no regular file. Give the "
+                               "path of a JSON file.");
+  }
 }
 
 }  // namespace
