@@ -2,6 +2,7 @@
 #include "core/status.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "core/stack_request.h"
+#include "core/text.h"
 
 namespace smp::core {
 namespace {
@@ -67,12 +69,17 @@ ProcessStatus& process_status() {
 }  // namespace
 
 Status::Status(const StatusOwner& owner, std::chrono::nanoseconds stall)
-    : job_id_(owner.job_id), stall_(stall), action_(kUsersCode) {
-  std::string text = owner.job_id + "\n" + owner.job + "\n" + program_invocation_short_name + "\n";
-  for (const std::string& host : owner.hosts) text += host + "\n";
+    : job_id_(printable(owner.job_id)), stall_(stall), action_(kUsersCode) {
+  std::string text = job_id_ + "\n" + printable(owner.job) + "\n" +
+                     printable(program_invocation_short_name) + "\n";
+  for (const std::string& host : owner.hosts) text += printable(host) + "\n";
   bytes_ = sizeof(StatusMemory) + text.size();
-  fd_ = memfd_create("smp-status", MFD_CLOEXEC);
-  if (fd_ >= 0 && ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) close(std::exchange(fd_, -1));
+  fd_ = memfd_create("smp-status", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  // Readers take only what cannot become shorter while they read it.
+  if (fd_ >= 0 && (ftruncate(fd_, static_cast<off_t>(bytes_)) != 0 ||
+                   fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)) {
+    close(std::exchange(fd_, -1));
+  }
   // Without a descriptor nobody will see it.
   void* const data = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                           MAP_SHARED | (fd_ < 0 ? MAP_ANONYMOUS : 0), fd_, 0);

@@ -19,6 +19,7 @@
 #include "core/stack_request.h"
 #include "core/status.h"
 #include "core/status_mapping.h"
+#include "core/text.h"
 
 namespace smp::core {
 namespace {
@@ -40,16 +41,18 @@ struct Line {
 
 double seconds_since(int64_t time) {
   const int64_t now = Status::Clock::now().time_since_epoch().count();
-  return std::max(0.0, 1e-9 * static_cast<double>(now - time));
+  return std::max(0.0, 1e-9 * (static_cast<double>(now) - static_cast<double>(time)));
 }
 
 std::string text_in(const StatusMemory::SharedLabel& where) {
   Label::Words words{};
   for (size_t i = 0; i < words.size(); ++i) words[i] = get(where[i]);
-  return Label(words).text();
+  return printable(Label(words).text());
 }
 
-RankStatus status_in(const StatusMemory& memory) {
+// Of a rank of `ranks`; others that it names are none.
+RankStatus status_in(const StatusMemory& memory, size_t ranks) {
+  const auto is_rank = [&](int rank) { return rank >= 0 && static_cast<size_t>(rank) < ranks; };
   RankStatus status;
   status.rank = memory.owner.rank;
   status.process = memory.owner.process;
@@ -61,12 +64,14 @@ RankStatus status_in(const StatusMemory& memory) {
   });
   const StatusMemory::Waiting& waiting = memory.waiting;
   read_part(waiting, [&] {
-    const uint32_t count = get(waiting.count);
+    const size_t count = std::min<size_t>(get(waiting.count), ranks);
+    const size_t told = std::min(count, waiting.ranks.size());
     status.waits_for.clear();
-    for (size_t i = 0; i < std::min<size_t>(count, waiting.ranks.size()); ++i) {
-      status.waits_for.push_back(get(waiting.ranks[i]));
+    for (size_t i = 0; i < told; ++i) {
+      const int rank = get(waiting.ranks[i]);
+      if (is_rank(rank)) status.waits_for.push_back(rank);
     }
-    status.more = static_cast<int>(count - status.waits_for.size());
+    status.more = static_cast<int>(count - told);
     status.wait = text_in(waiting.call);
     status.wait_seconds = seconds_since(get(waiting.since));
   });
@@ -75,18 +80,21 @@ RankStatus status_in(const StatusMemory& memory) {
   return status;
 }
 
-Line line_in(const StatusMapping& mapping) {
+// Nothing of memory that is no rank's of its job.
+std::optional<Line> line_in(const StatusMapping& mapping) {
   const StatusMemory& memory = mapping.memory();
   const std::vector<std::string>& texts = mapping.texts();
   Line line;
   line.job_id = texts[0];
   line.job = texts[1];
   line.program = texts[2];
-  line.hosts.assign(texts.begin() + 3, texts.end());
+  line.hosts.assign(texts.begin() + StatusMapping::kFewestTexts, texts.end());
   line.started = memory.owner.started;
   line.thread = memory.owner.thread;
-  line.status = status_in(memory);
-  return line;
+  line.status = status_in(memory, line.hosts.size());
+  const int rank = line.status.rank;
+  const bool is_rank = rank >= 0 && static_cast<size_t>(rank) < line.hosts.size();
+  return is_rank ? std::optional(std::move(line)) : std::nullopt;
 }
 
 std::vector<Line> read_lines() {
@@ -99,7 +107,9 @@ std::vector<Line> read_lines() {
     struct stat folder {};
     if (problem != std::errc{} || *end != '\0') continue;
     if (stat(entry.path().c_str(), &folder) != 0 || folder.st_uid != geteuid()) continue;
-    for (const StatusMapping& mapping : map_statuses(process)) lines.push_back(line_in(mapping));
+    for (const StatusMapping& mapping : map_statuses(process)) {
+      if (auto line = line_in(mapping)) lines.push_back(std::move(*line));
+    }
   }
   return lines;
 }
@@ -244,9 +254,10 @@ void add_ended(JobStatus& job) {
 
 std::vector<JobStatus> to_jobs(std::vector<Line> lines) {
   find_states(lines);
-  std::map<std::string, JobStatus> by_id;
+  // What says the same number and other hosts is another job.
+  std::map<std::pair<std::string, std::vector<std::string>>, JobStatus> by_id;
   for (const Line& line : lines) {
-    JobStatus& job = by_id[line.job_id];
+    JobStatus& job = by_id[{line.job_id, line.hosts}];
     job.id = line.job_id;
     job.name = line.job;
     job.program = line.program;

@@ -5,11 +5,11 @@
 #include <elf.h>
 #include <fcntl.h>
 #include <link.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +17,8 @@
 #include <map>
 #include <memory>
 #include <optional>
+
+#include "core/text.h"
 
 namespace smp::core {
 namespace {
@@ -44,41 +46,36 @@ std::vector<Mapping> mappings_of(pid_t process) {
   return mappings;
 }
 
-// The symbols of an ELF file. What is not as it should be has none.
+// The symbols of an ELF file. What is not as it should be has none. Read and not mapped: memory of
+// a file that becomes shorter, as when a program is built again, is a SIGBUS.
 class SymbolFile {
  public:
-  explicit SymbolFile(const std::string& path) {
-    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  explicit SymbolFile(const std::string& path)
+      : fd_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
     struct stat file {};
-    if (fd < 0) return;
-    if (fstat(fd, &file) == 0 && S_ISREG(file.st_mode) && file.st_size > 0) {
-      bytes_ = static_cast<size_t>(file.st_size);
-      void* const data = mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, fd, 0);
-      if (data != MAP_FAILED) data_ = static_cast<const char*>(data);
-    }
-    close(fd);
-    const auto* const header = at<ElfW(Ehdr)>(0);
-    if (header == nullptr || std::memcmp(header->e_ident, ELFMAG, SELFMAG) != 0 ||
-        header->e_ident[EI_CLASS] != (sizeof(void*) == 8 ? ELFCLASS64 : ELFCLASS32)) {
+    if (fd_ < 0 || fstat(fd_, &file) != 0 || !S_ISREG(file.st_mode)) return;
+    bytes_ = static_cast<size_t>(file.st_size);
+    const auto headers = read<ElfW(Ehdr)>(0, 1);
+    if (headers.empty()) return;
+    const ElfW(Ehdr)& header = headers.front();
+    if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
+        header.e_ident[EI_CLASS] != (sizeof(void*) == 8 ? ELFCLASS64 : ELFCLASS32)) {
       return;
     }
-    segments_ = at<ElfW(Phdr)>(header->e_phoff, header->e_phnum);
-    sections_ = at<ElfW(Shdr)>(header->e_shoff, header->e_shnum);
-    segment_count_ = segments_ == nullptr ? 0 : header->e_phnum;
-    section_count_ = sections_ == nullptr ? 0 : header->e_shnum;
+    segments_ = read<ElfW(Phdr)>(header.e_phoff, header.e_phnum);
+    sections_ = read<ElfW(Shdr)>(header.e_shoff, header.e_shnum);
   }
   ~SymbolFile() {
-    if (data_ != nullptr) munmap(const_cast<char*>(data_), bytes_);
+    if (fd_ >= 0) close(fd_);
   }
   SymbolFile(const SymbolFile&) = delete;
   SymbolFile& operator=(const SymbolFile&) = delete;
 
   // Where the program has what lies there in the file, before it is moved as a whole.
   std::optional<uint64_t> address_of(uint64_t offset) const {
-    for (size_t i = 0; i < segment_count_; ++i) {
-      const auto& segment = segments_[i];
+    for (const auto& segment : segments_) {
       if (segment.p_type == PT_LOAD && offset >= segment.p_offset &&
-          offset < segment.p_offset + segment.p_filesz) {
+          offset - segment.p_offset < segment.p_filesz) {
         return offset - segment.p_offset + segment.p_vaddr;
       }
     }
@@ -86,42 +83,67 @@ class SymbolFile {
   }
 
   // The mangled name of the function at an address; empty without one.
-  std::string function_at(uint64_t address) const {
-    for (size_t i = 0; i < section_count_; ++i) {
-      const auto& table = sections_[i];
-      if (table.sh_type != SHT_SYMTAB && table.sh_type != SHT_DYNSYM) continue;
-      const size_t count = table.sh_size / sizeof(ElfW(Sym));
-      const auto* const symbols = at<ElfW(Sym)>(table.sh_offset, count);
-      if (symbols == nullptr || table.sh_link >= section_count_) continue;
-      const auto* const found = std::find_if(symbols, symbols + count, [&](const auto& symbol) {
+  std::string function_at(uint64_t address) {
+    for (const Table& table : tables()) {
+      const auto& symbols = table.symbols;
+      const auto found = std::find_if(symbols.begin(), symbols.end(), [&](const auto& symbol) {
         const bool is_function = (symbol.st_info & 0xf) == STT_FUNC && symbol.st_shndx != SHN_UNDEF;
         return is_function && address >= symbol.st_value &&
-               address < symbol.st_value + symbol.st_size;
+               address - symbol.st_value < symbol.st_size;
       });
-      if (found != symbols + count) return text(sections_[table.sh_link], found->st_name);
+      if (found != symbols.end()) return text(sections_[table.strings], found->st_name);
     }
     return "";
   }
 
  private:
+  struct Table {
+    std::vector<ElfW(Sym)> symbols;
+    size_t strings;  // the section with their names
+  };
+
+  const std::vector<Table>& tables() {
+    if (has_tables_) return tables_;
+    has_tables_ = true;
+    for (const auto& section : sections_) {
+      if (section.sh_type != SHT_SYMTAB && section.sh_type != SHT_DYNSYM) continue;
+      if (section.sh_link >= sections_.size()) continue;
+      const size_t count = section.sh_size / sizeof(ElfW(Sym));
+      tables_.push_back({read<ElfW(Sym)>(section.sh_offset, count), section.sh_link});
+    }
+    return tables_;
+  }
+
+  // Nothing where the file does not have all of it.
   template <class T>
-  const T* at(uint64_t offset, size_t count = 1) const {
-    const bool fits =
-        data_ != nullptr && offset <= bytes_ && count <= (bytes_ - offset) / sizeof(T);
-    return fits ? reinterpret_cast<const T*>(data_ + offset) : nullptr;
+  std::vector<T> read(uint64_t offset, size_t count) const {
+    if (offset > bytes_ || count > (bytes_ - offset) / sizeof(T)) return {};
+    std::vector<T> values(count);
+    auto* const bytes = reinterpret_cast<char*>(values.data());
+    for (size_t done = 0; done < count * sizeof(T);) {
+      const ssize_t got =
+          pread(fd_, bytes + done, count * sizeof(T) - done, static_cast<off_t>(offset + done));
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) return {};
+      done += static_cast<size_t>(got);
+    }
+    return values;
   }
 
   std::string text(const ElfW(Shdr) & strings, uint64_t offset) const {
-    const auto* const begin = at<char>(strings.sh_offset, strings.sh_size);
-    if (begin == nullptr || offset >= strings.sh_size) return "";
-    return {begin + offset, strnlen(begin + offset, strings.sh_size - offset)};
+    constexpr size_t kLongest = size_t{64} << 10;
+    if (offset >= strings.sh_size) return "";
+    const auto name = read<char>(strings.sh_offset + offset,
+                                 std::min<size_t>(kLongest, strings.sh_size - offset));
+    return {name.data(), strnlen(name.data(), name.size())};
   }
 
-  const char* data_ = nullptr;
+  const int fd_;
   size_t bytes_ = 0;
-  const ElfW(Phdr) * segments_ = nullptr;
-  const ElfW(Shdr) * sections_ = nullptr;
-  size_t segment_count_ = 0, section_count_ = 0;
+  std::vector<ElfW(Phdr)> segments_;
+  std::vector<ElfW(Shdr)> sections_;
+  std::vector<Table> tables_;
+  bool has_tables_ = false;
 };
 
 // A C function's name may be one of a type to the demangler.
@@ -237,11 +259,11 @@ std::vector<std::string> function_names(pid_t process, const std::vector<uint64_
       continue;
     }
     const uint64_t offset = address - mapping->begin + mapping->offset;
-    const SymbolFile& file = files.try_emplace(mapping->path, mapping->path).first->second;
+    SymbolFile& file = files.try_emplace(mapping->path, mapping->path).first->second;
     const auto in_file = file.address_of(offset);
     const std::string name = in_file ? file.function_at(*in_file) : "";
-    names.push_back(name.empty() ? with_address(mapping->file(), in_file.value_or(offset))
-                                 : short_name(demangled(name)));
+    names.push_back(printable(name.empty() ? with_address(mapping->file(), in_file.value_or(offset))
+                                           : short_name(demangled(name))));
   }
   return names;
 }

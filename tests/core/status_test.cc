@@ -2,11 +2,17 @@
 #include "core/status.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstring>
 #include <future>
+#include <limits>
+#include <optional>
 #include <regex>
 #include <thread>
 
@@ -46,7 +52,8 @@ struct ThisRank {
 RankStatus own_line() { return *read_own_job()->find(this_status()->rank()); }
 
 TEST(Status, OthersReadWhatARankSays) {
-  const auto status = status_of(0, {"here"});
+  const std::vector<std::string> hosts(10, "here");
+  const auto status = status_of(0, hosts);
   const ThisRank rank(status);
   EXPECT_EQ(own_line().action, kUsersCode);
   EXPECT_FALSE(own_line().is_waiting());
@@ -55,7 +62,7 @@ TEST(Status, OthersReadWhatARankSays) {
   status->set_wait(Status::Clock::now() - hours(1), Label("all_reduce"), {3, 1, 4, 1, 5, 9});
   const JobStatus job = *read_own_job();
   EXPECT_EQ(job.name, "made up");
-  EXPECT_EQ(job.hosts, std::vector<std::string>{"here"});
+  EXPECT_EQ(job.hosts, hosts);
   const RankStatus line = *job.find(0);
   EXPECT_EQ(line.process, getpid());
   EXPECT_EQ(line.step, 12);
@@ -67,6 +74,121 @@ TEST(Status, OthersReadWhatARankSays) {
   EXPECT_LT(line.warned_seconds, 0);
   status->clear_wait();
   EXPECT_FALSE(own_line().is_waiting());
+}
+
+TEST(Status, NamesAreOneLineEach) {
+  StatusOwner made_up = owner(0, {"here\nthere", "\x1b[2J"});
+  made_up.job = "a\nb";
+  const ThisRank rank(std::make_shared<Status>(made_up, nanoseconds(0)));
+  this_status()->set_action(Label("\x1b[31mred"));
+  const JobStatus job = *read_own_job();
+  EXPECT_EQ(job.name, "a\\nb");
+  EXPECT_EQ(job.hosts, (std::vector<std::string>{"here\\nthere", "\\x1b[2J"}));
+  EXPECT_EQ(job.find(0)->action, "\\x1b[31mred");
+}
+
+/// Memory as a rank's, which another program of this user may have made.
+class MadeUp {
+ public:
+  MadeUp(const std::string& text, int seals, size_t bytes = 0) {
+    if (bytes == 0) bytes = sizeof(StatusMemory) + text.size();
+    fd_ = memfd_create("smp-status", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    EXPECT_EQ(ftruncate(fd_, static_cast<off_t>(bytes)), 0);
+    EXPECT_EQ(fcntl(fd_, F_ADD_SEALS, seals), 0);
+    size_ = std::max(bytes, sizeof(StatusMemory));
+    data_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+    EXPECT_NE(data_, MAP_FAILED);
+    if (bytes < sizeof(StatusMemory)) return;
+    std::memcpy(static_cast<char*>(data_) + sizeof(StatusMemory), text.data(), text.size());
+    memory().owner.magic = StatusMemory::kMagic;
+    memory().owner.process = getpid();
+    memory().owner.thread = getpid();
+    memory().owner.text_bytes = static_cast<uint32_t>(text.size());
+  }
+  ~MadeUp() {
+    munmap(data_, size_);
+    close(fd_);
+  }
+  MadeUp(const MadeUp&) = delete;
+  MadeUp& operator=(const MadeUp&) = delete;
+
+  StatusMemory& memory() { return *static_cast<StatusMemory*>(data_); }
+
+ private:
+  int fd_ = -1;
+  size_t size_ = 0;
+  void* data_ = nullptr;
+};
+
+std::optional<JobStatus> job_called(const std::string& name) {
+  for (JobStatus& job : read_jobs()) {
+    if (job.name == name) return std::move(job);
+  }
+  return std::nullopt;
+}
+
+const std::string kMadeUpJob = "1\nmade up by hand\nprogram\nhere\nhere\n";
+
+TEST(Status, WhatMadeUpMemoryMayNotSayIsLeftOut) {
+  MadeUp made_up(kMadeUpJob, F_SEAL_SHRINK);
+  StatusMemory& memory = made_up.memory();
+  memory.doing.since = std::numeric_limits<int64_t>::min();
+  memory.waiting.count = std::numeric_limits<uint32_t>::max();
+  memory.waiting.ranks[0] = 99;
+  memory.waiting.ranks[1] = -1;
+  memory.waiting.ranks[2] = 1;
+  const auto job = job_called("made up by hand");
+  ASSERT_TRUE(job);
+  EXPECT_EQ(job->find(0)->waits_for, std::vector<int>{});  // two ranks of two are none of it
+  memory.waiting.ranks[0] = 1;
+  const auto waiting = job_called("made up by hand");
+  EXPECT_EQ(waiting->find(0)->waits_for, std::vector<int>{1});
+  EXPECT_NE(status_text(*waiting).find("rank 0 waits for rank 1"), std::string::npos);
+  for (const int rank : {7, 2, -1}) {
+    memory.owner.rank = rank;
+    EXPECT_FALSE(job_called("made up by hand")) << rank;
+  }
+}
+
+TEST(Status, MemoryThatIsNoRanksIsNoJob) {
+  const auto is_job = [] { return job_called("made up by hand").has_value(); };
+  {
+    const MadeUp as_a_rank_makes_it(kMadeUpJob, F_SEAL_SHRINK);
+    EXPECT_TRUE(is_job());
+  }
+  {
+    const MadeUp may_become_shorter(kMadeUpJob, 0);
+    EXPECT_FALSE(is_job());
+  }
+  {
+    const MadeUp too_short(kMadeUpJob, F_SEAL_SHRINK, 8);
+    EXPECT_FALSE(is_job());
+  }
+  {
+    const MadeUp longer_than_it_says(kMadeUpJob, F_SEAL_SHRINK, 1 << 20);
+    EXPECT_FALSE(is_job());
+  }
+  {
+    const MadeUp without_hosts("1\nmade up by hand\nprogram\n", F_SEAL_SHRINK);
+    EXPECT_FALSE(is_job());
+  }
+  {
+    MadeUp older(kMadeUpJob, F_SEAL_SHRINK);
+    older.memory().owner.magic = StatusMemory::kMagic - 1;
+    EXPECT_FALSE(is_job());
+  }
+}
+
+TEST(Status, OneNumberWithOtherHostsIsAnotherJob) {
+  const MadeUp first(kMadeUpJob, F_SEAL_SHRINK);
+  MadeUp second("1\nmade up by hand\nprogram\n1\n2\n3\n4\n", F_SEAL_SHRINK);
+  second.memory().owner.rank = 3;
+  std::vector<size_t> sizes;
+  for (const JobStatus& job : read_jobs()) {
+    if (job.name == "made up by hand") sizes.push_back(job.hosts.size());
+  }
+  std::sort(sizes.begin(), sizes.end());
+  EXPECT_EQ(sizes, (std::vector<size_t>{2, 4}));
 }
 
 TEST(Status, ALabelIsCutOff) {
@@ -130,6 +252,33 @@ TEST(Status, CallsInsideOfOthersBelongToThem) {
   EXPECT_EQ(own_line().action, kUsersCode);
   const CallScope step("call 3 of step function \"train\"", "train()");
   EXPECT_EQ(own_line().action, "train()");
+}
+
+TEST(PublicCall, IsThatOfTheOutermostScopeOfItsThread) {
+  EXPECT_EQ(this_public_call().text(), "");
+  const CallScope step("call 3 of step function \"train\"", "train()", kAnyStep);
+  const PublicCall call = this_public_call();
+  {
+    const CallScope barrier("smp::barrier");
+    EXPECT_EQ(this_public_call().text(), "call 3 of step function \"train\"");
+  }
+  std::thread([] { EXPECT_EQ(this_public_call().text(), ""); }).join();
+  {
+    const PublicCallScope nothing{PublicCall()};
+    const CallScope save("smp::save");
+    EXPECT_EQ(this_public_call().text(), "smp::save");
+    EXPECT_FALSE(this_public_call().is_of_kind_of(call));
+    EXPECT_FALSE(this_public_call().is_of_kind_of(PublicCall()));
+  }
+  EXPECT_EQ(this_public_call().text(), call.text());
+}
+
+TEST(PublicCall, ComparesKindsAndNotTexts) {
+  const PublicCall third("call 3 of step function \"train\"", kAnyStep);
+  EXPECT_TRUE(third.is_of_kind_of(PublicCall("call 4 of step function \"test\"", kAnyStep)));
+  EXPECT_TRUE(PublicCall("smp::barrier", kOwnCollective).is_of_kind_of(PublicCall()));
+  const std::string name(500, 'x');
+  EXPECT_EQ(PublicCall(name, name).text(), name.substr(0, 120));
 }
 
 TEST(Status, NothingIsSaidWithoutARank) {
