@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
+#include "core/text.h"
 
 namespace smp {
 namespace {
@@ -16,13 +17,38 @@ using core::JsonReader;
 
 constexpr const char* kFormat = "smp-name-map";
 
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    if (std::string_view(R"(\^$.|?*+()[]{})").find(c) != std::string_view::npos) result += '\\';
-    result += c;
+/// Where in a name the values of a placeholder end: for each place, the longest that begins there
+/// and is followed by what `rest` says may follow, or 0. One pass, since files may have any names.
+std::vector<size_t> ends_of_values(const std::string& name, bool is_number,
+                                   const std::vector<bool>& rest) {
+  std::vector<size_t> ends(name.size() + 1, 0);
+  size_t end = 0;
+  for (size_t i = name.size(); i-- > 0;) {
+    const bool is_digit = '0' <= name[i] && name[i] <= '9';
+    if (is_number && !is_digit) {
+      end = 0;
+    } else if (end == 0 && rest[i + 1]) {
+      end = i + 1;
+    }
+    ends[i] = end;
   }
-  return result;
+  return ends;
+}
+
+/// The places of a name where the text is, and a value of the placeholder after it.
+std::vector<bool> places_before(const std::string& text, const std::string& name,
+                                const std::vector<size_t>& ends) {
+  std::vector<bool> places(ends.size(), false);
+  for (size_t i = 0; i + text.size() <= name.size(); ++i) {
+    places[i] = ends[i + text.size()] != 0 && name.compare(i, text.size(), text) == 0;
+  }
+  return places;
+}
+
+bool begins_and_ends(const std::string& name, const std::string& begin, const std::string& end) {
+  return name.size() >= std::max(begin.size(), end.size()) &&
+         name.compare(0, begin.size(), begin) == 0 &&
+         name.compare(name.size() - end.size(), end.size(), end) == 0;
 }
 
 /// A name or a list of them; nothing: none.
@@ -111,7 +137,8 @@ std::optional<NameMap::Match> NameMap::find(const std::string& name,
 
 NameMap& NameMap::add(const std::vector<std::string>& theirs, const std::vector<std::string>& ours,
                       Transform transform) {
-  const auto sides = c10::str("[", c10::Join(", ", theirs), "] -> [", c10::Join(", ", ours), "]");
+  const auto sides =
+      core::printable(c10::str("[", c10::Join(", ", theirs), "] -> [", c10::Join(", ", ours), "]"));
   SMP_CHECK_WITH(UsageError, !(theirs.empty() && ours.empty()) && std::min(theirs.size(), ours.size()) <= 1,
                  "a name map has the rule ", sides,
                  ": expected one name on one side at least, got ", theirs.size(), " and ", ours.size(),
@@ -133,7 +160,6 @@ NameMap& NameMap::add(const std::vector<std::string>& theirs, const std::vector<
 
 NameMap::Pattern NameMap::parse(const std::string& text) {
   Pattern pattern{text};
-  std::string expression;
   size_t begin = 0;
   for (size_t open = text.find('{'); open != std::string::npos; open = text.find('{', begin)) {
     const size_t close = text.find('}', open);
@@ -141,24 +167,38 @@ NameMap::Pattern NameMap::parse(const std::string& text) {
     const bool is_new = std::find(pattern.placeholders.begin(), pattern.placeholders.end(), name) ==
                         pattern.placeholders.end();
     SMP_CHECK_WITH(UsageError, close != std::string::npos && !name.empty() && is_new,
-                   "a name map has the name \"", text,
-                   "\": expected placeholders as {layer} or {rest*}, each once, got \"{", name,
+                   "a name map has the name \"", core::printable(text),
+                   "\": expected placeholders as {layer} or {rest*}, each once, got \"{", core::printable(name),
                    "\". Correct the name");
-    expression += escaped(text.substr(begin, open - begin));
-    expression += name.back() == '*' ? "(.+)" : "([0-9]+)";
+    pattern.literals.push_back(text.substr(begin, open - begin));
     pattern.placeholders.push_back(name);
     begin = close + 1;
   }
-  pattern.expression = std::regex(expression + escaped(text.substr(begin)));
+  pattern.literals.push_back(text.substr(begin));
   return pattern;
 }
 
 std::optional<NameMap::Values> NameMap::match(const Pattern& pattern, const std::string& name) {
-  std::smatch found;
-  if (!std::regex_match(name, found, pattern.expression)) return std::nullopt;
+  if (!begins_and_ends(name, pattern.literals.front(), pattern.literals.back()))
+    return std::nullopt;
+  const size_t count = pattern.placeholders.size();
+  if (count == 0) return name == pattern.text ? std::optional(Values()) : std::nullopt;
+  // From the end: `rest` are the places from which the rest of the pattern fits the rest of the
+  // name.
+  std::vector<std::vector<size_t>> ends(count);
+  std::vector<bool> rest(name.size() + 1, false);
+  rest[name.size() - pattern.literals.back().size()] = true;
+  for (size_t k = count; k-- > 0;) {
+    ends[k] = ends_of_values(name, /*is_number=*/pattern.placeholders[k].back() != '*', rest);
+    rest = places_before(pattern.literals[k], name, ends[k]);
+  }
+  if (!rest[0]) return std::nullopt;
   Values values;
-  for (size_t i = 0; i < pattern.placeholders.size(); ++i) {
-    values[pattern.placeholders[i]] = found[i + 1];
+  size_t at = 0;
+  for (size_t k = 0; k < count; ++k) {
+    const size_t value = at + pattern.literals[k].size();
+    at = ends[k][value];
+    values[pattern.placeholders[k]] = name.substr(value, at - value);
   }
   return values;
 }
@@ -167,13 +207,10 @@ std::vector<std::string> NameMap::fill(const std::vector<Pattern>& patterns, con
   std::vector<std::string> names;
   for (const Pattern& pattern : patterns) {
     std::string& name = names.emplace_back();
-    size_t begin = 0;
-    for (const std::string& placeholder : pattern.placeholders) {
-      const size_t open = pattern.text.find('{', begin);
-      name += pattern.text.substr(begin, open - begin) + values.at(placeholder);
-      begin = open + placeholder.size() + 2;
+    for (size_t k = 0; k < pattern.placeholders.size(); ++k) {
+      name += pattern.literals[k] + values.at(pattern.placeholders[k]);
     }
-    name += pattern.text.substr(begin);
+    name += pattern.literals.back();
   }
   return names;
 }

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <optional>
 
 #include "checkpoint/file.h"
 #include "checkpoint/weight_map.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -38,7 +40,8 @@ std::optional<TensorSpec> united(const std::vector<TensorSpec>& parts) {
     TensorSpec part = parts[i];
     if (part.shape.empty() || whole.shape.empty()) return std::nullopt;
     const int64_t rows = std::exchange(part.shape[0], whole.shape[0]);
-    if (part != whole) return std::nullopt;
+    const bool fits = part == whole && rows <= std::numeric_limits<int64_t>::max() - whole.shape[0];
+    if (!fits) return std::nullopt;
     whole.shape[0] += rows;
   }
   return whole;
@@ -62,9 +65,11 @@ std::string listed(const std::vector<TensorSpec>& specs) {
 }
 
 std::string listed(const std::map<std::string, std::string>& problems) {
-  std::string list;
-  for (const auto& [name, problem] : problems) list += c10::str("\n  ", name, ": ", problem);
-  return list;
+  std::vector<std::string> lines;
+  for (const auto& [name, problem] : problems) {
+    lines.push_back(core::printable(name) + ": " + problem);
+  }
+  return core::indented(lines);
 }
 
 /// What the map says of a tensor of the model: by the first of its names that the files have.
@@ -87,7 +92,7 @@ PretrainedFiles::PretrainedFiles(const std::string& path) : path_(path) {
     open_all(path + "/" + kIndex);
   } else {
     SMP_CHECK_WITH(CheckpointError, fs::exists(path + "/" + kFile, ignored),
-                   "cannot load pretrained files from \"", path, "\": expected a file, or a folder with ",
+                   "cannot load pretrained files from \"", core::printable(path), "\": expected a file, or a folder with ",
                    kFile, " or ", kIndex, ", got neither. Check the path.");
     open_one(path + "/" + kFile);
   }
@@ -106,8 +111,8 @@ void PretrainedFiles::open_all(const std::string& index) {
     auto& reader = files_[file];
     if (!reader) reader = std::make_shared<SafetensorsReader>(path_ + "/" + file);
     const auto entry = reader->entries().find(name);
-    SMP_CHECK_WITH(CheckpointError, entry != reader->entries().end(), "\"", path_, "/", file,
-                   "\" lacks tensor \"", name, "\", which it holds by ", kIndex,
+    SMP_CHECK_WITH(CheckpointError, entry != reader->entries().end(), "\"",
+                   core::printable(path_ + "/" + file), "\" lacks tensor \"", core::printable(name), "\", which it holds by ", kIndex,
                    ". Fetch the files again.");
     tensors_[name] = entry->second.spec;
     file_of_[name] = reader.get();
@@ -136,7 +141,7 @@ PretrainedPlan::PretrainedPlan(std::shared_ptr<const PretrainedFiles> files,
     for (const std::string& name : report_.missing)
       problems.emplace(name, "missing from the files");
   }
-  SMP_CHECK_WITH(CheckpointError, problems.empty(), "pretrained files \"", files_->path(),
+  SMP_CHECK_WITH(CheckpointError, problems.empty(), "pretrained files \"", core::printable(files_->path()),
                  "\" do not fit the model:", listed(problems),
                  "\nMap stored names to the model's with a NameMap, leave out what is not needed with "
                  "its ignore(), or load with strict(false).");
@@ -176,9 +181,9 @@ void PretrainedPlan::take(const std::string& stored, const NameMap::Match& rule,
   if (has(i) && source.rule.theirs != rule.theirs) {
     const bool comparable = rule.theirs.size() == 1 && source.stored.size() == 1;
     if (!comparable || files_->hash(source.stored.front()) != files_->hash(stored)) {
-      problems.emplace(stored,
-                       c10::str("mapped to \"", rule.ours.front(), "\", as is \"",
-                                source.rule.theirs.front(), "\", which has other contents"));
+      problems.emplace(stored, c10::str("mapped to \"", core::printable(rule.ours.front()),
+                                        "\", as is \"", core::printable(source.rule.theirs.front()),
+                                        "\", which has other contents"));
     }
     return;
   }
@@ -196,7 +201,7 @@ void PretrainedPlan::check(size_t i, const std::vector<ExpectedTensor>& expected
                            const Indices& index_of, bool convert, Problems& problems) {
   Source& source = sources_[i];
   source.spec = expected[i].spec;
-  const std::string name = c10::Join("\", \"", source.rule.ours);
+  const std::string name = core::printable(c10::Join("\", \"", source.rule.ours));
   std::vector<TensorSpec> stored, ours;
   for (size_t k = 0; k < source.stored.size(); ++k) {
     if (source.stored[k].empty()) {
@@ -210,7 +215,7 @@ void PretrainedPlan::check(size_t i, const std::vector<ExpectedTensor>& expected
     const auto found = index_of.find(part);
     if (found == index_of.end()) {
       problems.emplace(source.stored.front(),
-                       c10::str("the model lacks \"", part, "\", a part of it"));
+                       c10::str("the model lacks \"", core::printable(part), "\", a part of it"));
       return;
     }
     if (found->second == i) source.before = rows_of(ours);
@@ -281,7 +286,7 @@ void OutwardPlan::unite(const std::vector<ExpectedTensor>& tensors, const NameMa
     const auto found = index_of_.find(name);
     if (found == index_of_.end()) {
       problems.emplace(rule.theirs.front(),
-                       c10::str("the model lacks \"", name, "\", a part of it"));
+                       c10::str("the model lacks \"", core::printable(name), "\", a part of it"));
       return;
     }
     sources.push_back(found->second);
@@ -305,7 +310,7 @@ at::Tensor OutwardPlan::values(size_t i, const std::vector<at::Tensor>& sources)
 }
 
 std::string pretrained_file_in(const std::string& folder) {
-  on_disk(c10::str("cannot write pretrained files to \"", folder, "\""),
+  on_disk(c10::str("cannot write pretrained files to \"", core::printable(folder), "\""),
           [&] { fs::create_directories(folder); });
   return folder + "/" + kFile;
 }

@@ -3,7 +3,6 @@
 
 #include <map>
 #include <optional>
-#include <regex>
 #include <string>
 #include <vector>
 
@@ -77,7 +76,7 @@ class SMP_API NameMap {
   struct Pattern {
     std::string text;
     std::vector<std::string> placeholders = {};  // in their order
-    std::regex expression = {};
+    std::vector<std::string> literals = {};      // what is before each of them, and after the last
   };
   struct Rule {
     std::vector<Pattern> theirs;

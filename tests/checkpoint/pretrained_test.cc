@@ -263,6 +263,23 @@ TEST_F(FusedTest, SaysWhichPartsDoNotFit) {
             HasSubstr("high: missing from the files"), HasSubstr("mask: missing from the files")));
 }
 
+// Three tensors without elements have together more rows than a number holds.
+TEST_F(FusedTest, RowsOfMadeUpShapesAreNotAdded) {
+  std::string header;
+  for (const char* name : {"q", "k", "v"}) {
+    header += (header.empty() ? "{\"net." : ",\"net.") + std::string(name) +
+              R"(":{"dtype":"U8","shape":[0,4611686018427387904],"data_offsets":[0,0]})";
+  }
+  header += "}";
+  std::string size(8, '\0');
+  size[0] = static_cast<char>(header.size());
+  ASSERT_LT(header.size(), 256u);
+  spill(path("model.safetensors"), size + header);
+  EXPECT_THAT(
+      error_of(FusedImpl::names()),
+      HasSubstr("net.q: expected F32 [6, 4] for \"qkv\", got U8 [4611686018427387904, 0], U8 "));
+}
+
 TEST_F(FusedTest, SaysWhatCannotBeStored) {
   const auto error = checkpoint_error([&] {
     save_pretrained(*net_, path("out"),
@@ -315,6 +332,36 @@ TEST(NameMapTest, TheFirstRuleThatFitsDecides) {
   EXPECT_THAT(ours("c(d)"), ElementsAre("z"));
   EXPECT_THAT(theirs("y.b"), ElementsAre("ab"));
   EXPECT_THAT(theirs("bd"), ElementsAre("bd"));
+}
+
+// The longest value of the first placeholder, then of the second, as far as the rest fits.
+TEST(NameMapTest, FirstPlaceholdersTakeMost) {
+  const auto values = [](const std::string& pattern, const std::string& name) {
+    return NameMap().rename(pattern, "{a}|{b*}").of_theirs(name).ours.front();
+  };
+  EXPECT_EQ(values("{a}{b*}", "1234"), "123|4");
+  EXPECT_EQ(values("x{b*}.{a}", "x1.2.3"), "3|1.2");
+  EXPECT_EQ(values("{b*}{a}", "a1b22"), "2|a1b2");
+  EXPECT_EQ(values("{b*}1{a}", "1111"), "1|11");
+  EXPECT_EQ(values("{a}.{b*}.c", "12..c.c"), "12|.c");
+  for (const char* name : {"", "12", "12.c", "a.b.c", "12..c", "12.x.c."}) {
+    EXPECT_EQ(values("{a}.{b*}.c", name), name);  // no rule fits
+  }
+}
+
+// std::regex overflows its stack at 30,000 characters, and takes hours for the last of these.
+TEST(NameMapTest, NamesOfAnyLength) {
+  const auto map = NameMap()
+                       .rename("t.{a*}.x", "1.{a*}")
+                       .rename("u.{layer}.x", "2.{layer}")
+                       .rename("{a*}.{b*}.{c*}.y", "3.{a*}|{b*}|{c*}");
+  const std::string x(1 << 20, 'x'), digits(1 << 20, '7');
+  EXPECT_EQ(map.of_theirs("t." + x + ".x").ours.front(), "1." + x);
+  EXPECT_EQ(map.of_theirs("u." + digits + ".x").ours.front(), "2." + digits);
+  EXPECT_EQ(map.of_theirs("u." + digits + "a.x").ours.front(), "u." + digits + "a.x");
+  const std::string dots(100000, '.');
+  EXPECT_EQ(map.of_theirs(dots).ours.front(), dots);
+  EXPECT_EQ(map.of_theirs(dots + "y").ours.front(), "3." + std::string(99995, '.') + "|.|.");
 }
 
 std::string usage_error(const std::function<void()>& action) {
