@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -13,6 +14,10 @@
 #include "checkpoint/file.h"
 
 namespace smp::checkpoint {
+
+/// The length of the longest name of a tensor, in bytes: longer ones, which no module gives, are
+/// neither written nor read.
+constexpr size_t kLongestName = size_t{64} << 10;
 
 /// What a stored tensor looks like.
 struct TensorSpec {
@@ -31,8 +36,8 @@ TensorSpec spec_of(const at::Tensor& tensor);
 /// For messages: "F32 [2, 3]".
 std::string to_string(const TensorSpec& spec);
 
-/// The safetensors name of a dtype: F32 F64 F16 BF16 I64 I32 I16 I8 U8 BOOL. Throws
-/// CheckpointError for any other.
+/// The name of a dtype in safetensors files: F32 F64 F16 BF16 F8_E4M3 F8_E5M2 C64 I64 I32 I16 I8
+/// U64 U32 U16 U8 BOOL. Throws CheckpointError for any other.
 std::string dtype_name(at::ScalarType dtype);
 
 /// The inverse of `dtype_name`. Throws CheckpointError for an unknown name.

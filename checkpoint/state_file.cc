@@ -11,12 +11,14 @@
 #include <torch/csrc/jit/serialization/storage_context.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <map>
 #include <memory>
 
 #include "checkpoint/file.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -43,6 +45,21 @@ std::string pickle(const std::vector<NamedSpec>& tensors,
   return bytes;
 }
 
+/// The types that torch.load knows from the names of their storages.
+bool is_pickled(at::ScalarType dtype) {
+  constexpr std::array kWithout = {at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn,
+                                   at::kFloat8_e5m2};
+  return std::find(kWithout.begin(), kWithout.end(), dtype) == kWithout.end();
+}
+
+void check_dtypes(const std::string& path, const std::vector<NamedSpec>& tensors) {
+  for (const auto& [name, spec] : tensors) {
+    SMP_CHECK_WITH(CheckpointError, is_pickled(spec.dtype), "cannot write \"", core::printable(path),
+                   "\": tensor \"", core::printable(name), "\" is of dtype ", dtype_name(spec.dtype),
+                   ", which state dictionaries cannot hold. Write a .safetensors file.");
+  }
+}
+
 /// Has libtorch read something of a file.
 template <class Action>
 auto with_libtorch(const std::string& path, const Action& action) {
@@ -51,8 +68,8 @@ auto with_libtorch(const std::string& path, const Action& action) {
   } catch (const CheckpointError&) {
     throw;
   } catch (const c10::Error& error) {
-    core::fail<CheckpointError>("cannot read the state dictionary \"", path,
-                                "\": ", error.what_without_backtrace(),
+    core::fail<CheckpointError>("cannot read the state dictionary \"", core::printable(path),
+                                "\": ", core::printable(error.what_without_backtrace()),
                                 ". It may be damaged, or an OrderedDict, which libtorch does not "
                                 "read. Write it again with torch.save(dict(model.state_dict()), "
                                 "path) in Python, or torch::save(module, path) in C++.");
@@ -64,16 +81,16 @@ using Tensors = std::map<std::string, at::Tensor>;
 /// Of a pickled dictionary, under names that begin with `prefix`.
 void add_tensors(const std::string& path, const std::string& prefix, const c10::IValue& value,
                  Tensors& tensors) {
-  SMP_CHECK_WITH(CheckpointError, value.isTensor() || value.isGenericDict(), "\"", path,
+  SMP_CHECK_WITH(CheckpointError, value.isTensor() || value.isGenericDict(), "\"", core::printable(path),
                  "\" is no state dictionary: expected tensors by name, got ", value.tagKind(),
-                 prefix.empty() ? "" : " as \"" + prefix + "\"",
+                 prefix.empty() ? "" : " as \"" + core::printable(prefix) + "\"",
                  ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
   if (value.isTensor()) {
     tensors[prefix] = value.toTensor().detach();
     return;
   }
   for (const auto& item : value.toGenericDict()) {
-    SMP_CHECK_WITH(CheckpointError, item.key().isString(), "\"", path,
+    SMP_CHECK_WITH(CheckpointError, item.key().isString(), "\"", core::printable(path),
                    "\" is no state dictionary: expected tensors by name, got a key that is a ",
                    item.key().tagKind(),
                    ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
@@ -124,7 +141,7 @@ std::vector<NamedTensor> read_state_file(const std::string& path) {
   std::map<std::string, size_t> known;
   for (const auto& [name, tensor] : tensors) {
     SMP_CHECK_WITH(CheckpointError, tensor.layout() == at::kStrided && !tensor.is_quantized(), "\"",
-                   path, "\": tensor \"", name,
+                   core::printable(path), "\": tensor \"", core::printable(name),
                    "\" is undefined or not dense. Convert it with to_dense() or dequantize() before "
                    "it is saved.");
     const auto [found, is_new] = known.emplace(identity_of(tensor), result.size());
@@ -140,6 +157,7 @@ std::vector<NamedTensor> read_state_file(const std::string& path) {
 void write_state_file(const std::string& path, const std::vector<NamedSpec>& tensors,
                       const std::map<std::string, std::string>& aliases,
                       const std::function<at::Tensor(const std::string& name)>& read) {
+  check_dtypes(path, tensors);
   FileWriter file(path);
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t size) {
     file.append(data, size);
