@@ -8,6 +8,7 @@
 #include <set>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -37,7 +38,8 @@ std::string problem_with(const ExpectedTensor& expected, const Index& index,
       return c10::str("expected ", to_string(expected.spec), ", got ", to_string(entry.spec));
     }
     if (entry.hash != first.hash) {
-      return c10::str("tied to \"", name, "\" in the model, but the checkpoint stores different ",
+      return c10::str("tied to \"", core::printable(name),
+                      "\" in the model, but the checkpoint stores different ",
                       "contents for the two");
     }
   }
@@ -111,7 +113,7 @@ std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors
 
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
                  const std::string& path, const Tolerance& tolerance) {
-  std::map<std::string, std::string> problems;
+  std::map<std::string, std::string> problems;  // by name
   for (const ExpectedTensor& tensor : expected) {
     const std::string problem = problem_with(tensor, index, tolerance);
     if (!problem.empty()) {
@@ -123,12 +125,12 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
       problems[name] = c10::str("not in the model, got ", to_string(index.model.at(name).spec));
     }
   }
-  std::string list;
+  std::vector<std::string> lines;
   for (const auto& [name, problem] : problems) {
-    list += c10::str("\n  ", name, ": ", problem);
+    lines.push_back(core::printable(name) + ": " + problem);
   }
-  SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", path,
-                 "\" does not fit the model:", list,
+  SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", core::printable(path),
+                 "\" does not fit the model:", core::indented(lines),
                  "\nBuild the model as it was when the checkpoint was written",
                  tolerance.strict ? ", or load with strict = false to skip missing and unexpected tensors."
                         : ".");

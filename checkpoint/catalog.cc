@@ -14,6 +14,7 @@
 #include "checkpoint/save_lock.h"
 #include "checkpoint/writer.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -67,7 +68,7 @@ void remove_checkpoint(const fs::path& checkpoint) {
 std::string folder_name(const std::string& tag, bool partial) {
   const bool usable = !tag.empty() && tag.find('/') == std::string::npos && tag != "." &&
                       tag != ".." && tag != kNewest && !is_partial(tag) && !is_transient(tag);
-  SMP_CHECK_WITH(UsageError, usable, "\"", tag,
+  SMP_CHECK_WITH(UsageError, usable, "\"", core::printable(tag),
                  "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
                  " and without the endings _partial, .tmp, .replaced, .lock and .removed.");
   return partial ? tag + kPartial : tag;
@@ -76,7 +77,7 @@ std::string folder_name(const std::string& tag, bool partial) {
 bool is_partial(const std::string& name) { return c10::ends_with(name, kPartial); }
 
 std::vector<CatalogEntry> list_checkpoints(const std::string& folder) {
-  return on_disk(c10::str("cannot list the checkpoints in \"", folder, "\""),
+  return on_disk(c10::str("cannot list the checkpoints in \"", core::printable(folder), "\""),
                  [&] { return list(folder); });
 }
 
@@ -88,13 +89,13 @@ void update_newest(const std::string& folder, const std::string& name) {
 std::string read_newest(const std::string& folder) {
   const std::string path = folder + "/" + kNewest;
   std::error_code ignored;
-  SMP_CHECK_WITH(CheckpointError, fs::exists(path, ignored), "\"", folder,
-                 "\" has no record of its newest checkpoint: expected a file \"", path,
+  SMP_CHECK_WITH(CheckpointError, fs::exists(path, ignored), "\"", core::printable(folder),
+                 "\" has no record of its newest checkpoint: expected a file \"", core::printable(path),
                  "\", got none. Name the checkpoint to load.");
   std::string name = read_file(path);
   name.erase(name.find_last_not_of(" \r\n") + 1);
-  SMP_CHECK_WITH(CheckpointError, !name.empty() && name.find('/') == std::string::npos, "\"", path,
-                 "\" is damaged: expected the name of a folder, got \"", name,
+  SMP_CHECK_WITH(CheckpointError, !name.empty() && name.find('/') == std::string::npos, "\"", core::printable(path),
+                 "\" is damaged: expected the name of a folder, got \"", core::printable(name),
                  "\". Name the checkpoint to load.");
   return name;
 }
@@ -103,15 +104,15 @@ std::string find_checkpoint(const std::string& folder, const std::optional<std::
                             bool partial) {
   if (tag) return folder_name(*tag, partial);
   std::string name = read_newest(folder);
-  SMP_CHECK_WITH(CheckpointError, is_partial(name) == partial, "the newest checkpoint in \"", folder,
-                 "\" is \"", name, "\": expected a ", partial ? "partial" : "full", " one, got a ",
+  SMP_CHECK_WITH(CheckpointError, is_partial(name) == partial, "the newest checkpoint in \"", core::printable(folder),
+                 "\" is \"", core::printable(name), "\": expected a ", partial ? "partial" : "full", " one, got a ",
                  partial ? "full" : "partial", " one. Give the tag of the checkpoint to load, or set "
                  "partial to ", partial ? "false." : "true.");
   return name;
 }
 
 void keep_partial(const std::string& folder, size_t count, const std::string& current) {
-  on_disk(c10::str("cannot remove old checkpoints in \"", folder, "\""), [&] {
+  on_disk(c10::str("cannot remove old checkpoints in \"", core::printable(folder), "\""), [&] {
     std::vector<std::string> names;
     for (const CatalogEntry& entry : list(folder)) {
       const bool counts = entry.step && is_partial(entry.name) && entry.name != current;

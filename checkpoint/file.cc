@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -27,7 +28,24 @@ constexpr uint64_t kBufferBytes = uint64_t{4} << 20;
 void check_system(bool ok, const char* action, const std::string& path) {
   const int error = errno;  // kept before the message allocates
   if (!ok)
-    fail_on_disk(c10::str("cannot ", action, " \"", path, "\": ", std::strerror(error)), error);
+    fail_on_disk(
+        c10::str("cannot ", action, " \"", core::printable(path), "\": ", std::strerror(error)),
+        error);
+}
+
+[[noreturn]] void fail_in_the_way(const std::string& path) {
+  core::fail<CheckpointError>("cannot create \"", core::printable(path),
+                              "\": something that is no file of a save has this name. Remove it, "
+                              "or save elsewhere.");
+}
+
+/// Removes the file of an earlier save that did not come to its end. Other links to it, and what it
+/// says if it is a link, stay as they are.
+void remove_left(const std::string& path) {
+  struct stat status = {};
+  if (::lstat(path.c_str(), &status) != 0) return;
+  if (!S_ISREG(status.st_mode)) fail_in_the_way(path);
+  check_system(::unlink(path.c_str()) == 0, "remove", path);
 }
 
 XXH64_state_t* xxh(void* state) { return static_cast<XXH64_state_t*>(state); }
@@ -53,9 +71,15 @@ FileWriter::FileWriter(std::string path, Medium medium)
     : path_(std::move(path)),
       medium_(medium),
       written_(medium == Medium::kDisk ? path_ + ".tmp" : path_) {
-  const int empties = medium == Medium::kDisk ? O_TRUNC : 0;
-  fd_ = ::open(written_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | empties, 0644);
+  const int is_new = medium == Medium::kDisk ? O_EXCL : 0;
+  if (is_new != 0) remove_left(written_);
+  constexpr int kNoOther = O_NOFOLLOW | O_NONBLOCK;  // no link's target, no pipe that waits
+  fd_ = ::open(written_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | kNoOther | is_new, 0644);
   check_system(fd_ >= 0, "create", written_);
+  struct stat status = {};
+  if (::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode)) return;
+  ::close(fd_);
+  fail_in_the_way(written_);
 }
 
 FileWriter::~FileWriter() {
@@ -87,7 +111,7 @@ void FileWriter::check_stored() const {
   const FileReader stored(written_);
   const uint64_t got = stored.hash(0, std::min(size_, stored.size()));
   SMP_CHECK_WITH(CheckpointError, stored.size() == size_ && got == hasher_.digest(), "\"",
-                 written_, "\" was not stored as it was written: expected ", size_,
+                 core::printable(written_), "\" was not stored as it was written: expected ", size_,
                  " bytes with xxh64 ", hash_text(hasher_.digest()), ", got ", stored.size(),
                  " bytes with ", hash_text(got),
                  ". The disk or its file system is at fault: save to another one.");
@@ -109,13 +133,15 @@ void FileWriter::commit() {
 }
 
 FileReader::FileReader(std::string path) : path_(std::move(path)) {
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  // Without O_NONBLOCK a pipe would wait for somebody who writes to it.
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   check_system(fd_ >= 0, "open", path_);
   struct stat status = {};
   const bool regular = ::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode);
   if (!regular) {
     ::close(fd_);
-    core::fail<CheckpointError>("cannot read \"", path_, "\": expected a regular file.");
+    core::fail<CheckpointError>("cannot read \"", core::printable(path_),
+                                "\": expected a regular file.");
   }
   size_ = static_cast<uint64_t>(status.st_size);
 }
@@ -139,7 +165,7 @@ void FileReader::read(uint64_t offset, void* data, size_t size) const {
       continue;
     }
     check_system(got >= 0, "read", path_);
-    SMP_CHECK_WITH(CheckpointError, got > 0, "\"", path_, "\" is truncated: expected ", size,
+    SMP_CHECK_WITH(CheckpointError, got > 0, "\"", core::printable(path_), "\" is truncated: expected ", size,
                    " bytes at offset ", offset, ", got ", done, ". Use another checkpoint.");
     done += static_cast<size_t>(got);
   }
@@ -176,8 +202,11 @@ void write_file(const std::string& path, const std::string& text) {
   file.commit();
 }
 
-std::string read_file(const std::string& path) {
+std::string read_file(const std::string& path, uint64_t most) {
   const FileReader file(path);
+  SMP_CHECK_WITH(CheckpointError, file.size() <= most, "cannot read \"", core::printable(path),
+                 "\": expected at most ", most, " bytes of text, got ", file.size(),
+                 ". It is not the file that was written: use another one.");
   std::string text(file.size(), '\0');
   file.read(0, text.data(), text.size());
   return text;

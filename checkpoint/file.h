@@ -34,10 +34,11 @@ enum class Medium {
 /// That of the file system that `folder` lies in; kDisk where it cannot be found out.
 Medium medium_of(const std::string& folder);
 
-/// Writes a file. On a disk its final name only ever holds complete contents: bytes go to `path` +
-/// ".tmp"; `commit` syncs, reads back and renames, and without it the temporary file is removed. In
-/// memory a file that is there is written over, in the memory that it has, and nothing is read
-/// back: the folder says what is complete.
+/// Writes a file. On a disk its final name only ever holds complete contents: bytes go to a new
+/// file, `path` + ".tmp"; `commit` syncs, reads back and renames, and without it the temporary file
+/// is removed, as is one that an earlier save has left. In memory a file that is there is written
+/// over, in the memory that it has, and nothing is read back: the folder says what is complete.
+/// Links are not followed: nothing is written but what has this name.
 class FileWriter {
  public:
   /// Creates the file. Throws CheckpointError if that fails.
@@ -114,11 +115,15 @@ auto on_disk(const std::string& what, const Action& action) {
   }
 }
 
+/// The size of the largest file that is read as text, which takes several times its size in memory
+/// and a second for some ten MiB: the index of a million tensors.
+constexpr uint64_t kMostText = uint64_t{256} << 20;
+
 /// Writes `text` to `path` through a `FileWriter`.
 void write_file(const std::string& path, const std::string& text);
 
-/// The whole file as text. Throws CheckpointError.
-std::string read_file(const std::string& path);
+/// The whole file as text. Throws CheckpointError, also for one of more than `most` bytes.
+std::string read_file(const std::string& path, uint64_t most = kMostText);
 
 /// Makes creations and renames inside `folder` durable. Throws CheckpointError.
 void sync_folder(const std::string& folder);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/index.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <set>
@@ -8,6 +9,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -90,7 +92,7 @@ class Node {
     expect(value_.is_object(), "an object");
     const auto found = value_.find(key);
     if (found == value_.end()) {
-      fail(c10::str("expected key \"", key, "\", got none"));
+      fail(c10::str("expected key \"", core::printable(key), "\", got none"));
     }
     return {*found, file_, path_ + "/" + key};
   }
@@ -151,14 +153,12 @@ class Node {
 
   void expect(bool ok, const std::string& expected) const {
     if (ok) return;
-    std::string got = value_.dump();
-    if (got.size() > kLineWidth) got = got.substr(0, kLineWidth) + "...";
-    fail(c10::str("expected ", expected, ", got ", got));
+    fail(c10::str("expected ", expected, ", got ", core::printable(value_.dump(), kLineWidth)));
   }
 
   [[noreturn]] void fail(const std::string& what) const {
-    core::fail<CheckpointError>("\"", file_, "\" is malformed at \"", path_, "\": ", what,
-                                ". Use another checkpoint.");
+    core::fail<CheckpointError>("\"", core::printable(file_), "\" is malformed at \"",
+                                core::printable(path_), "\": ", what, ". Use another checkpoint.");
   }
 
  private:
@@ -203,8 +203,14 @@ void parse_files(const Node& node, Index& index) {
   }
 }
 
+void check_name(const std::string& name, const Node& node) {
+  if (name.size() <= kLongestName) return;
+  node.fail(c10::str("expected a name of at most ", kLongestName, " bytes, got ", name.size()));
+}
+
 void parse_model(const Node& node, Index& index) {
   for (const auto& [name, value] : node.members()) {
+    check_name(name, value);
     if (value.has("same_as")) {
       index.aliases[name] = value.at("same_as").text();
     } else {
@@ -222,6 +228,8 @@ void check_optimizer(const Node& node) {
   if (!node.has("param_groups")) return;
   std::set<std::string> names;
   for (const Node& group : node.at("param_groups").elements()) {
+    group.at("type").text();
+    group.at("options").members();
     for (const Node& name : group.at("params").elements()) {
       name.expect(names.insert(name.text()).second, "a parameter that is listed once");
     }
@@ -250,7 +258,7 @@ void check_version(const Node& root, const std::string& path) {
   const Node format = root.at("format");
   format.expect(format.value() == kFormat, c10::str("\"", kFormat, "\""));
   const int64_t version = root.at("format_version").integer();
-  SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"", path,
+  SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"", core::printable(path),
                  "\": expected format_version ", kFormatVersion, ", got ", version,
                  ". Read it with the version of smp that wrote it.");
 }
@@ -258,18 +266,28 @@ void check_version(const Node& root, const std::string& path) {
 void check_checksum(const std::string& text, const std::string& path) {
   const size_t position = checksum_position(text);
   const std::string stamped = position == std::string::npos ? "" : with_checksum(text);
-  SMP_CHECK_WITH(CheckpointError, stamped == text, "\"", path,
+  SMP_CHECK_WITH(CheckpointError, stamped == text, "\"", core::printable(path),
                  "\" is damaged or was edited: expected checksum ",
                  stamped.empty() ? "of 16 digits" : stamped.substr(position, kChecksumDigits),
-                 ", got ", stamped.empty() ? "none" : text.substr(position, kChecksumDigits),
+                 ", got ", stamped.empty() ? "none" : core::printable(text.substr(position, kChecksumDigits)),
                  ". Use another checkpoint.");
+}
+
+/// In which order the ranks brought the parameters of a group is the layout's, and no part of what
+/// is saved.
+json with_sorted_params(json optimizer) {
+  if (!optimizer.contains("param_groups")) return optimizer;
+  for (json& group : optimizer["param_groups"]) {
+    std::sort(group["params"].begin(), group["params"].end());
+  }
+  return optimizer;
 }
 
 template <class Map>
 void merge_disjoint(Map& into, const Map& from, const char* what) {
   for (const auto& [name, value] : from) {
     SMP_CHECK_WITH(CheckpointError, into.emplace(name, value).second,
-                   "cannot merge the parts of a checkpoint: ", what, " \"", name,
+                   "cannot merge the parts of a checkpoint: ", what, " \"", core::printable(name),
                    "\" was written by two ranks. Let only the owner of a tensor write it.");
   }
 }
@@ -286,8 +304,8 @@ void merge_groups(json& into, const json& from) {
     ours.erase("params");
     theirs.erase("params");
     SMP_CHECK_WITH(CheckpointError, ours == theirs,
-                   "cannot merge the parts of a checkpoint: param group ", i, " differs between ranks: ", ours.dump(), " and ",
-                   theirs.dump(), ". Set the same options on every rank.");
+                   "cannot merge the parts of a checkpoint: param group ", i, " differs between ranks: ", core::printable(ours.dump()), " and ",
+                   core::printable(theirs.dump()), ". Set the same options on every rank.");
     for (const json& name : from[i].at("params")) {
       into[i]["params"].push_back(name);
     }
@@ -305,8 +323,8 @@ void merge_optimizer(json& into, const json& from) {
       merge_disjoint(states, value.get_ref<const json::object_t&>(), "optimizer state of");
     } else {
       SMP_CHECK_WITH(CheckpointError, into[key] == value,
-                     "cannot merge the parts of a checkpoint: optimizer \"", key,
-                     "\" differs between ranks: ", into[key].dump(), " and ", value.dump(),
+                     "cannot merge the parts of a checkpoint: optimizer \"", core::printable(key),
+                     "\" differs between ranks: ", core::printable(into[key].dump()), " and ", core::printable(value.dump()),
                      ". Give the same on every rank.");
     }
   }
@@ -339,7 +357,7 @@ const TensorEntry* Index::find_model(const std::string& name) const {
   return found == model.end() ? nullptr : &found->second;
 }
 
-std::string Index::to_text() const {
+std::string Index::to_text(uint64_t most) const {
   ordered_json root;
   root["format"] = kFormat;
   root["format_version"] = kFormatVersion;
@@ -354,10 +372,14 @@ std::string Index::to_text() const {
   for (const auto& [alias, name] : aliases) {
     tensors[alias] = {{"same_as", name}};
   }
-  ordered_json& optimizer_section = root["optimizer"] = optimizer;
+  ordered_json& optimizer_section = root["optimizer"] = with_sorted_params(optimizer);
   optimizer_section["tensors"] = to_json(optimizer_tensors);
   try {
-    return with_checksum(pretty(root));
+    std::string text = with_checksum(pretty(root));
+    SMP_CHECK_WITH(CheckpointError, text.size() <= most, "cannot write the index of a checkpoint: "
+                   "expected at most ", most, " bytes of names, options and user_content, got ",
+                   text.size(), ". Keep large values in tensors.");
+    return text;
   } catch (const json::exception& error) {
     core::fail<CheckpointError>("cannot write the index of a checkpoint: expected UTF-8 text in ",
                                 "names and in user_content, got: ", error.what());
@@ -366,7 +388,7 @@ std::string Index::to_text() const {
 
 Index Index::from_text(const std::string& text, const std::string& path) {
   const json parsed = parse_untrusted(text);
-  SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", path,
+  SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", core::printable(path),
                  "\" is malformed: expected a JSON object with each key once, got ", text.size(),
                  " bytes that are none. Use another checkpoint.");
   const Node root(parsed, path, "");
@@ -378,6 +400,7 @@ Index Index::from_text(const std::string& text, const std::string& path) {
   parse_files(root.at("files"), index);
   parse_model(root.at("model"), index);
   for (const auto& [name, value] : root.at("optimizer").at("tensors").members()) {
+    check_name(name, value);
     index.optimizer_tensors[name] = parse_entry(value, index.files);
   }
   check_optimizer(root.at("optimizer"));
@@ -392,8 +415,8 @@ void Index::merge(const Index& part) {
   merge_disjoint(aliases, part.aliases, "tensor");
   for (const auto& [alias, name] : aliases) {
     SMP_CHECK_WITH(CheckpointError, model.count(alias) == 0,
-                   "cannot merge the parts of a checkpoint: tensor \"", alias,
-                   "\" is written by one rank and tied to \"", name,
+                   "cannot merge the parts of a checkpoint: tensor \"", core::printable(alias),
+                   "\" is written by one rank and tied to \"", core::printable(name),
                    "\" on another. Let only the owner of a tensor write it.");
   }
   merge_optimizer(optimizer, part.optimizer);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/file.h"
 #include "checkpoint/safetensors.h"
 
 namespace smp::checkpoint {
@@ -45,7 +46,8 @@ struct RunState {
 ///
 /// The optimizer is described by JSON that this folder does not interpret but for merging the
 /// parts of several ranks: "state" (an object by parameter name), "param_groups" (an array of
-/// {"type", "options", "params"}) and any other keys but "tensors". Its tensors are named
+/// {"type", "options", "params"}, whose "params" are sorted where they are written) and any other
+/// keys but "tensors". Its tensors are named
 /// "parameter/field".
 struct Index {
   std::map<std::string, uint64_t> files;       ///< Size in bytes of every shard file.
@@ -61,8 +63,9 @@ struct Index {
   /// The checksum of the text that was parsed; empty for an index that was made otherwise.
   std::string checksum;
 
-  /// The text of `index.json`: indented, one tensor a line, with its own checksum.
-  std::string to_text() const;
+  /// The text of `index.json`: indented, one tensor a line, with its own checksum. Throws
+  /// CheckpointError if it has more than `most` bytes, as no index that is read.
+  std::string to_text(uint64_t most = kMostText) const;
 
   /// Parses and checks the text of an `index.json`. `path` is for messages only. Throws
   /// CheckpointError with the file and the JSON path of what is wrong, also if the checksum is not

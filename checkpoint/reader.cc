@@ -9,6 +9,7 @@
 #include "checkpoint/file.h"
 #include "checkpoint/writer.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -32,11 +33,13 @@ std::string find_folder(const std::string& path) {
   }
   if (has_index(path)) return path;  // renamed while this looked elsewhere
   const bool unfinished = fs::exists(temporary_folder(path), ignored);
-  core::fail<CheckpointError>(
-      "cannot load checkpoint \"", path, "\": expected a folder with ", kIndexFile, ", got ",
-      exists ? "no such file in it" : "no such folder",
-      unfinished ? c10::str(" (an unfinished save is at \"", temporary_folder(path), "\")") : "",
-      ". Check the path or use another checkpoint.");
+  core::fail<CheckpointError>("cannot load checkpoint \"", core::printable(path),
+                              "\": expected a folder with ", kIndexFile, ", got ",
+                              exists ? "no such file in it" : "no such folder",
+                              unfinished ? c10::str(" (an unfinished save is at \"",
+                                                    core::printable(temporary_folder(path)), "\")")
+                                         : "",
+                              ". Check the path or use another checkpoint.");
 }
 
 /// A tensor of a file.
@@ -106,26 +109,25 @@ void Reader::open(const std::string& path) {
 void Reader::open_files() {
   files_.clear();
   allow_open_files(index_.files.size());
-  std::string problems;
+  std::vector<std::string> problems;
   for (const auto& [name, expected] : index_.files) {
     std::error_code error;
     const uint64_t size = fs::file_size(folder_ + "/" + name, error);
-    if (error) {
-      problems += c10::str("\n  ", name, ": expected ", expected, " bytes, got no file");
-    } else if (size != expected) {
-      problems += c10::str("\n  ", name, ": expected ", expected, " bytes, got ", size);
+    if (error || size != expected) {
+      problems.push_back(c10::str(core::printable(name), ": expected ", expected, " bytes, got ",
+                                  error ? "no file" : std::to_string(size)));
     } else {
       files_[name] = std::make_shared<FileReader>(folder_ + "/" + name);
     }
   }
-  SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", folder_,
-                 "\" is incomplete:", problems, "\nUse another checkpoint.");
+  SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", core::printable(folder_),
+                 "\" is incomplete:", core::indented(problems), "\nUse another checkpoint.");
 }
 
 at::Tensor Reader::read_model(const std::string& name) {
   const TensorEntry* entry = index_.find_model(name);
-  SMP_CHECK_WITH(CheckpointError, entry != nullptr, "checkpoint \"", folder_,
-                 "\" has no model tensor \"", name, "\". Check the name against its ", kIndexFile,
+  SMP_CHECK_WITH(CheckpointError, entry != nullptr, "checkpoint \"", core::printable(folder_),
+                 "\" has no model tensor \"", core::printable(name), "\". Check the name against its ", kIndexFile,
                  ".");
   const auto alias = index_.aliases.find(name);
   return read(alias == index_.aliases.end() ? name : alias->second, *entry);
@@ -134,7 +136,7 @@ at::Tensor Reader::read_model(const std::string& name) {
 at::Tensor Reader::read_optimizer(const std::string& name) {
   const auto found = index_.optimizer_tensors.find(name);
   SMP_CHECK_WITH(CheckpointError, found != index_.optimizer_tensors.end(), "checkpoint \"",
-                 folder_, "\" has no optimizer tensor \"", name, "\". Check the name against its ",
+                 core::printable(folder_), "\" has no optimizer tensor \"", core::printable(name), "\". Check the name against its ",
                  kIndexFile, ".");
   return read(name, found->second);
 }
@@ -149,14 +151,14 @@ void Reader::check_header(const std::string& file, const SafetensorsReader& shar
       ++expected;
       const auto found = shard.entries().find(name);
       const bool is_there = found != shard.entries().end();
-      SMP_CHECK_WITH(CheckpointError, is_there && found->second.spec == entry.spec, "\"", folder_,
-                     "/", file, "\" is not the file that was written: expected tensor \"", name,
+      SMP_CHECK_WITH(CheckpointError, is_there && found->second.spec == entry.spec, "\"",
+                     core::printable(folder_ + "/" + file), "\" is not the file that was written: expected tensor \"", core::printable(name),
                      "\" of ", to_string(entry.spec), " as in ", kIndexFile, ", got ",
                      is_there ? to_string(found->second.spec) : "none",
                      ". Use another checkpoint.");
     }
   }
-  SMP_CHECK_WITH(CheckpointError, expected == shard.entries().size(), "\"", folder_, "/", file,
+  SMP_CHECK_WITH(CheckpointError, expected == shard.entries().size(), "\"", core::printable(folder_ + "/" + file),
                  "\" is not the file that was written: expected ", expected, " tensors as in ",
                  kIndexFile, ", got ", shard.entries().size(), ". Use another checkpoint.");
 }
@@ -174,8 +176,8 @@ SafetensorsReader& Reader::shard(const std::string& file) {
 at::Tensor Reader::read(const std::string& name, const TensorEntry& entry) {
   at::Tensor tensor = shard(entry.file).read(name);
   const uint64_t hash = hash_of(tensor);
-  SMP_CHECK_WITH(CheckpointError, hash == entry.hash, "checkpoint \"", folder_, "\": tensor \"",
-                 name, "\" of ", entry.file, " is damaged: expected xxh64 ", hash_text(entry.hash),
+  SMP_CHECK_WITH(CheckpointError, hash == entry.hash, "checkpoint \"", core::printable(folder_), "\": tensor \"",
+                 core::printable(name), "\" of ", core::printable(entry.file), " is damaged: expected xxh64 ", hash_text(entry.hash),
                  ", got ", hash_text(hash), ". Use another checkpoint.");
   return tensor;
 }
@@ -188,12 +190,14 @@ std::vector<std::string> Reader::find_damage(Section section, int part, int part
     try {
       const uint64_t hash = shard(entry->file).hash(name);
       if (hash != entry->hash) {
-        damage.push_back(c10::str(entry->file, ": tensor \"", name, "\": expected xxh64 ",
+        damage.push_back(c10::str(core::printable(entry->file), ": tensor \"",
+                                  core::printable(name), "\": expected xxh64 ",
                                   hash_text(entry->hash), ", got ", hash_text(hash)));
       }
     } catch (const CheckpointError& error) {
       unreadable = entry->file;
-      damage.push_back(c10::str(entry->file, ": ", core::text_without_prefix(error)));
+      damage.push_back(
+          c10::str(core::printable(entry->file), ": ", core::text_without_prefix(error)));
     }
   }
   return damage;
@@ -201,11 +205,8 @@ std::vector<std::string> Reader::find_damage(Section section, int part, int part
 
 void check_undamaged(const std::string& path, const std::vector<std::string>& damage) {
   if (damage.empty()) return;
-  std::string list;
-  for (size_t i = 0; i < std::min(damage.size(), kShownLines); ++i) list += "\n  " + damage[i];
-  if (damage.size() > kShownLines)
-    list += c10::str("\n  and ", damage.size() - kShownLines, " more");
-  core::fail<CheckpointError>("checkpoint \"", path, "\" is damaged:", list,
+  core::fail<CheckpointError>("checkpoint \"", core::printable(path),
+                              "\" is damaged:", core::indented(damage, kShownLines),
                               "\nNothing was loaded. Use another checkpoint.");
 }
 

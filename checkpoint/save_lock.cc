@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -16,16 +17,19 @@
 #include "core/env.h"
 #include "core/host.h"
 #include "core/log.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
 
 constexpr size_t kMostOfHolder = 400;
+constexpr const char* kBegin = "process ";
+constexpr const char* kSavesThere = " saves there, since ";
 
 /// " of job 17", where somebody has given it a number.
 std::string job_of_this_process() {
   for (const char* variable : {"SMP_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"}) {
-    if (const auto job = core::env(variable)) return " of job " + *job;
+    if (const auto job = core::env(variable)) return " of job " + core::printable(*job, 64);
   }
   return "";
 }
@@ -36,15 +40,19 @@ std::string describe_this_process() {
   const std::time_t now = std::time(nullptr);
   std::tm utc = {};
   std::strftime(since, sizeof(since), "%Y-%m-%dT%H:%M:%SZ", ::gmtime_r(&now, &utc));
-  return c10::str("process ", ::getpid(), job_of_this_process(), " on ", core::host_name(),
-                  " saves there, since ", since);
+  return c10::str(kBegin, ::getpid(), job_of_this_process(), " on ",
+                  core::printable(core::host_name(), 64), kSavesThere, since);
 }
 
-/// Empty where the holder has not written it yet.
+/// What the save that has made the file, or made it before it was ended, says there. Empty where
+/// another program has: the file may be used as a lock then, and is left as it is.
 std::string holder_in(int fd) {
-  char text[kMostOfHolder];
-  const ssize_t size = ::pread(fd, text, sizeof(text), 0);
-  return size > 0 ? std::string(text, static_cast<size_t>(size)) : "another process saves there";
+  char bytes[kMostOfHolder];
+  const ssize_t size = ::pread(fd, bytes, sizeof(bytes), 0);
+  const std::string text(bytes, static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  const bool is_ours = text.compare(0, std::strlen(kBegin), kBegin) == 0 &&
+                       text.find(kSavesThere) != std::string::npos;
+  return is_ours ? core::printable(text, kMostOfHolder) : "";
 }
 
 /// Takes the lock of an open file: 0, or why not.
@@ -60,8 +68,26 @@ int lock(int fd) {
 /// it.
 bool is_file_at(int fd, const std::string& file) {
   struct stat opened = {}, named = {};
-  return ::fstat(fd, &opened) == 0 && ::stat(file.c_str(), &named) == 0 &&
+  return ::fstat(fd, &opened) == 0 && ::lstat(file.c_str(), &named) == 0 &&
          opened.st_ino == named.st_ino && opened.st_dev == named.st_dev;
+}
+
+bool is_regular(int fd) {
+  struct stat status = {};
+  return ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
+}
+
+/// Opens the lock's file, which `is_new` if there was none: -1 and `errno` if it cannot. Follows no
+/// link, and waits for no other end of a pipe.
+int open_lock(const std::string& file, bool& is_new) {
+  constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+  for (;;) {
+    int fd = ::open(file.c_str(), kFlags | O_CREAT | O_EXCL, 0644);
+    is_new = fd >= 0;
+    if (is_new || errno != EEXIST) return fd;
+    fd = ::open(file.c_str(), kFlags);
+    if (fd >= 0 || errno != ENOENT) return fd;  // else it was removed in between
+  }
 }
 
 }  // namespace
@@ -75,24 +101,39 @@ void SaveLock::take(const std::string& path) {
   }
 }
 
-/// False if the file was removed in between.
-bool SaveLock::try_take(const std::string& path) {
-  const int fd = ::open(file_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  if (fd < 0) {
-    const int error = errno;
-    fail_on_disk(c10::str("cannot save checkpoint \"", path, "\": cannot create \"", file_,
+/// Opens the file for `try_take`.
+int SaveLock::open(const std::string& cannot_save) {
+  const int fd = open_lock(file_, owns_file_);
+  const int error = fd < 0 ? errno : 0;
+  if (fd < 0 && error != ELOOP && error != ENXIO) {
+    fail_on_disk(c10::str(cannot_save, "cannot create \"", core::printable(file_),
                           "\": ", std::strerror(error)),
                  error);
   }
+  if (fd >= 0 && is_regular(fd)) return fd;
+  if (fd >= 0) ::close(fd);
+  core::fail<CheckpointError>(
+      cannot_save, "expected at \"", core::printable(file_),
+      "\" no file, or one that can be locked, got a link or something else. "
+      "Remove it, or save elsewhere.");
+}
+
+/// False if the file was removed in between.
+bool SaveLock::try_take(const std::string& path) {
+  const std::string cannot_save =
+      c10::str("cannot save checkpoint \"", core::printable(path), "\": ");
+  const int fd = open(cannot_save);
   const int error = lock(fd);
+  const std::string holder = holder_in(fd);
   if (error == EWOULDBLOCK) {
-    const std::string holder = holder_in(fd);
     ::close(fd);
-    core::fail<CheckpointError>("cannot save checkpoint \"", path, "\": ", holder, " (\"", file_,
-                                "\" is locked). Give each job a folder of its own.");
+    core::fail<CheckpointError>(
+        cannot_save, holder.empty() ? "another process has locked it" : holder, " (\"",
+        core::printable(file_), "\" is locked). Give each job a folder of its own.");
   }
   if (error != 0) {
-    core::log_warning(c10::str("cannot lock \"", file_, "\": ", std::strerror(error),
+    core::log_warning(c10::str("cannot lock \"", core::printable(file_),
+                               "\": ", std::strerror(error),
                                ". Another job that saves there at the same time would not be "
                                "noticed: give each job a folder of its own."));
   }
@@ -101,15 +142,18 @@ bool SaveLock::try_take(const std::string& path) {
     return false;
   }
   fd_ = fd;
-  const std::string holder = describe_this_process();
-  // For messages only: without it the lock holds as well.
-  if (::ftruncate(fd_, 0) == 0) (void)!::pwrite(fd_, holder.data(), holder.size(), 0);
+  owns_file_ = owns_file_ || !holder.empty();
+  if (owns_file_) {
+    const std::string ours = describe_this_process();
+    // For messages only: without it the lock holds as well.
+    if (::ftruncate(fd_, 0) == 0) (void)!::pwrite(fd_, ours.data(), ours.size(), 0);
+  }
   return true;
 }
 
 void SaveLock::release() noexcept {
   if (fd_ < 0) return;
-  ::unlink(file_.c_str());
+  if (owns_file_ && is_file_at(fd_, file_)) ::unlink(file_.c_str());
   // Not by closing alone: a child of fork() has the descriptor, too.
   ::flock(fd_, LOCK_UN);
   ::close(std::exchange(fd_, -1));

@@ -7,7 +7,8 @@
 namespace smp::checkpoint {
 
 /// Keeps two saves, of one job or of several, from writing to the same place: a lock on a file,
-/// which the system lets go of when the process ends.
+/// which the system lets go of when the process ends. What another program has under this name is
+/// locked, but neither written nor removed, and links are not followed.
 class SaveLock {
  public:
   explicit SaveLock(std::string file) : file_(std::move(file)) {}
@@ -17,17 +18,19 @@ class SaveLock {
 
   /// For the checkpoint `path`; does nothing when it is taken already. Throws a CheckpointError
   /// that says who saves there, if somebody else does. Where the file system has no locks, it only
-  /// warns.
+  /// warns. Throws a CheckpointError, too, if what has the file's name cannot be locked.
   void take(const std::string& path);
 
-  /// Removes the file. Does nothing unless taken.
+  /// Removes the file, if a save has made it. Does nothing unless taken.
   void release() noexcept;
 
  private:
   bool try_take(const std::string& path);
+  int open(const std::string& cannot_save);
 
   const std::string file_;
   int fd_ = -1;
+  bool owns_file_ = false;
 };
 
 /// The name of the lock's file for the checkpoint `path`; for all of a folder, whose name ends with

@@ -10,6 +10,7 @@
 
 #include "checkpoint/file.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 
 std::string cannot_save(const std::string& path) {
-  return c10::str("cannot save checkpoint \"", path, "\"");
+  return c10::str("cannot save checkpoint \"", core::printable(path), "\"");
 }
 
 /// "dir/name/" would put the temporary folder inside the final one.
@@ -85,7 +86,7 @@ std::string foreign_content(const std::string& folder, bool unfinished) {
 /// Saving removes `folder`, so whatever else has its name must stay.
 void check_removable(const std::string& path, const std::string& folder, bool unfinished) {
   const std::string got = foreign_content(folder, unfinished);
-  SMP_CHECK_WITH(CheckpointError, got.empty(), cannot_save(path), ": expected at \"", folder,
+  SMP_CHECK_WITH(CheckpointError, got.empty(), cannot_save(path), ": expected at \"", core::printable(folder),
                  "\" a new name or an existing checkpoint, got ", got,
                  ". Choose another path, or remove it first.");
 }
@@ -114,7 +115,7 @@ std::map<std::string, std::string> aliases_of(const std::string& path,
   for (const NamedTensor& tensor : tensors) {
     for (const std::string& alias : tensor.aliases) {
       SMP_CHECK_WITH(CheckpointError, names.insert(alias).second, "cannot save checkpoint \"",
-                     path, "\": \"", alias, "\", listed as another name of \"", tensor.name,
+                     core::printable(path), "\": \"", core::printable(alias), "\", listed as another name of \"", core::printable(tensor.name),
                      "\", names another tensor too. Give every tensor its own names.");
       aliases[alias] = tensor.name;
     }
@@ -210,7 +211,7 @@ void Writer::begin() const {
 
 std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Shard& shard) const {
   SMP_CHECK_WITH(CheckpointError, 0 <= shard_id && shard_id < shard_count,
-                 "cannot save checkpoint \"", path_, "\": expected a shard id from 0 to ",
+                 "cannot save checkpoint \"", core::printable(path_), "\": expected a shard id from 0 to ",
                  shard_count - 1, ", got ", shard_id, ".");
   Index part;
   part.aliases = aliases_of(path_, shard.model);

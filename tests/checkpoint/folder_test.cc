@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/Functions.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <fstream>
 
+#include "checkpoint/file.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
 #include "tests/checkpoint/test_util.h"
@@ -283,9 +287,10 @@ TEST_F(FolderFormatTest, ASecondSaveIsRefusedWhileTheFirstGoesOn) {
   }
   EXPECT_EQ(loaded_value(path("c")), 2);
   EXPECT_FALSE(fs::exists(path("c.lock")));
-  spill(path("c.lock"), "what a killed save left");
+  spill(path("c.lock"), "process 1 on here saves there, since 2026-01-01T00:00:00Z");  // was killed
   save(path("c"), 3);
   EXPECT_EQ(loaded_value(path("c")), 3);
+  EXPECT_FALSE(fs::exists(path("c.lock")));
   {
     const Writer abandoned(path("c"));
     abandoned.begin();
@@ -293,6 +298,95 @@ TEST_F(FolderFormatTest, ASecondSaveIsRefusedWhileTheFirstGoesOn) {
     save(path("c"), 4);
   }
   EXPECT_EQ(loaded_value(path("c")), 4);
+}
+
+// Another program's, or what another user has put there.
+TEST_F(FolderFormatTest, SavesTouchNoFileThatIsNotTheirs) {
+  for (const std::string content : {"", "process of mine", "saves there, since"}) {
+    spill(path("c.lock"), content);
+    save(path("c"), 1);
+    EXPECT_TRUE(fs::exists(path("c.lock")));
+    EXPECT_EQ(slurp(path("c.lock")), content);
+  }
+  {
+    const int foreign = open(path("c.lock").c_str(), O_RDONLY | O_CLOEXEC);
+    ASSERT_EQ(flock(foreign, LOCK_EX), 0);
+    EXPECT_THAT(checkpoint_error([&] { save(path("c"), 2); }),
+                HasSubstr("another process has locked it (\"" + path("c.lock") + "\" is locked)."));
+    close(foreign);
+  }
+  fs::remove(path("c.lock"));
+  spill(path("diary"), "dear diary");
+  const auto refused = [&](const std::string& action) {
+    EXPECT_THAT(checkpoint_error([&] { save(path("c"), 2); }),
+                HasSubstr("expected at \"" + path("c.lock") +
+                          "\" no file, or one that can be locked, got a link or something else. "
+                          "Remove it, or save elsewhere."))
+        << action;
+    EXPECT_TRUE(fs::exists(fs::symlink_status(path("c.lock"))));
+    fs::remove(path("c.lock"));
+  };
+  fs::create_symlink(path("diary"), path("c.lock"));
+  refused("a link");
+  fs::create_symlink(path("nothing"), path("c.lock"));
+  refused("a link to nothing");
+  ASSERT_EQ(mkfifo(path("c.lock").c_str(), 0600), 0);
+  refused("a pipe");
+  EXPECT_EQ(slurp(path("diary")), "dear diary");
+  EXPECT_FALSE(fs::exists(path("nothing")));
+}
+
+TEST_F(FolderFormatTest, TemporaryFilesAreNew) {
+  spill(path("diary"), "dear diary");
+  fs::create_hard_link(path("diary"), path("f.tmp"));
+  write_file(path("f"), "text");  // over what an earlier save may have left
+  EXPECT_EQ(slurp(path("f")), "text");
+  EXPECT_EQ(slurp(path("diary")), "dear diary");
+  fs::create_symlink(path("diary"), path("f.tmp"));
+  EXPECT_THAT(checkpoint_error([&] { write_file(path("f"), "other"); }),
+              HasSubstr("cannot create \"" + path("f.tmp") +
+                        "\": something that is no file of a save has this name. Remove it, or save "
+                        "elsewhere."));
+  EXPECT_EQ(slurp(path("diary")), "dear diary");
+  EXPECT_EQ(slurp(path("f")), "text");
+  // In memory, where what is there is written over.
+  EXPECT_THAT(checkpoint_error([&] { FileWriter(path("f.tmp"), Medium::kMemory); }),
+              HasSubstr("cannot create \"" + path("f.tmp") + "\""));
+  EXPECT_EQ(slurp(path("diary")), "dear diary");
+}
+
+TEST_F(FolderFormatTest, RefusesWhatWouldNotEnd) {
+  save(path("c"), 1);
+  fs::remove(path("c/index.json"));
+  ASSERT_EQ(mkfifo(path("c/index.json").c_str(), 0600), 0);
+  EXPECT_THAT(checkpoint_error([&] { Reader(path("c")); }),
+              HasSubstr("cannot read \"" + path("c/index.json") + "\": expected a regular file."));
+  fs::remove(path("c/index.json"));
+  std::ofstream(path("c/index.json")) << "{}";
+  fs::resize_file(path("c/index.json"), kMostText + 1);  // takes no room
+  EXPECT_THAT(
+      checkpoint_error([&] { Reader(path("c")); }),
+      HasSubstr("expected at most 268435456 bytes of text, got 268435457. It is not the file "
+                "that was written: use another one."));
+  EXPECT_THAT(
+      checkpoint_error([] { Index().to_text(100); }),
+      HasSubstr("cannot write the index of a checkpoint: expected at most 100 bytes of names, "
+                "options and user_content, got "));
+}
+
+// Which rank brings which parameters is a matter of the layout.
+TEST_F(FolderFormatTest, TheIndexDoesNotSayWhichRankHadWhichParameters) {
+  std::vector<std::string> texts;
+  for (const bool reversed : {false, true}) {
+    std::vector<Shard> shards = two_shards(1);
+    const Writer writer(path("c"));
+    writer.begin();
+    auto parts = write_shards(writer, shards);
+    if (reversed) std::swap(parts[0], parts[1]);
+    writer.commit(parts, run_state(1));
+    texts.push_back(slurp(path("c/index.json")));
+  }
+  EXPECT_EQ(texts[0], texts[1]);
 }
 
 // A child of fork() keeps the descriptors of its parent.
