@@ -30,6 +30,17 @@ void check_alone() {
                  "unset SLURM_STEP_NUM_TASKS");
 }
 
+/// Half of torchrun's variables: a process of several, which would train alone.
+void check_variables() {
+  const auto rank = core::env("RANK"), size = core::env("WORLD_SIZE");
+  const bool is_whole = rank.has_value() == size.has_value() || size == "1";
+  const char* const set = rank ? "RANK" : "WORLD_SIZE";
+  SMP_CHECK_WITH(UsageError, is_whole, "the environment variable ", set, " is ",
+                 *(rank ? rank : size), ", and ", rank ? "WORLD_SIZE" : "RANK",
+                 " is not set. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process "
+                 "of a job, as torchrun does, or unset them all for a program of one rank");
+}
+
 CommunicatorPtr world_of_one() {
   static const CommunicatorPtr world = make_thread_world(1).front();
   return world;
@@ -59,6 +70,7 @@ CommunicatorPtr make_world(std::chrono::milliseconds timeout, int port) {
       return make_torchrun_world(timeout, port);
     case Launcher::kNone:
       check_alone();
+      check_variables();
       break;
   }
   return world_of_one();

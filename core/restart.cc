@@ -6,10 +6,14 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <system_error>
 #include <utility>
 
+#include "core/check.h"
 #include "core/env.h"
 #include "core/failure.h"
 
@@ -20,6 +24,8 @@ constexpr const char* kSteps = "/steps";              // a number of a fixed wid
 constexpr const char* kCheckpoints = "/checkpoints";  // JSON, [path, steps], a line
 constexpr const char* kKeptSteps = "/kept";           // as kSteps
 constexpr const char* kConfiguration = "/configuration";
+constexpr const char* kArrival = "arrived-";  // and the rank: an empty file
+constexpr const char* kRankVariable = "OMPI_COMM_WORLD_RANK";
 
 /// One call, so that whoever is killed has written all of it or nothing. Errors are ignored.
 void write_once(const char* file, int flags, const std::string& text) noexcept {
@@ -41,12 +47,43 @@ std::string fixed_width(int64_t steps) {
   return text;
 }
 
+/// A path is bytes, and JSON has characters: of U+0000 to U+00FF, one for each byte.
+std::string to_characters(const std::string& bytes) {
+  std::string text;
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x80) text += static_cast<char>(0xC0 | byte >> 6);
+    text += static_cast<char>(byte >= 0x80 ? 0x80 | (byte & 0x3F) : byte);
+  }
+  return text;
+}
+
+/// The inverse, of UTF-8 that it has written.
+std::string to_bytes(const std::string& text) {
+  std::string bytes;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto first = static_cast<unsigned char>(text[i]);
+    const bool is_pair = first >= 0x80 && i + 1 < text.size();
+    bytes += static_cast<char>(is_pair ? (first & 0x3) << 6 | (text[++i] & 0x3F) : first);
+  }
+  return bytes;
+}
+
 nlohmann::json to_json(const SavedCheckpoint& checkpoint) {
-  return nlohmann::json::array({checkpoint.path, checkpoint.steps});
+  return nlohmann::json::array({to_characters(checkpoint.path), checkpoint.steps});
 }
 
 SavedCheckpoint checkpoint_of(const nlohmann::json& json) {
-  return {json.at(0).get<std::string>(), json.at(1).get<int64_t>()};
+  return {to_bytes(json.at(0).get<std::string>()), json.at(1).get<int64_t>()};
+}
+
+Restart restart_of(const nlohmann::json& json) {
+  JobProgress before{json.at("steps").get<int64_t>(), {}, {}};
+  for (const auto& item : json.at("checkpoints")) {
+    before.checkpoints.push_back(checkpoint_of(item));
+  }
+  if (json.contains("kept_steps")) before.kept_steps = json.at("kept_steps").get<int64_t>();
+  return Restart{json.at("number").get<int>(), std::move(before)};
 }
 
 /// What torchrun's agent says of itself.
@@ -62,15 +99,27 @@ std::optional<Restart> restart_by_agent() {
 
 std::string kept_copy_path(const std::string& folder) { return folder + "/copy"; }
 
+void note_arrival() noexcept {
+  const auto rank = env(kRankVariable);  // smprun starts ranks by mpirun
+  if (rank && env(kFailureDirVariable)) note(("/" + (kArrival + *rank)).c_str(), 0, "");
+}
+
+std::set<int> read_arrivals(const std::string& directory) {
+  std::set<int> ranks;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (name.rfind(kArrival, 0) == 0) ranks.insert(std::atoi(name.c_str() + std::strlen(kArrival)));
+  }
+  return ranks;
+}
+
 void note_steps(int64_t steps) noexcept { note(kSteps, 0, fixed_width(steps)); }
 
 void note_kept_copy(int64_t steps) noexcept { note(kKeptSteps, 0, fixed_width(steps)); }
 
 void note_checkpoint(const SavedCheckpoint& checkpoint) noexcept {
-  const std::string line =
-      to_json(checkpoint)
-          .dump(-1, ' ', /*ensure_ascii=*/true, nlohmann::json::error_handler_t::replace);
-  note(kCheckpoints, O_APPEND, line + "\n");
+  note(kCheckpoints, O_APPEND, to_json(checkpoint).dump(-1, ' ', /*ensure_ascii=*/true) + "\n");
 }
 
 void note_configuration(const std::string& json) noexcept { note(kConfiguration, O_TRUNC, json); }
@@ -105,13 +154,13 @@ std::string Restart::to_text() const {
 }
 
 Restart Restart::from_text(const std::string& text) {
-  const auto json = nlohmann::json::parse(text);
-  JobProgress before{json.at("steps").get<int64_t>(), {}, {}};
-  for (const auto& item : json.at("checkpoints")) {
-    before.checkpoints.push_back(checkpoint_of(item));
+  try {
+    return restart_of(nlohmann::json::parse(text));
+  } catch (const nlohmann::json::exception&) {
+    fail<ConfigError>("the environment variable ", kRestartVariable,
+                      ": expected what smprun sets for a job that it starts again, got ", text,
+                      ". Unset it, and leave it to smprun --restarts or \"recovery\"");
   }
-  if (json.contains("kept_steps")) before.kept_steps = json.at("kept_steps").get<int64_t>();
-  return Restart{json.at("number").get<int>(), std::move(before)};
 }
 
 std::optional<Restart> this_restart() {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,11 @@ struct JobProgress {
   }
 };
 
+/// Notes for `smprun` that this rank has come to `smp::init`.
+void note_arrival() noexcept;
+/// The ranks of which that was noted in `directory`.
+std::set<int> read_arrivals(const std::string& directory);
+
 /// Note how far this job has come. Without the variables nothing happens. A note that cannot be
 /// written is left out: training goes on.
 void note_steps(int64_t steps) noexcept;
@@ -67,6 +73,7 @@ struct Restart {
   JobProgress before;  ///< of the starts before this one
 
   std::string to_text() const;
+  /// Throws `ConfigError` for what is no such text.
   static Restart from_text(const std::string& text);
 };
 

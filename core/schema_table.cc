@@ -330,6 +330,12 @@ std::vector<Parameter> rank_rows() {
           "copies to need 3 % of the time at most, as measured.")
           .at_least(0)
           .at_most(kMostSteps),
+      number("preempt_seconds", 0.0,
+             "How many seconds a job that gets SIGTERM has to stop by itself, where it can go on "
+             "later: `smp::stop_requested()` then is true on all ranks, and the program saves a "
+             "checkpoint and ends (see docs/recovery.md). 0: SIGTERM ends it at once.")
+          .at_least(0)
+          .at_most(kMostSeconds),
       text("record_hashes", {},
            "A folder into which each rank writes hashes of what its operators compute in every "
            "step, and of the gradients of parameters: `smp_diff` compares two of them (see "

@@ -36,6 +36,8 @@ struct Progress {
   int64_t parameter_loads = 0;
   /// Whether the job has said where it goes on after a restart.
   bool restart_is_told = false;
+  /// Whether all ranks know that the job was asked to stop.
+  bool stop_is_agreed = false;
 };
 
 /// What the first step settles for the rest of the program. Written by runtime/step in that step.

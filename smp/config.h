@@ -416,6 +416,13 @@ class SMP_API Config {
   Config& recovery_interval(int64_t value) { return set("recovery_interval", value); }
   int64_t recovery_interval() const { return std::get<int64_t>(get("recovery_interval")); }
 
+  /// How many seconds a job that gets SIGTERM has to stop by itself, where it can go on later:
+  /// `smp::stop_requested()` then is true on all ranks, and the program saves a checkpoint and ends
+  /// (see docs/recovery.md). 0: SIGTERM ends it at once. A number from 0 to 1000000000. Default:
+  /// 0.0.
+  Config& preempt_seconds(double value) { return set("preempt_seconds", value); }
+  double preempt_seconds() const { return std::get<double>(get("preempt_seconds")); }
+
   /// A folder into which each rank writes hashes of what its operators compute in every step, and
   /// of the gradients of parameters: `smp_diff` compares two of them (see docs/corruption.md).
   /// Takes time and room on the disk. Unset by default.

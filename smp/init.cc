@@ -19,10 +19,13 @@
 #include "core/env.h"
 #include "core/failure.h"
 #include "core/heap.h"
+#include "core/restart.h"
 #include "core/status.h"
+#include "core/stop_request.h"
 #include "core/tensor_memory.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
+#include "smp/exit_status.h"
 
 namespace smp {
 namespace {
@@ -125,6 +128,12 @@ void end_world() {
   std::_Exit(status);
 }
 
+/// A program that stops because it was asked to has not failed.
+bool is_failure(int status) {
+  const bool has_stopped = status == kPreemptedStatus && Runtime::get().progress.stop_is_agreed;
+  return status != 0 && !has_stopped;
+}
+
 /// Ends MPI with the program. A program that caught an exception and returns non-zero has left the
 /// others waiting: they are told, or they would run into their time-outs. A forked process has
 /// copies of what belongs to the job, which it must not end. `_Exit`, because destructors of static
@@ -133,7 +142,7 @@ void finish_at_exit(int status, void*) {
   if (!Runtime::exists()) return;
   flush_streams();
   if (!is_rank()) std::_Exit(status);
-  if (status != 0) end_with(status);
+  if (is_failure(status)) end_with(status);
   try {
     end_world();
   } catch (const std::exception& error) {
@@ -157,6 +166,10 @@ Config config_of_meeting(const Config& config) {
 
 comm::CommunicatorPtr meet(const Config& config) {
   const Config effective = config_of_meeting(config);
+  if (effective.preempt_seconds() > 0) {
+    core::take_stop_requests(
+        std::chrono::nanoseconds(static_cast<int64_t>(effective.preempt_seconds() * 1e9)));
+  }
   const auto milliseconds = static_cast<int64_t>(effective.timeout_seconds() * 1000);
   return comm::make_world(std::chrono::milliseconds(milliseconds),
                           static_cast<int>(effective.ddp_port().value_or(0)));
@@ -168,6 +181,7 @@ void init(const Config& config) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists(),
                  "smp::init was called twice; call it once at the start of main()");
   rank_process = getpid();
+  core::note_arrival();
   install_terminate_handler();
   const auto world = meet(config);
   try {

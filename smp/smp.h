@@ -20,6 +20,7 @@
 #include "smp/model_creation.h"
 #include "smp/objects.h"
 #include "smp/partition_scope.h"
+#include "smp/preemption.h"
 #include "smp/pretrained.h"
 #include "smp/save_load.h"
 #include "smp/scheduler.h"

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -84,6 +85,31 @@ TEST(World, KnowsTasksOfSlurm) {
   }
   const Variables pmix({{"PMIX_RANK", "2"}});
   EXPECT_EQ(launcher(), Launcher::kSrun);
+}
+
+// Each would train alone, without a word.
+TEST(World, RefusesHalfOfTorchrunsVariables) {
+  if (launcher() != Launcher::kNone) return;
+  {
+    const Variables alone({{"WORLD_SIZE", "1"}});
+    EXPECT_EQ(make_world()->size(), 1);
+  }
+  for (const auto& [set, value, unset] :
+       {std::tuple{"RANK", "1", "WORLD_SIZE"}, std::tuple{"WORLD_SIZE", "2", "RANK"}}) {
+    const Variables half({{set, value}});
+    try {
+      make_world();
+      ADD_FAILURE() << set;
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what())
+                    .find(std::string("the environment variable ") + set + " is " + value +
+                          ", and " + unset +
+                          " is not set. Set RANK, WORLD_SIZE, MASTER_ADDR and "
+                          "MASTER_PORT for each process of a job"),
+                std::string::npos)
+          << error.what();
+    }
+  }
 }
 
 // All ranks of a test are on one host.

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +13,7 @@
 #include "core/check.h"
 #include "core/failure.h"
 #include "core/log.h"
+#include "core/stop_request.h"
 
 namespace smp {
 namespace {
@@ -26,6 +30,10 @@ fs::path fresh_folder(const char* name) {
   fs::remove_all(folder);
   fs::create_directory(folder);
   return folder;
+}
+
+[[noreturn]] void pause_for_ever() {
+  for (;;) pause();
 }
 
 TEST(Log, LinesCarryTheRankAndTheLevel) {
@@ -155,6 +163,58 @@ TEST(Failure, MessagesAreWithoutBacktracesUnlessAskedFor) {
   EXPECT_NE(message().find("Exception raised from"), std::string::npos);
   unsetenv("SMP_BACKTRACE");
   EXPECT_EQ(core::message_of(std::runtime_error("no file")), "no file");
+}
+
+/// SIGTERM to this process as often as `count` says, and then `status`, if it still lives.
+[[noreturn]] void end_after_signals(std::chrono::milliseconds grace, int count, int status) {
+  core::take_stop_requests(grace);
+  if (core::stop_is_requested()) std::_Exit(1);
+  for (int i = 0; i < count; ++i) std::raise(SIGTERM);
+  if (core::stop_is_requested() != (count > 0)) std::_Exit(2);
+  if (status == 0) pause_for_ever();
+  std::_Exit(status);
+}
+
+TEST(StopRequestDeathTest, SigtermAsksAndDoesNotEnd) {
+  constexpr std::chrono::hours kHour{1};
+  EXPECT_EXIT(end_after_signals(kHour, 0, 7), ::testing::ExitedWithCode(7), "");
+  EXPECT_EXIT(end_after_signals(kHour, 1, 7), ::testing::ExitedWithCode(7), "");
+  EXPECT_EXIT(end_after_signals(kHour, 2, 7), ::testing::ExitedWithCode(7), "") << "sent by two";
+}
+
+TEST(StopRequestDeathTest, SigtermEndsWhenTheTimeIsOver) {
+  constexpr std::chrono::milliseconds kSoon{50};
+  EXPECT_EXIT(end_after_signals(kSoon, 1, 0), ::testing::KilledBySignal(SIGTERM), "");
+}
+
+/// As a pool of workers ends its processes.
+TEST(StopRequestDeathTest, SigtermEndsForkedProcesses) {
+  const auto fork_and_end = [] {
+    core::take_stop_requests(std::chrono::hours(1));
+    const pid_t child = fork();
+    if (child == 0) pause_for_ever();
+    kill(child, SIGTERM);
+    int status = 0;
+    waitpid(child, &status, 0);
+    std::_Exit(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM ? 7 : 1);
+  };
+  EXPECT_EXIT(fork_and_end(), ::testing::ExitedWithCode(7), "");
+}
+
+/// By files in its folder, and back.
+TEST(StopRequest, TheLauncherAsksAndHears) {
+  const std::string folder = fresh_folder("stop");
+  EXPECT_FALSE(core::ask_to_stop(folder + "/missing"));
+  EXPECT_TRUE(core::ask_to_stop(folder));
+  EXPECT_FALSE(core::stop_is_requested()) << "of another launcher";
+  core::note_stopping();  // for nobody
+  EXPECT_FALSE(core::is_stopping(folder));
+  setenv(kFailureDirVariable, folder.c_str(), 1);
+  EXPECT_TRUE(core::stop_is_requested());
+  core::note_stopping();
+  unsetenv(kFailureDirVariable);
+  EXPECT_TRUE(core::is_stopping(folder));
+  EXPECT_TRUE(read_failures(folder).empty());
 }
 
 }  // namespace

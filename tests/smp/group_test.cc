@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/stop_request.h"
 #include "runtime/runtime.h"
 #include "tests/smp/oracle.h"
 
@@ -106,6 +107,30 @@ TEST(Shard, RefusesUnequalParts) {
                 "each replica. Choose a batch size that is a multiple of 2, or drop the last"});
     expect_has(error_of<UsageError>([] { std::ignore = shard(torch::zeros({4}), 1); }),
                {"smp::shard: a tensor of shape [4] has no axis 1"});
+  });
+}
+
+TEST(StopRequests, AreKnownToAllRanksForGood) {
+  const Config config = stages(2).ddp(true).preempt_seconds(60);
+  run_as_threads(4, config, [] {
+    EXPECT_FALSE(stop_requested());
+    barrier();  // all have asked
+    core::set_stop_requested(true);
+    EXPECT_TRUE(stop_requested());
+    barrier();
+    core::set_stop_requested(false);
+    EXPECT_TRUE(stop_requested());
+  });
+  core::set_stop_requested(true);
+  on_four_ranks([] { EXPECT_FALSE(stop_requested()) << "without \"preempt_seconds\""; });
+  core::set_stop_requested(false);
+}
+
+TEST(StopRequests, AreAskedForBetweenSteps) {
+  run_as_threads(1, Config().preempt_seconds(60), [] {
+    runtime::Runtime::get().current_step.is_running = true;
+    expect_has(error_of<UsageError>([] { std::ignore = stop_requested(); }),
+               {"smp::stop_requested was called inside a step function; ask between steps"});
   });
 }
 
