@@ -68,6 +68,10 @@ std::string report_of_waits(const Failures& failures, const Failure& first) {
                          &first);
 }
 
+std::string signal_text(int signal) {
+  return c10::str("signal ", signal, " (", strsignal(signal), ")");
+}
+
 }  // namespace
 
 std::optional<EndedRank> ended_rank(const std::string& mpirun_says) {
@@ -87,10 +91,13 @@ std::optional<EndedRank> ended_rank(const std::string& mpirun_says) {
 
 std::string failure_report(const Failures& failures, const ProcessResult& result) {
   if (result.forwarded_signal != 0) {
-    return c10::str("smprun: stopped by signal ", result.forwarded_signal, " (",
-                    strsignal(result.forwarded_signal), ")\n");
+    return stop_report(result.forwarded_signal, result.ended_because);
   }
+  if (!result.ended_because.empty()) return kFirstCause + result.ended_because + "\n";
   if (const Failure* own = find_kind(failures, Failure::Kind::kOwn)) return with_message(*own);
+  if (result.own_signal != 0) {
+    return c10::str(kFirstCause, "mpirun was ended by ", signal_text(result.own_signal), "\n");
+  }
   const Failure* const witness = find_kind(failures, Failure::Kind::kPeerEnded);
   const auto ended = ended_rank(result.error_tail);
   if (ended && find_rank(failures, ended->rank) == nullptr) {
@@ -107,12 +114,9 @@ std::string failure_report(const Failures& failures, const ProcessResult& result
   return c10::str(kFirstCause, "no rank left a message; ", explain_exit(result.exit_status), "\n");
 }
 
-std::string cause_in(const std::string& report) {
-  const size_t begin = report.rfind(kFirstCause);
-  const std::string cause = begin == std::string::npos ? report : report.substr(begin);
-  // How long it was there, and at which instruction, is another thing each time.
-  static const std::regex moment(R"( for [0-9.]+ (s|min|h)\b(, and is in .*)?)");
-  return std::regex_replace(cause, moment, "");
+std::string stop_report(int signal, const std::string& because) {
+  return c10::str("smprun: stopped by ", signal_text(signal), because.empty() ? "" : ": ", because,
+                  "\n");
 }
 
 }  // namespace smp::tools

@@ -27,8 +27,8 @@ std::optional<EndedRank> ended_rank(const std::string& mpirun_says);
 /// waited for nobody, which that one has seen, or which the messages tell.
 std::string failure_report(const std::vector<core::Failure>& failures, const ProcessResult& result);
 
-/// The end of a report, which names the cause and depends neither on who noticed nor on how long a
-/// rank had waited: the same for the same failure.
-std::string cause_in(const std::string& report);
+/// The line of a job that a signal to the launcher has stopped: "smprun: stopped by signal 15
+/// (Terminated)", and why it was not asked to stop by itself, or did not, if not empty.
+std::string stop_report(int signal, const std::string& because = "");
 
 }  // namespace smp::tools

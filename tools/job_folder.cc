@@ -4,12 +4,16 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <string_view>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -20,22 +24,76 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kPrefix = "smprun-";
-constexpr const char* kLock = "/launcher";
+constexpr const char* kMarker = "launcher";
+constexpr std::string_view kContent = "a folder of an smprun job\n";
 
-/// The lock of a folder, or -1 if it is somebody's.
-int lock(const std::string& folder, int flags) {
-  const int fd = ::open((folder + kLock).c_str(), O_RDWR | O_CLOEXEC | flags, 0600);
-  if (fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
-  if (fd >= 0) ::close(fd);
-  return -1;
+/// A file descriptor, or none.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+/// Writes the marker of a folder and locks it. Returns the lock; -1, and errno, if there can be
+/// none.
+int mark(const std::string& folder) {
+  const std::string file = folder + "/" + kMarker;
+  Descriptor marker(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  const auto written = ::write(marker.get(), kContent.data(), kContent.size());
+  const bool is_whole = written == static_cast<ssize_t>(kContent.size());
+  return is_whole && ::flock(marker.get(), LOCK_EX | LOCK_NB) == 0 ? marker.release() : -1;
 }
 
+/// Whether an open file is this user's, and of that type.
+bool is_own(int fd, mode_t type) {
+  struct stat entry {};
+  return ::fstat(fd, &entry) == 0 && (entry.st_mode & S_IFMT) == type &&
+         entry.st_uid == ::geteuid();
+}
+
+/// The lock of a folder that a launcher has made and no launcher has; -1 for any other.
+int lock_of_the_dead(const std::string& folder) {
+  const Descriptor directory(
+      ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (!is_own(directory.get(), S_IFDIR)) return -1;
+  constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+  Descriptor marker(::openat(directory.get(), kMarker, kFlags));
+  std::array<char, kContent.size() + 1> content{};
+  const bool is_marker = is_own(marker.get(), S_IFREG) &&
+                         ::read(marker.get(), content.data(), content.size()) ==
+                             static_cast<ssize_t>(kContent.size()) &&
+                         kContent == content.data();
+  return is_marker && ::flock(marker.get(), LOCK_EX | LOCK_NB) == 0 ? marker.release() : -1;
+}
+
+void remove_all_but_the_marker(const std::string& folder) {
+  std::error_code ignored;  // what cannot be removed is what the folder is kept for
+  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+    if (entry.path().filename() != kMarker) fs::remove_all(entry.path(), ignored);
+  }
+}
+
+/// Where others still write, the folder stays, with a marker, for the next launcher.
 void remove(const std::string& folder) {
-  std::error_code ignored;  // what is left over in a temporary folder harms nobody
-  fs::remove_all(folder, ignored);
+  constexpr int kAttempts = 3;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    remove_all_but_the_marker(folder);
+    ::unlink((folder + "/" + kMarker).c_str());
+    if (::rmdir(folder.c_str()) == 0 || errno == ENOENT) return;
+    ::close(mark(folder));
+  }
 }
 
-/// Folders without a lock's file are none that was finished, or another program's.
 void remove_those_of_the_dead(const std::string& parent) {
   std::vector<std::string> folders;
   std::error_code ignored;
@@ -43,10 +101,8 @@ void remove_those_of_the_dead(const std::string& parent) {
     if (entry.path().filename().string().rfind(kPrefix, 0) == 0) folders.push_back(entry.path());
   }
   for (const std::string& folder : folders) {
-    const int fd = lock(folder, 0);
-    if (fd < 0) continue;
-    remove(folder);
-    ::close(fd);
+    const Descriptor lock(lock_of_the_dead(folder));
+    if (lock.get() >= 0) remove(folder);
   }
 }
 
@@ -54,18 +110,24 @@ void remove_those_of_the_dead(const std::string& parent) {
 
 JobFolder::JobFolder(const std::string& parent, const std::string& advice) {
   remove_those_of_the_dead(parent);
-  // Under a name that nobody looks for until it is locked.
-  std::string made = parent + "/." + kPrefix + "XXXXXX";
   path_ = parent + "/" + kPrefix;
-  const bool is_made = mkdtemp(made.data()) != nullptr;
-  SMP_CHECK(is_made, "smprun: cannot create the folder ", path_, "XXXXXX: ", std::strerror(errno),
-            ". ", advice);
-  path_ += made.substr(made.size() - 6);
-  lock_ = lock(made, O_CREAT | O_EXCL);
-  const bool is_named = ::rename(made.c_str(), path_.c_str()) == 0;
-  if (!is_named) remove(made);
-  SMP_CHECK(is_named, "smprun: cannot create the folder ", path_, ": ", std::strerror(errno), ". ",
-            advice);
+  const auto check = [&](bool is_done) {
+    SMP_CHECK(is_done, "smprun: cannot create the folder ", path_, "XXXXXX: ",
+              std::strerror(errno), ". ", advice);
+  };
+  // Under a name that launchers do not look for until it is locked.
+  std::string made = parent + "/." + kPrefix + "XXXXXX";
+  check(mkdtemp(made.data()) != nullptr);
+  const std::string path = path_ + made.substr(made.size() - 6);
+  lock_ = mark(made);
+  const bool is_named = lock_ >= 0 && ::rename(made.c_str(), path.c_str()) == 0;
+  if (!is_named) {
+    const int error = errno;
+    remove(made);
+    errno = error;
+  }
+  check(is_named);
+  path_ = path;
 }
 
 JobFolder::~JobFolder() {

@@ -6,7 +6,8 @@
 namespace smp::tools {
 
 /// A private folder of `parent` that goes away with this object: "smprun-" and some letters. What a
-/// launcher that was killed could not remove, the next one of this user removes.
+/// launcher that was killed could not remove, the next one of this user removes: by a file
+/// "launcher" that says whose it is, and that goes last.
 class JobFolder {
  public:
   /// Throws `smp::Error` that ends with `advice` when there can be none.

@@ -2,6 +2,7 @@
 #include "tools/launch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "core/check.h"
@@ -89,14 +90,21 @@ int rank_count(const LaunchOptions& options, const std::vector<Host>& hosts,
 
 class MpirunArguments {
  public:
-  explicit MpirunArguments(std::vector<std::string> custom) : custom_(std::move(custom)) {}
+  MpirunArguments(std::vector<std::string> custom, const std::set<std::string>& in_environment)
+      : custom_(std::move(custom)), in_environment_(in_environment) {}
 
   // Adds an option unless the user's own options have it: mpirun refuses some twice.
   void add(const std::string& option, const std::string& value) {
     if (!user_has(option)) append({"--" + option, value});
   }
-  void add_mca(const std::string& name, const std::string& value) {
-    if (!user_has(name)) append({"--mca", name, value});
+  // `others` exclude it.
+  void add_mca(const std::string& name, const std::string& value,
+               const std::vector<std::string>& others = {}) {
+    const auto is_set = [&](const std::string& one) {
+      return user_has(one) || in_environment_.count(one) > 0;
+    };
+    if (is_set(name) || std::any_of(others.begin(), others.end(), is_set)) return;
+    append({"--mca", name, value});
   }
   void append(const std::vector<std::string>& words) {
     words_.insert(words_.end(), words.begin(), words.end());
@@ -104,7 +112,6 @@ class MpirunArguments {
   void append_custom() { append(custom_); }
   std::vector<std::string> take() { return std::move(words_); }
 
- private:
   bool user_has(const std::string& name) const {
     for (const std::string& word : custom_) {
       if (word == name || word == "-" + name || word == "--" + name) return true;
@@ -112,9 +119,34 @@ class MpirunArguments {
     return false;
   }
 
+ private:
   std::vector<std::string> custom_;
+  const std::set<std::string>& in_environment_;
   std::vector<std::string> words_;
 };
+
+/// Whether all ranks run on this host, as far as is known.
+bool is_on_one_host(const MpirunArguments& mpirun, const LaunchContext& context,
+                    const std::vector<Host>& hosts) {
+  if (!hosts.empty() || context.mpirun_knows_hosts) return false;
+  for (const char* option : {"host", "H", "hostfile", "machinefile", "default-hostfile"}) {
+    if (mpirun.user_has(option)) return false;
+  }
+  return true;
+}
+
+/// What MPI leaves when it is killed goes away with the job's folders. Without messages to other
+/// hosts no rank listens to the network.
+void keep_to_this_host(MpirunArguments& mpirun, const LaunchContext& context) {
+  mpirun.add_mca("btl", "vader,self");
+  if (!context.memory_dir.empty()) {
+    mpirun.add_mca("btl_vader_backing_directory", context.memory_dir);
+  }
+  if (!context.failure_dir.empty()) {
+    mpirun.add_mca("orte_tmpdir_base", context.failure_dir,
+                   {"orte_local_tmpdir_base", "orte_remote_tmpdir_base"});
+  }
+}
 
 /// The user's own options of mpirun.
 std::vector<std::string> custom_options(const LaunchOptions& options,
@@ -131,7 +163,7 @@ std::vector<std::string> custom_options(const LaunchOptions& options,
 MpirunArguments begin_mpirun(const LaunchOptions& options, const LaunchContext& context,
                              const std::vector<Host>& hosts, int ranks,
                              std::vector<std::string> custom) {
-  MpirunArguments mpirun(std::move(custom));
+  MpirunArguments mpirun(std::move(custom), context.mpi_parameters);
   // Ranks may outnumber cores, and a rank must not be tied to a core that others compute on.
   mpirun.append({"mpirun", "-np", std::to_string(ranks), "--oversubscribe"});
   if (!hosts.empty()) mpirun.append({"--host", to_string(hosts)});
@@ -141,6 +173,7 @@ MpirunArguments begin_mpirun(const LaunchOptions& options, const LaunchContext& 
   mpirun.add_mca("orte_abort_on_non_zero_status", "1");
   // Containers forbid the system call that the default mechanism needs.
   mpirun.add_mca("btl_vader_single_copy_mechanism", "none");
+  if (is_on_one_host(mpirun, context, hosts)) keep_to_this_host(mpirun, context);
   mpirun.append_custom();
   return mpirun;
 }
@@ -225,9 +258,21 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (!context.backtraces) command.environment.emplace_back(kSignalsWithStack, "");
   mpirun.append(options.program);
   command.ranks = ranks;
-  if (model_parallel) command.recovery = distribution->config.recovery();
+  if (model_parallel) {
+    command.recovery = distribution->config.recovery();
+    command.timeout_seconds = distribution->config.timeout_seconds();
+    command.preempt_seconds = distribution->config.preempt_seconds();
+  }
+  command.outlives_sigterm = command.preempt_seconds > 0;
+  command.shows_arrivals = !data_parallel && is_on_one_host(mpirun, context, hosts);
   command.arguments = mpirun.take();
   return command;
+}
+
+std::chrono::seconds start_limit(const LaunchOptions& options, const LaunchCommand& command) {
+  constexpr std::chrono::seconds kDefault{600};
+  if (options.start_timeout) return std::chrono::seconds(*options.start_timeout);
+  return std::max(kDefault, std::chrono::seconds(std::llround(2 * command.timeout_seconds)));
 }
 
 std::vector<Host> hosts_of(const LaunchOptions& options, const LaunchContext& context) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <optional>
 #include <set>
 #include <string>
@@ -28,6 +29,9 @@ struct LaunchOptions {
   /// How many seconds hosts that do not answer have to come back before a job is started again, if
   /// the others are too few.
   int wait_for_hosts = 600;
+  /// How many seconds the ranks have until all are in `smp::init`, 0 for any time; nothing: see
+  /// `start_limit`.
+  std::optional<int> start_timeout;
   /// The program to run and its arguments.
   std::vector<std::string> program;
 };
@@ -43,6 +47,9 @@ struct LaunchContext {
   /// The folder that outlives the processes of the job, see `core::kRecoveryDirVariable`; empty for
   /// none.
   std::string recovery_dir;
+  /// The job's own folder in memory, for what MPI shares between ranks of this host; empty for
+  /// none.
+  std::string memory_dir;
   /// In place of what the configuration and the command line say; nothing at the first start.
   std::optional<Layout> layout;
   /// What a job that is started again is told; nothing at the first start.
@@ -54,6 +61,10 @@ struct LaunchContext {
   bool backtraces = true;
   /// The hosts of the SLURM job that the launcher runs in; empty outside of one.
   std::vector<Host> slurm_hosts;
+  /// Whether mpirun may know of other hosts: another scheduler's, or those of a file.
+  bool mpirun_knows_hosts = false;
+  /// The parameters of Open MPI that the caller's environment sets; they win.
+  std::set<std::string> mpi_parameters;
   /// Hosts that have not answered, and are left out.
   std::set<std::string> lost_hosts;
   /// The caller's MASTER_ADDR and MASTER_PORT, if set: where ranks of c10d meet.
@@ -66,8 +77,15 @@ struct LaunchContext {
 
 /// A command as an argument vector; no shell is involved.
 struct LaunchCommand {
-  int ranks = 0;                 ///< that it starts
-  std::string recovery = "off";  ///< of the configuration, as far as the launcher knows it
+  int ranks = 0;  ///< that it starts
+  // Of the configuration, as far as the launcher knows it:
+  std::string recovery = "off";
+  double timeout_seconds = 0;
+  double preempt_seconds = 0;
+  /// Whether SIGTERM to the command itself is left to the launcher.
+  bool outlives_sigterm = false;
+  /// Whether its ranks call `smp::init`, where the launcher sees it.
+  bool shows_arrivals = false;
   std::vector<std::string> arguments;
   /// Variables set for the command, in addition to the caller's.
   std::vector<std::pair<std::string, std::string>> environment;
@@ -80,6 +98,10 @@ struct LaunchCommand {
 /// with the texts of docs/configuration.md, and when both a file and `context.parameters` are
 /// given.
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context);
+
+/// How long the ranks have until all are in `smp::init`; 0: any time. By default ten minutes, or
+/// twice the configuration's `timeout_seconds` if that is longer.
+std::chrono::seconds start_limit(const LaunchOptions& options, const LaunchCommand& command);
 
 /// The hosts that the job is started on; empty: this one. Throws as above.
 std::vector<Host> hosts_of(const LaunchOptions& options, const LaunchContext& context);

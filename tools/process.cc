@@ -7,15 +7,21 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "core/env.h"
@@ -104,19 +110,34 @@ class ErrorPipe {
   std::thread thread_;
 };
 
+// How a command is started.
+struct Start {
+  sigset_t mask;  // the signals that stay away from it
+  int ending;     // the one that ends it
+};
+
+Start start_of(const LaunchCommand& command, const sigset_t& mask) {
+  Start start{mask, SIGKILL};
+  if (command.outlives_sigterm) sigaddset(&start.mask, SIGTERM);
+  for (const int signal : {SIGHUP, SIGINT, SIGTERM}) {
+    if (!sigismember(&start.mask, signal)) start.ending = signal;
+  }
+  return start;
+}
+
 // In the child: becomes the command. Returns only if it cannot.
-void become(char* const* arguments, char** environment, const sigset_t& mask, pid_t parent,
+void become(char* const* arguments, char** environment, const Start& start, pid_t parent,
             int errors) {
   // The launcher may be killed by what it cannot catch; the ranks shall not outlive it.
-  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  prctl(PR_SET_PDEATHSIG, start.ending);
   if (getppid() != parent) _exit(1);
-  sigprocmask(SIG_SETMASK, &mask, nullptr);
+  sigprocmask(SIG_SETMASK, &start.mask, nullptr);
   dup2(errors, STDERR_FILENO);
   environ = environment;
   execvp(arguments[0], arguments);
 }
 
-pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask, int errors) {
+pid_t spawn(const LaunchCommand& command, const Start& start, int errors) {
   std::vector<std::string> words = command.arguments;
   std::vector<std::string> entries = environment_of(command);
   const std::vector<char*> arguments = pointers(words);
@@ -127,7 +148,7 @@ pid_t spawn(const LaunchCommand& command, const sigset_t& child_mask, int errors
   const pid_t child = fork();
   int error = child < 0 ? errno : 0;
   if (child == 0) {
-    become(arguments.data(), environment.data(), child_mask, parent, errors);
+    become(arguments.data(), environment.data(), start, parent, errors);
     error = errno;
     _exit(write(report[1], &error, sizeof error) == sizeof error ? 127 : 126);
   }
@@ -149,8 +170,178 @@ bool is_program(const std::filesystem::path& path) {
   return std::filesystem::is_regular_file(path, error) && access(path.c_str(), X_OK) == 0;
 }
 
-int exit_status_of(int wait_status) {
-  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
+using Clock = std::chrono::steady_clock;
+
+// How long a command that was told to end may take; mpirun takes some seconds.
+constexpr std::chrono::seconds kLongestEnd{30};
+// How long what it has left may take by itself: ranks see within two seconds that mpirun is gone.
+constexpr std::chrono::seconds kLongestFarewell{3};
+
+// The signal that comes first until then, and what sent it; 0: none.
+int next_signal(const sigset_t& signals, std::optional<Clock::time_point> deadline,
+                siginfo_t& info) {
+  for (;;) {
+    int signal = 0;
+    if (deadline) {
+      const auto left = std::max(*deadline - Clock::now(), Clock::duration(0));
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
+      const timespec time{seconds.count(), (left - seconds).count()};
+      signal = sigtimedwait(&signals, &info, &time);
+    } else {
+      signal = sigwaitinfo(&signals, &info);
+    }
+    if (signal > 0) return signal;
+    if (errno != EINTR) return 0;
+  }
+}
+
+// Waits for a command, with what there is to do meanwhile.
+class RunningCommand {
+ public:
+  RunningCommand(const Supervision& supervision, pid_t child, int ending_signal)
+      : supervision_(supervision), child_(child), ending_signal_(ending_signal) {
+    if (supervision.start_limit.count() > 0) late_ = Clock::now() + supervision.start_limit;
+  }
+
+  // `signals`: those that end a job, and SIGCHLD.
+  ProcessResult wait(const sigset_t& signals) {
+    while (!has_ended_) {
+      siginfo_t info{};
+      const int signal = next_signal(signals, next_deadline(), info);
+      if (signal == SIGCHLD) {
+        reap();
+      } else if (signal > 0) {
+        take(signal, info);
+      }
+      look_at_the_time();
+    }
+    return std::move(result_);
+  }
+
+ private:
+  std::optional<Clock::time_point> next_deadline() const {
+    std::optional<Clock::time_point> next;
+    for (const auto& deadline : {late_, grace_, kill_}) {
+      if (deadline && (!next || *deadline < *next)) next = deadline;
+    }
+    return next;
+  }
+
+  // Whether that time has come; once.
+  static bool is_over(std::optional<Clock::time_point>& deadline) {
+    if (!deadline || Clock::now() < *deadline) return false;
+    deadline.reset();
+    return true;
+  }
+
+  void look_at_the_time() {
+    if (has_ended_) return;
+    if (is_over(late_)) {
+      result_.ended_because = supervision_.why_late();
+      if (!result_.ended_because.empty()) end(ending_signal_);
+    }
+    if (is_over(grace_)) {
+      result_.forwarded_signal = SIGTERM;
+      result_.ended_because = "the job has not stopped by itself within \"preempt_seconds\"";
+      end(ending_signal_);
+    }
+    if (is_over(kill_)) ::kill(child_, SIGKILL);
+  }
+
+  void take(int signal, const siginfo_t& info) {
+    if (signal == SIGTERM && (result_.asked_to_stop || ask_to_stop())) return;
+    result_.forwarded_signal = signal;
+    const bool is_of_the_terminal = info.si_code == SI_KERNEL;  // signals the whole group
+    end(is_of_the_terminal ? 0 : signal == SIGTERM ? ending_signal_ : signal);
+  }
+
+  bool ask_to_stop() {
+    if (!supervision_.ask_to_stop) return false;
+    const auto grace = supervision_.ask_to_stop();
+    if (grace.count() == 0) return false;
+    result_.asked_to_stop = true;
+    grace_ = Clock::now() + grace;
+    return true;
+  }
+
+  void end(int signal) {
+    if (signal != 0) ::kill(child_, signal);
+    if (!kill_) kill_ = Clock::now() + kLongestEnd;
+  }
+
+  // All that have ended, also what the command has left.
+  void reap() {
+    int status = 0;
+    for (pid_t ended = 0; (ended = waitpid(-1, &status, WNOHANG)) > 0;) {
+      if (ended != child_) continue;
+      has_ended_ = true;
+      result_.own_signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+      result_.exit_status =
+          result_.own_signal != 0 ? 128 + result_.own_signal : WEXITSTATUS(status);
+    }
+  }
+
+  const Supervision& supervision_;
+  const pid_t child_;
+  const int ending_signal_;
+  ProcessResult result_;
+  bool has_ended_ = false;
+  std::optional<Clock::time_point> late_;   // when the ranks should have come
+  std::optional<Clock::time_point> grace_;  // when they should have stopped
+  std::optional<Clock::time_point> kill_;   // when the command should have ended
+};
+
+std::string read_all(const std::string& file) {
+  std::ifstream in(file);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// Whether a process is a child of this one, in its session, and lives.
+bool is_own_child(const std::string& process) {
+  const std::string text = read_all("/proc/" + process + "/stat");
+  const size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return false;
+  std::istringstream words(text.substr(name_end + 1));
+  char state = ' ';
+  pid_t parent = 0, group = 0, session = 0;
+  words >> state >> parent >> group >> session;
+  return words && state != 'Z' && parent == getpid() && session == getsid(0);
+}
+
+// What a command has left behind: those that it started have its variables.
+std::vector<pid_t> processes_left(const std::string& variable) {
+  const std::string entry = std::string(1, '\0') + variable + '\0';
+  std::vector<pid_t> left;
+  std::error_code ignored;
+  for (const auto& file : std::filesystem::directory_iterator("/proc", ignored)) {
+    const std::string process = file.path().filename().string();
+    if (process.find_first_not_of("0123456789") != std::string::npos) continue;
+    if (!is_own_child(process)) continue;
+    const std::string variables = '\0' + read_all("/proc/" + process + "/environ");
+    if (variables.find(entry) != std::string::npos) left.push_back(std::atoi(process.c_str()));
+  }
+  return left;
+}
+
+// With its process group, if it has one, which mpirun gives each rank.
+void end_process(pid_t process) {
+  if (::kill(-process, SIGKILL) != 0) ::kill(process, SIGKILL);
+}
+
+// Waits for what a command has left, and ends it when that takes too long.
+void end_processes_left(const LaunchCommand& command) {
+  constexpr std::chrono::milliseconds kBetweenLooks{20};
+  if (command.environment.empty()) return;
+  const auto& [name, value] = command.environment.front();
+  const auto patient_until = Clock::now() + kLongestFarewell;
+  while (Clock::now() < patient_until + kLongestFarewell) {
+    while (waitpid(-1, nullptr, WNOHANG) > 0) {
+    }
+    const auto left = processes_left(name + "=" + value);
+    if (left.empty()) return;
+    if (Clock::now() > patient_until) std::for_each(left.begin(), left.end(), end_process);
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
 }
 
 }  // namespace
@@ -170,38 +361,53 @@ void check_program(const std::string& program) {
                     " for one in this folder.");
 }
 
-ProcessResult run_process(const LaunchCommand& command) {
-  // Blocked signals wait for sigwaitinfo, so there is no handler and no race. A SIGCHLD that the
-  // caller ignores would take the exit status away.
+CommandRunner::CommandRunner() {
+  // A SIGCHLD that the caller ignores would take the exit status away.
   std::signal(SIGCHLD, SIG_DFL);
-  sigset_t waited;
-  sigemptyset(&waited);
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&waited, signal);
-  sigset_t before;
-  sigprocmask(SIG_BLOCK, &waited, &before);
-
-  ProcessResult result;
-  ErrorPipe errors;
-  const pid_t child = spawn(command, before, errors.write_end());
-  errors.start();
-  for (;;) {
-    siginfo_t info;
-    const int signal = sigwaitinfo(&waited, &info);
-    if (signal == SIGCHLD) {
-      int status = 0;
-      if (waitpid(child, &status, WNOHANG) != child) continue;  // stopped or continued
-      result.exit_status = exit_status_of(status);
-      break;
-    }
-    if (signal > 0 && info.si_code != SI_KERNEL) {  // the terminal signals the whole group
-      kill(child, signal);
-    }
-    if (signal > 0) result.forwarded_signal = signal;
+  // Ranks whose mpirun has ended become children of this process.
+  prctl(PR_SET_CHILD_SUBREAPER, 1);
+  sigset_t waiting;
+  sigemptyset(&waiting);
+  sigaddset(&waiting, SIGCHLD);
+  sigemptyset(&ending_);
+  sigprocmask(SIG_BLOCK, nullptr, &children_);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    struct sigaction action {};
+    sigaction(signal, nullptr, &action);
+    const bool is_ignored = action.sa_handler == SIG_IGN;
+    // mpirun would take it all the same. Blocked, it stays away.
+    if (is_ignored) sigaddset(&children_, signal);
+    if (!is_ignored) sigaddset(&ending_, signal);
+    sigaddset(&waiting, signal);
   }
+  // They wait for sigwaitinfo, so there is no handler and no race.
+  sigprocmask(SIG_BLOCK, &waiting, nullptr);
+}
+
+int CommandRunner::wait(std::chrono::seconds time) const {
+  siginfo_t info{};
+  return next_signal(ending_, Clock::now() + time, info);
+}
+
+ProcessResult CommandRunner::run(const LaunchCommand& command, const Supervision& supervision) {
+  if (const int signal = wait(std::chrono::seconds(0))) {
+    ProcessResult result;
+    result.exit_status = 128 + signal;
+    result.forwarded_signal = signal;
+    return result;
+  }
+  ErrorPipe errors;
+  const Start start = start_of(command, children_);
+  const pid_t child = spawn(command, start, errors.write_end());
+  errors.start();
+  sigset_t signals = ending_;
+  sigaddset(&signals, SIGCHLD);
+  ProcessResult result = RunningCommand(supervision, child, start.ending).wait(signals);
+  if (result.exit_status != 0 || result.forwarded_signal != 0) end_processes_left(command);
   result.error_tail = errors.finish();
   // As a shell says of a command that a signal has ended.
   if (result.forwarded_signal != 0) result.exit_status = 128 + result.forwarded_signal;
-  sigprocmask(SIG_SETMASK, &before, nullptr);
+  if (!result.ended_because.empty()) result.exit_status = std::max(result.exit_status, 1);
   return result;
 }
 

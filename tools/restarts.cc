@@ -4,25 +4,34 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace smp::tools {
 namespace {
 
 constexpr int kLongestWait = 60;  // s
+constexpr int kMostWithoutStep = 3;
 // The newest; an environment variable cannot be of any length.
 constexpr size_t kMostCheckpoints = 16;
 
+/// The step from which the next start can go on.
+int64_t next_begin(const core::JobProgress& progress) {
+  const auto& saved = progress.checkpoints;
+  return std::max(saved.empty() ? 0 : saved.back().steps, progress.kept_steps.value_or(0));
+}
+
 }  // namespace
 
-std::string Restarts::why_not(const Failed& now) const {
-  if (!now.steps && !one_host_) {
+std::string Restarts::why_not(bool is_noted) const {
+  if (!is_noted && !one_host_) {
     return "rank 0 has not come to smp::init, or cannot write to the launcher's folder. On several "
            "hosts, set TMPDIR to a folder that all of them see.";
   }
-  if (last_ && last_->cause == now.cause && last_->steps == now.steps) {
-    const int64_t steps = now.steps.value_or(0);
-    return "it has failed twice with this cause, " +
-           (steps == 0 ? "before its first step." : c10::str("after step ", steps, "."));
+  if (without_step_ == kMostWithoutStep) {
+    return c10::str(kMostWithoutStep, " starts in a row have ",
+                    so_far_.steps == 0
+                        ? "not come to the end of the first step."
+                        : c10::str("come no further than step ", so_far_.steps, "."));
   }
   if (most_ == restarts_) return c10::str("all of --restarts ", *most_, " are used.");
   return "";
@@ -43,10 +52,18 @@ bool Restarts::take(const core::JobProgress& noted) {
   return has_copy || !noted.checkpoints.empty();
 }
 
+void Restarts::count(const std::optional<core::JobProgress>& noted) {
+  const auto before = std::pair(so_far_.steps, next_begin(so_far_));
+  const bool has_saved = noted && take(*noted);
+  const bool has_won = so_far_.steps > before.first || next_begin(so_far_) > before.second;
+  without_checkpoint_ = has_saved ? 0 : without_checkpoint_ + 1;
+  without_step_ = has_won ? 0 : without_step_ + 1;
+}
+
 /// A job that recovers and has come further goes on at once.
 std::chrono::seconds Restarts::waiting_time(bool recovers) const {
-  if (recovers && without_progress_ == 0) return std::chrono::seconds(0);
-  return std::chrono::seconds(std::min(1 << std::min(without_progress_, 6), kLongestWait));
+  if (recovers && without_checkpoint_ == 0) return std::chrono::seconds(0);
+  return std::chrono::seconds(std::min(1 << std::min(without_checkpoint_, 6), kLongestWait));
 }
 
 std::string Restarts::from() const {
@@ -57,15 +74,11 @@ std::string Restarts::from() const {
   return "checkpoint " + so_far_.checkpoints.back().path;
 }
 
-Restarts::Decision Restarts::after(const std::string& cause,
-                                   const std::optional<core::JobProgress>& noted, bool recovers) {
+Restarts::Decision Restarts::after(const std::optional<core::JobProgress>& noted, bool recovers) {
   if (most_ == 0 || (!most_ && !recovers)) return {};
-  const bool has_progressed = noted && take(*noted);
-  const Failed now{cause, noted ? std::optional(noted->steps) : std::nullopt};
-  const std::string reason = why_not(now);
-  last_ = now;
+  count(noted);
+  const std::string reason = why_not(noted.has_value());
   if (!reason.empty()) return {false, "smprun: not started again: " + reason + "\n", {}};
-  without_progress_ = has_progressed ? 0 : without_progress_ + 1;
   const auto wait = waiting_time(recovers);
   const std::string of = most_ ? c10::str(" of ", *most_) : "";
   return {true,

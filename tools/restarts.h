@@ -22,32 +22,28 @@ class Restarts {
     std::chrono::seconds wait{0};  ///< before the next start
   };
 
-  /// After a failure: `cause` is the launcher's line that names it, `noted` how far the job came
-  /// this time, `recovers` whether its `"recovery"` is on. A job that fails twice with one cause at
-  /// one step would do so for ever, and ends.
-  Decision after(const std::string& cause, const std::optional<core::JobProgress>& noted,
-                 bool recovers = false);
+  /// After a failure: `noted` is how far the job came this time, `recovers` whether its
+  /// `"recovery"` is on. A job of which three starts in a row have won no step would go on so for
+  /// ever, and ends. A step is won by the start that comes further than all before, or from which
+  /// the next one can begin further on.
+  Decision after(const std::optional<core::JobProgress>& noted, bool recovers = false);
 
   /// What the next start of the job is told.
   core::Restart next() const { return {restarts_, so_far_}; }
 
  private:
-  struct Failed {
-    std::string cause;
-    std::optional<int64_t> steps;
-  };
-
-  std::string why_not(const Failed& now) const;
   bool take(const core::JobProgress& noted);
+  void count(const std::optional<core::JobProgress>& noted);
+  std::string why_not(bool is_noted) const;
   std::chrono::seconds waiting_time(bool recovers) const;
   std::string from() const;
 
   const std::optional<int> most_;
   const bool one_host_;
   int restarts_ = 0;
-  int without_progress_ = 0;  // restarts in a row that followed no new checkpoint or copy
+  int without_checkpoint_ = 0;  // starts in a row that left no new checkpoint or copy
+  int without_step_ = 0;        // starts in a row that have won no step
   core::JobProgress so_far_;
-  std::optional<Failed> last_;
 };
 
 }  // namespace smp::tools

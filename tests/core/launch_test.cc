@@ -60,6 +60,12 @@ TEST(Launch, Command) {
                                       "--mca",
                                       "btl_vader_single_copy_mechanism",
                                       "none",
+                                      "--mca",
+                                      "btl",
+                                      "vader,self",
+                                      "--mca",
+                                      "orte_tmpdir_base",
+                                      "/tmp/x",
                                       "-x",
                                       "SMP_FAILURE_DIR",
                                       "-x",
@@ -99,10 +105,11 @@ TEST(Launch, InAnotherLayout) {
 
 TEST(Launch, DryRunTextCanBePasted) {
   const LaunchOptions options = options_for(R"({"partitions": 2})");
-  EXPECT_EQ(shell_text(plan_launch(options, {})),
-            "SM_HP_MP_PARAMETERS='{\"partitions\":2}' mpirun -np 2 --oversubscribe --bind-to none "
-            "--mca orte_abort_on_non_zero_status 1 --mca btl_vader_single_copy_mechanism none -x "
-            "SM_HP_MP_PARAMETERS ./train --np 7 'a b'");
+  EXPECT_EQ(
+      shell_text(plan_launch(options, {})),
+      "SM_HP_MP_PARAMETERS='{\"partitions\":2}' mpirun -np 2 --oversubscribe --bind-to none "
+      "--mca orte_abort_on_non_zero_status 1 --mca btl_vader_single_copy_mechanism none --mca "
+      "btl vader,self -x SM_HP_MP_PARAMETERS ./train --np 7 'a b'");
 }
 
 TEST(Launch, TellsProgramsThatOutputIsNoTerminal) {
@@ -136,6 +143,65 @@ TEST(Launch, RanksComputeWithOneThreadUnlessTheUserSaysOtherwise) {
   const auto custom =
       options_for(estimator(R"(, "custom_mpi_options": "-x OMP_NUM_THREADS=4")", parameters));
   EXPECT_EQ(shell_text(plan_launch(custom, context)).find("OMP_NUM_THREADS=1 "), std::string::npos);
+}
+
+/// The text of the command has `words` in a row.
+bool has(const LaunchCommand& command, const std::string& words) {
+  return (" " + shell_text(command) + " ").find(" " + words + " ") != std::string::npos;
+}
+
+/// Ranks that all are on this host need no network, and what MPI shares lies with the job's.
+TEST(Launch, OnThisHostOnly) {
+  const char* const kMemory = "--mca btl_vader_backing_directory /dev/shm/job";
+  LaunchContext context;
+  context.memory_dir = "/dev/shm/job";
+  LaunchOptions options = options_for(R"({"partitions": 2, "ddp": true})");
+  EXPECT_TRUE(has(plan_launch(options, context), "--mca btl vader,self"));
+  EXPECT_TRUE(has(plan_launch(options, context), kMemory));
+  EXPECT_TRUE(plan_launch(options, context).shows_arrivals);
+  const auto expect_hosts = [&](const LaunchOptions& where) {
+    const LaunchCommand command = plan_launch(where, context);
+    EXPECT_FALSE(has(command, "--mca btl vader,self")) << shell_text(command);
+    EXPECT_FALSE(has(command, kMemory)) << shell_text(command);
+    EXPECT_FALSE(command.shows_arrivals);
+  };
+  options.hosts = "h1:2";
+  expect_hosts(options);
+  expect_hosts(options_for(
+      estimator(R"(, "custom_mpi_options": "--hostfile hosts")", R"({"partitions": 2})")));
+  context.mpirun_knows_hosts = true;  // as in a job of PBS
+  expect_hosts(options_for(R"({"partitions": 2})"));
+}
+
+TEST(Launch, ParametersOfMpiInTheEnvironmentWin) {
+  LaunchContext context;
+  context.failure_dir = "/tmp/x";
+  context.mpi_parameters = {"btl", "btl_vader_single_copy_mechanism", "orte_local_tmpdir_base"};
+  const LaunchCommand command = plan_launch(options_for(R"({"partitions": 2})"), context);
+  EXPECT_FALSE(has(command, "--mca btl vader,self")) << shell_text(command);
+  EXPECT_FALSE(has(command, "--mca btl_vader_single_copy_mechanism none")) << shell_text(command);
+  EXPECT_FALSE(has(command, "--mca orte_tmpdir_base /tmp/x")) << "which excludes the local one";
+  EXPECT_TRUE(has(command, "--mca orte_abort_on_non_zero_status 1")) << shell_text(command);
+}
+
+TEST(Launch, TimeUntilAllRanksAreThere) {
+  LaunchOptions options = options_for(R"({"partitions": 2})");
+  const auto limit = [&] { return start_limit(options, plan_launch(options, {})).count(); };
+  EXPECT_EQ(limit(), 600);
+  options.start_timeout = 0;
+  EXPECT_EQ(limit(), 0);
+  options = options_for(R"({"partitions": 2, "timeout_seconds": 1000})");
+  EXPECT_EQ(limit(), 2000);
+  options.start_timeout = 30;
+  EXPECT_EQ(limit(), 30);
+}
+
+/// SIGTERM to all processes of a job, as SLURM sends it, leaves it to the launcher to end mpirun.
+TEST(Launch, WithATimeToStop) {
+  EXPECT_FALSE(plan_launch(options_for(R"({"partitions": 2})"), {}).outlives_sigterm);
+  const auto command = plan_launch(options_for(R"({"partitions": 2, "preempt_seconds": 30})"), {});
+  EXPECT_TRUE(command.outlives_sigterm);
+  EXPECT_EQ(command.preempt_seconds, 30);
 }
 
 TEST(Launch, NumberOfRanks) {
@@ -177,6 +243,9 @@ TEST(Launch, CustomOptionsComeAfterOursAndReplaceThem) {
                                                        "--mca",
                                                        "orte_abort_on_non_zero_status",
                                                        "1",
+                                                       "--mca",
+                                                       "btl",
+                                                       "vader,self",
                                                        "-x",
                                                        "A=b c",
                                                        "--mca",

@@ -113,6 +113,164 @@ TEST_F(Smprun, SendsSignalsOnAndDoesNotStartAgain) {
   }
 }
 
+/// One that came before a start keeps it from happening, and is no reason to leave anything.
+TEST_F(Smprun, HearsSignalsThatCameBeforeAStart) {
+  const Outcome outcome =
+      run("python3 -c 'import os, signal, sys\n"
+          "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+          "os.kill(os.getpid(), signal.SIGTERM)\n"
+          "os.execvp(sys.argv[1], sys.argv[1:])' " +
+          command("pass"));
+  EXPECT_EQ(outcome.status, 128 + SIGTERM) << outcome.output;
+  EXPECT_EQ(outcome.output, "smprun: stopped by signal 15 (Terminated)\n");
+  EXPECT_FALSE(left_a_folder());
+}
+
+TEST_F(Smprun, HearsSignalsBetweenTwoStarts) {
+  const std::string log = (folder_ / "log").string();
+  const Outcome outcome = run("{ " + command("record", " --restarts 3") + " >" + log +
+                              " 2>&1 & launcher=$!; until grep -q "
+                              "'restart 1 of 3 in 2 s' " +
+                              log +
+                              "; do sleep 0.02; done; kill -TERM $launcher; wait "
+                              "$launcher; status=$?; cat " +
+                              log + "; exit $status; }");
+  EXPECT_EQ(outcome.status, 128 + SIGTERM) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output), "smprun: stopped by signal 15 (Terminated)");
+  EXPECT_FALSE(left_a_folder());
+}
+
+/// mpirun hangs where it cannot start ranks, and ranks may hang before they meet.
+TEST_F(Smprun, RanksHaveToComeInTime) {
+  fs::create_directory(folder_ / "bin");
+  const fs::path mpirun = folder_ / "bin/mpirun";
+  const auto run_mpirun = [&](const std::string& text) {
+    std::ofstream(mpirun) << "#!/bin/sh\n" << text;
+    fs::permissions(mpirun, fs::perms::owner_all);
+    return run("PATH=" + (folder_ / "bin").string() + ":$PATH " +
+               command("pass", " --start-timeout 2"));
+  };
+  const std::string arrive = ": >\"$SMP_FAILURE_DIR/arrived-";
+  const Outcome none = run_mpirun("exec sleep 60");
+  EXPECT_EQ(none.status, 128 + SIGTERM);
+  EXPECT_EQ(none.output,
+            "smprun: first cause: ranks 0 and 1 have not come to smp::init within 2 s: mpirun "
+            "could not start them, or they hang, or have much to do before. --start-timeout "
+            "SECONDS allows more, 0 any time\n");
+  const Outcome one = run_mpirun(arrive + "0\"; exec sleep 60");
+  EXPECT_EQ(one.output.rfind("smprun: first cause: rank 1 has not come to smp::init", 0), 0u)
+      << one.output;
+  EXPECT_FALSE(left_a_folder());
+  const Outcome all = run_mpirun(arrive + "0\"; " + arrive + "1\"; exec sleep 2.5");
+  EXPECT_EQ(all.status, 0) << all.output;
+}
+
+/// Jobs whose ranks are shell scripts.
+class SmprunOfScripts : public Smprun {
+ protected:
+  /// Two ranks that note their processes and their folders and run `rank`; when both have begun,
+  /// `then` runs, which knows $launcher, $mpirun and $folder. Ends as the launcher does.
+  Outcome run_job(const std::string& options, const std::string& rank,
+                  const std::string& then) const {
+    std::ofstream(folder_ / "rank.sh") << R"sh(folder=$1 rank=$OMPI_COMM_WORLD_RANK
+      echo $$ >"$folder/pid.$rank"
+      echo "$SMP_FAILURE_DIR $SMP_RECOVERY_DIR" >"$folder/folders.$rank"
+    )sh" << rank;
+    for (const char* file : {"folders.0", "folders.1"}) fs::remove(folder_ / file);
+    std::ofstream(folder_ / "job.sh") << before_ << "\nfolder=" << folder_.string() << "\n"
+                                      << "env --default-signal=INT tools/smprun_bin --config "
+                                      << config_.string() << " " << options
+                                      << R"sh( sh "$folder/rank.sh" "$folder" &
+      launcher=$!
+      until [ -s "$folder/folders.0" ] && [ -s "$folder/folders.1" ]; do sleep 0.02; done
+      mpirun=$(cat /proc/$launcher/task/$launcher/children)
+    )sh" << then << "\nwait $launcher\n";
+    return run("bash " + (folder_ / "job.sh").string());
+  }
+
+  /// No process and no folder.
+  void expect_nothing_left() const {
+    EXPECT_FALSE(runs(0));
+    EXPECT_FALSE(runs(1));
+    std::ifstream in(folder_ / "folders.0");
+    std::string messages, memory;
+    EXPECT_TRUE(in >> messages >> memory);
+    EXPECT_FALSE(fs::exists(messages)) << messages;
+    EXPECT_FALSE(fs::exists(memory)) << memory;
+    EXPECT_TRUE(fs::is_empty(folder_ / "tmp"));
+  }
+
+  std::string before_;  // commands of the shell that starts the job
+};
+
+const char* const kUntilGo = "until [ -e \"$folder/go\" ]; do sleep 0.02; done; echo went";
+
+/// A rank that writes until it is killed.
+const char* const kStubborn = R"sh(
+  trap '' TERM INT HUP
+  while :; do echo x >"$SMP_RECOVERY_DIR/$rank.$((i = (i + 1) % 100))"; done
+)sh";
+
+/// As under nohup. What an interrupted shell ignores, mpirun does not hear of either.
+TEST_F(SmprunOfScripts, SignalsThatAreIgnoredStayAway) {
+  before_ = "trap '' HUP";
+  const Outcome outcome =
+      run_job("", kUntilGo, "kill -HUP $launcher $mpirun; sleep 0.5; touch \"$folder/go\"");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_EQ(outcome.output, "went\nwent\n");
+  expect_nothing_left();
+}
+
+/// The second has mpirun leave at once, while its ranks go on writing.
+TEST_F(SmprunOfScripts, TwoInterruptsLeaveNothing) {
+  const Outcome outcome =
+      run_job("", kStubborn, "kill -INT $launcher; sleep 0.05; kill -INT $launcher");
+  EXPECT_EQ(outcome.status, 128 + SIGINT) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output), "smprun: stopped by signal 2 (Interrupt)");
+  expect_nothing_left();
+}
+
+TEST_F(SmprunOfScripts, AKilledMpirunLeavesNothing) {
+  const Outcome outcome = run_job("", kStubborn, "kill -KILL $mpirun");
+  EXPECT_EQ(outcome.status, 128 + SIGKILL) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output),
+            "smprun: first cause: mpirun was ended by signal 9 (Killed)");
+  expect_nothing_left();
+}
+
+/// SIGTERM to all, of which the ranks and mpirun take no notice, since it is the launcher that
+/// asks.
+TEST_F(SmprunOfScripts, AJobThatStopsByItself) {
+  std::ofstream(config_) << R"({"partitions": 2, "preempt_seconds": 50})";
+  const std::string stops = R"sh(
+    trap '' TERM
+    until [ -e "$SMP_FAILURE_DIR/stop" ]; do sleep 0.02; done
+    [ $rank = 1 ] || : >"$SMP_FAILURE_DIR/stopping"
+    echo 7 >"$SMP_FAILURE_DIR/steps"
+  )sh";
+  const std::string to_all = "sleep 0.3; kill -TERM $launcher $mpirun $(cat \"$folder\"/pid.?)";
+  const std::string saved = "echo '[\"run/a\", 7]' >\"$SMP_FAILURE_DIR/checkpoints\"; exit 75";
+  const Outcome outcome = run_job("--restarts 3", stops + saved, to_all);
+  EXPECT_EQ(outcome.status, 75) << outcome.output;
+  EXPECT_EQ(outcome.output.rfind("smprun: asks the job to stop, within 50 s\n", 0), 0u)
+      << outcome.output;
+  EXPECT_EQ(last_line(outcome.output), "smprun: preempted: checkpoint run/a of step 7");
+  expect_nothing_left();
+  const Outcome without = run_job("", stops, "kill -TERM $launcher");
+  EXPECT_EQ(without.status, 75) << without.output;
+  EXPECT_EQ(last_line(without.output), "smprun: preempted after step 7: no checkpoint was saved");
+}
+
+TEST_F(SmprunOfScripts, AJobThatDoesNotStopByItself) {
+  std::ofstream(config_) << R"({"partitions": 2, "preempt_seconds": 1})";
+  const Outcome outcome = run_job("--restarts 3", kStubborn, "kill -TERM $launcher");
+  EXPECT_EQ(outcome.status, 128 + SIGTERM) << outcome.output;
+  EXPECT_EQ(last_line(outcome.output),
+            "smprun: stopped by signal 15 (Terminated): the job has not stopped by itself within "
+            "\"preempt_seconds\"");
+  expect_nothing_left();
+}
+
 TEST_F(Smprun, DryRunStartsNothing) {
   const Outcome outcome =
       run("tools/smprun_bin --dry-run --np 4 tests/core/failing_rank --config x");

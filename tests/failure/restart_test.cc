@@ -35,9 +35,12 @@ class Restarts : public ::testing::Test {
                            << "}";
   }
 
-  Outcome run(const std::string& folder, const std::string& restarts, const std::string& marks) {
-    return run_command("cd " + folder_ + " && " + launcher_ + " --config " + config_ + " --np 4 " +
-                       restarts + " " + program_ + " " + folder + " " + marks + " 2>&1");
+  /// `variables` as a shell sets them before a command.
+  Outcome run(const std::string& folder, const std::string& restarts, const std::string& marks,
+              const std::string& variables = "") {
+    return run_command("cd " + folder_ + " && " + variables + " " + launcher_ + " --config " +
+                       config_ + " --np 4 " + restarts + " " + program_ + " " + folder + " " +
+                       marks + " 2>&1");
   }
 
   /// The lines that say of restarts, by whomever.
@@ -149,8 +152,7 @@ TEST_F(Restarts, GoOnFromTheCopyInMemory) {
   const Outcome undisturbed = run("undisturbed", "", "");
   ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
   configure(R"("recovery": "restart", "recovery_interval": 1, "timeout_seconds": 20)");
-  const Outcome outcome =
-      run("run", "", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
+  const Outcome outcome = run("run", "", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   expect_resumed_from(outcome.output, {2, 3, 3, 4, 6});
   EXPECT_NE(outcome.output.find("smprun: first cause: rank 2: is stopped"), std::string::npos)
@@ -183,30 +185,64 @@ TEST_F(Restarts, GoOnWithFewerRanks) {
   expect_same_end("run", "undisturbed");
 }
 
-TEST_F(Restarts, EndWhereAFailureComesBack) {
-  const Outcome outcome = run("run", "--restarts 9", "throw:1:3 throw:1:3 throw:1:3");
-  EXPECT_NE(outcome.status, 0);
+/// A rank that ends before all have met says nothing of its host: all ranks are started again.
+TEST_F(Restarts, WithAllRanksWhereTheyHaveNotMet) {
+  configure(R"("recovery": "shrink", "recovery_interval": 1)");
+  const Outcome outcome = run("run", "", "early:1 action:1:2:0 early:0");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
   const Lines expected = {
-      "first cause: rank 1: no such word",
-      "restart 1 of 9 in 1 s: from checkpoint run/step_2_partial",
-      "restart 1: goes on from step 2; 1 step is trained again",
-      "first cause: rank 1: no such word",
-      "not started again: it has failed twice with this cause, after step 3.",
+      died(1),
+      "restart 1 in 2 s: from its start, no checkpoint is complete",
+      died(1),
+      "restart 2 in 0 s: from the copy in memory, of step 2",
+      "goes on with 2 ranks: 2 stages x 1 replica, 4 microbatches",
+      died(0),
+      "restart 3 in 2 s: from the copy in memory, of step 2",
+      "restart 3: goes on from step 2; 0 steps are trained again",
   };
+  EXPECT_EQ(told(outcome.output), expected) << outcome.output;
+}
+
+TEST_F(Restarts, EndWhereAFailureComesBack) {
+  const Outcome outcome =
+      run("run", "--restarts 9", "throw:1:3 throw:1:3 throw:1:3 throw:1:3 throw:1:3");
+  EXPECT_NE(outcome.status, 0);
+  Lines expected = {"first cause: rank 1: no such word"};
+  for (const char* const start : {"1 of 9 in 1 s", "2 of 9 in 2 s", "3 of 9 in 4 s"}) {
+    const std::string restart = std::string("restart ") + start;
+    expected.push_back(restart + ": from checkpoint run/step_2_partial");
+    expected.push_back(restart.substr(0, 9) + ": goes on from step 2; 1 step is trained again");
+    expected.push_back("first cause: rank 1: no such word");
+  }
+  expected.push_back("not started again: 3 starts in a row have come no further than step 3.");
   EXPECT_EQ(told(outcome.output), expected) << outcome.output;
 }
 
 /// As by an argument that the program does not know.
 TEST_F(Restarts, EndWhereAProgramDoesNotBegin) {
-  const Outcome outcome = run("run", "--restarts 9", "early:1 early:1 early:1");
+  const Outcome outcome = run("run", "--restarts 9", "early:1 early:1 early:1 early:1");
   EXPECT_EQ(outcome.status, 3) << outcome.output;
   const Lines expected = {
-      died(1),
-      "restart 1 of 9 in 2 s: from its start, no checkpoint is complete",
-      died(1),
-      "not started again: it has failed twice with this cause, before its first step.",
+      died(1), "restart 1 of 9 in 2 s: from its start, no checkpoint is complete",
+      died(1), "restart 2 of 9 in 4 s: from its start, no checkpoint is complete",
+      died(1), "not started again: 3 starts in a row have not come to the end of the first step.",
   };
   EXPECT_EQ(told(outcome.output), expected) << outcome.output;
+}
+
+/// A rank gets SIGTERM in the middle of a step; the job stops after it, and another goes on.
+TEST_F(Restarts, AreNotForJobsThatStopWhenTheyAreAsked) {
+  const Outcome undisturbed = run("undisturbed", "", "");
+  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
+  configure(R"("preempt_seconds": 200)");
+  const Outcome asked = run("run", "--restarts 9", "asked:2:3:1");
+  EXPECT_EQ(asked.status, 75) << asked.output;
+  EXPECT_EQ(told(asked.output), Lines{"preempted: checkpoint run/asked_partial of step 4"})
+      << asked.output;
+  EXPECT_EQ(asked.output.find("first cause"), std::string::npos) << asked.output;
+  const Outcome next = run("run", "", "", "RESUME=1");
+  EXPECT_EQ(next.status, 0) << next.output;
+  expect_same_end("run", "undisturbed");
 }
 
 TEST_F(Restarts, AreNotMoreThanWasSaid) {

@@ -16,9 +16,12 @@
 //   lose    its host forgets its copies before that step, and it is killed
 //   down    the same, and there is a file /dev/shm/down from then on
 //   stop    it stops (SIGSTOP) in that step
+//   asked   it gets SIGTERM at the COUNT-th action of that step, so with "preempt_seconds" the job
+//           stops after it, and leaves FOLDER/asked_partial
 //   end     it is killed when all is done
 //
-// In the environment: STEPS to train instead of eight, and TIMES, a file to which rank 0 adds a
+// In the environment: STEPS to train instead of eight, RESUME to go on from the newest checkpoint
+// of FOLDER, if there is one, and TIMES, a file to which rank 0 adds a
 // line for each step that is done ("STEP MS") and a rank that a mark concerns one ("fault
 // SECONDS") before it fails at an action.
 //
@@ -32,6 +35,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -94,8 +98,8 @@ void fail(const std::string& where) {
   if (where == "exit_at") std::_Exit(7);
   if (where == "throw_at") throw std::runtime_error("no such word");
   if (where == "memory_at") torch::empty({int64_t{1} << 55});
-  if (where == "stop_at") {
-    kill(getpid(), SIGSTOP);
+  if (where == "stop_at" || where == "asked") {
+    kill(getpid(), where == "asked" ? SIGTERM : SIGSTOP);
     return;
   }
   die();
@@ -108,7 +112,20 @@ bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
   return smp::rank() == mark.rank;
 }
 
-void train(const std::string& folder, const Mark& mark) {
+using Model = smp::DistributedModel<TinyGpt>;
+using Optimizer = smp::DistributedOptimizer<torch::optim::AdamW>;
+
+/// What the job goes on from, or nothing.
+std::optional<smp::LoadedRun> resume(const std::string& folder, Model& model,
+                                     Optimizer& optimizer) {
+  const bool goes_on = std::getenv("RESUME") != nullptr;
+  if (!goes_on) return smp::resume_after_restart(model, optimizer);
+  if (!std::filesystem::exists(folder + "/newest")) return std::nullopt;
+  return smp::resume_from_checkpoint(folder, std::nullopt, model, optimizer);
+}
+
+/// The program's exit status.
+int train(const std::string& folder, const Mark& mark) {
   smp::init();
   auto& runtime = smp::runtime::Runtime::get();
   const bool keeps_copies = runtime.config().recovery() != "off";
@@ -116,8 +133,8 @@ void train(const std::string& folder, const Mark& mark) {
   if (is_due(mark, "begin")) die();
   torch::manual_seed(1);
   TinyGpt net(/*tied=*/true, /*layers=*/2);
-  smp::DistributedModel<TinyGpt> model(net);
-  smp::DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
+  Model model(net);
+  Optimizer optimizer(model->parameters(), 1e-2);
   bool throws = false;
   auto step = smp::step([&](torch::Tensor x, torch::Tensor y) {
     if (throws) throw std::runtime_error("no such word");
@@ -125,7 +142,7 @@ void train(const std::string& folder, const Mark& mark) {
     model->backward(loss);
     return loss;
   });
-  const auto resumed = smp::resume_after_restart(model, optimizer);
+  const auto resumed = resume(folder, model, optimizer);
   const int64_t first = resumed ? resumed->step : 0;
   if (resumed && nlohmann::json::parse(resumed->user_content).at("saved_at") != first) std::abort();
   auto& hook = runtime.execution.on_action;
@@ -138,7 +155,7 @@ void train(const std::string& folder, const Mark& mark) {
       std::ofstream("/dev/shm/down").flush();
       lose_host(runtime);
     }
-    for (const char* where : {"action", "exit_at", "throw_at", "memory_at", "stop_at"}) {
+    for (const char* where : {"action", "exit_at", "throw_at", "memory_at", "stop_at", "asked"}) {
       if (!is_due(mark, where, done)) continue;
       hook = [where, left = mark.count](const auto&) mutable {
         if (left-- == 0) fail(where);
@@ -166,9 +183,15 @@ void train(const std::string& folder, const Mark& mark) {
     }
     smp::keep_copy(model, optimizer, content);
     if (smp::rank() == 0) note_time(std::to_string(done));
+    if (smp::stop_requested()) {
+      smp::save_checkpoint(folder, "asked", model, optimizer,
+                           smp::SaveCheckpointOptions().user_content(content));
+      return smp::kPreemptedStatus;
+    }
   }
   if (is_due(mark, "end")) die();
   smp::shutdown();
+  return 0;
 }
 
 }  // namespace
@@ -178,6 +201,5 @@ int main(int argc, char** argv) {
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
   if (mark.where == "early" && rank == std::to_string(mark.rank)) return 3;
   torch::set_num_threads(1);
-  train(argv[1], mark);
-  return 0;
+  return train(argv[1], mark);
 }
