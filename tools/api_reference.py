@@ -18,7 +18,8 @@ FOLDER = "reference"
 NAMED = 3  # of declarations that are shown together, as many are in the heading
 # The pages: title, then headers of smp/. Every public header is on one of them.
 PAGES = {
-    "Start and end": ["init.h", "memory.h", "version.h", "keyed_random.h"],
+    "Start and end": ["init.h", "preemption.h", "exit_status.h", "memory.h", "version.h",
+                      "keyed_random.h"],
     "Configuration": ["config.h"],
     "Ranks and groups": ["group.h", "comm_group.h", "reduce_op.h", "work.h"],
     "Objects between ranks": ["objects.h"],
