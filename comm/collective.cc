@@ -169,20 +169,6 @@ Signature signature_of(const Collective& call) {
   return signature;
 }
 
-std::string mismatch_text(const std::vector<int>& ranks, const std::vector<Signature>& calls) {
-  if (std::all_of(calls.begin(), calls.end(),
-                  [&](const Signature& call) { return call == calls.front(); })) {
-    return "";
-  }
-  std::string text;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    text += c10::str(i == 0 ? "" : ", ", "rank ", ranks[i], " called ", calls[i].text());
-  }
-  return text +
-         ". All ranks must call the same collectives of a group in the same order, with the same "
-         "op, type, number of elements and root.";
-}
-
 void check_tensor(const std::string& group, const char* verb, const char* argument,
                   const at::Tensor& tensor) {
   SMP_CHECK_WITH(UsageError, tensor.defined(), verb, " on group '", group, "': ", argument,

@@ -69,10 +69,6 @@ struct Signature {
 };
 Signature signature_of(const Collective& call);
 
-/// "rank 0 called barrier, rank 1 called all_reduce (sum) of 8 x Float. All ranks must ..."; empty
-/// when all calls are the same. `calls` are those of `ranks`.
-std::string mismatch_text(const std::vector<int>& ranks, const std::vector<Signature>& calls);
-
 /// Throws a `UsageError` unless `tensor` is a defined, dense, contiguous one on the CPU. `verb`
 /// names the operation, `argument` the tensor.
 void check_tensor(const std::string& group, const char* verb, const char* argument,

@@ -5,7 +5,6 @@
 
 #include <utility>
 
-#include "comm/rounds.h"
 #include "comm/shm/places.h"
 #include "core/check.h"
 #include "core/env.h"
@@ -44,13 +43,15 @@ void CollectiveEngine::run(const Collective& call, const Deadline& deadline) {
     host_->run(call, info, deadline);
     return;
   }
+  const Call own = call_of(signature_of(call));
   if (group_->check_collectives || checks_by_environment()) {
-    compare_calls(signature_of(call), info, deadline);
+    compare_calls(own, info, deadline);
   }
+  const CallExchange calls(own, group_->rank, group_->world_ranks);
   if (chain_ && chain_->takes(call)) {
-    chain_->run(call, info, deadline);
+    chain_->run(call, calls, info, deadline);
   } else {
-    run_messages(call, info, deadline);
+    run_rounds(call, calls.before(rounds_of(call, group_->rank, group_->size)), info, deadline);
   }
 }
 
@@ -63,7 +64,7 @@ at::Tensor CollectiveEngine::shared_tensor(int64_t numel, at::ScalarType dtype,
   call.kind = Kind::kSharedTensor;
   call.dtype = static_cast<int8_t>(dtype);
   call.numel = numel;
-  compare_calls(call, info, deadline);
+  compare_calls(call_of(call), info, deadline);
 
   const size_t room = aligned(bytes);
   const auto memory =
@@ -99,11 +100,10 @@ void CollectiveEngine::set_up(const OperationInfo& info, const Deadline& deadlin
   is_set_up_ = true;
 }
 
-void CollectiveEngine::run_messages(const Collective& call, const OperationInfo& info,
-                                    const Deadline& deadline) {
-  const auto operation =
-      std::make_shared<Operation>(group_, info, rounds_of(call, group_->rank, group_->size),
-                                  std::vector<at::Tensor>{call.output, call.input});
+void CollectiveEngine::run_rounds(const Collective& call, std::vector<Round> rounds,
+                                  const OperationInfo& info, const Deadline& deadline) {
+  const auto operation = std::make_shared<Operation>(
+      group_, info, std::move(rounds), std::vector<at::Tensor>{call.output, call.input});
   operation->start(*transport_);
   wait_for(*transport_, *operation, deadline);
 }
@@ -111,11 +111,12 @@ void CollectiveEngine::run_messages(const Collective& call, const OperationInfo&
 // What the collective `info` needs to tell the other ranks; texts speak of that.
 MessageCollectives CollectiveEngine::messages(const OperationInfo& info, const Deadline& deadline) {
   return [this, &info, &deadline](const Collective& call) {
-    run_messages(call, next_info(info.verb, info.bytes), deadline);
+    run_rounds(call, rounds_of(call, group_->rank, group_->size), next_info(info.verb, info.bytes),
+               deadline);
   };
 }
 
-void CollectiveEngine::compare_calls(const Signature& call, const OperationInfo& info,
+void CollectiveEngine::compare_calls(const Call& call, const OperationInfo& info,
                                      const Deadline& deadline) {
   const std::string text = mismatch_text(
       group_->world_ranks, gather_values(messages(info, deadline), group_->size, call));

@@ -7,9 +7,10 @@
 #include <memory>
 #include <vector>
 
-#include "comm/collective.h"
+#include "comm/call.h"
 #include "comm/deadline.h"
 #include "comm/operation.h"
+#include "comm/rounds.h"
 #include "comm/shm/host_chain.h"
 #include "comm/shm/host_collectives.h"
 #include "comm/shm/share.h"
@@ -39,9 +40,10 @@ class CollectiveEngine {
 
  private:
   void set_up(const OperationInfo& info, const Deadline& deadline);
-  void run_messages(const Collective& call, const OperationInfo& info, const Deadline& deadline);
+  void run_rounds(const Collective& call, std::vector<Round> rounds, const OperationInfo& info,
+                  const Deadline& deadline);
   MessageCollectives messages(const OperationInfo& info, const Deadline& deadline);
-  void compare_calls(const Signature& call, const OperationInfo& info, const Deadline& deadline);
+  void compare_calls(const Call& call, const OperationInfo& info, const Deadline& deadline);
   OperationInfo next_info(const char* verb, size_t bytes);
 
   const std::shared_ptr<Transport> transport_;

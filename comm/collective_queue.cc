@@ -114,6 +114,7 @@ void CollectiveQueue::loop(const std::string& context) {
 
 // The task, and with it the tensors, is gone before the work is complete.
 void CollectiveQueue::execute(Entry& entry) {
+  const core::PublicCallScope as_issued(entry.caller);
   try {
     entry.task(entry.deadline);
   } catch (...) {

@@ -15,6 +15,7 @@
 
 #include "comm/deadline.h"
 #include "comm/transport.h"
+#include "core/public_call.h"
 #include "smp/work.h"
 
 namespace smp::comm {
@@ -50,6 +51,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
  private:
   struct Entry {
     Task task;
+    core::PublicCall caller = core::this_public_call();  // when it was issued
     Deadline deadline;
     std::exception_ptr error;  // written before done
     std::atomic<bool> done{false};

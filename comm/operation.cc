@@ -75,14 +75,17 @@ struct Ending {
 
 template <class E, class... Parts>
 [[noreturn]] void fail(const Ending& ending, const Parts&... parts) {
-  throw WaitError<E>(core::error_prefix() + c10::str(parts...), ending.kind,
+  throw WaitError<E>(core::error_text(c10::str(parts...)), ending.kind,
                      missing_in_world(ending.group, ending.ranks), ending.cause);
 }
 
-// ", in call 3 of step function "train"".
+// ", in call 3 of step function "train"": that of this thread, else of the rank that it works for.
 std::string in_call() {
+  std::string call = core::this_public_call().text();
   const core::Status* const status = core::this_status();
-  const std::string call = status == nullptr ? "" : status->call();
+  if (call.empty() && status != nullptr) {
+    call = status->call();
+  }
   return call.empty() ? "" : ", in " + call;
 }
 
@@ -210,11 +213,17 @@ void Operation::transfer_done(Transport& transport, size_t index, int peer,
                               const std::string& error) {
   if (!error.empty()) {
     // The transfer stays open for ever, so no later round starts.
-    finish(transport, c10::str(describe(*group_, info_), " failed: ", error));
+    finish(transport, " failed: " + error);
     return;
   }
   if (info_.peer != kNoRank) {
     source_ = peer;
+  }
+  const auto& check = rounds_[round_].check;
+  std::string problem = check ? check(index) : "";
+  if (!problem.empty()) {
+    finish(transport, std::move(problem));
+    return;
   }
   if (close_one(index)) {
     end_round();
@@ -281,7 +290,8 @@ void wait_for(Transport& transport, const Operation& operation, const Deadline& 
     in_time = Transport::Clock::now() < deadline.get();
   }
   const bool failed = operation.done() && !operation.error().empty();
-  SMP_CHECK_WITH(CommError, !failed, operation.error());
+  SMP_CHECK_WITH(CommError, !failed, describe(operation.group(), operation.info()),
+                 operation.error());
   const std::vector<int> missing = has_waited ? operation.open_peers() : std::vector<int>();
   check_abort(transport, operation.group(), operation.info(), missing);
   if (!operation.done()) {

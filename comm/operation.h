@@ -60,7 +60,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   bool done() const { return done_.load(std::memory_order_acquire); }
 
-  /// Why it failed; empty when it did not. Valid once done().
+  /// What went wrong, to follow on what describe() says; empty if nothing did. Valid once done().
   const std::string& error() const { return error_; }
 
   /// The rank whose message a receive from any rank took. Valid once done().

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "comm/reduce.h"
@@ -225,6 +226,19 @@ std::vector<Round> barrier_rounds(int rank, int size) {
   return rounds;
 }
 
+// The peers of all messages of one direction, each once.
+std::vector<int> peers_of(const std::vector<Round>& rounds, Message::Direction direction) {
+  std::set<int> peers;
+  for (const Round& round : rounds) {
+    for (const Message& message : round.messages) {
+      if (message.direction == direction) {
+        peers.insert(message.peer);
+      }
+    }
+  }
+  return {peers.begin(), peers.end()};
+}
+
 }  // namespace
 
 std::vector<Round> rounds_of(const Collective& call, int rank, int size) {
@@ -242,6 +256,54 @@ std::vector<Round> rounds_of(const Collective& call, int rank, int size) {
     default:
       return exchange_rounds(call, rank, size);
   }
+}
+
+struct CallExchange::Memory {
+  Call own;
+  int rank;
+  std::vector<int> world_ranks;
+  std::vector<Call> heard;  // by rank
+};
+
+CallExchange::CallExchange(const Call& own, int rank, const std::vector<int>& world_ranks)
+    : memory_(std::make_shared<Memory>(
+          Memory{own, rank, world_ranks, std::vector<Call>(world_ranks.size())})) {}
+
+Round CallExchange::round(const std::vector<int>& to, const std::vector<int>& from) const {
+  Round round;
+  for (const int peer : from) {
+    round.messages.push_back(receive_from(peer, &memory_->heard[peer], sizeof(Call)));
+  }
+  for (const int peer : to) {
+    round.messages.push_back(send_to(peer, &memory_->own, sizeof(Call)));
+  }
+  round.check = [memory = memory_, from](size_t message) -> std::string {
+    if (message >= from.size()) {
+      return "";
+    }
+    const int peer = from[message];
+    std::vector<int> ranks{memory->world_ranks[memory->rank], memory->world_ranks[peer]};
+    std::vector<Call> calls{memory->own, memory->heard[peer]};
+    if (peer < memory->rank) {
+      std::swap(ranks[0], ranks[1]);
+      std::swap(calls[0], calls[1]);
+    }
+    const std::string text = mismatch_text(ranks, calls);
+    return text.empty() ? "" : " does not match the other ranks' calls: " + text;
+  };
+  return round;
+}
+
+std::vector<Round> CallExchange::before(std::vector<Round> rounds) const {
+  Round calls = round(peers_of(rounds, Message::Direction::kSend),
+                      peers_of(rounds, Message::Direction::kReceive));
+  if (calls.messages.empty()) {
+    return rounds;
+  }
+  std::vector<Message>& messages = rounds.front().messages;
+  messages.insert(messages.begin(), calls.messages.begin(), calls.messages.end());
+  rounds.front().check = std::move(calls.check);
+  return rounds;
 }
 
 }  // namespace smp::comm

@@ -3,9 +3,11 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/call.h"
 #include "comm/communicator.h"
 
 namespace smp::comm {
@@ -24,6 +26,9 @@ struct Message {
 struct Round {
   std::vector<Message> messages;
   std::function<void()> finish;
+  /// Called when the message of this number has moved, if set: what is wrong with it, which fails
+  /// the operation, or nothing.
+  std::function<std::string(size_t message)> check = nullptr;
 };
 
 /// A collective as a list of rounds, the same algorithm over every transport. The rounds refer to
@@ -37,5 +42,24 @@ struct Round {
 /// - all_gather, all_to_all, gather, scatter: every rank sends its part to whom it belongs.
 /// - barrier: dissemination; in round k, rank r sends to r + 2^k and receives from r - 2^k.
 std::vector<Round> rounds_of(const Collective& call, int rank, int size);
+
+/// A rank tells others what it calls, and hears it from them.
+class CallExchange {
+ public:
+  /// `world_ranks`: by rank of the group.
+  CallExchange(const Call& own, int rank, const std::vector<int>& world_ranks);
+
+  /// Messages of a round to and from the ranks given. Its check says whose call does not match.
+  Round round(const std::vector<int>& to, const std::vector<int>& from) const;
+
+  /// `rounds` whose first begins with such messages, to and from all ranks that they have messages
+  /// to and from. Those that follow need no other's leave, so this costs bytes and no time.
+  std::vector<Round> before(std::vector<Round> rounds) const;
+
+ private:
+  struct Memory;
+
+  const std::shared_ptr<Memory> memory_;  // the messages, which outlive this
+};
 
 }  // namespace smp::comm

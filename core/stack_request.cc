@@ -103,6 +103,12 @@ bool answer_stack_requests() {
   return answers;
 }
 
+bool still_answers_stack_requests() {
+  struct sigaction current = {};
+  return sigaction(kRequest, nullptr, &current) == 0 && (current.sa_flags & SA_SIGINFO) != 0 &&
+         current.sa_sigaction == answer;
+}
+
 void ask_for_stacks(JobStatus& job) {
   const std::vector<int> causes = causes_of_waits(job);
   for (RankStatus& one : job.ranks) {

@@ -11,6 +11,10 @@ namespace smp::core {
 /// does nothing where nobody handles it. False where the program handles that signal itself.
 bool answer_stack_requests();
 
+/// Whether that still holds: the program may have installed a handler of its own since, which a
+/// request must not call.
+bool still_answers_stack_requests();
+
 /// Asks those ranks of this host on which others wait, and which are neither stopped nor blocked
 /// in the kernel, where they are, and notes it in their `stack`. One answers within a fifth of a
 /// second or not at all. What a signal interrupts for others, as `nanosleep`, it

@@ -112,6 +112,7 @@ bool Status::enter_call(const std::string& call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!call_.empty()) return false;
   call_ = call;
+  if (!still_answers_stack_requests()) put(memory_->stack.version, uint32_t{0});
   return true;
 }
 
@@ -209,6 +210,8 @@ ServingThread::ServingThread(std::shared_ptr<Status> status, const void* server)
 
 ServingThread::~ServingThread() { thread_status() = {}; }
 
+const void* this_server() { return thread_status().server; }
+
 ServedBy::ServedBy(const void* server)
     : status_(this_status()), exceptions_(std::uncaught_exceptions()) {
   if (status_ != nullptr) status_->server_ = server;
@@ -218,8 +221,10 @@ ServedBy::~ServedBy() {
   if (status_ != nullptr && std::uncaught_exceptions() == exceptions_) status_->end_wait();
 }
 
-CallScope::CallScope(const std::string& call, std::string_view action)
+CallScope::CallScope(const std::string& call, std::string_view action,
+                     std::optional<std::string_view> kind)
     : status_(this_status()), is_outermost_(status_ != nullptr && status_->enter_call(call)) {
+  if (this_public_call().text().empty()) compared_.emplace(PublicCall(call, kind.value_or(call)));
   if (!is_outermost_) return;
   status_->end_wait();  // one that failed in the call before
   action_.set(Label(action.empty() ? call : action));

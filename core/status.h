@@ -12,10 +12,13 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <vector>
+
+#include "core/public_call.h"
 
 namespace smp::core {
 
@@ -178,6 +181,9 @@ class ServingThread {
   ServingThread& operator=(const ServingThread&) = delete;
 };
 
+/// Whom this thread serves, null if nobody: those that it starts to help it serve the same.
+const void* this_server();
+
 /// While the rank's thread sleeps until another has done its work; when that ends by an error,
 /// until the next time or the rank's next call.
 class ServedBy {
@@ -214,12 +220,14 @@ class ActionScope {
   bool is_set_ = false;
 };
 
-/// A call of the user's, until the end of the block: what the status and errors of waits name. One
-/// inside another belongs to that.
+/// A call of the user's, until the end of the block: what the status and errors of waits name, and
+/// what ranks compare where they meet. One inside another belongs to that.
 class CallScope {
  public:
-  /// `call` as errors have it; `action` as the status has it, the same if empty.
-  explicit CallScope(const std::string& call, std::string_view action = "");
+  /// `call` as errors have it; `action` as the status has it, the same if empty; `kind` as
+  /// `PublicCall` has it, `call` if left out.
+  explicit CallScope(const std::string& call, std::string_view action = "",
+                     std::optional<std::string_view> kind = std::nullopt);
   ~CallScope();
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;
@@ -228,6 +236,7 @@ class CallScope {
   Status* const status_;
   const bool is_outermost_;
   ActionScope action_;
+  std::optional<PublicCallScope> compared_;  // of the outermost on its thread
 };
 
 /// What a rank does between calls.

@@ -99,13 +99,14 @@ struct LastStatus {
   ~LastStatus() { core::set_process_status(nullptr); }
 };
 
-/// What keeps this rank from ending with the others is left for the launcher.
-void end_world() {
+/// What keeps this rank from ending with the others is left for the launcher. `call` as errors have
+/// it.
+void end_world(const char* call) {
   const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
   // Objects of the program may have the runtime for longer than other jobs should wait for locks.
   if (Runtime::exists()) Runtime::get().checkpoint_context = nullptr;
   const LastStatus status;
-  const core::CallScope here("smp::shutdown");
+  const core::CallScope here(call, "smp::shutdown", "smp::shutdown");
   Runtime::set_for_process(nullptr);
   try {
     comm::finalize_world();
@@ -144,7 +145,7 @@ void finish_at_exit(int status, void*) {
   if (!is_rank()) std::_Exit(status);
   if (is_failure(status)) end_with(status);
   try {
-    end_world();
+    end_world("smp::shutdown, as its program has ended");
   } catch (const std::exception& error) {
     if (!core::is_recorded(core::message_of(error))) std::cerr << error.what() << std::endl;
     std::_Exit(1);
@@ -200,7 +201,7 @@ void init(const Config& config) {
 }
 
 void shutdown() {
-  end_world();
+  end_world("smp::shutdown");
   restore_terminate_handler();
 }
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/status.h"
 #include "partitioner/format.h"
 #include "partitioner/table.h"
 #include "smp/init.h"
@@ -68,6 +69,7 @@ void reset_peak_memory() {
 }
 
 std::string memory_report() {
+  const core::CallScope here("smp::memory_report");
   const auto memory = device_memory();
   const auto rows = allgather(row_of(memory), CommGroup::kWorld);
   return memory ? text_of(rows) : "";

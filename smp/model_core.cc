@@ -69,6 +69,7 @@ ModelCore::TensorDict ModelCore::state_dict(bool gather_to_rank0) const {
 ModelCore::TensorDict ModelCore::local_state_dict() const { return model_->local_state_dict(); }
 void ModelCore::load_state_dict(const TensorDict& state, bool strict,
                                 bool same_partition_load) const {
+  const core::CallScope here("model->load_state_dict", "smp::load_state_dict");
   if (same_partition_load) {
     model_->load_local_state_dict(state, strict);
   } else {

@@ -25,9 +25,11 @@ OptimizerState OptimizerCore::state_dict() const {
   return optimizer_->state_dict();
 }
 OptimizerState OptimizerCore::local_state_dict(bool gather_if_shard) const {
+  const core::CallScope here("optimizer.local_state_dict", "smp::local_state_dict");
   return optimizer_->local_state_dict(gather_if_shard);
 }
 void OptimizerCore::load_state_dict(const OptimizerState& state) const {
+  const core::CallScope here("optimizer.load_state_dict", "smp::load_state_dict");
   optimizer_->load_state_dict(state);
 }
 
@@ -37,6 +39,7 @@ void OptimizerCore::scale_loss(const LossScaleOptions& options) const {
 bool OptimizerCore::overflow() const { return optimizer_->loss_scaling().overflow(); }
 double OptimizerCore::loss_scale() const { return optimizer_->loss_scaling().loss_scale(); }
 double OptimizerCore::clip_master_grads(double max_norm, double norm_type) const {
+  const core::CallScope here("optimizer.clip_master_grads", "smp::clip_master_grads");
   return optimizer_->clip_master_grads(max_norm, norm_type);
 }
 void OptimizerCore::reload_model_params() const { optimizer_->reload_model_params(); }

@@ -5,6 +5,7 @@
 
 #include "checkpoint/pretrained.h"
 #include "core/check.h"
+#include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
@@ -24,6 +25,7 @@ using runtime::together;
 
 PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
                                  const PretrainedOptions& options) {
+  const core::CallScope here("smp::load_pretrained");
   const runtime::Model& model = core.impl();
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
@@ -51,6 +53,7 @@ PretrainedReport load_pretrained(const std::string& path, torch::nn::Module& mod
 }
 
 void save_pretrained(const std::string& folder, const ModelCore& core, const NameMap& names) {
+  const core::CallScope here("smp::save_pretrained");
   runtime::save_pretrained(folder, core.impl(), names);
 }
 

@@ -191,6 +191,7 @@ void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
 std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
                                               const OptimizerCore& optimizer,
                                               const LoadOptions& options) {
+  const core::CallScope here("smp::resume_after_restart", "smp::resume");
   auto checkpoints = runtime::checkpoints_before(Runtime::get());
   while (!checkpoints.empty()) {
     const std::string newest = std::move(checkpoints.back());

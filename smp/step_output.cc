@@ -5,6 +5,7 @@
 #include <ATen/ops/stack.h>
 
 #include "core/check.h"
+#include "core/status.h"
 
 namespace smp {
 
@@ -34,6 +35,7 @@ at::Tensor StepOutput::reduce_mean() const {
 }
 
 at::Tensor StepOutput::reduce_mean(const Group& group) const {
+  const core::CallScope here("StepOutput::reduce_mean");
   return StepOutput(group.all_gather(stack()).flatten(0, 1).unbind()).reduce_mean();
 }
 

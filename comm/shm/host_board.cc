@@ -25,22 +25,26 @@ constexpr int kPolls = 200;
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Where things are in the part of one rank: two records, the counters of steps, and for each record
-// the splits and the eager data; then the buffers.
+// the caller, the splits and the eager data; then the buffers.
 struct PartLayout {
   explicit PartLayout(int group_size)
       : splits_bytes(round_up(2 * group_size * sizeof(int64_t), kLine)) {}
 
   size_t record(uint64_t number) const { return number % 2 * kLine; }
   size_t steps() const { return 2 * kLine; }
-  size_t splits(uint64_t number) const { return 4 * kLine + number % 2 * splits_bytes; }
+  size_t caller(uint64_t number) const { return 4 * kLine + number % 2 * sizeof(core::PublicCall); }
+  size_t splits(uint64_t number) const { return caller(0) + kCallers + number % 2 * splits_bytes; }
   size_t eager_data(uint64_t number) const {
-    return 4 * kLine + 2 * splits_bytes + number % 2 * HostBoard::kEagerBytes;
+    return splits(0) + 2 * splits_bytes + number % 2 * HostBoard::kEagerBytes;
   }
   size_t buffers() const { return eager_data(0) + 2 * HostBoard::kEagerBytes; }
   size_t total(bool with_buffers) const {
     const size_t room = with_buffers ? HostBoard::kBuffers * HostBoard::kBufferBytes : 0;
     return round_up(buffers() + room, 4096);
   }
+
+  static constexpr size_t kCallers = 2 * sizeof(core::PublicCall);
+  static_assert(kCallers % kLine == 0);
 
   size_t splits_bytes;
 };
@@ -86,12 +90,16 @@ CallRecord& HostBoard::record_of(int rank, uint64_t number) const {
   return *reinterpret_cast<CallRecord*>(part(rank) + PartLayout(group_->size).record(number));
 }
 
-CallRecord& HostBoard::next_record() {
+CallRecord& HostBoard::next_record(const Signature& call) {
   if (!all_have_entered_) {
     await_records();
   }
   all_have_entered_ = false;
-  return record_of(rank_, ++entered_);
+  CallRecord& record = record_of(rank_, ++entered_);
+  record.call = call;
+  caller(rank_) = core::this_public_call();
+  record.caller_kind = caller(rank_).kind();
+  return record;
 }
 
 void HostBoard::publish_record() {
@@ -107,23 +115,30 @@ void HostBoard::await_records() {
 }
 
 void HostBoard::check_same_calls(const OperationInfo& info) const {
+  const CallRecord& own = record(rank_);
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (!(record(rank).call == record(rank_).call)) {
+    const CallRecord& one = record(rank);
+    if (!(one.call == own.call) || one.caller_kind != own.caller_kind) {
       fail_mismatch(info);
     }
   }
 }
 
 void HostBoard::fail_mismatch(const OperationInfo& info) const {
-  std::vector<Signature> calls;
+  std::vector<Call> calls;
   for (int rank = 0; rank < ranks(); ++rank) {
-    calls.push_back(record(rank).call);
+    calls.push_back({record(rank).call, caller(rank)});
   }
   core::fail<CommError>(describe(info), " does not match the other ranks' calls: ",
                         mismatch_text(group_->in_world(group_ranks_), calls));
 }
 
 const CallRecord& HostBoard::record(int rank) const { return record_of(rank, entered_); }
+
+core::PublicCall& HostBoard::caller(int rank) const {
+  return *reinterpret_cast<core::PublicCall*>(part(rank) +
+                                              PartLayout(group_->size).caller(entered_));
+}
 
 std::byte* HostBoard::eager_data(int rank) const {
   return part(rank) + PartLayout(group_->size).eager_data(entered_);

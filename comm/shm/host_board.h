@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/collective.h"
+#include "comm/call.h"
 #include "comm/deadline.h"
 #include "comm/operation.h"
 #include "comm/shm/places.h"
@@ -26,11 +26,12 @@ enum class Protocol {
   kPipelined,  ///< In pieces, through the buffers.
 };
 
-/// What a rank tells the others when it enters a collective: what it calls, and where its tensors
-/// are.
+/// What a rank tells the others when it enters a collective: what it calls, in which call of the
+/// user's, and where its tensors are.
 struct alignas(64) CallRecord {
   std::atomic<uint64_t> number{0};  ///< Of the collective, from 1; written last.
   Signature call;
+  uint64_t caller_kind = 0;  ///< Of `HostBoard::caller`, which is read where the kinds differ.
   bool is_eager = false;     ///< Whether the data of this rank's input come with the record.
   uint64_t input_bytes = 0;  ///< 0 where this rank gives nothing.
   Place place;               ///< Of its input, or of its output where it gives nothing.
@@ -82,9 +83,10 @@ class HostBoard {
   /// Says which call the waits are for, from now on. Throws when a rank has aborted.
   void begin(const OperationInfo& info, const Deadline& deadline);
 
-  /// The record of the next collective, for this rank to fill in, then to publish. Waits first if
-  /// it gave up waiting for the others' records before.
-  CallRecord& next_record();
+  /// The record of the next collective, with the call and this thread's caller; for this rank to
+  /// fill in the rest, then to publish. Waits first if it gave up waiting for the others' records
+  /// before.
+  CallRecord& next_record(const Signature& call);
   void publish_record();
 
   /// Waits until all ranks have published theirs.
@@ -96,6 +98,7 @@ class HostBoard {
 
   // Of the collective entered last:
   const CallRecord& record(int rank) const;
+  core::PublicCall& caller(int rank) const;
   std::byte* eager_data(int rank) const;
   int64_t* splits(int rank) const;  ///< Room for 2 * group_size numbers.
 

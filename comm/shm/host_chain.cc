@@ -31,17 +31,28 @@ struct Lane {
 
   bool is_first() const { return previous < 0; }
   bool is_last() const { return next < 0; }
+  std::vector<int> ends() const {
+    std::vector<int> ranks;
+    for (const int rank : {previous, next}) {
+      if (rank >= 0) {
+        ranks.push_back(rank);
+      }
+    }
+    return ranks;
+  }
 };
 
 // One all_reduce by one rank.
 class ChainReduction {
  public:
-  ChainReduction(const Collective& call, HostBoard& board, const Lane& lane)
+  ChainReduction(const Collective& call, const CallExchange& calls, HostBoard& board,
+                 const Lane& lane)
       : call_(call),
         lane_(lane),
         data_(static_cast<std::byte*>(call.output.mutable_data_ptr())),
         pieces_(board, even_slices(lane.lanes, call.output.nbytes())),
         sums_(new std::byte[sums_begin(pieces_.steps())]),
+        calls_(start(calls.round(lane.ends(), lane.ends()))),
         partial_sums_(pieces_.steps()),
         results_(pieces_.steps()) {}
 
@@ -63,7 +74,7 @@ class ChainReduction {
       }
     }
     for (const auto& send : sends_) {
-      wait(send);
+      wait_for(lane_.transport, *send, lane_.deadline);
     }
   }
 
@@ -82,13 +93,15 @@ class ChainReduction {
 
   // Peers may read and write what an operation was given after this rank has thrown, so the
   // operation holds the sums and, by its tensor, the results.
-  OperationPtr start(Message::Direction direction, int peer, void* data, size_t bytes) {
-    Round round{{{direction, peer, data, bytes}}, [sums = sums_] {}};
+  OperationPtr start(Round round) {
     auto operation =
         std::make_shared<Operation>(lane_.group, lane_.info, std::vector<Round>{std::move(round)},
                                     std::vector<at::Tensor>{call_.output});
     operation->start(lane_.transport);
     return operation;
+  }
+  OperationPtr start(Message::Direction direction, int peer, void* data, size_t bytes) {
+    return start({{{direction, peer, data, bytes}}, [sums = sums_] {}});
   }
   void send(int peer, void* data, size_t bytes) {
     sends_.push_back(start(Message::Direction::kSend, peer, data, bytes));
@@ -96,8 +109,11 @@ class ChainReduction {
   OperationPtr receive(int peer, void* data, size_t bytes) {
     return start(Message::Direction::kReceive, peer, data, bytes);
   }
-  void wait(const OperationPtr& operation) const {
-    wait_for(lane_.transport, *operation, lane_.deadline);
+  // What comes along the lane means what is expected only if the calls match.
+  void await_piece(const OperationPtr& operation) const {
+    for (const auto& one : {calls_, operation}) {
+      wait_for(lane_.transport, *one, lane_.deadline);
+    }
   }
 
   void expect_partial_sums(uint64_t i) {
@@ -117,7 +133,7 @@ class ChainReduction {
     std::byte* const sums = sums_.get() + sums_begin(i);
     const c10::ScalarType dtype = call_.output.scalar_type();
     if (!lane_.is_first()) {
-      wait(partial_sums_[i]);
+      await_piece(partial_sums_[i]);
     }
     accumulate_in_order(sums, !lane_.is_first(), parts, elements(own), dtype, call_.op);
     if (lane_.is_last()) {
@@ -133,7 +149,7 @@ class ChainReduction {
     const Slice own = pieces_.own_piece(i);
     if (own.bytes() > 0) {
       if (!lane_.is_last()) {
-        wait(results_[i]);
+        await_piece(results_[i]);
       }
       if (!lane_.is_first()) {
         send(lane_.previous, data_ + own.begin, own.bytes());
@@ -149,8 +165,9 @@ class ChainReduction {
   const HostPieces pieces_;
 
   const std::shared_ptr<std::byte[]> sums_;  // of this rank's slice, in the type of accumulators
-  std::vector<OperationPtr> partial_sums_;   // receives, by step
-  std::vector<OperationPtr> results_;        // receives, by step
+  const OperationPtr calls_;
+  std::vector<OperationPtr> partial_sums_;  // receives, by step
+  std::vector<OperationPtr> results_;       // receives, by step
   std::vector<OperationPtr> sends_;
 };
 
@@ -176,14 +193,15 @@ bool HostChain::takes(const Collective& call) const {
   return call.kind == Collective::Kind::kAllReduce && call.output.nbytes() >= kSmallest;
 }
 
-void HostChain::run(const Collective& call, const OperationInfo& info, const Deadline& deadline) {
+void HostChain::run(const Collective& call, const CallExchange& calls, const OperationInfo& info,
+                    const Deadline& deadline) {
   board_->begin(info, deadline);
-  board_->next_record().call = signature_of(call);
+  board_->next_record(signature_of(call));
   board_->publish_record();
   board_->await_records();
   board_->check_same_calls(info);
-  ChainReduction(call, *board_, {*transport_, group_, info, deadline, lanes_, previous_, next_})
-      .run();
+  const Lane lane{*transport_, group_, info, deadline, lanes_, previous_, next_};
+  ChainReduction(call, calls, *board_, lane).run();
 }
 
 }  // namespace smp::comm

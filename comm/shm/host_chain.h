@@ -6,6 +6,7 @@
 #include "comm/collective.h"
 #include "comm/deadline.h"
 #include "comm/operation.h"
+#include "comm/rounds.h"
 #include "comm/shm/host_board.h"
 #include "comm/shm/share.h"
 #include "comm/transport.h"
@@ -29,8 +30,10 @@ class HostChain {
   /// Small ones are faster as messages from rank to rank.
   bool takes(const Collective& call) const;
 
-  /// Runs a call that was checked. All ranks of a host throw when their calls do not match.
-  void run(const Collective& call, const OperationInfo& info, const Deadline& deadline);
+  /// Runs a call that was checked. All ranks of a host throw when their calls do not match, and the
+  /// ends of a lane when theirs do not; `calls` is how these hear of each other's.
+  void run(const Collective& call, const CallExchange& calls, const OperationInfo& info,
+           const Deadline& deadline);
 
  private:
   const std::shared_ptr<Transport> transport_;

@@ -67,8 +67,7 @@ void HostCollectives::move(const Collective& call) {
 }
 
 void HostCollectives::publish(const Collective& call) {
-  CallRecord& record = board_->next_record();
-  record.call = signature_of(call);
+  CallRecord& record = board_->next_record(signature_of(call));
   if (call.kind != Kind::kBarrier) {
     const bool reads = call.reads(board_->rank());
     record.place = place(reads ? call.input : call.output);

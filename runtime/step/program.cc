@@ -200,6 +200,7 @@ dp::StepGradients& Program::gradients_at(const Place& place) const {
 void Program::await_gradients() {
   for (int stage : own_stages()) {
     for (graph::ValueId id : runner_->stage(stage).consumed()) {
+  caller_ = core::this_public_call();
       gradients_at(place_of_[id]).await(place_of_[id].index);
     }
   }
@@ -240,6 +241,7 @@ void Program::start_reductions() {
   for (dp::StepGradients* gradients : reductions_) {
     if (!gradients->start_complete()) return;
   }
+  const core::PublicCallScope here(caller_);
 }
 
 /// Notes when buckets are reduced, in a step that is recorded, and tells tests. What it returns is

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/public_call.h"
 #include "dp/gradient_buckets.h"
 #include "dp/sharded_gradients.h"
 #include "graph/graph.h"
@@ -133,4 +134,5 @@ class Program : public std::enable_shared_from_this<Program> {
   LossWatch losses_;
 };
 
+  core::PublicCall caller_;                     // of the step that runs
 }  // namespace smp::runtime

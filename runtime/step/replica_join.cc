@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/public_call.h"
 #include "dp/replica_state.h"
 #include "runtime/model.h"
 #include "runtime/parameters/dividing.h"
@@ -43,6 +44,9 @@ ReplicaJoin::Step ReplicaJoin::step_of(const Round& round) const {
 }
 
 void ReplicaJoin::end_join() {
+  // The others are in steps.
+  const core::PublicCallScope here(
+      core::PublicCall("the end of DistributedModel::join", core::kAnyStep));
   try {
     take_back_wholes(runtime_);
     SMP_CHECK_WITH(UsageError, replicas().size() == 1 || !trained_.empty(),

@@ -109,7 +109,7 @@ StepResults StepFunction::run(const StepCall& call) {
                  "\" was called inside another step function; call them one after the other");
   const auto number = runtime_->progress.step_functions.calls(name_) + 1;
   const core::CallScope here(c10::str("call ", number, " of step function \"", name_, "\""),
-                             name_ + "()");
+                             name_ + "()", core::kAnyStep);
   core::Status& status = *runtime_->status();
   status.set_step(runtime_->progress.training_steps + 1);
   try {

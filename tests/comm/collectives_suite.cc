@@ -8,6 +8,7 @@
 
 #include "comm/reduce.h"
 #include "core/check.h"
+#include "core/public_call.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"
 
@@ -436,6 +437,69 @@ TEST_P(Collectives, CallsThatDoNotMatchAreAnErrorThatSaysWhoCalledWhat) {
     EXPECT_THAT(error_text<CommError>([&] { group->shared_tensor(first ? 5 : 6, at::kFloat); }),
                 HasSubstr("rank 0 called shared_tensor of 5 x Float, rank 1 called shared_tensor"));
     expect_all_reduce(*group, 1000, at::kFloat, ReduceOp::kSum);
+  });
+}
+
+using core::PublicCall;
+using core::PublicCallScope;
+
+PublicCall step_number(int number) {
+  return {c10::str("call ", number, " of step function \"train\""), core::kAnyStep};
+}
+
+// The same collective, within another call of the user's.
+TEST_P(Collectives, CallsOfTheUsersThatDoNotMatchAreNamedByAll) {
+  if (GetParam() == 1) {
+    return;
+  }
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const bool first = group->rank() == 0;
+    const auto in_others = [&](const std::function<void()>& collective) {
+      const PublicCallScope here(first ? PublicCall("smp::save", "smp::save") : step_number(4));
+      return error_text<CommError>(collective);
+    };
+    const auto expected =
+        AllOf(HasSubstr(first ? ", in smp::save does not match the other ranks' calls: "
+                              : ", in call 4 of step function \"train\" does not match"),
+              HasSubstr("rank 0 is in smp::save, rank 1 is in call 4 of step function \"train\""),
+              HasSubstr("All ranks must make the same calls in the same order: look for one that "
+                        "only some ranks make, as within if (smp::rank() == 0)."));
+    EXPECT_THAT(in_others([&] { all_gather_bytes(*group, "bytes"); }), expected);
+    EXPECT_THAT(in_others([&] { group->async().all_reduce(at::ones({9}))->wait(); }), expected);
+    EXPECT_THAT(in_others([&] {
+                  group
+                      ->start(at::kCPU, [](TaskCollectives& task) { task.barrier(); })
+                      ->wait();
+                }),
+                expected);
+    EXPECT_THAT(in_others([&] { group->shared_tensor(5, at::kFloat); }), expected);
+    EXPECT_THAT(error_text<CommError>([&] {
+                  const PublicCallScope here(first ? PublicCall() : step_number(4));
+                  group->barrier();
+                }),
+                HasSubstr("rank 0 called barrier, rank 1 is in call 4 of step function"));
+    expect_all_reduce(*group, 1000, at::kFloat, ReduceOp::kSum);
+  });
+}
+
+// Collectives of the user's own are compared as such, and a step is a step. What is started in a
+// call belongs to it, whatever the rank does when its turn comes.
+TEST_P(Collectives, CallsOfOneKindMatch) {
+  on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
+    const bool first = group->rank() == 0;
+    {
+      const PublicCallScope here(first ? PublicCall("smp::barrier", core::kOwnCollective)
+                                       : PublicCall());
+      group->barrier();
+    }
+    WorkPtr work;
+    {
+      const PublicCallScope here(step_number(group->rank()));
+      group->barrier();
+      work = group->async().all_reduce(at::ones({3}));
+    }
+    work->wait();
+    EXPECT_EQ(core::this_public_call().text(), "");
   });
 }
 

@@ -12,15 +12,18 @@
 #include <thread>
 #include <vector>
 
+#include "comm/call.h"
 #include "comm/threads/run_ranks.h"
 #include "comm/threads/thread_world.h"
 #include "comm/transport_communicator.h"
 #include "core/check.h"
+#include "core/public_call.h"
 #include "tests/comm/test_tensors.h"
 
 namespace smp::comm {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 
 class OneIntraOpThread : public testing::Environment {
@@ -128,6 +131,59 @@ TEST_P(Layouts, CallsAreComparedOnRequest) {
   });
 }
 
+// What a world says whose last rank makes another call than the others.
+std::string mismatch_of(const Hosts& hosts,
+                        const std::function<void(Communicator& world, bool is_last)>& call) {
+  return error_text<CommError>([&] {
+    on_hosts(hosts, [&](const CommunicatorPtr& world) {
+      world->barrier();  // sets up
+      call(*world, world->rank() == world->size() - 1);
+    });
+  });
+}
+
+// Messages between hosts begin with the call, so that those that are of one size are not taken for
+// each other.
+TEST_P(Layouts, CallsThatMeetInMessagesAreCompared) {
+  const int last = static_cast<int>(GetParam().size()) - 1;
+  const auto is_in = [&](const std::string& what) {
+    return HasSubstr(c10::str("rank ", last, " ", what));
+  };
+  const int64_t parts = last + 1;
+  for (const int64_t elements : {5, 1'000'000}) {
+    SCOPED_TRACE(elements);
+    const auto saves = [&](Communicator& world, bool is_last) {
+      const core::PublicCallScope here(
+          is_last ? core::PublicCall("smp::save", "smp::save")
+                  : core::PublicCall("call 4 of step function \"train\"", core::kAnyStep));
+      world.all_reduce(at::ones({elements}));
+    };
+    EXPECT_THAT(mismatch_of(GetParam(), saves),
+                AllOf(HasSubstr(" does not match the other ranks' calls: rank "),
+                      HasSubstr(" is in call 4 of step function \"train\", "),
+                      is_in("is in smp::save. All ranks must make the same calls")));
+  }
+  const auto gathers = [&](Communicator& world, bool is_last) {
+    if (is_last) {
+      world.all_gather(at::ones({parts}), at::ones({1}));
+    } else {
+      world.all_reduce(at::ones({parts}));
+    }
+  };
+  EXPECT_THAT(mismatch_of(GetParam(), gathers),
+              AllOf(HasSubstr(c10::str(" called all_reduce (sum) of ", parts, " x Float, ")),
+                    is_in("called all_gather of 1 x Float.")));
+  const auto comes_to_a_barrier = [&](Communicator& world, bool is_last) {
+    if (is_last) {
+      world.barrier();
+    } else {
+      world.all_gather(at::ones({parts}), at::ones({1}));
+    }
+  };
+  EXPECT_THAT(mismatch_of(GetParam(), comes_to_a_barrier),
+              AllOf(HasSubstr(" called all_gather of 1 x Float, "), is_in("called barrier.")));
+}
+
 // The ranks of the second host give up while they wait for sums of the first, whose ranks then come
 // and send them: that must not reach memory which others have by then.
 TEST(Failures, SumsThatComeTooLateAreWrittenIntoNobodysMemory) {
@@ -156,7 +212,7 @@ TEST(Failures, SumsThatComeTooLateAreWrittenIntoNobodysMemory) {
   });
 }
 
-// Counts what its rank sends to other hosts.
+// Counts what its rank sends to other hosts, beside its calls.
 class CountingTransport final : public Transport {
  public:
   CountingTransport(std::shared_ptr<ThreadWorld> world, Hosts hosts)
@@ -165,6 +221,7 @@ class CountingTransport final : public Transport {
   void start(Transfer transfer) override {
     const GroupState& group = transfer.group();
     if (transfer.message.direction == Message::Direction::kSend &&
+        transfer.message.bytes != sizeof(Call) &&
         hosts_[group.rank] != hosts_[transfer.message.peer]) {
       sent_ += static_cast<int64_t>(transfer.message.bytes);
     }

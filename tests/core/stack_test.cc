@@ -7,7 +7,9 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <string>
 #include <thread>
@@ -83,9 +85,10 @@ TEST(FunctionNames, AreThoseOfTheProgramAndItsLibraries) {
   return read(pipe, &byte, 1);
 }
 
-/// Runs `look` while rank 1 of a job sleeps in `stays_here` and rank 0, this thread, waits for it.
-template <class Look>
-void while_rank_1_sleeps(const Look& look) {
+/// Runs `look` while rank 1 of a job sleeps in `stays_here`, after `before`, and rank 0, this
+/// thread, waits for it.
+void while_rank_1_sleeps(
+    const std::function<void()>& look, const std::function<void()>& before = [] {}) {
   static int jobs = 0;
   StatusOwner owner;
   owner.job_id = std::to_string(getpid()) + "-stack-" + std::to_string(++jobs);
@@ -99,6 +102,7 @@ void while_rank_1_sleeps(const Look& look) {
   std::thread other([&] {
     owner.rank = 1;
     set_thread_status(std::make_shared<Status>(owner, std::chrono::nanoseconds(0)));
+    before();
     EXPECT_EQ(stays_here(begun, ends[0]), 0);
     set_thread_status(nullptr);
   });
@@ -146,6 +150,26 @@ TEST(StackRequest, ARankThatIsStoppedIsNotAsked) {
     ask_for_stacks(job);
     EXPECT_THAT(job.find(1)->stack, IsEmpty());
   });
+}
+
+/// As Go's runtime does, which takes every SIGURG for its own.
+TEST(StackRequest, AHandlerThatTheProgramInstallsLaterIsNotCalled) {
+  static std::atomic<int> calls{0};
+  struct sigaction ours = {};
+  ASSERT_EQ(sigaction(SIGURG, nullptr, &ours), 0);
+  const auto install = [] {
+    signal(SIGURG, [](int) { ++calls; });
+    const CallScope call("smp::save");
+  };
+  while_rank_1_sleeps(
+      [] {
+        JobStatus job = *read_own_job();
+        ask_for_stacks(job);
+        EXPECT_THAT(job.find(1)->stack, IsEmpty());
+      },
+      install);
+  sigaction(SIGURG, &ours, nullptr);
+  EXPECT_EQ(calls, 0);
 }
 
 TEST(StackRequest, TheProgramsOwnHandlerStays) {
