@@ -20,6 +20,7 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "core/host.h"
+#include "core/text.h"
 
 namespace smp::comm {
 namespace {
@@ -30,6 +31,9 @@ using std::chrono::milliseconds;
 // How often a rank that waits for others looks whether one has given up.
 constexpr milliseconds kLookPeriod{500};
 
+// How long one pauses at most before it asks the store again.
+constexpr milliseconds kLongestPause{100};
+
 // The first message on a connection.
 struct Greeting {
   uint64_t world;  // a number that only its ranks know
@@ -39,8 +43,10 @@ struct Greeting {
 // How long those that wait at the store may take to say for whom.
 constexpr milliseconds kGrace{3000};
 
-// How long a connection may keep its greeting back.
-constexpr std::chrono::seconds kPatience{5};
+// How long a connection may keep its greeting back; where so many do that there is no place for
+// another, each takes a file descriptor, the ones that came first only for a moment.
+constexpr milliseconds kPatience{5000}, kShortPatience{200};
+constexpr size_t kMostNewcomers = 64;
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
@@ -108,19 +114,30 @@ std::vector<int> missing_ranks(c10d::Store& store, int size) {
   return missing;
 }
 
-bool all_come(c10d::Store& store, const std::vector<std::string>& keys, milliseconds wait) {
-  try {
-    store.wait(keys, wait);
-    return true;
-  } catch (const c10::DistStoreError&) {
-    return false;  // out of time
+// Whether all keys are there within `wait`; takes out those that are. Asks again and again, for one
+// at a time, since c10d logs two lines for each wait of its own that ends without.
+bool all_come(c10d::Store& store, std::vector<std::string>& missing, milliseconds wait) {
+  const TimePoint end = Clock::now() + wait;
+  milliseconds pause{1};
+  while (!missing.empty()) {
+    if (store.check({missing.back()})) {
+      missing.pop_back();
+      continue;
+    }
+    if (Clock::now() >= end) {
+      return false;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
   }
+  return true;
 }
 
 // What a process and its meetings belong to. torchrun starts processes again at the same store.
 std::string job_of_this_process(int size) {
-  return c10::str(size, " ranks of job ",
-                  core::env("SMP_JOB_ID").value_or(core::env("TORCHELASTIC_RUN_ID").value_or("")));
+  const std::string id =
+      core::env("SMP_JOB_ID").value_or(core::env("TORCHELASTIC_RUN_ID").value_or(""));
+  return c10::str(size, " ranks of job ", core::printable(id));
 }
 
 uint64_t draw_number() {
@@ -161,7 +178,8 @@ void check_job(c10d::Store& job, int rank, int size, const MeetingTime& time) {
     job.set(kJob, to_bytes(own));
     return;
   }
-  while (!all_come(job, {kJob}, kLookPeriod)) {
+  std::vector<std::string> missing{kJob};
+  while (!all_come(job, missing, kLookPeriod)) {
     if (Clock::now() >= time.end) {
       give_up(job, {0}, size, time);
     }
@@ -191,11 +209,11 @@ void claim_rank(c10d::Store& job, int rank) {
 }
 
 void wait_for_all(c10d::Store& job, c10d::Store& store, int size, const MeetingTime& time) {
-  std::vector<std::string> keys;
+  std::vector<std::string> missing;
   for (int rank = 0; rank < size; ++rank) {
-    keys.push_back(rank_key(rank));
+    missing.push_back(rank_key(rank));
   }
-  while (!all_come(store, keys, kLookPeriod)) {
+  while (!all_come(store, missing, kLookPeriod)) {
     check_refused(job);
     if (store.check({kTimedOut})) {
       core::fail<TimeoutError>(from_bytes(store.get(kTimedOut)));
@@ -285,21 +303,32 @@ void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint dea
 // A connection whose greeting is not complete.
 struct Newcomer {
   Descriptor socket;
-  TimePoint patience;
+  TimePoint came;
   Greeting greeting{};
   size_t read = 0;
 
   bool greeted() const { return read == sizeof greeting; }
 
   // False when nothing more will come.
-  bool read_on() {
+  bool read_on(milliseconds patience) {
     const ssize_t count = recv(socket.fd(), reinterpret_cast<char*>(&greeting) + read,
                                sizeof greeting - read, MSG_DONTWAIT);
     read += std::max<ssize_t>(count, 0);
     const bool later = count < 0 && (errno == EAGAIN || errno == EINTR);
-    return count > 0 || (later && Clock::now() < patience);
+    return count > 0 || (later && Clock::now() < came + patience);
   }
 };
+
+// Takes connections that have come in, as long as there are places.
+void accept_all(const Descriptor& listener, std::vector<Newcomer>& newcomers) {
+  while (newcomers.size() < kMostNewcomers) {
+    std::optional<Descriptor> socket = accept_from(listener);
+    if (!socket) {
+      return;
+    }
+    newcomers.push_back({std::move(*socket), Clock::now()});
+  }
+}
 
 // Takes the connections of the ranks above this one. Connections of others, which do not know the
 // world's number, are dropped, and keep nobody waiting.
@@ -312,17 +341,20 @@ void accept_higher_ranks(const Greeting& own, const Descriptor& listener, Meetin
     SMP_CHECK_WITH(TimeoutError, Clock::now() < deadline, "rank ", own.rank,
                    " was not connected to by ", list_of(missing),
                    ". Look at the output of these ranks.");
-    std::vector<int> sockets{listener.fd()};
+    const bool is_full = newcomers.size() == kMostNewcomers;
+    std::vector<int> sockets;
     for (const Newcomer& newcomer : newcomers) {
       sockets.push_back(newcomer.socket.fd());
     }
-    await_readable(sockets, std::min(deadline, Clock::now() + kLookPeriod));
-    while (std::optional<Descriptor> socket = accept_from(listener)) {
-      newcomers.push_back({std::move(*socket), Clock::now() + kPatience});
+    if (!is_full) {
+      sockets.push_back(listener.fd());
     }
+    const milliseconds patience = is_full ? kShortPatience : kPatience;
+    await_readable(sockets, std::min(deadline, Clock::now() + (is_full ? patience : kLookPeriod)));
+    accept_all(listener, newcomers);
     std::vector<Newcomer> waiting;
     for (Newcomer& newcomer : newcomers) {
-      const bool stays = newcomer.read_on();
+      const bool stays = newcomer.read_on(patience);
       const auto found = std::find(missing.begin(), missing.end(), newcomer.greeting.rank);
       if (newcomer.greeted() && newcomer.greeting.world == own.world && found != missing.end()) {
         meeting.connections[*found] = std::move(newcomer.socket);

@@ -233,6 +233,43 @@ TEST(StoreWorld, StrangersKeepNobodyWaiting) {
   for (const int stranger : strangers) close(stranger);
 }
 
+// More than there are descriptors for.
+TEST(StoreWorld, ManyStrangersKeepNobodyOut) {
+  const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
+  const std::string record = first_meeting_at(store)->get_to_str("rank/0");
+  std::vector<int> strangers;
+  for (int i = 0; i < 200; ++i) strangers.push_back(connect_silently(record));
+  EXPECT_THAT(strangers, testing::Each(testing::Ge(0)));
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const rlimit few{static_cast<rlim_t>(strangers.back()) + 100, before.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &few);
+  EXPECT_EQ(join(store, 1, 2)->size(), 2);
+  first.join();
+  setrlimit(RLIMIT_NOFILE, &before);
+  for (const int stranger : strangers) close(stranger);
+}
+
+// c10d would write two lines to the log for each of its waits that ends without the key.
+TEST(StoreWorld, SaysNothingWhileItWaits) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const auto store = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  options.port = store->getPort();
+  options.isServer = false;
+  const auto other = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  testing::internal::CaptureStderr();
+  std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
+  std::this_thread::sleep_for(milliseconds(1200));  // twice as long as one looks at a time
+  EXPECT_EQ(join(other, 1, 2)->size(), 2);
+  first.join();
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
 TEST(StoreWorld, UsesTheNetworkInterfaceNamed) {
   using Pairs = std::vector<std::pair<std::string, std::string>>;
   const Variables none(Pairs{{"SMP_SOCKET_IFNAME", "nosuch0"}});
