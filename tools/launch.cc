@@ -125,10 +125,21 @@ class MpirunArguments {
   std::vector<std::string> words_;
 };
 
+/// Whether that is this host; one of the two names may lack its domain.
+bool is_this(const Host& host, const LaunchContext& context) {
+  const std::string &name = host.name, &own = context.host_name;
+  const auto begins_with = [](const std::string& whole, const std::string& part) {
+    return !part.empty() && whole.rfind(part + ".", 0) == 0;
+  };
+  return name == "localhost" || name == own || begins_with(own, name) || begins_with(name, own);
+}
+
 /// Whether all ranks run on this host, as far as is known.
 bool is_on_one_host(const MpirunArguments& mpirun, const LaunchContext& context,
                     const std::vector<Host>& hosts) {
-  if (!hosts.empty() || context.mpirun_knows_hosts) return false;
+  const bool are_named = !hosts.empty();
+  if (are_named && (hosts.size() > 1 || !is_this(hosts.front(), context))) return false;
+  if (!are_named && context.mpirun_knows_hosts) return false;
   for (const char* option : {"host", "H", "hostfile", "machinefile", "default-hostfile"}) {
     if (mpirun.user_has(option)) return false;
   }

@@ -61,6 +61,8 @@ struct LaunchContext {
   bool backtraces = true;
   /// The hosts of the SLURM job that the launcher runs in; empty outside of one.
   std::vector<Host> slurm_hosts;
+  /// What this host is called; empty: not known.
+  std::string host_name;
   /// Whether mpirun may know of other hosts: another scheduler's, or those of a file.
   bool mpirun_knows_hosts = false;
   /// The parameters of Open MPI that the caller's environment sets; they win.

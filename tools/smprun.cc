@@ -14,6 +14,7 @@
 #include "core/check.h"
 #include "core/config_file.h"
 #include "core/env.h"
+#include "core/host.h"
 #include "core/restart.h"
 #include "core/stack_request.h"
 #include "core/status_reader.h"
@@ -126,6 +127,7 @@ int launch(const LaunchOptions& options, bool dry_run) {
     context.slurm_hosts =
         smp::tools::slurm_hosts(*nodes, smp::core::env("SLURM_TASKS_PER_NODE").value_or(""));
   }
+  context.host_name = smp::core::host_name();
   read_environment_of_mpi(context);
   if (dry_run) {
     std::cout << shell_text(plan_launch(options, context)) << "\n";

@@ -167,6 +167,10 @@ TEST(Launch, OnThisHostOnly) {
   };
   options.hosts = "h1:2";
   expect_hosts(options);
+  context.host_name = "h1.cluster";  // as in a job of SLURM with one host
+  EXPECT_TRUE(has(plan_launch(options, context), kMemory));
+  options.hosts = "h1:2,h2:2";
+  expect_hosts(options);
   expect_hosts(options_for(
       estimator(R"(, "custom_mpi_options": "--hostfile hosts")", R"({"partitions": 2})")));
   context.mpirun_knows_hosts = true;  // as in a job of PBS
