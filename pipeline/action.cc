@@ -5,6 +5,7 @@
 #include <charconv>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::pipeline {
 namespace {
@@ -83,9 +84,10 @@ class Cursor {
 
   [[noreturn]] void fail(const char* expected) {
     const auto rest = text_.substr(position_);
-    ::smp::core::fail<Error>("cannot read the action \"", text_, "\"", where_.empty() ? "" : " at ",
-                             where_, ": position ", position_, ": expected ", expected, ", got ",
-                             rest.empty() ? "the end" : c10::str("\"", rest, "\""),
+    ::smp::core::fail<Error>("cannot read the action \"", core::printable(text_, 100), "\"",
+                             where_.empty() ? "" : " at ", where_, ": position ", position_,
+                             ": expected ", expected, ", got ",
+                             rest.empty() ? "the end" : "\"" + core::printable(rest, 100) + "\"",
                              ". Actions look like 0F3, 1B0, 0SEND_F3>1, 1RECV_F3<0 or 1REDUCE.");
   }
 

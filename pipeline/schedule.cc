@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::pipeline {
 namespace {
@@ -94,7 +95,7 @@ class Reader {
                                 std::string_view got) {
     ::smp::core::fail<Error>(
         "cannot read the schedule: ", at, ": expected ", expected, ", got ",
-        got.empty() ? "the end of the line" : c10::str("\"", got, "\""),
+        got.empty() ? "the end of the line" : "\"" + core::printable(got, 100) + "\"",
         ". A schedule is a line \"schedule ranks=R microbatches=M backward=yes "
         "rank_of_stage=0,1,...\" and a line \"rank r: ACTIONS\" for each rank.");
   }
@@ -256,6 +257,30 @@ std::string to_string(const Schedule& schedule) {
   return text;
 }
 
+void check_action(const Schedule& schedule, const Action& action, std::string_view where) {
+  const int stages = schedule.stages(), microbatches = schedule.microbatches();
+  const bool exists =
+      action.stage < stages && action.peer < stages && action.microbatch < microbatches;
+  SMP_CHECK(exists, "cannot read the schedule: ", where, ": expected stages from 0 to ", stages - 1,
+            " and microbatches from 0 to ", microbatches - 1, ", got ", to_string(action),
+            ". Correct the action, or the numbers at the beginning.");
+}
+
+void check_size(const Schedule& schedule, std::string_view where) {
+  constexpr int kMostStages = 4096;
+  constexpr size_t kMostMissing = size_t{1} << 20;
+  SMP_CHECK(schedule.stages() <= kMostStages, "cannot read the schedule: ", where,
+            ": expected at most ", kMostStages, " stages, got ", schedule.stages(),
+            ". Use fewer stages.");
+  size_t actions = 0;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) actions += schedule.actions(rank).size();
+  const auto forwards =
+      static_cast<size_t>(schedule.stages()) * static_cast<size_t>(schedule.microbatches());
+  SMP_CHECK(actions + kMostMissing >= forwards, "cannot read the schedule: ", where, ": expected a forward of ",
+            schedule.microbatches(), " microbatches on each of ", schedule.stages(), " stages, got ",
+            actions, " actions. Correct the number of microbatches, or add what is missing.");
+}
+
 Schedule parse_schedule(std::string_view text) {
   Reader reader(text);
   auto schedule = parse_header(reader);
@@ -267,13 +292,16 @@ Schedule parse_schedule(std::string_view text) {
     reader.literal(c10::str(rank, ":"));
     while (!reader.at_end_of_line()) {
       const auto where = reader.where();
-      schedule.actions(rank).push_back(parse_action(reader.word(), where));
+      const Action action = parse_action(reader.word(), where);
+      check_action(schedule, action, where);
+      schedule.actions(rank).push_back(action);
     }
   }
   if (reader.next_line()) {
     const auto where = reader.where();
     Reader::fail(where, c10::str("no more than ", schedule.ranks(), " ranks"), reader.word());
   }
+  check_size(schedule, reader.where());
   return schedule;
 }
 

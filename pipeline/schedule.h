@@ -77,6 +77,13 @@ bool operator!=(const Schedule& a, const Schedule& b);
 /// "backward=no" if no stage has a backward, "backward=1,2" if these stages have one.
 std::string to_string(const Schedule& schedule);
 
+/// For those who read schedules, before anything is computed from one: throws `smp::Error` that
+/// names `where` if the action is of a stage or microbatch that the schedule does not have.
+void check_action(const Schedule& schedule, const Action& action, std::string_view where);
+/// The same for the schedule as a whole, if it has more stages than any pipeline, or says that it
+/// is large and has few actions: who verifies it needs memory for all that it should have.
+void check_size(const Schedule& schedule, std::string_view where);
+
 /// Parses that form. Empty lines and lines that begin with '#' are skipped. Throws `smp::Error`
 /// with the line and column of the first thing that does not fit.
 Schedule parse_schedule(std::string_view text);

@@ -15,6 +15,7 @@
 #include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
+#include "core/text.h"
 
 namespace smp::pipeline {
 namespace {
@@ -68,6 +69,7 @@ class CsvReader {
     for (size_t rank = 0; rank < rows_.size(); ++rank) {
       schedule.actions(static_cast<int>(rank)) = std::move(rows_[rank]);
     }
+    check_size(schedule, source_);
     return schedule;
   }
 
@@ -199,7 +201,7 @@ Form form_of(const std::string& path) {
   }
   SMP_CHECK_WITH(ConfigError, ends_in(".txt"),
                  "the name of a schedule's file must say its form: expected it to end in .csv, "
-                 ".json or .txt, got \"", path, "\". Rename the file.");
+                 ".json or .txt, got \"", core::printable(path), "\". Rename the file.");
   return Form::kText;
 }
 
@@ -258,9 +260,12 @@ Schedule schedule_from_json(const std::string& text, const std::string& source_n
     const auto actions = lists.at(rank);
     for (size_t i = 0; i < actions.size(); ++i) {
       const auto where = c10::str(source_name, ", actions[", rank, "][", i, "]");
-      schedule.actions(static_cast<int>(rank)).push_back(parse_action(actions.at(i).text(), where));
+      const Action action = parse_action(actions.at(i).text(), where);
+      check_action(schedule, action, where);
+      schedule.actions(static_cast<int>(rank)).push_back(action);
     }
   }
+  check_size(schedule, source_name);
   return schedule;
 }
 

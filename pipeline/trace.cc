@@ -146,7 +146,10 @@ class Trace {
     add(last);
   }
 
-  void add(const json& event) { events_ += (events_.empty() ? "" : ",\n") + event.dump(); }
+  void add(const json& event) {
+    events_ += events_.empty() ? "" : ",\n";
+    events_ += event.dump(-1, ' ', false, json::error_handler_t::replace);  // names may be anything
+  }
 
   std::string events_;
   std::set<std::pair<int, int>> named_;  // processes and threads

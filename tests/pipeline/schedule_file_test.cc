@@ -133,6 +133,16 @@ TEST(Json, KeepsEverySchedule) {
   }
 }
 
+TEST(Json, RefusesNumbersThatItDoesNotHave) {
+  const std::string text = R"({"format": "smp schedule", "version": 1, "microbatches": 1,
+      "backward": false, "rank_of_stage": [0], "actions": [["0F0", "2147483647F0"]]})";
+  expect_contains(
+      json_error(text),
+      "cannot read the schedule: s.json, actions[0][1]: expected stages "
+      "from 0 to 0 and microbatches from 0 to 0, got 2147483647F0. Correct the action, or "
+      "the numbers at the beginning.");
+}
+
 TEST(Json, ErrorsSayWhere) {
   const auto good = schedule_to_json(lowered(simple, ScheduleOptions(2, 1)));
   const auto error_with = [&](const std::string& text, const std::string& other) {

@@ -107,6 +107,32 @@ TEST(Schedule, ParseErrorsSayWhere) {
                   "line 4, column 1: expected no more than 2 ranks, got \"rank\"");
 }
 
+TEST(Schedule, ParseErrorsOfNumbersThatItDoesNotHave) {
+  const std::string header =
+      "schedule ranks=1 microbatches=2 backward=no rank_of_stage=0,0\nrank 0: ";
+  const auto error = [](const std::string& text) {
+    return error_of([&] { parse_schedule(text); });
+  };
+  EXPECT_EQ(error(header + "0F0 1F0 0F1 1F1"), "");
+  for (const std::string action : {"2147483647F0", "2F0", "0F2", "0SEND_F0>2", "2REDUCE"}) {
+    expect_contains(error(header + action),
+                    "cannot read the schedule: line 2, column 9: expected "
+                    "stages from 0 to 1 and microbatches from 0 to 1, got " +
+                        action);
+  }
+  // It would take memory for each action that there should be.
+  expect_contains(
+      error("schedule ranks=1 microbatches=2147483647 backward=no rank_of_stage=0,0\n"
+            "rank 0: 0F0"),
+      "expected a forward of 2147483647 microbatches on each of 2 stages, got 1 actions. "
+      "Correct the number of microbatches, or add what is missing.");
+  std::string stages = "0";
+  for (int i = 0; i < 4096; ++i) stages += ",0";
+  expect_contains(error("schedule ranks=1 microbatches=1 backward=no rank_of_stage=" + stages +
+                        "\nrank 0: 0F0"),
+                  "expected at most 4096 stages, got 4097. Use fewer stages.");
+}
+
 TEST(Schedule, FingerprintsDifferWhereSchedulesDo) {
   const auto a = lowered(interleaved, ScheduleOptions(3, 4));
   auto b = a;
