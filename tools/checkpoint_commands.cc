@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 #include <c10/util/string_view.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <set>
@@ -13,6 +14,7 @@
 #include "checkpoint/state_file.h"
 #include "checkpoint/writer.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::tools {
 namespace {
@@ -23,6 +25,7 @@ using Read = std::function<at::Tensor(const std::string&)>;
 
 constexpr const char* kSafetensors = ".safetensors";
 constexpr const char* kStateFile = ".pt";
+constexpr size_t kShownValue = 100;  // bytes
 
 /// The specs that the tensors get.
 std::vector<NamedSpec> converted(std::vector<NamedSpec> tensors, const Conversion& conversion) {
@@ -101,7 +104,9 @@ int64_t count_other_bits(const at::Tensor& a, const at::Tensor& b) {
 
 double largest_difference(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0) return 0;
-  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().nan_to_num(0).max().item<double>();
+  const bool is_complex = a.is_complex() || b.is_complex();
+  const auto type = is_complex ? at::kComplexDouble : at::kDouble;
+  return (a.to(type) - b.to(type)).abs().nan_to_num(0).max().item<double>();
 }
 
 /// How a tensor differs, or empty.
@@ -131,11 +136,12 @@ void compare(const std::string& kind, const Section& a, const Section& b,
   names.insert(b.names.begin(), b.names.end());
   for (const std::string& name : names) {
     if (a.names.count(name) == 0 || b.names.count(name) == 0) {
-      lines.push_back(kind + name + ": only in the " + (a.names.count(name) ? "first" : "second"));
+      lines.push_back(kind + core::printable(name) + ": only in the " +
+                      (a.names.count(name) ? "first" : "second"));
       continue;
     }
     const std::string found = difference(a.read(name), b.read(name));
-    if (!found.empty()) lines.push_back(kind + name + ": " + found);
+    if (!found.empty()) lines.push_back(kind + core::printable(name) + ": " + found);
   }
 }
 
@@ -161,25 +167,62 @@ Section optimizer_of(CheckpointSource& source) {
   return section;
 }
 
-/// What is no tensor.
+/// What is no tensor, value by value: "extra/scheduler/lr: 0.1 against 0.2".
+void compare_values(const std::string& path, const nlohmann::json& a, const nlohmann::json& b,
+                    std::vector<std::string>& lines) {
+  if (a == b) return;
+  if (!a.is_object() || !b.is_object()) {
+    lines.push_back(c10::str(path, ": ", core::printable(a.dump(), kShownValue), " against ",
+                             core::printable(b.dump(), kShownValue)));
+    return;
+  }
+  nlohmann::json all = a;
+  all.update(b);
+  for (const auto& [key, value] : all.items()) {
+    const std::string of_key = path + "/" + core::printable(key);
+    if (a.contains(key) && b.contains(key)) {
+      compare_values(of_key, a[key], b[key], lines);
+    } else {
+      lines.push_back(of_key + ": only in the " + (a.contains(key) ? "first" : "second"));
+    }
+  }
+}
+
+/// Groups of parameters, whatever the order in which ranks have stored these.
+void compare_groups(const nlohmann::json& a, const nlohmann::json& b,
+                    std::vector<std::string>& lines) {
+  const auto by_name = [](const nlohmann::json& group) {
+    nlohmann::json result = group;
+    result["params"] = nlohmann::json::object();
+    for (const auto& name : group["params"]) result["params"][name.get<std::string>()] = true;
+    return result;
+  };
+  for (size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
+    const std::string group = c10::str("optimizer group ", i);
+    if (i < a.size() && i < b.size()) {
+      compare_values(group, by_name(a[i]), by_name(b[i]), lines);
+    } else {
+      lines.push_back(group + ": only in the " + (i < a.size() ? "first" : "second"));
+    }
+  }
+}
+
 void compare_rest(const checkpoint::Index& a, const checkpoint::Index& b,
                   std::vector<std::string>& lines) {
-  const auto compare_json = [&](const char* what, const nlohmann::json& x,
-                                const nlohmann::json& y) {
-    if (x != y) lines.push_back(c10::str(what, ": ", x.dump(), " against ", y.dump()));
-  };
-  compare_json("step", a.run.step, b.run.step);
-  compare_json("gradient_shards", a.run.gradient_shards, b.run.gradient_shards);
-  compare_json("seed", a.run.random.seed, b.run.random.seed);
-  compare_json("step_calls", a.run.random.step_calls, b.run.random.step_calls);
-  compare_json("user_content", a.run.user_content, b.run.user_content);
-  compare_json("extra", a.run.extra, b.run.extra);
-  for (const char* key : {"param_groups", "state"}) {
-    const auto of = [&](const checkpoint::Index& index) {
-      return index.optimizer.contains(key) ? index.optimizer[key] : nlohmann::json();
-    };
-    if (of(a) != of(b)) lines.push_back(c10::str("optimizer: other ", key));
+  compare_values("step", a.run.step, b.run.step, lines);
+  compare_values("gradient_shards", a.run.gradient_shards, b.run.gradient_shards, lines);
+  compare_values("seed", a.run.random.seed, b.run.random.seed, lines);
+  compare_values("step_calls", a.run.random.step_calls, b.run.random.step_calls, lines);
+  compare_values("user_content", a.run.user_content, b.run.user_content, lines);
+  compare_values("extra", a.run.extra, b.run.extra, lines);
+  nlohmann::json of_a = a.optimizer, of_b = b.optimizer;
+  constexpr const char* kGroups = "param_groups";
+  if (of_a.contains(kGroups) && of_b.contains(kGroups)) {
+    compare_groups(of_a[kGroups], of_b[kGroups], lines);
+    of_a.erase(kGroups);
+    of_b.erase(kGroups);
   }
+  compare_values("optimizer", of_a, of_b, lines);
 }
 
 }  // namespace

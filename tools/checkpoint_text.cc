@@ -8,6 +8,7 @@
 
 #include "checkpoint/catalog.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::tools {
 namespace {
@@ -15,6 +16,8 @@ namespace {
 using checkpoint::NamedSpec;
 using checkpoint::TensorEntry;
 using nlohmann::ordered_json;
+
+constexpr size_t kShownValue = 4000;  // bytes
 
 std::string mebibytes(uint64_t bytes) {
   char text[40];
@@ -87,13 +90,18 @@ void append(std::ostream& out, const std::string& what, const ordered_json& summ
   out << "\n";
 }
 
+/// A text as it is, other values as JSON.
+std::string shown(const ordered_json& value) {
+  return core::printable(value.is_string() ? value.get<std::string>() : value.dump(), kShownValue);
+}
+
 }  // namespace
 
 std::string list_checkpoints(const std::string& folder) {
   std::ostringstream out;
   const std::string newest = newest_in(folder);
   for (const auto& entry : checkpoint::list_checkpoints(folder)) {
-    out << entry.name << ": ";
+    out << core::printable(entry.name) << ": ";
     try {
       const checkpoint::Reader reader(folder + "/" + entry.name);
       const auto& index = reader.index();
@@ -133,31 +141,31 @@ ordered_json describe(CheckpointSource& source, bool tensors) {
 
 std::string to_text(const ordered_json& description) {
   std::ostringstream out;
-  out << description["path"].get<std::string>() << "\n";
+  out << shown(description["path"]) << "\n";
   append(out, "model", description["model"]);
   for (const auto& [alias, name] : description["model"]["tied"].items()) {
-    out << "    " << alias << " is " << name.get<std::string>() << "\n";
+    out << "    " << core::printable(alias) << " is " << shown(name) << "\n";
   }
   if (description.contains("optimizer")) {
     append(out, "optimizer", description["optimizer"]);
     for (const auto& group : description["optimizer"]["param_groups"]) {
-      out << "    " << group["params"] << " parameters, " << group["type"].get<std::string>() << " "
-          << group["options"].dump() << "\n";
+      out << "    " << group["params"] << " parameters, " << shown(group["type"]) << " "
+          << shown(group["options"]) << "\n";
     }
     for (const char* key : {"step", "gradient_shards", "seed", "user_content", "extra"}) {
-      out << "  " << key << ": " << description[key].dump() << "\n";
+      out << "  " << key << ": " << shown(description[key]) << "\n";
     }
     for (const auto& [name, size] : description["files"].items()) {
-      out << "  " << name << ": " << size << " bytes\n";
+      out << "  " << core::printable(name) << ": " << size << " bytes\n";
     }
   }
   for (const char* section : {"model_tensors", "optimizer_tensors"}) {
     if (!description.contains(section)) continue;
     out << "  " << section << ":\n";
     for (const auto& [name, entry] : description[section].items()) {
-      out << "    " << name << ": " << entry["dtype"].get<std::string>() << " "
-          << entry["shape"].dump()
-          << (entry.contains("file") ? " in " + entry["file"].get<std::string>() : "") << "\n";
+      out << "    " << core::printable(name) << ": " << shown(entry["dtype"]) << " "
+          << shown(entry["shape"]) << (entry.contains("file") ? " in " + shown(entry["file"]) : "")
+          << "\n";
     }
   }
   return out.str();

@@ -5,12 +5,15 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <exception>
 #include <iostream>
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "tools/checkpoint_commands.h"
 #include "tools/checkpoint_source.h"
 #include "tools/checkpoint_text.h"
@@ -18,6 +21,7 @@
 namespace {
 
 using smp::checkpoint::Reader;
+using smp::core::printable;
 using smp::tools::CheckpointSource;
 
 constexpr const char* kInput =
@@ -39,10 +43,16 @@ int list(const Options& options) {
   return 0;
 }
 
+/// In ASCII; names in a state dictionary may be no UTF-8.
+std::string to_json(const nlohmann::ordered_json& description) {
+  return description.dump(2, ' ', /*ensure_ascii=*/true,
+                          nlohmann::ordered_json::error_handler_t::replace);
+}
+
 int inspect(const Options& options) {
   CheckpointSource source(options.input);
   const auto description = smp::tools::describe(source, options.tensors);
-  std::cout << (options.format == "json" ? description.dump(2) + "\n"
+  std::cout << (options.format == "json" ? to_json(description) + "\n"
                                          : smp::tools::to_text(description));
   return 0;
 }
@@ -52,8 +62,9 @@ int verify(const Options& options) {
     Reader reader(options.input);
     smp::checkpoint::check_undamaged(options.input, reader.find_damage(Reader::Section::kAll));
     const auto& index = reader.index();
-    std::cout << options.input << ": " << index.model.size() + index.optimizer_tensors.size()
-              << " tensors in " << index.files.size() << " files are as they were written\n";
+    std::cout << printable(options.input) << ": "
+              << index.model.size() + index.optimizer_tensors.size() << " tensors in "
+              << index.files.size() << " files are as they were written\n";
     return 0;
   } catch (const smp::CheckpointError& error) {
     std::cerr << error.what() << "\n";
@@ -66,7 +77,8 @@ int hashes(const Options& options) {
   const Reader reader(options.input);
   const auto print = [](const char* section, const auto& tensors) {
     for (const auto& [name, entry] : tensors) {
-      std::printf("%s/%s %016" PRIx64 "\n", section, name.c_str(), entry.hash);
+      std::printf("%s/%s %016" PRIx64 "\n", section,
+                  printable(name, smp::checkpoint::kLongestName).c_str(), entry.hash);
     }
   };
   print("model", reader.index().model);
@@ -80,14 +92,14 @@ int convert(Options options) {
   }
   CheckpointSource source(options.input);
   smp::tools::convert(source, options.second, options.conversion);
-  std::cout << options.second << " written\n";
+  std::cout << printable(options.second) << " written\n";
   return 0;
 }
 
 int merge(const Options& options) {
   SMP_CHECK_WITH(smp::UsageError, smp::tools::is_one_file(options.second),
                  "smp_ckpt merge: expected an output that ends with .safetensors or .pt, got \"",
-                 options.second, "\".");
+                 printable(options.second), "\".");
   return convert(options);
 }
 
@@ -167,6 +179,8 @@ int main(int argc, char** argv) {
     return diff(options);
   } catch (const smp::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";
-    return kErrorStatus;
+  } catch (const std::exception& error) {  // libtorch's, the file system's, memory's
+    std::cerr << smp::core::error_text(error.what()) << "\n";
   }
+  return kErrorStatus;
 }

@@ -2,6 +2,7 @@
 // smp_diff: compares what two runs computed, operator by operator. docs/corruption.md
 
 #include <CLI/CLI.hpp>
+#include <exception>
 #include <iostream>
 #include <string>
 
@@ -26,6 +27,8 @@ int main(int argc, char** argv) {
     return comparison.are_equal ? 0 : kFoundStatus;
   } catch (const smp::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";
-    return kErrorStatus;
+  } catch (const std::exception& error) {  // libtorch's, the file system's, memory's
+    std::cerr << smp::core::error_text(error.what()) << "\n";
   }
+  return kErrorStatus;
 }

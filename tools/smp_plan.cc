@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -207,9 +208,11 @@ int main(int argc, char** argv) {
   try {
     const Config config = parameters.over(options.config);
     write(shown(options, config), options.output);
+    return 0;
   } catch (const smp::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";
-    return kErrorStatus;
+  } catch (const std::exception& error) {  // libtorch's, the file system's, memory's
+    std::cerr << smp::core::error_text(error.what()) << "\n";
   }
-  return 0;
+  return kErrorStatus;
 }

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-FORMATS = {"F32": "f", "F64": "d", "I64": "q", "BOOL": "?", "BF16": "H"}
+FORMATS = {"F32": "f", "F64": "d", "I64": "q", "BOOL": "?", "BF16": "H", "C64": "f"}
 EXPECTED = {
     "matrix": ("F32", [2, 3], [0, 1, 2, 3, 4, 5]),
     "transposed": ("F64", [3, 2], [0, 3, 1, 4, 2, 5]),
@@ -25,6 +25,7 @@ EXPECTED = {
     "count": ("I64", [], [-7]),
     "mask": ("BOOL", [3], [True, False, True]),
     "empty": ("F32", [0, 3], []),
+    "rotation": ("C64", [2], [0, 3, 1, 3]),  # real and imaginary parts
 }
 
 WITH_PACKAGES = """
@@ -38,6 +39,7 @@ expected = {
     "count": torch.tensor(-7),
     "mask": torch.tensor([True, False, True]),
     "empty": torch.empty(0, 3),
+    "rotation": torch.tensor([3j, 1 + 3j], dtype=torch.complex64),
 }
 def check(got, names):
     assert set(got) == set(names), set(got)

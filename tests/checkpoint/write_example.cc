@@ -18,6 +18,7 @@ int main(int argc, char** argv) {
       {"count", at::scalar_tensor(-7, at::kLong), {}},
       {"mask", at::tensor({1, 0, 1}, at::kByte).to(at::kBool), {}},
       {"empty", at::empty({0, 3}), {}},
+      {"rotation", at::complex(at::arange(2, at::kFloat), at::full({2}, 3.0f)), {}},
   };
   shard.optimizer = {{"param_groups", nlohmann::json::array()},
                      {"state", {{"matrix", {{"shape", {2, 3}}, {"scalars", {{"step", 3}}}}}}}};

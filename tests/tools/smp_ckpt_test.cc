@@ -12,6 +12,7 @@
 
 #include "checkpoint/catalog.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/safetensors.h"
 #include "checkpoint/writer.h"
 #include "tests/command.h"
 
@@ -24,6 +25,7 @@ using smp::testing::Outcome;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::testing::StartsWith;
 
 class SmpCkpt : public ::testing::Test {
  protected:
@@ -289,10 +291,94 @@ TEST_F(SmpCkpt, ShowsDifferences) {
   expect_done("convert " + path("other") + " " + path("model") + " --model-only");
   EXPECT_THAT(run("diff " + path("other") + " " + path("model")).output,
               AllOf(HasSubstr("optimizer net.bias/master: only in the first\n"),
-                    HasSubstr("optimizer: other state\n")));
+                    HasSubstr("optimizer/state: only in the first\n")));
   EXPECT_THAT(run("diff --lines 1 " + path("step_1_partial") + " " + path("other")).output,
               HasSubstr("and 3 more differences\n"));
   EXPECT_EQ(run("diff " + path("other") + " " + path("none")).status, 2);
+}
+
+TEST_F(SmpCkpt, ConvertsWhatAFormatHolds) {
+  const at::Tensor ids = torch::arange(6).to(torch::kUInt16);
+  const at::Tensor rotation = torch::complex(torch::ones({2}), torch::full({2}, 3.0));
+  checkpoint::write_safetensors(path("f.safetensors"), {{"rotation", rotation}, {"ids", ids}});
+  checkpoint::write_safetensors(path("g.safetensors"), {{"rotation", rotation}});
+  EXPECT_THAT(run("merge " + path("f.safetensors") + " " + path("f.pt")).output,
+              HasSubstr("cannot write \"" + path("f.pt") +
+                        "\": tensor \"ids\" is of dtype U16, which "
+                        "state dictionaries cannot hold. Write a .safetensors file."));
+  EXPECT_FALSE(fs::exists(path("f.pt")));
+  expect_done("merge " + path("g.safetensors") + " " + path("g.pt"));
+  EXPECT_THAT(expect_done("diff " + path("g.safetensors") + " " + path("g.pt")).output,
+              HasSubstr("no difference"));
+  checkpoint::write_safetensors(path("h.safetensors"), {{"rotation", rotation * 2}});
+  EXPECT_THAT(run("diff " + path("g.safetensors") + " " + path("h.safetensors")).output,
+              HasSubstr("rotation: 2 of 2 elements differ, largest difference 3.16228\n"));
+}
+
+// Two layouts have the parameters of a group in other orders; what differs is named.
+TEST_F(SmpCkpt, ShowsDifferencesOfGroups) {
+  const auto save = [&](const std::string& name, const nlohmann::json& optimizer) {
+    checkpoint::Shard shard;
+    shard.model = {{"w", weight_, {}}, {"b", bias_, {}}};
+    shard.optimizer = optimizer;
+    const checkpoint::Writer writer(path(name));
+    writer.begin();
+    writer.commit({writer.write_shard(0, 1, shard)}, {});
+  };
+  nlohmann::json optimizer = {
+      {"param_groups",
+       {{{"type", "SGDOptions"}, {"options", {{"lr", 0.5}}}, {"params", {"w", "b"}}},
+        {{"type", "SGDOptions"}, {"options", {{"lr", 0.5}}}, {"params", nlohmann::json::array()}}}},
+      {"state", {{"w", {{"shape", {3, 4}}, {"scalars", {{"step", 1}}}}}}}};
+  save("one", optimizer);
+  optimizer["param_groups"][0]["params"] = {"b", "w"};
+  save("two", optimizer);
+  EXPECT_THAT(expect_done("diff " + path("one") + " " + path("two")).output,
+              HasSubstr("no difference"));
+  optimizer["param_groups"][0]["params"] = {"w"};
+  optimizer["param_groups"][1]["options"]["lr"] = 0.25;
+  optimizer["param_groups"][1]["options"]["nesterov"] = true;
+  optimizer["param_groups"][1]["params"] = {"b"};
+  optimizer["state"]["w"]["scalars"]["step"] = 2;
+  save("other", optimizer);
+  EXPECT_EQ(run("diff " + path("one") + " " + path("other")).output,
+            "optimizer group 0/params/b: only in the first\n"
+            "optimizer group 1/options/lr: 0.5 against 0.25\n"
+            "optimizer group 1/options/nesterov: only in the second\n"
+            "optimizer group 1/params/b: only in the second\n"
+            "optimizer/state/w/scalars/step: 1 against 2\n");
+}
+
+TEST_F(SmpCkpt, ShowsNamesOnOneLineEach) {
+  const std::string name =
+      "a\n[smp] forged\x1b[2J\xc2\x9b"
+      "31m";
+  const std::string shown = "a\\n[smp] forged\\x1b[2J\\x9b31m";
+  checkpoint::Shard shard;
+  shard.model = {{name, weight_, {name + "tied"}}};
+  shard.optimizer = {
+      {"param_groups",
+       {{{"type", name}, {"options", {{name, name}}}, {"params", nlohmann::json::array()}}}},
+      {"state", nlohmann::json::object()}};
+  const checkpoint::Writer writer(path("c"));
+  writer.begin();
+  checkpoint::RunState state;
+  state.user_content = {{name, name}};
+  writer.commit({writer.write_shard(0, 1, shard)}, state);
+  fs::rename(path("c"), path("c\x1b[2J"));
+  const std::string folder = path("c\x1b[2J");
+  for (const std::string& command :
+       {"list " + folder_.string(), "inspect --tensors '" + folder + "'", "verify '" + folder + "'",
+        "inspect --tensors --format json '" + folder + "'", "hashes '" + folder + "'",
+        "diff '" + folder + "' " + path("step_1_partial")}) {
+    const std::string output = run(command).output;
+    EXPECT_EQ(output.find('\x1b'), std::string::npos) << command;
+    EXPECT_EQ(output.find("\xc2\x9b"), std::string::npos) << command;
+    EXPECT_EQ(output.find("\n[smp] forged"), std::string::npos) << command;
+  }
+  EXPECT_THAT(run("hashes '" + folder + "'").output, StartsWith("model/" + shown + " "));
+  EXPECT_THAT(run("diff '" + folder + "' " + path("step_1_partial")).output,
+              HasSubstr(shown + ": only in the first\n"));
 }
 
 }  // namespace
