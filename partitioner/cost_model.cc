@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/json.h"
+#include "core/text.h"
 
 namespace smp::partitioner {
 namespace {
@@ -64,7 +65,7 @@ class Reader {
       if (field == fields.end()) unknown(where, name, fields);
       const bool positive = value.is_number() && value.template get<double>() > 0;
       SMP_CHECK_WITH(ConfigError, positive, source_, ": ", where, ".", name,
-                     ": expected a number above 0, got ", value.dump());
+                     ": expected a number above 0, got ", core::printable(value.dump(), 100));
       result.*field->member = value.template get<double>();
     }
     return result;
@@ -72,7 +73,7 @@ class Reader {
 
   std::vector<std::pair<std::string, json>> members(const json& object, const std::string& where) {
     SMP_CHECK_WITH(ConfigError, object.is_object(), source_, ": ", where,
-                   ": expected an object, got ", object.dump());
+                   ": expected an object, got ", core::printable(object.dump(), 100));
     std::vector<std::pair<std::string, json>> result;
     for (const auto& item : object.items()) result.emplace_back(item.key(), item.value());
     return result;
@@ -85,8 +86,8 @@ class Reader {
     std::string known;
     for (const Field<T>& field : fields)
       known += std::string(known.empty() ? "" : ", ") + field.name;
-    core::fail<ConfigError>(source_, ": ", where, ": there is no field \"", name, "\", but ",
-                            known);
+    core::fail<ConfigError>(source_, ": ", where, ": there is no field \"",
+                            core::printable(name, 100), "\", but ", known);
   }
 
   std::string source_;
@@ -164,10 +165,10 @@ CostModel cost_model_from_json(const std::string& text, const std::string& sourc
       costs.compute = reader.read(value, name, kComputeFields);
       continue;
     }
-    SMP_CHECK_WITH(ConfigError, name == "links", source_name, ": there is no field \"", name,
+    SMP_CHECK_WITH(ConfigError, name == "links", source_name, ": there is no field \"", core::printable(name, 100),
                    "\", but compute, links");
     SMP_CHECK_WITH(ConfigError, value.is_array() && !value.empty(), source_name,
-                   ": links: expected a list of objects, got ", value.dump());
+                   ": links: expected a list of objects, got ", core::printable(value.dump(), 100));
     costs.links.clear();
     for (const json& link : value) costs.links.push_back(reader.read(link, "links", kLinkFields));
   }

@@ -17,6 +17,7 @@
 #include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
+#include "core/text.h"
 #include "partitioner/complete.h"
 #include "partitioner/modules.h"
 #include "partitioner/order.h"
@@ -31,6 +32,7 @@ using nlohmann::ordered_json;
 
 constexpr const char* kFormat = "smp partition";
 constexpr int kVersion = 1;
+constexpr size_t kMostStages = 4096;
 
 /// "aten::addmm in blocks.0.fc1".
 std::string label(const graph::Operator& op) {
@@ -79,6 +81,7 @@ std::optional<std::vector<int>> ranges_from_text(std::string_view text, int oper
     const auto first = take_number(text);
     const auto last = take(text, "-") ? take_number(text) : first;
     if (!first || !last || *first < 0 || *last < *first || *last >= operators) return std::nullopt;
+    if (static_cast<int>(result.size()) + *last - *first >= operators) return std::nullopt;
     for (int op = *first; op <= *last; ++op) result.push_back(op);
     if (!text.empty() && (!take(text, ", ") || text.empty())) return std::nullopt;
   }
@@ -97,6 +100,9 @@ class PlanReader {
   Plan read() {
     check_header();
     const JsonReader stages = json_.at("stages");
+    if (stages.size() > kMostStages) {
+      stages.fail_expected(fmt::format("at most {} stages", kMostStages));
+    }
     for (size_t s = 0; s < stages.size(); ++s) read_stage(stages.at(s));
     check_same(stage_of_operator_.size() == graph_.operators.size(), "its stages end at operator ",
                static_cast<int64_t>(stage_of_operator_.size()) - 1, ", the graph at operator ",
@@ -111,7 +117,7 @@ class PlanReader {
       verify_plan(graph, plan);
     } catch (const Error& error) {
       core::fail<PartitionError>(source_, ": the plan cannot be used. ",
-                                 error.what_without_backtrace());
+                                 core::text_without_prefix(error));
     }
     return plan;
   }
@@ -136,8 +142,8 @@ class PlanReader {
     if (version.integer() != kVersion) version.fail_expected(std::to_string(kVersion));
     const JsonReader graph = json_.at("graph");
     const int64_t operators = graph.at("operators").integer(0);
-    made_for_ =
-        fmt::format("{} operators, fingerprint {}", operators, graph.at("fingerprint").text());
+    made_for_ = fmt::format("{} operators, fingerprint {}", operators,
+                            core::printable(graph.at("fingerprint").text(), 100));
     const int64_t partitions = json_.at("partitions").integer(1);
     SMP_CHECK_WITH(PartitionError, partitions == partitions_, source_, ": the plan is for ",
                    partitions, " partitions, but the configuration asks for ", partitions_,
@@ -194,8 +200,8 @@ class PlanReader {
 
   void check_label(const std::string& expected, int op, int stage, const char* what) const {
     const std::string found = label(graph_.operators[op]);
-    check_same(found == expected, "stage ", stage, " ", what, " with operator ", op, ", ", expected,
-               ", but operator ", op, " of the graph is ", found);
+    check_same(found == expected, "stage ", stage, " ", what, " with operator ", op, ", ",
+               core::printable(expected), ", but operator ", op, " of the graph is ", found);
   }
 
   void check_ranks() const {
@@ -256,7 +262,14 @@ std::string plan_to_json(const Graph& graph, const Plan& plan) {
   }
   json["owners"] = ordered_json::object();
   for (const auto& [name, stage] : plan.owner) json["owners"][name] = plan.rank_of_stage[stage];
-  return json.dump(2) + "\n";
+  try {
+    return json.dump(2) + "\n";
+  } catch (const nlohmann::json::exception& error) {
+    core::fail<PartitionError>(
+        "the plan cannot be written: expected names of modules and parameters "
+        "in UTF-8, got: ",
+        error.what(), ". Rename them");
+  }
 }
 
 Plan plan_from_json(const Graph& graph, const std::string& text, int partitions,

@@ -164,6 +164,33 @@ TEST(PlanFile, Malformed) {
                         "1"));
 }
 
+TEST(PlanFile, RefusesWhatNoPlanHas) {
+  GraphBuilder b = two_layers();
+  const std::string text = plan_to_json(b.graph(), three_stages(b.graph()));
+  std::string stages;
+  for (int i = 0; i < 4097; ++i) {
+    stages += R"({"partition": 0, "first": 0, "last": -1}, )";
+  }
+  EXPECT_THAT(
+      load_error<ConfigError>(b.graph(), replaced(text, "\"stages\": [", "\"stages\": [" + stages)),
+      HasSubstr("plan.json: \"stages\": expected at most 4096 stages, got an array of 4100."));
+  const std::string ranges = R"("first": 0,
+      "last": 1)";
+  EXPECT_THAT(
+      load_error<ConfigError>(b.graph(), replaced(text, ranges, R"("operators": "0-4, 0-4")")),
+      HasSubstr("\"stages[0].operators\": expected operators from 0 to 4 like \"0-3, 8, 9-12\""));
+  EXPECT_THAT(load_error(b.graph(), replaced(text, "aten::matmul in fc0", R"(a\n\u001b[2J)")),
+              HasSubstr("stage 0 begins with operator 0, a\\n\\x1b[2J, but operator 0"));
+}
+
+TEST(PlanFile, OfNamesThatAreNoUtf8) {
+  GraphBuilder b = two_layers();
+  b.graph().operators[0].scope = "\xff";
+  EXPECT_THAT(error_of<PartitionError>([&] { plan_to_json(b.graph(), three_stages(b.graph())); }),
+              HasSubstr("the plan cannot be written: expected names of modules and parameters in "
+                        "UTF-8, got: "));
+}
+
 TEST(PlanFile, AnIllegalCut) {
   GraphBuilder b;
   b.grad_mode = false;
@@ -173,7 +200,7 @@ TEST(PlanFile, AnIllegalCut) {
   b.output(y);
   const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 1}, {});
   EXPECT_THAT(load_error(b.graph(), plan_to_json(b.graph(), plan)),
-              HasSubstr("plan.json: the plan cannot be used. [smp] plan: the cut between operators "
+              HasSubstr("plan.json: the plan cannot be used. plan: the cut between operators "
                         "1 and 2 is illegal: operator 2 (aten::relu_) writes the storage"));
 }
 
