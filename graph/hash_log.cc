@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -21,6 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kTitle = "smp hashes 1: rank ";
+constexpr size_t kLongestRow = 4000;  // bytes; a row of the log is a line
 
 std::string path_of(const std::string& folder, int rank) {
   return (fs::path(folder) / c10::str("rank_", rank, ".hashes")).string();
@@ -58,7 +60,7 @@ std::string row_text(const Graph& graph, const Operator& op) {
     text += separator + graph.values[id].meta.to_string();
     separator = ", ";
   });
-  return text;
+  return core::printable(text, kLongestRow);
 }
 
 }  // namespace
@@ -79,7 +81,8 @@ HashRows::HashRows(const Graph& graph) {
   for (const auto& [reader, id] : parameters) {
     const Value& value = graph.values[id];
     of_parameter[value.name] = static_cast<int>(texts.size());
-    texts.push_back(c10::str("gradient of \"", value.name, "\": ", value.meta.to_string()));
+    texts.push_back(core::printable(
+        c10::str("gradient of \"", value.name, "\": ", value.meta.to_string()), kLongestRow));
   }
 }
 
@@ -104,7 +107,8 @@ void HashLogWriter::add_graph(uint64_t fingerprint, const HashRows& rows) {
 }
 
 void HashLogWriter::begin_step(const HashedStep& step) {
-  out_ << "step " << step.call << " of graph " << hex(step.graph) << ": " << step.function << "\n";
+  out_ << "step " << step.call << " of graph " << hex(step.graph) << ": "
+       << core::printable(step.function) << "\n";
 }
 
 void HashLogWriter::begin_microbatch(uint64_t microbatch) {
@@ -138,15 +142,22 @@ void HashLogWriter::end_step() {
 /// A file of a log, line by line.
 class HashLogReader::File {
  public:
-  explicit File(std::string path) : path_(std::move(path)), in_(path_) {
-    SMP_CHECK(in_.is_open(), "\"", path_,
+  explicit File(std::string path) : path_(std::move(path)), buffer_(kLongestLine) {
+    std::error_code ignored;
+    if (fs::is_regular_file(path_, ignored)) in_.open(path_);  // a pipe would wait
+    SMP_CHECK(in_.is_open(), "\"", core::printable(path_),
               "\" cannot be read. Give the folder that \"record_hashes\" named, with the files of "
               "all ranks");
   }
 
   bool next() {
     ++line_;
-    return static_cast<bool>(std::getline(in_, text_));
+    in_.getline(buffer_.data(), static_cast<std::streamsize>(buffer_.size()));
+    const auto count = static_cast<size_t>(in_.gcount());
+    if (in_.fail() && count == 0) return false;
+    text_.assign(buffer_.data(), in_.good() ? count - 1 : count);  // without the line's end
+    if (in_.fail()) reject(c10::str("a line of less than ", buffer_.size(), " bytes"));
+    return true;
   }
   const std::string& text() const { return text_; }
   Place place(int rank) { return {rank, in_.tellg(), line_}; }
@@ -162,17 +173,21 @@ class HashLogReader::File {
   template <class T>
   T number(const std::string& text, int base = 10) const {
     const auto number = number_in<T>(text, base);
-    if (!number) reject("a number in place of \"" + text + "\"");
+    if (!number) reject("a number in place of \"" + core::printable(text, 100) + "\"");
     return *number;
   }
   [[noreturn]] void reject(const std::string& expected) const {
-    core::fail<Error>("\"", path_, "\", line ", line_, ": expected ", expected, ", got \"", text_,
+    core::fail<Error>("\"", core::printable(path_), "\", line ", line_, ": expected ", expected,
+                      ", got \"", core::printable(text_, 100),
                       "\". The file is no log of hashes, or is damaged");
   }
 
  private:
+  static constexpr size_t kLongestLine = size_t{256} << 10;
+
   std::string path_;
   std::ifstream in_;
+  std::vector<char> buffer_;
   std::string text_;
   int64_t line_ = 0;
 };
@@ -201,10 +216,10 @@ void HashLogReader::scan(int rank) {
       const auto parts = parts_of(*graph, ' ');
       if (parts.size() != 3 || parts[0].size() != 17) file.reject("\"graph FINGERPRINT: N rows\"");
       auto& rows = rows_[file.number<uint64_t>(parts[0].substr(0, 16), 16)];
-      rows.resize(file.number<uint32_t>(parts[1]));
-      for (std::string& row : rows) {
+      rows.clear();
+      for (auto left = file.number<uint32_t>(parts[1]); left > 0; --left) {
         if (!file.next()) file.reject("a row of the graph");
-        row = file.text();
+        rows.push_back(core::printable(file.text(), kLongestRow));
       }
     } else if (const auto step = file.after("step ")) {
       const auto parts = parts_of(*step, ' ');
@@ -214,7 +229,7 @@ void HashLogReader::scan(int rank) {
       HashedStep found;
       found.call = file.number<uint64_t>(parts[0]);
       found.graph = file.number<uint64_t>(parts[3].substr(0, 16), 16);
-      found.function = step->substr(std::min(step->size(), step->find(": ") + 2));
+      found.function = core::printable(step->substr(std::min(step->size(), step->find(": ") + 2)));
       if (rows_.count(found.graph) == 0) file.reject("a step of a graph that came before");
       begun.emplace(found, file.place(rank));
     } else if (file.text() == "end" && begun) {

@@ -5,6 +5,7 @@
 #include <ATen/core/jit_type.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cmath>
@@ -19,6 +20,7 @@
 #include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
+#include "core/text.h"
 
 namespace smp::graph {
 namespace {
@@ -28,10 +30,17 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "smp graph";
 constexpr int64_t kVersion = 1;
+constexpr size_t kLongestName = 2000;
 constexpr const char* kSaveAgain = "Save the graph again (configuration parameter \"graph_file\").";
 
 constexpr std::array kKinds = {ValueKind::kInput,    ValueKind::kParameter, ValueKind::kBuffer,
                                ValueKind::kConstant, ValueKind::kLiteral,   ValueKind::kResult};
+
+/// A name is shown in plans and pictures, and cut at its dots there: it has a sane length, and
+/// nothing that a terminal or a viewer would do something else with than show it.
+bool is_shown_as_it_is(const std::string& name) {
+  return name.size() <= kLongestName && core::printable(name, kLongestName) == name;
+}
 
 std::string fingerprint_text(const Graph& graph) {
   std::ostringstream out;
@@ -40,6 +49,13 @@ std::string fingerprint_text(const Graph& graph) {
 }
 
 // Writing.
+
+void check_name(const std::string& name) {
+  SMP_CHECK_WITH(CaptureError, is_shown_as_it_is(name), "cannot save the graph: expected names of "
+                 "modules and parameters of at most ", kLongestName,
+                 " bytes of UTF-8 without control characters, got \"", core::printable(name, 100),
+                 "\". Rename it, or leave out the configuration parameter \"graph_file\".");
+}
 
 template <class Range>
 Json array(const Range& range) {
@@ -261,6 +277,17 @@ class GraphReader {
     in.fail_expected("a dtype such as \"Float\"");
   }
 
+  /// With a number of bytes that can be told.
+  static bool is_size_of_a_tensor(const TensorMeta& meta) {
+    if (meta.dtype == at::ScalarType::Undefined) return false;
+    int64_t bytes = static_cast<int64_t>(c10::elementSize(meta.dtype));
+    for (const int64_t size : meta.sizes) {
+      if (size > 0 && bytes > kMaxElements / size) return false;
+      bytes *= std::max<int64_t>(size, 1);
+    }
+    return true;
+  }
+
   static at::Device device(const JsonReader& in) {
     try {
       return at::Device(in.text());
@@ -269,10 +296,19 @@ class GraphReader {
     }
   }
 
+  static std::string name(const JsonReader& in) {
+    const std::string name = in.text();
+    if (!is_shown_as_it_is(name)) {
+      in.fail_expected(
+          c10::str("a name of at most ", kLongestName, " bytes without control characters"));
+    }
+    return name;
+  }
+
   Value value(const JsonReader& in) const {
     Value value;
     value.kind = kind(in.at("kind"));
-    value.name = in.at("name").text();
+    value.name = name(in.at("name"));
     value.meta.dtype = dtype(in.at("dtype"));
     value.meta.sizes = integers<decltype(value.meta.sizes)>(in.at("sizes"), 0, kMaxElements);
     value.meta.strides = integers<decltype(value.meta.strides)>(in.at("strides"), 0, kMaxElements);
@@ -280,6 +316,7 @@ class GraphReader {
       in.at("strides").fail_expected(
           c10::str("one stride for each of the ", value.meta.sizes.size(), " sizes"));
     }
+    if (!is_size_of_a_tensor(value.meta)) in.at("sizes").fail_expected("the sizes of a tensor");
     value.meta.device = device(in.at("device"));
     value.meta.requires_grad = in.at("requires_grad").boolean();
     value.producer = static_cast<int>(in.at("producer").integer(-1, operator_count_ - 1));
@@ -287,8 +324,21 @@ class GraphReader {
     return value;
   }
 
+  /// What libtorch, whose parser recurs over brackets, can be given.
+  static bool is_flat(const std::string& schema) {
+    constexpr size_t kLongest = size_t{16} << 10;
+    constexpr int kDeepest = 16;
+    int depth = 0, deepest = 0;
+    for (const char c : schema) {
+      if (c == '(' || c == '[') deepest = std::max(deepest, ++depth);
+      if (c == ')' || c == ']') --depth;
+    }
+    return schema.size() <= kLongest && deepest <= kDeepest;
+  }
+
   static c10::OperatorHandle schema(const JsonReader& in) {
     const std::string text = in.text();
+    if (!is_flat(text)) in.fail_expected("the schema of an operator");
     try {
       auto& dispatcher = c10::Dispatcher::singleton();
       const auto name = torch::jit::parseName(text.substr(0, text.find('(')));
@@ -415,7 +465,7 @@ class GraphReader {
                               " arguments in this version of libtorch, got ", op.arguments.size()),
                      kSaveAgain);
     }
-    op.scope = in.at("scope").text();
+    op.scope = name(in.at("scope"));
     op.results = integers<decltype(op.results)>(in.at("results"), kUndefined, value_count_ - 1);
     op.result_is_argument =
         integers<decltype(op.result_is_argument)>(in.at("result_is_argument"), -1, kMaxCount);
@@ -458,18 +508,20 @@ class GraphReader {
   int64_t operator_count_ = 0;
 };
 
-}  // namespace
-
-std::string graph_to_json(const Graph& graph) {
+std::string text_of(const Graph& graph) {
   std::vector<Json> schemas, values, operators, roots;
   std::map<std::string, int> schema_indices;
   for (const Operator& op : graph.operators) {
+    check_name(op.scope);
     const auto [schema, is_new] =
         schema_indices.try_emplace(op.name(), static_cast<int>(schemas.size()));
     if (is_new) schemas.push_back(c10::str(op.handle.schema()));
     operators.push_back(to_json(op, schema->second));
   }
-  for (const Value& value : graph.values) values.push_back(to_json(value));
+  for (const Value& value : graph.values) {
+    check_name(value.name);
+    values.push_back(to_json(value));
+  }
   for (const BackwardRoot& root : graph.roots) roots.push_back(to_json(root));
 
   std::string text = c10::str("{\n\"format\": \"", kFormat, "\",\n\"version\": ", kVersion,
@@ -484,6 +536,18 @@ std::string graph_to_json(const Graph& graph) {
   return text + "\n}\n";
 }
 
+}  // namespace
+
+std::string graph_to_json(const Graph& graph) {
+  try {
+    return text_of(graph);
+  } catch (const nlohmann::json::exception& error) {
+    core::fail<CaptureError>(
+        "cannot save the graph: expected constants of text in UTF-8, got: ", error.what(),
+        ". Leave out the configuration parameter \"graph_file\".");
+  }
+}
+
 Graph graph_from_json(const std::string& text, const std::string& source_name) {
   const nlohmann::json document = core::parse_json(text, source_name);
   return GraphReader(JsonReader(document, source_name)).run();
@@ -493,12 +557,13 @@ void save_graph(const Graph& graph, const std::string& path) {
   const std::string text = graph_to_json(graph);
   std::ofstream out(path, std::ios::binary);
   out << text << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), path, ": cannot write the graph: ", std::strerror(errno),
+  SMP_CHECK_WITH(ConfigError, out.good(), core::printable(path), ": cannot write the graph: ", std::strerror(errno),
                  ". Give a path in a folder that can be written.");
 }
 
 Graph load_graph(const std::string& path) {
-  return graph_from_json(core::read_file(path, "the saved graph"), path);
+  constexpr uint64_t kMost = uint64_t{512} << 20;  // a million operators
+  return graph_from_json(core::read_file(path, "the saved graph", kMost), path);
 }
 
 }  // namespace smp::graph

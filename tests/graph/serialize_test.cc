@@ -230,6 +230,32 @@ TEST(Serialize, ConstantsWithoutAJsonForm) {
   EXPECT_EQ(reloaded(c.graph()).to_string(), c.graph().to_string());
 }
 
+TEST(Serialize, NamesThatCannotBeShown) {
+  const auto error = [](const std::string& scope, const std::string& parameter) {
+    GraphBuilder b;
+    b.scope = scope;
+    b.output(b.op("aten::relu", {b.parameter(parameter, torch::ones({2}))}));
+    return error_text<CaptureError>([&] { graph_to_json(b.graph()); });
+  };
+  EXPECT_EQ(error("\xc3\xa4", "weight"), "<no error>");
+  for (const std::string& text : {error("a\nb", "weight"), error("", "a\nb")}) {
+    EXPECT_EQ(text,
+              "[smp] cannot save the graph: expected names of modules and parameters of at most "
+              "2000 bytes of UTF-8 without control characters, got \"a\\nb\". Rename it, or "
+              "leave out the configuration parameter \"graph_file\".");
+  }
+  EXPECT_NE(error("\xff", "weight").find("got \"\\xff\""), std::string::npos);
+  EXPECT_NE(error(std::string(3000, '.'), "weight").find("(3000 bytes)"), std::string::npos);
+  // A constant may be any text.
+  GraphBuilder b;
+  b.op("aten::mul.Scalar", {b.input(torch::ones({2})), 2.0});
+  b.graph().operators[0].arguments[1].constant = "\xff";
+  EXPECT_EQ(error_text<CaptureError>([&] {
+              graph_to_json(b.graph());
+            }).find("[smp] cannot save the graph: expected constants of text in UTF-8, got: "),
+            0u);
+}
+
 class SerializeErrors : public ::testing::Test {
  protected:
   SerializeErrors() {
@@ -312,6 +338,20 @@ TEST_F(SerializeErrors, NameThePath) {
   EXPECT_EQ(error_with("aten::relu(", "aten("),
             "[smp] g.json: \"schemas[1]\": expected the schema of an operator, got "
             "\"aten(Tensor self) -> Tensor\".");
+  EXPECT_EQ(
+      error_with("\"sizes\":[2,3]", "\"sizes\":[4611686018427387904,4611686018427387904]"),
+      "[smp] g.json: \"values[0].sizes\": expected the sizes of a tensor, got an array of 2.");
+  EXPECT_EQ(
+      error_with("\"Float\"", "\"UNKNOWN_SCALAR\""),
+      "[smp] g.json: \"values[0].sizes\": expected the sizes of a tensor, got an array of 2.");
+  // libtorch's parser would recur.
+  const std::string brackets(100000, '(');
+  EXPECT_EQ(error_with("aten::relu(Tensor self", "new::relu(" + brackets),
+            "[smp] g.json: \"schemas[1]\": expected the schema of an operator, got \"new::relu(" +
+                std::string(89, '(') + "... (100023 bytes).");
+  EXPECT_EQ(error_with("\"scope\":\"\"", R"("scope":"a\u001b[2J")"),
+            "[smp] g.json: \"operators[0].scope\": expected a name of at most 2000 bytes without "
+            "control characters, got \"a\\u001b[2J\".");
   EXPECT_EQ(error_with("\"outputs\": [2]", "\"results\": [2]"),
             "[smp] g.json: expected an object with \"outputs\", got an object.");
 }

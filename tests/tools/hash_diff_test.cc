@@ -4,6 +4,7 @@
 #include "tools/hash_diff.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <torch/torch.h>
 
 #include <filesystem>
@@ -11,6 +12,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "graph/hash_log.h"
 #include "tests/error_of.h"
 
@@ -139,6 +141,35 @@ TEST_F(HashLog, RefusesWhatIsNoLog) {
   expect_has(refusal("f"), {"expected \"step CALL of graph FINGERPRINT: NAME\""});
   damage("g", title + "what\n");
   expect_has(refusal("g"), {"expected a graph or a step, got \"what\""});
+}
+
+TEST_F(HashLog, TakesNoMoreThanTheFileHas) {
+  const std::string title = "smp hashes 1: rank 0 of 1\n";
+  damage("a", title + "graph 00000000000077ab: 4294967295 rows\none\n");
+  expect_has(refusal("a"), {"line 4: expected a row of the graph"});
+  damage("b", title + "graph 00000000000077ab: 1 rows\n" + std::string(1 << 20, 'x') + "\n");
+  expect_has(refusal("b"), {"line 3: expected a line of less than 262144 bytes, got \"xxx"});
+  EXPECT_LT(refusal("b").size(), 1000u);
+  fs::create_directories(folder("c"));
+  ASSERT_EQ(mkfifo((folder("c") + "/rank_0.hashes").c_str(), 0600), 0);
+  expect_has(refusal("c"), {"rank_0.hashes\" cannot be read"});
+}
+
+TEST_F(HashLog, NamesAreLines) {
+  for (const std::string name : {"a", "b"}) {
+    HashLogWriter log(folder(name), 0, 1);
+    graph::HashRows rows = rows_;
+    rows.texts[0] = core::printable("aten::mul, in module \"a\nend\x1b[2J\": f32[2]");
+    log.add_graph(kGraph, rows);
+    log.begin_step({"train\nend", 0, kGraph});
+    log.begin_microbatch(0);
+    log.add(0, 0, name == "a" ? 1 : 2);
+    log.end_step();
+  }
+  HashLogReader a(folder("a")), b(folder("b"));
+  expect_has(compare_hashes(a, b).text,
+             {"call 1 of step function \"train\\nend\", microbatch 0, row 0 of the program: "
+              "aten::mul, in module \"a\\nend\\x1b[2J\": f32[2]"});
 }
 
 TEST_F(HashLog, RefusesARowThatTheGraphDoesNotHave) {
