@@ -317,7 +317,7 @@ Tensors run_leaf_on_zeros(const LeafCallPtr& call,
            "failed on zeros. A step that takes a new way is recorded on shapes, so a leaf has to "
            "run once on inputs (and parameters of other ranks) of the right shapes that hold "
            "zeros, to show the shapes of its result. It threw: ",
-           of_torch == nullptr ? error.what() : of_torch->what_without_backtrace());
+           of_torch == nullptr ? error.what() : core::text_without_prefix(*of_torch));
   }
   return stack.back().toTensorVector();
 }

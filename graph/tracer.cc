@@ -87,7 +87,7 @@ std::vector<at::Tensor> Tracer::run_function(const Function& function,
     throw;
   } catch (const c10::Error& error) {
     refuse_torch_script();  // whose interpreter throws errors of its own, which are these ...
-    core::fail<Error>(where(), ": ", error.what_without_backtrace());
+    core::fail<Error>(where(), ": ", core::text_without_prefix(error));
   } catch (const std::exception&) {
     refuse_torch_script();  // ... or, before libtorch 2.15, std::runtime_error
     throw;

@@ -87,7 +87,7 @@ class Chooser {
           graph::coalesce(request_.graph, many, axes, factor));
     } catch (const c10::Error& error) {
       reason = c10::str("the function fails on ", factor,
-                        " times the samples: ", error.what_without_backtrace());
+                        " times the samples: ", core::text_without_prefix(error));
     }
     return nullptr;
   }

@@ -46,7 +46,7 @@ std::shared_ptr<const partitioner::Plan> previous_plan(const graph::Graph& graph
     return std::make_shared<const partitioner::Plan>(
         partitioner::plan_from_json(graph, text, partitions, path));
   } catch (const Error& error) {
-    core::log_info(c10::str("The partition is made anew. ", error.what_without_backtrace()));
+    core::log_info(c10::str("The partition is made anew. ", core::text_without_prefix(error)));
     return nullptr;
   }
 }

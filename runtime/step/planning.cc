@@ -216,7 +216,7 @@ PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Grap
     if (runtime.rank() == 0) {
       core::log_warning(c10::str(
           "the model may not fit into the memory of the devices, and is tried all the same: ",
-          error.what_without_backtrace()));
+          core::text_without_prefix(error)));
     }
     return planned;
   }

@@ -306,9 +306,11 @@ TEST_F(Refusal, DataReadThroughPointers) {
   for (size_t i = 0; i < readers.size(); ++i) {
     SCOPED_TRACE(i);
     for (const bool execute : {true, false}) {
+      const std::string error = error_of(readers[i], execute);
       EXPECT_CONTAINS(
-          error_of(readers[i], execute),
+          error,
           "the data of a tensor of step function \"train\" was read where only its shape exists");
+      EXPECT_EQ(error.rfind("[smp]"), 0u) << error;  // at the beginning, and nowhere else
     }
   }
 }
