@@ -4,8 +4,8 @@
 # Two hosts of two ranks that share no folder for copies: one of them, and then the other, loses its
 # memory and its ranks, and comes back or does not. Under smprun, which starts the ranks again, and
 # under a launcher that sets torchrun's variables, the job ends with the tensors of one that nothing
-# disturbs, and leaves nothing in any memory. Skipped where network namespaces cannot be made, which
-# needs root.
+# disturbs, and leaves nothing in any memory. A job of which one rank is asked to stop does so.
+# Skipped where network namespaces cannot be made, which needs root.
 set -eu
 two_hosts=$PWD/$1 ckpt=$PWD/$3 step=$PWD/$4
 export SMPRUN=$PWD/$2
@@ -91,6 +91,18 @@ fi
 grep -qx "smprun: not started again: 4 ranks need as many places, and the hosts that answer have 2. Name more hosts with --hosts than --np needs." \
   "$work/few.log" || fail "few: another reason"
 rm -rf "$HOSTS_MEMORY"/*/*
+
+# A rank of the second host is asked to stop: the job stops, and the next one goes on.
+status=0
+preemptible=${SM_HP_MP_PARAMETERS/\"restart\"/\"off\", \"preempt_seconds\": 200}
+SM_HP_MP_PARAMETERS=$preemptible "$two_hosts" smprun 2 "$step" "$work/asked" asked:3:3:1 \
+  >"$work/asked.log" 2>&1 || status=$?
+[ "$status" = 75 ] || fail "asked: status $status"
+grep -qx "smprun: preempted: checkpoint $work/asked/asked_partial of step 4" "$work/asked.log" ||
+  fail "asked: another last line"
+SM_HP_MP_PARAMETERS=$preemptible RESUME=1 "$two_hosts" smprun 2 "$step" "$work/asked" \
+  >"$work/asked_again.log" 2>&1 || fail "asked: does not go on"
+same asked
 
 export SMP_RECOVERY_DIR=/dev/shm/kept
 for start in 0 1 2; do
