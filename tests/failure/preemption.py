@@ -6,8 +6,8 @@ if anything is not as it should be.
 
     bazel run //tests/failure:preemption -- --times 20
 
-With --torchrun COMMAND a real torchrun is the agent. As root, with the container's only /dev/shm, no
-other job may run meanwhile: its shared memory would count as left behind."""
+With --torchrun COMMAND a real torchrun is the agent, too. No other job may run meanwhile: its shared
+memory would count as left behind."""
 
 import argparse
 import json
