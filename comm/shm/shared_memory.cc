@@ -15,9 +15,11 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <random>
+#include <sstream>
 #include <utility>
 
 #include "comm/cuda/pinned_memory.h"
@@ -45,13 +47,33 @@ uint64_t random_id() {
 std::string name_of(uint64_t id) { return "smp-" + std::to_string(id); }
 
 // The number that follows the word `key` in a file, or with which it begins.
-std::optional<uint64_t> number_in(const char* file, const std::string& key = "") {
+std::optional<uint64_t> number_in(const std::string& file, const std::string& key = "") {
   std::ifstream in(file);
   std::string word;
   while (word != key && in >> word) {
   }
   uint64_t number = 0;
   return in >> number ? std::optional<uint64_t>(number) : std::nullopt;
+}
+
+// The files of a cgroup's memory, and what begins the keys of its statistics for all below it.
+struct CgroupFiles {
+  const char* limit;
+  const char* used;
+  const char* prefix;
+};
+constexpr CgroupFiles kVersion1 = {"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_"};
+constexpr CgroupFiles kVersion2 = {"/memory.max", "/memory.current", ""};
+
+std::optional<uint64_t> left_in_cgroup(const std::string& folder, const CgroupFiles& files) {
+  const auto limit = number_in(folder + files.limit);
+  const auto used = number_in(folder + files.used);
+  if (!limit || !used) return std::nullopt;
+  const auto cached = [&](const char* list) {  // files that the kernel would drop
+    return number_in(folder + "/memory.stat", files.prefix + std::string(list)).value_or(0);
+  };
+  const uint64_t free = *limit - std::min(*limit, *used);
+  return free + cached("inactive_file") + cached("active_file");
 }
 
 // MAP_POPULATE: no page faults while messages move.
@@ -243,21 +265,37 @@ void SharedMemory::close_fd() {
   }
 }
 
+std::optional<uint64_t> left_in_cgroups(const std::string& mount, const std::string& cgroups) {
+  std::optional<uint64_t> left;
+  std::istringstream lines(cgroups);
+  for (std::string line; std::getline(lines, line);) {
+    // "0::/a/b" of version 2, "4:memory:/a/b" of version 1; a container may not see all of the
+    // path.
+    const size_t controllers = line.find(':') + 1, path = line.find(':', controllers) + 1;
+    if (controllers == 0 || path == 0) continue;
+    const std::string of = line.substr(controllers, path - 1 - controllers);
+    if (!of.empty() && of != "memory") continue;
+    const std::string root = of.empty() ? mount : mount + "/memory";
+    std::string folder = line.substr(path);
+    for (size_t end = folder.size(); end != std::string::npos; end = folder.rfind('/', end - 1)) {
+      const auto here =
+          left_in_cgroup(root + folder.substr(0, end), of.empty() ? kVersion2 : kVersion1);
+      if (here) left = std::min(left.value_or(*here), *here);
+      if (end == 0) break;
+    }
+  }
+  return left;
+}
+
 std::optional<uint64_t> available_memory() {
   auto available = number_in("/proc/meminfo", "MemAvailable:");
   if (available) {
     *available *= 1024;
   }
-  const auto limit = number_in("/sys/fs/cgroup/memory.max");
-  const auto used = number_in("/sys/fs/cgroup/memory.current");
-  if (limit && used) {
-    const auto cached = [](const char* list) {  // files that the kernel would drop
-      return number_in("/sys/fs/cgroup/memory.stat", list).value_or(0);
-    };
-    const uint64_t free = *limit - std::min(*limit, *used);
-    const uint64_t left = free + cached("inactive_file") + cached("active_file");
-    available = std::min(available.value_or(left), left);
-  }
+  std::ifstream cgroups("/proc/self/cgroup");
+  const auto left =
+      left_in_cgroups("/sys/fs/cgroup", {std::istreambuf_iterator<char>(cgroups), {}});
+  if (left) available = std::min(available.value_or(*left), *left);
   return available;
 }
 

@@ -65,8 +65,11 @@ class SharedMemory {
 };
 
 /// The bytes that processes of this host may still take, by the kernel's estimate and the memory
-/// limit of the container; nothing where neither is told.
+/// limits of this process's cgroups; nothing where neither is told.
 std::optional<uint64_t> available_memory();
+/// What limits leave, of cgroups of version 1 or 2 in `mount`: those in which a process is whose
+/// /proc/self/cgroup says `cgroups`, and those around them.
+std::optional<uint64_t> left_in_cgroups(const std::string& mount, const std::string& cgroups);
 
 /// A process as others find it: its number counts in its PID namespace only.
 struct ProcessId {

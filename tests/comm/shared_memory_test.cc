@@ -20,9 +20,11 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,6 +34,7 @@
 #include "core/check.h"
 #include "tests/comm/quiet_transport.h"
 #include "tests/process_entries.h"
+#include "tests/temp_folder.h"
 
 namespace smp::comm {
 namespace {
@@ -191,6 +194,42 @@ TEST(SharedMemory, TooMuchIsAnErrorThatSaysHowMuchThereIs) {
                               "host: only "));
   EXPECT_THAT(text, HasSubstr(" MiB are available. Use smaller or fewer microbatches"));
   EXPECT_EQ(open_descriptors(), before);
+}
+
+// The kernel ends a process that a limit of its container leaves no memory.
+TEST(AvailableMemory, IsWhatTheLimitsOfAllCgroupsLeave) {
+  const smp::testing::TempFolder mount;
+  const auto write = [&](const std::string& folder, const std::string& name,
+                         const std::string& text) {
+    std::filesystem::create_directories(mount.file(folder));
+    mount.write(folder + "/" + name, text);
+  };
+  const auto left = [&](const std::string& cgroups) {
+    return left_in_cgroups(mount.path(), cgroups);
+  };
+  EXPECT_EQ(left("0::/a/b\n4:memory:/c/d\n"), std::nullopt);
+  EXPECT_EQ(left("no cgroup\n:\n"), std::nullopt);
+  // Version 2: the limit of the one around it is the lower one.
+  write("a/b", "memory.max", "max\n");
+  write("a/b", "memory.current", "100\n");
+  EXPECT_EQ(left("0::/a/b\n"), std::nullopt);
+  write("a", "memory.max", "1000\n");
+  write("a", "memory.current", "300\n");
+  write("a", "memory.stat", "anon 1\ninactive_file 20\nactive_file 3\n");
+  EXPECT_EQ(left("0::/a/b\n"), 723u);
+  // Version 1; more than the limit may be used for a moment.
+  write("memory/c/d", "memory.limit_in_bytes", "9223372036854771712\n");
+  write("memory/c/d", "memory.usage_in_bytes", "500\n");
+  write("memory/c", "memory.limit_in_bytes", "400\n");
+  write("memory/c", "memory.usage_in_bytes", "500\n");
+  write("memory/c", "memory.stat",
+        "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 3\n");
+  EXPECT_EQ(left("5:cpu:/a\n4:memory:/c/d\n"), 23u);
+  EXPECT_EQ(left("0::/a/b\n4:memory:/c/d\n"), 23u);
+  // A container sees its own cgroup as the root, and the path of the host.
+  write("memory", "memory.limit_in_bytes", "70\n");
+  write("memory", "memory.usage_in_bytes", "60\n");
+  EXPECT_EQ(left("4:memory:/docker/1234\n"), 10u);
 }
 
 TEST(SharedMemory, AnotherProcessOpensItThroughProc) {
