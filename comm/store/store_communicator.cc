@@ -18,6 +18,7 @@
 #include "comm/transport_communicator.h"
 #include "core/check.h"
 #include "core/env.h"
+#include "core/text.h"
 
 namespace smp::comm {
 namespace {
@@ -125,7 +126,7 @@ int number(const char* name, int least, int most) {
   const long value = std::strtol(text.c_str(), &end, 10);
   SMP_CHECK_WITH(ConfigError, *end == '\0' && value >= least && value <= most,
                  "the environment variable ", name, ": expected a number in ", least, " to ", most,
-                 ", got ", text, ".");
+                 ", got ", core::printable(text, 100), ".");
   return static_cast<int>(value);
 }
 
