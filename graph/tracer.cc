@@ -354,11 +354,13 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   const size_t count = op.schema().arguments().size();
   call.op = &op;
   call.arguments.reserve(count);
+  const c10::OperatorHandle* outer = std::exchange(reading_, &op);
   bool any_is_set = false;
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     call.arguments.push_back(collect_argument(stack[i], call));
     any_is_set |= stack[i].isBool() && stack[i].toBool();
   }
+  reading_ = outer;
   if (any_is_set) make_gradients_dense(call);
   for (ValueId id : call.ids) {
     if (id == kUndefined) continue;

@@ -18,6 +18,7 @@
 #include "graph/tensor_table.h"
 #include "graph/traced_call.h"
 #include "graph/weak_map.h"
+#include "graph/whole_tensors.h"
 
 namespace smp::graph {
 
@@ -37,6 +38,11 @@ struct ContentOverride {
 struct TraceOptions {
   std::string step_name;               ///< what errors call the step function
   const TensorTable* table = nullptr;  ///< parameters and buffers by identity
+  /// Takes the tensors that the run makes from nothing else; may be null.
+  WholeTensors* wholes = nullptr;
+  /// Why a tensor made outside must be an input and no constant, as the end of a sentence; empty if
+  /// it may be one. Null: all may.
+  std::function<std::string(const at::Tensor&)> why_no_constant;
   /// True: operators run on the inputs' data. False: shapes only, no operator is executed. The
   /// function gets tensors without data either way.
   bool execute = false;
@@ -140,6 +146,7 @@ class Tracer final : public OperatorInterceptor {
   ValueId derive(const at::Tensor& tensor, const char* name, torch::jit::Stack arguments);
   ValueId define_from_table(const TensorTable::Entry& entry);
   ValueId define_constant(const at::Tensor& tensor);
+  void check_may_be_constant(const at::Tensor& tensor) const;
   void check_hooks() const;
   bool changed_by_hand(const at::Tensor& tensor, const Known& known) const;
   ValueId require_grad(const at::Tensor& tensor, const at::Tensor& as_before);
@@ -216,6 +223,7 @@ class Tracer final : public OperatorInterceptor {
   ValueId last_parameter_ = kUndefined;
   // The tensors that are constants, but for those on memory of others (`from_blob`).
   std::vector<std::pair<ValueId, c10::weak_intrusive_ptr<c10::TensorImpl>>> constants_;
+  const c10::OperatorHandle* reading_ = nullptr;  // whose arguments are looked up
   TracedCall spare_call_;                     // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;  // of all placeholders
   // The ends of the histories of parameters and variables, by which `autograd::grad` names them.

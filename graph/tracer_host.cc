@@ -23,6 +23,7 @@ bool Tracer::HostData::filled(bool for_read) const {
 /// From now on host code may fill the factory's result. What `empty` returns is marked first, so
 /// that it shows whether it was filled, even with what the memory happened to hold.
 void Tracer::note_factory(ValueId id, const c10::OperatorHandle& op, const at::Tensor& result) {
+  if (options_.wholes != nullptr) options_.wholes->add(result.storage());
   const bool empty = has_trait(op.schema().name(), OperatorTrait::kLeavesUninitialised);
   if (empty) mark_uninitialised(result);
   host_data_[value(id).alias_set] = {id, result.variable_data(), hash_content(result), empty};

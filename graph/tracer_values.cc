@@ -239,6 +239,7 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
              "Make it with an operator, such as detach() or as_strided()");
     }
   }
+  check_may_be_constant(tensor);
   Value value;
   value.kind = ValueKind::kConstant;
   value.meta = TensorMeta::of(tensor);
@@ -254,6 +255,21 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
   const bool owned = tensor.has_storage() && tensor.storage().unsafeGetStorageImpl()->resizable();
   if (owned) constants_.emplace_back(id, tensor.getIntrusivePtr());
   return id;
+}
+
+/// Each microbatch would get the whole of it, without a word, where it is the batch.
+void Tracer::check_may_be_constant(const at::Tensor& tensor) const {
+  if (!options_.why_no_constant) return;
+  const std::string why = options_.why_no_constant(tensor);
+  if (why.empty()) return;
+  const std::string reads = reading_ == nullptr
+                                ? std::string("returns or differentiates")
+                                : "calls operator " + reading_->schema().name() + " on";
+  refuse(c10::str(reads, " a tensor ", tensor.scalar_type(), tensor.sizes(),
+                  " that is none of its arguments, ", why),
+         "If it is part of the batch, pass it to the step function as an argument, which is cut; "
+         "if every microbatch needs the whole of it, say so where it is used, by "
+         "smp::whole(tensor), or register it as a buffer of the module");
 }
 
 /// Hooks on gradients of tensors leave no operator behind; those that the function registered are

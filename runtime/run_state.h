@@ -11,6 +11,7 @@
 #include "dp/step_gradients.h"
 #include "graph/graph.h"
 #include "graph/hash_log.h"
+#include "graph/whole_tensors.h"
 #include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
 #include "pipeline/action.h"
@@ -74,6 +75,8 @@ struct CurrentStep {
 struct StepInputs {
   /// Numbers that are inputs of every step function.
   std::vector<std::weak_ptr<StepValue>> values;
+  /// Tensors that step functions read, are not given, and need not be given.
+  graph::WholeTensors wholes;
   /// By what `model->backward` multiplies the loss: that of the optimizer that has one.
   std::weak_ptr<LossScaler> loss_scaler;
 };

@@ -11,7 +11,7 @@
 
 #include "smp/comm_hooks.h"
 #include "smp/ddp_options.h"
-#include "smp/detail/outputs.h"
+#include "smp/detail/structure.h"
 #include "smp/export.h"
 #include "smp/init.h"
 #include "smp/join.h"
@@ -108,8 +108,13 @@ class DistributedDataParallel : public detail::DataParallel {
     const bool trains = begin_forward();
     auto result = module_->forward(std::forward<Arguments>(arguments)...);
     if (trains) {
+      static_assert(!detail::content_of<decltype(result)>().unknown,
+                    "the forward of this module returns a class in which tensors may be that are "
+                    "not found. Inside of the class, list its fields: SMP_FIELDS(x, y)");
       std::vector<at::Tensor> outputs;
-      detail::outputs::collect_tensors(result, outputs);
+      detail::for_each_tensor(std::as_const(result), [&](const at::Tensor& output) {
+        if (output.defined()) outputs.push_back(output);
+      });
       end_forward(outputs);
     }
     return result;

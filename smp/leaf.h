@@ -32,25 +32,23 @@ enum class LeafWrites {
 
 namespace detail {
 
-/// True for a tensor and for structures that hold nothing else.
+/// True for a tensor and for structures that hold nothing else, in numbers that do not depend on
+/// data.
 template <class T>
 constexpr bool holds_only_tensors();
 
-template <class T, size_t... I>
-constexpr bool tuple_holds_only_tensors(std::index_sequence<I...>) {
-  return (holds_only_tensors<std::tuple_element_t<I, T>>() && ...);
+template <class... T>
+constexpr bool hold_only_tensors(TypeList<T...>) {
+  return (holds_only_tensors<T>() && ...);
 }
 
 template <class T>
 constexpr bool holds_only_tensors() {
-  if constexpr (IsVector<T>::value || IsOptional<T>::value) {
-    return holds_only_tensors<typename T::value_type>();
-  } else if constexpr (IsMap<T>::value) {
-    return holds_only_tensors<typename IsMap<T>::Mapped>();
-  } else if constexpr (IsTuple<T>::value) {
-    return tuple_holds_only_tensors<T>(std::make_index_sequence<std::tuple_size_v<T>>());
-  } else {
+  constexpr Shape kShape = Parts<T>::kShape;
+  if constexpr (kShape == Shape::kOpaque || kShape == Shape::kChoice) {
     return IsTensor<T>::value;
+  } else {
+    return hold_only_tensors(typename Parts<T>::Types{});
   }
 }
 
@@ -70,30 +68,8 @@ class Description {
       numbers_ << " " << value;
     } else if constexpr (std::is_convertible_v<const T&, std::string_view>) {
       rest_ << '"' << std::string_view(value) << '"';
-    } else if constexpr (IsVector<T>::value) {
-      rest_ << "[";
-      for (const auto& element : value) add_element(element);
-      rest_ << "]";
-    } else if constexpr (IsMap<T>::value) {
-      rest_ << "{";
-      for_each_element(value, [&](const auto& key, const auto& element) {
-        add(key);
-        rest_ << ": ";
-        add_element(element);
-      });
-      rest_ << "}";
-    } else if constexpr (IsOptional<T>::value) {
-      if (value) {
-        add(*value);
-      } else {
-        rest_ << "none";
-      }
-    } else if constexpr (IsTuple<T>::value) {  // and arrays
-      rest_ << "(";
-      std::apply([&](const auto&... element) { (add_element(element), ...); }, value);
-      rest_ << ")";
     } else {
-      rest_ << "object";
+      add_parts(value);
     }
   }
 
@@ -103,6 +79,27 @@ class Description {
   std::string rest() const { return rest_.str(); }
 
  private:
+  template <class T>
+  void add_parts(const T& value) {
+    constexpr Shape kShape = Parts<T>::kShape;
+    if constexpr (kShape == Shape::kOpaque) {
+      rest_ << "object";
+    } else if constexpr (kShape == Shape::kMap) {
+      rest_ << "{";
+      Parts<T>::visit_items(value, [&](const auto& key, const auto& element) {
+        add(key);
+        rest_ << ": ";
+        add_element(element);
+      });
+      rest_ << "}";
+    } else {
+      if constexpr (kShape == Shape::kChoice) rest_ << value.index();
+      rest_ << (kShape == Shape::kSequence ? "[" : "(");
+      Parts<T>::visit(value, [&](const auto& part) { add_element(part); });
+      rest_ << (kShape == Shape::kSequence ? "]" : ")");
+    }
+  }
+
   template <class T>
   void add_element(const T& element) {
     add(element);
@@ -150,13 +147,13 @@ class Leaf {
     using Result = detail::AsArgument<Raw>;
     static_assert(detail::holds_only_tensors<Result>(),
                   "the forward of a leaf module returns a tensor, or tensors in vectors, tuples, "
-                  "maps and optionals. Anything else may depend on data, which a step function "
-                  "does not see");
+                  "maps, optionals and structs with SMP_FIELDS. Anything else may depend on data, "
+                  "which a step function does not see");
     if (!detail::records_leaves()) {
       return Result(module_->forward(std::forward<Arguments>(arguments)...));
     }
-    return call<Result>(
-        std::tuple<detail::AsArgument<Arguments>...>(std::forward<Arguments>(arguments)...));
+    return call<Result>(std::tuple<detail::AsArgument<Arguments>...>(
+        detail::as_argument(std::forward<Arguments>(arguments))...));
   }
 
  private:
@@ -211,7 +208,7 @@ class Leaf {
 ///
 /// The module runs as it is, once per microbatch, on the stage that holds its parameters; all of
 /// them lie on one stage. Outside of a step function the call is an ordinary one. Tensors in the
-/// arguments (also inside vectors, tuples, maps and optionals) are its inputs; the number and the
+/// arguments (also inside what a step function looks into) are its inputs; the number and the
 /// shapes of the tensors it returns may not depend on data. A floating point argument may change
 /// from step to step; another integer, bool, enum or string makes another graph; other objects are
 /// taken as they are at each step, and are not compared.

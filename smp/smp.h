@@ -11,6 +11,7 @@
 #include "smp/distributed_model.h"
 #include "smp/distributed_optimizer.h"
 #include "smp/error.h"
+#include "smp/fields.h"
 #include "smp/group.h"
 #include "smp/init.h"
 #include "smp/keyed_random.h"
@@ -30,3 +31,4 @@
 #include "smp/tp_module.h"
 #include "smp/tp_register.h"
 #include "smp/version.h"
+#include "smp/whole.h"

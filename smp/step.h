@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <any>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -15,8 +16,41 @@
 #include "smp/detail/step_call.h"
 #include "smp/detail/step_core.h"
 #include "smp/step_options.h"
+#include "smp/whole.h"
 
 namespace smp {
+
+namespace detail {
+
+/// Whether a step function finds all tensors in an argument. Does not compile if it may not: it
+/// would give the whole batch to every microbatch.
+template <class T>
+constexpr bool finds_tensors_of_argument() {
+  constexpr bool is_known = IsWhole<T>::value || !content_of<AsArgument<T>>().unknown;
+  static_assert(
+      is_known,
+      "an argument of a step function is of a class in which tensors may be that are not "
+      "found, so that they would not be cut into microbatches. Inside of the class, list "
+      "its fields: SMP_FIELDS(x, y); or say that it holds none: template <> inline "
+      "constexpr bool smp::holds_no_tensors<T> = true; or give every microbatch the whole "
+      "of the argument: smp::whole(argument). Of a pointer or reference pass the object");
+  return is_known;
+}
+
+/// The same for a result, in which tensors that are not found would have no data.
+template <class T>
+constexpr bool finds_tensors_of_result() {
+  constexpr bool is_known = !content_of<T>().unknown && !content_of<T>().slices;
+  static_assert(
+      is_known,
+      "the result of a step function is of a class in which tensors may be that are not "
+      "found, so that they would have no data. Inside of the class, list its fields: "
+      "SMP_FIELDS(loss, logits); or say that it holds none: template <> inline constexpr "
+      "bool smp::holds_no_tensors<T> = true. Of a pointer or reference return the object");
+  return is_known;
+}
+
+}  // namespace detail
 
 /// A step function made by `step`. Copies share the same function.
 template <class Function>
@@ -27,9 +61,13 @@ class Step {
         options_(std::move(options)),
         core_(std::make_shared<detail::StepCore>(options_)) {}
 
-  /// Runs the function once per microbatch, pipelined over the ranks. Tensors in the arguments
-  /// (also inside vectors, arrays, tuples, optionals and maps) are cut into microbatches along axis
-  /// 0. Collective: all ranks call it, ranks of one pipeline with the same inputs.
+  /// Runs the function once per microbatch, pipelined over the ranks. Tensors in the arguments are
+  /// cut into microbatches along axis 0: also those inside of containers, tuples, optionals,
+  /// variants, shared pointers, `torch::data::Example`s, `c10::IValue`s and structs with
+  /// `SMP_FIELDS`, in any nesting. Undefined ones stay undefined, and an argument given by
+  /// `smp::whole` is not cut. Numbers, strings and what else has no tensors are passed as they are;
+  /// a class that may have some and does not say where does not compile. Collective: all ranks call
+  /// it, ranks of one pipeline with the same inputs.
   ///
   /// The function itself runs once per step on this rank, on tensors without data, to see which
   /// operators it calls (once per microbatch if an argument has `smp_slice`; seldomer if the
@@ -38,27 +76,18 @@ class Step {
   /// cuts itself; tensors inside it are constants of the microbatch.
   ///
   /// Returns the function's result with a `StepOutput` in place of every tensor and a list by
-  /// microbatch in place of anything else. Throws what the function throws, `CaptureError` for
-  /// what cannot be captured, `UsageError` for wrong inputs and `CommError` when a peer failed.
+  /// microbatch in place of anything else; a struct with `SMP_FIELDS` becomes a tuple of its
+  /// fields. Throws what the function throws, `CaptureError` for what cannot be captured,
+  /// `UsageError` for wrong inputs and `CommError` when a peer failed.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
-    static_assert(!(detail::IsDataLoader<std::decay_t<Arguments>>::value || ...),
-                  "a step function takes the tensors of a batch, not a DataLoader: loop over the "
-                  "loader and pass batch.data and batch.target");
-    using Raw = std::decay_t<std::invoke_result_t<Function&, detail::AsArgument<Arguments>&...>>;
-    constexpr bool returns_nothing = std::is_void_v<Raw>;
-    using Result = std::conditional_t<returns_nothing, detail::Nothing, Raw>;
-    core_->check_positions(static_cast<int>(sizeof...(Arguments)));
-    std::tuple<detail::AsArgument<Arguments>...> whole(std::forward<Arguments>(arguments)...);
-    using Results = std::map<int, Result>;
-    auto results = std::make_shared<Results>();
-    const auto* last = std::any_cast<std::shared_ptr<Results>>(last_results_.get());
-    detail::StepCall call = make_call<Result>(whole, *results);
-    call.has_last_result = last != nullptr;
-    const detail::StepResults outputs = core_->run(call);
-    if (results->empty()) results = *last;  // the function did not run
-    if (!core_->guards_every_step()) *last_results_ = results;
-    if constexpr (!returns_nothing) return collect(*results, outputs);
+    if constexpr (can_take<Arguments...>()) {
+      using Raw = std::decay_t<std::invoke_result_t<Function&, detail::AsArgument<Arguments>&...>>;
+      return call<std::conditional_t<std::is_void_v<Raw>, detail::Nothing, Raw>>(
+          std::tuple<detail::AsArgument<Arguments>...>(
+              detail::as_argument(std::forward<Arguments>(arguments))...),
+          {detail::IsWhole<std::decay_t<Arguments>>::value...});
+    }
   }
 
   /// How many microbatches a call runs.
@@ -71,27 +100,67 @@ class Step {
   std::string program() const { return core_->program(); }
 
  private:
-  template <class Result, class Whole>
-  detail::StepCall make_call(const Whole& whole, std::map<int, Result>& results) {
+  /// Whether the function can be called with such arguments. Does not compile if it cannot.
+  template <class... Arguments>
+  static constexpr bool can_take() {
+    constexpr bool no_loader = !(detail::IsDataLoader<std::decay_t<Arguments>>::value || ...);
+    static_assert(no_loader,
+                  "a step function takes the tensors of a batch, not a DataLoader: loop over the "
+                  "loader and pass each batch");
+    if constexpr (no_loader) {
+      if constexpr ((detail::finds_tensors_of_argument<std::decay_t<Arguments>>() && ...)) {
+        constexpr bool fits = std::is_invocable_v<Function&, detail::AsArgument<Arguments>&...>;
+        static_assert(fits,
+                      "the arguments of this call do not fit the parameters of the step function: "
+                      "look at how many there are, and at their types, in its order");
+        return fits;
+      }
+    }
+    return false;
+  }
+
+  template <class Result, class Tuple>
+  auto call(const Tuple& whole, std::initializer_list<bool> go_whole) {
+    if constexpr (detail::finds_tensors_of_result<Result>()) {
+      core_->check_positions(static_cast<int>(std::tuple_size_v<Tuple>));
+      using Results = std::map<int, Result>;
+      auto results = std::make_shared<Results>();
+      const auto* last = std::any_cast<std::shared_ptr<Results>>(last_results_.get());
+      detail::StepCall call = make_call<Result>(whole, axes(go_whole), *results);
+      call.has_last_result = last != nullptr;
+      const detail::StepResults outputs = core_->run(call);
+      if (results->empty()) results = *last;  // the function did not run
+      if (!core_->guards_every_step()) *last_results_ = results;
+      if constexpr (!std::is_same_v<Result, detail::Nothing>) return collect(*results, outputs);
+    }
+  }
+
+  template <class Result, class Tuple>
+  detail::StepCall make_call(const Tuple& whole, std::vector<detail::Cut> cuts,
+                             std::map<int, Result>& results) {
+    using Indices = std::make_index_sequence<std::tuple_size_v<Tuple>>;
     detail::StepCall call;
-    add_arguments(call, whole, std::make_index_sequence<std::tuple_size_v<Whole>>());
-    call.function = [this, &whole, &results](int microbatch,
-                                             const std::vector<at::Tensor>& tensors) {
-      Whole arguments =
-          slice_objects(whole, microbatch, std::make_index_sequence<std::tuple_size_v<Whole>>());
+    add_arguments(call, whole, cuts, Indices());
+    call.function = [this, &whole, cuts, &results](int microbatch,
+                                                   const std::vector<at::Tensor>& tensors) {
+      Tuple arguments = whole;
+      slice_objects(arguments, cuts, microbatch, Indices());
       size_t next = 0;
-      detail::for_each_tensor(arguments, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
+      detail::for_each_tensor(arguments, [&](at::Tensor& tensor) {
+        if (tensor.defined()) tensor = tensors[next++];
+      });
       std::vector<at::Tensor> returned;
       Result result = apply<Result>(arguments);
-      detail::for_each_tensor(result, [&](at::Tensor& tensor) { returned.push_back(tensor); });
+      detail::for_each_tensor(std::as_const(result),
+                              [&](const at::Tensor& tensor) { returned.push_back(tensor); });
       results.insert_or_assign(microbatch, std::move(result));
       return returned;
     };
     return call;
   }
 
-  template <class Result, class Whole>
-  Result apply(Whole& arguments) {
+  template <class Result, class Tuple>
+  Result apply(Tuple& arguments) {
     if constexpr (std::is_same_v<Result, detail::Nothing>) {
       std::apply(*function_, arguments);
       return {};
@@ -100,44 +169,60 @@ class Step {
     }
   }
 
-  template <class Whole, size_t... I>
-  void add_arguments([[maybe_unused]] detail::StepCall& call, [[maybe_unused]] const Whole& whole,
+  template <class Tuple, size_t... I>
+  void add_arguments([[maybe_unused]] detail::StepCall& call, [[maybe_unused]] const Tuple& whole,
+                     [[maybe_unused]] const std::vector<detail::Cut>& cuts,
                      std::index_sequence<I...>) const {
-    (add_argument(call, static_cast<int>(I), std::get<I>(whole)), ...);
+    [[maybe_unused]] int place = 0;
+    (add_argument(call, std::get<I>(whole), cuts[I], place), ...);
   }
 
   template <class T>
-  void add_argument(detail::StepCall& call, int position, const T& argument) const {
-    if constexpr (detail::SlicesItself<T>::value) call.per_microbatch = true;
-    const std::optional<int64_t> axis = axis_of(position);
+  void add_argument(detail::StepCall& call, const T& argument, const detail::Cut& cut,
+                    int& place) const {
+    call.per_microbatch |= detail::content_of<T>().slices;
     detail::for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      call.tensors.push_back(tensor);
-      call.axes.push_back(axis);
+      if (tensor.defined()) {
+        call.tensors.push_back(tensor);
+        call.cuts.push_back(cut);
+        call.places.push_back(place);
+      }
+      ++place;
     });
   }
 
-  /// The axis along which an argument's tensors are cut, from the end if negative; nothing for
-  /// those that every microbatch gets whole.
-  std::optional<int64_t> axis_of(int position) const {
-    const auto& whole = options_.non_split_inputs();
-    if (std::find(whole.begin(), whole.end(), position) != whole.end()) return std::nullopt;
-    const auto axis = options_.input_split_axes().find(position);
-    return axis == options_.input_split_axes().end() ? 0 : axis->second;
+  /// How the arguments are cut, of which some have been given by `smp::whole`.
+  std::vector<detail::Cut> axes(std::initializer_list<bool> go_whole) const {
+    std::vector<detail::Cut> cuts;
+    for (const bool goes_whole : go_whole) {
+      const auto position = static_cast<int>(cuts.size());
+      const auto& whole = options_.non_split_inputs();
+      const bool is_named = std::find(whole.begin(), whole.end(), position) != whole.end();
+      const auto axis = options_.input_split_axes().find(position);
+      if (goes_whole || is_named) {
+        cuts.push_back({std::nullopt, true});
+      } else if (axis != options_.input_split_axes().end()) {
+        cuts.push_back({axis->second, true});
+      } else {
+        cuts.push_back({0, false});
+      }
+    }
+    return cuts;
   }
 
-  template <class Whole, size_t... I>
-  Whole slice_objects([[maybe_unused]] const Whole& whole, [[maybe_unused]] int microbatch,
-                      std::index_sequence<I...>) const {
-    return Whole{slice_object(std::get<I>(whole), static_cast<int>(I), microbatch)...};
+  template <class Tuple, size_t... I>
+  void slice_objects([[maybe_unused]] Tuple& arguments,
+                     [[maybe_unused]] const std::vector<detail::Cut>& cuts,
+                     [[maybe_unused]] int microbatch, std::index_sequence<I...>) const {
+    (slice_object(std::get<I>(arguments), cuts[I], microbatch), ...);
   }
 
   template <class T>
-  T slice_object(const T& argument, int position, int microbatch) const {
-    if constexpr (detail::SlicesItself<T>::value) {
-      const std::optional<int64_t> axis = axis_of(position);
-      if (axis) return argument.smp_slice(microbatches(), microbatch, *axis);
-    }
-    return argument;
+  void slice_object(T& argument, const detail::Cut& cut, int microbatch) const {
+    if (!cut.axis) return;
+    detail::for_each_slice(argument, [&](auto& object) {
+      object = std::as_const(object).smp_slice(microbatches(), microbatch, *cut.axis);
+    });
   }
 
   template <class Result>

@@ -24,8 +24,8 @@ struct StepOptions {
   /// How many microbatches this step function cuts its inputs into; 0: the configuration's
   /// `microbatches`.
   TORCH_ARG(int64_t, microbatches) = 0;
-  /// Positions of arguments whose tensors every microbatch gets whole. C++ has no names for
-  /// arguments, so they are counted from 0.
+  /// Positions of arguments whose tensors every microbatch gets whole, as those that are passed by
+  /// `smp::whole`. C++ has no names for arguments, so they are counted from 0.
   TORCH_ARG(std::vector<int>, non_split_inputs) = {};
   /// Position of an argument -> the axis its tensors are cut along, where that is not 0; negative
   /// ones count from the end.

@@ -37,6 +37,15 @@ class SMP_API StepOutput {
   /// The microbatches along a new first axis.
   [[nodiscard]] at::Tensor stack() const;
 
+  /// Does not compile: it would be the number of one microbatch.
+  template <class T = double>
+  T item() const {
+    static_assert(sizeof(T*) == 0,
+                  "a StepOutput has a tensor for each microbatch, so it has no item(): take the "
+                  "mean or the sum of them first, as by reduce_mean().item<double>()");
+    return T();
+  }
+
  private:
   const std::vector<at::Tensor>& defined() const;
 

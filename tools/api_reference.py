@@ -25,7 +25,7 @@ PAGES = {
     "Objects between ranks": ["objects.h"],
     "DistributedModel": ["distributed_model.h", "model_core.h", "model_options.h",
                          "removable_handle.h"],
-    "The step": ["step.h", "step_options.h", "step_output.h"],
+    "The step": ["step.h", "step_options.h", "whole.h", "fields.h", "step_output.h"],
     "Leaf modules": ["leaf.h"],
     "DistributedOptimizer": ["distributed_optimizer.h", "optimizer_core.h", "optimizer_state.h",
                              "loss_scale_options.h", "clip_grad.h", "scheduler.h"],

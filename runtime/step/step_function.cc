@@ -29,6 +29,7 @@
 #include "runtime/save/job_notes.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
+#include "runtime/step/captured_tensors.h"
 #include "runtime/step/coalescing.h"
 #include "runtime/step/leaf_writes.h"
 #include "runtime/step/measuring.h"
@@ -228,7 +229,7 @@ bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tens
   if (!last_ || !call.has_last_result || runs_each_microbatch(call)) return true;
   const auto number = static_cast<int64_t>(runtime_->progress.step_functions.calls(name_));
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
-  return metas_of(inputs) != last_inputs_;
+  return metas_of(inputs) != last_inputs_ || call.places != last_places_;
 }
 
 /// Runs the user's function.
@@ -239,6 +240,7 @@ StepFunction::Traced StepFunction::guard(const StepCall& call,
   if (!guards_every_step()) {
     last_ = traced;
     last_inputs_ = metas_of(inputs[0]);
+    last_places_ = call.places;
   }
   return traced;
 }
@@ -253,8 +255,9 @@ void StepFunction::check_written_inputs(const StepCall& call, const graph::Graph
       if (i == j || !tensors[i].is_alias_of(tensors[j])) continue;
       if (!aliases) aliases.emplace(graph);
       SMP_CHECK_WITH(UsageError, !aliases->of(static_cast<graph::ValueId>(i)).is_written(),
-                     "step function \"", name_, "\": input tensor ", i,
-                     ", which it writes in place, shares memory with input tensor ", j,
+                     "step function \"", name_, "\": input tensor ",
+                     call.places[i], ", which it writes in place, shares memory with input tensor ",
+                     call.places[j],
                      ", which would not see that. Pass x.clone() for one of them, or make a new "
                      "tensor: y = x * 2 instead of x.mul_(2)");
     }
@@ -264,12 +267,37 @@ void StepFunction::check_written_inputs(const StepCall& call, const graph::Graph
 void StepFunction::check_inputs(const StepCall& call) const {
   const at::Device device = runtime_->device();
   for (size_t i = 0; i < call.tensors.size(); ++i) {
-    SMP_CHECK_WITH(UsageError, call.tensors[i].defined(), "step function \"", name_,
-                   "\": input tensor ", i, " is undefined");
-    const at::Device lies_on = call.tensors[i].device();
+    const at::Tensor& tensor = call.tensors[i];
+    SMP_CHECK_WITH(UsageError, tensor.layout() == at::kStrided && !tensor.is_nested(),
+                   "step function \"", name_, "\": input tensor ", call.places[i],
+                   " has the layout ", tensor.is_nested() ? at::Layout::Jagged : tensor.layout(),
+                   ", which is neither cut into microbatches nor sent between ranks. Pass "
+                   "x.to_dense(), or its indices and values as tensors of their own");
+    const at::Device lies_on = tensor.device();
     SMP_CHECK_WITH(UsageError, lies_on == device || lies_on.is_cpu(), "step function \"", name_,
-                   "\": input tensor ", i, " is on device ", lies_on, ", and this rank computes on ",
-                   device, ". Leave the input on the CPU, or move it there: x.to(smp::device())");
+                   "\": input tensor ", call.places[i], " is on device ", lies_on,
+                   ", and this rank computes on ", device,
+                   ". Leave the input on the CPU, or move it there: x.to(smp::device())");
+  }
+  if (microbatches() > 1) check_one_batch(call);
+}
+
+/// Tensors that are cut along axis 0, as all are unless the program says otherwise, are of one
+/// batch.
+void StepFunction::check_one_batch(const StepCall& call) const {
+  std::optional<size_t> first;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const detail::Cut& cut = call.cuts[i];
+    if (!cut.axis || cut.is_named || call.tensors[i].dim() == 0) continue;
+    if (!first) first = i;
+    const at::Tensor &a = call.tensors[*first], &b = call.tensors[i];
+    SMP_CHECK_WITH(UsageError, a.size(0) == b.size(0), "step function \"", name_,
+                   "\": input tensor ", call.places[*first], " of shape ", a.sizes(), " has ",
+                   a.size(0), " samples on axis 0, and input tensor ", call.places[i], " of shape ",
+                   b.sizes(), " has ", b.size(0), ". Both are cut into ", microbatches(),
+                   " microbatches, so they must be of one batch. Pass a tensor that is none by "
+                   "smp::whole(x), which gives each microbatch the whole of it, or name the axis, "
+                   "to have it cut all the same: StepOptions().input_split_axes({{argument, 0}})");
   }
 }
 
@@ -287,18 +315,23 @@ std::vector<std::vector<at::Tensor>> StepFunction::split(const StepCall& call,
   std::vector<std::vector<at::Tensor>> result(count);
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const at::Tensor tensor = call.tensors[i];
-    int64_t axis = call.axes[i].value_or(0);
-    const bool whole = !call.axes[i].has_value();
+    int64_t axis = call.cuts[i].axis.value_or(0);
+    const bool whole = !call.cuts[i].axis.has_value();
     int64_t size = 0;
     if (!whole) {
       SMP_CHECK_WITH(UsageError, axis < tensor.dim() && axis >= -tensor.dim(), "step function \"",
-                     name_, "\": input tensor ", i, " of shape ", tensor.sizes(), " has no axis ",
-                     axis,
-                     " to cut into microbatches. Name its argument in "
-                     "StepOptions().non_split_inputs({...}) to give every microbatch the whole");
+                     name_, "\": input tensor ", call.places[i], " of shape ", tensor.sizes(),
+                     " has no axis ", axis,
+                     " to cut into microbatches. Pass it by smp::whole(x), or name its argument in "
+                     "StepOptions().non_split_inputs({...}), to give every microbatch the whole");
       if (axis < 0) axis += tensor.dim();
-      SMP_CHECK_WITH(UsageError, tensor.size(axis) > 0 && tensor.size(axis) % count == 0,
-                     "step function \"", name_, "\": input tensor ", i, " of shape ",
+      SMP_CHECK_WITH(UsageError, tensor.size(axis) > 0, "step function \"", name_,
+                     "\": input tensor ", call.places[i], " of shape ", tensor.sizes(),
+                     " is empty: its batch has no samples (0 on axis ", axis,
+                     "). Leave out the call on all ranks, or pass a tensor that is no batch by "
+                     "smp::whole(x)");
+      SMP_CHECK_WITH(UsageError, tensor.size(axis) % count == 0, "step function \"", name_,
+                     "\": input tensor ", call.places[i], " of shape ",
                      tensor.sizes(), " cannot be cut into ", count, " microbatches: the batch (",
                      tensor.size(axis), " on axis ", axis, ") is not divisible by ", count,
                      ". Choose a divisible batch size, drop the last incomplete batch (drop_last), "
@@ -317,6 +350,10 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
   graph::TraceOptions options;
   options.step_name = name_;
   options.table = &runtime_->table().tensors();
+  options.wholes = &runtime_->step_inputs.wholes;
+  options.why_no_constant = [&](const at::Tensor& tensor) {
+    return why_not_captured(call, microbatches(), runtime_->step_inputs, tensor);
+  };
   options.execute = execute;
   options.random = random_key();
   // The newest first: it is the likeliest.
@@ -366,7 +403,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
     }
     if (inputs.size() > 1) graph::check_no_state(first, name_);
     check_leaf_writes(runtime_->config(), runtime_->replicas()->size(), *first.recorded, name_);
-    graph::give_data_to_constants(*first.recorded, first.kept);
+    keep_constants(first);
     graphs_.push_back(std::move(first.recorded));
     forget_oldest();
     traced.checksums = std::move(first.checksums);
@@ -387,6 +424,16 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
     traced.contents.push_back(std::move(next.contents));
   }
   return traced;
+}
+
+/// Tensors that the function has made of constants and kept stay as they are, for all microbatches.
+void StepFunction::keep_constants(const graph::TraceResult& run) {
+  graph::give_data_to_constants(*run.recorded, run.kept);
+  for (const graph::LiveResult& kept : run.kept) {
+    auto storage = kept.storage.lock();
+    const bool has_data = storage && storage->nbytes() > 0;
+    if (has_data) runtime_->step_inputs.wholes.add(c10::Storage(std::move(storage)));
+  }
 }
 
 /// Makes a graph the one used last.

@@ -80,11 +80,13 @@ class StepFunction {
   std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
   std::vector<std::vector<at::Tensor>> split(const Batches& batches, int64_t count) const;
   void check_inputs(const StepCall& call) const;
+  void check_one_batch(const StepCall& call) const;
   void check_written_inputs(const StepCall& call, const graph::Graph& graph) const;
   bool captures_on_data() const;
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   graph::TraceResult trace_one(const StepCall& call, int microbatch,
                                const std::vector<at::Tensor>& inputs, bool execute);
+  void keep_constants(const graph::TraceResult& run);
   void agree(const Traced& traced, const Batches& batches);
   graph::RandomKey random_key() const;
   std::shared_ptr<graph::Graph> use(const graph::Graph* graph);
@@ -107,6 +109,7 @@ class StepFunction {
   // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
   std::optional<Traced> last_;
   std::vector<graph::TensorMeta> last_inputs_;
+  std::vector<int> last_places_;
   std::shared_ptr<Program> last_program_;              // of the last call
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;

@@ -49,7 +49,8 @@ detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall
     // A copy: the value may change while something still holds the input.
     const auto options = at::TensorOptions(at::kFloat).device(device);
     result.tensors.push_back(at::full({}, value->get(), options));
-    result.axes.push_back(std::nullopt);
+    result.cuts.emplace_back();
+    result.places.push_back(-1);
   }
   result.function = [function = call.function, values](int microbatch,
                                                        const std::vector<at::Tensor>& tensors) {

@@ -9,12 +9,19 @@
 
 namespace smp::detail {
 
+/// How a tensor is cut into microbatches.
+struct Cut {
+  std::optional<int64_t> axis;  ///< from the end if negative; none: each gets the whole
+  bool is_named = false;        ///< the program has named the axis
+};
+
 /// One call of a step function, with types erased: see `Step`.
 struct StepCall {
-  /// The tensors found in the arguments, in order, each with the axis to cut (from the end if
-  /// negative), or nothing for whole.
+  /// The defined tensors found in the arguments, in order, and by tensor: how it is cut, and its
+  /// number among all that were found, the undefined ones too (-1: in no argument).
   std::vector<at::Tensor> tensors;
-  std::vector<std::optional<int64_t>> axes;
+  std::vector<Cut> cuts;
+  std::vector<int> places;
   /// An argument slices itself (`smp_slice`), so microbatches may differ in more than tensors.
   bool per_microbatch = false;
   /// What `function` returned in the last guarded call is known, so that it need not run again.

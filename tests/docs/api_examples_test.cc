@@ -67,6 +67,12 @@ struct RoutedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Routed);
 
+struct Batch {
+  torch::Tensor x, y;
+  double weight = 1;
+  SMP_FIELDS(x, y, weight)
+};
+
 /// A user's type that is no tensor: every microbatch gets its share of the weights.
 struct SampleWeights {
   std::vector<float> weights;
@@ -247,6 +253,30 @@ TEST_F(ApiExamples, StepOptions) {
             .non_split_inputs({1}));     // argument 1 goes whole to every microbatch
     EXPECT_EQ(logits(batch, scale).outputs().size(), 4u);
     EXPECT_EQ(logits(batch, scale).concat().size(0), 8);
+  });
+}
+
+TEST_F(ApiExamples, Arguments) {
+  const torch::Tensor x = x_, y = y_;
+  run([&] {
+    Net net;
+    smp::DistributedModel<Net> model(net);
+    model->eval();
+    auto fields = smp::step([&](const Batch& batch, torch::Tensor offset) {
+      auto loss = torch::cross_entropy_loss(model(batch.x) + offset, batch.y) * batch.weight;
+      model->backward(loss);
+      return loss;
+    });
+    const auto offset = torch::zeros({3});
+    fields(Batch{x, y}, smp::whole(offset));
+    auto examples = smp::step([&](torch::data::Example<> batch) {
+      auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);
+      model->backward(loss);
+      return loss;
+    });
+    examples(torch::data::Example<>(x, y));
+    EXPECT_TRUE(torch::equal(fields(Batch{x, y}, smp::whole(offset)).stack(),
+                             examples(torch::data::Example<>(x, y)).stack()));
   });
 }
 

@@ -53,14 +53,8 @@ template <class T, class Visit>
 void for_each_output(const T& value, const Visit& visit) {
   if constexpr (std::is_same_v<T, StepOutput>) {
     visit(value.outputs());
-  } else if constexpr (detail::IsVector<T>::value) {
-    for (const auto& element : value) for_each_output(element, visit);
-  } else if constexpr (detail::IsMap<T>::value) {
-    for (const auto& [key, element] : value) for_each_output(element, visit);
-  } else if constexpr (detail::IsOptional<T>::value) {
-    if (value) for_each_output(*value, visit);
-  } else if constexpr (detail::IsTuple<T>::value) {
-    std::apply([&](const auto&... element) { (for_each_output(element, visit), ...); }, value);
+  } else if constexpr (detail::Parts<T>::kShape != detail::Shape::kOpaque) {
+    detail::Parts<T>::visit(value, [&](const auto& part) { for_each_output(part, visit); });
   }
 }
 
@@ -264,7 +258,7 @@ class StepFunction {
       cut(mine, count, m, std::make_index_sequence<sizeof...(Arguments)>());
       results.push_back(std::apply(function_, mine));
       size_t position = 0;
-      detail::for_each_tensor(results.back(), [&](const torch::Tensor& tensor) {
+      detail::for_each_tensor(std::as_const(results.back()), [&](const torch::Tensor& tensor) {
         if (outputs.size() == position) outputs.emplace_back();
         outputs[position++].push_back(tensor.detach().clone());
       });
