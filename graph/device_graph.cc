@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "graph/devices.h"
+#include "graph/generator_scope.h"
 
 namespace smp::graph {
 namespace {
@@ -154,13 +155,15 @@ void GraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack&
   if (std::find(drawn_.begin(), drawn_.end(), generator) == drawn_.end()) {
     drawn_.push_back(generator);
   }
-  const auto lock = lock_generators();
-  at::Generator host = at::detail::getDefaultCPUGenerator();
+  const at::Generator host = at::make_generator<at::CPUGeneratorImpl>();
   const at::Tensor before = host.get_state();
-  graph_->call_random(op, stack, generator);
-  const bool draws_on_host = !at::equal(before, host.get_state());
-  if (draws_on_host) host.set_state(before);
-  SMP_CHECK_WITH(UsageError, !draws_on_host, op.operator_name(), " draws random numbers on the host");
+  {
+    const auto lock = lock_generators();
+    const GeneratorScope scope(host);
+    graph_->call_random(op, stack, generator);
+  }
+  SMP_CHECK_WITH(UsageError, at::equal(before, host.get_state()), op.operator_name(),
+                 " draws random numbers on the host");
 }
 
 void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack, const RandomKey& key,

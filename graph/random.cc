@@ -4,9 +4,10 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
-#include <optional>
+#include <utility>
 
 #include "graph/devices.h"
+#include "graph/generator_scope.h"
 #include "graph/intercept.h"
 
 namespace smp::graph {
@@ -19,47 +20,7 @@ uint64_t mix(uint64_t state) {
   return state ^ (state >> 31);
 }
 
-/// Restores the state of the CPU's default generator at the end.
-class RestoredCpuGenerator {
- public:
-  RestoredCpuGenerator()
-      : generator_(at::detail::getDefaultCPUGenerator()),
-        impl_(*at::check_generator<at::CPUGeneratorImpl>(generator_)),
-        saved_(state()) {}
-  ~RestoredCpuGenerator() {
-    const std::lock_guard lock(generator_.mutex());
-    impl_.set_engine(saved_.engine);
-    impl_.set_next_float_normal_sample(saved_.next_float);
-    impl_.set_next_double_normal_sample(saved_.next_double);
-  }
-
-  void seed(uint64_t seed) {
-    const std::lock_guard lock(generator_.mutex());
-    impl_.set_current_seed(seed);
-  }
-  void set_state(const at::Tensor& state) {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state);
-  }
-
- private:
-  /// All that the generator consists of. As the tensor of `get_state` it costs several times that.
-  struct State {
-    at::mt19937 engine;
-    std::optional<float> next_float;
-    std::optional<double> next_double;
-  };
-  State state() {
-    const std::lock_guard lock(generator_.mutex());
-    return {impl_.engine(), impl_.next_float_normal_sample(), impl_.next_double_normal_sample()};
-  }
-
-  at::Generator generator_;
-  at::CPUGeneratorImpl& impl_;
-  State saved_;
-};
-
-/// Restores the state of another device's default generator at the end.
+/// Restores the state of a device's default generator at the end.
 class RestoredGenerator {
  public:
   explicit RestoredGenerator(at::Generator generator)
@@ -99,29 +60,37 @@ std::unique_lock<std::mutex> lock_generators() {
 }
 
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed) {
-  const auto lock = lock_generators();
-  RestoredCpuGenerator cpu;
-  cpu.seed(seed);
-  std::optional<RestoredGenerator> other;
-  if (const auto device = accelerator_of(op, stack)) {
-    other.emplace(at::globalContext().defaultGenerator(*device));
-    other->seed(seed);
+  const GeneratorScope cpu(at::make_generator<at::CPUGeneratorImpl>(seed));
+  const auto device = accelerator_of(op, stack);
+  if (!device) {
+    op.callBoxed(stack);
+    return;
   }
+  const auto lock = lock_generators();
+  RestoredGenerator other(at::globalContext().defaultGenerator(*device));
+  other.seed(seed);
   op.callBoxed(stack);
 }
 
 at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const auto lock = lock_generators();
-  const at::Tensor state = at::detail::getDefaultCPUGenerator().get_state();
-  op.callBoxed(stack);
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  at::Generator own = at::make_generator<at::CPUGeneratorImpl>();
+  const std::lock_guard lock(generator.mutex());
+  const at::Tensor state = generator.get_state();
+  own.set_state(state);
+  {
+    const GeneratorScope scope(own);
+    op.callBoxed(stack);
+  }
+  generator.set_state(own.get_state());
   return state;
 }
 
 void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                      const at::Tensor& state) {
-  const auto lock = lock_generators();
-  RestoredCpuGenerator generator;
-  generator.set_state(state);
+  at::Generator own = at::make_generator<at::CPUGeneratorImpl>();
+  own.set_state(state);
+  const GeneratorScope scope(std::move(own));
   op.callBoxed(stack);
 }
 

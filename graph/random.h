@@ -28,20 +28,24 @@ uint64_t stream_seed(const RandomKey& key, uint64_t ordinal);
 /// True if the operator draws random numbers.
 bool is_random(const c10::OperatorHandle& op);
 
-/// While it is held, no other thread seeds a default generator: for those who do so.
+/// While it is held, no other rank of this process seeds the default generator of a device other
+/// than the CPU: for those who do so.
 std::unique_lock<std::mutex> lock_generators();
 
-/// Calls the operator with the default generators of the CPU and of its arguments' device seeded
-/// with `seed`, and puts their state back afterwards. Ranks that are threads share the default
-/// generators, so seeding, drawing and restoring are one critical section of the process.
+/// Calls the operator, which draws on the CPU from a generator of its own that is seeded with
+/// `seed` (`GeneratorScope`): threads of the program may draw from the default one meanwhile.
+///
+/// Kernels of other devices may take their device's default generator without being given one, so
+/// that one is seeded and its state put back afterwards, in one critical section of the ranks that
+/// are threads of this process. Other threads that draw from it meanwhile disturb both.
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed);
 
 /// Calls the operator, which draws from the CPU's default generator, and returns the state that
-/// the generator had before: what `call_from_state` needs to draw the same numbers again.
+/// the generator had before: what `call_from_state` needs to draw the same numbers again. Other
+/// threads that draw from it wait.
 at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
-/// Calls the operator with the CPU's default generator in `state`, and puts its own state back
-/// afterwards.
+/// Calls the operator, which draws on the CPU from a generator of its own in `state`.
 void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                      const at::Tensor& state);
 

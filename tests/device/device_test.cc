@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The library on a device other than the CPU, apart from the numbers (parity_suite.cc).
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 #include <torch/library.h>
@@ -21,24 +22,30 @@ uint64_t seed_of(at::Device device) {
   return at::globalContext().defaultGenerator(device).current_seed();
 }
 
-/// Returns the seeds that the generators of the CPU and of the tensor's device have while it runs.
-torch::Tensor seeds(const torch::Tensor& x) {
-  return torch::tensor(
-      {static_cast<int64_t>(seed_of(at::kCPU)), static_cast<int64_t>(seed_of(x.device()))});
+/// Returns what is drawn on the tensor's device and on the CPU, and the seeds that the default
+/// generators of both have meanwhile.
+std::vector<torch::Tensor> draws(const torch::Tensor& x) {
+  return {torch::rand({4}, x.device()).cpu(), torch::rand({4}),
+          torch::tensor({static_cast<int64_t>(seed_of(x.device())),
+                         static_cast<int64_t>(seed_of(at::kCPU))})};
 }
 
 TORCH_LIBRARY(smp_device_test, m) {
-  m.def("seeds(Tensor x) -> Tensor");
-  m.impl("seeds", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &seeds));
+  m.def("draws(Tensor x) -> Tensor[]");
+  m.impl("draws", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &draws));
 }
 
 TEST(Device, RandomOperatorsDrawFromTheKeyedGeneratorOfTheirDevice) {
   torch::manual_seed(3);
   const auto before = seed_of(fake_device(1));
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("smp_device_test::seeds", "");
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("smp_device_test::draws", "");
   torch::jit::Stack stack = {torch::zeros({2}, fake_device(1))};
   graph::call_seeded(op, stack, 77);
-  EXPECT_TRUE(torch::equal(stack[0].toTensor(), torch::tensor({int64_t{77}, int64_t{77}})));
+  const std::vector<torch::Tensor> drawn = stack[0].toTensorVector();
+  const auto expected = torch::rand({4}, at::detail::createCPUGenerator(77));
+  EXPECT_TRUE(torch::equal(drawn[0], expected)) << "on the device";
+  EXPECT_TRUE(torch::equal(drawn[1], expected)) << "on the CPU";
+  EXPECT_TRUE(torch::equal(drawn[2], torch::tensor({int64_t{77}, int64_t{3}})));
   EXPECT_EQ(seed_of(fake_device(1)), before) << "put back";
   EXPECT_EQ(seed_of(at::kCPU), 3u);
 }

@@ -2,6 +2,7 @@
 // The operators of the fake device: tasks of its streams, which run the CPU's kernels.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -393,7 +394,17 @@ class Call {
     if (device_) begin_now(machine);
     const bool before = std::exchange(in_fallback, true);
     const auto restore = c10::make_scope_exit([&] { in_fallback = before; });
+    give_generator();
     at::native::cpu_fallback(op_, &stack_);
+  }
+
+  /// What draws on the device draws from the device's generator, unless it is given another one.
+  void give_generator() {
+    for (size_t i = 0; device_ && i < count_; ++i) {
+      c10::IValue& value = torch::jit::peek(stack_, i, count_);
+      if (!value.isNone() || op_.schema().arguments()[i].name() != "generator") continue;
+      value = at::globalContext().defaultGenerator(*device_);
+    }
   }
 
   void begin_now(FakeMachine& machine) {

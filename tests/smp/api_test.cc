@@ -3,7 +3,9 @@
 
 #include <mutex>
 #include <set>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <type_traits>
 
 #include "comm/threads/run_ranks.h"
 #include "runtime/runtime.h"
@@ -15,6 +17,17 @@ namespace {
 using Init = ApiTest;
 using Optimizer = ApiTest;
 using ProcessGroups = ApiTest;
+
+/// Its second argument was a number once, of which 0 would make a null string.
+template <class Random, class = void>
+struct TakesZeroAsAName : std::false_type {};
+template <class Random>
+struct TakesZeroAsAName<Random, std::void_t<decltype(Random(7, 0, 1, 2))>> : std::true_type {};
+static_assert(!TakesZeroAsAName<KeyedRandom>::value);
+static_assert(!std::is_constructible_v<KeyedRandom, uint64_t, std::nullptr_t, uint64_t, uint64_t>);
+static_assert(!std::is_constructible_v<KeyedRandom, uint64_t, uint64_t, uint64_t, uint64_t>);
+static_assert(std::is_constructible_v<KeyedRandom, uint64_t, const char*, uint64_t, uint64_t>);
+static_assert(std::is_constructible_v<KeyedRandom, uint64_t, std::string, uint64_t, uint64_t>);
 
 TEST_F(Init, QueriesBeforeInitSayWhatToCall) {
   EXPECT_FALSE(is_initialized());
