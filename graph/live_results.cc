@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "core/check.h"
 #include "graph/content.h"
 #include "graph/leaf.h"
 #include "graph/replay.h"
@@ -108,25 +107,11 @@ void give_data_to_constants(const Graph& graph, const std::vector<LiveResult>& k
   }
 }
 
-void check_no_state(const TraceResult& run, const std::string& step_name) {
-  if (run.recorded == nullptr || run.released.empty()) return;
-  const Graph& graph = *run.recorded;
-  const ConstantOperators constants(graph);
-  for (ValueId before : run.released) {
-    for (const LiveResult& after : run.kept) {
-      const TensorMeta& a = graph.values[before].meta;
-      const TensorMeta& b = graph.values[after.id].meta;
-      if (after.storage.expired() || constants.holds(after.id)) continue;
-      if (a.sizes != b.sizes || a.dtype != b.dtype) continue;
-      core::fail<CaptureError>(
-          "step function \"", step_name, "\" reads a tensor of shape ", c10::IntArrayRef(a.sizes),
-          " that was made outside of it, and puts one that it computes in its place (hidden "
-          "state). "
-          "Each microbatch of a call would read what was there before the call. Register it as a "
-          "buffer of the module and write it in place (state.copy_(h.detach())), or pass it in as "
-          "an argument and return the new one");
-    }
-  }
+bool leaves_results(const TraceResult& run) {
+  if (run.recorded == nullptr || run.left.empty()) return false;
+  const ConstantOperators constants(*run.recorded);
+  return std::any_of(run.left.begin(), run.left.end(),
+                     [&](ValueId id) { return !constants.holds(id); });
 }
 
 }  // namespace smp::graph

@@ -16,10 +16,9 @@ namespace smp::graph {
 /// Computes what is needed for that, on the calling thread.
 void give_data_to_constants(const Graph& graph, const std::vector<LiveResult>& kept);
 
-/// Throws `CaptureError` if a run has put what it computed from data in the place of a constant
-/// that it read (`state = h`), as far as that shows: nobody holds the constant (one of `released`)
-/// any more, but a result of its type and shape. Each microbatch would see what was there before
-/// the call, and not what the one before has left.
-void check_no_state(const TraceResult& run, const std::string& step_name);
+/// Whether a recorded run has left something that it computed from data where another run may find
+/// it: in a member, or a captured variable, but not only in the step's result. Whether the next run
+/// reads it, which makes it a hidden state, shows when that is traced.
+bool leaves_results(const TraceResult& run);
 
 }  // namespace smp::graph

@@ -251,9 +251,11 @@ void become_placeholder(const at::Tensor& tensor, const std::string& step_name) 
 }
 
 bool is_placeholder(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return false;
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  return storage->_mutable_data_ptr_no_checks().get_context() == placeholder_mark();
+  return tensor.has_storage() && is_placeholder(*tensor.storage().unsafeGetStorageImpl());
+}
+
+bool is_placeholder(c10::StorageImpl& storage) {
+  return storage._mutable_data_ptr_no_checks().get_context() == placeholder_mark();
 }
 
 at::Tensor make_shape_tensor(const TensorMeta& meta) {

@@ -36,6 +36,7 @@ void become_placeholder(const at::Tensor& tensor, const std::string& step_name);
 
 /// True for a tensor that `make_placeholder` or `become_placeholder` made, or an alias of one.
 bool is_placeholder(const at::Tensor& tensor);
+bool is_placeholder(c10::StorageImpl& storage);
 
 /// Makes a new tensor require a gradient, as a placeholder does: it is no leaf, and `backward()` on
 /// it throws.

@@ -11,6 +11,8 @@
 
 #include <algorithm>
 #include <string_view>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "core/check.h"
 #include "graph/content.h"
@@ -57,6 +59,22 @@ class WithoutHistories {
   std::vector<torch::autograd::Edge> edges_;
 };
 
+/// The storages that are held by `outputs` and by the step's result, which has each of them once,
+/// and by nothing else.
+std::unordered_set<const c10::StorageImpl*> only_returned(const std::vector<at::Tensor>& outputs) {
+  std::unordered_map<const c10::TensorImpl*, size_t> times;
+  for (const at::Tensor& output : outputs) ++times[output.unsafeGetTensorImpl()];
+  std::unordered_set<const c10::StorageImpl*> storages;
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.has_storage()) continue;
+    const c10::Storage& storage = output.storage();
+    const bool one_tensor = storage.use_count() == 1;
+    const bool one_holder = output.use_count() <= 2 * times.at(output.unsafeGetTensorImpl());
+    if (one_tensor && one_holder) storages.insert(storage.unsafeGetStorageImpl());
+  }
+  return storages;
+}
+
 }  // namespace
 
 Tracer* Tracer::current() { return active; }
@@ -74,7 +92,9 @@ TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& f
   install_engine();
   ActiveScope scope(this);
   const auto ended = c10::make_scope_exit([this] { end_histories(); });
-  return finish(run_function(function, passed));
+  const std::vector<at::Tensor> outputs = run_function(function, passed);
+  passed.clear();  // what is still there now, something else holds
+  return finish(outputs);
 }
 
 /// libtorch's own errors, of shapes and types that do not fit, do not say where.
@@ -355,13 +375,10 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   call.op = &op;
   call.arguments.reserve(count);
   const c10::OperatorHandle* outer = std::exchange(reading_, &op);
-  bool any_is_set = false;
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     call.arguments.push_back(collect_argument(stack[i], call));
-    any_is_set |= stack[i].isBool() && stack[i].toBool();
   }
   reading_ = outer;
-  if (any_is_set) make_gradients_dense(call);
   for (ValueId id : call.ids) {
     if (id == kUndefined) continue;
     if (value(id).kind == ValueKind::kParameter) last_parameter_ = id;
@@ -375,17 +392,6 @@ void Tracer::watch_custom_function(const TracedCall& call) {
   for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
   for (const at::Tensor& tensor : call.tensors) {
     if (tensor.defined() && !at::GradMode::is_enabled()) inner_arguments_.push_back(tensor);
-  }
-}
-
-/// Gradients travel between stages, and are summed, as dense tensors, whatever an embedding says.
-void Tracer::make_gradients_dense(TracedCall& call) {
-  const auto& schema = call.op->schema();
-  for (size_t i = 0; i < call.arguments.size(); ++i) {
-    c10::IValue& constant = call.arguments[i].constant;
-    const bool is_set = constant.isBool() && constant.toBool();
-    if (!is_set || schema.arguments()[i].name() != "sparse") continue;
-    if (schema.name().rfind("aten::embedding", 0) == 0) constant = false;
   }
 }
 
@@ -517,18 +523,24 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
   ++backwards_;
 }
 
-/// To be called at the end: it lets go of what the tracer holds itself.
-std::vector<ValueId> Tracer::released_constants() {
+/// Of the function's tensors, at the end: the tracer no longer counts among those that hold them.
+void Tracer::let_go() {
   recorder_.reset();
   host_data_.clear();
   inner_arguments_.clear();
   root_tensors_.clear();
   ends_.clear();
-  std::vector<ValueId> result;
-  for (const auto& [id, tensor] : constants_) {
-    if (tensor.expired()) result.push_back(id);
-  }
-  return result;
+}
+
+/// To be called after `let_go`.
+std::vector<ValueId> Tracer::left_behind(const std::vector<at::Tensor>& outputs) const {
+  const auto returned = only_returned(outputs);
+  std::vector<ValueId> left;
+  storages_.for_each_alive([&](const auto& storage, const OnStorage& known) {
+    if (is_placeholder(*storage) && returned.count(storage.get()) == 0) left.push_back(known.id);
+    return true;
+  });
+  return left;
 }
 
 TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
@@ -551,7 +563,8 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   result.difference = difference_;
   result.checksums = recorder_->checksums();
   result.kept = recorder_->live_results();
-  result.released = released_constants();
+  let_go();
+  result.left = left_behind(outputs);
   return result;
 }
 

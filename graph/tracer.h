@@ -73,8 +73,8 @@ struct TraceResult {
   std::vector<uint64_t> checksums;
   /// Of `recorded`, by value: see `give_data_to_constants`.
   std::vector<LiveResult> kept;
-  /// Constants of `recorded` whose tensors nobody holds any more: see `check_no_state`.
-  std::vector<ValueId> released;
+  /// Values without data that something other than the step's result holds: see `leaves_results`.
+  std::vector<ValueId> left;
 };
 
 class Recorder;
@@ -95,7 +95,8 @@ class Tracer final : public OperatorInterceptor {
   explicit Tracer(TraceOptions options);
   ~Tracer() override;
 
-  /// Calls `function` with placeholders of `inputs`; it returns the tensors that the step returns.
+  /// Calls `function` with placeholders of `inputs`; it returns the tensors that the step returns,
+  /// of which it may have kept another reference each, in the step's result.
   /// With `execute`, operators work on `inputs` themselves, in place too. Throws `CaptureError` for
   /// what cannot be captured.
   using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
@@ -155,7 +156,6 @@ class Tracer final : public OperatorInterceptor {
 
   void collect(const c10::OperatorHandle& op, const torch::jit::Stack& stack, TracedCall& call);
   void watch_custom_function(const TracedCall& call);
-  static void make_gradients_dense(TracedCall& call);
   void make_offset_relative(TracedCall& call) const;
   Argument collect_argument(const c10::IValue& value, TracedCall& call);
   bool share_storage(ValueId a, ValueId b) const;
@@ -205,7 +205,8 @@ class Tracer final : public OperatorInterceptor {
 
   std::vector<at::Tensor> run_function(const Function& function,
                                        const std::vector<at::Tensor>& inputs);
-  std::vector<ValueId> released_constants();
+  void let_go();
+  std::vector<ValueId> left_behind(const std::vector<at::Tensor>& outputs) const;
   TraceResult finish(const std::vector<at::Tensor>& outputs);
 
   TraceOptions options_;
@@ -221,11 +222,9 @@ class Tracer final : public OperatorInterceptor {
   bool history_begins_ = false;        // the operator at hand gave a history to what had none
   std::vector<at::Tensor> histories_;  // buffers that have got one, which ends with the run
   ValueId last_parameter_ = kUndefined;
-  // The tensors that are constants, but for those on memory of others (`from_blob`).
-  std::vector<std::pair<ValueId, c10::weak_intrusive_ptr<c10::TensorImpl>>> constants_;
   const c10::OperatorHandle* reading_ = nullptr;  // whose arguments are looked up
-  TracedCall spare_call_;                     // keeps the memory of the last call for the next
-  torch::autograd::Node* history_ = nullptr;  // of all placeholders
+  TracedCall spare_call_;                         // keeps the memory of the last call for the next
+  torch::autograd::Node* history_ = nullptr;      // of all placeholders
   // The ends of the histories of parameters and variables, by which `autograd::grad` names them.
   std::vector<core::NodePtr> ends_;
   bool custom_function_ = false;             // one was applied in this run, with gradients on

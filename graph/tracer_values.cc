@@ -213,8 +213,10 @@ ValueId Tracer::define_from_table(const TensorTable::Entry& entry) {
 
 ValueId Tracer::define_constant(const at::Tensor& tensor) {
   if (is_placeholder(tensor)) {
-    refuse("uses a tensor that escaped from an earlier run of a step function",
-           "Return what the next step needs from the step, and pass it in as an argument");
+    refuse("uses a tensor that escaped from an earlier run of a step function (hidden state)",
+           "What a microbatch leaves to the next one is a buffer: register it in the module and "
+           "write it in place (state.copy_(h.detach())). What a step leaves to the next may also "
+           "be returned from the step and passed in as an argument");
   }
   if (tensor.requires_grad() && !tensor.is_leaf()) {
     refuse(
@@ -251,10 +253,7 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
                " MiB that is neither an input nor a parameter or buffer. It is kept as a constant "
                "of the graph; register it as a buffer if it belongs to the model");
   }
-  const ValueId id = add_value(std::move(value), tensor);
-  const bool owned = tensor.has_storage() && tensor.storage().unsafeGetStorageImpl()->resizable();
-  if (owned) constants_.emplace_back(id, tensor.getIntrusivePtr());
-  return id;
+  return add_value(std::move(value), tensor);
 }
 
 /// Each microbatch would get the whole of it, without a word, where it is the batch.

@@ -397,11 +397,11 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
     first = trace_one(call, 0, inputs[0], false);
   }
   traced.is_new = first.match == nullptr;
+  const bool leaves_results = graph::leaves_results(first);
   if (traced.is_new) {
     if (!first.difference.empty()) {
       core::log_debug("step function \"" + name_ + "\" took another way: " + first.difference);
     }
-    if (inputs.size() > 1) graph::check_no_state(first, name_);
     check_leaf_writes(runtime_->config(), runtime_->replicas()->size(), *first.recorded, name_);
     keep_constants(first);
     graphs_.push_back(std::move(first.recorded));
@@ -412,6 +412,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
   traced.found = use(matched);
   traced.constants.push_back(std::move(first.constants));
   traced.contents.push_back(std::move(first.contents));
+  if (leaves_results && !runs_each_microbatch(call)) check_no_state(call, inputs);
   for (size_t m = 1; runs_each_microbatch(call) && m < inputs.size(); ++m) {
     auto next = trace_one(call, static_cast<int>(m), inputs[m], false);
     SMP_CHECK_WITH(CaptureError, next.match == matched, "step function \"", name_,
@@ -424,6 +425,16 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
     traced.contents.push_back(std::move(next.contents));
   }
   return traced;
+}
+
+/// Runs the function for the other microbatches, too, on shapes: what the run for the first has
+/// left in a member is what they would read in one process, and has no data. Throws where they do.
+void StepFunction::check_no_state(const StepCall& call,
+                                  const std::vector<std::vector<at::Tensor>>& inputs) {
+  for (size_t m = 1; m < inputs.size(); ++m) {
+    const auto run = trace_one(call, static_cast<int>(inputs.size()), inputs[m], false);
+    if (run.recorded) keep_constants(run);
+  }
 }
 
 /// Tensors that the function has made of constants and kept stay as they are, for all microbatches.

@@ -86,6 +86,7 @@ class StepFunction {
   Traced trace(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   graph::TraceResult trace_one(const StepCall& call, int microbatch,
                                const std::vector<at::Tensor>& inputs, bool execute);
+  void check_no_state(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
   void keep_constants(const graph::TraceResult& run);
   void agree(const Traced& traced, const Batches& batches);
   graph::RandomKey random_key() const;

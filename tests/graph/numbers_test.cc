@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <sstream>
 
-#include "graph/live_results.h"
 #include "tests/core/error_text.h"
 
 namespace smp::graph::testing {
@@ -518,45 +517,6 @@ TEST_F(Numbers, OperatorsThatTakeNoZerosAreRecordedOnShapes) {
   };
   const TraceResult shapes = trace(table_, {x_}, function, /*execute=*/false);
   EXPECT_EQ(shapes.recorded->to_string(), trace(table_, {x_}, function).recorded->to_string());
-}
-
-// -- State that nobody registered
-
-TEST_F(Numbers, AMemberThatIsGivenWhatAMicrobatchComputed) {
-  torch::Tensor state;
-  const auto left = [&](const Function& function) -> std::string {
-    state = torch::zeros({4, 4});
-    const TraceResult traced = trace(table_, {x_}, function);
-    try {
-      check_no_state(traced, "train");
-    } catch (const CaptureError& error) {
-      return error.what();
-    }
-    return "";
-  };
-  const std::string text = left([&](const Tensors& in) -> Tensors {
-    auto h = net_(in[0]) + state;
-    state = h.detach();
-    return {h.sum()};
-  });
-  EXPECT_THAT(text,
-              HasSubstr("step function \"train\" reads a tensor of shape [4, 4] that was made "
-                        "outside of it, and puts one that it computes in its place"));
-  EXPECT_THAT(text, HasSubstr("write it in place (state.copy_(h.detach()))"));
-  // Nothing of the kind: a constant that stays, one that grows by constants, one of another's
-  // memory.
-  EXPECT_EQ(left([&](const Tensors& in) -> Tensors { return {net_(in[0]) + state}; }), "");
-  EXPECT_EQ(left([&](const Tensors& in) -> Tensors {
-              auto h = net_(in[0]) + state;
-              state = state + 1;
-              return {h};
-            }),
-            "");
-  EXPECT_EQ(left([&](const Tensors& in) -> Tensors {
-              std::vector<float> mask(16, 1);
-              return {net_(in[0]) + torch::from_blob(mask.data(), {4, 4})};
-            }),
-            "");
 }
 
 // -- Data that the program has

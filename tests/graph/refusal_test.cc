@@ -569,8 +569,11 @@ TEST_F(Refusal, TensorsThatEscaped) {
   };
   const Tensors inputs{torch::randn({4, 4})};
   trace(table_, inputs, keep, false);
-  EXPECT_CONTAINS(text([&](torch::Tensor x) { x.add(kept); }),
-                  "escaped from an earlier run of a step function");
+  EXPECT_CONTAINS(
+      text([&](torch::Tensor x) { x.add(kept); }),
+      "uses a tensor that escaped from an earlier run of a step function (hidden state). "
+      "What a microbatch leaves to the next one is a buffer: register it in the module "
+      "and write it in place (state.copy_(h.detach()))");
 }
 
 TEST_F(Refusal, NamesOfNothing) {

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Step functions that change between steps: each graph known is found again, or another is made.
 
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <atomic>
 #include <functional>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -237,6 +243,159 @@ TEST_F(Guard, OneMicrobatch) {
   scenario_.dropout = 0.3;
   scenario_.evaluation_size = 3;
   check(scenario_);
+}
+
+/// libtorch makes a tensor of the number without an operator, of the loss's shape and type.
+TEST_F(Guard, NumbersThatAreWrittenWhereAMaskIsSet) {
+  scenario_.loss = [](int, const Call& model, torch::Tensor x, torch::Tensor y) {
+    auto out = model(x).clone();
+    out.index_put_({out < 0}, 0.5);
+    return torch::mse_loss(out, y);
+  };
+  check(scenario_);
+}
+
+// -- Random numbers
+
+/// Draws from the default generator on a thread of its own, as a DataLoader's worker does, and
+/// compares with a generator from which nothing else draws.
+class DrawingThread {
+ public:
+  DrawingThread() {
+    torch::manual_seed(kThreadSeed);
+    thread_ = std::thread([this] {
+      const auto own = at::make_generator<at::CPUGeneratorImpl>(kThreadSeed);
+      for (int i = 0; i < kDraws || !ended_; ++i) {
+        disturbed_ += !torch::equal(torch::rand({3}), torch::rand({3}, own));
+      }
+    });
+  }
+  ~DrawingThread() {
+    ended_ = true;
+    thread_.join();
+    EXPECT_EQ(disturbed_, 0) << "draws of the thread";
+  }
+  DrawingThread(const DrawingThread&) = delete;
+  DrawingThread& operator=(const DrawingThread&) = delete;
+
+ private:
+  static constexpr uint64_t kThreadSeed = 17;
+  static constexpr int kDraws = 1000;
+  std::atomic<bool> ended_ = false;
+  int disturbed_ = 0;
+  std::thread thread_;
+};
+
+TEST_F(Guard, ThreadsOfTheProgramMayDrawWhileItSteps) {
+  scenario_.steps = 150;
+  scenario_.dropout = 0.3;
+  const auto expected = run_plain(scenario_);
+  std::optional<DrawingThread> thread;
+  std::once_flag started;
+  // All ranks have constructed their models by then.
+  scenario_.before = [&](int step, MlpImpl&) {
+    if (step == 1) std::call_once(started, [&] { thread.emplace(); });
+  };
+  const auto got = run_distributed(scenario_, 2);
+  thread.reset();
+  for (size_t i = 0; i < expected.losses.size(); ++i) {
+    expect_equal(got.losses[i], expected.losses[i], "loss of step " + std::to_string(i));
+  }
+  expect_equal(got.weights, expected.weights, "weight");
+}
+
+/// The numbers to compare with are drawn beside a thread, too.
+TEST_F(Guard, ThreadsOfTheProgramMayDrawWhilePlainCodeDrawsKeyedNumbers) {
+  scenario_.dropout = 0.3;
+  const auto expected = run_plain(scenario_);
+  std::optional<DrawingThread> thread;
+  scenario_.before = [&](int step, MlpImpl&) {
+    if (step == 1) thread.emplace();
+  };
+  const auto got = run_plain(scenario_);
+  thread.reset();
+  expect_equal(got.weights, expected.weights, "weight");
+}
+
+// -- What a run of the function leaves behind
+
+/// What a step function may keep on a rank.
+struct Kept {
+  torch::Tensor state = torch::zeros({2, 1}), before = torch::zeros({2, 1});
+  bool seen = false;
+};
+
+using Keeping = std::function<torch::Tensor(const Call& model, torch::Tensor x, Kept& kept)>;
+
+/// Calls the step function once on two stages. Returns how often the function ran on a rank.
+int runs_of(const Keeping& function, int64_t microbatches) {
+  std::atomic<int> runs = 0;
+  run_as_threads(2, stages(2).microbatches(microbatches), [&] {
+    Kept kept;
+    Mlp net(2);
+    DistributedModel<Mlp> model(net);
+    auto evaluate = step([&](torch::Tensor x) {
+      runs += rank() == 0;
+      return function([&](torch::Tensor in) { return model(in); }, x, kept);
+    });
+    evaluate(torch::ones({2 * microbatches, MlpImpl::kWidth}));
+  });
+  return runs;
+}
+
+void expect_hidden_state(const Keeping& function, int64_t microbatches = 2) {
+  runs_of(function, 1);  // which leaves it to none
+  const auto text = error_of<CaptureError>([&] { runs_of(function, microbatches); });
+  expect_has(text, {"step function \"step 0\"",
+                    "uses a tensor that escaped from an earlier run of a step function (hidden "
+                    "state). What a microbatch leaves to the next one is a buffer"});
+}
+
+TEST_F(Guard, AStateIsRefusedInTheFirstCallInWhichAMicrobatchWouldFindIt) {
+  expect_hidden_state([](const Call& model, torch::Tensor x, Kept& kept) {
+    auto h = model(x) + kept.state;
+    kept.state = h.detach();
+    return h.sum();
+  });
+  // It is what the step returns.
+  expect_hidden_state([](const Call& model, torch::Tensor x, Kept& kept) {
+    return kept.state = model(x) + kept.state;
+  });
+  // It grows.
+  expect_hidden_state([](const Call& model, torch::Tensor x, Kept& kept) {
+    kept.state = torch::cat({kept.state, model(x)});
+    return kept.state.sum();
+  });
+  // It is not there before the first microbatch, and used where it is.
+  expect_hidden_state([](const Call& model, torch::Tensor x, Kept& kept) {
+    auto h = model(x);
+    if (std::exchange(kept.seen, true)) h = h + kept.state;
+    kept.state = h;
+    return h.sum();
+  });
+  // It is the input.
+  expect_hidden_state([](const Call& model, torch::Tensor x, Kept& kept) {
+    return model(x) + std::exchange(kept.state, x).sum();
+  });
+  // It is read two microbatches later.
+  expect_hidden_state(
+      [](const Call& model, torch::Tensor x, Kept& kept) {
+        auto h = model(x) + kept.before;
+        kept.before = std::exchange(kept.state, h);
+        return h.sum();
+      },
+      3);
+}
+
+TEST_F(Guard, TensorsThatAreKeptAndNeverReadAreNoState) {
+  const auto plain = [](const Call& model, torch::Tensor x, Kept&) { return model(x); };
+  EXPECT_EQ(runs_of(plain, 3), 1);
+  const auto keeping = [](const Call& model, torch::Tensor x, Kept& kept) {
+    kept.state = model(x);
+    return kept.state.sum();
+  };
+  EXPECT_EQ(runs_of(keeping, 3), 3) << "each microbatch is asked";
+  EXPECT_EQ(runs_of(keeping, 1), 1);
 }
 
 }  // namespace

@@ -294,4 +294,69 @@ struct RotaryImpl : torch::nn::Module {
 };
 TORCH_MODULE(Rotary);
 
+/// Zhang et al. 2023, "Dive into Deep Learning": a number is written where a row is past its valid
+/// length.
+inline torch::Tensor sequence_mask(torch::Tensor x, torch::Tensor valid_lens, double value) {
+  const auto valid = torch::arange(x.size(1)).unsqueeze(0) < valid_lens.unsqueeze(1);
+  x.index_put_({torch::logical_not(valid)}, value);
+  return x;
+}
+
+inline torch::Tensor masked_softmax(torch::Tensor x, torch::Tensor valid_lens) {
+  const auto lens = torch::repeat_interleave(valid_lens, x.size(1));
+  return sequence_mask(x.reshape({-1, x.size(-1)}), lens, -1e6).reshape(x.sizes()).softmax(-1);
+}
+
+/// Devlin et al. 2018, as the book has it: an encoder over two sentences with valid lengths, which
+/// keeps its attention weights to be looked at, and a head for masked words.
+struct BertImpl : torch::nn::Module {
+  BertImpl() {
+    words = register_module("words", torch::nn::Embedding(kVocabulary, kWidth));
+    segments = register_module("segments", torch::nn::Embedding(2, kWidth));
+    places = register_parameter("places", torch::randn({1, kLength, kWidth}));
+    qkv = register_module("qkv", torch::nn::Linear(kWidth, 3 * kWidth));
+    out = register_module("out", torch::nn::Linear(kWidth, kWidth));
+    norm1 = register_module("norm1", norm());
+    in = register_module("in", torch::nn::Linear(kWidth, 2 * kWidth));
+    back = register_module("back", torch::nn::Linear(2 * kWidth, kWidth));
+    norm2 = register_module("norm2", norm());
+    drop = register_module("drop", torch::nn::Dropout(0.1));
+    head = register_module("head", torch::nn::Linear(kWidth, kVocabulary));
+  }
+
+  torch::Tensor forward(torch::Tensor ids, torch::Tensor sentence, torch::Tensor valid_lens) {
+    auto x = words(ids) + segments(sentence) + places;
+    x = norm1(x + drop(out(attend(x, valid_lens))));
+    x = norm2(x + drop(back(torch::relu(in(x)))));
+    return head(x);
+  }
+
+  torch::Tensor attend(torch::Tensor x, torch::Tensor valid_lens) {
+    const auto by_head = [&](const torch::Tensor& all) {
+      const auto apart = all.reshape({all.size(0), all.size(1), kHeads, -1}).permute({0, 2, 1, 3});
+      return apart.reshape({-1, all.size(1), kWidth / kHeads});
+    };
+    const auto parts = qkv(x).chunk(3, 2);
+    const auto scores = torch::bmm(by_head(parts[0]), by_head(parts[1]).transpose(1, 2)) /
+                        std::sqrt(double(kWidth) / kHeads);
+    attention_weights = masked_softmax(scores, torch::repeat_interleave(valid_lens, kHeads));
+    const auto read = torch::bmm(drop(attention_weights), by_head(parts[2]));
+    return read.reshape({-1, kHeads, x.size(1), kWidth / kHeads})
+        .permute({0, 2, 1, 3})
+        .reshape({x.size(0), x.size(1), kWidth});
+  }
+
+  static torch::nn::LayerNorm norm() {
+    return torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth}));
+  }
+
+  static constexpr int64_t kVocabulary = 11, kWidth = 8, kHeads = 2, kLength = 6;
+  torch::nn::Embedding words{nullptr}, segments{nullptr};
+  torch::Tensor places, attention_weights;
+  torch::nn::Linear qkv{nullptr}, out{nullptr}, in{nullptr}, back{nullptr}, head{nullptr};
+  torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
+  torch::nn::Dropout drop{nullptr};
+};
+TORCH_MODULE(Bert);
+
 }  // namespace stranger

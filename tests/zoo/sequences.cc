@@ -170,6 +170,30 @@ void train_rotary(Run& run) {
   train_and_evaluate(model, optimizer, train, evaluate, batch);
 }
 
+/// What is past a sentence's valid length counts neither in attention nor in the loss.
+void train_bert(Run& run) {
+  using stranger::BertImpl;
+  auto model = run.model(stranger::Bert());
+  auto optimizer = run.optimizer<torch::optim::Adam>(model, torch::optim::AdamOptions(1e-2));
+  auto train = run.step([&](Tensor ids, Tensor sentence, Tensor lens, Tensor words) {
+    const auto logits = model(ids, sentence, lens).transpose(1, 2);
+    const auto counts = stranger::sequence_mask(torch::ones(words.sizes()), lens, 0);
+    const auto losses = torch::cross_entropy_loss(logits, words, {}, at::Reduction::None);
+    auto loss = (losses * counts).mean(1).sum();
+    model.backward(loss);
+    return loss;
+  });
+  auto evaluate = run.step([&](Tensor ids, Tensor sentence, Tensor lens, Tensor words) {
+    return model(ids, sentence, lens).argmax(-1).eq(words);
+  });
+  train_and_evaluate(model, optimizer, train, evaluate, [&] {
+    const auto ids = run.randint(0, BertImpl::kVocabulary, {6, BertImpl::kLength});
+    return std::make_tuple(ids, run.randint(0, 2, {6, BertImpl::kLength}),
+                           run.randint(1, BertImpl::kLength + 1, {6}),
+                           run.randint(0, BertImpl::kVocabulary, {6, BertImpl::kLength}));
+  });
+}
+
 }  // namespace
 
 std::vector<Program> sequences() {
@@ -180,6 +204,7 @@ std::vector<Program> sequences() {
           {"Gru", train_gru},
           {"WaveNet", train_wavenet},
           {"Rotary", train_rotary},
+          {"Bert", train_bert},
           {"GptTiedByHand", train_gpt_tied, true}};
 }
 
