@@ -9,6 +9,10 @@
 
 namespace smp::graph {
 
+at::Tensor dense(at::Tensor gradient) {
+  return gradient.defined() && gradient.is_sparse() ? gradient.to_dense() : gradient;
+}
+
 at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink) {
   at::Tensor entered = data.variable_data();
   if (sink == nullptr) return entered;

@@ -14,6 +14,10 @@
 
 namespace smp::graph {
 
+/// The gradient itself, or one that an embedding computed as a sparse tensor, with the same bits.
+/// Gradients travel between stages, and are summed, as dense tensors.
+at::Tensor dense(at::Tensor gradient);
+
 /// The end of a stage's autograd graph: receives the gradient of a tensor that entered the stage
 /// (a parameter, or a value from another stage), already summed over all its uses in the stage.
 class GradientSink final : public torch::autograd::Node {
@@ -27,10 +31,11 @@ class GradientSink final : public torch::autograd::Node {
   std::function<void(at::Tensor gradient)> take;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    at::Tensor received = dense(std::move(gradients[0]));
     if (take == nullptr) {
-      gradient = std::move(gradients[0]);
-    } else if (gradients[0].defined()) {
-      take(std::move(gradients[0]));
+      gradient = std::move(received);
+    } else if (received.defined()) {
+      take(std::move(received));
     }
     return {};
   }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "graph/autograd_entry.h"
 #include "graph/requires_grad.h"
 #include "graph/visit.h"
 
@@ -14,8 +15,10 @@ namespace {
 
 std::vector<at::Tensor> grad(at::TensorList outputs, at::TensorList gradients,
                              at::TensorList inputs, bool keep_graph, bool create_graph) {
-  return torch::autograd::grad(outputs.vec(), inputs.vec(), gradients.vec(), keep_graph,
-                               create_graph, /*allow_unused=*/true);
+  auto results = torch::autograd::grad(outputs.vec(), inputs.vec(), gradients.vec(), keep_graph,
+                                       create_graph, /*allow_unused=*/true);
+  for (at::Tensor& result : results) result = dense(std::move(result));
+  return results;
 }
 
 at::Tensor requires_grad(const at::Tensor& self, bool on) {

@@ -162,11 +162,11 @@ SplitBackward::SplitBackward(const std::vector<Edge>& starts,
   auto found = torch::autograd::Engine::get_default_engine().execute(
       first, first_gradients, /*keep_graph=*/true, /*create_graph=*/false,
       /*accumulate_grad=*/false, wanted);
-  for (size_t i = 0; i < inputs.size(); ++i) inputs[i]->gradient = std::move(found[i]);
+  for (size_t i = 0; i < inputs.size(); ++i) inputs[i]->gradient = dense(std::move(found[i]));
   for (size_t i = inputs.size(); i < wanted.size(); ++i) {
     if (!found[i].defined()) continue;
     starts_.push_back(wanted[i]);
-    gradients_.push_back(std::move(found[i]));
+    gradients_.push_back(dense(std::move(found[i])));
   }
   // Cutting the edges alone would free nothing: a tensor that a divided function has saved refers
   // to the function that made it.

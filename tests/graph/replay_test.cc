@@ -44,6 +44,39 @@ TEST(Replay, ConvNetWithBatchNormAndDropout) {
                              {torch::randn({6, 1, 8, 8}), torch::randint(5, {6})}, function);
 }
 
+/// The backward of a bag whose gradient is dense multiplies and adds at once, and rounds once.
+TEST(Replay, SparseGradientsAreThoseOfPlainLibtorchMadeDense) {
+  const auto bag = [](bool sparse, torch::nn::EmbeddingBagMode mode) {
+    return torch::nn::EmbeddingBag(
+        torch::nn::EmbeddingBagOptions(9, 4).mode(std::move(mode)).sparse(sparse));
+  };
+  for (const bool sparse : {true, false}) {
+    torch::manual_seed(4);
+    torch::nn::Embedding words(torch::nn::EmbeddingOptions(9, 4).sparse(sparse));
+    torch::nn::EmbeddingBag sums = bag(sparse, torch::kSum), means = bag(sparse, torch::kMean);
+    torch::nn::Module module;
+    module.register_module("words", words);
+    module.register_module("sums", sums);
+    module.register_module("means", means);
+    const auto function = [&](const Tensors& in) -> Tensors {
+      auto y = words(in[0]).sum(1) * sums(in[0], torch::Tensor(), in[1]) * means(in[0]);
+      backward(y.sum());
+      return {y};
+    };
+    const Tensors inputs{torch::randint(0, 9, {6, 7}), torch::randn({6, 7})};
+    const TensorTable table = table_of(module);
+    const Replayed replayed = replay(*trace(table, inputs, function).recorded, table, inputs);
+    function(inputs);
+    for (const auto& item : module.named_parameters()) {
+      const torch::Tensor expected = item.value().grad();
+      EXPECT_EQ(expected.is_sparse(), sparse);
+      const torch::Tensor& got = replayed.gradients.at(item.key());
+      EXPECT_FALSE(got.is_sparse());
+      EXPECT_TRUE(torch::equal(got, expected.to_dense())) << item.key();
+    }
+  }
+}
+
 struct TransformerImpl : torch::nn::Module {
   torch::nn::Embedding embedding{nullptr};
   torch::nn::TransformerEncoder encoder{nullptr};

@@ -135,7 +135,7 @@ inline void plain_microbatches(const Tensors& parameters, int replicas, int micr
       run(replica * microbatches + m);
       for (size_t i = 0; i < parameters.size(); ++i) {
         if (!parameters[i].grad().defined()) continue;
-        const auto gradient = parameters[i].grad().to(sum_type(parameters[i]));
+        const auto gradient = parameters[i].grad().to_dense().to(sum_type(parameters[i]));
         sum[i] = sum[i].defined() ? sum[i] + gradient : gradient.clone();
       }
     }

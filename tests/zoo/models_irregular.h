@@ -319,13 +319,16 @@ struct InPlaceImpl : torch::nn::Module {
 TORCH_MODULE(InPlace);
 
 /// Naumov et al. 2019, DLRM: embedding bags, a network for dense features, all pairwise products.
+/// All tables but one have sparse gradients.
 struct RecommenderImpl : torch::nn::Module {
   RecommenderImpl() {
     const auto bag = [](int64_t count, torch::nn::EmbeddingBagMode mode) {
-      return torch::nn::EmbeddingBag(torch::nn::EmbeddingBagOptions(count, kWidth).mode(mode));
+      return torch::nn::EmbeddingBag(
+          torch::nn::EmbeddingBagOptions(count, kWidth).mode(mode).sparse(true));
     };
     user = register_module("user", torch::nn::Embedding(12, kWidth));
-    user_bias = register_module("user_bias", torch::nn::Embedding(12, 1));
+    user_bias = register_module(
+        "user_bias", torch::nn::Embedding(torch::nn::EmbeddingOptions(12, 1).sparse(true)));
     items = register_module("items", bag(20, torch::kSum));
     tags = register_module("tags", bag(9, torch::kMean));
     dense = register_module("dense", mlp(3, 8, kWidth));
