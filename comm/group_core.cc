@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/group_core.h"
 
-#include <ATen/ops/empty.h>
-
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/c10d/process_group.h"
+#include "comm/differentiable.h"
+#include "core/check.h"
 #include "core/status.h"
 
 namespace smp {
@@ -33,6 +33,45 @@ class OwnCore final : public GroupCore {
   mutable c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };
 
+/// The collectives that a public group starts: autograd does not see them.
+class StartedCollectives final : public CollectiveOperations<StartedCollectives, WorkPtr> {
+ public:
+  explicit StartedCollectives(Communicator& group) : group_(group) {}
+
+  WorkPtr issue(const Collective& call) {
+    for (const at::Tensor& tensor : {call.output, call.input}) {
+      check_needs_no_gradient(
+          c10::str("smp::Group::async().", call.name()),
+          "collectives that are started are not differentiated (those of smp::Group that return "
+          "their result are)",
+          tensor);
+    }
+    return group_.start(call);
+  }
+
+ private:
+  Communicator& group_;
+};
+
+void check_is_defined(const char* call, const at::Tensor& tensor) {
+  SMP_CHECK_WITH(UsageError, tensor.defined(), call, ": the tensor is undefined");
+}
+
+/// Of reductions that return their result.
+void check_reduction(const char* call, const at::Tensor& tensor, ReduceOp op) {
+  check_is_defined(call, tensor);
+  if (op == ReduceOp::kSum || op == ReduceOp::kAverage) return;
+  check_needs_no_gradient(c10::str(call, " (", to_string(op), ")"),
+                          "only sums and averages over ranks have one", tensor);
+}
+
+void check_rows(const char* call, const at::Tensor& tensor, int size) {
+  check_is_defined(call, tensor);
+  SMP_CHECK_WITH(UsageError, tensor.dim() > 0 && tensor.size(0) == size, call,
+                 ": expected a tensor with ", size, " rows, one for each rank of the group, got shape ",
+                 tensor.sizes(), ". Give it the shape [", size, ", ...], by unflatten for example");
+}
+
 }  // namespace
 
 smp::Group make_public_group(CommunicatorPtr communicator, std::vector<int> ranks) {
@@ -45,44 +84,47 @@ AsyncCollectives::AsyncCollectives(comm::CommunicatorPtr communicator)
     : communicator_(std::move(communicator)) {}
 
 WorkPtr AsyncCollectives::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
-  return communicator_->async().all_reduce(tensor, op);
+  return comm::StartedCollectives(*communicator_).all_reduce(tensor, op);
 }
 
 WorkPtr AsyncCollectives::reduce(const at::Tensor& tensor, int root, ReduceOp op) const {
-  return communicator_->async().reduce(tensor, root, op);
+  return comm::StartedCollectives(*communicator_).reduce(tensor, root, op);
 }
 
 WorkPtr AsyncCollectives::broadcast(const at::Tensor& tensor, int root) const {
-  return communicator_->async().broadcast(tensor, root);
+  return comm::StartedCollectives(*communicator_).broadcast(tensor, root);
 }
 
 WorkPtr AsyncCollectives::all_gather(const at::Tensor& output, const at::Tensor& input) const {
-  return communicator_->async().all_gather(output, input);
+  return comm::StartedCollectives(*communicator_).all_gather(output, input);
 }
 
 WorkPtr AsyncCollectives::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                          ReduceOp op) const {
-  return communicator_->async().reduce_scatter(output, input, op);
+  return comm::StartedCollectives(*communicator_).reduce_scatter(output, input, op);
 }
 
 WorkPtr AsyncCollectives::all_to_all(const at::Tensor& output,
                                      const std::vector<int64_t>& output_splits,
                                      const at::Tensor& input,
                                      const std::vector<int64_t>& input_splits) const {
-  return communicator_->async().all_to_all(output, output_splits, input, input_splits);
+  return comm::StartedCollectives(*communicator_)
+      .all_to_all(output, output_splits, input, input_splits);
 }
 
 WorkPtr AsyncCollectives::gather(const at::Tensor& output, const at::Tensor& input,
                                  int root) const {
-  return communicator_->async().gather(output, input, root);
+  return comm::StartedCollectives(*communicator_).gather(output, input, root);
 }
 
 WorkPtr AsyncCollectives::scatter(const at::Tensor& output, const at::Tensor& input,
                                   int root) const {
-  return communicator_->async().scatter(output, input, root);
+  return comm::StartedCollectives(*communicator_).scatter(output, input, root);
 }
 
-WorkPtr AsyncCollectives::barrier() const { return communicator_->async().barrier(); }
+WorkPtr AsyncCollectives::barrier() const {
+  return comm::StartedCollectives(*communicator_).barrier();
+}
 
 int Group::rank() const { return core_->communicator()->rank(); }
 
@@ -92,26 +134,44 @@ std::vector<int> Group::ranks() const { return core_->ranks(); }
 
 void Group::barrier() const {
   core_->check_may_communicate("smp::barrier");
-  const core::CallScope here("smp::barrier");
+  const core::CallScope here("smp::barrier", "", core::kOwnCollective);
   core_->communicator()->barrier();
 }
 
 at::Tensor Group::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
   core_->check_may_communicate("smp::all_reduce");
-  const core::CallScope here("smp::all_reduce");
-  at::Tensor result = tensor.detach().clone(at::MemoryFormat::Contiguous);
-  core_->communicator()->all_reduce(result, op);
-  return result;
+  comm::check_reduction("smp::all_reduce", tensor, op);
+  const core::CallScope here("smp::all_reduce", "", core::kOwnCollective);
+  return comm::all_reduce(core_->communicator(), tensor, op);
 }
 
 at::Tensor Group::all_gather(const at::Tensor& tensor) const {
   core_->check_may_communicate("smp::Group::all_gather");
-  const core::CallScope here("smp::Group::all_gather");
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes.insert(sizes.begin(), size());
-  at::Tensor all = at::empty(sizes, tensor.options());
-  core_->communicator()->all_gather(all, tensor.detach().contiguous());
-  return all;
+  comm::check_is_defined("smp::Group::all_gather", tensor);
+  const core::CallScope here("smp::Group::all_gather", "", core::kOwnCollective);
+  return comm::all_gather(core_->communicator(), tensor);
+}
+
+at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
+  core_->check_may_communicate("smp::Group::reduce_scatter");
+  comm::check_rows("smp::Group::reduce_scatter", tensor, size());
+  comm::check_reduction("smp::Group::reduce_scatter", tensor, op);
+  const core::CallScope here("smp::Group::reduce_scatter", "", core::kOwnCollective);
+  return comm::reduce_scatter(core_->communicator(), tensor, op);
+}
+
+at::Tensor Group::all_to_all(const at::Tensor& tensor) const {
+  core_->check_may_communicate("smp::Group::all_to_all");
+  comm::check_rows("smp::Group::all_to_all", tensor, size());
+  const core::CallScope here("smp::Group::all_to_all", "", core::kOwnCollective);
+  return comm::all_to_all(core_->communicator(), tensor);
+}
+
+at::Tensor Group::broadcast(const at::Tensor& tensor, int root) const {
+  core_->check_may_communicate("smp::Group::broadcast");
+  comm::check_is_defined("smp::Group::broadcast", tensor);
+  const core::CallScope here("smp::Group::broadcast", "", core::kOwnCollective);
+  return comm::broadcast(core_->communicator(), tensor, root);
 }
 
 AsyncCollectives Group::async() const {

@@ -261,6 +261,23 @@ Kernel kernel_if_defined() {
   }
 }
 
+// A complex number is two of type `T`, which are added and divided by a real number on their own.
+template <class Op, class T>
+void run_pairs(const Request& request) {
+  Request of_parts = request;
+  of_parts.elements *= 2;
+  kernel<Op, T>()(of_parts);
+}
+
+template <class Op, class T>
+Kernel kernel_of_complex() {
+  if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Average>) {
+    return run_pairs<Op, T>;
+  } else {
+    return nullptr;
+  }
+}
+
 template <class Op>
 Kernel kernel_for(c10::ScalarType dtype) {
   switch (dtype) {
@@ -284,6 +301,10 @@ Kernel kernel_for(c10::ScalarType dtype) {
       return kernel_if_defined<Op, uint8_t>();
     case c10::ScalarType::Bool:
       return kernel_if_defined<Op, bool>();
+    case c10::ScalarType::ComplexFloat:
+      return kernel_of_complex<Op, float>();
+    case c10::ScalarType::ComplexDouble:
+      return kernel_of_complex<Op, double>();
     default:
       return nullptr;
   }
@@ -326,6 +347,16 @@ void round_to(void* output, const void* accumulators, size_t elements, ReduceOp 
   }
 }
 
+const char* remedy(c10::ScalarType dtype, ReduceOp op) {
+  if (c10::isComplexType(dtype)) {
+    return ". Complex numbers can be summed and averaged; all_gather them for anything else.";
+  }
+  if (op == ReduceOp::kAverage) {
+    return ". Sum and divide, or convert the tensor to a type that it is defined for first.";
+  }
+  return ". Convert the tensor to a type that it is defined for first.";
+}
+
 Kernel defined_kernel(c10::ScalarType dtype, ReduceOp op) {
   const Kernel kernel = find_kernel(dtype, op);
   SMP_INTERNAL_ASSERT(kernel != nullptr, "reduce of ", dtype);
@@ -339,9 +370,7 @@ bool can_reduce(c10::ScalarType dtype, ReduceOp op) { return find_kernel(dtype, 
 void check_can_reduce(const std::string& group, const char* verb, c10::ScalarType dtype,
                       ReduceOp op) {
   SMP_CHECK_WITH(UsageError, can_reduce(dtype, op), verb, " on group '", group,
-                 "': ", to_string(op), " is not defined for ", dtype,
-                 op == ReduceOp::kAverage ? ". Sum and divide, or c" : ". C",
-                 "onvert the tensor to a type that it is defined for first.");
+                 "': ", to_string(op), " is not defined for ", dtype, remedy(dtype, op));
 }
 
 void reduce_in_order(const std::vector<void*>& outputs, const std::vector<const void*>& parts,

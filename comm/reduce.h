@@ -13,7 +13,7 @@ namespace smp::comm {
 
 /// True when elements of `dtype` can be combined with `op`: all floating point and integer types by
 /// sum, minimum, maximum and product; floating point by average; integers bitwise; bool bitwise, by
-/// minimum (and) and maximum (or).
+/// minimum (and) and maximum (or); complex numbers (of float or double) by sum and average.
 bool can_reduce(c10::ScalarType dtype, ReduceOp op);
 
 /// Throws the `UsageError` of operation `verb` on group `group` where it cannot.

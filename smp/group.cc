@@ -69,6 +69,7 @@ at::Tensor all_reduce(const at::Tensor& tensor, const Group& group) {
 }
 
 at::Tensor shard(const at::Tensor& batch, int64_t axis) {
+  SMP_CHECK_WITH(UsageError, batch.defined(), "smp::shard: the batch is undefined");
   const bool prescaled = Runtime::get().config().prescaled_batch();
   const Group replicas(prescaled ? CommGroup::kRdp : CommGroup::kDp);
   const int64_t parts = replicas.size();

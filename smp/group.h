@@ -44,7 +44,8 @@ SMP_API int dp_size();
 
 /// The collectives of a group, started: each returns at once what waits for it, and until then the
 /// tensors must not be touched. Tensors are dense and contiguous. Reductions go in the order of the
-/// ranks.
+/// ranks. Autograd does not see them, so a tensor that requires a gradient is a `UsageError`,
+/// unless no gradients are recorded (`torch::NoGradGuard`).
 class SMP_API AsyncCollectives {
  public:
   /// For the library itself.
@@ -88,6 +89,12 @@ class SMP_API AsyncCollectives {
 /// device, too. They throw `UsageError` for tensors that differ between the ranks in shape or type,
 /// and for groups of the program inside a step function; `CommError` when a rank has failed, and
 /// `TimeoutError` when one does not come.
+///
+/// Those that return tensors leave what they are given as it is, and autograd differentiates them:
+/// a tensor's gradient is that of the sum of what all ranks differentiate, its terms added in the
+/// order of the ranks. For that the backward pass communicates: all ranks of the group give tensors
+/// that require a gradient, or none does, and all differentiate what follows from the results, in
+/// the same order. docs/collectives.md has more.
 class SMP_API Group {
  public:
   /// This rank's group of a kind, so that a kind may be given wherever a group is asked for. Looked
@@ -103,10 +110,21 @@ class SMP_API Group {
   std::vector<int> ranks() const;
   /// Returns when all ranks of the group have called it.
   void barrier() const;
-  /// The reduction of the ranks' tensors, in the order of the ranks; `tensor` is left as it is.
+  /// The reduction of the ranks' tensors, in the order of the ranks. Sums and averages have a
+  /// gradient; another reduction of a tensor that requires one is a `UsageError`.
   [[nodiscard]] at::Tensor all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
   /// The ranks' tensors of shape [...], in the order of the ranks, as one of shape [size, ...].
   [[nodiscard]] at::Tensor all_gather(const at::Tensor& tensor) const;
+  /// The reduction of the ranks' tensors of shape [size, ...], of which rank r gets row r: [...].
+  /// Gradients as for `all_reduce`.
+  [[nodiscard]] at::Tensor reduce_scatter(const at::Tensor& tensor,
+                                          ReduceOp op = ReduceOp::kSum) const;
+  /// Sends row r of a tensor of shape [size, ...] to rank r, and returns the rows that the ranks
+  /// have sent here, in their order, as a tensor of that shape.
+  [[nodiscard]] at::Tensor all_to_all(const at::Tensor& tensor) const;
+  /// The tensor of rank `root` of the group. The other ranks' give the shape and type, and have a
+  /// gradient of zeros.
+  [[nodiscard]] at::Tensor broadcast(const at::Tensor& tensor, int root) const;
   /// All collectives, into tensors of the caller's, while the program goes on:
   /// `group.async().all_reduce(tensor)->wait()`.
   [[nodiscard]] AsyncCollectives async() const;

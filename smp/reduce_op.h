@@ -10,10 +10,11 @@ namespace smp {
 /// run and however the ranks lie on hosts: ((rank 0 + rank 1) + rank 2) + ... Only with
 /// `"numerics": "fast"` NCCL reduces tensors of GPUs in an order of its own (docs/cuda.md).
 ///
-/// float16 and bfloat16 are combined in float32 and rounded once; integers wrap.
+/// float16 and bfloat16 are combined in float32 and rounded once; integers wrap. Complex numbers
+/// have sums and averages.
 enum class ReduceOp {
   kSum,
-  kAverage,  ///< The sum, divided once by the number of ranks. Floating point only.
+  kAverage,  ///< The sum, divided once by the number of ranks. Not of integers.
   kMin,
   kMax,  ///< Minimum and maximum keep NaN, as `at::minimum` does.
   kProduct,

@@ -9,6 +9,8 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
 
 #include "core/check.h"
 
@@ -39,6 +41,9 @@ at::Tensor combine(const at::Tensor& left, const at::Tensor& right, ReduceOp op)
 }  // namespace
 
 at::Tensor reduce_parts(const at::Tensor& parts, ReduceOp op) {
+  if (parts.is_complex()) {  // which divides both parts of a number by a real one, as the host does
+    return at::view_as_complex(reduce_parts(at::view_as_real(parts), op));
+  }
   const at::ScalarType dtype = parts.scalar_type();
   const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
   at::Tensor result = parts[0].to(wide, /*non_blocking=*/false, /*copy=*/true);

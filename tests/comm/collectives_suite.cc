@@ -22,9 +22,9 @@ class Collectives : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, testing::ValuesIn(group_sizes()),
                          testing::PrintToStringParamName());
 
-const std::vector<at::ScalarType> kTypes = {at::kFloat, at::kDouble, at::kHalf,  at::kBFloat16,
-                                            at::kLong,  at::kInt,    at::kShort, at::kChar,
-                                            at::kByte,  at::kBool};
+const std::vector<at::ScalarType> kTypes = {
+    at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
+    at::kShort, at::kChar,   at::kByte, at::kBool,     at::kComplexFloat, at::kComplexDouble};
 const std::vector<ReduceOp> kOps = {ReduceOp::kSum,   ReduceOp::kAverage, ReduceOp::kMin,
                                     ReduceOp::kMax,   ReduceOp::kProduct, ReduceOp::kBitAnd,
                                     ReduceOp::kBitOr, ReduceOp::kBitXor};
@@ -174,7 +174,7 @@ TEST_P(Collectives, GatherAndScatterWithEveryRoot) {
 
 TEST_P(Collectives, AllReduceOfLargeTensors) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
-    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kByte}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kByte, at::kComplexFloat}) {
       expect_all_reduce(*group, 1 << 18, dtype, ReduceOp::kSum);
     }
     expect_all_reduce(*group, (1 << 20) + 13, at::kFloat, ReduceOp::kSum);

@@ -14,6 +14,7 @@ namespace smp::comm {
 inline at::Tensor values_of(int rank, int64_t elements, at::ScalarType dtype) {
   const at::Tensor index = at::arange(elements, at::kDouble) + 1000.0 * rank + 1.0;
   const at::Tensor values = at::sin(index * 12.9898) * 100.0;
+  if (at::isComplexType(dtype)) return at::complex(values, at::cos(index) * 10.0).to(dtype);
   return dtype == at::kBool ? values > 0 : values.to(dtype);
 }
 
@@ -41,6 +42,11 @@ inline at::Tensor combine_by_hand(const at::Tensor& left, const at::Tensor& righ
 /// The reduction written down with libtorch's operators, in rank order.
 inline at::Tensor reduce_by_hand(const std::vector<at::Tensor>& parts, ReduceOp op) {
   const at::ScalarType dtype = parts[0].scalar_type();
+  if (at::isComplexType(dtype)) {
+    std::vector<at::Tensor> pairs;
+    for (const at::Tensor& part : parts) pairs.push_back(at::view_as_real(part));
+    return at::view_as_complex(reduce_by_hand(pairs, op));
+  }
   const bool reduced = dtype == at::kHalf || dtype == at::kBFloat16;
   at::Tensor result = reduced ? parts[0].to(at::kFloat) : parts[0].clone();
   for (size_t i = 1; i < parts.size(); ++i) {
@@ -55,6 +61,9 @@ inline at::Tensor reduce_by_hand(const std::vector<at::Tensor>& parts, ReduceOp 
 /// Whether the operation exists for the type.
 inline bool is_defined(at::ScalarType dtype, ReduceOp op) {
   const bool bitwise = op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
+  if (at::isComplexType(dtype)) {
+    return op == ReduceOp::kSum || op == ReduceOp::kAverage;
+  }
   if (dtype == at::kBool) {
     return op != ReduceOp::kAverage;
   }

@@ -314,14 +314,15 @@ TEST(GroupChannelSpecs, RanksConnectWithoutWaitingInACircle) {
 TEST(ReduceParts, HasTheBitsOfTheHostsReduction) {
   at::manual_seed(3);
   for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,
-                                    at::kShort, at::kByte, at::kBool}) {
+                                    at::kShort, at::kByte, at::kBool, at::kComplexFloat}) {
     const at::Tensor parts = (at::randn({4, 33}) * 1000).to(type);
-    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax}) {
+    for (const ReduceOp op :
+         {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax}) {
       if (!comm::can_reduce(type, op)) continue;
       at::Tensor expected = at::empty({33}, parts.options());
       std::vector<const void*> rows;
       for (int i = 0; i < 4; ++i) rows.push_back(parts[i].const_data_ptr());
-      comm::reduce_in_order({expected.mutable_data_ptr()}, rows, 33, type, op, 1);
+      comm::reduce_in_order({expected.mutable_data_ptr()}, rows, 33, type, op, 4);
       const at::Tensor got = comm::reduce_parts(parts.to(fake_device()), op);
       EXPECT_EQ(got.device(), fake_device());
       EXPECT_TRUE(at::equal(got.cpu(), expected)) << type << " " << static_cast<int>(op);

@@ -45,8 +45,18 @@ TEST(Groups, AllGatherKeepsTheOrderOfTheRanks) {
 TEST(Groups, CommunicateBetweenStepsOnly) {
   run_as_threads(1, Config(), [] {
     runtime::Runtime::get().current_step.is_running = true;
-    const auto text =
-        error_of<UsageError>([] { std::ignore = all_reduce(torch::ones({1}), CommGroup::kDp); });
+    const auto x = torch::ones({1}).requires_grad_();
+    const auto text = error_of<UsageError>([&] { std::ignore = all_reduce(x, CommGroup::kDp); });
+    const std::vector<std::pair<std::string, std::function<at::Tensor(const Group&)>>> others = {
+        {"all_gather", [&](const Group& world) { return world.all_gather(x); }},
+        {"reduce_scatter", [&](const Group& world) { return world.reduce_scatter(x); }},
+        {"all_to_all", [&](const Group& world) { return world.all_to_all(x); }},
+        {"broadcast", [&](const Group& world) { return world.broadcast(x, 0); }},
+    };
+    for (const auto& [name, call] : others) {
+      expect_has(error_of<UsageError>([&, call = call] { call(CommGroup::kWorld); }),
+                 {"smp::Group::" + name + " was called inside a step function"});
+    }
     const auto started = error_of<UsageError>([] { std::ignore = group(CommGroup::kDp).async(); });
     EXPECT_EQ(group(CommGroup::kDp).rank(), 0);
     runtime::Runtime::get().current_step.is_running = false;
@@ -105,6 +115,8 @@ TEST(Shard, RefusesUnequalParts) {
                }),
                {"smp::shard: a tensor of shape [5, 2] has no 2 equal parts along axis 0, one for "
                 "each replica. Choose a batch size that is a multiple of 2, or drop the last"});
+    expect_has(error_of<UsageError>([] { std::ignore = shard(torch::Tensor()); }),
+               {"smp::shard: the batch is undefined"});
     expect_has(error_of<UsageError>([] { std::ignore = shard(torch::zeros({4}), 1); }),
                {"smp::shard: a tensor of shape [4] has no axis 1"});
   });
