@@ -124,6 +124,89 @@ TEST(DataParallelPage, JoinOfSteps) {
   });
 }
 
+std::pair<torch::Tensor, torch::Tensor> pair_of(int64_t count, double phase) {
+  const auto anchors = torch::sin(torch::arange(4 * count, torch::kDouble) + phase).view({-1, 4});
+  return {anchors, torch::cos(3 * anchors)};
+}
+
+Net net_in_double() {
+  Net net;
+  net->to(torch::kDouble);
+  for (auto& parameter : net->parameters()) {
+    const auto numbers = torch::arange(parameter.numel(), torch::kDouble);
+    parameter.set_data((numbers / 7 - 0.5).view(parameter.sizes()));
+  }
+  return net;
+}
+
+void expect_gradients(Net net, const Net& expected) {
+  for (size_t i = 0; i < net->parameters().size(); ++i) {
+    const auto got = net->parameters()[i].grad();
+    EXPECT_TRUE(torch::allclose(got, expected->parameters()[i].grad(), 1e-12, 1e-12)) << got;
+  }
+}
+
+/// The oracle is one process with the whole batch.
+TEST(DataParallelPage, NegativesOfOtherReplicas) {
+  const double temperature = 0.1;
+  const auto whole = pair_of(6, 0.5);
+  Net plain = net_in_double();
+  const auto scores = plain->forward(whole.first).matmul(plain->forward(whole.second).t());
+  torch::nn::functional::cross_entropy(scores / temperature, torch::arange(6)).backward();
+  run([&] {
+    Net net = net_in_double();
+    smp::DistributedDataParallel<Net> model(net);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    const std::vector<std::pair<torch::Tensor, torch::Tensor>> pairs{
+        {smp::shard(whole.first), smp::shard(whole.second)}};
+    const smp::Group replicas = smp::CommGroup::kWorld;
+    for (const auto& [anchors, positives] : pairs) {
+      optimizer.zero_grad();
+      const auto embedded = model(torch::cat({anchors, positives})).chunk(2);
+      // The positives of all replicas, in their order: each is a negative of the others' anchors.
+      const auto all = replicas.all_gather(embedded[1]).flatten(0, 1);
+      const auto scores = embedded[0].matmul(all.t()) / temperature;
+      const auto first = replicas.rank() * scores.size(0);
+      const auto own = torch::arange(first, first + scores.size(0));
+      torch::nn::functional::cross_entropy(scores, own).backward();
+      optimizer.step();
+    }
+    expect_gradients(net, plain);
+  });
+}
+
+/// The oracle is the mean over the tokens of the whole batch.
+TEST(DataParallelPage, LossesOverTokens) {
+  namespace F = torch::nn::functional;
+  const auto whole = pair_of(8, 0.25).first;
+  const auto targets = torch::tensor({0, 1, -100, -100, 2, 0, 1, -100});
+  Net plain = net_in_double();
+  const auto mean = F::nll_loss(plain->forward(whole), targets);
+  mean.backward();
+  smp::run_as_threads(2, smp::Config().ddp(true).microbatches(2), [&] {
+    Net net = net_in_double();
+    smp::DistributedModel<Net> model(net,
+                                     smp::ModelOptions().average_grads_across_microbatches(false));
+    auto train = smp::step(
+        [&](torch::Tensor x, torch::Tensor y, torch::Tensor tokens) {
+          const auto sum = F::nll_loss(model(x), y, F::NLLLossFuncOptions().reduction(torch::kSum));
+          model->backward(sum * smp::dp_size() / tokens);
+          return sum;
+        },
+        smp::StepOptions().non_split_inputs({2}));  // every microbatch gets the whole number
+    smp::DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+    const auto x = smp::shard(whole), y = smp::shard(targets);
+    // Targets of -100 do not count (`ignore_index`). Of all replicas' batches:
+    const auto tokens = smp::all_reduce(y.ne(-100).sum(), smp::CommGroup::kDp);
+    optimizer.zero_grad();
+    const auto sums = train(x, y, tokens);
+    optimizer.step();
+    const auto loss = smp::all_reduce(sums.reduce_sum(), smp::CommGroup::kDp) / tokens;
+    EXPECT_TRUE(torch::allclose(loss, mean, 1e-12));
+    expect_gradients(net, plain);
+  });
+}
+
 TEST(DataParallelPage, Hooks) {
   run([] {
     Net net;
