@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "optim/state_dict_fields.h"
 
 namespace smp::optim {
@@ -31,11 +32,9 @@ std::string type_of(const OptimizerParamGroup& group) {
 using Problems = std::set<std::string>;
 
 std::string list(const Problems& problems) {
-  std::string text;
-  for (const std::string& problem : problems) {
-    text += "\n  " + problem;
-  }
-  return text;
+  std::vector<std::string> lines;
+  for (const std::string& problem : problems) lines.push_back(core::printable(problem));
+  return core::indented(lines);
 }
 
 /// The parameters of a group by name, each once.
@@ -189,13 +188,16 @@ class Restore {
   /// libtorch answers a missing field with an internal assertion; say what it means here.
   template <class Action>
   static void guarded(const std::string& what, const Action& action) {
+    std::string reason = "a field is missing, or of another type than the optimizer's";
     try {
       action();
-    } catch (const c10::Error& error) {
-      smp::core::fail<CheckpointError>("the saved optimizer state is malformed: ", what,
-                                       " cannot be read (", error.what_without_backtrace(),
-                                       "). Use another checkpoint.");
+      return;
+    } catch (const Error& error) {
+      reason = core::text_without_prefix(error);
+    } catch (const c10::Error&) {
     }
+    core::fail<CheckpointError>("the saved optimizer state is malformed: ", core::printable(what),
+                                " cannot be read (", reason, "). Use another checkpoint.");
   }
 
   /// On the parameter's device, and with its strides if it has its shape.
@@ -290,7 +292,7 @@ json parse_fields(const std::string& text) {
   json fields = json::parse(text, nullptr, /*allow_exceptions=*/false);
   SMP_CHECK_WITH(CheckpointError, fields.is_object(),
                  "the saved optimizer state is malformed: expected text of a JSON object, got ",
-                 text, ". Use another checkpoint.");
+                 core::printable(text, 100), ". Use another checkpoint.");
   return fields;
 }
 
@@ -341,7 +343,7 @@ OptimizerState from_parts(const json& parts, const std::map<std::string, at::Ten
     SMP_CHECK_WITH(CheckpointError, slash != std::string::npos && param != state.params.end(),
                    "the saved optimizer state is malformed: expected a tensor named "
                    "\"parameter/field\" of a parameter with state, got \"",
-                   key, "\". Use another checkpoint.");
+                   core::printable(key), "\". Use another checkpoint.");
     param->second.tensors[key.substr(slash + 1)] = tensor;
   }
   return state;

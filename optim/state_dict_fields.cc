@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace smp::optim {
 namespace {
@@ -29,7 +30,7 @@ double special_float(const json& value) {
   const std::string name = named.is_string() ? named.get<std::string>() : "";
   SMP_CHECK_WITH(CheckpointError, name == "nan" || name == "inf" || name == "-inf",
                  "optimizer state: expected a number, text, array or {\"float\": \"inf\"}, got ",
-                 value.dump(), ". Use another checkpoint.");
+                 core::printable(value.dump(), 100), ". Use another checkpoint.");
   const double infinity = std::numeric_limits<double>::infinity();
   return name == "nan" ? std::nan("") : name == "inf" ? infinity : -infinity;
 }

@@ -300,7 +300,8 @@ TEST(OptimizerStateErrorTest, RefusesAStateThatLacksAField) {
   torch::optim::Adam target(pick(params, kForward), torch::optim::AdamOptions(0.9));
   EXPECT_THAT(message_of<CheckpointError>([&] { set_state(target, state, names_of(params)); }),
               HasSubstr("the saved optimizer state is malformed: state of parameter \"b.bias\" "
-                        "cannot be read"));
+                        "cannot be read (a field is missing, or of another type than the "
+                        "optimizer's). Use another checkpoint."));
   EXPECT_EQ(target.param_groups()[0].options().get_lr(), 0.9);
   EXPECT_TRUE(target.state().empty());
 }
