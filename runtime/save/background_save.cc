@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/public_call.h"
 #include "core/status.h"
 #include "runtime/save/together.h"
 
@@ -19,13 +20,38 @@ namespace {
 /// Each takes a file descriptor.
 constexpr size_t kMostLocks = 16;
 
+/// What an error says after its prefix.
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    return core::text_without_prefix(known);
+  } catch (const std::exception& other) {
+    return other.what();
+  }
+}
+
+/// An error of the ranks' talk stays one.
+[[noreturn]] void fail_with(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {
+    core::fail<CheckpointError>("the asynchronous save before has failed: ", text_of(error));
+  }
+}
+
 }  // namespace
 
 BackgroundSave::BackgroundSave(std::function<void()> write)
-    : future_(std::async(std::launch::async, [write = std::move(write),
-                                              context = core::error_context()] {
+    : future_(std::async(std::launch::async, [this, write = std::move(write),
+                                              context = core::error_context(),
+                                              call = core::this_public_call(),
+                                              status = core::share_this_status()] {
                 core::set_error_context(context);
-                const core::ServingThread nobody(nullptr, nullptr);  // the rank goes on
+                const core::ServingThread serving(status, this);
+                const core::PublicCallScope here(call);
                 const at::NoGradGuard no_grad;
                 write();
               }).share()) {}
@@ -34,31 +60,34 @@ bool BackgroundSave::is_done() const {
   return !future_.valid() || future_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
+void BackgroundSave::await() const {
+  const core::ServedBy served(this);
+  future_.wait();
+}
+
 void BackgroundSave::wait() {
   if (!future_.valid()) return;
-  future_.wait();
+  await();
   seen_ = true;
   future_.get();
 }
 
-std::string BackgroundSave::unseen_error() {
-  if (!future_.valid()) return "";
-  future_.wait();
-  if (seen_.exchange(true)) return "";
+std::exception_ptr BackgroundSave::unseen_error() {
+  if (!future_.valid()) return nullptr;
+  await();
+  if (seen_.exchange(true)) return nullptr;
   try {
     future_.get();
-  } catch (const Error& error) {
-    return core::text_without_prefix(error);
-  } catch (const std::exception& error) {
-    return error.what();
+  } catch (...) {
+    return std::current_exception();
   }
-  return "";
+  return nullptr;
 }
 
 CheckpointContext::~CheckpointContext() {
   if (last_ == nullptr) return;
-  const std::string error = last_->unseen_error();
-  if (!error.empty()) core::log_error("an asynchronous save has failed: " + error);
+  const auto error = last_->unseen_error();
+  if (error) core::log_error("an asynchronous save has failed: " + text_of(error));
 }
 
 CheckpointContext& CheckpointContext::of(Runtime& runtime) {
@@ -68,13 +97,12 @@ CheckpointContext& CheckpointContext::of(Runtime& runtime) {
   return *runtime.checkpoint_context;
 }
 
-const comm::CommunicatorPtr& CheckpointContext::group(std::chrono::milliseconds longest) {
+const comm::CommunicatorPtr& CheckpointContext::group() {
   if (!group_) {
     std::vector<int> all(world_->size());
     std::iota(all.begin(), all.end(), 0);
     group_ = world_->split(all, "checkpoint");
   }
-  group_->set_timeout(longest);
   return group_;
 }
 
@@ -82,9 +110,7 @@ void CheckpointContext::finish() {
   const auto last = std::exchange(last_, nullptr);
   if (last == nullptr) return;
   together(*world_, [&] {
-    const std::string error = last->unseen_error();
-    SMP_CHECK_WITH(CheckpointError, error.empty(), "the asynchronous save before has failed: ",
-                   error);
+    if (const auto error = last->unseen_error()) fail_with(error);
     return "";
   });
 }

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <future>
 #include <map>
@@ -31,10 +31,12 @@ class BackgroundSave {
   bool is_done() const;
   /// Returns when it is done, or throws what it threw.
   void wait();
-  /// Waits, too; the text of an error that no `wait` has thrown, or empty.
-  std::string unseen_error();
+  /// Waits, too; an error that no `wait` has thrown, or null.
+  std::exception_ptr unseen_error();
 
  private:
+  void await() const;
+
   std::shared_future<void> future_;
   std::atomic<bool> seen_{false};
 };
@@ -67,12 +69,12 @@ class CheckpointContext {
   /// Where copies are kept: when the next one is due, and what the last one took.
   CopyPace copy_pace;
 
-  /// All ranks, for saves that go on beside steps, who wait for each other for `longest` at most.
-  /// Collective over the world at the first call.
-  const comm::CommunicatorPtr& group(std::chrono::milliseconds longest);
+  /// All ranks, for saves that go on beside steps. Collective over the world at the first call.
+  const comm::CommunicatorPtr& group();
 
   /// Waits for the save under way. Throws a `CheckpointError` on all ranks if one has failed and
-  /// some rank has not seen it. Collective.
+  /// some rank has not seen it, and a `CommError` where the ranks have lost each other in it.
+  /// Collective.
   void finish();
   /// What keeps other jobs from saving to where this one does until it ends, by the lock's file. Of
   /// many places only those that were saved to last stay locked.

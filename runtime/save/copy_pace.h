@@ -26,10 +26,11 @@ struct CopyPace {
   /// What takes it on another thread, to be read when that has ended.
   using Seconds = std::shared_ptr<std::atomic<double>>;
 
-  int64_t calls_to_next = 0;    ///< that keep none
-  int64_t interval = 1;         ///< of calls, from the last copy to the next
-  Clock::time_point last_call;  ///< The end of the one that kept the last copy.
-  Seconds last_took;            ///< Null: there is none.
+  int64_t calls_to_next = 0;         ///< that keep none
+  int64_t interval = 1;              ///< of calls, from the last copy to the next
+  Clock::time_point last_call;       ///< The end of the one that kept the last copy.
+  Seconds last_took;                 ///< Null: there is none.
+  bool has_told_of_failure = false;  ///< of the copies since the last one that was kept
 };
 
 }  // namespace smp::runtime

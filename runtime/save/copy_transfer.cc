@@ -355,7 +355,7 @@ std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders
   });
   index = comm::broadcast_bytes(world, index, source);
   try {
-    together(world, [&] {
+    together_for_long(world, [&] {
       transfer_files(world, transfers, folder, holders.medium());
       return "";
     });

@@ -103,12 +103,23 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
   request.lock = checkpoint::lock_of_writer(request.path);
   request.asynchronous = true;
   request.medium = runtime.copy_holders->medium();
-  request.longest_write = runtime.world()->timeout();
   request.user_content = user_content;
   if (runtime.notes_progress()) {
     request.note = [steps = runtime.progress.training_steps] { core::note_kept_copy(steps); };
   }
-  request.when_saved = [took](double seconds) { *took = seconds; };
+  request.when_saved = [took, &pace](double seconds) {
+    *took = seconds;
+    pace.has_told_of_failure = false;
+  };
+  const bool tells = runtime.rank() == 0;
+  request.when_failed = [&pace, tells](const CheckpointError& error) {
+    if (tells && !std::exchange(pace.has_told_of_failure, true)) {
+      core::log_warning(
+          c10::str("smp::keep_copy: ", core::text_without_prefix(error),
+                   ". Training goes on, and the copy before stays: what follows is lost if a rank "
+                   "fails now. This is not said again until a copy was kept"));
+    }
+  };
   save(request, model, &optimizer);
   if (interval == 0) {
     pace.interval = measured_interval(*runtime.world(), pace, begin);
@@ -126,9 +137,7 @@ std::vector<std::string> checkpoints_before(Runtime& runtime) {
   const CopyHolders* holders = runtime.copy_holders.get();
   if (holders == nullptr) return paths;
   try {
-    // Whole states go from host to host, and who waits for them waits long.
-    const auto& group = CheckpointContext::of(runtime).group(std::chrono::hours(6));
-    if (const auto steps = collect_copy(*group, *holders)) {
+    if (const auto steps = collect_copy(*CheckpointContext::of(runtime).group(), *holders)) {
       const bool is_newest = saved.empty() || saved.back().steps <= *steps;
       paths.insert(is_newest ? paths.end() : paths.end() - 1, holders->copy());
     }

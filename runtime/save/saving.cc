@@ -165,7 +165,9 @@ class Save {
         holders_(request.holders),
         when_saved_(request.when_saved),
         note_(request.note),
+        when_failed_(request.when_failed),
         group_(std::move(group)) {}
+        in_background_(request.asynchronous),
 
   const checkpoint::Writer& writer() const { return writer_; }
 
@@ -174,8 +176,8 @@ class Save {
     const bool is_first = begins_and_ends(holders_.get(), group_->rank());
     const bool is_spread = holders_ != nullptr && holders_->count() > 1;
     try {
-      const auto commit = committing(together(*group_, part));
-      together(*group_, [&] {
+      const auto commit = committing(meet(part));
+      meet([&] {
         if (is_first) commit();
         if (group_->rank() > 0) return "";
         if (note_ && !is_spread) note_();  // before what was noted earlier may be removed
@@ -184,13 +186,20 @@ class Save {
       });
     } catch (const CheckpointError&) {
       if (is_first) writer_.abandon();
-      throw;
+      if (!when_failed_) throw;
+      when_failed_(error);
+      return;
     }
     if (note_ && (is_spread || group_->rank() > 0)) note_();
   }
 
  private:
   /// What is left to do when all have written `parts`. Where several holders keep it, each gets
+  /// `together`. A save beside steps may take longer than these may keep others waiting.
+  std::vector<std::string> meet(const std::function<std::string()>& action) const {
+    return in_background_ ? together_for_long(*group_, action) : together(*group_, action);
+  }
+
   /// files of another one, and all have the index of rank 0.
   std::function<void()> committing(const std::vector<std::string>& parts) const {
     if (holders_ == nullptr || holders_->count() == 1) {
@@ -198,7 +207,7 @@ class Save {
     }
     const WrittenFiles written = written_files(parts);
     std::string index;
-    together(*group_, [&] {
+    meet([&] {
       transfer_files(*group_, transfers_to_next(*holders_, written),
                      checkpoint::temporary_folder(writer_.path()), writer_.medium());
       if (group_->rank() == 0) index = writer_.index_of(without_empty(parts), run_).to_text();
@@ -214,7 +223,9 @@ class Save {
   std::shared_ptr<const CopyHolders> holders_;
   std::function<void(double)> when_saved_;
   std::function<void()> note_;
+  std::function<void(const CheckpointError&)> when_failed_;
   Clock::time_point began_ = Clock::now();
+  bool in_background_;
   comm::CommunicatorPtr group_;
 };
 
@@ -388,7 +399,7 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
                                             Begun begun, const Model& model) {
   const auto merged = std::make_shared<MergedModel>(runtime, model);
   auto& context = CheckpointContext::of(runtime);
-  const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
+  const auto group = request.asynchronous ? context.group() : runtime.world();
   const Save save(request, std::move(begun), group);
   const auto write = [merged, save, group] {
     save.write([&] { return merged->write(save.writer(), *group); });
@@ -406,7 +417,7 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
   const Turns turns(runtime, model, request.medium);
   const Writers writers(runtime, turns, optimizer != nullptr);
   auto& context = CheckpointContext::of(runtime);
-  const auto group = request.asynchronous ? context.group(request.longest_write) : runtime.world();
+  const auto group = request.asynchronous ? context.group() : runtime.world();
   const Save save(request, std::move(begun), group);
   const bool writes = writers.mine < writers.count;
   const bool writes_now = request.medium == checkpoint::Medium::kMemory;
@@ -430,6 +441,14 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
 void begin_saving(Runtime& runtime, const std::string& call) {
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
                  " was called inside a step function; call it after the step");
+std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest& request,
+                                             const Model& model, Optimizer* optimizer) {
+  Begun begun = begin(runtime, request, optimizer != nullptr);
+  const at::NoGradGuard no_grad;
+  return request.merged ? save_merged(runtime, request, std::move(begun), model)
+                        : save_parts(runtime, request, std::move(begun), model, optimizer);
+}
+
   SMP_CHECK_WITH(UsageError, !has_delayed(runtime), call,
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
@@ -463,10 +482,13 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, request.call);
   if (optimizer != nullptr) check_nothing_adds_up(runtime, request.call);
-  Begun begun = begin(runtime, request, optimizer != nullptr);
-  const at::NoGradGuard no_grad;
-  return request.merged ? save_merged(runtime, request, std::move(begun), model)
-                        : save_parts(runtime, request, std::move(begun), model, optimizer);
+  try {
+    return start_saving(runtime, request, model, optimizer);
+  } catch (const CheckpointError& error) {  // on all ranks
+    if (!request.when_failed) throw;
+    request.when_failed(error);
+    return std::make_shared<BackgroundSave>();
+  }
 }
 
 void save_pretrained(const std::string& folder, const Model& model, const NameMap& names) {

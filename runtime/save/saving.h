@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -13,6 +12,7 @@
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "runtime/update/optimizer.h"
+#include "smp/error.h"
 #include "smp/name_map.h"
 
 namespace smp::runtime {
@@ -31,15 +31,15 @@ struct SaveRequest {
   /// Where it lies. To write into memory is to copy, so an asynchronous save into memory copies
   /// nothing before: what a rank has is written at once, and the rest in the background.
   checkpoint::Medium medium = checkpoint::Medium::kDisk;
-  /// How long ranks that have written wait for those that have more to write. That one has died is
-  /// noticed earlier.
-  std::chrono::milliseconds longest_write = std::chrono::hours(6);
   std::string user_content;    ///< text of JSON
   std::string arguments = "";  ///< others that all ranks must give alike
   /// Notes for the launcher that it is complete; called on those that have it.
   std::function<void()> note = nullptr;
   /// Called on world rank 0 after that, with the seconds since all ranks had begun.
   std::function<void(double)> when_saved = nullptr;
+  /// Called on all ranks with the error of files that cannot be written, if set, which is not thrown
+  /// then.
+  std::function<void(const CheckpointError&)> when_failed = nullptr;
   /// Who keeps it, if it is a copy; null: it lies where all ranks see it.
   std::shared_ptr<const CopyHolders> holders = nullptr;
 };

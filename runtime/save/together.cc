@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/failure.h"
+#include "runtime/save/attendance.h"
 
 namespace smp::runtime {
 namespace {
@@ -51,15 +52,28 @@ bool any(const std::vector<Outcome>& outcomes, char kind) {
                      [&](const Outcome& outcome) { return outcome[0] == kind; });
 }
 
-}  // namespace
-
-std::vector<std::string> together(comm::Communicator& group,
-                                  const std::function<std::string()>& action) {
-  std::vector<Outcome> outcomes = comm::all_gather_bytes(group, outcome_of(action));
+/// What the actions of all ranks have returned, if none has failed.
+std::vector<std::string> results_of_all(comm::Communicator& group, const Outcome& mine) {
+  std::vector<Outcome> outcomes = comm::all_gather_bytes(group, mine);
   if (any(outcomes, kMisused)) core::fail<UsageError>(describe(outcomes));
   if (any(outcomes, kFailed)) core::fail<CheckpointError>(describe(outcomes));
   for (Outcome& outcome : outcomes) outcome.erase(0, 1);
   return outcomes;
+}
+
+}  // namespace
+
+std::vector<std::string> together(comm::Communicator& group,
+                                  const std::function<std::string()>& action) {
+  return results_of_all(group, outcome_of(action));
+}
+
+std::vector<std::string> together_for_long(comm::Communicator& group,
+                                           const std::function<std::string()>& action) {
+  Attendance attendance(group);
+  const Outcome mine = outcome_of(action);
+  attendance.finish();
+  return results_of_all(group, mine);
 }
 
 void alone(comm::Communicator& group, const std::function<void()>& action) {

@@ -16,6 +16,12 @@ namespace smp::runtime {
 std::vector<std::string> together(comm::Communicator& group,
                                   const std::function<std::string()>& action);
 
+/// As `together`, for work that may take hours: a rank that is stopped meanwhile is noticed within
+/// the time-out of the group, which has all ranks of the world. `action` calls none of its
+/// collectives. Internal.
+std::vector<std::string> together_for_long(comm::Communicator& group,
+                                           const std::function<std::string()>& action);
+
 /// Calls `action`, which communicates. What fails in it fails on this rank alone, and others wait
 /// for it, so the group is aborted. Internal.
 void alone(comm::Communicator& group, const std::function<void()>& action);

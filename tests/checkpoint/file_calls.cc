@@ -55,10 +55,13 @@ Fault next() {
   for (;;) pause();
 }
 
+void stop() { syscall(SYS_kill, getpid(), SIGSTOP); }
+
 /// A call that takes no bytes: false if it must fail.
 bool may_go_on(bool takes_space) {
   const Fault now = next();
   if (now == Fault::kKill) die();
+  if (now == Fault::kStop) stop();
   if (now != Fault::kNoSpace || !takes_space) return true;
   errno = ENOSPC;
   return false;
@@ -160,6 +163,9 @@ ssize_t write(int descriptor, const void* data, size_t size) {
       case Fault::kKill:
         syscall(SYS_write, descriptor, data, size / 2);
         die();
+      case Fault::kStop:
+        stop();
+        break;
       case Fault::kNoSpace:
         errno = ENOSPC;
         return -1;

@@ -14,6 +14,7 @@ namespace smp::testing {
 enum class Fault {
   kNone,
   kKill,     ///< the process dies as by kill -9, a write when half of it is done
+  kStop,     ///< the process stops as by SIGSTOP, and goes on with the call when it is continued
   kNoSpace,  ///< from then on calls that take space fail with ENOSPC
   kFlipBit,  ///< from then on the disk stores another bit: in the next write
 };

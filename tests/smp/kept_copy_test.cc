@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
 #include "core/config_file.h"
 #include "core/restart.h"
 #include "runtime/save/copy_pace.h"
@@ -19,6 +20,7 @@
 namespace smp::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 class KeptCopy : public SavedRunTest {
@@ -86,6 +88,33 @@ TEST_F(KeptCopy, OfSomeCallsOneKeepsIt) {
     });
     EXPECT_EQ(kept_step(), (calls - 1) / 3 * 3 + 1) << calls;
   }
+}
+
+/// Training goes on, and the copy before stays.
+TEST_F(KeptCopy, WhatIsInTheWayOfIsAWarning) {
+  ::testing::internal::CaptureStderr();
+  run(2, 1, [&](SavedRun& run) {
+    run.train(0);
+    keep_copy(run.model, run.optimizer);
+    save(path("saved"), run.model, run.optimizer);  // waits for the copy
+    if (rank() == 0) {
+      const std::string folder = checkpoint::temporary_folder(kept_copy());
+      std::filesystem::create_directories(folder);
+      std::ofstream(folder + "/notes") << "of somebody else";
+    }
+    barrier();
+    for (int i = 1; i < 4; ++i) {
+      run.train(i);
+      keep_copy(run.model, run.optimizer);
+    }
+  });
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  const std::string warning = "[smp rank 0 pp 0/2] warning: smp::keep_copy: ";
+  EXPECT_THAT(text, AllOf(HasSubstr(warning), HasSubstr("notes"),
+                          HasSubstr(". Training goes on, and the copy before stays")));
+  EXPECT_EQ(text.find("warning: ", text.find(warning) + warning.size()), std::string::npos)
+      << "it is said once: " << text;
+  EXPECT_EQ(kept_step(), 1);
 }
 
 /// Which they are depends on time, but all ranks keep the same.

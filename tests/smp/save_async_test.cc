@@ -3,7 +3,12 @@
 
 #include <gmock/gmock.h>
 
+#include <chrono>
+#include <thread>
+
 #include "checkpoint/reader.h"
+#include "comm/threads/run_ranks.h"
+#include "runtime/save/together.h"
 #include "tests/smp/saved_run.h"
 
 namespace smp::testing {
@@ -87,6 +92,18 @@ TEST_F(SaveAsync, NextSaveWaitsAndLoadDoesToo) {
   });
   // The end of the ranks waits for the last.
   EXPECT_TRUE(checkpoint::Reader(path("b")).find_damage(checkpoint::Reader::Section::kAll).empty());
+}
+
+/// Who is at work is not taken for one that is stopped.
+TEST_F(SaveAsync, RanksMayWriteForLongerThanTheTimeOut) {
+  comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
+    world->set_timeout(std::chrono::seconds(2));
+    const auto results = runtime::together_for_long(*world, [&] {
+      if (world->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(3500));
+      return std::to_string(world->rank());
+    });
+    EXPECT_THAT(results, ::testing::ElementsAre("0", "1"));
+  });
 }
 
 /// What cannot even begin is an error of the call.
