@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks that make different calls of the library: whichever two meet, both ranks say which.
+
+#include <gmock/gmock.h>
+
+#include <array>
+#include <optional>
+
+#include "tests/smp/oracle.h"
+#include "tests/smp/recovery_in_memory.h"
+#include "tests/smp/saved_run.h"
+
+namespace smp::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// A rank of a job of two stages that has trained once.
+struct Rank {
+  DistributedModel<Mlp>& model;
+  DistributedOptimizer<torch::optim::AdamW>& optimizer;
+  const std::function<void()>& train;
+  std::string folder;
+};
+
+/// A call as errors name it. Of those of one table each first meets the other rank in the same
+/// group of ranks; others wait for each other in a circle, which a time-out shows.
+struct Meeting {
+  std::string name;
+  std::function<void(const Rank&)> call;
+  std::string collective =
+      "";  // as errors name that, if the call is a collective of the user's own
+};
+
+std::vector<Meeting> own_collectives(CommGroup kind) {
+  return {
+      {"smp::barrier", [kind](const Rank&) { barrier(Group(kind)); }, "barrier"},
+      {"smp::all_reduce", [kind](const Rank&) { return Group(kind).all_reduce(torch::ones({1})); },
+       "all_reduce (sum) of 1 x Float"},
+      {"smp::Group::all_gather",
+       [kind](const Rank&) { return Group(kind).all_gather(torch::ones({1})); },
+       "all_gather of 1 x Float"},
+  };
+}
+
+std::vector<Meeting> with_own_collectives(std::vector<Meeting> meetings, CommGroup kind) {
+  for (auto& own : own_collectives(kind)) meetings.push_back(std::move(own));
+  return meetings;
+}
+
+/// In the group of a model's parts.
+std::vector<Meeting> meetings_of_model() {
+  const auto object = [](const Rank&) { allgather(1, CommGroup::kMp); };
+  return with_own_collectives(
+      {
+          {"call 2 of step function \"train\"", [](const Rank& rank) { rank.train(); }},
+          {"smp::save",
+           [](const Rank& rank) { save(rank.folder + "a", rank.model, rank.optimizer); }},
+          {"smp::save_checkpoint",
+           [](const Rank& rank) {
+             save_checkpoint(rank.folder, "b", rank.model, rank.optimizer,
+                             SaveCheckpointOptions().asynchronous(true));
+           }},
+          {"smp::save_pretrained",
+           [](const Rank& rank) { save_pretrained(rank.folder + "c", rank.model); }},
+          {"smp::keep_copy", [](const Rank& rank) { keep_copy(rank.model, rank.optimizer); }},
+          {"smp::clip_grad_norm_", [](const Rank& rank) { clip_grad_norm_(rank.model, 1); }},
+          {"smp::allgather", object},
+      },
+      CommGroup::kMp);
+}
+
+/// In that of all ranks.
+std::vector<Meeting> meetings_of_world() {
+  const auto object = [](const Rank&) { allgather(1, CommGroup::kWorld); };
+  return with_own_collectives(
+      {
+          {"smp::load",
+           [](const Rank& rank) { load(rank.folder + "none", rank.model, rank.optimizer); }},
+          {"smp::resume_from_checkpoint",
+           [](const Rank& rank) {
+             resume_from_checkpoint(rank.folder, std::nullopt, rank.model, rank.optimizer);
+           }},
+          {"smp::load_pretrained",
+           [](const Rank& rank) { load_pretrained(rank.folder + "none", rank.model); }},
+          {"smp::memory_report", [](const Rank&) { memory_report(); }},
+          {"smp::allgather", object},
+      },
+      CommGroup::kWorld);
+}
+
+/// In that of a pipeline.
+std::vector<Meeting> meetings_of_pipeline() {
+  const auto mean = [](const Rank&) {
+    return StepOutput({torch::ones({})}).reduce_mean(Group(CommGroup::kPp));
+  };
+  return with_own_collectives(
+      {
+          {"model->state_dict", [](const Rank& rank) { rank.model->state_dict(); }},
+          {"model->cpu", [](const Rank& rank) { rank.model->cpu(); }},
+          {"optimizer.state_dict", [](const Rank& rank) { rank.optimizer.state_dict(); }},
+          {"StepOutput::reduce_mean", mean},
+      },
+      CommGroup::kPp);
+}
+
+class CallMismatch : public SavedRunTest {
+ protected:
+  /// What each of two ranks says that make these calls.
+  std::array<std::string, 2> errors_of(const Meeting& zero, const Meeting& one) const {
+    std::array<std::string, 2> texts;
+    const auto config =
+        Config().partitions(2).microbatches(2).timeout_seconds(60).recovery("restart");
+    const auto x = torch::ones({4, MlpImpl::kWidth});
+    try {
+      run_as_threads(2, config, [&] {
+        Mlp net(2);
+        DistributedModel<Mlp> model(net);
+        DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
+        auto step_function = step(
+            [&](torch::Tensor input) {
+              auto loss = model(input).sum();
+              model->backward(loss);
+              return loss;
+            },
+            StepOptions().name("train"));
+        const std::function<void()> train = [&] { step_function(x); };
+        train();
+        try {
+          (rank() == 0 ? zero : one).call({model, optimizer, train, path()});
+        } catch (const CommError& error) {
+          texts[static_cast<size_t>(rank())] = error.what();
+          throw;
+        }
+      });
+    } catch (const Error&) {  // that of one of them
+    }
+    return texts;
+  }
+
+  void expect_all_pairs_named(const std::vector<Meeting>& meetings) const {
+    const RecoveryInMemory memory;
+    for (size_t a = 0; a < meetings.size(); ++a) {
+      for (size_t b = a + 1; b < meetings.size(); ++b) {
+        const Meeting &zero = meetings[a], &one = meetings[b];
+        const bool both_own = !zero.collective.empty() && !one.collective.empty();
+        const std::string expected =
+            both_own ? c10::str("rank 0 called ", zero.collective, ", rank 1 called ",
+                                one.collective, ".")
+                     : c10::str("rank 0 is in ", zero.name, ", rank 1 is in ", one.name, ".");
+        for (const std::string& text : errors_of(zero, one)) EXPECT_THAT(text, HasSubstr(expected));
+      }
+    }
+  }
+};
+
+TEST_F(CallMismatch, OfAllPairsThatMeetInAModel) { expect_all_pairs_named(meetings_of_model()); }
+
+TEST_F(CallMismatch, OfAllPairsThatMeetInTheWorld) { expect_all_pairs_named(meetings_of_world()); }
+
+TEST_F(CallMismatch, OfAllPairsThatMeetInAPipeline) {
+  expect_all_pairs_named(meetings_of_pipeline());
+}
+
+}  // namespace
+}  // namespace smp::testing
