@@ -21,11 +21,12 @@ std::exception_ptr final_barrier(Communicator& world) {
   world.set_timeout(2 * world.timeout());
   try {
     barrier_at_end(world);
-  } catch (const TimeoutError& error) {
-    world.abort(error.what());
-    return std::current_exception();
-  } catch (const CommError&) {
-    // Aborted: nobody may wait for the others any more.
+  } catch (const CommError& error) {
+    core::record_failure(world.rank(), error);  // the launcher asks for whom each rank has waited
+    if (world.abort_text().empty()) {
+      world.abort(error.what());
+      return std::current_exception();
+    }
   }
   return nullptr;
 }

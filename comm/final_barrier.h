@@ -8,8 +8,8 @@
 namespace smp::comm {
 
 /// The barrier at the end of a job. Patient for twice the group's time-out, so that ranks that wait
-/// for one that has ended too early say so first. Returns the `TimeoutError`, of which all ranks
-/// have been told, or null: where all have come, or the job was aborted.
+/// for one that has ended too early say so first. Returns the `CommError` of this rank, of which
+/// all have been told, or null: where all have come, or the job was aborted before.
 std::exception_ptr final_barrier(Communicator& world);
 
 }  // namespace smp::comm

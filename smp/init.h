@@ -18,7 +18,8 @@ SMP_API void init(const Config& config = Config());
 
 /// Ends what `init` began; collective. Without it, that happens at the end of the program. A
 /// program that ends with a non-zero status without it ends the other ranks too. Throws
-/// `TimeoutError` when others have not come to their end within twice `timeout_seconds`.
+/// `TimeoutError` when others have not come to their end within twice `timeout_seconds`, and
+/// `CommError` when one makes another call.
 SMP_API void shutdown();
 
 /// True between `init` and `shutdown`.

@@ -63,18 +63,19 @@ int rank_by_environment() {
   return std::atoi(rank.value_or(core::env("PMIX_RANK").value_or("0")).c_str());
 }
 
-// Ends the process if MPI has not started in time: its calls have no time-out, and cannot be taken
-// back.
-class StartWatch {
+// Ends the process if MPI has not started, or ended, in time: its calls have no time-out, and
+// cannot be taken back.
+class MpiWatch {
  public:
-  explicit StartWatch(std::chrono::milliseconds timeout)
-      : thread_([this, timeout] { watch(timeout); }) {}
-  StartWatch(const StartWatch&) = delete;
-  StartWatch& operator=(const StartWatch&) = delete;
-  ~StartWatch() {
+  // Whose it is, and what it then says.
+  MpiWatch(std::chrono::milliseconds timeout, int rank, std::string message)
+      : rank_(rank), message_(std::move(message)), thread_([this, timeout] { watch(timeout); }) {}
+  MpiWatch(const MpiWatch&) = delete;
+  MpiWatch& operator=(const MpiWatch&) = delete;
+  ~MpiWatch() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      started_ = true;
+      is_over_ = true;
     }
     changed_.notify_one();
     thread_.join();
@@ -83,24 +84,21 @@ class StartWatch {
  private:
   void watch(std::chrono::milliseconds timeout) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (changed_.wait_for(lock, timeout, [this] { return started_; })) {
+    if (changed_.wait_for(lock, timeout, [this] { return is_over_; })) {
       return;
     }
-    const int rank = rank_by_environment();
-    const std::string message = c10::str(
-        "[smp rank ", rank, "] MPI has not started within ", timeout.count() / 1000.0,
-        " s: a rank of the job has not come to smp::init, or is stopped. See what the other ranks "
-        "do (ps), or raise \"timeout_seconds\".");
-    core::record_failure(rank, message);
-    if (!core::is_recorded(message)) {
-      std::cerr << message << std::endl;
+    core::record_failure(rank_, message_);
+    if (!core::is_recorded(message_)) {
+      std::cerr << message_ << std::endl;
     }
     std::_Exit(1);
   }
 
+  const int rank_;
+  const std::string message_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool started_ = false;
+  bool is_over_ = false;
   std::thread thread_;  // last, since it uses the others
 };
 
@@ -174,7 +172,12 @@ CommunicatorPtr make_mpi_world(std::chrono::milliseconds timeout) {
   if (job.world) {
     return job.world;
   }
-  const StartWatch watch(timeout);
+  const int rank = rank_by_environment();
+  const std::string message = c10::str(
+      "[smp rank ", rank, "] MPI has not started within ", timeout.count() / 1000.0,
+      " s: a rank of the job has not come to smp::init, or is stopped. See what the other ranks do "
+      "(ps), or raise \"timeout_seconds\".");
+  const MpiWatch watch(timeout, rank, message);
   job.initialized_here = initialize_mpi();
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -191,6 +194,7 @@ void finalize_mpi() {
     return;
   }
   job.finalized = true;
+  const auto timeout = job.world->timeout();
   const std::exception_ptr late = final_barrier(*job.world);
   job.transport->stop_thread();
   if (late) {
@@ -199,6 +203,12 @@ void finalize_mpi() {
   if (mpi_aborted()) {
     return;
   }
+  const std::string message = c10::str(
+      "[smp rank ", job.world->rank(), "] MPI has not ended within ", timeout.count() / 1000.0,
+      " s: all ranks have come to the end of the program, but one has stopped there, or has closed "
+      "file descriptors that are MPI's (closefrom, close_range). Close those that your program has "
+      "opened.");
+  const MpiWatch watch(timeout, job.world->rank(), message);
   job.transport->close();
   if (job.initialized_here) {
     check_mpi(MPI_Finalize(), "MPI_Finalize");

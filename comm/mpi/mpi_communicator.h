@@ -18,10 +18,11 @@ bool under_mpirun();
 /// not come within `timeout`, it says so and ends the process, since MPI's wait has no other end.
 CommunicatorPtr make_mpi_world(std::chrono::milliseconds timeout = std::chrono::seconds(300));
 
-/// Ends MPI. Collective: waits until all ranks have called it; throws the `TimeoutError` of which
+/// Ends MPI. Collective: waits until all ranks have called it; throws the `CommError` of which
 /// final_barrier tells. When the job
 /// was aborted, before or meanwhile, it returns at once and leaves MPI unfinalised (MPI_Finalize
-/// would hang); the process must then end with a non-zero status, see `mpi_aborted()`. Does nothing
+/// would hang); the process must then end with a non-zero status, see `mpi_aborted()`. Where MPI
+/// does not end within the world's time-out, it says so and ends the process. Does nothing
 /// when MPI was not initialised here or has been finalised. No communicator may be used after it.
 void finalize_mpi();
 

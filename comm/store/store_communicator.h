@@ -56,7 +56,7 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(std::chrono::milliseconds ti
 CommunicatorPtr make_torchrun_world(std::chrono::milliseconds timeout = std::chrono::seconds(300),
                                     int port = 0);
 
-/// Ends that world. Collective: waits until all ranks have called it; throws the `TimeoutError` of
+/// Ends that world. Collective: waits until all ranks have called it; throws the `CommError` of
 /// which final_barrier tells. Returns at once when the job was aborted. No communicator may be used
 /// after it.
 void finalize_torchrun_world();

@@ -105,9 +105,17 @@ void train(const std::string& how) {
       step(batch[0], batch[1]);
       kill(getpid(), SIGSTOP);
     }
+    if (how == "saves_alone" && !culprit && steps == 1) smp::save("saved_alone", model);
+    if (how == "ends_early" && culprit) std::exit(0);
+    for (int fd = 3; how == "closes_files" && culprit && steps == 1 && fd < 400; ++fd) close(fd);
     if (how == "libtorch" && culprit && steps == 1)
       torch::mm(torch::ones({2, 3}), torch::ones({2, 3}));
     step(batch[0], batch[1]);
+  }
+  if (how == "steps_at_end") {
+    const auto batch = smp::testing::TinyGptImpl::batch(4);
+    if (!culprit) step(batch[0], batch[1]);
+    return;  // the job ends after main()
   }
   smp::shutdown();
 }

@@ -108,6 +108,39 @@ TEST(Failure, OtherModelOnOneRank) {
   expect_failure("other_model", "the model differs between ranks: rank 0 has ");
 }
 
+/// `if (smp::rank() == 0) smp::save(...)`.
+TEST(Failure, OneRankThatSaves) {
+  expect_failure("saves_alone",
+                 "rank 0 is in smp::save, rank 1 is in call 2 of step function \"train\". All ranks "
+                 "must make the same calls in the same order");
+}
+
+TEST(Failure, RankThatEndsItsProgramEarly) {
+  expect_failure("ends_early",
+                 "rank 0 is in call 1 of step function \"train\", rank 1 is in smp::shutdown, as "
+                 "its program has ended. All ranks must make the same calls");
+}
+
+/// Rank 1 waits in a handler that runs after its thread's objects have been destroyed.
+TEST(Failure, OneRankThatStepsAtTheEnd) {
+  const Outcome outcome = run_command(
+      launch("steps_at_end",
+             R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 6, "stall_seconds": 1})",
+             "warning") +
+      " 2>&1");
+  EXPECT_NE(outcome.status, 0) << outcome.output;
+  EXPECT_THAT(outcome.output,
+              ::testing::ContainsRegex(
+                  "\\[smp rank [01] pp [01]/2\\] warning: rank [01] has waited for "
+                  "\"stall_seconds\""));
+  EXPECT_THAT(outcome.output,
+              ::testing::ContainsRegex(
+                  "smprun: first cause: rank 0: .* in call 5 of step function \"train\" was not "
+                  "complete within the timeout of 6 s; it waits for rank 1\\. The chain of waits: "
+                  "rank 0 waits for rank 1 in all_gather of train\\(\\), which waits for rank 0 in "
+                  "[^:]*smp::shutdown: a circle, as of calls that do not match"));
+}
+
 TEST(Failure, RankThatIsKilled) {
   const Outcome outcome = run("kill", kParameters);
   EXPECT_NE(outcome.status, 0);
@@ -206,6 +239,12 @@ TEST(Failure, RankThatIsStoppedAtTheEnd) {
             std::string::npos)
       << outcome.output;
   EXPECT_NE(outcome.status, 0);
+}
+
+/// As a daemon does, with MPI's among them, for which MPI_Finalize waits for ever.
+TEST(Failure, RankThatClosesAllDescriptors) {
+  expect_failure("closes_files", "MPI has not ended within 8 s: all ranks have come to the end",
+                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
 }
 
 /// Which c10 throws, with a backtrace of its own.
