@@ -28,6 +28,7 @@ namespace {
 
 /// What a rank compares with the others'.
 struct Digest {
+  uint64_t name;  // of the step function
   uint64_t graph;
   uint64_t constants;
   uint64_t overrides;
@@ -41,6 +42,8 @@ struct Digest {
     return digest;
   }
 };
+
+uint64_t hash_of(const std::string& text) { return XXH64(text.data(), text.size(), 0); }
 
 /// Hashes inputs where they lie.
 void hash_in_place(const std::vector<at::Tensor>& tensors, Digest& digest) {
@@ -158,8 +161,12 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
                                          const AgreeingRanks& who) {
   if (group.size() == 1) return {step.note};
   const std::string overrides = describe_overrides(step.constants, step.contents);
-  Digest mine = {step.fingerprints.graph, step.fingerprints.constants,
-                 XXH64(overrides.data(), overrides.size(), 0), 0, 0};
+  Digest mine = {hash_of(step.name),
+                 step.fingerprints.graph,
+                 step.fingerprints.constants,
+                 hash_of(overrides),
+                 0,
+                 0};
   hash_in_place(step.inputs, mine);
   std::vector<std::string> notes;
   std::vector<Digest> all = exchange(group, mine, step.note, notes);
@@ -175,8 +182,11 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
   const size_t other = first_other(digests);
   if (other == 0) return notes;
   const Digest &first = all[0], &second = all[other];
+  const bool same_function = first.name == second.name;
   std::string text;
-  if (first.graph != second.graph) {
+  if (!same_function) {
+    text = step.name;
+  } else if (first.graph != second.graph) {
     text = describe_graph(step.graph);
   } else {
     for (size_t m = 0; m < step.constants.size(); ++m) {
@@ -185,6 +195,10 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
   }
   const auto texts = comm::all_gather_bytes(group, text);
   const auto [a, b] = first_difference(texts[0], texts[other]);
+  SMP_CHECK_WITH(UsageError, same_function, who.name, " 0 calls step function \"", a, "\", ",
+                 who.name, " ", other, " of the same pipeline step function \"", b,
+                 "\". All ranks of a pipeline must call the same step functions in the same order; "
+                 "those without a name (StepOptions().name) are numbered as a rank makes them");
   const auto ranks = c10::str(who.name, " 0 and ", who.name, " ", other, " of one pipeline");
   SMP_CHECK_WITH(UsageError, first.graph == second.graph, "step function \"", step.name,
                  "\" calls other operators on ", ranks, ". The first difference: ", who.name,

@@ -96,6 +96,19 @@ TEST_F(AcrossRanks, OtherOperatorsInsideAModuleAreNamedWithIt) {
                     "must not depend on the rank"});
 }
 
+TEST_F(AcrossRanks, OtherStepFunctions) {
+  const auto text = error_of_run<UsageError>(2, stages(2), [&] {
+    DistributedModel<Mlp> model(Mlp(4));
+    auto train = make_training(model, StepOptions().name("train"));
+    auto other = make_training(model, StepOptions().name("other"));
+    train(x_, y_);
+    (rank() == 0 ? train : other)(x_, y_);
+  });
+  expect_has(text, {"pp rank 0 calls step function \"train\", pp rank 1 of the same pipeline step "
+                    "function \"other\"",
+                    "(StepOptions().name) are numbered as a rank makes them"});
+}
+
 TEST_F(AcrossRanks, OtherBatches) {
   for (int when : {0, 1}) {
     SCOPED_TRACE("in step " + std::to_string(when));
