@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/heap.h"
 
+#include <dlfcn.h>
 #include <malloc.h>
 
 #include <atomic>
@@ -32,6 +33,13 @@ void return_freed_memory() {
     malloc_trim(0);
   } while (!asked.compare_exchange_strong(answered, 0));
 #endif
+}
+
+void return_scratch_memory() {
+  // Under the name that a library has which MKL is linked into, as libtorch is.
+  static auto* const free_buffers =
+      reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "mkl_serv_thread_free_buffers"));
+  if (free_buffers != nullptr) free_buffers();
 }
 
 }  // namespace smp::core

@@ -15,4 +15,11 @@ void keep_freed_memory();
 /// when it has ended. Does nothing if the C library is not glibc.
 void return_freed_memory();
 
+/// Gives back the scratch memory that MKL keeps of the calling thread's matrix products.
+///
+/// It keeps some for each size of product that the thread has had (`mkl_thread_free_buffers` in its
+/// manual), 20 MiB after thirty sizes of batches, and does not need it again for others. Does
+/// nothing where libtorch is built without MKL.
+void return_scratch_memory();
+
 }  // namespace smp::core

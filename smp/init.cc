@@ -210,6 +210,8 @@ bool is_initialized() { return Runtime::exists(); }
 bool is_tracing() { return Runtime::exists() && Runtime::get().current_step.is_captured; }
 
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
+  // Blocks of libtorch's own leave more of a heap unused the more sizes of batches there are.
+  if (config.keep_freed_memory()) core::take_tensor_memory_from_malloc();
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
     const runtime::ThreadRuntime here(std::make_shared<Runtime>(config, world, hosts));

@@ -74,6 +74,70 @@ inline bool is_in_shared_memory(const torch::Tensor& tensor) {
   return found;
 }
 
+constexpr int64_t kWide = 1024, kMiB = 1 << 20;
+
+/// 16 MiB of weights.
+struct HeavyImpl : torch::nn::Module {
+  HeavyImpl() {
+    for (int i = 0; i < 4; ++i) {
+      layers.push_back(
+          register_module("layer" + std::to_string(i),
+                          torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false))));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& layer : layers) x = layer(x);
+    return x.square().mean();
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Heavy);
+
+/// What of this process lies in memory, but for files.
+inline int64_t resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("RssAnon:", 0) == 0) return std::stoll(line.substr(8)) << 10;
+  }
+  return 0;
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kHasHeapOfItsOwn = true;  // which keeps what is freed
+#elif defined(__has_feature)
+constexpr bool kHasHeapOfItsOwn =
+    __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
+#else
+constexpr bool kHasHeapOfItsOwn = false;
+#endif
+
+/// That 30 and 100 sizes of batches take no more than 20 MiB of this process, beside the first, for
+/// each of its ranks.
+inline void expect_little_growth(int ranks_in_process) {
+  DistributedModel<Heavy> model{Heavy()};
+  auto train = step([&](torch::Tensor x) {
+    const auto loss = model(x);
+    model->backward(loss);
+    return loss;
+  });
+  const auto train_on_size = [&](int size) {
+    model->zero_grad();
+    train(torch::ones({2 * size, kWide}));
+  };
+  for (int i = 0; i < 3; ++i) train_on_size(1);
+  barrier();
+  const int64_t before = resident_bytes();
+  for (int size = 2; size <= 100; ++size) {
+    train_on_size(size);
+    if (size != 30 && size != 100) continue;
+    barrier();
+    const int64_t grown = resident_bytes() - before;
+    EXPECT_LT(grown, kHasHeapOfItsOwn ? INT64_MAX : 20 * kMiB * ranks_in_process)
+        << size << " sizes";
+    barrier();
+  }
+}
+
 /// Layers one after the other. The last one's input is a result too, as a view: where it came from
 /// another rank, it lies where it was received.
 struct RelayImpl : torch::nn::Module {

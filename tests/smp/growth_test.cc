@@ -9,25 +9,6 @@
 namespace smp::testing {
 namespace {
 
-constexpr int64_t kWide = 1024, kMiB = 1 << 20;
-
-/// 16 MiB of weights.
-struct HeavyImpl : torch::nn::Module {
-  HeavyImpl() {
-    for (int i = 0; i < 4; ++i) {
-      layers.push_back(
-          register_module("layer" + std::to_string(i),
-                          torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false))));
-    }
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    for (auto& layer : layers) x = layer(x);
-    return x.square().mean();
-  }
-  std::vector<torch::nn::Linear> layers;
-};
-TORCH_MODULE(Heavy);
-
 /// How much more memory this rank has after steps on `sizes` batches of other sizes.
 int64_t growth_over(int sizes) {
   DistributedModel<Heavy> model{Heavy()};
@@ -53,6 +34,11 @@ TEST(Growth, AnotherBatchSizeNeedsNoMemoryForGradients) {
       EXPECT_LT(growth_over(30), 20 * kMiB) << ranks << " replicas, rank " << rank();
     });
   }
+}
+
+TEST(Growth, AnotherBatchSizeLeavesTheHeapAsItIs) {
+  torch::set_num_threads(1);
+  run_as_threads(2, Config().ddp(true).microbatches(2), [] { expect_little_growth(2); });
 }
 
 TEST(Growth, AnotherBatchShapeTakesNothingOfTheProcess) {
