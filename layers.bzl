@@ -22,7 +22,7 @@ LAYERS = {
     "checkpoint": ["core"],
     "partitioner": ["core", "graph"],
     "pipeline": ["comm", "core", "graph", "partitioner"],
-    "dp": ["comm", "core", "graph/storage.h"],
+    "dp": ["comm", "core", "graph/absent.h", "graph/storage.h"],
     "nn": ["comm", "core", "graph"],
     "runtime": [
         "checkpoint",

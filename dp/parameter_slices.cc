@@ -3,14 +3,31 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "core/check.h"
+#include "graph/absent.h"
 
 namespace smp::dp {
+namespace {
+
+graph::AbsencePtr absence_of(const std::string& name) {
+  graph::Absence absence;
+  absence.what = ".grad of parameter \"" + name + "\", which is in pieces on the replicas";
+  absence.remedy =
+      "With \"shard_optimizer_state\" or \"sharded_data_parallel_degree\" read and change the "
+      "pieces "
+      "of this rank: .grad of model->virtual_named_parameters(). Norms over all gradients are "
+      "smp::grad_norm(model) and smp::clip_grad_norm_(model, max_norm), and optimizer.zero_grad() "
+      "drops gradients";
+  absence.ignores_writes = false;
+  return std::make_shared<graph::Absence>(std::move(absence));
+}
+
+}  // namespace
 
 ParameterSlices::ParameterSlices(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                  comm::CommunicatorPtr group, int64_t bucket_bytes)
@@ -82,7 +99,8 @@ at::Tensor ParameterSlices::elements(const at::Tensor& tensor, size_t index,
     return data.reshape({-1}).slice(0, piece.begin, piece.end);
   }
   if (data.strides() != parameter.strides()) {
-    data = at::empty_like(parameter, data.options(), at::MemoryFormat::Preserve).copy_(data);
+    // Not `empty_like`: the parameter may be absent.
+    data = at::empty_strided(parameter.sizes(), parameter.strides(), data.options()).copy_(data);
   }
   return data.as_strided({piece.numel()}, {1}, data.storage_offset() + piece.begin);
 }
@@ -144,9 +162,8 @@ void ParameterSlices::all_gather(const std::vector<bool>& updated) {
 void ParameterSlices::add_gradient(size_t index, const at::Tensor& gradient) {
   const at::Tensor& parameter = parameters_[index];
   if (!has_gradient(index)) {
-    const at::Tensor marker = at::empty_like(parameter, at::TensorOptions(at::kMeta));
-    markers_[index] = {marker, static_cast<uint32_t>(marker._version())};
-    parameter.mutable_grad() = marker;
+    markers_[index] = graph::make_absent_like(parameter, absence_of(names_[index]));
+    parameter.mutable_grad() = markers_[index];
   }
   const Piece& piece = pieces_[index];
   if (piece.numel() == 0) return;
@@ -161,14 +178,11 @@ void ParameterSlices::add_gradient(size_t index, const at::Tensor& gradient) {
 
 bool ParameterSlices::has_gradient(size_t index) {
   const at::Tensor& given = parameters_[index].grad();
-  const Marker& marker = markers_[index];
   if (!given.defined()) {
     if (pieces_[index].numel() > 0) pieces_[index].tensor.mutable_grad().reset();
     return false;
   }
-  SMP_CHECK_WITH(UsageError,
-                 given.is_same(marker.tensor) &&
-                     static_cast<uint32_t>(given._version()) == marker.version,
+  SMP_CHECK_WITH(UsageError, given.is_same(markers_[index]),
                  "the program has changed .grad of parameter \"", names_[index],
                  "\", which holds no numbers: each replica has a piece of the gradient (see "
                  "docs/sharding.md). Change .grad of model->virtual_named_parameters() instead, "

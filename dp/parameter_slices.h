@@ -24,8 +24,8 @@ namespace smp::dp {
 ///
 /// A piece is a one-dimensional tensor that shares the parameter's memory, what SMP calls a virtual
 /// parameter. The reduced gradient is the piece's `.grad`. `.grad` of the parameter itself says
-/// whether there is one, and has no numbers: it is on the device "meta", so that code that would
-/// read them fails instead of using what is not there. To make it undefined drops the gradient.
+/// whether there is one, and has no numbers: it is absent (graph/absent.h), so that code that would
+/// read or write them is refused. To make it undefined drops the gradient.
 ///
 /// Belongs to one thread. All ranks of the group must have the same parameters in the same order;
 /// those of a rank are on one device. Parameters keep their identity; their memory may change.
@@ -100,19 +100,13 @@ class ParameterSlices {
   static int64_t part_length(const at::Tensor& parameter, int replicas);
 
  private:
-  /// `.grad` of a parameter that has one.
-  struct Marker {
-    at::Tensor tensor;
-    uint32_t version = 0;
-  };
-
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
   comm::CommunicatorPtr group_;
   BucketLayout layout_;
   ska::flat_hash_map<const c10::TensorImpl*, size_t> index_of_;
   std::vector<Piece> pieces_;
-  std::vector<Marker> markers_;
+  std::vector<at::Tensor> markers_;  // `.grad` of parameters that have a gradient
 };
 
 }  // namespace smp::dp

@@ -47,19 +47,18 @@ std::string name_of(const Mark& mark) {
   return (mark.computed ? "what was computed from " : "") + mark.absence->what;
 }
 
-std::string data_error(const std::string& name, const std::string& remedy) {
-  const std::string message =
-      c10::str("[smp] the data of ", name,
-               ", was read or written, and this rank does not have it. ", remedy);
-  return message;
+/// Takes the memory of a storage away. Reading its data by pointer throws what the mark says.
+void take_data_of(c10::StorageImpl& storage, const Mark& mark) {
+  take_data(
+      storage, c10::DataPtr(nullptr, storage.device()),
+      c10::str("[smp] the data of ", name_of(mark),
+               ", which this rank does not have, was read or written. ", mark.absence->remedy));
 }
 
-/// A storage of no bytes whose access throws.
 c10::Storage storage_for(const Mark& mark, at::Device device) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  take_data(*storage.unsafeGetStorageImpl(), c10::DataPtr(nullptr, device),
-            data_error(name_of(mark), mark.absence->remedy));
+  take_data_of(*storage.unsafeGetStorageImpl(), mark);
   return storage;
 }
 
@@ -308,6 +307,11 @@ void become_absent(const at::Tensor& tensor, AbsencePtr absence) {
   set_mark(tensor, c10::make_intrusive<Mark>(std::move(absence), false));
 }
 
+void release_as_absent(const at::Tensor& tensor, AbsencePtr absence) {
+  become_absent(tensor, std::move(absence));
+  take_data_of(*tensor.storage().unsafeGetStorageImpl(), content_of(mark_of(tensor)));
+}
+
 void become_present(const at::Tensor& tensor) {
   if (!is_absent(tensor)) return;
   set_seen(tensor, false);
@@ -315,9 +319,5 @@ void become_present(const at::Tensor& tensor) {
 }
 
 bool is_absent(const at::Tensor& tensor) { return is_seen(tensor); }
-
-std::string access_error(const Absence& absence) {
-  return data_error(absence.what, absence.remedy);
-}
 
 }  // namespace smp::graph

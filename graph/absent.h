@@ -34,13 +34,12 @@ at::Tensor make_absent_like(const at::Tensor& like, AbsencePtr absence,
 
 /// From now on operators find a tensor absent, whatever its storage has.
 void become_absent(const at::Tensor& tensor, AbsencePtr absence);
+/// The same, and frees the memory of its storage. Code that reads the data by pointer throws.
+void release_as_absent(const at::Tensor& tensor, AbsencePtr absence);
 /// Ends that; does nothing to a tensor that is not absent.
 void become_present(const at::Tensor& tensor);
 
 /// False for an undefined tensor.
 bool is_absent(const at::Tensor& tensor);
-
-/// What reading the data of a storage that is absent throws.
-std::string access_error(const Absence& absence);
 
 }  // namespace smp::graph

@@ -19,6 +19,7 @@
 
 #include "core/check.h"
 #include "core/node.h"
+#include "graph/below_autograd.h"
 #include "graph/layout.h"
 #include "graph/random.h"
 #include "graph/saved_tensors.h"
@@ -299,6 +300,7 @@ Tensors call_leaf(const LeafCallPtr& call, const Tensors& inputs) {
 
 Tensors run_leaf_on_zeros(const LeafCallPtr& call,
                           const std::vector<std::optional<TensorMeta>>& inputs) {
+  const UnseenScope absent_state(call->state), absent_written(call->written);
   const ZeroDataScope state(call->state);
   const ContentScope written(call->written);
   const ContentScope read({call->state.begin() + call->parameters, call->state.end()});

@@ -2,6 +2,7 @@
 #include "optim/state_dict.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/Type.h>
 #include <torch/optim/lbfgs.h>
 
@@ -206,7 +207,12 @@ class Restore {
       return tensor.to(param.device());
     }
     const auto options = at::TensorOptions(param.device()).dtype(tensor.scalar_type());
-    return at::empty_like(param, options, at::MemoryFormat::Preserve).copy_(tensor);
+    // `empty_like` makes an absent tensor where the parameter is absent (graph/absent.h).
+    const at::Tensor placed =
+        param.is_non_overlapping_and_dense()
+            ? at::empty_strided(param.sizes(), param.strides(), options)
+            : at::empty_like(param, options, at::MemoryFormat::Preserve);
+    return placed.copy_(tensor);
   }
 
   Optimizer& optimizer_;

@@ -15,6 +15,7 @@
 #include "dp/gradient_buckets.h"
 #include "dp/local_gradients.h"
 #include "dp/parameter_slices.h"
+#include "graph/absent.h"
 #include "graph/tracer.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
@@ -374,6 +375,7 @@ void Model::gather_from_owners() {
     for (const at::Tensor& tensor : tensors) {
       const int root = *runtime_->table().at(tensor).owner;
       allocate_data(tensor);
+      graph::become_present(tensor);
       const at::Tensor copy = tensor.detach().cpu().contiguous();
       pipeline->broadcast(copy, root);
       if (!copy.is_alias_of(tensor)) tensor.detach().copy_(copy);

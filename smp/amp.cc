@@ -10,6 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
+#include "core/status.h"
+#include "graph/absent.h"
 #include "optim/grad_norm.h"
 #include "runtime/runtime.h"
 #include "runtime/step/step_value.h"
@@ -88,7 +90,8 @@ GradScaler::Handle GradScaler::handle_of_plain(const torch::optim::Optimizer& op
   return {&optimizer, [&] {
             std::vector<at::Tensor> gradients;
             for (const at::Tensor& parameter : optim::parameters_of(optimizer)) {
-              if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+              const at::Tensor& gradient = parameter.grad();
+              if (gradient.defined() && !graph::is_absent(gradient)) gradients.push_back(gradient);
             }
             return gradients;
           }};

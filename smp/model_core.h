@@ -50,8 +50,10 @@ class SMP_API ModelCore {
   void backward(const std::vector<at::Tensor>& tensors,
                 const std::vector<at::Tensor>& gradients = {}) const;
 
-  /// All parameters, each once: what to build an optimizer from, before or after partitioning.
-  /// Those of other ranks stay without gradient, so optimizers pass over them.
+  /// All parameters, each once: what to build an optimizer from, before or after partitioning. The
+  /// numbers of those that other ranks of the pipeline own, and of their gradients, are absent:
+  /// what the program writes into them, an optimizer's updates too, is left to their owner, and
+  /// what needs their numbers throws `UsageError` (docs/recipes.md).
   std::vector<at::Tensor> parameters() const;
   std::vector<at::Tensor> buffers() const;
   /// All parameters under every name they are registered with, as the plain module lists them.
@@ -108,11 +110,11 @@ class SMP_API ModelCore {
   /// `UsageError` after, as documented for SMP.
   void to(at::Device device) const;
   /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
-  /// can be used as a plain module. Collective over the pipeline, as documented for SMP, over
-  /// its tensor-parallel groups, and with sharded data parallelism over the world. Training goes on
-  /// with the owners' values. What is divided among tensor-parallel or sharded ranks goes again at
-  /// the next step; of tensor-parallel groups at any call of this class, an optimizer or a
-  /// checkpoint. Until then modules of `smp::nn` communicate with nobody.
+  /// can be used as a plain module until the next step that trains. Collective over the pipeline,
+  /// as documented for SMP, over its tensor-parallel groups, and with sharded data parallelism over
+  /// the world. Training goes on with the owners' values. What is divided among tensor-parallel or
+  /// sharded ranks goes again at the next step; of tensor-parallel groups at any call of this
+  /// class, an optimizer or a checkpoint. Until then modules of `smp::nn` communicate with nobody.
   void cpu() const;
 
   /// Whether each rank of a tensor-parallel group has its own part of a parameter. Known for

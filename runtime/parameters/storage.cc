@@ -13,13 +13,6 @@ bool has_data(const at::Tensor& tensor) {
   return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
 }
 
-void release_data(const at::Tensor& tensor) {
-  graph::take_data(*tensor.storage().unsafeGetStorageImpl(), c10::DataPtr(nullptr, tensor.device()),
-                   "[smp] the data of a parameter that another rank owns was read or written. Use "
-                   "model->local_parameters() for those of this rank, model->state_dict() for "
-                   "copies of all, or gather the model with model->cpu()");
-}
-
 void hide_data(c10::StorageImpl& storage) {
   graph::take_data(storage, c10::DataPtr(nullptr, storage.device()),
                    "[smp] the data of a parameter was read or written in a step function, "

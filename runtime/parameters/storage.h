@@ -5,14 +5,9 @@
 
 namespace smp::runtime {
 
-/// False for a parameter or buffer whose storage was released with `release_data`, or that was made
-/// under delayed parameter initialization and has no data yet.
+/// False for a parameter that another rank has, and for a parameter or buffer that was made under
+/// delayed parameter initialization and has no data yet.
 bool has_data(const at::Tensor& tensor);
-
-/// Frees the storage of a parameter that another rank owns. Identity, sizes and strides stay, so
-/// the module's members, the optimizer and code such as `weight.size(0)` go on working. Code that
-/// reads or writes its data throws.
-void release_data(const at::Tensor& tensor);
 
 /// Takes the data of a storage away for as long as step functions are shown tensors on it, which
 /// shall not read any.
@@ -22,7 +17,7 @@ void hide_data(c10::StorageImpl& storage);
 /// pass left to add to its gradient knows the old ones.
 void forget_grad_accumulator(const at::Tensor& tensor);
 
-/// Gives a tensor that was released storage again; the content is undefined.
+/// Gives a tensor without data storage again; the content is undefined.
 void allocate_data(const at::Tensor& tensor);
 
 }  // namespace smp::runtime

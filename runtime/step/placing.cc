@@ -19,6 +19,7 @@
 #include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
+#include "runtime/parameters/foreign.h"
 #include "runtime/parameters/placement.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
@@ -100,13 +101,28 @@ bool keeps(const Runtime& runtime, const ParameterTable::Entry& entry) {
   return !entry.is_parameter() || runtime.owns(entry) || entry.shares_storage_in(runtime.table());
 }
 
-/// Frees what belongs to other ranks.
+/// Frees what belongs to other ranks, and makes it absent for the program.
 void release_others(Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
-    if (keeps(runtime, entry)) continue;
-    release_data(entry.tensor);
-    runtime.table().set_waiting(entry.name, {});
+    const bool kept = keeps(runtime, entry);
+    if (is_foreign(runtime, entry)) {
+      release_gradient(runtime, entry);
+      const auto absence = absence_of(entry);
+      kept ? graph::become_absent(entry.tensor, absence)
+           : graph::release_as_absent(entry.tensor, absence);
+    }
+    if (!kept) runtime.table().set_waiting(entry.name, {});
   }
+}
+
+/// The only default that makes results other than those of the plain program.
+void tell_clipping(const Runtime& runtime) {
+  if (runtime.rank() > 0) return;
+  core::log_info(c10::str(
+      "sharded data parallelism: optimizer.step() clips gradients to a norm of ",
+      runtime.config().sdp_gradient_clipping(),
+      " over all of them (\"sdp_gradient_clipping\"); a value that no norm reaches, such as 1e9, "
+      "leaves them as they are"));
 }
 
 /// Leaves this rank what it is to hold of each parameter, one after the other: what it keeps is
@@ -120,7 +136,9 @@ class Holding {
     const auto hold = [this](const ParameterTable::Entry& entry) { hold_part(entry); };
     try {
       if (runtime_.config().sharded_data_parallel_degree() > 1) {
+        tell_clipping(runtime_);
         runtime_.first_step.sharding = std::make_shared<Sharding>(runtime_, hold);
+        forget_copies(runtime_);
       } else {
         for (const auto& entry : runtime_.table().entries()) hold(entry);
       }

@@ -11,8 +11,10 @@
 #include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
 #include "pipeline/message.h"
+#include "graph/below_autograd.h"
 #include "runtime/model.h"
 #include "runtime/parameters/sharding.h"
+#include "runtime/parameters/foreign.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/replica_pace.h"
@@ -47,7 +49,9 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
       plan_(std::move(planned.plan)),
       microbatches_(microbatches),
       coalesced_(coalesced),
-      pipeline_(runtime_->group(CommGroup::kPp)) {
+      pipeline_(runtime_->group(CommGroup::kPp)),
+      foreign_gradients_(*runtime_, *graph_) {
+  core::return_scratch_memory();  // of the sizes that other programs compute with
   position_.resize(plan_.order.size());
   for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
   const Config& config = runtime_->config();
@@ -57,12 +61,12 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
       step_model(*runtime_, static_cast<int>(microbatches_)).largest_region(planned.largest_region),
       settled);
   find_copies();
-  for (const Copy& copy : copies_) {
-    if (copy.to == pipeline_->rank()) {
-      allocate_data(runtime_->table().at(graph_->values[copy.value].name).tensor);
-    }
+  if (runtime_->sharding()) {
+    const auto& divided = runtime_->sharding()->parameters()->parameters();
+    absent_.insert(absent_.end(), divided.begin(), divided.end());
   }
   runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
+  const graph::UnseenScope present(absent_);
                                              std::move(step));
   make_records(*planned.captured);
 }
@@ -86,7 +90,11 @@ void Program::find_copies() {
     const bool known = std::any_of(copies_.begin(), copies_.end(), [&](const Copy& other) {
       return other.value == copy.value && other.to == copy.to;
     });
-    if (copy.from != copy.to && !known) copies_.push_back(copy);
+    if (copy.from == copy.to || known) continue;
+    copies_.push_back(copy);
+    if (copy.to != pipeline_->rank()) continue;
+    absent_.push_back(runtime_->table().at(graph_->values[copy.value].name).tensor);
+    allocate_data(absent_.back());
   }
 }
 
@@ -284,6 +292,7 @@ void Program::finish_training(const std::string& name, bool bad) {
   });
   if (together_.is_complete) check_same_pace(paces, name);
   if (!bad) return;
+  if (runtime_->current_step.adding_up == nullptr) foreign_gradients_.publish();
   std::vector<bool> bad_ones;
   for (const ReplicaPace& pace : paces) bad_ones.push_back(pace.has_bad_loss != 0);
   losses_.report(*runtime_, name, bad_ones);
@@ -380,6 +389,8 @@ Program::Outputs Program::run(Inputs inputs) {
   if (runtime_->sharding()) runtime_->sharding()->parameters()->take_back();
   count_as_planned(inputs);
   complete_overrides(inputs);
+  if (graph_->trains() || runtime_->sharding()) forget_copies(*runtime_);
+  const graph::UnseenScope present(absent_);
   if (graph_->trains()) begin_training(inputs.name);
   refresh_replicas();
   pipeline::Executor::Step step;

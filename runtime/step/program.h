@@ -15,6 +15,7 @@
 #include "graph/graph.h"
 #include "partitioner/plan.h"
 #include "pipeline/timeline.h"
+#include "runtime/parameters/foreign.h"
 #include "runtime/runtime.h"
 #include "runtime/step/hash_recording.h"
 #include "runtime/step/loss_watch.h"
@@ -116,8 +117,10 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t microbatches_;
   int64_t coalesced_;
   comm::CommunicatorPtr pipeline_;
+  ForeignGradients foreign_gradients_;
   std::unique_ptr<ScheduleRunner> runner_;
   std::vector<Copy> copies_;                   // the same on every rank
+  std::vector<at::Tensor> absent_;             // what this rank reads and the program must not
   std::unique_ptr<HashRecording> recording_;   // null: off
   std::unique_ptr<ReplayCheck> replay_check_;  // null: off
   StepRecords records_;                        // of the step that runs

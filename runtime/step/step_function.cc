@@ -141,7 +141,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   StepResults results = last_program_->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
   results = own_outputs(std::move(results));
-  runtime_->update_watch->after_step(name_, traced.found->trains());
+  runtime_->update_watch->after_step(name_, *traced.found);
   if (traced.found->trains()) {
     ++runtime_->progress.training_steps;
     note_training_step(*runtime_);

@@ -84,6 +84,7 @@ at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClos
   runtime_->update_watch->before_update();
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
+  const UpdateWatch::Updating updating(*runtime_->update_watch);
   const WholeNorms norms(optimizer_, pieces_);
   at::Tensor loss = pieces_.step(update, closure);
   runtime_->update_watch->after_update();
@@ -105,6 +106,9 @@ void Optimizer::check_trained() {
   SMP_CHECK_WITH(UsageError, !idle || watch.trainings() > 0 || !has_none,
                  "optimizer.step() was called, and no step function has trained so far: \"",
                  watch.last_evaluation(),
+  SMP_CHECK_WITH(UsageError, !has_none || watch.trainings() + watch.evaluations() > 0,
+                 "optimizer.step() was called before any step function, so there are no gradients. "
+                 "First call a step function that calls model->backward(loss)");
                  "\" calls no model->backward, so it was an evaluation and made no gradients. Call "
                  "model->backward(loss) in it");
   if (idle && (dropped_ || has_none) && !std::exchange(warned_, true)) {

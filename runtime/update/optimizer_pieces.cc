@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "checkpoint/apply.h"
+#include "graph/absent.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
 #include "runtime/parameters/sharding.h"
@@ -256,7 +257,8 @@ std::vector<at::Tensor> OptimizerPieces::gradients() {
   std::vector<at::Tensor> result;
   for_each([&](const at::Tensor& parameter) {
     const at::Tensor target = target_of(parameter);
-    if (target.defined() && target.grad().defined()) result.push_back(target.grad());
+    if (!target.defined() || !target.grad().defined()) return;
+    if (!graph::is_absent(target.grad())) result.push_back(target.grad());
   });
   return result;
 }

@@ -5,10 +5,15 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <set>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "graph/absent.h"
+#include "graph/visit.h"
 #include "optim/grad_norm.h"
+#include "runtime/model.h"
+#include "runtime/parameters/foreign.h"
 #include "runtime/runtime.h"
 #include "runtime/update/precision.h"
 
@@ -23,6 +28,27 @@ bool same(double a, double b, double tolerance) {
   return std::abs(a - b) <= tolerance * std::max(std::abs(a), std::abs(b));
 }
 
+std::set<std::string> parameters_read_by(const graph::Graph& graph) {
+  std::set<std::string> names;
+  for (const graph::Operator& op : graph.operators) {
+    graph::for_each_argument(op, [&](graph::ValueId id) {
+      const graph::Value& value = graph.values[id];
+      if (value.kind == graph::ValueKind::kParameter) names.insert(value.name);
+    });
+  }
+  return names;
+}
+
+/// The first few names, and how many more there are.
+std::string listed(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i)
+    text += (i > 0 ? ", " : "") + names[i];
+  if (names.size() > kShown) text += c10::str(" and ", names.size() - kShown, " more parameters");
+  return (names.size() == 1 ? "parameter " : "parameters ") + text;
+}
+
 }  // namespace
 
 bool UpdateWatch::Scaling::differs(const Scaling& other) const {
@@ -33,16 +59,19 @@ bool UpdateWatch::Scaling::differs(const Scaling& other) const {
 /// Ranks that have other gradients of the same model.
 bool UpdateWatch::has_others() const { return runtime_.group(CommGroup::kMp)->size() > 1; }
 
-std::vector<at::Tensor> UpdateWatch::with_gradients() const {
+/// The parameters whose gradients this rank has whole.
+std::vector<at::Tensor> UpdateWatch::own_gradients() const {
   std::vector<at::Tensor> result;
   for (const auto& entry : runtime_.table().entries()) {
-    if (entry.is_parameter() && entry.tensor.grad().defined()) result.push_back(entry.tensor);
+    const at::Tensor& gradient = entry.tensor.grad();
+    const bool is_whole = gradient.defined() && !graph::is_absent(gradient);
+    if (is_whole && runtime_.owns(entry)) result.push_back(entry.tensor);
   }
   return result;
 }
 
 void UpdateWatch::look() {
-  if (has_others()) probes_.look(with_gradients());
+  if (has_others()) probes_.look(own_gradients());
 }
 
 /// Takes note of what was done to the gradients since `look`.
@@ -54,7 +83,7 @@ void UpdateWatch::settle() {
   scaling_.tolerance = probes_.tolerance();
   if (*factor == 1) return;
   std::vector<at::Tensor> norms;
-  for (const at::Tensor& parameter : with_gradients()) {
+  for (const at::Tensor& parameter : own_gradients()) {
     norms.push_back(optim::gradient_norm(parameter.grad(), 2).to(at::kDouble));
   }
   scaling_.norm = optim::norm_of_norms(norms, 2).item<double>();
@@ -111,13 +140,35 @@ void UpdateWatch::compare_now() {
   compare(comm::all_gather_bytes(*group, before_step()), "mp rank");
 }
 
-void UpdateWatch::after_step(const std::string& step_name, bool trained) {
-  if (trained) {
-    ++trainings_;
+void UpdateWatch::after_step(const std::string& step_name, const graph::Graph& graph) {
+  if (graph.trains()) {
+    if (++trainings_ == 1) warn_of_unread(step_name, graph);
     look();
   } else {
     ++evaluations_;
     last_evaluation_ = step_name;
+  }
+}
+
+/// Most likely a weight that was tied by assigning a member, which leaves the old one registered.
+void UpdateWatch::warn_of_unread(const std::string& step_name, const graph::Graph& graph) const {
+  if (runtime_.rank() > 0) return;
+  const std::set<std::string> read = parameters_read_by(graph);
+  for (const auto& model : runtime_.models()) {
+    std::vector<std::string> unread;
+    const auto parameters = model->parameters();
+    for (const at::Tensor& parameter : parameters) {
+      const std::string& name = runtime_.table().at(parameter).name;
+      if (read.count(name) == 0) unread.push_back("\"" + name + "\"");
+    }
+    // Of a model that takes no part another step function trains.
+    if (unread.empty() || unread.size() == parameters.size()) continue;
+    core::log_warning(c10::str(
+        "no operator of step function \"", step_name, "\" reads ", listed(unread),
+        ", so this step does not train what the model registered there. If another step function "
+        "reads it, all is well. If it was to be tied to another weight: assigning a member "
+        "(head->weight = token->weight) leaves the old one registered; use one tensor instead "
+        "(docs/recipes.md, \"Tied weights\")"));
   }
 }
 
@@ -126,14 +177,40 @@ void UpdateWatch::before_update() {
   settle();
 }
 
+UpdateWatch::Updating::Updating(UpdateWatch& watch) : watch_(watch) {
+  watch_.is_updating_ = true;
+  for (const auto& entry : watch_.runtime_.table().entries()) {
+    if (!is_foreign(watch_.runtime_, entry)) continue;
+    at::Tensor& gradient = entry.tensor.mutable_grad();
+    if (gradient.defined()) watch_.aside_.emplace_back(entry.tensor, std::exchange(gradient, {}));
+  }
+}
+
+UpdateWatch::Updating::~Updating() {
+  watch_.is_updating_ = false;
+  for (auto& [parameter, gradient] : std::exchange(watch_.aside_, {})) {
+    parameter.mutable_grad() = std::move(gradient);
+  }
+}
+
+void UpdateWatch::give_foreign(const at::Tensor& parameter, const at::Tensor& absent) {
+  if (is_updating_) {  // in a closure
+    aside_.emplace_back(parameter, absent);
+  } else if (!parameter.grad().defined()) {
+    parameter.mutable_grad() = absent;
+  }
+}
+
 /// Parameters in half precision, whose gradients the program has dropped before a
 /// `DistributedOptimizer` has used any.
 void UpdateWatch::check_optimizer() {
   if (warned_of_optimizer_ || updates_ > 0 || trainings_ == 0) return;
   const auto half = half_type(runtime_.config());
   if (!half) return;
-  for (const at::Tensor& parameter : with_gradients()) {
-    if (parameter.grad().is_meta() || parameter.grad().any().item<bool>()) return;
+  for (const auto& entry : runtime_.table().entries()) {
+    const at::Tensor& gradient = entry.tensor.grad();
+    if (!gradient.defined()) continue;
+    if (graph::is_absent(gradient) || gradient.any().item<bool>()) return;
   }
   warned_of_optimizer_ = true;
   if (runtime_.rank() > 0) return;

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "graph/graph.h"
 #include "runtime/update/gradient_probes.h"
 
 namespace smp::runtime {
@@ -35,11 +37,29 @@ class UpdateWatch {
   void compare(const std::vector<std::string>& notes, const std::string& kind);
   /// Both for calls that are no steps. Collective over the ranks of the model.
   void compare_now();
-  void after_step(const std::string& step_name, bool trained);
+  /// A step function has run `graph`. The first that trains warns of parameters that it leaves
+  /// out.
+  void after_step(const std::string& step_name, const graph::Graph& graph);
 
   /// A `DistributedOptimizer` is about to step, and has.
   void before_update();
   void after_update() { look(); }
+
+  /// While it lives, a `DistributedOptimizer` works: parameters that other ranks of the pipeline
+  /// own have no `.grad`, so that it passes over them.
+  class Updating {
+   public:
+    explicit Updating(UpdateWatch& watch);
+    ~Updating();
+    Updating(const Updating&) = delete;
+    Updating& operator=(const Updating&) = delete;
+
+   private:
+    UpdateWatch& watch_;
+  };
+  /// A step has given such a parameter a gradient, which its owner has: `absent` is its `.grad`
+  /// here.
+  void give_foreign(const at::Tensor& parameter, const at::Tensor& absent);
 
   /// How often these have happened.
   int64_t trainings() const { return trainings_; }
@@ -77,10 +97,11 @@ class UpdateWatch {
   };
 
   bool has_others() const;
-  std::vector<at::Tensor> with_gradients() const;
+  std::vector<at::Tensor> own_gradients() const;
   void look();
   void settle();
   void check_optimizer();
+  void warn_of_unread(const std::string& step_name, const graph::Graph& graph) const;
 
   const Runtime& runtime_;
   GradientProbes probes_;
@@ -89,6 +110,8 @@ class UpdateWatch {
   int64_t trainings_ = 0, evaluations_ = 0, updates_ = 0;
   std::string last_evaluation_;
   bool warned_of_optimizer_ = false;
+  bool is_updating_ = false;
+  std::vector<std::pair<at::Tensor, at::Tensor>> aside_;  // foreign parameters and their gradients
 };
 
 }  // namespace smp::runtime

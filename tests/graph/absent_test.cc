@@ -141,10 +141,11 @@ TEST(Absent, DataIsRefused) {
   const auto tensor = absent({2, 3});
   for (const auto& each : {tensor, tensor.t(), tensor.clone()}) {
     expect_has(error_of<c10::Error>([&] { each.data_ptr<float>(); }),
-               {"weight \"w\" of rank 1, was read or written, and this rank does not have it. "});
+               {"weight \"w\" of rank 1, which this rank does not have, was read or written. Ask"});
   }
-  expect_has(error_of<c10::Error>([&] { tensor.accessor<float, 2>(); }),
-             {"the data of weight \"w\" of rank 1, was read or written"});
+  expect_has(
+      error_of<c10::Error>([&] { tensor.accessor<float, 2>(); }),
+      {"the data of weight \"w\" of rank 1, which this rank does not have, was read or written"});
   expect_has(error_of<c10::Error>([&] { std::ostringstream() << tensor; }), {"weight \"w\""});
   expect_has(error_of<c10::Error>([&] {
                std::ostringstream out;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "graph/absent.h"
 #include "tests/smp/api.h"
 #include "tests/smp/models.h"
 
@@ -141,7 +142,9 @@ TEST_F(Model, LocalParametersCoverAllOnceAndTheOthersHoldNoData) {
         EXPECT_TRUE(tensor.requires_grad()) << name;
         const bool mine = local.count(name) == 1;
         EXPECT_EQ(tensor.storage().nbytes() > 0, mine) << name;
-        EXPECT_EQ(tensor.grad().defined(), mine) << name;
+        EXPECT_TRUE(tensor.grad().defined()) << name;
+        EXPECT_EQ(graph::is_absent(tensor), !mine) << name;
+        EXPECT_EQ(graph::is_absent(tensor.grad()), !mine) << name;
       }
       EXPECT_TRUE(model.get_module()->head->weight.is_same(before.at("head.weight")));
       EXPECT_EQ(model.get_module()->head->weight.size(1), MlpImpl::kWidth);

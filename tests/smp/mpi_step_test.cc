@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "graph/absent.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 
@@ -93,13 +94,14 @@ TEST_F(MpiStep, GptWithDropoutEqualsThePlainRunBitForBit) {
     expect_equal(evaluate(few).outputs(), wanted, "evaluation");
   }
   expect_equal(to_map(model->state_dict()), state_of(*plain), "weight");
-  // What other stages own holds no data here, except a replica of the tied weight, and no gradient.
+  // What other stages own holds no data here, except a replica of the tied weight, and is absent.
   const auto local = to_map(model->local_named_parameters());
   size_t elsewhere = 0;
   for (const auto& item : model->named_parameters()) {
     if (local.count(item.key()) != 0) continue;
     ++elsewhere;
-    EXPECT_FALSE(item.value().grad().defined()) << item.key();
+    EXPECT_TRUE(graph::is_absent(item.value())) << item.key();
+    EXPECT_TRUE(graph::is_absent(item.value().grad())) << item.key();
     if (!item.value().is_same(net->head)) {
       EXPECT_EQ(item.value().storage().nbytes(), 0u) << item.key();
     }

@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "graph/absent.h"
 #include "graph/allocations.h"
 #include "runtime/runtime.h"
 #include "runtime/step/pipeline_choice.h"
@@ -73,7 +74,7 @@ Peaks peaks_of(const Config& config) {
     const std::lock_guard<std::mutex> lock(mutex);
     peaks.measured[rank()] = static_cast<double>(allocations.peak());
     for (const auto& parameter : nets[rank()]->parameters()) {
-      if (!parameter.grad().defined()) continue;
+      if (!parameter.grad().defined() || graph::is_absent(parameter.grad())) continue;
       peaks.sums[rank()] += static_cast<double>(parameter.grad().nbytes());
     }
     if (rank() == 0) peaks.predicted = predicted_peaks(runtime::Runtime::get());

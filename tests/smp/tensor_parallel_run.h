@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "graph/absent.h"
 #include "runtime/parameters/join_parts.h"
 #include "runtime/runtime.h"
 #include "tests/smp/tensor_parallel.h"
@@ -120,7 +121,7 @@ inline Named whole_gradients(const ModelCore& model) {
   Named result;
   for (const auto& item : model.local_named_parameters()) {
     const auto gradient = item.value().grad();
-    if (!gradient.defined() || gradient.is_meta()) continue;
+    if (!gradient.defined() || graph::is_absent(gradient)) continue;
     auto& runtime = runtime::Runtime::get();
     const auto& split = runtime.table().at(item.value()).split;
     result[item.key()] =

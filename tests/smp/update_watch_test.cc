@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "graph/absent.h"
 #include "tests/smp/oracle.h"
 
 // What programs do around their steps: gradients that ranks scale by other numbers, optimizers that
@@ -102,10 +103,20 @@ Named train_plain(const Between& between) {
   return state_of(*net);
 }
 
+/// Those whose gradients this rank has.
+Tensors own(const Tensors& parameters) {
+  Tensors result;
+  for (const auto& parameter : parameters) {
+    const auto& gradient = parameter.grad();
+    if (gradient.defined() && !graph::is_absent(gradient)) result.push_back(parameter);
+  }
+  return result;
+}
+
 /// A rank's own norm, of all gradients that it has.
 Between clip_to(double max_norm) {
   return [=](const Tensors& parameters, int) {
-    torch::nn::utils::clip_grad_norm_(parameters, max_norm);
+    torch::nn::utils::clip_grad_norm_(own(parameters), max_norm);
   };
 }
 
@@ -121,7 +132,7 @@ TEST(ClippingOnEachRank, IsRefusedAtTheNextStep) {
   const auto text = error_of<UsageError>([&] {
     train_with([&](const Tensors& parameters, int i) {
       begun = i + 1;
-      torch::nn::utils::clip_grad_norm_(parameters, 1e-3);  // less than either norm
+      torch::nn::utils::clip_grad_norm_(own(parameters), 1e-3);  // less than either norm
     });
   });
   expect_has(text, kClipped);
@@ -133,7 +144,7 @@ TEST(ClippingOnEachRank, IsRefusedWhereOneRankAloneClips) {
   std::vector<double> norms(2);
   on_ranks(2, stages(2), [&](Rank& here) {
     here.train(0);
-    norms[rank()] = torch::nn::utils::clip_grad_norm_(here.net->parameters(), 1e9);
+    norms[rank()] = torch::nn::utils::clip_grad_norm_(own(here.net->parameters()), 1e9);
   });
   ASSERT_LT(norms[0], norms[1] / 2);
   expect_has(error_of<UsageError>([&] { train_with(clip_to(norms[1] / 2)); }), kClipped);
@@ -142,7 +153,7 @@ TEST(ClippingOnEachRank, IsRefusedWhereOneRankAloneClips) {
 /// Evaluations and saves look, too: nothing is used that was made so.
 TEST(ClippingOnEachRank, IsRefusedByEvaluationsAndSaves) {
   const auto once = [](const Tensors& parameters, int i) {
-    if (i == kSteps - 1) torch::nn::utils::clip_grad_norm_(parameters, 1e-3);
+    if (i == kSteps - 1) torch::nn::utils::clip_grad_norm_(own(parameters), 1e-3);
   };
   EXPECT_FALSE(train_with(once).empty());  // nobody asks any more
   expect_has(error_of<UsageError>([&] { train_with(once, /*evaluates=*/true); }), kClipped);
@@ -175,10 +186,8 @@ TEST(ScalingOnEachRank, IsTheProgramsAffair) {
         torch::nn::utils::clip_grad_value_(parameters, 1e-3);
       },
       [](const Tensors& parameters, int) {  // each by its own norm
-        for (const auto& parameter : parameters) {
-          if (parameter.grad().defined()) {
-            torch::nn::utils::clip_grad_norm_(std::vector<torch::Tensor>{parameter}, 1e-3);
-          }
+        for (const auto& parameter : own(parameters)) {
+          torch::nn::utils::clip_grad_norm_(std::vector<torch::Tensor>{parameter}, 1e-3);
         }
       },
       [](const Tensors& parameters, int) {  // none
@@ -200,7 +209,7 @@ TEST(ScalingOnEachRank, OfOneStageIsWarnedOf) {
     here.train(0);
     if (rank() > 0) return;
     const auto parameters = here.net->parameters();
-    for (size_t i = 0; i < parameters.size(); ++i) is_mine[i] = parameters[i].grad().defined();
+    for (size_t i = 0; i < parameters.size(); ++i) is_mine[i] = !graph::is_absent(parameters[i]);
   });
   const Between program = [&](const Tensors& parameters, int) {
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -224,7 +233,7 @@ TEST(ScalingOnEachRank, ByTheLibraryIsKnown) {
     here.train(0);
     const auto parameters = here.net->parameters();
     for (size_t i = 0; rank() == 0 && i < parameters.size(); ++i) {
-      if (parameters[i].grad().defined()) of_first.push_back(static_cast<int>(i));
+      if (!graph::is_absent(parameters[i])) of_first.push_back(static_cast<int>(i));
     }
   });
   const auto clip = [&](const Tensors& parameters, const auto& clip_norm) {
@@ -258,6 +267,13 @@ TEST(StepsWithoutBackward, AreRefusedWhereNoneTrains) {
                     "gradients. Call model->backward(loss) in it"});
 }
 
+TEST(StepsWithoutBackward, AreRefusedBeforeAnyStepFunction) {
+  const auto text = error_of<UsageError>(
+      [&] { on_ranks(2, stages(2), [&](Rank& here) { here.optimizer.step(); }); });
+  expect_has(text, {"optimizer.step() was called before any step function, so there are no "
+                    "gradients. First call a step function that calls model->backward(loss)"});
+}
+
 TEST(StepsWithoutBackward, AreWarnedOfWhereOthersTrain) {
   const auto log_of = [](const std::function<void(Rank&)>& body) {
     ::testing::internal::CaptureStderr();
@@ -279,7 +295,6 @@ TEST(StepsWithoutBackward, AreWarnedOfWhereOthersTrain) {
     EXPECT_EQ(log.find(warning, log.find(warning) + 1), std::string::npos);  // once
   }
   const auto silent = log_of([&](Rank& here) {
-    here.optimizer.step();  // nothing was called: libtorch does nothing, either
     for (int i = 0; i < kSteps; ++i) {
       here.evaluate(i);
       here.optimizer.zero_grad();

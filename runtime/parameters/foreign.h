@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "graph/absent.h"
+#include "graph/graph.h"
+#include "runtime/runtime.h"
+
+// Parameters that other ranks of the pipeline own, and buffers that steps write there, between
+// steps. They and the gradients are absent tensors (graph/absent.h), so that code of the program
+// does on each rank what is this rank's, or is refused. So are parameters that sharded data
+// parallelism divides. Internal.
+namespace smp::runtime {
+
+/// What errors say of such a tensor.
+graph::AbsencePtr absence_of(const ParameterTable::Entry& entry);
+
+/// Makes what other ranks own, and what sharded data parallelism divides, absent where this rank
+/// has numbers of it, from the program (`set_data`), `model->cpu()` or the time before steps wrote
+/// it: before a step that trains, which leaves these behind.
+void forget_copies(const Runtime& runtime);
+
+/// The gradients of the parameters of a graph that other ranks own.
+class ForeignGradients {
+ public:
+  ForeignGradients(const Runtime& runtime, const graph::Graph& graph);
+
+  /// Says that a step has given them gradients: their `.grad` is absent, not undefined.
+  void publish() const;
+
+ private:
+  const Runtime& runtime_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // parameters and what is `.grad`
+};
+
+/// Whether another rank of the pipeline owns what is no constant.
+bool is_foreign(const Runtime& runtime, const ParameterTable::Entry& entry);
+
+/// Leaves the gradient that a foreign parameter had before partitioning to its owner.
+void release_gradient(const Runtime& runtime, const ParameterTable::Entry& entry);
+
+}  // namespace smp::runtime
