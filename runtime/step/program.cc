@@ -7,14 +7,15 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/heap.h"
 #include "dp/comm_errors.h"
 #include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
-#include "pipeline/message.h"
 #include "graph/below_autograd.h"
+#include "pipeline/message.h"
 #include "runtime/model.h"
-#include "runtime/parameters/sharding.h"
 #include "runtime/parameters/foreign.h"
+#include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/replica_pace.h"
@@ -65,8 +66,8 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
     const auto& divided = runtime_->sharding()->parameters()->parameters();
     absent_.insert(absent_.end(), divided.begin(), divided.end());
   }
-  runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
   const graph::UnseenScope present(absent_);
+  runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
                                              std::move(step));
   make_records(*planned.captured);
 }
@@ -206,9 +207,9 @@ dp::StepGradients& Program::gradients_at(const Place& place) const {
 
 /// A parameter's gradients come from the stage that owns it.
 void Program::await_gradients() {
+  caller_ = core::this_public_call();
   for (int stage : own_stages()) {
     for (graph::ValueId id : runner_->stage(stage).consumed()) {
-  caller_ = core::this_public_call();
       gradients_at(place_of_[id]).await(place_of_[id].index);
     }
   }
@@ -244,12 +245,13 @@ void Program::complete_stage(int stage) {
   start_reductions();
 }
 
-/// One after the other, so that replicas reduce in one order.
+/// One after the other, so that replicas reduce in one order. From a thread of libtorch's where a
+/// device's gradients come.
 void Program::start_reductions() {
+  const core::PublicCallScope here(caller_);
   for (dp::StepGradients* gradients : reductions_) {
     if (!gradients->start_complete()) return;
   }
-  const core::PublicCallScope here(caller_);
 }
 
 /// Notes when buckets are reduced, in a step that is recorded, and tells tests. What it returns is
@@ -290,9 +292,9 @@ void Program::finish_training(const std::string& name, bool bad) {
     }
     paces = exchange.wait();
   });
+  if (runtime_->current_step.adding_up == nullptr) foreign_gradients_.publish();
   if (together_.is_complete) check_same_pace(paces, name);
   if (!bad) return;
-  if (runtime_->current_step.adding_up == nullptr) foreign_gradients_.publish();
   std::vector<bool> bad_ones;
   for (const ReplicaPace& pace : paces) bad_ones.push_back(pace.has_bad_loss != 0);
   losses_.report(*runtime_, name, bad_ones);
@@ -387,10 +389,10 @@ void Program::complete_overrides(Inputs& inputs) {
 
 Program::Outputs Program::run(Inputs inputs) {
   if (runtime_->sharding()) runtime_->sharding()->parameters()->take_back();
-  count_as_planned(inputs);
-  complete_overrides(inputs);
   if (graph_->trains() || runtime_->sharding()) forget_copies(*runtime_);
   const graph::UnseenScope present(absent_);
+  count_as_planned(inputs);
+  complete_overrides(inputs);
   if (graph_->trains()) begin_training(inputs.name);
   refresh_replicas();
   pipeline::Executor::Step step;

@@ -134,8 +134,8 @@ class Program : public std::enable_shared_from_this<Program> {
   std::vector<dp::StepGradients*> reductions_;  // those of both, in the order in which they reduce
   std::vector<Place> place_of_;                 // by owned parameter
   ReplicaJoin::Step together_;                  // what replicas do together in the step that runs
+  core::PublicCall caller_;                     // of the step that runs
   LossWatch losses_;
 };
 
-  core::PublicCall caller_;                     // of the step that runs
 }  // namespace smp::runtime

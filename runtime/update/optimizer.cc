@@ -81,10 +81,10 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   begin_use_of_gradients("optimizer.step()");
   if (!closure) check_trained();
+  const UpdateWatch::Updating updating(*runtime_->update_watch);
   runtime_->update_watch->before_update();
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
-  const UpdateWatch::Updating updating(*runtime_->update_watch);
   const WholeNorms norms(optimizer_, pieces_);
   at::Tensor loss = pieces_.step(update, closure);
   runtime_->update_watch->after_update();
@@ -103,12 +103,12 @@ void Optimizer::check_trained() {
   const UpdateWatch& watch = *runtime_->update_watch;
   const bool idle = watch.trainings() == trainings_ && watch.evaluations() > evaluations_;
   const bool has_none = !has_gradient();
-  SMP_CHECK_WITH(UsageError, !idle || watch.trainings() > 0 || !has_none,
-                 "optimizer.step() was called, and no step function has trained so far: \"",
-                 watch.last_evaluation(),
   SMP_CHECK_WITH(UsageError, !has_none || watch.trainings() + watch.evaluations() > 0,
                  "optimizer.step() was called before any step function, so there are no gradients. "
                  "First call a step function that calls model->backward(loss)");
+  SMP_CHECK_WITH(UsageError, !idle || watch.trainings() > 0 || !has_none,
+                 "optimizer.step() was called, and no step function has trained so far: \"",
+                 watch.last_evaluation(),
                  "\" calls no model->backward, so it was an evaluation and made no gradients. Call "
                  "model->backward(loss) in it");
   if (idle && (dropped_ || has_none) && !std::exchange(warned_, true)) {
