@@ -98,6 +98,7 @@ GradScaler::Handle GradScaler::handle_of_plain(const torch::optim::Optimizer& op
 }
 
 void GradScaler::unscale(const Handle& optimizer) {
+  const core::CallScope here("GradScaler::unscale_");
   begin_use_of_gradients("GradScaler: unscale_");
   if (!is_enabled()) return;
   state_->check_scaled("unscale_");

@@ -164,10 +164,10 @@ class Save {
         run_(std::move(begun.run)),
         holders_(request.holders),
         when_saved_(request.when_saved),
-        note_(request.note),
         when_failed_(request.when_failed),
-        group_(std::move(group)) {}
+        note_(request.note),
         in_background_(request.asynchronous),
+        group_(std::move(group)) {}
 
   const checkpoint::Writer& writer() const { return writer_; }
 
@@ -184,7 +184,7 @@ class Save {
         if (when_saved_) when_saved_(seconds_since(began_));
         return "";
       });
-    } catch (const CheckpointError&) {
+    } catch (const CheckpointError& error) {
       if (is_first) writer_.abandon();
       if (!when_failed_) throw;
       when_failed_(error);
@@ -194,12 +194,12 @@ class Save {
   }
 
  private:
-  /// What is left to do when all have written `parts`. Where several holders keep it, each gets
   /// `together`. A save beside steps may take longer than these may keep others waiting.
   std::vector<std::string> meet(const std::function<std::string()>& action) const {
     return in_background_ ? together_for_long(*group_, action) : together(*group_, action);
   }
 
+  /// What is left to do when all have written `parts`. Where several holders keep it, each gets
   /// files of another one, and all have the index of rank 0.
   std::function<void()> committing(const std::vector<std::string>& parts) const {
     if (holders_ == nullptr || holders_->count() == 1) {
@@ -222,10 +222,10 @@ class Save {
   checkpoint::RunState run_;
   std::shared_ptr<const CopyHolders> holders_;
   std::function<void(double)> when_saved_;
-  std::function<void()> note_;
   std::function<void(const CheckpointError&)> when_failed_;
-  Clock::time_point began_ = Clock::now();
+  std::function<void()> note_;
   bool in_background_;
+  Clock::time_point began_ = Clock::now();
   comm::CommunicatorPtr group_;
 };
 
@@ -437,10 +437,6 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
   return std::make_shared<BackgroundSave>();
 }
 
-/// Throws if nothing can be saved now.
-void begin_saving(Runtime& runtime, const std::string& call) {
-  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
-                 " was called inside a step function; call it after the step");
 std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest& request,
                                              const Model& model, Optimizer* optimizer) {
   Begun begun = begin(runtime, request, optimizer != nullptr);
@@ -449,6 +445,10 @@ std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest
                         : save_parts(runtime, request, std::move(begun), model, optimizer);
 }
 
+/// Throws if nothing can be saved now.
+void begin_saving(Runtime& runtime, const std::string& call) {
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
+                 " was called inside a step function; call it after the step");
   SMP_CHECK_WITH(UsageError, !has_delayed(runtime), call,
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
