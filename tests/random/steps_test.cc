@@ -60,6 +60,11 @@ class Holder : public torch::nn::Module {
     return execute(program, leaves, backward);
   }
 
+  /// Says of the constants, whatever their sizes, that each microbatch gets the whole of them.
+  void declare_constants() const {
+    for (const torch::Tensor& leaf : leaves_) whole(leaf);
+  }
+
  private:
   Tensors leaves_;  // undefined for inputs
 };
@@ -201,7 +206,8 @@ Outcome run_rank(const Training& training, const std::shared_ptr<Holder>& module
     model->backward(roots, ones ? Tensors() : gradients);
   };
   auto train = step([&](const Tensors& inputs) { return model(*now, inputs, backward); },
-                    StepOptions().name(kName));
+                    StepOptions().name(kName).input_split_axes({{0, 0}}));  // of several sizes
+  module->declare_constants();
   const int first = dp_rank() * training.microbatches;
   bool trained = false;
   Outcome outcome;
