@@ -397,7 +397,7 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
             R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
-            R"("placement_strategy":"cluster","prescaled_batch":false,)"
+            R"("placement_strategy":"cluster","preempt_seconds":0.0,"prescaled_batch":false,)"
             R"("recovery":"off","recovery_interval":0,"replay_check":0,)"
             R"("sdp_gradient_clipping":1.0,)"
             R"("sdp_hierarchical_allgather":true,"sdp_max_live_parameters":1000000000,)"
