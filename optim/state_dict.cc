@@ -76,17 +76,17 @@ class Restore {
     }
   }
 
-  void check(Extra extra) {
+  void check(Names common) {
     std::set<std::string> present;
     for (size_t i = 0; i < groups_.size(); ++i) {
       for (const auto& [name, param] : groups_[i]) {
-        check_param(name, param);
+        check_param(name, param, common);
         present.insert(name);
       }
       sources_.push_back(find_source(i));
     }
     for (const auto& [name, group] : saved_group_) {
-      if (extra == Extra::kRefuse && present.count(name) == 0) {
+      if (common == Names::kSame && present.count(name) == 0) {
         problems_.insert(name + ": not in this optimizer");
       }
     }
@@ -120,8 +120,8 @@ class Restore {
   }
 
  private:
-  void check_param(const std::string& name, const at::Tensor& param) {
-    if (saved_group_.count(name) == 0) {
+  void check_param(const std::string& name, const at::Tensor& param, Names common) {
+    if (common == Names::kSame && saved_group_.count(name) == 0) {
       problems_.insert(name + ": missing from the saved state");
       return;
     }
@@ -208,10 +208,9 @@ class Restore {
     }
     const auto options = at::TensorOptions(param.device()).dtype(tensor.scalar_type());
     // `empty_like` makes an absent tensor where the parameter is absent (graph/absent.h).
-    const at::Tensor placed =
-        param.is_non_overlapping_and_dense()
-            ? at::empty_strided(param.sizes(), param.strides(), options)
-            : at::empty_like(param, options, at::MemoryFormat::Preserve);
+    const at::Tensor placed = param.is_non_overlapping_and_dense()
+                                  ? at::empty_strided(param.sizes(), param.strides(), options)
+                                  : at::empty_like(param, options, at::MemoryFormat::Preserve);
     return placed.copy_(tensor);
   }
 
@@ -285,12 +284,26 @@ OptimizerState share_state(const Optimizer& optimizer, const ParameterNames& nam
   return result;
 }
 
-void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-               Extra extra, detail::ParamStateFactory make_state) {
+namespace {
+
+Restore prepared(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
+                 Names common, detail::ParamStateFactory make_state) {
   Restore restore(optimizer, state, names);
-  restore.check(extra);
+  restore.check(common);
   restore.prepare(make_state);
-  restore.apply();
+  return restore;
+}
+
+}  // namespace
+
+void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
+               Names common, detail::ParamStateFactory make_state) {
+  prepared(optimizer, state, names, common, make_state).apply();
+}
+
+void check_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
+                 Names common, detail::ParamStateFactory make_state) {
+  prepared(optimizer, state, names, common, make_state);
 }
 
 json parse_fields(const std::string& text) {

@@ -37,10 +37,10 @@ void erase_params(OptimizerState& state, const std::function<bool(const std::str
 /// A copy of what `share_state` gives.
 OptimizerState get_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
 
-/// What to do with names in a state that the optimizer does not have.
-enum class Extra {
-  kRefuse,  ///< They are an error.
-  kIgnore,  ///< They belong to parameters of other ranks.
+/// Which names of parameters a state and an optimizer must have in common.
+enum class Names {
+  kSame,    ///< All: one that only one of them has is an error.
+  kCommon,  ///< Any: the others belong to other ranks, or keep their options and have no state.
 };
 
 /// Throws `UsageError` for LBFGS, which has one state for all parameters together.
@@ -49,10 +49,14 @@ void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 /// Restores `state`: the options of all groups (learning rate included) and the state of every
 /// parameter, made where there is none and removed where the saved run had none. Tensors go to
 /// their parameter's device and, where they have its shape, get its strides. Throws
-/// CheckpointError that lists, sorted, all unnamed or missing parameters, other shapes, groups
-/// that do not match and, with `kRefuse`, extra names; then nothing has changed.
+/// CheckpointError that lists, sorted, all unnamed parameters, other shapes, groups that do not
+/// match and, with `kSame`, missing and extra names; then nothing has changed.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
-               const ParameterNames& names, Extra extra, detail::ParamStateFactory make_state);
+               const ParameterNames& names, Names common, detail::ParamStateFactory make_state);
+
+/// Throws what `set_state` would throw, and changes nothing.
+void check_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
+                 const ParameterNames& names, Names common, detail::ParamStateFactory make_state);
 
 /// What the texts in an `OptimizerState` say. Throws CheckpointError for one that is no JSON
 /// object.

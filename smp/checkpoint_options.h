@@ -34,7 +34,8 @@ struct SaveCheckpointOptions {
 
 /// Options of `load` and `resume_from_checkpoint`.
 struct LoadOptions {
-  /// Tensors that are missing or unexpected are an error.
+  /// Tensors that are missing or unexpected are an error, and so are parameters that the
+  /// optimizer's groups lack, have besides, or divide in another way.
   TORCH_ARG(bool, strict) = true;
   /// Floating point tensors may be stored in another floating point type than the model's: values
   /// are converted, float32 ones from master weights where the checkpoint has them.

@@ -2,6 +2,7 @@
 #include "runtime/save/loading.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <map>
 #include <memory>
@@ -47,15 +48,15 @@ class Load {
 
   /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
   /// bytes are divided among the ranks. Collective.
-  void check(bool with_optimizer) {
-    with_optimizer_ = with_optimizer;
+  void check(const Optimizer* optimizer) {
+    with_optimizer_ = optimizer != nullptr;
     const auto world = runtime_.world();
     const auto identities = together(*world, [&] {
       reader_ = std::make_shared<Reader>(path_);
       checkpoint::check_names(expected_, reader_->index(), path_,
                               {options_.strict(), options_.convert()});
-      if (with_optimizer) {
-        check_optimizer();
+      if (optimizer != nullptr) {
+        check_optimizer(*optimizer);
         runtime_.progress.step_functions.check_resumable(reader_->index().run.random.step_calls,
                                                          path_);
         check_schedulers();
@@ -70,16 +71,17 @@ class Load {
                      ", rank ", r, " that of ", identities[r],
                      ". All ranks must load the same files.");
     }
-    check_bytes(with_optimizer || options_.convert());
+    check_bytes(with_optimizer_ || options_.convert());
   }
 
   void load_optimizer(Optimizer& optimizer) const {
-    const auto options = read_optimizer([](const std::string&) { return false; });
-    optimizer.load(options.groups, [load = *this](const Wanted& wanted) {
-      return load.read_optimizer(wanted).params;
+    optimizer.load(saved_groups(), [load = *this](const Wanted& wanted) {
+      auto params = load.params_of_optimizer(
+          wanted, [&load](const std::string& name) { return load.reader_->read_optimizer(name); });
+      if (load.options_.convert()) load.add_masters(wanted, params);
+      return params;
     });
-    const auto& saved = reader_->index().optimizer;
-    optimizer.loss_scaling().load_state(saved.value(kLossScale, nlohmann::json::object()));
+    optimizer.loss_scaling().load_state(loss_scale());
   }
 
   void load_model() const {
@@ -143,7 +145,7 @@ class Load {
     checkpoint::check_undamaged(path_, {damage.begin(), damage.end()});
   }
 
-  void check_optimizer() const {
+  void check_optimizer(const Optimizer& optimizer) const {
     const auto& index = reader_->index();
     SMP_CHECK_WITH(CheckpointError, index.optimizer.contains("state"), "checkpoint \"", path_,
                    "\" holds no optimizer. Load it without one: smp::load(path, model)");
@@ -159,6 +161,21 @@ class Load {
                    "\" has optimizer state of what is no parameter of the program:", list,
                    "\nBuild the models as they were when the checkpoint was written, or load with "
                    "strict = false to leave it out");
+    const auto outlines =
+        params_of_optimizer([](const std::string&) { return true; },
+                            [&](const std::string& name) {
+                              return at::empty({0}, index.optimizer_tensors.at(name).spec.dtype);
+                            });
+    optimizer.check_loadable({outlines, saved_groups()}, path_, options_.strict());
+    LossScaling::check_state(loss_scale());
+  }
+
+  std::vector<OptimizerState::Group> saved_groups() const {
+    return optim::from_parts(reader_->index().optimizer, {}).groups;
+  }
+
+  nlohmann::json loss_scale() const {
+    return reader_->index().optimizer.value(kLossScale, nlohmann::json::object());
   }
 
   /// That of "parameter/field".
@@ -190,40 +207,42 @@ class Load {
     return options_.load_sharded_optimizer_state() || field == kMasterField;
   }
 
-  /// The checkpoint's optimizer with the state of the parameters that are `wanted`.
-  OptimizerState read_optimizer(const Wanted& is_wanted) const {
+  using Values = std::function<at::Tensor(const std::string& optimizer_tensor)>;
+  using Params = std::map<std::string, OptimizerState::Param>;
+
+  /// The states of the parameters that are wanted, with tensors as `values` gives them.
+  Params params_of_optimizer(const Wanted& is_wanted, const Values& values) const {
     const Wanted wanted = [&](const std::string& name) {
       return parameters_.count(name) > 0 && is_wanted(name);
     };
     const auto& index = reader_->index();
-    auto all = optim::from_parts(index.optimizer, {});
-    OptimizerState state{{}, std::move(all.groups)};
-    for (auto& [name, param] : all.params) {
-      if (options_.load_sharded_optimizer_state() && wanted(name)) state.params[name] = param;
+    const Params all = optim::from_parts(index.optimizer, {}).params;
+    Params params;
+    for (const auto& [name, param] : all) {
+      if (options_.load_sharded_optimizer_state() && wanted(name)) params[name] = param;
     }
     for (const auto& [name, entry] : index.optimizer_tensors) {
       const std::string param = parameter_of(name), field = name.substr(name.rfind('/') + 1);
       if (!wanted(param) || !loads_field(field)) continue;
-      const auto saved = all.params.find(param);
-      SMP_CHECK_WITH(CheckpointError, saved != all.params.end(), "checkpoint \"", path_,
+      const auto saved = all.find(param);
+      SMP_CHECK_WITH(CheckpointError, saved != all.end(), "checkpoint \"", path_,
                      "\" has optimizer tensor \"", name,
                      "\" of a parameter without state. Use another checkpoint.");
-      state.params.emplace(param, OptimizerState::Param{saved->second.shape, {}, {}});
-      state.params[param].tensors[field] = reader_->read_optimizer(name);
+      params.emplace(param, OptimizerState::Param{saved->second.shape, {}, {}});
+      params[param].tensors[field] = values(name);
     }
-    if (options_.convert()) add_masters(wanted, state);
-    return state;
+    return params;
   }
 
   /// Parameters in half precision that are stored in float32: the stored values are masters.
-  void add_masters(const Wanted& wanted, OptimizerState& state) const {
+  void add_masters(const Wanted& wanted, Params& params) const {
     for (const ExpectedTensor& expected : expected_) {
       const std::string& name = expected.names.front();
       const bool has_master =
           MasterWeights::concerns(expected.spec.dtype) && parameters_.count(name) > 0;
       if (!has_master || !wanted(name) || !is_stored(expected)) continue;
-      state.params.emplace(name, OptimizerState::Param{expected.spec.shape, {}, {}});
-      at::Tensor& master = state.params[name].tensors[kMasterField];
+      params.emplace(name, OptimizerState::Param{expected.spec.shape, {}, {}});
+      at::Tensor& master = params[name].tensors[kMasterField];
       ExpectedTensor in_float = expected;
       in_float.spec.dtype = at::kFloat;
       if (!master.defined()) master = checkpoint::read_values(*reader_, in_float);
@@ -298,7 +317,7 @@ LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer
   if (!options.load_optimizer()) optimizer = nullptr;
   if (optimizer != nullptr) check_nothing_adds_up(runtime, "smp::load");
   Load load(runtime, path, model, options);
-  load.check(optimizer != nullptr);
+  load.check(optimizer);
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.
   together(*runtime.world(), [&] {
     const at::NoGradGuard no_grad;

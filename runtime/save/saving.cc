@@ -23,6 +23,7 @@
 #include "runtime/save/copy_transfer.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/together.h"
+#include "runtime/step/preparing.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/update_watch.h"
 
@@ -358,10 +359,13 @@ checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_c
   checkpoint::RunState state;
   state.step = runtime.progress.training_steps;
   state.gradient_shards = runtime.gradient_shards();
-  state.random.seed = runtime.progress.seed.value_or(0);
+  state.random.seed = *runtime.progress.seed;
   state.random.step_calls = runtime.progress.step_functions.all();
   state.user_content = parse(user_content, "the user_content");
   if (runtime.checkpoint_context && runtime.rank() == 0) {
+    for (const auto& [name, loaded] : runtime.checkpoint_context->unclaimed) {
+      state.extra[name] = nlohmann::json::parse(loaded);
+    }
     for (const auto& [name, extra] : runtime.checkpoint_context->extras) {
       state.extra[name] = parse(extra.save(), "the state \"" + name + "\"");
     }
@@ -455,6 +459,7 @@ void begin_saving(Runtime& runtime, const std::string& call) {
   take_back_wholes(runtime);
   CheckpointContext::of(runtime).finish();
   runtime.update_watch->compare_now();
+  settle_seed(runtime);  // what the first step after this save draws, one that resumes draws
 }
 
 }  // namespace

@@ -37,8 +37,8 @@ struct SaveRequest {
   std::function<void()> note = nullptr;
   /// Called on world rank 0 after that, with the seconds since all ranks had begun.
   std::function<void(double)> when_saved = nullptr;
-  /// Called on all ranks with the error of files that cannot be written, if set, which is not thrown
-  /// then.
+  /// Called on all ranks with the error of files that cannot be written, if set, which is not
+  /// thrown then.
   std::function<void(const CheckpointError&)> when_failed = nullptr;
   /// Who keeps it, if it is a copy; null: it lies where all ranks see it.
   std::shared_ptr<const CopyHolders> holders = nullptr;

@@ -104,18 +104,6 @@ void broadcast_values(const Runtime& runtime) {
   }
 }
 
-/// The seed that the user set, or that the default generator of world rank 0 has.
-void settle_seed(Runtime& runtime) {
-  if (runtime.progress.seed) return;
-  const int64_t configured = runtime.config().seed();
-  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
-                                  : at::detail::getDefaultCPUGenerator().current_seed();
-  const std::string bytes = comm::broadcast_bytes(
-      *runtime.world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
-  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
-  runtime.progress.seed = seed;
-}
-
 }  // namespace
 
 void prepare_models(Runtime& runtime) {
@@ -136,6 +124,17 @@ void prepare_models(Runtime& runtime) {
     make_shared_tensors(runtime);
   }
   show_on_device(runtime);
+}
+
+void settle_seed(Runtime& runtime) {
+  if (runtime.progress.seed) return;
+  const int64_t configured = runtime.config().seed();
+  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
+                                  : at::detail::getDefaultCPUGenerator().current_seed();
+  const std::string bytes = comm::broadcast_bytes(
+      *runtime.world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
+  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
+  runtime.progress.seed = seed;
 }
 
 }  // namespace smp::runtime

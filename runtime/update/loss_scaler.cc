@@ -38,6 +38,44 @@ double first_scale(const LossScaleOptions& options) {
                                       : options.static_loss_scale();
 }
 
+/// A saved scale: `static_loss_scale` of the options is where it stands.
+struct Saved {
+  LossScaleOptions options;
+  int64_t iteration, last_overflow, hysteresis;
+};
+
+Saved parse(const json& state) {
+  const json& args = state.at("dynamic_loss_args");
+  LossScaleOptions options;
+  options.static_loss_scale(state.at("loss_scale").get<double>())
+      .dynamic_loss_scale(state.at("dynamic_loss_scale").get<bool>())
+      .dynamic_loss_args(
+          DynamicLossArgs()
+              .init_scale(args.at("init_scale").get<double>())
+              .scale_factor(args.at("scale_factor").get<double>())
+              .scale_window(args.at("scale_window").get<int64_t>())
+              .min_scale(args.at("min_scale").get<double>())
+              .delayed_shift(args.at("delayed_shift").get<int64_t>())
+              .consecutive_hysteresis(args.at("consecutive_hysteresis").get<bool>()));
+  return {checked(options), state.at("iteration").get<int64_t>(),
+          state.at("last_overflow_iteration").get<int64_t>(),
+          state.at("hysteresis").get<int64_t>()};
+}
+
+Saved read(const json& state) {
+  std::string problem;
+  try {
+    return parse(state);
+  } catch (const json::exception& error) {
+    problem = c10::str(state.dump(), " (", error.what(), ")");
+  } catch (const UsageError& error) {
+    problem = core::text_without_prefix(error);
+  }
+  core::fail<CheckpointError>(
+      "the saved loss scale is malformed: expected what LossScaler::state_dict() gives, got ",
+      problem);
+}
+
 }  // namespace
 
 LossScaler::LossScaler(const LossScaleOptions& options)
@@ -91,29 +129,14 @@ json LossScaler::state_dict() const {
 }
 
 void LossScaler::load_state_dict(const json& state) {
-  try {
-    const json& saved = state.at("dynamic_loss_args");
-    LossScaleOptions options;
-    options.static_loss_scale(state.at("loss_scale").get<double>())
-        .dynamic_loss_scale(state.at("dynamic_loss_scale").get<bool>())
-        .dynamic_loss_args(
-            DynamicLossArgs()
-                .init_scale(saved.at("init_scale").get<double>())
-                .scale_factor(saved.at("scale_factor").get<double>())
-                .scale_window(saved.at("scale_window").get<int64_t>())
-                .min_scale(saved.at("min_scale").get<double>())
-                .delayed_shift(saved.at("delayed_shift").get<int64_t>())
-                .consecutive_hysteresis(saved.at("consecutive_hysteresis").get<bool>()));
-    options_ = checked(options);
-    iteration_ = state.at("iteration").get<int64_t>();
-    last_overflow_ = state.at("last_overflow_iteration").get<int64_t>();
-    hysteresis_ = state.at("hysteresis").get<int64_t>();
-    scale_->set(options.static_loss_scale());
-  } catch (const json::exception& error) {
-    core::fail<CheckpointError>(
-        "the saved loss scale is malformed: expected what LossScaler::state_dict() gives, got ",
-        state.dump(), " (", error.what(), ")");
-  }
+  const Saved saved = read(state);
+  options_ = saved.options;
+  iteration_ = saved.iteration;
+  last_overflow_ = saved.last_overflow;
+  hysteresis_ = saved.hysteresis;
+  scale_->set(saved.options.static_loss_scale());
 }
+
+void LossScaler::check_state_dict(const json& state) { read(state); }
 
 }  // namespace smp::runtime

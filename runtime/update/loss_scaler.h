@@ -33,9 +33,11 @@ class LossScaler {
   void update(bool overflow);
 
   /// The options and where the scale stands, and back. Throws `CheckpointError` for JSON of another
-  /// form.
+  /// form, and then nothing has changed.
   nlohmann::json state_dict() const;
   void load_state_dict(const nlohmann::json& state);
+  /// Throws what `load_state_dict` would throw.
+  static void check_state_dict(const nlohmann::json& state);
 
  private:
   LossScaleOptions options_;

@@ -29,10 +29,12 @@ void LossScaling::start(const LossScaleOptions& options) {
   check_alone();
   scaler_ = std::make_shared<LossScaler>(options);
   runtime_->step_inputs.loss_scaler = scaler_;
+  if (is_dynamic()) load_state(waiting_);
 }
 
 bool LossScaling::unscale() {
   check_alone();
+  waiting_ = nlohmann::json::object();
   if (scaler_ == nullptr) return true;
   SMP_CHECK_WITH(UsageError, !unscaled_ || unscaled_after_ == runtime_->progress.training_steps,
                  "clip_master_grads() has divided the gradients by the loss scale, and a step has "
@@ -65,11 +67,12 @@ bool LossScaling::is_dynamic() const {
 }
 
 nlohmann::json LossScaling::state() const {
-  return is_dynamic() ? scaler_->state_dict() : nlohmann::json::object();
+  return is_dynamic() ? scaler_->state_dict() : waiting_;
 }
 
 void LossScaling::load_state(const nlohmann::json& state) {
   if (is_dynamic() && !state.empty()) scaler_->load_state_dict(state);
+  waiting_ = is_dynamic() ? nlohmann::json::object() : state;
 }
 
 }  // namespace smp::runtime

@@ -38,10 +38,14 @@ class LossScaling {
   /// By what the loss is multiplied.
   double loss_scale() const { return scaler_ ? scaler_->loss_scale() : 1; }
 
-  /// Where a dynamic scale stands, empty without one; and back, if there is something and the scale
-  /// is dynamic here, too.
+  /// Where a dynamic scale stands; what was loaded, where there is none yet; else empty.
   nlohmann::json state() const;
+  /// The inverse. Without a dynamic scale the state waits for `start`, until gradients are used.
   void load_state(const nlohmann::json& state);
+  /// Throws `CheckpointError` for what `load_state` cannot take.
+  static void check_state(const nlohmann::json& state) {
+    if (!state.empty()) LossScaler::check_state_dict(state);
+  }
 
  private:
   void check_alone() const;
@@ -49,7 +53,8 @@ class LossScaling {
 
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces& pieces_;
-  std::shared_ptr<LossScaler> scaler_;  // null: gradients are not looked at
+  std::shared_ptr<LossScaler> scaler_;                 // null: gradients are not looked at
+  nlohmann::json waiting_ = nlohmann::json::object();  // the state that was loaded without a scale
   bool unscaled_ = false;
   int64_t unscaled_after_ = 0;  // steps of training
   bool overflow_ = false;

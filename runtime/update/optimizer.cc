@@ -4,6 +4,8 @@
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -56,11 +58,12 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
                      const optim::detail::Elementwise& elementwise)
     : optimizer_(optimizer),
       set_state_([&optimizer, state_factory](const auto& state, const auto& names) {
-        optim::set_state(optimizer, state, names, optim::Extra::kIgnore, state_factory(optimizer));
+        optim::set_state(optimizer, state, names, optim::Names::kCommon, state_factory(optimizer));
       }),
       runtime_(Runtime::get_shared()),
       pieces_(optimizer, *runtime_, set_state_),
-      loss_scaling_(runtime_, pieces_) {
+      loss_scaling_(runtime_, pieces_),
+      state_factory_(state_factory) {
   if (shards_optimizer_state(*runtime_))
     optim::check_elementwise(elementwise, "shard_optimizer_state", "false");
   if (runtime_->is_tensor_parallel())
@@ -142,7 +145,14 @@ void Optimizer::reload_model_params() {
   pieces_.reload_masters();
 }
 
-OptimizerState Optimizer::local_state() { return own_part(pieces_.gather_state()); }
+OptimizerState Optimizer::local_state() {
+  take_waiting();
+  if (!waiting_) return own_part(pieces_.gather_state());
+  const auto groups = groups_now();
+  std::set<std::string> names;
+  for (const auto& group : groups) names.insert(group.params.begin(), group.params.end());
+  return {waiting_->read([&](const std::string& name) { return names.count(name) > 0; }), groups};
+}
 
 /// Without the parameters of other stages.
 OptimizerState Optimizer::own_part(OptimizerState state) const {
@@ -154,24 +164,36 @@ OptimizerState Optimizer::own_part(OptimizerState state) const {
 void Optimizer::load(const std::vector<OptimizerState::Group>& groups, Read read) {
   const auto models = runtime_->models();
   SMP_INTERNAL_ASSERT(!models.empty(), "smp::load loads a model with the optimizer");
-  const auto apply = [this, read = std::move(read), loads = runtime_->progress.parameter_loads](
-                         const std::vector<OptimizerState::Group>& options) {
-    const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
-      return runtime_->owns(name) && has_part(name);
-    };
-    pieces_.set_state({read(wanted), options}, loads);
-  };
+  const bool waits = waiting_.has_value();  // and the hook is registered
+  waiting_ = Waiting{std::move(read), runtime_->progress.parameter_loads};
   if (runtime_->partitioned()) {
-    apply(groups);
+    set_loaded(groups);
     return;
   }
   set_state_({{}, groups}, parameter_names(*runtime_));
-  models.front()->register_post_partition_hook([this, weak = weak_from_this(), apply] {
-    const auto alive = weak.lock();  // the program may have dropped it
-    if (alive == nullptr) return;
-    // A scheduler may have changed the options since.
-    apply(optim::share_state(optimizer_, parameter_names(*runtime_)).groups);
+  if (waits) return;
+  models.front()->register_post_partition_hook([weak = weak_from_this()] {
+    if (const auto alive = weak.lock()) alive->take_waiting();  // the program may have dropped it
   });
+}
+
+/// The groups with the options that they have now.
+std::vector<OptimizerState::Group> Optimizer::groups_now() const {
+  return optim::share_state(optimizer_, parameter_names(*runtime_)).groups;
+}
+
+/// A scheduler may have changed the options since the state was loaded.
+void Optimizer::take_waiting() {
+  if (waiting_ && runtime_->partitioned()) set_loaded(groups_now());
+}
+
+/// Gives this rank's parameters, or pieces of them, the state that was loaded.
+void Optimizer::set_loaded(const std::vector<OptimizerState::Group>& groups) {
+  const Waiting loaded = *std::exchange(waiting_, std::nullopt);
+  const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
+    return runtime_->owns(name) && has_part(name);
+  };
+  pieces_.set_state({loaded.read(wanted), groups}, loaded.parameter_loads);
 }
 
 }  // namespace smp::runtime

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,9 +53,14 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   /// the optimizer's own, which the next step changes.
   OptimizerState local_state();
 
+  /// Throws `CheckpointError` unless `load` can take the state of checkpoint `path`, of whose
+  /// tensors the types suffice: with `strict` if it has other parameters than this optimizer, or in
+  /// other groups; in any case if a parameter has another shape or its state other fields.
+  void check_loadable(const OptimizerState& saved, const std::string& path, bool strict) const;
+
   /// Restores a saved optimizer: options such as the learning rate now, the state of parameters
   /// now or, before partitioning, when the first step has settled who owns what: only owners of a
-  /// parameter, or of a piece of it, need its state.
+  /// parameter, or of a piece of it, need its state. Until then `read` stands for it.
   void load(const std::vector<OptimizerState::Group>& groups, Read read);
 
   /// What this rank's part of the next update would read; see `OptimizerPieces`.
@@ -64,6 +70,18 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   void reload_model_params();
 
  private:
+  /// A state that was loaded before partitioning.
+  struct Waiting {
+    Read read;
+    int64_t parameter_loads;  // before those of its checkpoint
+  };
+
+  void take_waiting();
+  void set_loaded(const std::vector<OptimizerState::Group>& groups);
+  std::vector<OptimizerState::Group> groups_now() const;
+  struct Groups;
+  Groups compare_groups(const std::vector<OptimizerState::Group>& saved) const;
+  std::string other_shapes(const OptimizerState& saved) const;
   bool has_gradient() const;
   void check_trained();
   OptimizerState own_part(OptimizerState state) const;
@@ -78,6 +96,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces pieces_;
   LossScaling loss_scaling_;
+  StateFactory state_factory_;
+  std::optional<Waiting> waiting_;
   // What the watch had counted at the last step, and whether gradients were dropped since.
   int64_t trainings_ = 0, evaluations_ = 0;
   bool dropped_ = false;

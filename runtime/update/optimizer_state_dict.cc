@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/apply.h"
 #include "core/check.h"
 #include "dp/bucket_layout.h"
 #include "runtime/update/complete_gradients.h"
@@ -94,6 +95,13 @@ void for_each_named(const torch::optim::Optimizer& optimizer, const Runtime& run
   }
 }
 
+/// "0, 2".
+std::string listed(const std::set<size_t>& numbers) {
+  std::string text;
+  for (const size_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+  return text;
+}
+
 std::set<std::string> names_in(const OptimizerState& state) {
   std::set<std::string> names;
   for (const auto& group : state.groups) names.insert(group.params.begin(), group.params.end());
@@ -140,25 +148,105 @@ bool Optimizer::divides() const {
   return shards_optimizer_state(*runtime_) || runtime_->sharding() != nullptr;
 }
 
-/// What can be said before the parameters are divided.
-void Optimizer::check_fits(const OptimizerState& state) const {
-  std::map<std::string, at::Tensor> own;
+/// Where saved groups and the optimizer's have a parameter, by its name.
+struct Optimizer::Groups {
+  std::map<std::string, size_t> own, saved;
+
+  /// The names that only `names` have, a line each.
+  static std::string only(const std::string& word, const std::map<std::string, size_t>& names,
+                          const std::map<std::string, size_t>& others) {
+    std::string lines;
+    for (const auto& [name, group] : names) {
+      if (others.count(name) == 0) lines += c10::str("\n  ", word, ": ", name);
+    }
+    return lines;
+  }
+
+  /// A line for each group that is not one and the same group on the other side; in any order.
+  std::string unequal() const {
+    std::map<size_t, std::set<size_t>> sources, targets;
+    for (const auto& [name, group] : own) {
+      const auto found = saved.find(name);
+      if (found == saved.end()) continue;
+      sources[group].insert(found->second);
+      targets[found->second].insert(group);
+    }
+    std::string lines;
+    for (const auto& [group, from] : sources) {
+      if (from.size() == 1) continue;
+      lines += c10::str("\n  group ", group, ": its parameters were in the groups ", listed(from));
+    }
+    for (const auto& [group, to] : targets) {
+      if (to.size() == 1) continue;
+      lines += c10::str("\n  groups ", listed(to), ": their parameters were in one, group ", group);
+    }
+    return lines;
+  }
+};
+
+Optimizer::Groups Optimizer::compare_groups(const std::vector<OptimizerState::Group>& saved) const {
+  Groups groups;
+  for_each_named(optimizer_, *runtime_, [&](size_t i, const std::string& name, const at::Tensor&) {
+    groups.own.emplace(name, i);
+  });
+  for (size_t i = 0; i < saved.size(); ++i) {
+    for (const std::string& name : saved[i].params) groups.saved.emplace(whole_name(name), i);
+  }
+  return groups;
+}
+
+/// A line for each parameter that has another shape than the state that was saved for it.
+std::string Optimizer::other_shapes(const OptimizerState& saved) const {
+  std::string lines;
   for_each_named(optimizer_, *runtime_,
                  [&](size_t, const std::string& name, const at::Tensor& parameter) {
-                   own.emplace(name, parameter);
+                   const auto found = saved.params.find(name);
+                   if (found == saved.params.end()) return;
+                   const auto whole = runtime_->table().at(parameter).whole_sizes();
+                   if (whole == found->second.shape || parameter.sizes() == found->second.shape)
+                     return;
+                   lines += c10::str("\n  ", name, ": expected shape ", at::IntArrayRef(whole),
+                                     ", got ", at::IntArrayRef(found->second.shape));
                  });
-  std::string problems;
-  for (const std::string& name : names_in(state)) {
-    if (own.count(whole_name(name)) == 0) problems += "\n  unexpected: " + name;
+  return lines;
+}
+
+void Optimizer::check_loadable(const OptimizerState& saved, const std::string& path,
+                               bool strict) const {
+  std::string problems = other_shapes(saved);
+  if (strict) {
+    const Groups groups = compare_groups(saved.groups);
+    problems += Groups::only("missing", groups.own, groups.saved) +
+                Groups::only("unexpected", groups.saved, groups.own) + groups.unequal();
   }
-  for (const auto& [name, param] : state.params) {
-    const auto found = own.find(name);
-    if (found == own.end() || found->second.sizes() == param.shape) continue;
-    const auto whole = runtime_->table().at(found->second).whole_sizes();
-    if (whole == param.shape) continue;
-    problems += c10::str("\n  ", name, ": expected shape ", at::IntArrayRef(whole), ", got ",
-                         at::IntArrayRef(param.shape));
-  }
+  SMP_CHECK_WITH(CheckpointError, problems.empty(),
+                 "checkpoint \"", path, "\" does not fit the optimizer:", problems,
+                 "\nNothing was loaded. Build the optimizer as it was when it was saved",
+                 strict ? ", or load with strict = false, by which parameters that only one of them "
+                          "has are left out, and every group takes what was saved with its "
+                          "parameters"
+                        : "");
+  const auto names = parameter_names(*runtime_);
+  OptimizerState rehearsal{{}, saved.groups};
+  for_each_named(optimizer_, *runtime_,
+                 [&](size_t, const std::string& name, const at::Tensor& parameter) {
+                   const auto found = saved.params.find(name);
+                   if (found == saved.params.end()) return;
+                   auto param = found->second;
+                   param.shape = parameter.sizes().vec();
+                   param.tensors.erase(checkpoint::kMasterField);
+                   if (param.tensors.empty() && param.scalars.empty()) return;
+                   rehearsal.params.emplace(name, std::move(param));
+                 });
+  optim::check_state(optimizer_, rehearsal, names, optim::Names::kCommon,
+                     state_factory_(optimizer_));
+}
+
+/// What can be said before the parameters are divided.
+void Optimizer::check_fits(const OptimizerState& state) const {
+  const Groups groups = compare_groups(state.groups);
+  const std::string problems =
+      Groups::only("unexpected", groups.saved, groups.own) + other_shapes(state) + groups.unequal();
   SMP_CHECK_WITH(CheckpointError, problems.empty(),
                  "the state dictionary does not fit the optimizer:", problems,
                  "\nNothing was loaded. Build the optimizer as it was when the dictionary was made");

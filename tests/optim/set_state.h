@@ -9,8 +9,8 @@ namespace smp::optim {
 /// Restores the state of an optimizer whose parameters' states are as its traits say.
 template <class Optimizer>
 void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-               Extra extra = Extra::kRefuse) {
-  set_state(optimizer, state, names, extra, detail::param_state_factory(optimizer));
+               Names common = Names::kSame) {
+  set_state(optimizer, state, names, common, detail::param_state_factory(optimizer));
 }
 
 }  // namespace smp::optim
