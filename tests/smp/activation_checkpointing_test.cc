@@ -14,6 +14,7 @@
 #include "graph/offload_store.h"
 #include "runtime/runtime.h"
 #include "tests/smp/models.h"
+#include "tests/smp/operator_count.h"
 #include "tests/smp/oracle.h"
 
 namespace smp::testing {
@@ -53,27 +54,6 @@ struct BlockNetImpl : torch::nn::Module {
   torch::nn::Linear head{nullptr};
 };
 TORCH_MODULE(BlockNet);
-
-/// How often an operator was called, by all threads, while it lives.
-class OperatorCount {
- public:
-  explicit OperatorCount(const char* name) {
-    name_ = name;
-    count_ = 0;
-    handle_ = at::addGlobalCallback(at::RecordFunctionCallback(&count));
-  }
-  ~OperatorCount() { at::removeCallback(handle_); }
-  int value() const { return count_; }
-
- private:
-  static std::unique_ptr<at::ObserverContext> count(const at::RecordFunction& call) {
-    if (std::string(call.name()) == name_) ++count_;
-    return nullptr;
-  }
-  static inline std::string name_;
-  static inline std::atomic<int> count_{0};
-  at::CallbackHandle handle_;
-};
 
 /// What some training steps leave behind.
 struct Trained {
@@ -470,15 +450,15 @@ TEST(ActivationCheckpointing, ErrorsSayWhatToDo) {
   expect_has(
       error_of_step<ConfigError>([](BlockNet&) {}, Config().activation_checkpointing("auto")),
       {"\"activation_checkpointing\": 'auto' needs \"memory_limit_mb\""});
+  const std::string missing = ::testing::TempDir() + "no_offloading";
   expect_has(
       error_of_step<ConfigError>([](BlockNet& net) { set_activation_checkpointing(net->blocks); },
                                  Config()
                                      .offload_activations(true)
                                      .pipeline("simple")
                                      .activation_loading_horizon(1)
-                                     .offload_directory("/nonexistent")),
-      {"cannot make a file in /nonexistent",
-       "Set \"offload_directory\" to a directory on a local"});
+                                     .offload_directory(missing)),
+      {"cannot make a file in " + missing, "Set \"offload_directory\" to a directory on a local"});
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "tests/covering_array.h"
 #include "tests/smp/models.h"
+#include "tests/smp/operator_count.h"
 
 namespace smp::testing {
 namespace {
@@ -70,13 +71,11 @@ TEST(ParametersOnOneStorage, TrainAsOneProcess) {
   }
 }
 
-/// Equal up to rounding, in float64. Somewhere they must have rounded differently, or nothing was
-/// fused.
+/// Equal up to rounding, in float64.
 void expect_close(const parity::Trace& got, const parity::Trace& expected) {
   const auto close = [](const torch::Tensor& a, const torch::Tensor& b) {
     return torch::allclose(a, b, /*rtol=*/1e-9, /*atol=*/1e-12);
   };
-  bool differs = false;
   for (size_t step = 0; step < expected.losses.size(); ++step) {
     for (size_t m = 0; m < expected.losses[step].size(); ++m) {
       EXPECT_TRUE(close(got.losses[step][m], expected.losses[step][m])) << step << " " << m;
@@ -84,10 +83,8 @@ void expect_close(const parity::Trace& got, const parity::Trace& expected) {
     ASSERT_EQ(got.gradients[step].size(), expected.gradients[step].size());
     for (const auto& [name, gradient] : expected.gradients[step]) {
       EXPECT_TRUE(close(got.gradients[step].at(name), gradient)) << name << " in step " << step;
-      differs |= !torch::equal(got.gradients[step].at(name), gradient);
     }
   }
-  EXPECT_TRUE(differs);
 }
 
 /// Gradients added up inside matrix products.
@@ -105,8 +102,12 @@ TEST_P(FusedParity, TiedGpt) {
   const torch::optim::SGDOptions options(0.1);
   const Layout& layout = GetParam();
   const auto batches = parity::make_batches<TinyGpt>(layout);
+  const auto plain = parity::run_plain<TinyGpt, torch::optim::SGD>(make, options, layout, batches);
+  // Whether fused products round differently depends on the CPU's kernels.
+  const OperatorCount fused("aten::addmm_");
   expect_close(parity::run_distributed<TinyGpt, torch::optim::SGD>(make, options, layout, batches),
-               parity::run_plain<TinyGpt, torch::optim::SGD>(make, options, layout, batches));
+               plain);
+  EXPECT_GT(fused.value(), 0);
 }
 
 std::vector<Layout> layouts() {
