@@ -61,8 +61,8 @@ close "divided layers" one.losses divided.losses
 train whole one --checkpoint-dir whole --resume
 close "divided layers, then whole ones" one.losses whole.losses
 
-"$gpt" --data /nonexistent --config "$one_by_one" >missing.log 2>&1 && fail "expected an error status"
-grep -q '^gpt: text data: expected a text file, got "/nonexistent"' missing.log ||
+"$gpt" --data missing.txt --config "$one_by_one" >missing.log 2>&1 && fail "expected an error status"
+grep -q '^gpt: text data: expected a text file, got "missing.txt"' missing.log ||
   { cat missing.log; fail "expected the missing file's name"; }
 
 # A made-up MNIST of 40 digits, each all bright or all dark, and its label says which.
