@@ -5,7 +5,8 @@ A BUILD file whose sources include libtorch loads this in place of Bazel's own r
 
     load("//bazel:precompiled.bzl", cc_library = "torch_cc_library")
 
-and one of tests the rules of //tests:precompiled.bzl. Only clang reads the precompiled header; with
+one of examples `program_cc_library` and `program_cc_binary` in the same way, and one of tests the
+rules of //tests:precompiled.bzl. Only clang reads the precompiled header; with
 --config=gcc the same files compile without it, so every source still includes what it uses.
 """
 
@@ -101,3 +102,9 @@ def torch_cc_library(**kwargs):
 
 def torch_cc_binary(**kwargs):
     with_precompiled(native.cc_binary, "//bazel:library.pch", **kwargs)
+
+def program_cc_library(**kwargs):
+    with_precompiled(native.cc_library, "//bazel:program.pch", **kwargs)
+
+def program_cc_binary(**kwargs):
+    with_precompiled(native.cc_binary, "//bazel:program.pch", **kwargs)

@@ -475,7 +475,7 @@ uint64_t setting(const char* name, uint64_t otherwise) {
 TEST(RandomSteps, TrainAsPlainLibtorch) {
   torch::set_num_threads(1);
   const uint64_t first = setting("SMP_RANDOM_FIRST", 0);
-  const uint64_t programs = setting("SMP_RANDOM_PROGRAMS", 400);
+  const uint64_t programs = setting("SMP_RANDOM_PROGRAMS", 200);
   const uint64_t most = setting("SMP_RANDOM_FAILURES", 5);
   Counts counts;
   uint64_t failures = 0;

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Precompiled for programs that use libtorch as its users do (precompiled.bzl); no source includes
+// it.
+
+#include <torch/torch.h>
