@@ -467,9 +467,7 @@ TEST_P(Collectives, CallsOfTheUsersThatDoNotMatchAreNamedByAll) {
     EXPECT_THAT(in_others([&] { all_gather_bytes(*group, "bytes"); }), expected);
     EXPECT_THAT(in_others([&] { group->async().all_reduce(at::ones({9}))->wait(); }), expected);
     EXPECT_THAT(in_others([&] {
-                  group
-                      ->start(at::kCPU, [](TaskCollectives& task) { task.barrier(); })
-                      ->wait();
+                  group->start(at::kCPU, [](TaskCollectives& task) { task.barrier(); })->wait();
                 }),
                 expected);
     EXPECT_THAT(in_others([&] { group->shared_tensor(5, at::kFloat); }), expected);

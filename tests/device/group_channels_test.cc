@@ -316,8 +316,7 @@ TEST(ReduceParts, HasTheBitsOfTheHostsReduction) {
   for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,
                                     at::kShort, at::kByte, at::kBool, at::kComplexFloat}) {
     const at::Tensor parts = (at::randn({4, 33}) * 1000).to(type);
-    for (const ReduceOp op :
-         {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax}) {
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax}) {
       if (!comm::can_reduce(type, op)) continue;
       at::Tensor expected = at::empty({33}, parts.options());
       std::vector<const void*> rows;

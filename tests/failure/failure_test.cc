@@ -110,9 +110,10 @@ TEST(Failure, OtherModelOnOneRank) {
 
 /// `if (smp::rank() == 0) smp::save(...)`.
 TEST(Failure, OneRankThatSaves) {
-  expect_failure("saves_alone",
-                 "rank 0 is in smp::save, rank 1 is in call 2 of step function \"train\". All ranks "
-                 "must make the same calls in the same order");
+  expect_failure(
+      "saves_alone",
+      "rank 0 is in smp::save, rank 1 is in call 2 of step function \"train\". All ranks "
+      "must make the same calls in the same order");
 }
 
 TEST(Failure, RankThatEndsItsProgramEarly) {
@@ -129,10 +130,9 @@ TEST(Failure, OneRankThatStepsAtTheEnd) {
              "warning") +
       " 2>&1");
   EXPECT_NE(outcome.status, 0) << outcome.output;
-  EXPECT_THAT(outcome.output,
-              ::testing::ContainsRegex(
-                  "\\[smp rank [01] pp [01]/2\\] warning: rank [01] has waited for "
-                  "\"stall_seconds\""));
+  EXPECT_THAT(outcome.output, ::testing::ContainsRegex(
+                                  "\\[smp rank [01] pp [01]/2\\] warning: rank [01] has waited for "
+                                  "\"stall_seconds\""));
   EXPECT_THAT(outcome.output,
               ::testing::ContainsRegex(
                   "smprun: first cause: rank 0: .* in call 5 of step function \"train\" was not "
