@@ -53,20 +53,22 @@ build() {
 }
 
 # sources_of OBJECT...: the folder at the top and the name of what each was compiled from.
-sources_of() { sed -E 's|.*smp_objects\.dir/||; s|/.*/|/|; s|(\.pic|\.cc)\.o$||' | sort; }
+sources_of() { sed -E 's|.*smp_objects\.dir/||; s|/.*/|/|; s/(\.pic|\.cc)\.o$//' | sort; }
 
 # link_objects FOLDER: links Bazel's objects by the command with which CMake would link its own in the
 # build in FOLDER. Both must build the same sources.
 link_objects() {
-  local link ours theirs
+  local link ours theirs # the last two: object files
   ours=$(cd "$TEST_SRCDIR/$TEST_WORKSPACE" && find . -name '*.pic.o' | sed 's|^\./||') || return 1
-  link=$(ninja -C "$1" -t commands smp | tail -1)
+  link=$(ninja -C "$1" -t commands smp | grep -e ' -shared ') || return 1
   theirs=$(grep -oE '[^ ]*smp_objects\.dir/[^ ]*\.cc\.o' <<<"$link")
   diff <(sources_of <<<"$ours") <(sources_of <<<"$theirs") ||
     { echo "(<: compiled by Bazel only, >: by CMake only)" && return 1; }
   link=$(sed -E 's|[^ ]*smp_objects\.dir/[^ ]*\.o||g' <<<"$link")
   sed "s|^|$TEST_SRCDIR/$TEST_WORKSPACE/|" <<<"$ours" >"$work/objects"
-  (cd "$1" && bash -c "${link/ -o / @$work/objects -o }")
+  # CMake compiles xxHash into the library, Bazel links Debian's.
+  (cd "$1" && bash -c "${link/ -o / @$work/objects -lxxhash -o }" &&
+    bash -c "$(ninja -t commands smp | tail -1)") # which makes the links to it
 }
 
 # refuses TEXT COMMAND...: the command fails, and says TEXT. CMake wraps its lines.
