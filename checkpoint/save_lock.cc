@@ -77,12 +77,40 @@ bool is_regular(int fd) {
   return ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
 }
 
+void write_holder(int fd) {
+  const std::string ours = describe_this_process();
+  // For messages only: without it the lock holds as well. The file is never empty meanwhile.
+  if (::pwrite(fd, ours.data(), ours.size(), 0) == static_cast<ssize_t>(ours.size())) {
+    (void)!::ftruncate(fd, static_cast<off_t>(ours.size()));
+  }
+}
+
+constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+
+/// A new file of that name: -1 and `errno` if there is one, or there can be none. It appears locked
+/// and with its holder where the file system has files without a name: a save that is killed
+/// before leaves nothing, and others never find it without its holder.
+int make_lock(const std::string& file) {
+  const std::string folder = file.substr(0, file.rfind('/') + 1);
+  const int fd =
+      ::open(folder.empty() ? "." : folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0644);
+  if (fd >= 0) {
+    lock(fd);
+    write_holder(fd);
+    const std::string unnamed = c10::str("/proc/self/fd/", fd);
+    if (::linkat(AT_FDCWD, unnamed.c_str(), AT_FDCWD, file.c_str(), AT_SYMLINK_FOLLOW) == 0) {
+      return fd;
+    }
+    ::close(fd);
+  }
+  return ::open(file.c_str(), kFlags | O_CREAT | O_EXCL, 0644);
+}
+
 /// Opens the lock's file, which `is_new` if there was none: -1 and `errno` if it cannot. Follows no
 /// link, and waits for no other end of a pipe.
 int open_lock(const std::string& file, bool& is_new) {
-  constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
   for (;;) {
-    int fd = ::open(file.c_str(), kFlags | O_CREAT | O_EXCL, 0644);
+    int fd = make_lock(file);
     is_new = fd >= 0;
     if (is_new || errno != EEXIST) return fd;
     fd = ::open(file.c_str(), kFlags);
@@ -143,11 +171,7 @@ bool SaveLock::try_take(const std::string& path) {
   }
   fd_ = fd;
   owns_file_ = owns_file_ || !holder.empty();
-  if (owns_file_) {
-    const std::string ours = describe_this_process();
-    // For messages only: without it the lock holds as well.
-    if (::ftruncate(fd_, 0) == 0) (void)!::pwrite(fd_, ours.data(), ours.size(), 0);
-  }
+  if (owns_file_) write_holder(fd_);
   return true;
 }
 
