@@ -133,7 +133,7 @@ void FileWriter::commit() {
 }
 
 FileReader::FileReader(std::string path) : path_(std::move(path)) {
-  // Without O_NONBLOCK a pipe would wait for somebody who writes to it.
+  // Without O_NONBLOCK opening a pipe would wait for its writer.
   fd_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   check_system(fd_ >= 0, "open", path_);
   struct stat status = {};

@@ -9,7 +9,7 @@
 
 namespace smp::comm {
 
-/// What a rank does where it meets others: the collective that it calls, and the call of the user's
+/// A rank's part where it meets others: the collective that it calls, and the call of the user's
 /// that it is in. A value that ranks send each other.
 struct Call {
   Signature collective;

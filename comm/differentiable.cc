@@ -24,7 +24,7 @@ using Map = std::function<Tensor(const Tensor&)>;
 // The values of a tensor, one after the other.
 Tensor dense(const Tensor& tensor) { return tensor.contiguous().resolve_conj().resolve_neg(); }
 
-// What a node of the history needs for its backward pass.
+// The values that a node of the history needs for its backward pass.
 struct Adjoint : torch::CustomClassHolder {
   Adjoint(const char* call_of_forward, Map map_of_gradient)
       : call(c10::str("backward of ", call_of_forward)), map(std::move(map_of_gradient)) {}

@@ -57,7 +57,7 @@ void check_is_defined(const char* call, const at::Tensor& tensor) {
   SMP_CHECK_WITH(UsageError, tensor.defined(), call, ": the tensor is undefined");
 }
 
-/// Of reductions that return their result.
+/// The reductions that return their result.
 void check_reduction(const char* call, const at::Tensor& tensor, ReduceOp op) {
   check_is_defined(call, tensor);
   if (op == ReduceOp::kSum || op == ReduceOp::kAverage) return;

@@ -60,7 +60,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   bool done() const { return done_.load(std::memory_order_acquire); }
 
-  /// What went wrong, to follow on what describe() says; empty if nothing did. Valid once done().
+  /// The failure, to follow on what describe() says; empty if nothing did. Valid once done().
   const std::string& error() const { return error_; }
 
   /// The rank whose message a receive from any rank took. Valid once done().

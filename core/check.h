@@ -20,7 +20,8 @@ std::string error_prefix();
 /// with its work: "smp rank 3 pp 1/2".
 std::string error_context();
 
-/// What an error says, without the prefix of this thread if it has that, to stand in another text.
+/// The text of an error, without the prefix of this thread if it has that, to stand in another
+/// text.
 std::string text_without_prefix(const c10::Error& error);
 
 /// The text of an error: the prefix of this thread, then `message`, printable (core/text.h), and of

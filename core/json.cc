@@ -90,7 +90,7 @@ class Descriptor {
 
 // The contents of a regular file of at most `most` bytes; else what is wrong, in `problem`.
 std::string read_regular(const std::string& path, uint64_t most, std::string& problem) {
-  // Without O_NONBLOCK a pipe would wait for somebody who writes to it.
+  // Without O_NONBLOCK opening a pipe would wait for its writer.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status = {};
   if (file.get() < 0 || fstat(file.get(), &status) != 0) {

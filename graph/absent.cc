@@ -25,7 +25,7 @@
 namespace smp::graph {
 namespace {
 
-/// What an absent tensor, and every copy of its metadata, knows of itself.
+/// The mark that an absent tensor, and every copy of its metadata, carries.
 struct Mark final : c10::BackendMeta {
   Mark(AbsencePtr given, bool is_computed) : absence(std::move(given)), computed(is_computed) {}
 
@@ -209,7 +209,7 @@ class Call {
     return is_absent(base) ? base : at::Tensor();
   }
 
-  /// What stands for a result with this shape.
+  /// The tensor that stands for a result with this shape.
   at::Tensor absent(const at::Tensor& shape, const at::Tensor& base) const {
     if (!shape.has_storage()) refuse(first_);  // sparse
     TensorMeta meta = TensorMeta::of(shape);

@@ -532,7 +532,7 @@ void Tracer::let_go() {
   ends_.clear();
 }
 
-/// To be called after `let_go`.
+/// Call it after `let_go`.
 std::vector<ValueId> Tracer::left_behind(const std::vector<at::Tensor>& outputs) const {
   const auto returned = only_returned(outputs);
   std::vector<ValueId> left;

@@ -67,7 +67,7 @@ int rank_by_environment() {
 // cannot be taken back.
 class MpiWatch {
  public:
-  // Whose it is, and what it then says.
+  // The process that owns it, and the text that it then writes.
   MpiWatch(std::chrono::milliseconds timeout, int rank, std::string message)
       : rank_(rank), message_(std::move(message)), thread_([this, timeout] { watch(timeout); }) {}
   MpiWatch(const MpiWatch&) = delete;

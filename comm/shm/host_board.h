@@ -26,7 +26,7 @@ enum class Protocol {
   kPipelined,  ///< In pieces, through the buffers.
 };
 
-/// What a rank tells the others when it enters a collective: what it calls, in which call of the
+/// A rank's word to the others when it enters a collective: what it calls, in which call of the
 /// user's, and where its tensors are.
 struct alignas(64) CallRecord {
   std::atomic<uint64_t> number{0};  ///< Of the collective, from 1; written last.

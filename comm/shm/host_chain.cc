@@ -109,7 +109,7 @@ class ChainReduction {
   OperationPtr receive(int peer, void* data, size_t bytes) {
     return start(Message::Direction::kReceive, peer, data, bytes);
   }
-  // What comes along the lane means what is expected only if the calls match.
+  // Values on the lane mean what is expected only if the calls match.
   void await_piece(const OperationPtr& operation) const {
     for (const auto& one : {calls_, operation}) {
       wait_for(lane_.transport, *one, lane_.deadline);

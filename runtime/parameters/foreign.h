@@ -17,7 +17,7 @@
 // parallelism divides. Internal.
 namespace smp::runtime {
 
-/// What errors say of such a tensor.
+/// The words of errors about such a tensor.
 graph::AbsencePtr absence_of(const ParameterTable::Entry& entry);
 
 /// Makes what other ranks own, and what sharded data parallelism divides, absent where this rank

@@ -20,7 +20,7 @@ namespace {
 /// Each takes a file descriptor.
 constexpr size_t kMostLocks = 16;
 
-/// What an error says after its prefix.
+/// The text of an error after its prefix.
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

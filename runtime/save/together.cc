@@ -52,7 +52,7 @@ bool any(const std::vector<Outcome>& outcomes, char kind) {
                      [&](const Outcome& outcome) { return outcome[0] == kind; });
 }
 
-/// What the actions of all ranks have returned, if none has failed.
+/// The values that the actions of all ranks have returned, if none has failed.
 std::vector<std::string> results_of_all(comm::Communicator& group, const Outcome& mine) {
   std::vector<Outcome> outcomes = comm::all_gather_bytes(group, mine);
   if (any(outcomes, kMisused)) core::fail<UsageError>(describe(outcomes));
