@@ -85,7 +85,7 @@ class GraphCapture::Active {
     capture.graph_ = &graph;
     Captures& captures = Captures::get();
     const std::lock_guard lock(captures.mutex);
-    captures.all.emplace_back(capture.stream_, &capture);
+    captures.all.emplace_back(capture.pool_->stream(), &capture);
     ++captures.count;
   }
   ~Active() {
@@ -106,28 +106,34 @@ class GraphCapture::Active {
 GraphCapture::GraphCapture(at::Device device, std::vector<int> ordinals)
     : device_(with_index(device)),
       ordinals_(std::make_shared<const std::vector<int>>(std::move(ordinals))),
-      pool_(make_pool(device_, ordinals_->size())),
-      stream_(pool_->stream()) {
+      pool_(make_pool(device_, ordinals_->size())) {
   synchronize(device_);
 }
 
 GraphCapture::~GraphCapture() {
   try {
-    c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(stream_);
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(pool_->stream());
   } catch (const c10::Error&) {
     // Whoever next asks the device is told.
   }
+}
+
+void GraphCapture::renew_pool() {
+  if (has_begun_ && pool_.use_count() == 1) pool_ = make_pool(device_, ordinals_->size());
+  has_begun_ = true;
 }
 
 CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
                                    const std::function<void()>& work) {
   std::vector<size_t> generators;
   for (int ordinal : ordinals) generators.push_back(generator_of(ordinal));
+  renew_pool();
   CapturedWork captured;
+  captured.pool_ = pool_;
   captured.graph_ = pool_->make_graph();
   captured.ordinals_ = ordinals_;
   drawn_.clear();
-  const c10::StreamGuard guard(stream_);
+  const c10::StreamGuard guard(pool_->stream());
   const Active active(*this, *captured.graph_);
   try {
     captured.graph_->begin(generators);

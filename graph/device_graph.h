@@ -47,7 +47,8 @@ class DeviceGraph {
 };
 
 /// What the graphs of a device share: memory, generators of random numbers, and the stream on which
-/// they are captured, which nobody else uses.
+/// they are captured, which has no other work. When the last graph of a pool is gone, no other can
+/// be captured: libtorch's allocators never take the name of its memory again.
 class DeviceGraphPool {
  public:
   virtual ~DeviceGraphPool() = default;
@@ -73,6 +74,7 @@ class CapturedWork {
 
  private:
   friend class GraphCapture;
+  std::shared_ptr<DeviceGraphPool> pool_;  // as long as one of its graphs is there
   std::unique_ptr<DeviceGraph> graph_;
   std::vector<size_t> generators_;                    // that it draws from
   std::shared_ptr<const std::vector<int>> ordinals_;  // by generator
@@ -101,13 +103,15 @@ class GraphCapture {
                          const RandomKey& key, int ordinal);
   class Active;
 
+  /// For the next graph: another one if that of earlier graphs has none left.
+  void renew_pool();
   void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack, int ordinal);
   size_t generator_of(int ordinal) const;
 
   const at::Device device_;
   const std::shared_ptr<const std::vector<int>> ordinals_;  // ascending
-  const std::shared_ptr<DeviceGraphPool> pool_;
-  const c10::Stream stream_;
+  std::shared_ptr<DeviceGraphPool> pool_;
+  bool has_begun_ = false;        // a capture, with this pool
   DeviceGraph* graph_ = nullptr;  // that is captured
   std::vector<size_t> drawn_;     // generators, by what is captured
 };

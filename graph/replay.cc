@@ -335,6 +335,12 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
     } else {
       call();
     }
+  } catch (c10::AcceleratorError& error) {
+    error.add_context(c10::str("noticed at ", text_of(instruction),
+                               "; the device may have failed in an earlier operator. With "
+                               "CUDA_LAUNCH_BLOCKING=1 each is waited for, and the one that fails "
+                               "is named"));
+    throw;
   } catch (c10::Error& error) {
     error.add_context(text_of(instruction));
     throw;

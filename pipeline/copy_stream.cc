@@ -13,7 +13,13 @@ using c10::impl::VirtualGuardImpl;
 CopyStream::CopyStream(at::Device device)
     : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
-CopyStream::~CopyStream() { VirtualGuardImpl(stream_.device_type()).synchronizeStream(stream_); }
+CopyStream::~CopyStream() {
+  try {
+    VirtualGuardImpl(stream_.device_type()).synchronizeStream(stream_);
+  } catch (const c10::Error&) {
+    // The device has failed, and copies no more.
+  }
+}
 
 c10::Stream CopyStream::current() const {
   return VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());

@@ -19,6 +19,15 @@ namespace {
 // How often the watcher looks for a rank that has aborted.
 constexpr std::chrono::milliseconds kLookPeriod{200};
 
+// On a device that has failed nothing goes on.
+bool has_ended(const DeviceTransfer& transfer) noexcept {
+  try {
+    return transfer.work->isCompleted();
+  } catch (const c10::Error&) {
+    return true;
+  }
+}
+
 }  // namespace
 
 GroupPool::GroupPool(CommunicatorPtr host, at::Device device, MakeDeviceGroup make)
@@ -128,15 +137,18 @@ void GroupPool::keep(DeviceTransfer transfer) {
 }
 
 void GroupPool::forget_ended() {
-  kept_.erase(std::remove_if(kept_.begin(), kept_.end(),
-                             [](const DeviceTransfer& kept) { return kept.work->isCompleted(); }),
-              kept_.end());
+  kept_.erase(std::remove_if(kept_.begin(), kept_.end(), has_ended), kept_.end());
 }
 
-void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) {
+void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) noexcept {
   const auto end = std::chrono::steady_clock::now() + at_most;
-  while (std::uncaught_exceptions() == 0 && !finished() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  try {
+    while (std::uncaught_exceptions() == 0 && !finished() &&
+           std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const c10::Error&) {
+    // The device has failed, and nothing on it goes on.
   }
 }
 

@@ -86,6 +86,7 @@ class GroupPool {
 
 /// Before transfers are given up: returns when `finished` or after `at_most`, since peers may still
 /// be taking what this rank gave. At once while an error is thrown, when they may never take it.
-void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most);
+/// Also when `finished` throws what the device says: then it has failed.
+void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) noexcept;
 
 }  // namespace smp::comm

@@ -52,9 +52,9 @@ bool LossWatch::finish() {
   const Root* bad = nullptr;
   if (!awaited_.empty()) {
     const at::Device device = awaited_.front().value.device();
-    const c10::Stream side = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-    made_->block(side);
-    const c10::StreamGuard guard(side);
+    if (!side_) side_ = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    made_->block(*side_);
+    const c10::StreamGuard guard(*side_);
     bad = find_bad(awaited_);
   }
   if (bad == nullptr) bad = find_bad(here_);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <optional>
@@ -48,7 +49,8 @@ class LossWatch {
   bool looks_ = false;
   uint64_t call_ = 0;
   std::vector<Root> here_, on_device_, awaited_;
-  std::optional<c10::Event> made_;  // after those awaited
+  std::optional<c10::Event> made_;   // after those awaited
+  std::optional<c10::Stream> side_;  // one for all steps: an allocator keeps memory for each
   Root found_{};
   int64_t times_ = 0;
 };

@@ -100,6 +100,21 @@ TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
   expect_all(x, 2);
 }
 
+TEST(DeviceGraph, AnotherIsCapturedWhenAllAreGone) {
+  const at::Tensor x = ones(4);
+  GraphCapture capture(fake_device(), {0});
+  for (int i = 0; i < 3; ++i) {
+    at::Tensor drawn;
+    const CapturedWork work = capture.capture({0}, [&] {
+      drawn = draw(0, {});
+      x.add_(1);
+    });
+    work.launch(key_of(5));
+    EXPECT_TRUE(at::equal(drawn.cpu(), draw(0, key_of(5)).cpu()));
+  }
+  expect_all(x, 4);
+}
+
 at::Tensor host_noise(const at::Tensor& x) { return x + at::rand({}).item<double>(); }
 
 TORCH_LIBRARY(device_graph_test, m) {

@@ -234,6 +234,12 @@ int take_fake_launches() {
   return std::exchange(machine.launches, 0);
 }
 
+int fake_streams() {
+  FakeMachine& machine = FakeMachine::get();
+  const FakeLock lock(machine.mutex);
+  return machine.streams();
+}
+
 FakeMemoryLimit::FakeMemoryLimit(size_t bytes) {
   FakeMachine& machine = FakeMachine::get();
   const FakeLock lock(machine.mutex);
@@ -254,6 +260,16 @@ size_t FakeMemoryLimit::peak(int index) const {
 size_t fake_pinned_bytes() {
   const FakeLock lock(FakeMachine::get().mutex);
   return FakeMachine::get().pinned_bytes();
+}
+
+FailingDevice::FailingDevice(int index, int64_t kernels) : index_(index) {
+  const FakeLock lock(FakeMachine::get().mutex);
+  FakeMachine::get().kernels_left[index] = kernels;
+}
+
+FailingDevice::~FailingDevice() {
+  const FakeLock lock(FakeMachine::get().mutex);
+  FakeMachine::get().kernels_left[index_].reset();
 }
 
 BrokenRules::BrokenRules() {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,10 @@ std::vector<std::string> take_fake_log();
 /// How many graphs were launched since the last call.
 int take_fake_launches();
 
+/// How many streams beside the default ones were taken until now. A caching allocator keeps memory
+/// for each.
+int fake_streams();
+
 /// While it lives, each index of the device has so many bytes of memory, counting what is allocated
 /// already; an allocation beyond them throws `c10::OutOfMemoryError`, as CUDA's do. Without one
 /// there is no limit.
@@ -55,6 +60,20 @@ class FakeMemoryLimit {
   /// The most bytes that an index has had allocated at once since the limit began, or since
   /// `resetPeakStats`.
   size_t peak(int index) const;
+};
+
+/// While it lives, an index fails for good after so many more kernels and copies: they do nothing,
+/// and it answers each call with a `c10::AcceleratorError`, as CUDA does after an assertion in a
+/// kernel. What is freed is freed.
+class FailingDevice {
+ public:
+  FailingDevice(int index, int64_t kernels);
+  ~FailingDevice();
+  FailingDevice(const FailingDevice&) = delete;
+  FailingDevice& operator=(const FailingDevice&) = delete;
+
+ private:
+  const int index_;
 };
 
 /// Bytes of host memory that is pinned for the device. Freed, it is kept until the streams that

@@ -434,17 +434,27 @@ void run(const c10::OperatorHandle& op, Stack* stack) { Call(op, *stack).run(); 
 class FakeGraph final : public graph::DeviceGraph {
  public:
   explicit FakeGraph(std::shared_ptr<FakePool> pool) : pool_(std::move(pool)) {}
+  ~FakeGraph() override {
+    if (uses_pool_) release_pool();
+  }
 
   void begin(const std::vector<size_t>&) override {
     const FakeLock lock(machine().mutex);
+    TORCH_CHECK(!pool_->is_over, "memory of graphs is captured into after its last graph is gone");
     stream_ = current_fake_stream(current_fake_index());
     machine().begin_capture(stream_, pool_);
+    ++pool_->uses;
+    uses_pool_ = true;
   }
   void end() override {
     const FakeLock lock(machine().mutex);
     tasks_ = machine().end_capture(stream_);
   }
-  void abandon() noexcept override { end(); }
+  void abandon() noexcept override {
+    if (!uses_pool_) return;  // it did not begin
+    end();
+    release_pool();
+  }
 
   void call_random(const c10::OperatorHandle& op, Stack& stack, size_t generator) override {
     captured_draw = static_cast<int>(generator);
@@ -474,6 +484,12 @@ class FakeGraph final : public graph::DeviceGraph {
  private:
   static FakeMachine& machine() { return FakeMachine::get(); }
 
+  void release_pool() noexcept {
+    const FakeLock lock(machine().mutex);
+    uses_pool_ = false;
+    pool_->is_over = --pool_->uses == 0;
+  }
+
   static void draw(StreamKey stream, const Task& task, at::Tensor& state) {
     {
       const FakeLock lock(machine().mutex);
@@ -490,6 +506,7 @@ class FakeGraph final : public graph::DeviceGraph {
   }
 
   const std::shared_ptr<FakePool> pool_;
+  bool uses_pool_ = false;
   StreamKey stream_;
   std::vector<Task> tasks_;
 };

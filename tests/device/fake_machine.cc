@@ -59,11 +59,22 @@ void FakeMachine::refuse_captured(StreamKey stream) const {
   TORCH_CHECK(!is_captured(stream), "operation not permitted when stream is capturing");
 }
 
+void FakeMachine::refuse_failed(StreamKey stream) const {
+  if (!has_failed(stream.first)) return;
+  constexpr int kDeviceAssert = 710;
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kDeviceAssert,
+                              "fake error: device-side assert triggered");
+}
+
 void FakeMachine::give(StreamKey stream, Task task) {
   const auto capture = captures_.find(stream);
   if (capture != captures_.end()) {
     capture->second.tasks.push_back(std::move(task));
     return;
+  }
+  if (!task.accesses.empty()) {
+    refuse_failed(stream);
+    if (kernels_left[stream.first]) --*kernels_left[stream.first];
   }
   Queue& queue = queues_[stream];
   for (const Access& access : task.accesses) check_access(stream, task, access);
@@ -87,6 +98,7 @@ void FakeMachine::run_all(StreamKey stream) {
 }
 
 void FakeMachine::synchronize(StreamKey stream) {
+  refuse_failed(stream);
   const Queue& queue = queues_[stream];
   if (finished_[stream] < queue.given) {
     finish(queue.clock);
@@ -99,6 +111,7 @@ StreamKey FakeMachine::new_stream(c10::DeviceIndex index) { return {index, ++str
 
 void FakeMachine::record(FakeEvent*& event, StreamKey stream) {
   refuse_captured(stream);
+  refuse_failed(stream);
   if (event == nullptr) event = new FakeEvent{events++, {}, 0, {}};
   const Queue& queue = queues_[stream];
   event->stream = stream;
@@ -111,6 +124,7 @@ void FakeMachine::record(FakeEvent*& event, StreamKey stream) {
 
 void FakeMachine::block(const FakeEvent& event, StreamKey stream) {
   refuse_captured(stream);
+  refuse_failed(stream);
   note(c10::str(name(stream), " waits for event ", event.number));
   give(stream, {"a wait", {}, [this, recorded = event.stream, position = event.position] {
                   run_until(recorded, position);
@@ -122,6 +136,7 @@ void FakeMachine::block(const FakeEvent& event, StreamKey stream) {
 }
 
 bool FakeMachine::query(const FakeEvent& event) {
+  refuse_failed(event.stream);
   const uint64_t done = queues_[event.stream].done;
   if (done < event.position) run_until(event.stream, done + 1);
   if (queues_[event.stream].done < event.position) return false;
@@ -131,6 +146,7 @@ bool FakeMachine::query(const FakeEvent& event) {
 
 bool FakeMachine::query(StreamKey stream) {
   refuse_captured(stream);
+  refuse_failed(stream);
   const Queue& queue = queues_[stream];
   run_until(stream, queue.done + 1);
   if (!queue.tasks.empty()) return false;
@@ -139,6 +155,7 @@ bool FakeMachine::query(StreamKey stream) {
 }
 
 void FakeMachine::synchronize(const FakeEvent& event) {
+  refuse_failed(event.stream);
   note(c10::str("host waits for event ", event.number));
   note_host(event.stream.first, "waits for an event");
   finish(event.clock);
@@ -347,10 +364,11 @@ void FakeMachine::check_free(Block& block) {
   for (const PastAccess& past : block.past) {
     if (past.stream == block.owner || block.users.count(past.stream) > 0) continue;
     if (is_known(past, known)) continue;
+    block.users.insert(past.stream);
+    if (has_failed(block.owner.first)) continue;  // events are of no use to the library any more
     broken(c10::str("memory of ", block.bytes, " bytes, allocated on ", text_of(block.owner),
                     ", is freed while ", text_of(past.stream), " may use it (", past.name,
                     "): record that use, recordDataPtrOnStream"));
-    block.users.insert(past.stream);
   }
 }
 

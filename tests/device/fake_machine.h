@@ -54,6 +54,8 @@ struct FakePool {
   ~FakePool();
   std::set<char*> free;  ///< blocks
   std::set<char*> all;
+  int uses = 0;          ///< graphs, and a capture that goes on
+  bool is_over = false;  ///< for ever, when the last of these is gone
 };
 
 /// What a stream was given while it was captured.
@@ -87,6 +89,7 @@ class FakeMachine {
   void synchronize(StreamKey stream);
 
   StreamKey new_stream(c10::DeviceIndex index);
+  int streams() const { return static_cast<int>(streams_); }
   /// Into `event`, or into a new one if it is null.
   void record(FakeEvent*& event, StreamKey stream);
   void block(const FakeEvent& event, StreamKey stream);
@@ -125,6 +128,7 @@ class FakeMachine {
   int launches = 0;  // of graphs
   std::optional<std::array<std::vector<HostUse>, kFakeDevices>> host_uses;
   std::optional<std::vector<std::string>> broken_rules;              // else one ends the program
+  std::array<std::optional<int64_t>, kFakeDevices> kernels_left;     // until it fails
   std::optional<size_t> limit;                                       // of each index
   std::array<size_t, kFakeDevices> used = {}, peak = {}, held = {};  // bytes
 
@@ -172,6 +176,8 @@ class FakeMachine {
   bool has_room(c10::DeviceIndex index, size_t bytes) const;
   void run_index(c10::DeviceIndex index);
   void refuse_captured(StreamKey stream) const;
+  bool has_failed(c10::DeviceIndex index) const { return kernels_left[index] == 0; }
+  void refuse_failed(StreamKey stream) const;
   void* reserve(size_t bytes, c10::DeviceIndex index);
   void* allocate_captured(size_t bytes, StreamKey stream, FakeCapture& capture);
   void free_captured(char* memory, Block& block);

@@ -85,11 +85,13 @@ std::vector<HostUse> train(const Case& tested, HostUses& uses) {
   for (int i = 0; i < kSteps; ++i) {
     smp::barrier();
     uses.take(rank());
+    const int streams = fake_streams();
     optimizer.zero_grad();
     const auto losses = train_step(x, y);
     if (tested.clips) optimizer.clip_master_grads(1.0);
     optimizer.step();
     losses.reduce_mean(CommGroup::kDp).item<double>();
+    if (i == kSteps - 1) EXPECT_EQ(fake_streams(), streams) << "a step takes another stream";
   }
   return uses.take(rank());
 }
