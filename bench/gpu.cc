@@ -6,6 +6,9 @@
 //
 //     bazel run --config=cuda //bench:gpu
 //     bazel run //bench:gpu -- --small     # on the CPU, to see that it runs
+//
+// --count STEPS WAY runs so many steps of one way (plain; 1 or 2 ranks, with a "g" as graphs) and
+// prints nothing: two such runs under tools/count_calls.c tell what a step calls.
 #include <ATen/DeviceAccelerator.h>
 #include <torch/torch.h>
 
@@ -31,6 +34,7 @@ struct Size {
   int64_t batch;
   int steps;  // of a round
   int64_t reduced_bytes;
+  int rounds = 3;  // that are timed
 };
 
 // 121 million parameters.
@@ -38,7 +42,6 @@ const Size kFull = {gpt::GPTOptions().layers(17).width(768).heads(12).sequence(1
                     10, 64 << 20};
 const Size kSmall = {gpt::GPTOptions().layers(2).width(32).heads(2).sequence(16).dropout(0), 4, 2,
                      1 << 16};
-constexpr int kRounds = 3;
 constexpr int kMicrobatches = 4;  // of the pipeline
 
 void print(const std::string& name, double value, const char* unit) {
@@ -57,7 +60,7 @@ at::Device device_of(int rank) {
 double time_of_step(const Size& size, const std::function<torch::Tensor()>& step) {
   step().item<double>();  // captures
   std::vector<double> times;
-  for (int round = 0; round <= kRounds; ++round) {
+  for (int round = 0; round <= size.rounds; ++round) {
     const double taken = seconds([&] {
       torch::Tensor last;
       for (int i = 0; i < size.steps; ++i) last = step();
@@ -65,7 +68,7 @@ double time_of_step(const Size& size, const std::function<torch::Tensor()>& step
     });
     if (round > 0) times.push_back(taken / size.steps);  // the first warms
   }
-  return median(times);
+  return times.empty() ? 0 : median(times);
 }
 
 void forget_peak() {
@@ -182,6 +185,16 @@ void run(const Size& size) {
   }
 }
 
+void count(Size size, int steps, const std::string& way) {
+  size.steps = steps;
+  size.rounds = 0;
+  if (way == "plain") {
+    plain(size);
+  } else {
+    distributed(size, way[0] - '0', way.back() == 'g');
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -191,5 +204,11 @@ int main(int argc, char** argv) {
     return 1;
   }
   at::set_num_threads(1);
-  run(small ? kSmall : kFull);
+  const Size& size = small ? kSmall : kFull;
+  const int option = small ? 2 : 1;
+  if (argc == option + 3 && std::strcmp(argv[option], "--count") == 0) {
+    count(size, std::stoi(argv[option + 1]), argv[option + 2]);
+  } else {
+    run(size);
+  }
 }

@@ -122,9 +122,11 @@ at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
   return part.narrow(0, owned.offset, owned.numel());
 }
 
-void GradientBuckets::accumulate(int shard, size_t index, at::Tensor gradient, bool first) {
+void GradientBuckets::accumulate(int shard, size_t index, at::Tensor gradient, bool first,
+                                 core::TensorUpdates& updates) {
   const at::AutoDispatchBelowADInplaceOrView no_history;
-  first ? claimed(shard, index).copy_(gradient) : memory_[shard].slices[index].add_(gradient);
+  first ? updates.copy(claimed(shard, index), gradient)
+        : updates.add(memory_[shard].slices[index], gradient);
 }
 
 at::Tensor GradientBuckets::buffer(size_t index, int microbatch) {
@@ -191,20 +193,27 @@ WorkPtr GradientBuckets::start(size_t bucket) {
   });
 }
 
-/// A parameter's sum, or this replica's piece of it, divided, in the dtype of `.grad`.
-at::Tensor GradientBuckets::result(size_t index) {
+/// A parameter's sum, or this replica's piece of it.
+StepGradients::Reduced GradientBuckets::reduced(size_t index) const {
   const at::ScalarType type = parameters_[index].scalar_type();
   if (slices_) {
-    return mean(piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true);
+    return {piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true};
   }
   // What is added to `.grad` may lie in the bucket, too.
   const bool overwrites = options_.gradient_as_bucket_view || parameters_[index].grad().defined();
-  return mean(memory_[0].slices[index], type, overwrites);
+  return {memory_[0].slices[index], type, overwrites};
 }
 
-void GradientBuckets::publish(size_t index) {
-  if (slices_) return slices_->add_gradient(index, result(index));
-  add_to_grad(parameters_[index], result(index));
+void GradientBuckets::publish(const std::vector<size_t>& indices) {
+  std::vector<Reduced> sums;
+  for (size_t index : indices) sums.push_back(reduced(index));
+  const auto means = this->means(std::move(sums));
+  core::TensorUpdates updates;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    slices_ ? slices_->add_gradient(indices[i], means[i])
+            : add_to_grad(parameters_[indices[i]], means[i], updates);
+  }
+  updates.run();
 }
 
 }  // namespace smp::dp

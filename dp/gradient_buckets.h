@@ -52,8 +52,9 @@ class GradientBuckets final : public WholeGradients {
   GradientBuckets(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, const BucketOptions& options, BucketLayout layout,
                   std::shared_ptr<ParameterSlices> slices);
-  void accumulate(int shard, size_t index, at::Tensor gradient, bool first) override;
-  void publish(size_t index) override;
+  void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
+                  core::TensorUpdates& updates) override;
+  void publish(const std::vector<size_t>& indices) override;
 
   void allocate(int shard, size_t bucket);
   at::Tensor& claimed(int shard, size_t index);
@@ -61,7 +62,7 @@ class GradientBuckets final : public WholeGradients {
   WorkPtr start(size_t bucket);
   GradBucket grad_bucket(size_t bucket) const;
   at::Tensor piece(const at::Tensor& part, size_t index) const;
-  at::Tensor result(size_t index);
+  Reduced reduced(size_t index) const;
 
   const std::vector<at::Tensor> parameters_;
   const BucketOptions options_;

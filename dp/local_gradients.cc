@@ -88,16 +88,20 @@ at::Tensor& LocalGradients::sum_of(int shard, size_t index) {
   return shard_sums_[shard][index];
 }
 
-void LocalGradients::accumulate(int shard, size_t index, at::Tensor gradient, bool first) {
+void LocalGradients::accumulate(int shard, size_t index, at::Tensor gradient, bool first,
+                                core::TensorUpdates& updates) {
   at::Tensor& sum = sum_of(shard, index);
   if (!first) {
-    sum.add_(gradient);
+    updates.add(sum, gradient);
     return;
   }
   gradient = taken(std::move(gradient));
-  sum = may_become_sum(gradient, parameters_[index])
-            ? with_strides_of(parameters_[index], gradient)
-            : empty_for(parameters_[index]).copy_(gradient);
+  if (may_become_sum(gradient, parameters_[index])) {
+    sum = with_strides_of(parameters_[index], gradient);
+  } else {
+    sum = empty_for(parameters_[index]);
+    updates.copy(sum, gradient);
+  }
 }
 
 at::Tensor LocalGradients::buffer(size_t index, int microbatch) {
@@ -107,14 +111,28 @@ at::Tensor LocalGradients::buffer(size_t index, int microbatch) {
   return sum;
 }
 
-void LocalGradients::publish(size_t index) {
+/// Adds up all shards.
+at::Tensor LocalGradients::take_sum(size_t index) {
   add_shards(index, shards());
   at::Tensor sum = std::exchange(shard_sums_[0][index], at::Tensor());
   // A shard without a gradient has zeros, which counts where the others have -0.
   for (int shard = 0; shard < shards(); ++shard) {
     if (!has_sum(shard, index)) sum.add_(0);
   }
-  add_to_grad(parameters_[index], mean(sum, parameters_[index].scalar_type(), /*overwrites=*/true));
+  return sum;
+}
+
+void LocalGradients::publish(const std::vector<size_t>& indices) {
+  std::vector<Reduced> sums;
+  for (size_t index : indices) {
+    sums.push_back({take_sum(index), parameters_[index].scalar_type(), /*overwrites=*/true});
+  }
+  const auto means = this->means(std::move(sums));
+  core::TensorUpdates updates;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    add_to_grad(parameters_[indices[i]], means[i], updates);
+  }
+  updates.run();
 }
 
 }  // namespace smp::dp

@@ -62,7 +62,8 @@ at::Tensor& ShardedGradients::sums(size_t bucket) {
   return sums;
 }
 
-void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, bool first) {
+void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, bool first,
+                                  core::TensorUpdates& updates) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& sums = this->sums(bucket);
   const int64_t most = piece_numel(index);
@@ -75,7 +76,7 @@ void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, 
     if (numel == 0) continue;
     const at::Tensor sum = sums[rank][shard].narrow(0, offset, numel);
     const at::Tensor piece = flat.narrow(0, owned.begin + begin, numel);
-    first ? sum.copy_(piece) : sum.add_(piece);
+    first ? updates.copy(sum, piece) : updates.add(sum, piece);
   }
 }
 
@@ -105,13 +106,15 @@ WorkPtr ShardedGradients::start(size_t bucket) {
   return launch(bucket, {sums}, reduce);
 }
 
-/// Of the shard: the pieces of the replication group, one after the other.
-void ShardedGradients::publish(size_t index) {
-  const auto [bucket, offset] = layout_.slots[index];
-  const at::Tensor& shard = parameters_->shard(index);
-  const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
-  parameters_->add_gradient(index, mean(sum.narrow(0, 0, shard.numel()), shard.scalar_type(),
-                                        /*overwrites=*/false));
+/// Puts the pieces of the replication group together, one after the other, for each shard.
+void ShardedGradients::publish(const std::vector<size_t>& indices) {
+  for (size_t index : indices) {
+    const auto [bucket, offset] = layout_.slots[index];
+    const at::Tensor& shard = parameters_->shard(index);
+    const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
+    parameters_->add_gradient(index, mean(sum.narrow(0, 0, shard.numel()), shard.scalar_type(),
+                                          /*overwrites=*/false));
+  }
 }
 
 }  // namespace smp::dp

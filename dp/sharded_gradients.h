@@ -37,8 +37,9 @@ class ShardedGradients final : public StepGradients {
                    const ShardedGradientOptions& options);
 
  private:
-  void accumulate(int shard, size_t index, at::Tensor gradient, bool first) override;
-  void publish(size_t index) override;
+  void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
+                  core::TensorUpdates& updates) override;
+  void publish(const std::vector<size_t>& indices) override;
 
   int64_t piece_numel(size_t index) const;
   at::Tensor& sums(size_t bucket);

@@ -5,6 +5,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <tuple>
 #include <utility>
 
 #include "core/check.h"
@@ -46,16 +47,32 @@ void StepGradients::set_counted_replicas(int count) {
 }
 
 void StepGradients::add(size_t index, int microbatch, at::Tensor gradient) {
+  const at::NoGradGuard no_grad;
+  core::TensorUpdates updates;
+  accumulate(index, microbatch, std::move(gradient), updates);
+  updates.run();
+}
+
+void StepGradients::add(int microbatch, const std::vector<Given>& gradients) {
+  const at::NoGradGuard no_grad;
+  core::TensorUpdates updates;
+  for (const auto& [index, gradient] : gradients) {
+    accumulate(index, microbatch, gradient, updates);
+  }
+  updates.run();
+}
+
+void StepGradients::accumulate(size_t index, int microbatch, at::Tensor gradient,
+                               core::TensorUpdates& updates) {
   SMP_CHECK_WITH(UsageError, gradient.layout() == at::kStrided, "parameter \"", queue_.name(index),
                  "\" has a sparse gradient, which cannot be reduced. Build its embedding with "
                  "sparse(false)");
   SMP_INTERNAL_ASSERT(!queue_.has_started(index), "parameter \"", queue_.name(index),
                       "\" got a gradient of microbatch ", microbatch,
                       " when its bucket was being reduced");
-  const at::NoGradGuard no_grad;
   const int shard = shard_of(microbatch);
   const bool first = begin(shard, index);
-  accumulate(shard, index, std::move(gradient), first);
+  accumulate(shard, index, std::move(gradient), first, updates);
 }
 
 bool StepGradients::begin(int shard, size_t index) {
@@ -109,15 +126,22 @@ void StepGradients::finish_reduction() {
   usage->wait();
   const at::NoGradGuard no_grad;
   for (size_t bucket = 0; bucket < queue_.size(); ++bucket) {
+    std::vector<size_t> indices;
     for (size_t index : buckets()[bucket]) {
-      if (used.const_data_ptr<uint8_t>()[index] != 0) publish(index);
+      if (used.const_data_ptr<uint8_t>()[index] != 0) indices.push_back(index);
     }
+    publish(indices);
     sums_[bucket].reset();
   }
 }
 
+/// Whether `.grad` has the sum's dtype.
+bool StepGradients::stays(const at::Tensor& sum, at::ScalarType parameter) const {
+  return options_.gradients_as_summed || sum.scalar_type() == parameter;
+}
+
 at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter, bool overwrites) {
-  const bool stays = options_.gradients_as_summed || sum.scalar_type() == parameter;
+  const bool stays = this->stays(sum, parameter);
   if (reduces_to_means_) {
     if (stays) return overwrites ? sum : sum.clone();
     return sum.to(parameter);
@@ -126,16 +150,46 @@ at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter, 
   return stays ? mean : mean.to(parameter);
 }
 
+std::vector<at::Tensor> StepGradients::means(std::vector<Reduced> sums) {
+  std::vector<at::Tensor> result(sums.size());
+  std::map<std::tuple<c10::DeviceIndex, at::ScalarType, bool>, std::vector<size_t>> lists;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    auto& [sum, parameter, overwrites] = sums[i];
+    if (reduces_to_means_ || !core::fits_lists(sum)) {
+      result[i] = mean(sum, parameter, overwrites);
+      sum.reset();
+    } else {
+      lists[{sum.device().index(), sum.scalar_type(), overwrites}].push_back(i);
+    }
+  }
+  for (const auto& [key, list] : lists) {
+    std::vector<at::Tensor> divided;
+    for (size_t i : list) divided.push_back(std::move(sums[i].sum));
+    if (std::get<bool>(key)) {
+      core::divide_(divided, divisor());
+    } else {
+      divided = core::divide(divided, divisor());
+    }
+    for (size_t k = 0; k < list.size(); ++k) {
+      at::Tensor mean = std::move(divided[k]);
+      const at::ScalarType parameter = sums[list[k]].parameter;
+      result[list[k]] = stays(mean, parameter) ? mean : mean.to(parameter);
+    }
+  }
+  return result;
+}
+
 const at::Tensor& StepGradients::divisor_of(const at::Tensor& sum) {
   at::Tensor& divisor = divisors_[sum.scalar_type()];
   if (!divisor.defined()) divisor = at::scalar_tensor(this->divisor(), sum.scalar_type());
   return divisor;
 }
 
-void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
+void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient,
+                 core::TensorUpdates& updates) {
   at::Tensor& grad = parameter.mutable_grad();
   if (grad.defined()) {
-    grad.add_(gradient);
+    updates.add(grad, gradient);
   } else {
     grad = gradient;
   }

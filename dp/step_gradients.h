@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/tensor_lists.h"
 #include "dp/bucket_queue.h"
 
 namespace smp::dp {
@@ -59,6 +60,13 @@ class StepGradients {
   /// if the caller gives it away. Microbatches come in ascending order. Throws `UsageError` for a
   /// sparse gradient.
   void add(size_t index, int microbatch, at::Tensor gradient);
+  /// The same for several parameters, each once, in few kernels on a device. The memory of the
+  /// gradients stays the caller's.
+  struct Given {
+    size_t index;
+    at::Tensor gradient;
+  };
+  void add(int microbatch, const std::vector<Given>& gradients);
 
   /// Says, before a step, that a parameter may get gradients in it, and later that it gets no more.
   void await(size_t index) { queue_.await(index); }
@@ -95,10 +103,12 @@ class StepGradients {
                 comm::CommunicatorPtr replicas, const StepGradientOptions& options,
                 BucketQueue::Policy policy);
 
-  /// Adds a gradient to its parameter's sum in a shard of this replica's, or begins that with it.
-  virtual void accumulate(int shard, size_t index, at::Tensor gradient, bool first) = 0;
-  /// Adds a parameter's reduced gradient to `.grad`.
-  virtual void publish(size_t index) = 0;
+  /// Has `updates` add a gradient to its parameter's sum in a shard of this replica's, or begins
+  /// that with it.
+  virtual void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
+                          core::TensorUpdates& updates) = 0;
+  /// Adds the reduced gradients of parameters to `.grad`.
+  virtual void publish(const std::vector<size_t>& indices) = 0;
 
   /// Whether this step reduces, not only adds up.
   bool reduces() const { return passes_ + 1 == options_.backward_passes; }
@@ -115,6 +125,13 @@ class StepGradients {
   /// A reduced sum divided, in the dtype of a parameter's `.grad`: in the sum's memory if it may be
   /// overwritten and the dtype is the same.
   at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter, bool overwrites);
+  /// The same of several, in few kernels on a device. Frees sums as it goes.
+  struct Reduced {
+    at::Tensor sum;
+    at::ScalarType parameter;
+    bool overwrites;
+  };
+  std::vector<at::Tensor> means(std::vector<Reduced> sums);
   /// `divisor()` in a sum's type.
   const at::Tensor& divisor_of(const at::Tensor& sum);
   /// Says that a shard has a sum of a parameter. Returns whether that is new.
@@ -127,6 +144,8 @@ class StepGradients {
 
  private:
   void finish_reduction();
+  void accumulate(size_t index, int microbatch, at::Tensor gradient, core::TensorUpdates& updates);
+  bool stays(const at::Tensor& sum, at::ScalarType parameter) const;
 
   const StepGradientOptions options_;
   const int shards_;
@@ -150,8 +169,9 @@ class WholeGradients : public StepGradients {
   using StepGradients::StepGradients;
 };
 
-/// Adds a gradient to a parameter's `.grad`, or makes it that if there is none.
-void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient);
+/// Has `updates` add a gradient to a parameter's `.grad`, or makes it that if there is none.
+void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient,
+                 core::TensorUpdates& updates);
 
 /// Adds the rows of a tensor to the first, in order. Returns that.
 at::Tensor sum_in_order(const at::Tensor& rows);

@@ -342,7 +342,7 @@ void Executor::backward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
   const Action& action = instruction.action;
   const bool is_launched =
-      graphs_ && graphs_->backward(action, step.keys[action.microbatch], step.consume);
+      graphs_ && graphs_->backward(action, step.keys[action.microbatch], step.consume_all);
   if (!is_launched && action.kind == Action::Kind::kBackward) {
     stage.backward(action.microbatch, step.consume, step.buffer);
   } else if (!is_launched && action.kind == Action::Kind::kBackwardInput) {

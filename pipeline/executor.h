@@ -73,6 +73,8 @@ class Executor {
     std::vector<graph::RandomKey> keys;
     /// Takes gradients of owned parameters.
     GradientConsumer consume;
+    /// Takes those of a computation that ran as a graph.
+    GradientsConsumer consume_all;
     /// Where they may be added up; null: nowhere.
     GradientBuffer buffer;
     /// Called after the last backward of a stage.

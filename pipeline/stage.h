@@ -36,6 +36,10 @@ using Message = std::vector<at::Tensor>;
 using GradientConsumer =
     std::function<void(graph::ValueId parameter, int microbatch, at::Tensor gradient)>;
 
+/// The same for several parameters, each once, whose gradients lie in memory that is the giver's.
+using GradientsConsumer = std::function<void(
+    int microbatch, const std::vector<std::pair<graph::ValueId, at::Tensor>>& gradients)>;
+
 /// Where a gradient of an owned parameter of float32 or float64 may be added instead: a tensor of
 /// its sizes and dtype. Asked for only when something is added.
 using GradientBuffer = std::function<at::Tensor(graph::ValueId parameter, int microbatch)>;

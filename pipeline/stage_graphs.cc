@@ -236,15 +236,17 @@ bool StageGraphs::forward(const Action& action, const Inputs& inputs, const grap
 }
 
 bool StageGraphs::backward(const Action& action, const graph::RandomKey& key,
-                           const GradientConsumer& consume) {
+                           const GradientsConsumer& consume) {
   if (is_stages_[action.microbatch]) return false;
   // Tensors of other strides have another graph, and so another program.
   SMP_INTERNAL_ASSERT(enters_as_noted(action, {}), "stage ", action.stage,
                       " got gradients that do not lie as when its backward was captured");
   launch(action, {}, key);
+  std::vector<std::pair<graph::ValueId, at::Tensor>> gradients;
   for (const auto& [parameter, tensor] : of(action).gradients) {
-    consume(parameter, action.microbatch, tensor.get());
+    gradients.emplace_back(parameter, tensor.get());
   }
+  if (!gradients.empty()) consume(action.microbatch, gradients);
   return true;
 }
 

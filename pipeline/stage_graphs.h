@@ -65,7 +65,8 @@ class StageGraphs {
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
                const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
   /// As `Stage::backward` and its two parts. False if the microbatch is the stage's.
-  bool backward(const Action& action, const graph::RandomKey& key, const GradientConsumer& consume);
+  bool backward(const Action& action, const graph::RandomKey& key,
+                const GradientsConsumer& consume);
 
   /// Forgets what was captured, and not what was noted.
   void forget();

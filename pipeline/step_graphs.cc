@@ -143,7 +143,7 @@ bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& in
 }
 
 bool StepGraphs::backward(const Action& action, const graph::RandomKey& key,
-                          const GradientConsumer& consume) {
+                          const GradientsConsumer& consume) {
   const auto graphs = graphs_.find(action.stage);
   if (graphs == graphs_.end()) return false;
   if (use_ == Use::kNotes) graphs->second.note(action, {});

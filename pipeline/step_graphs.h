@@ -39,7 +39,8 @@ class StepGraphs {
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
                const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
   /// As `Stage::backward` and its two parts.
-  bool backward(const Action& action, const graph::RandomKey& key, const GradientConsumer& consume);
+  bool backward(const Action& action, const graph::RandomKey& key,
+                const GradientsConsumer& consume);
 
  private:
   enum class Use { kNothing, kNotes, kLaunches };

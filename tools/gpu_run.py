@@ -1,171 +1,602 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a bundle of tools/gpu_check runs on a machine with GPUs, as its program `run`.
+"""Runs a bundle of tools/gpu_check on a machine with GPUs; it is installed there as `run`.
 
-usage: run [--seconds N]
-Needs a python3 with torch 2.11 for CUDA 13.0, and nothing else. Runs all tests and benches of the
-bundle, prints a table, and leaves it in table.md with the outputs beside it. The exit status is 0
-if all passed.
+usage: run [--out FOLDER] [--seconds N] [--only GROUP,...]
+Needs a python3 with torch 2.11 for CUDA 13.0, and nothing else. Three groups: `find` tells whether
+all is right, several programs at a time; `speed` measures; `deep` counts the host's calls and
+checks memory. FOLDER ($OUT, or results beside this file) gets table.md, written anew after each
+program, and log.txt with what each has printed: a `run` that is killed loses only what is under
+way. Each program has a limit of its own; one that exceeds it leaves the stacks of its threads in
+the log. The exit status is 0 if all passed.
 """
 import argparse
-import json
+import concurrent.futures
+import gzip
+import importlib.util
 import os
 import pathlib
+import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
+GROUPS = ("find", "speed", "deep")
+TESTS = ("cuda_test", "foreach_test", "parity_test", "models_test", "process_test_program")
+PROGRAMS = (*TESTS, "gpt", "gpu")
+AT_ONCE = 4  # programs that share the GPU while no time is measured
+GRACE = 5  # seconds that the other ranks of a job have when one has failed
+STACKS = 40  # seconds that a debugger has
+AGAIN = 45  # seconds for what failed in `find`
+LEAST = 2  # seconds with which a program is worth starting
+KEPT = 400_000  # bytes of each output in the log
+LOG = 15_000_000  # bytes that the log should not exceed
+
+# Ways of `bench:gpu --count STEPS WAY`, and the names that their rows have without --count.
+WAYS = {"plain": "GPT, plain libtorch", "1": "GPT, 1 rank", "1g": "GPT, 1 rank, CUDA graphs",
+        "2": "GPT, 2 stages", "2g": "GPT, 2 stages, CUDA graphs"}
+COUNTED_STEPS = (5, 15)
+CALLS = {
+    "launches": ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC"),
+    "launches of graphs": ("cudaGraphLaunch",),
+    "waits of the host": ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize",
+                          "cudaMemcpy"),
+    "copies": ("cudaMemcpyAsync",),
+    "cudaMalloc": ("cudaMalloc",),
+}
+
+MACHINE = """import torch
+gpus = torch.cuda.device_count()
+print(gpus)
+print(f"{gpus} x {torch.cuda.get_device_name(0) if gpus else 'no GPU'}, torch {torch.__version__}, "
+      f"CUDA {torch.version.cuda}")
+"""
 
 
 class Check:
-    """A program of the bundle, on processes of a job."""
+    """A program, on the processes of a job, and what is expected of it.
 
-    def __init__(self, name, program, ranks=1, arguments=(), least_gpus=1, kind="tests"):
-        self.name, self.program, self.ranks = name, program, ranks
-        self.arguments, self.least_gpus, self.kind = arguments, least_gpus, kind
+    `kind` is how its output is read: "tests" of GoogleTest, a "bench" that prints values, a
+    "program" of which the exit status counts, a "quick" check that has a row only if it fails, a
+    list of "libraries", or "lines" that are rows; that of a "debugger" is part of another's.
+    `native`: it is linked with libtorch.
+    """
+
+    def __init__(self, name, command, limit, kind="tests", ranks=1, least_gpus=1, filter="",
+                 environment=None, native=True):
+        self.name, self.command, self.limit = name, [str(word) for word in command], limit
+        self.kind, self.ranks, self.least_gpus, self.filter = kind, ranks, least_gpus, filter
+        self.environment, self.native = environment or {}, native
+
+    def arguments(self):
+        return self.command + ([f"--gtest_filter={self.filter}"] if self.filter else [])
 
 
-def checks(gpus):
-    """What is run where there are so many GPUs."""
-    result = [
-        Check("parity with plain libtorch, ranks as threads", "parity_test"),
-        Check("random numbers, messages, collectives", "cuda_test"),
-        Check("two processes on one GPU", "process_test_program", ranks=2),
-        Check("speed and memory", "gpu", kind="bench"),
-        Check("PyTorch, with a CUDA graph", "gpu_graphs.py", kind="bench"),
-    ]
-    if gpus > 1:
-        result.insert(3, Check("two processes, two GPUs, NCCL", "process_test_program", ranks=2,
-                               least_gpus=2))
-    return result
+class Outcome:
+    """How a check's processes ended (None: hung; no statuses: never started), and their outputs."""
+
+    def __init__(self, check, statuses, outputs, seconds=0, stacks=b""):
+        self.check, self.statuses, self.outputs = check, statuses, outputs
+        self.seconds, self.stacks = seconds, stacks
+
+    def log(self, kept):
+        """Its part of the log, with the last `kept` bytes of each output."""
+        check = self.check
+        text = (f"\n===== {check.name}: {ending(self.statuses) or 'ended well'}, "
+                f"{self.seconds:.1f} s: {' '.join(check.arguments())}\n").encode()
+        for rank, output in enumerate(self.outputs):
+            text += (b"--- rank %d\n" % rank if check.ranks > 1 else b"") + output[-kept:]
+        return text + self.stacks[-kept:]
+
+
+def ending(statuses):
+    """Which ranks did not end well, and how; '' if all did."""
+    if not statuses:
+        return "no time was left"
+    words = []
+    for rank, status in enumerate(statuses):
+        if status != 0:
+            word = ("hung" if status is None else
+                    f"exit status {status}" if status > 0 else f"signal {-status}")
+            words.append(word if len(statuses) == 1 else f"rank {rank}: {word}")
+    return ", ".join(words)
+
+
+def text_of(output):
+    return output.decode(errors="replace")
+
+
+def values_of(outputs):
+    """The rows of the lines 'name<TAB>value<TAB>unit' of the first rank."""
+    lines = text_of(outputs[0]).splitlines() if outputs else []
+    fields = [line.split("\t") for line in lines if line.count("\t") == 2]
+    return [(name, f"{value} {unit}".strip(), "") for name, value, unit in fields]
+
+
+class Tests:
+    """Results that GoogleTest printed, so that it counts for a program that was killed, too."""
+
+    def __init__(self, outputs):
+        states = {}
+        for output in outputs:
+            for state, name in re.findall(
+                    r"\[ +(RUN|OK|FAILED|SKIPPED) +\] ([^\s,]+\.[^\s,]+)", text_of(output)):
+                if states.get(name) != "FAILED":
+                    states[name] = state
+        self.passed, self.skipped, self.failed, self.unfinished = (
+            [name for name, state in states.items() if state == wanted]
+            for wanted in ("OK", "SKIPPED", "FAILED", "RUN"))
+
+    def __str__(self):
+        text = f"{len(self.passed)} passed"
+        if self.skipped:
+            text += f", {len(self.skipped)} skipped"
+        if self.failed:
+            text += f", {len(self.failed)} failed: " + ", ".join(self.failed)
+        if self.unfinished:
+            text += ", not ended: " + ", ".join(self.unfinished)
+        return text
+
+
+def rows_of_tests(outcome, end):
+    tests = Tests(outcome.outputs)
+    result = f"{tests} ({end})" if end else str(tests)
+    rows = [(outcome.check.name, result, f"{outcome.seconds:.0f}")]
+    return rows + values_of(outcome.outputs), bool(not end and tests.passed and not tests.failed)
+
+
+def rows_of_bench(outcome, end):
+    rows = values_of(outcome.outputs)
+    well = bool(rows) and not end
+    if not well:
+        rows.append((outcome.check.name, end or "no values", f"{outcome.seconds:.0f}"))
+    return rows, well
+
+
+def rows_of_program(outcome, end):
+    rows = [(outcome.check.name, end or "passed", f"{outcome.seconds:.0f}")]
+    return rows + values_of(outcome.outputs), not end
+
+
+def rows_of_quick(outcome, end):
+    return [(outcome.check.name, end, f"{outcome.seconds:.0f}")] if end else [], not end
+
+
+def rows_of_libraries(outcome, end):
+    """Rows of what `ldd` does not find."""
+    lines = text_of(b"".join(outcome.outputs)).splitlines()
+    missing = [line.strip() for line in lines if "not found" in line]
+    return rows_of_quick(outcome, end or "; ".join(missing))
+
+
+def rows_of_lines(outcome, end):
+    lines = text_of(b"".join(outcome.outputs)).splitlines()
+    results = [end] if end else lines
+    return [(outcome.check.name, result, "") for result in results], not end
+
+
+READERS = {"tests": rows_of_tests, "bench": rows_of_bench, "program": rows_of_program,
+           "quick": rows_of_quick, "libraries": rows_of_libraries, "lines": rows_of_lines}
+
+
+def rows_of(outcome):
+    """Rows of the table (what, result, seconds), and whether all is well."""
+    return READERS[outcome.check.kind](outcome, ending(outcome.statuses))
+
+
+def table(machine, rows):
+    """The rows in Markdown."""
+    lines = [machine, "", "| what | result | seconds |", "|---|---|---|"]
+    for row in rows:
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+class Report:
+    """Writes what is known at any time: table.md and log.txt."""
+
+    def __init__(self, out):
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.machine, self.rows, self.well = out, "", [], True
+        self.lock = threading.Lock()
+        self.log = open(out / "log.txt", "wb", buffering=0)
+
+    def add(self, outcome):
+        rows, well = rows_of(outcome)
+        room = max(10_000, (LOG - self.log.tell()) // 10)
+        self.write(rows, well, outcome.log(min(KEPT, room)))
+
+    def write(self, rows, well=True, text=b""):
+        with self.lock:
+            self.log.write(text)
+            self.rows += rows
+            self.well &= well
+            new = self.out / "table.new"
+            new.write_text(table(self.machine, self.rows))
+            new.replace(self.out / "table.md")
+            for row in rows:
+                print(": ".join(filter(None, row)), flush=True)
+
+
+class Processes:
+    """All processes that are under way, each the leader of a group, to be ended with its group."""
+
+    def __init__(self):
+        self.lock, self.groups, self.closed = threading.Lock(), set(), False
+
+    def start(self, arguments, environment, folder, output):
+        with self.lock:
+            if self.closed:
+                raise OSError("run is being ended")
+            process = subprocess.Popen(arguments, env=environment, cwd=folder, stdout=output,
+                                       stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+                                       start_new_session=True)
+            self.groups.add(process.pid)
+            return process
+
+    def end(self, process):
+        with self.lock:
+            kill_group(process.pid)  # also what it has left behind
+            process.wait()
+            self.groups.discard(process.pid)
+
+    def end_all(self):
+        with self.lock:
+            self.closed = True
+            for group in self.groups:
+                kill_group(group)
+
+
+def kill_group(group):
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def tool(name):
+    """The path of one of CUDA's programs, which may be in no folder of PATH."""
+    path = os.environ.get("PATH", os.defpath) + ":/usr/local/cuda/bin"
+    return shutil.which(name, path=path) or name
+
+
+def kernel_stacks(group):
+    """What the kernel knows of each thread of a group's processes: its name, and where it waits."""
+    lines = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) != group:
+                continue
+            for thread in sorted((process / "task").iterdir(), key=lambda path: int(path.name)):
+                name, place, call = (text_of((thread / file).read_bytes()).strip()
+                                     for file in ("comm", "wchan", "syscall"))
+                lines.append(f"process {process.name} thread {thread.name} {name}: {place}, "
+                             f"system call {call}")
+        except OSError as error:  # it has ended meanwhile, or hides
+            lines.append(f"process {process.name}: {error}")
+    return "\n".join(lines).encode() + b"\n"
+
+
+class Bundle:
+    """The programs, unpacked into a work folder, and how they are run."""
+
+    def __init__(self, work):
+        self.work, self.processes = work, Processes()
+        for packed in HERE.glob("*.gz"):
+            program = work / packed.stem
+            with gzip.open(packed, "rb") as source, open(program, "wb") as target:
+                shutil.copyfileobj(source, target)
+            program.chmod(0o755)
+        self.libraries = ":".join(map(str, [*wheel_folders(), HERE / "lib"]))
+
+    def environment(self, check):
+        """The inherited one; programs find torch's libraries and the bundle's before its own.
+
+        The inherited path may be the one to the driver's.
+        """
+        own = dict(os.environ, **check.environment)
+        if check.native:
+            paths = [self.libraries, os.environ.get("LD_LIBRARY_PATH", "")]
+            own.update(LD_LIBRARY_PATH=":".join(filter(None, paths)), OMP_NUM_THREADS="1")
+        return own
+
+    def start(self, check, folder):
+        """Starts the check's processes as torchrun would; each writes into a file of its own.
+
+        None stands for one that cannot be started.
+        """
+        processes = []
+        port = str(free_port())
+        for rank in range(check.ranks):
+            # Not TMPDIR: cuda-gdb finds only processes that have its own.
+            own = dict(self.environment(check), TEST_TMPDIR=str(folder))
+            if check.ranks > 1:
+                own.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(check.ranks),
+                           LOCAL_WORLD_SIZE=str(check.ranks), MASTER_ADDR="127.0.0.1",
+                           MASTER_PORT=port)
+            if check.least_gpus < check.ranks:
+                own["CUDA_VISIBLE_DEVICES"] = own.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            with open(folder / f"rank{rank}.txt", "wb") as output:
+                try:
+                    processes.append(self.processes.start(check.arguments(), own, folder, output))
+                except OSError as error:
+                    output.write(f"cannot start {check.command[0]}: {error}\n".encode())
+                    processes.append(None)
+        return processes
+
+    def run(self, check, deadline):
+        """Runs a check to its end, or to its limit."""
+        begin = time.monotonic()
+        limit = min(check.limit, deadline - begin)
+        if limit < LEAST:
+            return Outcome(check, [], [])
+        folder = pathlib.Path(tempfile.mkdtemp(dir=self.work))
+        processes = self.start(check, folder)
+        statuses = wait(processes, begin + limit)
+        seconds = time.monotonic() - begin
+        stacks = b""
+        for rank, process in enumerate(processes):
+            if statuses[rank] is None and check.kind != "debugger":
+                stacks += b"--- stacks of rank %d, which hangs\n" % rank
+                stacks += self.stacks(process.pid, deadline)
+        for process in filter(None, processes):
+            self.processes.end(process)
+        outputs = [(folder / f"rank{rank}.txt").read_bytes() for rank in range(check.ranks)]
+        shutil.rmtree(folder, ignore_errors=True)
+        return Outcome(check, statuses, outputs, seconds, stacks)
+
+    def stacks(self, pid, deadline):
+        """Stacks by CUDA's debugger, and what the kernel says where there is none or it hangs."""
+        command = [tool("cuda-gdb"), "-batch", "-nx", "-p", pid, "-ex", "set pagination off",
+                   "-ex", "thread apply all bt 30"]
+        limit = min(STACKS, max(10, deadline - time.monotonic()))
+        ended = self.run(Check("cuda-gdb", command, limit, kind="debugger", native=False),
+                         time.monotonic() + limit)
+        faults = f"cuda-gdb: {ending(ended.statuses) or 'ended well'}\n".encode()
+        return ended.outputs[0] + faults + kernel_stacks(pid)
+
+
+def wait(processes, end):
+    """Their exit statuses; None for those that go on. When one fails, the others have not long."""
+    while True:
+        statuses = [process.poll() if process else 127 for process in processes]
+        if any(statuses):
+            end = min(end, time.monotonic() + GRACE)
+        if None not in statuses or time.monotonic() > end:
+            return statuses
+        time.sleep(0.05)
 
 
 def free_port():
     with socket.socket() as sock:
-        sock.bind(("", 0))
+        sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
 
 
-def start(check, environment, out):
-    """Starts the check's processes as torchrun would."""
-    processes = []
-    port = str(free_port())
-    for rank in range(check.ranks):
-        own = dict(environment, GTEST_OUTPUT=f"json:{out}.{rank}.json")
-        if check.ranks > 1:
-            own.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(check.ranks),
-                       LOCAL_WORLD_SIZE=str(check.ranks), MASTER_ADDR="localhost", MASTER_PORT=port)
-        if check.least_gpus < check.ranks:
-            own["CUDA_VISIBLE_DEVICES"] = own.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        with open(f"{out}.{rank}.txt", "w") as text:
-            processes.append(subprocess.Popen([str(HERE / check.program), *check.arguments],
-                                              env=own, stdout=text, stderr=subprocess.STDOUT))
-    return processes
+def wheel_folders():
+    """Where torch's wheel, and those that it needs, have their libraries."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None:
+        sys.exit("run: python3 has no torch")
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = [pathlib.Path(torch.origin).parent / "lib"]
+    for place in nvidia.submodule_search_locations if nvidia else []:
+        folders += sorted(pathlib.Path(place).glob("*/lib"))
+    return folders
 
 
-def wait(processes, deadline):
-    """Their exit statuses; those that are too late are ended, and have None."""
-    statuses = []
-    for process in processes:
-        try:
-            statuses.append(process.wait(max(0.1, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            statuses.append(None)
-    return statuses
+def quick_checks(bundle):
+    """Whether programs find their libraries and start at all; the tests that each has."""
+    return [
+        Check("nvidia-smi", [tool("nvidia-smi")], 10, kind="quick", native=False),
+        *(Check(f"libraries of {name}", ["ldd", bundle.work / name], 10, kind="libraries")
+          for name in PROGRAMS),
+        *(Check(f"list of {name}", [bundle.work / name, "--gtest_list_tests"], 20, kind="quick")
+          for name in TESTS)]
 
 
-def of_tests(report):
-    """'19 passed' or '18 passed, 1 failed: Suite.Name', of a report of GoogleTest."""
-    passed, failed, skipped = 0, [], 0
-    for suite in report["testsuites"]:
-        for test in suite["testsuite"]:
-            if test.get("result") == "SKIPPED":
-                skipped += 1
-            elif test.get("failures"):
-                failed.append(f"{suite['name']}.{test['name']}")
-            else:
-                passed += 1
-    text = f"{passed} passed"
-    if skipped:
-        text += f", {skipped} skipped"
-    if failed:
-        text += f", {len(failed)} failed: " + ", ".join(failed)
-    return text, not failed and passed > 0
+def cases_of(listing):
+    """Full names of a program's tests, with the texts of their parameters."""
+    cases, suite = {}, ""
+    for line in listing.splitlines():
+        name, _, parameter = line.partition("  # ")
+        if re.fullmatch(r"\S+\.", name):
+            suite = name
+        elif suite and name.startswith("  "):
+            cases[suite + name.strip()] = parameter
+    return cases
 
 
-def of_bench(output):
-    """The rows of the lines 'name<TAB>value<TAB>unit'."""
-    fields = [line.split("\t") for line in output.splitlines()]
-    return [(name, f"{value} {unit}") for name, value, unit in (f for f in fields if len(f) == 3)]
+def shards(name, command, count, limit, cases, filter=""):
+    """The cases of a program that `filter` chooses, divided among programs of their own."""
+    count = min(count, max(1, len(cases)))
+    return [Check(f"{name}, {index + 1} of {count}", command, limit, filter=filter,
+                  environment={"GTEST_TOTAL_SHARDS": str(count), "GTEST_SHARD_INDEX": str(index)})
+            for index in range(count)]
 
 
-def rows_of(check, statuses, out, seconds):
-    """Rows of the table (what, result, seconds), and whether all is well."""
-    if None in statuses:
-        return [(check.name, f"not done in time, see {out.name}.*.txt", seconds)], False
-    if check.kind == "bench":
-        rows = [(name, value, "") for name, value in of_bench(
-            pathlib.Path(f"{out}.0.txt").read_text())]
-        if any(statuses) or not rows:
-            rows.append((check.name, f"exit status {statuses[0]}, see {out.name}.0.txt", seconds))
-        return rows, bool(rows) and not any(statuses)
-    report = pathlib.Path(f"{out}.0.json")
-    if not report.exists():
-        return [(check.name, f"exit status {statuses[0]}, see {out.name}.0.txt", seconds)], False
-    text, well = of_tests(json.loads(report.read_text()))
-    if any(statuses):
-        text += f" (exit statuses {', '.join(map(str, statuses))}, see {out.name}.*.txt)"
-    return [(check.name, text, seconds)], well and not any(statuses)
+def parity_checks(bundle, cases):
+    """Those as CUDA graphs apart from the others."""
+    command = [bundle.work / "parity_test"]
+    graphs = [name for name, parameter in cases.items() if "graphs" in parameter]
+    if not graphs:
+        return shards("parity", command, 4, 75, cases)
+    eager = [name for name in cases if name not in graphs]
+    chosen = ":".join(graphs)
+    return [*shards("parity, operator by operator", command, 4, 75, eager, f"*-{chosen}"),
+            *shards("parity, CUDA graphs", command, 2, 75, graphs, chosen)]
 
 
-def table(machine, rows):
-    """In Markdown."""
-    lines = [machine, "", "| what | result | seconds |", "|---|---|---|"]
-    lines += [f"| {what} | {result} | {taken} |" for what, result, taken in rows]
-    return "\n".join(lines) + "\n"
+def example_check(bundle, name, config="", ranks=1):
+    arguments = ["--device", "cuda", "--data", HERE / "text.txt", "--steps", "20", "--sample", "50"]
+    if config:
+        file = bundle.work / f"{name}.json"
+        file.write_text(config)
+        arguments += ["--config", file]
+    return Check(name, [bundle.work / "gpt", *arguments], 60, kind="program", ranks=ranks)
 
 
-def environment_of(torch_folder):
-    """Where the programs find the libraries of torch's wheel, and those of the bundle."""
-    site = pathlib.Path(torch_folder).parent
-    folders = [pathlib.Path(torch_folder) / "lib", *sorted(site.glob("nvidia/*/lib")), HERE / "lib"]
-    return dict(os.environ, LD_LIBRARY_PATH=":".join(map(str, folders)), OMP_NUM_THREADS="1")
+def find_checks(bundle, gpus, cases):
+    """`cases`: those of each program of tests."""
+    processes = [bundle.work / "process_test_program"]
+    two_gpus = [Check("two processes, two GPUs, NCCL", processes, 75, ranks=2, least_gpus=2)]
+    return [
+        Check("random numbers, messages, collectives, NCCL", [bundle.work / "cuda_test"], 60),
+        Check("updates and sums over lists", [bundle.work / "foreach_test"], 60),
+        *parity_checks(bundle, cases["parity_test"]),
+        *shards("parity of models", [bundle.work / "models_test"], 2, 100, cases["models_test"]),
+        Check("two processes on one GPU", processes, 75, ranks=2),
+        *(two_gpus if gpus > 1 else []),
+        example_check(bundle, "GPT example"),
+        example_check(bundle, "GPT example, CUDA graphs", '{"cuda_graphs": "on"}'),
+        example_check(bundle, "GPT example, two processes", '{"partitions": 2, "microbatches": 4}',
+                      ranks=2)]
+
+
+def failed_checks(outcomes):
+    """What failed, once more: one check for each program, with the launch that fails named."""
+    programs = {}
+    for outcome in outcomes:
+        if outcome.statuses and not rows_of(outcome)[1]:
+            key = (*outcome.check.command, outcome.check.ranks, outcome.check.least_gpus)
+            programs.setdefault(key, []).append(outcome)
+    checks = []
+    for failed in programs.values():
+        check, tests = failed[0].check, [Tests(outcome.outputs) for outcome in failed]
+        names = [name for each in tests for name in each.failed + each.unfinished]
+        environment = dict({} if names else check.environment,
+                           CUDA_LAUNCH_BLOCKING="1", TORCH_SHOW_CPP_STACKTRACES="1")
+        checks.append(Check(f"again, blocking launches: {check.name}", check.command, AGAIN,
+                            check.kind, check.ranks, check.least_gpus,
+                            ":".join(names) or check.filter, environment))
+    return checks
+
+
+def card_check(when):
+    fields = "name,driver_version,clocks.sm,power.draw,temperature.gpu,memory.used"
+    return Check(f"the card {when} ({fields})",
+                 [tool("nvidia-smi"), f"--query-gpu={fields}", "--format=csv,noheader"], 10,
+                 kind="lines", native=False)
+
+
+def calls_of(outcome):
+    """How often each function of CUDA was called, of what count_calls.so prints."""
+    lines = re.findall(r"count_calls (\w+) (\d+)\n", text_of(b"".join(outcome.outputs)))
+    return {name: int(count) for name, count in lines}
+
+
+def calls_a_step(name, few, many):
+    """Rows of the calls of runs with fewer and with more steps."""
+    steps = COUNTED_STEPS[1] - COUNTED_STEPS[0]
+    return [(f"{name}: {what} a step",
+             f"{sum(many.get(call, 0) - few.get(call, 0) for call in calls) / steps:g}", "")
+            for what, calls in CALLS.items()]
+
+
+class Run:
+    """All groups that are asked for, one after the other."""
+
+    def __init__(self, bundle, report, groups, deadline):
+        self.bundle, self.report, self.groups, self.deadline = bundle, report, groups, deadline
+
+    def block(self, checks, at_once=1):
+        """Runs the checks, so many at a time, and reports each when it ends."""
+        def one(check):
+            outcome = self.bundle.run(check, self.deadline)
+            self.report.add(outcome)
+            return outcome
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(one, checks))
+
+    def __call__(self):
+        gpus = self.machine()
+        if gpus == 0:
+            self.report.write([("torch", "finds no GPU on this machine", "")], well=False)
+            return
+        for group in GROUPS:
+            if group in self.groups:
+                try:
+                    getattr(self, group)(gpus)
+                except Exception:  # a fault of this program costs a group only
+                    self.report.write([(group, "run itself failed, see log.txt", "")], False,
+                                      traceback.format_exc().encode())
+
+    def machine(self):
+        """Puts what the machine is at the head of the table, and returns the number of its GPUs."""
+        [outcome] = self.block([
+            Check("torch", [sys.executable, "-c", MACHINE], 60, kind="quick", native=False)])
+        lines = text_of(outcome.outputs[0]).splitlines() if outcome.outputs else []
+        if ending(outcome.statuses) or len(lines) < 2:
+            return 1  # a row says so; the programs may run all the same
+        self.report.machine = lines[-1]
+        return int(lines[-2])
+
+    def find(self, gpus):
+        outcomes = self.block(quick_checks(self.bundle), AT_ONCE)
+        listings = {pathlib.Path(o.check.command[0]).name: cases_of(text_of(b"".join(o.outputs)))
+                    for o in outcomes if o.check.command[-1] == "--gtest_list_tests"}
+        outcomes = self.block(find_checks(self.bundle, gpus, listings), AT_ONCE)
+        self.block(failed_checks(outcomes))
+
+    def speed(self, _):
+        self.block([
+            card_check("before"),
+            Check("speed and memory", [self.bundle.work / "gpu"], 170, kind="bench"),
+            Check("PyTorch", [sys.executable, HERE / "gpu_graphs.py"], 120, kind="bench",
+                  native=False),
+            card_check("after")])
+
+    def deep(self, _):
+        environment = {"LD_PRELOAD": str(HERE / "count_calls.so")}
+        outcomes = iter(self.block(
+            [Check(f"calls of {name}, {steps} steps",
+                   [self.bundle.work / "gpu", "--count", steps, way], 60, kind="quick",
+                   environment=environment)
+             for way, name in WAYS.items() for steps in COUNTED_STEPS], AT_ONCE))
+        for name in WAYS.values():
+            few, many = (calls_of(next(outcomes)) for _ in COUNTED_STEPS)
+            rows = calls_a_step(name, few, many) if few and many else [
+                (f"{name}: calls a step", "not counted", "")]
+            self.report.write(rows, bool(few and many))
+        # Tests make calls that fail, which are no faults of memory.
+        memcheck = [tool("compute-sanitizer"), "--tool", "memcheck", "--report-api-errors", "no",
+                    "--error-exitcode", "9", self.bundle.work / "cuda_test"]
+        self.block([Check("memcheck of cuda_test", memcheck, 150)])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default=os.environ.get("OUT") or HERE / "results",
+                        type=pathlib.Path, help="folder of table.md and log.txt")
     parser.add_argument("--seconds", type=float, default=570, help="for all together")
-    seconds = parser.parse_args().seconds
-    import torch
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        sys.exit("run: torch finds no GPU on this machine")
-    machine = (f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, "
-               f"CUDA {torch.version.cuda}")
-    environment = environment_of(os.path.dirname(torch.__file__))
-    deadline = time.monotonic() + seconds
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    for old in results.iterdir():
-        old.unlink()
-    rows, well = [], True
-    for number, check in enumerate(checks(gpus)):
-        begin = time.monotonic()
-        out = results / f"{number}_{check.program}"
-        statuses = wait(start(check, environment, out), deadline)
-        of_check, passed = rows_of(check, statuses, out, f"{time.monotonic() - begin:.0f}")
-        for row in of_check:
-            print(*row, sep=": ", flush=True)
-        rows += of_check
-        well &= passed
-    text = table(machine, rows)
-    (HERE / "table.md").write_text(text)
-    print("\n" + text)
-    sys.exit(0 if well else 1)
+    parser.add_argument("--only", default=",".join(GROUPS), metavar="GROUP,...",
+                        help="of %(default)s")
+    arguments = parser.parse_args()
+    groups = arguments.only.split(",")
+    if not set(groups) <= set(GROUPS):
+        parser.error(f"--only: expected some of {', '.join(GROUPS)}, got {arguments.only!r}")
+    deadline = time.monotonic() + arguments.seconds
+    report = Report(arguments.out)
+    with tempfile.TemporaryDirectory(prefix="gpu_run", ignore_cleanup_errors=True) as work:
+        bundle = Bundle(pathlib.Path(work))
+
+        def stop(number, _):
+            bundle.processes.end_all()
+            shutil.rmtree(work, ignore_errors=True)
+            os._exit(128 + number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, stop)
+        # On another thread, so that a signal never interrupts one that holds a lock.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(Run(bundle, report, groups, deadline)).result()
+    sys.exit(0 if report.well else 1)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class AttentionImpl : public torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) {
     const auto batch = x.size(0), length = x.size(1);
     const auto heads = options_.heads(), channels = options_.width() / heads;
-    const auto qkv = qkv_(x).view({batch, length, 3, heads, channels}).permute({2, 0, 3, 1, 4});
+    const auto qkv =
+        qkv_(x).view({batch, length, 3, heads, channels}).permute({2, 0, 3, 1, 4}).unbind();
     const auto mixed = torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
                                                            is_training() ? options_.dropout() : 0.0,
                                                            /*is_causal=*/true);

@@ -230,11 +230,31 @@ void Program::broadcast_buffers(int source) {
 void Program::take_gradient(graph::ValueId parameter, int microbatch, at::Tensor gradient) {
   const Place& place = place_of_[parameter];
   gradients_at(place).add(place.index, microbatch, std::move(gradient));
-  // Products that are fused with their sums may follow.
-  const bool is_last = microbatch + 1 == microbatches_;
-  if (!is_last || runtime_->config().gradient_accumulation_fusion()) return;
+  if (!is_complete_with(microbatch)) return;
   gradients_at(place).complete(place.index);
   start_reductions();
+}
+
+/// Whether a parameter gets no gradient after one of this microbatch.
+bool Program::is_complete_with(int microbatch) const {
+  // Products that are fused with their sums may follow.
+  return microbatch + 1 == microbatches_ && !runtime_->config().gradient_accumulation_fusion();
+}
+
+void Program::take_gradients(int microbatch,
+                             const std::vector<std::pair<graph::ValueId, at::Tensor>>& gradients) {
+  std::map<dp::StepGradients*, std::vector<dp::StepGradients::Given>> given;
+  for (const auto& [parameter, gradient] : gradients) {
+    const Place& place = place_of_[parameter];
+    given[&gradients_at(place)].push_back({place.index, gradient});
+  }
+  for (const auto& [sums, list] : given) {
+    sums->add(microbatch, list);
+    for (const auto& each : list) {
+      if (is_complete_with(microbatch)) sums->complete(each.index);
+    }
+  }
+  if (is_complete_with(microbatch)) start_reductions();
 }
 
 /// After the last backward of a stage, for parameters that got no gradient in it.
@@ -412,6 +432,9 @@ Program::Outputs Program::run(Inputs inputs) {
   }
   step.consume = [&](graph::ValueId parameter, int microbatch, at::Tensor gradient) {
     take_gradient(parameter, microbatch, std::move(gradient));
+  };
+  step.consume_all = [&](int microbatch, const auto& gradients) {
+    take_gradients(microbatch, gradients);
   };
   if (runtime_->config().gradient_accumulation_fusion()) {
     step.buffer = [&](graph::ValueId parameter, int microbatch) {

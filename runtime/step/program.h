@@ -7,6 +7,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/public_call.h"
@@ -94,6 +95,9 @@ class Program : public std::enable_shared_from_this<Program> {
   void await_gradients();
   dp::StepGradients& gradients_at(const Place& place) const;
   void take_gradient(graph::ValueId parameter, int microbatch, at::Tensor gradient);
+  void take_gradients(int microbatch,
+                      const std::vector<std::pair<graph::ValueId, at::Tensor>>& gradients);
+  bool is_complete_with(int microbatch) const;
   void complete_stage(int stage);
   void start_reductions();
   Reductions observe_reductions(bool records);

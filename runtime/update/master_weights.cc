@@ -23,9 +23,9 @@ void MasterWeights::set(const at::Tensor& tensor, const at::Tensor& values) {
   make(tensor).detach().copy_(values);
 }
 
-void MasterWeights::write_back(const at::Tensor& tensor) const {
+void MasterWeights::write_back(const at::Tensor& tensor, core::TensorUpdates& updates) const {
   at::NoGradGuard no_grad;
-  tensor.detach().copy_(find(tensor.unsafeGetTensorImpl()));
+  updates.copy(tensor.detach(), find(tensor.unsafeGetTensorImpl()));
 }
 
 void MasterWeights::reload() {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "core/tensor_lists.h"
+
 namespace smp::runtime {
 
 /// Copies in float32 of parameters, or pieces of them, in half precision: what an optimizer updates
@@ -26,8 +28,8 @@ class MasterWeights {
   at::Tensor find(const c10::TensorImpl* tensor) const;
   /// Replaces the values of a tensor's master, which is made if there is none.
   void set(const at::Tensor& tensor, const at::Tensor& values);
-  /// Rounds the master's values into the tensor.
-  void write_back(const at::Tensor& tensor) const;
+  /// Has `updates` round the master's values into the tensor.
+  void write_back(const at::Tensor& tensor, core::TensorUpdates& updates) const;
   /// Gives all masters the values that their tensors have now.
   void reload();
   void clear() { entries_.clear(); }

@@ -9,7 +9,9 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "graph/absent.h"
 #include "optim/elementwise.h"
+#include "optim/foreach_step.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
 #include "runtime/update/clip_grad.h"
@@ -63,6 +65,7 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
       runtime_(Runtime::get_shared()),
       pieces_(optimizer, *runtime_, set_state_),
       loss_scaling_(runtime_, pieces_),
+      type_(*elementwise.type),
       state_factory_(state_factory) {
   if (shards_optimizer_state(*runtime_))
     optim::check_elementwise(elementwise, "shard_optimizer_state", "false");
@@ -89,7 +92,11 @@ at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClos
   if (!loss_scaling_.begin_step(closure != nullptr)) return {};
   give_grad_norm(optimizer_);
   const WholeNorms norms(optimizer_, pieces_);
-  at::Tensor loss = pieces_.step(update, closure);
+  const auto update_all = [&](const LossClosure& inner) {
+    const bool done = !inner && optim::foreach_step(optimizer_, type_, graph::is_absent);
+    return done ? at::Tensor() : update(inner);
+  };
+  at::Tensor loss = pieces_.step(update_all, closure);
   runtime_->update_watch->after_update();
   return loss;
 }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "optim/state_dict.h"
@@ -38,8 +39,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
             const optim::detail::Elementwise& elementwise);
 
-  /// `update` is the optimizer's own step, which a step that overflowed skips. Throws `UsageError`
-  /// inside a step function.
+  /// `update` is the optimizer's own step, which a step that overflowed skips, and whose place
+  /// `optim::foreach_step` takes where it can. Throws `UsageError` inside a step function.
   at::Tensor step(const OptimizerPieces::Update& update, const LossClosure& closure);
   void zero_grad(bool set_to_none);
 
@@ -96,6 +97,7 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces pieces_;
   LossScaling loss_scaling_;
+  const std::type_info& type_;  // whose step it does
   StateFactory state_factory_;
   std::optional<Waiting> waiting_;
   // What the watch had counted at the last step, and whether gradients were dropped since.

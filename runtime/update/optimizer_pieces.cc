@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "checkpoint/apply.h"
+#include "core/tensor_lists.h"
 #include "graph/absent.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
@@ -277,11 +278,14 @@ void OptimizerPieces::clip() const {
 
 /// What masters were updated to is rounded.
 void OptimizerPieces::write_back() {
+  const at::NoGradGuard no_grad;
+  core::TensorUpdates updates;
   for_each([&](const at::Tensor& parameter) {
     const at::Tensor target = target_of(parameter);
-    if (!target.defined() || !target.grad().defined()) return;
-    if (masters_.find(target.unsafeGetTensorImpl()).defined()) masters_.write_back(target);
+    if (!target.defined() || !target.grad().defined() || graph::is_absent(target)) return;
+    if (masters_.find(target.unsafeGetTensorImpl()).defined()) masters_.write_back(target, updates);
   });
+  updates.run();
 }
 
 /// Updated pieces go to all replicas.

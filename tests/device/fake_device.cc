@@ -234,6 +234,12 @@ int take_fake_launches() {
   return std::exchange(machine.launches, 0);
 }
 
+int take_fake_kernels() {
+  FakeMachine& machine = FakeMachine::get();
+  const FakeLock lock(machine.mutex);
+  return std::exchange(machine.kernels, 0);
+}
+
 int fake_streams() {
   FakeMachine& machine = FakeMachine::get();
   const FakeLock lock(machine.mutex);

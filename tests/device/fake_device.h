@@ -43,6 +43,9 @@ std::vector<std::string> take_fake_log();
 /// How many graphs were launched since the last call.
 int take_fake_launches();
 
+/// How many kernels and copies streams were given since the last call.
+int take_fake_kernels();
+
 /// How many streams beside the default ones were taken until now. A caching allocator keeps memory
 /// for each.
 int fake_streams();

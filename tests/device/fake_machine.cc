@@ -74,6 +74,7 @@ void FakeMachine::give(StreamKey stream, Task task) {
   }
   if (!task.accesses.empty()) {
     refuse_failed(stream);
+    ++kernels;
     if (kernels_left[stream.first]) --*kernels_left[stream.first];
   }
   Queue& queue = queues_[stream];

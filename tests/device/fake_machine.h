@@ -126,6 +126,7 @@ class FakeMachine {
   std::vector<std::string> log;
   int events = 0;
   int launches = 0;  // of graphs
+  int kernels = 0;   // and copies, that streams were given
   std::optional<std::array<std::vector<HostUse>, kFakeDevices>> host_uses;
   std::optional<std::vector<std::string>> broken_rules;              // else one ends the program
   std::array<std::optional<int64_t>, kFakeDevices> kernels_left;     // until it fails

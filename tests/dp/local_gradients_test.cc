@@ -47,6 +47,30 @@ TEST_P(LocalGradientsTest, SumShardsInOrder) {
   });
 }
 
+/// Microbatches that ran as graphs give theirs so, in memory that the next one writes.
+TEST_P(LocalGradientsTest, SumListsOfGradientsAlike) {
+  alone([shards = GetParam()](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    StepGradientOptions options;
+    options.microbatches = 8;
+    options.gradient_shards = shards;
+    options.divisor = 8;
+    LocalGradients gradients(parameters, kNames, group, options);
+    std::vector<StepGradients::Given> given;
+    for (size_t p = 0; p < 4; ++p) given.push_back({p, at::empty_like(gradient(p, 0))});
+    for (int m = 0; m < 8; ++m) {
+      for (auto& each : given) each.gradient.copy_(gradient(each.index, m));
+      gradients.add(m, given);
+    }
+    gradients.reduce();
+    gradients.finish();
+    for (size_t p = 0; p < 4; ++p) {
+      EXPECT_TRUE(at::equal(parameters[p].grad(), expected(p, shards, 8))) << kNames[p];
+      EXPECT_FALSE(parameters[p].grad().is_alias_of(given[p].gradient));
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Shards, LocalGradientsTest, ::testing::Values(1, 2, 8));
 
 /// One step of one microbatch, in which a parameter of 4 x 3 gets `gradient`.

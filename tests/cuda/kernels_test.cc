@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// On which of libtorch's kernels for CUDA the bits of a model depend. Prints what it finds.
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "graph/layout.h"
+#include "tests/device/finding.h"
+
+namespace smp::testing {
+namespace {
+
+const at::Device kGpu(at::kCUDA, 0);
+
+std::string name_of(at::SDPBackend backend) {
+  switch (backend) {
+    case at::SDPBackend::math:
+      return "math";
+    case at::SDPBackend::flash_attention:
+      return "flash";
+    case at::SDPBackend::efficient_attention:
+      return "memory-efficient";
+    case at::SDPBackend::cudnn_attention:
+      return "cuDNN";
+    default:
+      return c10::str("number ", static_cast<int64_t>(backend));
+  }
+}
+
+/// Which attention a block of examples/gpt takes.
+at::SDPBackend attention_of(at::ScalarType type, double dropout) {
+  const at::Tensor qkv = at::rand({2, 256, 3, 4, 64}, at::TensorOptions(type).device(kGpu))
+                             .requires_grad_()
+                             .permute({2, 0, 3, 1, 4});
+  return static_cast<at::SDPBackend>(
+      at::_fused_sdp_choice(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, dropout, /*is_causal=*/true));
+}
+
+/// cuDNN's backward has no deterministic form that libtorch knows of.
+TEST(CudaKernels, DeterministicAttentionIsNotThatOfCudnn) {
+  at::Context& context = at::globalContext();
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const double dropout : {0.0, 0.1}) {
+      for (const bool deterministic : {false, true}) {
+        context.setDeterministicAlgorithms(deterministic, /*warn_only=*/false);
+        const at::SDPBackend backend = attention_of(type, dropout);
+        context.setDeterministicAlgorithms(false, /*warn_only=*/false);
+        print_finding(c10::str("attention, ", type, ", dropout ", dropout,
+                               deterministic ? ", deterministic algorithms" : ""),
+                      name_of(backend), "backend");
+        EXPECT_NE(backend, at::SDPBackend::error);
+        if (deterministic) {
+          EXPECT_NE(backend, at::SDPBackend::cudnn_attention);
+        }
+      }
+    }
+  }
+}
+
+struct Product {
+  int64_t rows, in, out;
+};
+
+/// These values at so many bytes from a multiple of 256.
+at::Tensor shifted(const at::Tensor& values, int64_t bytes) {
+  const at::Tensor memory = at::zeros({values.numel() + 256}, values.options());
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 256, 0U);
+  at::Tensor result =
+      memory.narrow(0, bytes / values.element_size(), values.numel()).view(values.sizes());
+  return result.copy_(values);
+}
+
+/// Whether a linear layer gives the same bits wherever what it reads begins.
+bool is_independent_of(int64_t bytes, const Product& product, at::ScalarType type) {
+  at::manual_seed(1);
+  const at::TensorOptions options = at::TensorOptions(type).device(kGpu);
+  const auto x = at::randn({product.rows, product.in}, options),
+             weight = at::randn({product.out, product.in}, options),
+             bias = at::randn({product.out}, options);
+  const at::Tensor expected =
+      at::addmm(shifted(bias, 0), shifted(x, 0), shifted(weight, 0).transpose(0, 1));
+  bool same = true;
+  // All three operands, and each alone.
+  for (const auto& [of_bias, of_x, of_weight] :
+       {std::tuple(bytes, bytes, bytes), std::tuple(bytes, int64_t{0}, int64_t{0}),
+        std::tuple(int64_t{0}, bytes, int64_t{0}), std::tuple(int64_t{0}, int64_t{0}, bytes)}) {
+    same &= at::equal(expected, at::addmm(shifted(bias, of_bias), shifted(x, of_x),
+                                          shifted(weight, of_weight).transpose(0, 1)));
+  }
+  return same;
+}
+
+/// Addresses that a graph's layouts (graph/layout.h) hold to be alike: it gives memory of the same
+/// remainder, and cuBLASLt is told alignments of up to 256 bytes.
+TEST(CudaKernels, ProductsAreTheSameWhereverLayoutsMayPutThem) {
+  const std::vector<Product> products = {
+      {512, 256, 768}, {512, 256, 1024}, {512, 1024, 256}, {2048, 768, 3072}, {96, 80, 112}};
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const int64_t bytes : {16, 32, 64, 128, 192}) {
+      bool same = true;
+      for (const Product& product : products) same &= is_independent_of(bytes, product, type);
+      print_finding(c10::str("addmm, ", type, ", at ", bytes, " bytes more"),
+                    same ? "equal" : "differ", "bits");
+      const auto at_bytes = shifted(at::ones({8}, at::TensorOptions(type).device(kGpu)), bytes);
+      if (graph::shift_of(at_bytes) == 0) {
+        EXPECT_TRUE(same) << type << " at " << bytes << " bytes";
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace smp::testing
