@@ -3,7 +3,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -54,9 +55,19 @@ Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::Tenso
       span(span_of(sizes, strides)),
       shift(shift) {}
 
+/// Not by `at::empty`, which fills memory under deterministic algorithms: where a graph is captured,
+/// it would do so in each launch, after what enters was written.
 at::Tensor Layout::allocate() const {
-  const at::NoGradGuard no_grad;
-  return at::as_strided(at::empty({shift + span}, options), sizes, strides, shift);
+  const at::Device device = options.device();
+  const c10::DeviceGuard guard(device);
+  const auto bytes = static_cast<size_t>(shift + span) * options.dtype().itemsize();
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(device.type()),
+                   /*resizable=*/true),
+      c10::DispatchKeySet(c10::computeDispatchKey(dtype, std::nullopt, device)), options.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, shift);
+  return tensor;
 }
 
 at::Tensor Layout::flat(const at::Tensor& tensor) const {

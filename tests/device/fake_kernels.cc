@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
@@ -34,20 +35,32 @@ using torch::jit::Stack;
 
 const c10::DispatchKeySet kKey(c10::DispatchKey::PrivateUse1);
 
+/// Under deterministic algorithms CUDA fills new memory by a kernel, which is part of a graph that
+/// is captured. Nothing is filled elsewhere: results of kernels that run at once would be lost.
+at::Tensor filled_if_deterministic(at::Tensor tensor) {
+  const at::Context& context = at::globalContext();
+  const FakeLock lock(FakeMachine::get().mutex);
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory() &&
+      FakeMachine::get().is_captured(current_fake_stream(tensor.device().index()))) {
+    at::native::fill_empty_deterministic_(tensor);
+  }
+  return tensor;
+}
+
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(size, c10::GetAllocator(kFakeType), kKey,
-                                   dtype.value_or(at::kFloat), format);
+  return filled_if_deterministic(at::detail::empty_generic(size, c10::GetAllocator(kFakeType), kKey,
+                                                           dtype.value_or(at::kFloat), format));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                          std::optional<at::Device> device, std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(kFakeType), kKey,
-                                           dtype.value_or(at::kFloat));
+  return filled_if_deterministic(at::detail::empty_strided_generic(
+      size, stride, c10::GetAllocator(kFakeType), kKey, dtype.value_or(at::kFloat)));
 }
 
 /// While it lives, operators of this thread go to the kernels of their tensors' devices, whatever
@@ -547,7 +560,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
        {"_foreach_add.List", "_foreach_add_.List", "_foreach_add_.Scalar",
         "_foreach_addcdiv_.Scalar", "_foreach_addcmul.Scalar", "_foreach_addcmul_.Scalar",
         "_foreach_copy_", "_foreach_div.Scalar", "_foreach_div_.Scalar", "_foreach_maximum_.List",
-        "_foreach_mul_.Scalar", "_foreach_sqrt", "_foreach_sqrt_"}) {
+        "_foreach_mul_.Scalar", "_foreach_sqrt", "_foreach_sqrt_", "_fused_adam_",
+        "_fused_adamw_"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run>());
   }
 }
