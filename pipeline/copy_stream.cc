@@ -6,9 +6,20 @@
 
 #include <utility>
 
+#include "graph/layout.h"
+
 namespace smp::pipeline {
 
 using c10::impl::VirtualGuardImpl;
+
+namespace {
+
+template <class Queue>
+void forget_done(Queue& queue) {
+  while (!queue.empty() && queue.front().until.query()) queue.pop_front();
+}
+
+}  // namespace
 
 CopyStream::CopyStream(at::Device device)
     : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
@@ -16,6 +27,7 @@ CopyStream::CopyStream(at::Device device)
 CopyStream::~CopyStream() {
   try {
     VirtualGuardImpl(stream_.device_type()).synchronizeStream(stream_);
+    for (const Kept& arrival : arrivals_) arrival.until.synchronize();
   } catch (const c10::Error&) {
     // The device has failed, and copies no more.
   }
@@ -25,41 +37,43 @@ c10::Stream CopyStream::current() const {
   return VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
 }
 
+c10::Event CopyStream::recorded(const c10::Stream& stream) const {
+  c10::Event event(stream_.device_type());
+  event.record(stream);
+  return event;
+}
+
 c10::Event CopyStream::to_host(const std::function<void()>& copy) {
-  c10::Event made(stream_.device_type()), copied(stream_.device_type());
-  made.record(current());
-  made.block(stream_);
+  recorded(current()).block(stream_);
   {
     const c10::StreamGuard guard(stream_);
     copy();
   }
-  copied.record(stream_);
-  return copied;
+  return recorded(stream_);
 }
 
 void CopyStream::to_device(const at::Tensor& message, std::vector<at::Tensor>& tensors,
                            const std::function<void()>& copy) {
-  forget_read();
-  const c10::Stream compute = current();
+  forget_done(reads_);
+  forget_done(arrivals_);
+  const size_t first = tensors.size();
   {
     // Their memory is this stream's, so nothing that computes can still be using it.
     const c10::StreamGuard guard(stream_);
     copy();
   }
-  c10::Event copied(stream_.device_type());
-  copied.record(stream_);
-  copied.block(compute);
-  for (const at::Tensor& tensor : tensors) {
-    // It is free for another message when the computations that use it are done.
-    if (!tensor.defined() || tensor.device() != stream_.device()) continue;
-    VirtualGuardImpl(stream_.device_type())
-        .recordDataPtrOnStream(tensor.storage().data_ptr(), compute);
+  c10::Event copied = recorded(stream_);
+  copied.block(current());
+  reads_.push_back({std::move(copied), {message}});
+  std::vector<at::Tensor> arrived;
+  for (size_t i = first; i < tensors.size(); ++i) {
+    at::Tensor& tensor = tensors[i];
+    if (!tensor.defined() || tensor._is_zerotensor() || tensor.device() != stream_.device()) {
+      continue;
+    }
+    arrived.push_back(std::exchange(tensor, graph::copy_as_laid_out(tensor)));
   }
-  reads_.push_back({std::move(copied), message});
-}
-
-void CopyStream::forget_read() {
-  while (!reads_.empty() && reads_.front().done.query()) reads_.pop_front();
+  arrivals_.push_back({recorded(current()), std::move(arrived)});
 }
 
 }  // namespace smp::pipeline

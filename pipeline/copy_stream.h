@@ -18,6 +18,10 @@ namespace smp::pipeline {
 ///   message over waits for the copy.
 /// - A copy to the device waits for nothing: the message is there. What the current stream is given
 ///   after it waits for it. The host does not; the message is kept until the copy is done.
+/// - The tensors that arrive are copied once more, by the current stream into memory of its own.
+///   Memory of the copy stream, which the current one uses, is kept here until that copy is done.
+///   Its use is not recorded (`recordDataPtrOnStream`): libtorch forgets what is recorded while any
+///   thread captures a graph on the device, as a rank that shares it may.
 ///
 /// Knows devices by libtorch's own interface only. Belongs to one thread.
 class CopyStream {
@@ -33,23 +37,23 @@ class CopyStream {
   /// waiting. Returns an event behind the copies, until which the tensors must live.
   c10::Event to_host(const std::function<void()>& copy);
 
-  /// Calls `copy`, which copies from `message`, in host memory, into new tensors that it puts into
-  /// `tensors`.
+  /// Calls `copy`, which copies from `message`, in host memory, into new tensors that it adds to
+  /// `tensors`. Afterwards they are the current stream's.
   void to_device(const at::Tensor& message, std::vector<at::Tensor>& tensors,
                  const std::function<void()>& copy);
 
  private:
-  /// A message that is being copied to the device.
-  struct Read {
-    c10::Event done;
-    at::Tensor message;
+  /// Tensors whose memory is needed until an event: messages, or what arrived.
+  struct Kept {
+    c10::Event until;
+    std::vector<at::Tensor> tensors;
   };
 
   c10::Stream current() const;
-  void forget_read();
+  c10::Event recorded(const c10::Stream& stream) const;
 
   c10::Stream stream_;
-  std::deque<Read> reads_;  // oldest first
+  std::deque<Kept> reads_, arrivals_;  // oldest first
 };
 
 }  // namespace smp::pipeline

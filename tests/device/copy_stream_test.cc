@@ -7,6 +7,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <thread>
+
+#include "graph/device_graph.h"
 #include "graph/layout.h"
 #include "pipeline/message.h"
 #include "tests/device/fake_device.h"
@@ -44,9 +47,35 @@ TEST(CopyStream, ComputationsWaitForWhatArrivesAndTheHostDoesNot) {
   });
   EXPECT_EQ(take_fake_log(),
             (Lines{"copy copies to the device", "copy records event 0", "compute waits for event 0",
-                   "compute uses memory of another stream"}));
+                   "compute records event 1"}));
   EXPECT_TRUE(at::equal(arrived[0].cpu(), at::arange(4.0)));
   EXPECT_FALSE(arrived[1].defined());
+}
+
+/// A rank that shares the device captures meanwhile, on another thread.
+TEST(CopyStream, KeepsMemoryWhileAGraphIsCaptured) {
+  graph::GraphCapture capture(fake_device(), {});
+  const at::Tensor x = at::ones({4}, fake_device());
+  std::vector<at::Tensor> sums;
+  const auto work = capture.capture({}, [&] {
+    std::thread rank([&] {
+      CopyStream stream(fake_device());
+      for (int i = 0; i < 3; ++i) {
+        const at::Tensor message = at::full({4}, static_cast<float>(i));
+        std::vector<at::Tensor> arrived;
+        stream.to_device(message, arrived, [&] {
+          arrived = {at::empty({4}, message.options().device(fake_device()))};
+          arrived[0].copy_(message, /*non_blocking=*/true);
+        });
+        sums.push_back(arrived[0] + 1);
+      }
+    });
+    rank.join();
+    x.add_(1);
+  });
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(at::equal(sums[i].cpu(), at::full({4}, static_cast<float>(i + 1))));
+  }
 }
 
 /// A message and a flag that is set when its memory goes back to the channel.

@@ -275,7 +275,7 @@ FailingDevice::FailingDevice(int index, int64_t kernels) : index_(index) {
 
 FailingDevice::~FailingDevice() {
   const FakeLock lock(FakeMachine::get().mutex);
-  FakeMachine::get().kernels_left[index_].reset();
+  FakeMachine::get().mend(static_cast<c10::DeviceIndex>(index_));
 }
 
 BrokenRules::BrokenRules() {

@@ -27,7 +27,8 @@
 ///   before, if one of them writes. Allocating counts as writing, since a caching allocator gives
 ///   memory to the host before its stream has done what it had there.
 /// - Memory is freed when the stream that it was allocated on, or the host, has waited for its uses
-///   on other streams, or these are recorded (`recordDataPtrOnStream`).
+///   on other streams, or these are recorded (`recordDataPtrOnStream`). As in libtorch's allocator,
+///   what is recorded while any stream of the index is captured is forgotten.
 namespace smp::testing {
 
 at::Device fake_device(int index = 0);
@@ -65,9 +66,9 @@ class FakeMemoryLimit {
   size_t peak(int index) const;
 };
 
-/// While it lives, an index fails for good after so many more kernels and copies: they do nothing,
-/// and it answers each call with a `c10::AcceleratorError`, as CUDA does after an assertion in a
-/// kernel. What is freed is freed.
+/// While it lives, an index fails for good after so many more kernels and copies: its streams do
+/// nothing any more, and it answers each call with a `c10::AcceleratorError`, as CUDA does after an
+/// assertion in a kernel. What is freed is freed.
 class FailingDevice {
  public:
   FailingDevice(int index, int64_t kernels);

@@ -79,7 +79,13 @@ void FakeMachine::give(StreamKey stream, Task task) {
   }
   Queue& queue = queues_[stream];
   for (const Access& access : task.accesses) check_access(stream, task, access);
-  queue.tasks.push_back(std::move(task.run));
+  if (task.accesses.empty()) {
+    queue.tasks.push_back(std::move(task.run));
+  } else {
+    queue.tasks.push_back([this, index = stream.first, run = std::move(task.run)] {
+      if (!has_failed(index)) run();
+    });
+  }
   ++queue.given;
 }
 
@@ -261,10 +267,17 @@ std::function<void()> FakeMachine::overwrite_after(const std::set<StreamKey>& us
   };
 }
 
+bool FakeMachine::captures(c10::DeviceIndex index) const {
+  return std::any_of(captures_.begin(), captures_.end(),
+                     [&](const auto& entry) { return entry.first.first == index; });
+}
+
 void FakeMachine::record_use(void* memory, StreamKey stream) {
   const auto found = blocks_.find(static_cast<char*>(memory));
   if (found == blocks_.end()) return;  // an empty tensor
-  if (stream != found->second.owner) found->second.users.insert(stream);
+  // libtorch takes a use that is recorded during a capture for one of the capture's, and forgets
+  // it.
+  if (stream != found->second.owner && !captures(stream.first)) found->second.users.insert(stream);
   note(c10::str(name(stream), " uses memory of another stream"));
 }
 
@@ -384,6 +397,11 @@ void FakeMachine::broken(const std::string& what) {
 
 bool FakeMachine::has_room(c10::DeviceIndex index, size_t bytes) const {
   return !limit || used[index] + bytes <= *limit;
+}
+
+void FakeMachine::mend(c10::DeviceIndex index) {
+  run_index(index);
+  kernels_left[index].reset();
 }
 
 void FakeMachine::run_index(c10::DeviceIndex index) {

@@ -104,6 +104,9 @@ class FakeMachine {
   std::vector<Task> end_capture(StreamKey stream);
   bool is_captured(StreamKey stream) const { return captures_.count(stream) > 0; }
 
+  /// An index that has failed works again, without what it has not done.
+  void mend(c10::DeviceIndex index);
+
   /// Throws `c10::OutOfMemoryError` beyond the limit.
   void* allocate(size_t bytes, StreamKey stream);
   /// The stream that allocated it does this when it comes to it.
@@ -177,6 +180,7 @@ class FakeMachine {
   bool has_room(c10::DeviceIndex index, size_t bytes) const;
   void run_index(c10::DeviceIndex index);
   void refuse_captured(StreamKey stream) const;
+  bool captures(c10::DeviceIndex index) const;
   bool has_failed(c10::DeviceIndex index) const { return kernels_left[index] == 0; }
   void refuse_failed(StreamKey stream) const;
   void* reserve(size_t bytes, c10::DeviceIndex index);
