@@ -3,20 +3,11 @@
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/_foreach_div.h>
-#include <ATen/ops/_foreach_mul.h>
 
 #include <utility>
 
 namespace smp::core {
 namespace {
-
-/// CUDA's kernel of `tensor / number` multiplies by the number's reciprocal, which it takes in the
-/// type that it computes in. `_foreach_div` takes that in float64 and then rounds it to float32.
-double reciprocal(at::ScalarType dtype, double divisor) {
-  if (dtype == at::kDouble) return 1 / divisor;
-  return 1 / static_cast<float>(divisor);
-}
 
 /// Whether a list may hold the two.
 bool fit_lists(const at::Tensor& to, const at::Tensor& from) {
@@ -45,18 +36,6 @@ bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
     if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;
   }
   return true;
-}
-
-void divide_(const std::vector<at::Tensor>& tensors, double divisor) {
-  const at::Tensor& first = tensors.front();
-  first.is_cuda() ? at::_foreach_mul_(tensors, reciprocal(first.scalar_type(), divisor))
-                  : at::_foreach_div_(tensors, divisor);
-}
-
-std::vector<at::Tensor> divide(const std::vector<at::Tensor>& tensors, double divisor) {
-  const at::Tensor& first = tensors.front();
-  return first.is_cuda() ? at::_foreach_mul(tensors, reciprocal(first.scalar_type(), divisor))
-                         : at::_foreach_div(tensors, divisor);
 }
 
 TensorUpdates::Key TensorUpdates::key_of(const at::Tensor& to, const at::Tensor& from) {

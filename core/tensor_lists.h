@@ -21,12 +21,6 @@ bool fits_lists(const at::Tensor& tensor);
 /// Where a list has others, libtorch calls a kernel for each tensor of it.
 bool lie_alike(const at::Tensor& a, const at::Tensor& b);
 
-/// Divides tensors of one dtype and device that fit lists by a number, with the bits of
-/// `tensor.div_(divisor)`.
-void divide_(const std::vector<at::Tensor>& tensors, double divisor);
-/// Their quotients, with the bits of `at::div(tensor, divisor)`.
-std::vector<at::Tensor> divide(const std::vector<at::Tensor>& tensors, double divisor);
-
 /// Copies and additions of tensors, each into another one: in one call for all of a device and
 /// dtype, or at once where one call would not do more. The bits are those of `copy_` and `add_`.
 class TensorUpdates {

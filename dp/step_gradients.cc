@@ -2,6 +2,7 @@
 #include "dp/step_gradients.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/scalar_tensor.h>
 
@@ -166,9 +167,9 @@ std::vector<at::Tensor> StepGradients::means(std::vector<Reduced> sums) {
     std::vector<at::Tensor> divided;
     for (size_t i : list) divided.push_back(std::move(sums[i].sum));
     if (std::get<bool>(key)) {
-      core::divide_(divided, divisor());
+      if (divisor() != 1) at::_foreach_div_(divided, divisor());
     } else {
-      divided = core::divide(divided, divisor());
+      divided = at::_foreach_div(divided, divisor());
     }
     for (size_t k = 0; k < list.size(); ++k) {
       at::Tensor mean = std::move(divided[k]);

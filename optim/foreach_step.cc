@@ -5,10 +5,14 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_addcdiv.h>
 #include <ATen/ops/_foreach_addcmul.h>
+#include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_foreach_maximum.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_sqrt.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -47,6 +51,13 @@ struct Batch {
   Tensors params, grads;
   std::vector<State*> states;  // null where a rule makes it of the first gradient
   int64_t numel = 0;
+  bool fast = false;  // whether it may be rounded otherwise than by libtorch's class
+
+  /// Whether parameters and gradients are of one dtype, and lie alike.
+  bool lies_alike() const {
+    return params.front().scalar_type() == grads.front().scalar_type() &&
+           core::lie_alike(params.front(), grads.front());
+  }
 
   /// A tensor of each state.
   template <class Field>
@@ -135,7 +146,27 @@ struct AdamRule {
   }
   static int64_t kind(const State* state) { return state->step(); }
 
+  /// All of it in one kernel, which rounds less.
+  static void update_fused(const Batch<State>& batch, const Options& options) {
+    const auto [beta1, beta2] = options.betas();
+    const auto step = static_cast<double>(batch.count_step());
+    const Tensors steps(batch.params.size(),
+                        at::full({}, step, batch.params.front().options().dtype(at::kFloat)));
+    const Tensors largest =
+        options.amsgrad()
+            ? batch.of_states([](const State& state) { return state.max_exp_avg_sq(); })
+            : Tensors();
+    const auto fused =
+        kDecaysParameters ? &at::_ops::_fused_adamw_::call : &at::_ops::_fused_adam_::call;
+    fused(batch.params, batch.grads,
+          batch.of_states([](const State& state) { return state.exp_avg(); }),
+          batch.of_states([](const State& state) { return state.exp_avg_sq(); }), largest, steps,
+          options.lr(), beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad(),
+          /*maximize=*/false, /*grad_scale=*/{}, /*found_inf=*/{});
+  }
+
   static void update(const Batch<State>& batch, const Options& options, States&) {
+    if (batch.fast && batch.lies_alike()) return update_fused(batch, options);
     const auto [beta1, beta2] = options.betas();
     const int64_t step = batch.count_step();
     const double correction1 = 1 - std::pow(beta1, step);
@@ -160,7 +191,7 @@ struct AdamRule {
     } else {
       denominators = at::_foreach_sqrt(exp_avg_sqs);
     }
-    core::divide_(denominators, std::sqrt(correction2));
+    at::_foreach_div_(denominators, std::sqrt(correction2));
     at::_foreach_add_(denominators, options.eps());
     at::_foreach_addcdiv_(batch.params, exp_avgs, denominators, -(options.lr() / correction1));
   }
@@ -314,7 +345,8 @@ void add(std::vector<Batch<State>>& batches, const at::Tensor& param, State* sta
 }
 
 template <class Rule>
-void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAbsent& is_absent) {
+void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAbsent& is_absent,
+            bool fast) {
   using State = typename Rule::State;
   const auto& options = static_cast<const typename Rule::Options&>(group.options());
   std::map<Key, std::vector<Batch<State>>> batches;
@@ -328,21 +360,24 @@ void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAb
     }
     add(batches[key_of(param, Rule::kind(state))], param, state);
   }
-  for (const auto& [key, alike] : batches) {
-    for (const Batch<State>& batch : alike) Rule::update(batch, options, states);
+  for (auto& [key, alike] : batches) {
+    for (Batch<State>& batch : alike) {
+      batch.fast = fast;
+      Rule::update(batch, options, states);
+    }
   }
 }
 
 template <class Rule>
-bool step(torch::optim::Optimizer& optimizer, const IsAbsent& is_absent) {
+bool step(torch::optim::Optimizer& optimizer, const IsAbsent& is_absent, bool fast) {
   if (!fits<Rule>(optimizer, is_absent)) return false;
   for (auto& group : optimizer.param_groups()) {
-    update<Rule>(group, optimizer.state(), is_absent);
+    update<Rule>(group, optimizer.state(), is_absent, fast);
   }
   return true;
 }
 
-using Step = bool (*)(torch::optim::Optimizer&, const IsAbsent&);
+using Step = bool (*)(torch::optim::Optimizer&, const IsAbsent&, bool fast);
 
 const std::map<std::type_index, Step>& steps() {
   using namespace torch::optim;
@@ -359,11 +394,11 @@ const std::map<std::type_index, Step>& steps() {
 }  // namespace
 
 bool foreach_step(torch::optim::Optimizer& optimizer, const std::type_info& type,
-                  const IsAbsent& is_absent) {
+                  const IsAbsent& is_absent, bool fast) {
   const auto found = steps().find(type);
   if (found == steps().end()) return false;
   const at::NoGradGuard no_grad;
-  return found->second(optimizer, is_absent);
+  return found->second(optimizer, is_absent, fast);
 }
 
 }  // namespace smp::optim

@@ -16,12 +16,13 @@ using IsAbsent = std::function<bool(const at::Tensor&)>;
 /// functions over lists of parameters (`core/tensor_lists.h`): some ten kernels for up to a hundred
 /// parameters instead of eight for each. Options and states are libtorch's, made and counted as by
 /// its own step, and parameters and states get the same bits. Absent parameters are passed over.
+/// `fast`: Adam and AdamW by libtorch's fused kernels, one for all of it, which round otherwise.
 ///
 /// Returns false, and nothing is done, where the optimizer's own step has to do it: for another
 /// class, also one that derives from these; if no parameter has a gradient; and if one that has is
 /// on the CPU, of a dtype that does not fit lists, has a sparse gradient, shares memory with
 /// another or lacks something in its state.
 bool foreach_step(torch::optim::Optimizer& optimizer, const std::type_info& type,
-                  const IsAbsent& is_absent);
+                  const IsAbsent& is_absent, bool fast = false);
 
 }  // namespace smp::optim

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -111,6 +112,79 @@ TEST(CudaKernels, ProductsAreTheSameWhereverLayoutsMayPutThem) {
       const auto at_bytes = shifted(at::ones({8}, at::TensorOptions(type).device(kGpu)), bytes);
       if (graph::shift_of(at_bytes) == 0) {
         EXPECT_TRUE(same) << type << " at " << bytes << " bytes";
+      }
+    }
+  }
+}
+
+using Tensors = std::vector<at::Tensor>;
+
+/// One element after the other has another magnitude.
+Tensors numbers(uint64_t seed, at::ScalarType type) {
+  at::manual_seed(seed);
+  Tensors tensors;
+  for (const int64_t count : {1, 3, 64, 4099, 65541}) {
+    const auto options = at::TensorOptions(at::kDouble).device(kGpu);
+    const at::Tensor magnitude = at::pow(10, at::randint(-6, 3, {count}, options));
+    tensors.push_back((at::randn({count}, options) * magnitude).to(type));
+  }
+  return tensors;
+}
+
+Tensors copies(const Tensors& tensors) {
+  Tensors result;
+  for (const at::Tensor& tensor : tensors) result.push_back(tensor.clone());
+  return result;
+}
+
+Tensors absolute(const Tensors& tensors) { return at::_foreach_abs(tensors); }
+
+int64_t differing(const Tensors& a, const Tensors& b) {
+  int64_t count = 0;
+  for (size_t i = 0; i < a.size(); ++i) count += at::ne(a[i], b[i]).sum().item<int64_t>();
+  return count;
+}
+
+/// An operator on each tensor, and the function over lists that is to give its bits.
+struct OverLists {
+  std::string name;
+  std::function<at::Tensor(const at::Tensor& x, const at::Tensor& y, const at::Tensor& z)> one;
+  std::function<Tensors(const Tensors& x, const Tensors& y, const Tensors& z)> all;
+};
+
+std::vector<OverLists> functions_over_lists(double s) {
+  using T = const at::Tensor&;
+  using L = const Tensors&;
+  return {
+      {"mul", [s](T x, T, T) { return x.mul(s); },
+       [s](L x, L, L) { return at::_foreach_mul(x, s); }},
+      {"add of a number", [s](T x, T, T) { return x.add(s); },
+       [s](L x, L, L) { return at::_foreach_add(x, s); }},
+      {"add", [s](T x, T y, T) { return x.add(y, s); },
+       [s](L x, L y, L) { return at::_foreach_add(x, y, s); }},
+      {"addcmul", [s](T x, T y, T z) { return x.addcmul(y, z, s); },
+       [s](L x, L y, L z) { return at::_foreach_addcmul(x, y, z, s); }},
+      {"addcdiv", [s](T x, T y, T z) { return x.addcdiv(y, z, s); },
+       [s](L x, L y, L z) { return at::_foreach_addcdiv(x, y, z, s); }},
+      {"sqrt", [](T x, T, T) { return x.abs().sqrt(); },
+       [](L x, L, L) { return at::_foreach_sqrt(absolute(x)); }},
+      {"div", [s](T x, T, T) { return x.div(s); },
+       [s](L x, L, L) { return at::_foreach_div(x, s); }},
+      {"maximum", [](T x, T y, T) { return at::max(x, y); },
+       [](L x, L y, L) { return at::_foreach_maximum(x, y); }},
+  };
+}
+
+/// The update (optim/foreach_step.h) rests on it.
+TEST(CudaKernels, FunctionsOverListsHaveTheBitsOfOperators) {
+  for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    const Tensors x = numbers(1, type), y = numbers(2, type), z = numbers(3, type);
+    for (const double s : {0.9, 0.001, 1.0, -0.0123456789, 0.03162}) {
+      for (const OverLists& function : functions_over_lists(s)) {
+        Tensors expected;
+        for (size_t i = 0; i < x.size(); ++i) expected.push_back(function.one(x[i], y[i], z[i]));
+        EXPECT_EQ(differing(function.all(copies(x), copies(y), copies(z)), expected), 0)
+            << function.name << ", " << type << ", " << s;
       }
     }
   }
