@@ -71,6 +71,38 @@ double time_of_step(const Size& size, const std::function<torch::Tensor()>& step
   return times.empty() ? 0 : median(times);
 }
 
+/// Seconds of a step and, after all else is done, of its update alone.
+struct Times {
+  double step = 0;
+  double update = 0;
+};
+
+void wait_for_gpus() {
+  for (int i = 0; i < gpus(); ++i) {
+    at::accelerator::synchronizeDevice(static_cast<c10::DeviceIndex>(i));
+  }
+}
+
+Times times_of(const Size& size, const std::function<torch::Tensor()>& train,
+               const std::function<void()>& update) {
+  Times times;
+  times.step = time_of_step(size, [&] {
+    torch::Tensor loss = train();
+    update();
+    return loss;
+  });
+  std::vector<double> updates;
+  for (int round = 0; round < size.rounds; ++round) {
+    train().item<double>();
+    updates.push_back(seconds([&] {
+      update();
+      wait_for_gpus();
+    }));
+  }
+  if (!updates.empty()) times.update = median(updates);
+  return times;
+}
+
 void forget_peak() {
   if (gpus() > 0) at::accelerator::resetPeakStats(0);
 }
@@ -95,30 +127,45 @@ torch::Tensor batch_of(const Size& size, at::Device device) {
 
 double tokens(const Size& size) { return static_cast<double>(size.batch * size.model.sequence()); }
 
-double plain(const Size& size) {
+Times plain(const Size& size) {
   const at::Device device = device_of(0);
   gpt::GPT net(size.model);
   net->to(device);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-4));
   const auto bytes = batch_of(size, device);
-  return time_of_step(size, [&] {
-    optimizer.zero_grad();
-    const auto loss = loss_of(net, bytes, device);
-    loss.backward();
-    optimizer.step();
-    return loss.detach();
-  });
+  return times_of(
+      size,
+      [&] {
+        optimizer.zero_grad();
+        const auto loss = loss_of(net, bytes, device);
+        loss.backward();
+        return loss.detach();
+      },
+      [&] { optimizer.step(); });
 }
 
-double distributed(const Size& size, int ranks, bool graphs) {
+struct Way {
+  int ranks;
+  bool graphs;
+  bool fast;
+};
+
+std::string name_of(const Way& way) {
+  return c10::str("GPT, ", way.ranks, way.ranks == 1 ? " rank" : " stages",
+                  way.graphs ? ", CUDA graphs" : "", way.fast ? ", numerics fast" : "");
+}
+
+Times distributed(const Size& size, const Way& way) {
+  const int ranks = way.ranks;
   std::vector<gpt::GPT> nets;  // rank threads share the default generator
   for (int i = 0; i < ranks; ++i) nets.emplace_back(size.model);
   const auto bytes = batch_of(size, at::kCPU);
   const auto config = smp::Config()
                           .partitions(ranks)
                           .microbatches(ranks > 1 ? kMicrobatches : 1)
-                          .cuda_graphs(graphs ? "on" : "off");
-  double time = 0;
+                          .numerics(way.fast ? "fast" : "exact")
+                          .cuda_graphs(way.graphs ? "on" : "off");
+  Times times;
   smp::run_as_threads(ranks, config, [&] {
     if (gpus() > 0) smp::set_device(device_of(smp::rank()).index());
     gpt::GPT net = nets[smp::rank()];
@@ -131,15 +178,16 @@ double distributed(const Size& size, int ranks, bool graphs) {
       return loss;
     });
     const auto given = bytes.to(smp::device());
-    const double taken = time_of_step(size, [&] {
-      optimizer.zero_grad();
-      const auto losses = train(given);
-      optimizer.step();
-      return losses.reduce_mean();
-    });
-    if (smp::rank() == 0) time = taken;
+    const Times taken = times_of(
+        size,
+        [&] {
+          optimizer.zero_grad();
+          return train(given).reduce_mean();
+        },
+        [&] { optimizer.step(); });
+    if (smp::rank() == 0) times = taken;
   });
-  return time;
+  return times;
 }
 
 void all_reduce(const Size& size, int ranks, bool fast) {
@@ -160,23 +208,29 @@ void all_reduce(const Size& size, int ranks, bool fast) {
         static_cast<double>(size.reduced_bytes) / time / 1e9, "GB/s");
 }
 
+void print_times(const Size& size, const std::string& name, const Times& times) {
+  print(name, tokens(size) / times.step, "tokens/s");
+  if (gpus() > 0) print(name + ", update", times.update * 1e3, "ms");
+}
+
 void run(const Size& size) {
   torch::manual_seed(1);
   forget_peak();
-  const double alone = plain(size);
-  print("GPT, plain libtorch", tokens(size) / alone, "tokens/s");
+  const Times alone = plain(size);
+  print_times(size, "GPT, plain libtorch", alone);
   print_peak("GPT, plain libtorch");
-  for (const int ranks : {1, 2}) {
-    for (const bool graphs : {false, true}) {
-      if (graphs && gpus() == 0) continue;  // the CPU has none
-      const std::string name =
-          c10::str("GPT, ", ranks, ranks == 1 ? " rank" : " stages", graphs ? ", CUDA graphs" : "");
-      forget_peak();
-      const double time = distributed(size, ranks, graphs);
-      print(name, tokens(size) / time, "tokens/s");
-      print(name + ", time of a step over plain libtorch's", time / alone, "x");
-      print_peak(name);
-    }
+  for (const Way& way : std::vector<Way>{{1, false, false},
+                                         {1, true, false},
+                                         {1, true, true},
+                                         {2, false, false},
+                                         {2, true, false}}) {
+    if (way.graphs && gpus() == 0) continue;  // the CPU has none
+    const std::string name = name_of(way);
+    forget_peak();
+    const Times times = distributed(size, way);
+    print_times(size, name, times);
+    print(name + ", time of a step over plain libtorch's", times.step / alone.step, "x");
+    print_peak(name);
   }
   std::vector<int> groups = {2};
   if (gpus() > 2) groups.push_back(gpus());
@@ -191,7 +245,7 @@ void count(Size size, int steps, const std::string& way) {
   if (way == "plain") {
     plain(size);
   } else {
-    distributed(size, way[0] - '0', way.back() == 'g');
+    distributed(size, {way[0] - '0', way.back() == 'g', /*fast=*/false});
   }
 }
 

@@ -30,6 +30,12 @@ struct GPTOptions {
   TORCH_ARG(bool, tied) = false;
 };
 
+/// The layer with its bias added inside the product, as Python's `nn.Linear` does it; that of C++
+/// adds it in a pass of its own where the input has three dimensions.
+inline torch::Tensor project(torch::nn::Linear& layer, const torch::Tensor& x) {
+  return torch::linear(x, layer->weight, layer->bias);
+}
+
 /// Causal self-attention over `[batch, sequence, width]`.
 class AttentionImpl : public torch::nn::Module {
  public:
@@ -45,12 +51,14 @@ class AttentionImpl : public torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) {
     const auto batch = x.size(0), length = x.size(1);
     const auto heads = options_.heads(), channels = options_.width() / heads;
-    const auto qkv =
-        qkv_(x).view({batch, length, 3, heads, channels}).permute({2, 0, 3, 1, 4}).unbind();
+    const auto qkv = project(qkv_, x)
+                         .view({batch, length, 3, heads, channels})
+                         .permute({2, 0, 3, 1, 4})
+                         .unbind();
     const auto mixed = torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
                                                            is_training() ? options_.dropout() : 0.0,
                                                            /*is_causal=*/true);
-    return out_(mixed.transpose(1, 2).reshape({batch, length, options_.width()}));
+    return project(out_, mixed.transpose(1, 2).reshape({batch, length, options_.width()}));
   }
 
  private:
@@ -73,7 +81,7 @@ class BlockImpl : public torch::nn::Module {
 
   torch::Tensor forward(torch::Tensor x) {
     x = x + dropout_(attention_(norm1_(x)));
-    return x + dropout_(contract_(torch::gelu(expand_(norm2_(x)))));
+    return x + dropout_(project(contract_, torch::gelu(project(expand_, norm2_(x)))));
   }
 
  private:

@@ -248,6 +248,8 @@ class Programs(Bundles):
             *((f"parity, CUDA graphs, {i + 1} of 2", "L/P.Equal/1:L/P.Equal/2", str(i))
               for i in range(2))])
         self.assertEqual({c.environment["GTEST_TOTAL_SHARDS"] for c in checks[3:]}, {"2"})
+        self.assertEqual({c.environment.get("GTEST_REPEAT") for c in checks[:3]}, {None})
+        self.assertEqual({c.environment["GTEST_REPEAT"] for c in checks[3:]}, {"5"})
 
     def test_checks_by_number_of_gpus(self):
         bundle = gpu_run.Bundle(self.folder / "work")
