@@ -135,8 +135,9 @@ std::vector<Parameter> pipeline_rows() {
           "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
           "`fast` allows other rounding, and other random numbers for a sample, never other "
           "mathematics: where the samples of a batch are independent, several microbatches may run "
-          "as one (see docs/schedules.md), and NCCL reduces in an order of its own (see "
-          "docs/cuda.md).")
+          "as one (see docs/schedules.md), and on GPUs NCCL reduces in an order of its own and "
+          "Adam "
+          "and AdamW take fused kernels (see docs/cuda.md).")
           .values({"exact", "fast"}),
       text(
           "cuda_graphs", "off",

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/layout.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/core/Allocator.h>
@@ -55,10 +56,11 @@ Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::Tenso
       span(span_of(sizes, strides)),
       shift(shift) {}
 
-/// Not by `at::empty`, which fills memory under deterministic algorithms: where a graph is captured,
-/// it would do so in each launch, after what enters was written.
+/// Not by `at::empty`, which fills memory under deterministic algorithms: where a graph is
+/// captured, it would do so in each launch, after what enters was written.
 at::Tensor Layout::allocate() const {
   const at::Device device = options.device();
+  if (device.is_cuda()) at::globalContext().lazyInitDevice(device.type());  // as at::empty does
   const c10::DeviceGuard guard(device);
   const auto bytes = static_cast<size_t>(shift + span) * options.dtype().itemsize();
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());

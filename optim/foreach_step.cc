@@ -53,12 +53,6 @@ struct Batch {
   int64_t numel = 0;
   bool fast = false;  // whether it may be rounded otherwise than by libtorch's class
 
-  /// Whether parameters and gradients are of one dtype, and lie alike.
-  bool lies_alike() const {
-    return params.front().scalar_type() == grads.front().scalar_type() &&
-           core::lie_alike(params.front(), grads.front());
-  }
-
   /// A tensor of each state.
   template <class Field>
   Tensors of_states(const Field& field) const {
@@ -146,27 +140,45 @@ struct AdamRule {
   }
   static int64_t kind(const State* state) { return state->step(); }
 
-  /// All of it in one kernel, which rounds less.
-  static void update_fused(const Batch<State>& batch, const Options& options) {
+  /// The lists of the fused kernels, which take only what is of one dtype and lies alike.
+  static bool fit_fused(const std::vector<Tensors>& lists) {
+    for (const Tensors& list : lists) {
+      for (size_t i = 0; i < list.size(); ++i) {
+        const at::Tensor& param = lists.front()[i];
+        if (list[i].scalar_type() != param.scalar_type() || !core::lie_alike(list[i], param)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  /// All of it in one kernel, which rounds less. Returns whether that was possible.
+  static bool update_fused(const Batch<State>& batch, const Options& options) {
     const auto [beta1, beta2] = options.betas();
-    const auto step = static_cast<double>(batch.count_step());
+    Tensors grads, largest;
+    for (const at::Tensor& grad : batch.grads) grads.push_back(grad.data());  // versions stay
+    const Tensors exp_avgs = batch.of_states([](const State& state) { return state.exp_avg(); });
+    const Tensors exp_avg_sqs =
+        batch.of_states([](const State& state) { return state.exp_avg_sq(); });
+    if (options.amsgrad()) {
+      largest = batch.of_states([](const State& state) { return state.max_exp_avg_sq(); });
+    }
+    if (!fit_fused({batch.params, grads, exp_avgs, exp_avg_sqs, largest})) return false;
+    const auto step = static_cast<double>(batch.states.front()->step() + 1);
     const Tensors steps(batch.params.size(),
                         at::full({}, step, batch.params.front().options().dtype(at::kFloat)));
-    const Tensors largest =
-        options.amsgrad()
-            ? batch.of_states([](const State& state) { return state.max_exp_avg_sq(); })
-            : Tensors();
     const auto fused =
         kDecaysParameters ? &at::_ops::_fused_adamw_::call : &at::_ops::_fused_adam_::call;
-    fused(batch.params, batch.grads,
-          batch.of_states([](const State& state) { return state.exp_avg(); }),
-          batch.of_states([](const State& state) { return state.exp_avg_sq(); }), largest, steps,
-          options.lr(), beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad(),
-          /*maximize=*/false, /*grad_scale=*/{}, /*found_inf=*/{});
+    fused(batch.params, grads, exp_avgs, exp_avg_sqs, largest, steps, options.lr(), beta1, beta2,
+          options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
+          /*grad_scale=*/{}, /*found_inf=*/{});
+    batch.count_step();
+    return true;
   }
 
   static void update(const Batch<State>& batch, const Options& options, States&) {
-    if (batch.fast && batch.lies_alike()) return update_fused(batch, options);
+    if (batch.fast && update_fused(batch, options)) return;
     const auto [beta1, beta2] = options.betas();
     const int64_t step = batch.count_step();
     const double correction1 = 1 - std::pow(beta1, step);

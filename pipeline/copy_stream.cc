@@ -12,22 +12,12 @@ namespace smp::pipeline {
 
 using c10::impl::VirtualGuardImpl;
 
-namespace {
-
-template <class Queue>
-void forget_done(Queue& queue) {
-  while (!queue.empty() && queue.front().until.query()) queue.pop_front();
-}
-
-}  // namespace
-
 CopyStream::CopyStream(at::Device device)
     : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
 CopyStream::~CopyStream() {
   try {
     VirtualGuardImpl(stream_.device_type()).synchronizeStream(stream_);
-    for (const Kept& arrival : arrivals_) arrival.until.synchronize();
   } catch (const c10::Error&) {
     // The device has failed, and copies no more.
   }
@@ -37,34 +27,31 @@ c10::Stream CopyStream::current() const {
   return VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
 }
 
-c10::Event CopyStream::recorded(const c10::Stream& stream) const {
-  c10::Event event(stream_.device_type());
-  event.record(stream);
-  return event;
-}
-
 c10::Event CopyStream::to_host(const std::function<void()>& copy) {
-  recorded(current()).block(stream_);
+  c10::Event made(stream_.device_type()), copied(stream_.device_type());
+  made.record(current());
+  made.block(stream_);
   {
     const c10::StreamGuard guard(stream_);
     copy();
   }
-  return recorded(stream_);
+  copied.record(stream_);
+  return copied;
 }
 
 void CopyStream::to_device(const at::Tensor& message, std::vector<at::Tensor>& tensors,
                            const std::function<void()>& copy) {
-  forget_done(reads_);
-  forget_done(arrivals_);
   const size_t first = tensors.size();
+  messages_.forget_done();
   {
     // Their memory is this stream's, so nothing that computes can still be using it.
     const c10::StreamGuard guard(stream_);
     copy();
   }
-  c10::Event copied = recorded(stream_);
+  c10::Event copied(stream_.device_type());
+  copied.record(stream_);
   copied.block(current());
-  reads_.push_back({std::move(copied), {message}});
+  messages_.keep({message}, stream_);
   std::vector<at::Tensor> arrived;
   for (size_t i = first; i < tensors.size(); ++i) {
     at::Tensor& tensor = tensors[i];
@@ -73,7 +60,7 @@ void CopyStream::to_device(const at::Tensor& message, std::vector<at::Tensor>& t
     }
     arrived.push_back(std::exchange(tensor, graph::copy_as_laid_out(tensor)));
   }
-  arrivals_.push_back({recorded(current()), std::move(arrived)});
+  arrived_.keep(std::move(arrived), current());
 }
 
 }  // namespace smp::pipeline

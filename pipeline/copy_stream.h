@@ -5,9 +5,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include <deque>
 #include <functional>
 #include <vector>
+
+#include "core/kept_tensors.h"
 
 namespace smp::pipeline {
 
@@ -19,9 +20,7 @@ namespace smp::pipeline {
 /// - A copy to the device waits for nothing: the message is there. What the current stream is given
 ///   after it waits for it. The host does not; the message is kept until the copy is done.
 /// - The tensors that arrive are copied once more, by the current stream into memory of its own.
-///   Memory of the copy stream, which the current one uses, is kept here until that copy is done.
-///   Its use is not recorded (`recordDataPtrOnStream`): libtorch forgets what is recorded while any
-///   thread captures a graph on the device, as a rank that shares it may.
+///   Memory of the copy stream is kept here until that copy is done (`core::KeptTensors`).
 ///
 /// Knows devices by libtorch's own interface only. Belongs to one thread.
 class CopyStream {
@@ -43,17 +42,11 @@ class CopyStream {
                  const std::function<void()>& copy);
 
  private:
-  /// Tensors whose memory is needed until an event: messages, or what arrived.
-  struct Kept {
-    c10::Event until;
-    std::vector<at::Tensor> tensors;
-  };
-
   c10::Stream current() const;
-  c10::Event recorded(const c10::Stream& stream) const;
 
   c10::Stream stream_;
-  std::deque<Kept> reads_, arrivals_;  // oldest first
+  core::KeptTensors messages_;  // that are being copied to the device
+  core::KeptTensors arrived_;   // that the current stream copies into its own memory
 };
 
 }  // namespace smp::pipeline

@@ -181,8 +181,8 @@ class SMP_API Config {
   /// `exact`: losses, gradients and weights equal those of a single process bit for bit. `fast`
   /// allows other rounding, and other random numbers for a sample, never other mathematics: where
   /// the samples of a batch are independent, several microbatches may run as one (see
-  /// docs/schedules.md), and NCCL reduces in an order of its own (see docs/cuda.md). Default:
-  /// "exact".
+  /// docs/schedules.md), and on GPUs NCCL reduces in an order of its own and Adam and AdamW take
+  /// fused kernels (see docs/cuda.md). Default: "exact".
   Config& numerics(Numerics value) { return choose("numerics", static_cast<size_t>(value)); }
   Config& numerics(std::string value) { return set("numerics", std::move(value)); }
   std::string numerics() const { return std::get<std::string>(get("numerics")); }

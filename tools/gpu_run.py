@@ -244,8 +244,11 @@ class Processes:
     def end(self, process):
         with self.lock:
             kill_group(process.pid)  # also what it has left behind
-            process.wait()
             self.groups.discard(process.pid)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            pass  # it waits for the driver, and the others go on without it
 
     def end_all(self):
         with self.lock:

@@ -10,6 +10,8 @@
 #include <tuple>
 #include <utility>
 
+#include "core/kept_tensors.h"
+
 namespace smp::comm {
 namespace {
 
@@ -111,9 +113,8 @@ class GroupReceiver final : public Receiver {
       work = group_->recv(part, kSenderRank, /*tag=*/0);
     }
     work->wait();
-    const auto guard = guard_of(device_);
-    guard.recordDataPtrOnStream(part[0].storage().data_ptr(), guard.getStream(device_));
-    received_ = std::move(part[0]);
+    received_ = part[0].clone();  // in memory of the current stream
+    arrived_.keep(std::move(part), guard_of(device_).getStream(device_));
     return message;
   }
 
@@ -126,6 +127,7 @@ class GroupReceiver final : public Receiver {
   const at::Device device_;
   const c10::Stream side_;
   MessageSize size_;
+  core::KeptTensors arrived_;
   at::Tensor received_;
 };
 

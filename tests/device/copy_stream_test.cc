@@ -47,7 +47,7 @@ TEST(CopyStream, ComputationsWaitForWhatArrivesAndTheHostDoesNot) {
   });
   EXPECT_EQ(take_fake_log(),
             (Lines{"copy copies to the device", "copy records event 0", "compute waits for event 0",
-                   "compute records event 1"}));
+                   "copy records event 1", "compute records event 2"}));
   EXPECT_TRUE(at::equal(arrived[0].cpu(), at::arange(4.0)));
   EXPECT_FALSE(arrived[1].defined());
 }

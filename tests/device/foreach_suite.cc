@@ -180,7 +180,6 @@ class StepByLists : public ::testing::TestWithParam<std::tuple<Case, torch::Dtyp
 TEST_P(StepByLists, FastStepsAreNearLibtorchs) {
   torch::set_num_threads(1);
   const auto& [tested, dtype] = GetParam();
-  if (dtype == torch::kBFloat16) return;  // of three digits
   const Program program(tested, dtype), expected(tested, dtype);
   for (int step = 0; step < kSteps; ++step) {
     give_gradients(program.parameters, expected.parameters, step);
@@ -189,8 +188,12 @@ TEST_P(StepByLists, FastStepsAreNearLibtorchs) {
     ASSERT_TRUE(step_by_lists(optimizer, typeid(optimizer), /*fast=*/true));
   }
   for (size_t i = 0; i < expected.parameters.size(); ++i) {
-    EXPECT_TRUE(torch::allclose(program.parameters[i], expected.parameters[i], 1e-4, 1e-5))
-        << "parameter " << i << " of shape " << expected.parameters[i].sizes();
+    const auto got = program.parameters[i].detach(), wanted = expected.parameters[i].detach();
+    // Of three digits; where decay nearly cancels a gradient, the sign of a step may be another.
+    const bool is_near = dtype == torch::kBFloat16
+                             ? got.numel() == 0 || (got - wanted).abs().mean().item<double>() < 0.01
+                             : torch::allclose(got, wanted, 1e-4, 1e-5);
+    EXPECT_TRUE(is_near) << "parameter " << i << " of shape " << wanted.sizes();
   }
 }
 

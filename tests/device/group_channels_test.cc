@@ -223,7 +223,7 @@ TEST_F(GroupChannels, SendsWhatTheDeviceHasYetToMakeAndReceivesBesideIt) {
   const auto log = take_fake_log();
   ASSERT_FALSE(log.empty());
   EXPECT_EQ(log.front(), "copy records event 0") << "not behind the computations";
-  EXPECT_EQ(log.back(), "compute uses memory of another stream");
+  EXPECT_EQ(log.back(), "compute records event 2") << "behind its copy of what arrived";
   EXPECT_TRUE(at::equal(got.cpu(), host));
 }
 
