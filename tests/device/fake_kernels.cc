@@ -556,12 +556,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   // One kernel for a list. By default libtorch has a device do it tensor by tensor.
-  for (const char* op :
-       {"_foreach_add.List", "_foreach_add_.List", "_foreach_add_.Scalar",
-        "_foreach_addcdiv_.Scalar", "_foreach_addcmul.Scalar", "_foreach_addcmul_.Scalar",
-        "_foreach_copy_", "_foreach_div.Scalar", "_foreach_div_.Scalar", "_foreach_maximum_.List",
-        "_foreach_mul_.Scalar", "_foreach_sqrt", "_foreach_sqrt_", "_fused_adam_",
-        "_fused_adamw_"}) {
+  for (const char* op : {"_foreach_add.List", "_foreach_add_.List", "_foreach_add_.Scalar",
+                         "_foreach_addcdiv_.Scalar", "_foreach_addcmul.Scalar",
+                         "_foreach_addcmul_.Scalar", "_foreach_copy_", "_foreach_div.Scalar",
+                         "_foreach_div_.Scalar", "_foreach_maximum_.List", "_foreach_mul_.Scalar",
+                         "_foreach_sqrt", "_foreach_sqrt_", "_fused_adam_", "_fused_adamw_"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run>());
   }
 }
