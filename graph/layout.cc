@@ -56,8 +56,8 @@ Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::Tenso
       span(span_of(sizes, strides)),
       shift(shift) {}
 
-/// Not by `at::empty`, which fills memory under deterministic algorithms: where a graph is
-/// captured, it would do so in each launch, after what enters was written.
+/// Avoids `at::empty`, which fills memory under deterministic algorithms: a graph that is captured
+/// would fill it in each launch, after its inputs were written.
 at::Tensor Layout::allocate() const {
   const at::Device device = options.device();
   if (device.is_cuda()) at::globalContext().lazyInitDevice(device.type());  // as at::empty does

@@ -53,7 +53,7 @@ at::Tensor room(at::ScalarType type) {
 void expect_moves(c10d::Backend& group, at::ScalarType type) {
   const at::Tensor expected = numbers(type);
   const int64_t bytes = expected.element_size() * kNumel;
-  // As bytes, which is how the communicators move what they do not add.
+  // Bytes: so the communicators move what they do not add.
   at::Tensor from = late(expected).view(at::kByte);
 
   Tensors broadcast = {from};

@@ -47,7 +47,7 @@ TEST(Kernels, OfAnUpdateAreNineForAllParameters) {
   EXPECT_GE(take_fake_kernels(), 8 * kParameters) << "libtorch's own step";
 }
 
-/// With states that lie or are rounded otherwise, the lists do what the fused kernel does not take.
+/// The lists do what the fused kernel does not take: states of another dtype or layout.
 TEST(Kernels, OfAFastUpdateAreTwoForAllParameters) {
   const Tensors parameters = make_parameters();
   torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(0.1));

@@ -189,7 +189,7 @@ TEST_P(StepByLists, FastStepsAreNearLibtorchs) {
   }
   for (size_t i = 0; i < expected.parameters.size(); ++i) {
     const auto got = program.parameters[i].detach(), wanted = expected.parameters[i].detach();
-    // Of three digits; where decay nearly cancels a gradient, the sign of a step may be another.
+    // Three digits; where decay nearly cancels a gradient, the sign of a step may be another.
     const bool is_near = dtype == torch::kBFloat16
                              ? got.numel() == 0 || (got - wanted).abs().mean().item<double>() < 0.01
                              : torch::allclose(got, wanted, 1e-4, 1e-5);

@@ -37,7 +37,7 @@ enum class Precision {
   kFp16,      ///< parameters of float16, masters of float32, a dynamic loss scale
 };
 
-/// What else a run does.
+/// Something else that a run does.
 enum class Extra {
   kNone,
   kGraphs,    ///< launches its computations as graphs from the second step on
@@ -419,7 +419,7 @@ class DeterministicAlgorithms {
   const bool was_on_, cudnn_was_on_;
 };
 
-/// Of `run_plain` with deterministic algorithms; layouts share it.
+/// The result of `run_plain` with deterministic algorithms; layouts share it.
 const Trained& deterministic_plain(const Case& tested) {
   static std::map<std::tuple<Network, Precision, int>, Trained> runs;
   const std::tuple key(tested.network, tested.precision, tested.microbatches);
@@ -449,7 +449,7 @@ TEST_P(ModelParity, EqualsPlainLibtorch) {
 
 class ModelParityByDefault : public ::testing::TestWithParam<Case> {};
 
-/// As far as plain libtorch equals itself, which the machine decides.
+/// The machine decides whether plain libtorch equals itself; where it does, ranks must equal it.
 TEST_P(ModelParityByDefault, EqualsPlainLibtorchThatEqualsItself) {
   torch::set_num_threads(1);
   const DeterministicAlgorithms deterministic(false);
