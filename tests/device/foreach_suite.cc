@@ -174,19 +174,26 @@ void expect_same(const Program& program, const Program& expected) {
   }
 }
 
+/// Steps both under the same gradients: one by `step`, the other by libtorch's.
+void train_beside(const Program& program, const Program& expected,
+                  const std::function<void(Optimizer& optimizer, int number)>& step) {
+  torch::set_num_threads(1);
+  for (int number = 0; number < kSteps; ++number) {
+    give_gradients(program.parameters, expected.parameters, number);
+    expected.optimizer->step();
+    step(*program.optimizer, number);
+  }
+}
+
 class StepByLists : public ::testing::TestWithParam<std::tuple<Case, torch::Dtype>> {};
 
 /// Rounded otherwise, and nothing else is other.
 TEST_P(StepByLists, FastStepsAreNearLibtorchs) {
-  torch::set_num_threads(1);
   const auto& [tested, dtype] = GetParam();
   const Program program(tested, dtype), expected(tested, dtype);
-  for (int step = 0; step < kSteps; ++step) {
-    give_gradients(program.parameters, expected.parameters, step);
-    expected.optimizer->step();
-    Optimizer& optimizer = *program.optimizer;
-    ASSERT_TRUE(step_by_lists(optimizer, typeid(optimizer), /*fast=*/true));
-  }
+  train_beside(program, expected, [](Optimizer& optimizer, int number) {
+    ASSERT_TRUE(step_by_lists(optimizer, typeid(optimizer), /*fast=*/true)) << "step " << number;
+  });
   for (size_t i = 0; i < expected.parameters.size(); ++i) {
     const auto got = program.parameters[i].detach(), wanted = expected.parameters[i].detach();
     // Three digits; where decay nearly cancels a gradient, the sign of a step may be another.
@@ -198,31 +205,25 @@ TEST_P(StepByLists, FastStepsAreNearLibtorchs) {
 }
 
 TEST_P(StepByLists, HasTheBitsOfLibtorchs) {
-  torch::set_num_threads(1);
   const auto& [tested, dtype] = GetParam();
   const Program program(tested, dtype), expected(tested, dtype);
-  for (int step = 0; step < kSteps; ++step) {
-    give_gradients(program.parameters, expected.parameters, step);
-    expected.optimizer->step();
-    ASSERT_TRUE(step_by_lists(*program.optimizer)) << "step " << step;
-  }
+  train_beside(program, expected, [](Optimizer& optimizer, int number) {
+    ASSERT_TRUE(step_by_lists(optimizer)) << "step " << number;
+  });
   expect_same(program, expected);
 }
 
 /// Neither leaves anything that the other does not go on with.
 TEST_P(StepByLists, TakesTurnsWithLibtorchs) {
-  torch::set_num_threads(1);
   const auto& [tested, dtype] = GetParam();
   const Program program(tested, dtype), expected(tested, dtype);
-  for (int step = 0; step < kSteps; ++step) {
-    give_gradients(program.parameters, expected.parameters, step);
-    expected.optimizer->step();
-    if (step % 2 == 0) {
-      program.optimizer->step();
+  train_beside(program, expected, [](Optimizer& optimizer, int number) {
+    if (number % 2 == 0) {
+      optimizer.step();
     } else {
-      ASSERT_TRUE(step_by_lists(*program.optimizer)) << "step " << step;
+      ASSERT_TRUE(step_by_lists(optimizer)) << "step " << number;
     }
-  }
+  });
   expect_same(program, expected);
 }
 
