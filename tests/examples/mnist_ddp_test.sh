@@ -52,18 +52,21 @@ check torchrun
 bash "$torchrun" 2 60 "$twin" "${arguments[@]}" --save-model c10d.pt >c10d.log 2>&1 ||
   { cat c10d.log; fail "the twin on c10d ended with an error"; }
 check c10d
+# results LOG: the losses and tests of the ranks, whichever of them printed its line first
+results() { grep -o 'epoch.*\|test:.*' "$1" | sort; }
+
 # What goes on from a checkpoint trains as what has none.
 "$smprun" --np 2 --config "$config" "$program" "${arguments[@]}" >straight.log 2>&1 ||
   { cat straight.log; fail "the run without checkpoints ended with an error"; }
-diff <(grep -o 'epoch.*' smprun.log) <(grep -o 'epoch.*' straight.log) ||
+diff <(results smprun.log | grep epoch) <(results straight.log | grep epoch) ||
   fail "a run from checkpoints and one without trained differently"
 # The same ranks, data and seeds.
 for other in mpirun torchrun; do
-  diff <(grep -o 'epoch.*\|test:.*' smprun.log) <(grep -o 'epoch.*\|test:.*' "$other.log") ||
+  diff <(results smprun.log) <(results "$other.log") ||
     fail "smprun and $other trained differently"
 done
 # c10d's reducer halves before it adds, which is exact for two ranks.
-diff <(grep -o 'epoch.*\|test:.*' smprun.log) <(grep -o 'epoch.*\|test:.*' c10d.log) ||
+diff <(results smprun.log) <(results c10d.log) ||
   fail "mnist_ddp and its twin on c10d trained differently"
 
 exit "$failures"
