@@ -20,10 +20,10 @@
 //           stops after it, and leaves FOLDER/asked_partial
 //   end     it is killed when all is done
 //
-// In the environment: STEPS to train instead of eight, RESUME to go on from the newest checkpoint
-// of FOLDER, if there is one, and TIMES, a file to which rank 0 adds a
-// line for each step that is done ("STEP MS") and a rank that a mark concerns one ("fault
-// SECONDS") before it fails at an action.
+// In the environment: STEPS to train instead of eight, KEPT checkpoints instead of two, RESUME to go
+// on from the newest checkpoint of FOLDER, if there is one, and TIMES, a file to which rank 0 adds a
+// line for each step that is done ("STEP MS") and a rank that a mark concerns one ("fault MS")
+// before it fails, but for faults of file calls.
 //
 // Started by restart_test and fault_matrix.py through smprun.
 
@@ -52,9 +52,9 @@ namespace {
 using smp::testing::TinyGpt;
 using smp::testing::TinyGptImpl;
 
-int64_t steps_to_train() {
-  const char* steps = std::getenv("STEPS");
-  return steps == nullptr ? 8 : std::stoll(steps);
+int64_t number_of(const char* variable, int64_t otherwise) {
+  const char* number = std::getenv(variable);
+  return number == nullptr ? otherwise : std::stoll(number);
 }
 
 struct Mark {
@@ -75,7 +75,16 @@ Mark mark_of_this_start(int argc, char** argv) {
   return mark;
 }
 
+void note_time(const std::string& what) {
+  const char* file = std::getenv("TIMES");
+  if (file == nullptr) return;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+  std::ofstream(file, std::ios::app) << c10::str(what, " ", ms, "\n") << std::flush;
+}
+
 [[noreturn]] void die() {
+  note_time("fault");
   kill(getpid(), SIGKILL);
   std::abort();
 }
@@ -85,24 +94,13 @@ Mark mark_of_this_start(int argc, char** argv) {
   die();
 }
 
-void note_time(const std::string& what) {
-  const char* file = std::getenv("TIMES");
-  if (file == nullptr) return;
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
-  std::ofstream(file, std::ios::app) << c10::str(what, " ", ms, "\n") << std::flush;
-}
-
 void fail(const std::string& where) {
+  if (where == "action") die();
   note_time("fault");
   if (where == "exit_at") std::_Exit(7);
   if (where == "throw_at") throw std::runtime_error("no such word");
   if (where == "memory_at") torch::empty({int64_t{1} << 55});
-  if (where == "stop_at" || where == "asked") {
-    kill(getpid(), where == "asked" ? SIGTERM : SIGSTOP);
-    return;
-  }
-  die();
+  kill(getpid(), where == "asked" ? SIGTERM : SIGSTOP);
 }
 
 /// All ranks have come as far, so that what is noted does not depend on time.
@@ -129,7 +127,7 @@ int train(const std::string& folder, const Mark& mark) {
   smp::init();
   auto& runtime = smp::runtime::Runtime::get();
   const bool keeps_copies = runtime.config().recovery() != "off";
-  const int64_t steps = steps_to_train();
+  const int64_t steps = number_of("STEPS", 8);
   if (is_due(mark, "begin")) die();
   torch::manual_seed(1);
   TinyGpt net(/*tied=*/true, /*layers=*/2);
@@ -174,7 +172,7 @@ int train(const std::string& folder, const Mark& mark) {
       smp::save_checkpoint(folder, "step_" + std::to_string(done + 1), model, optimizer,
                            smp::SaveCheckpointOptions()
                                .user_content(content)
-                               .num_kept_partial_checkpoints(2)
+                               .num_kept_partial_checkpoints(number_of("KEPT", 2))
                                .asynchronous(done % 4 == 1))
           .wait();
     }
