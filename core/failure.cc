@@ -2,18 +2,21 @@
 #include "core/failure.h"
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <mutex>
 #include <optional>
 #include <sstream>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "core/env.h"
@@ -39,9 +42,11 @@ constexpr std::array<std::pair<const char*, Failure::Kind>, 4> kKinds = {{
     {"peer_ended", Failure::Kind::kPeerEnded},
 }};
 
-// A record is a line with the time, the kind, the missing ranks and the cause, if one is known,
+// A record is a line with its number, the kind, the missing ranks and the cause, if one is known,
 // then the message to the end of the file.
 constexpr const char* kCause = "cause";
+
+constexpr const char* kOrder = "order";
 
 std::optional<Failure> read_failure(const fs::path& file) {
   const auto rank = parse_number<int>(file.filename().string());
@@ -52,7 +57,7 @@ std::optional<Failure> read_failure(const fs::path& file) {
   std::string kind;
   Failure failure;
   failure.rank = *rank;
-  words >> failure.time_ns >> kind;
+  words >> failure.order >> kind;
   const auto* const known = std::find_if(kKinds.begin(), kKinds.end(),
                                          [&](const auto& one) { return one.first == kind; });
   if (!words || known == kKinds.end()) return std::nullopt;
@@ -67,10 +72,30 @@ std::optional<Failure> read_failure(const fs::path& file) {
   return failure;
 }
 
+// Numbers the failures of a job: the process that makes a file first has its number, which is so
+// for all hosts that share the folder. Numbers are taken without gaps, so the first ones need no
+// try.
+int64_t take_number(const fs::path& directory) {
+  int64_t number = 0;
+  std::error_code ignored;  // a folder that is gone: then no number counts
+  for (const auto& entry : fs::directory_iterator(directory, ignored)) {
+    number += entry.path().stem() == kOrder ? 1 : 0;
+  }
+  for (;; ++number) {
+    const fs::path file = directory / (kOrder + ("." + std::to_string(number)));
+    const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    const bool is_taken = fd < 0 && errno == EEXIST;
+    if (fd >= 0) ::close(fd);
+    if (!is_taken) return number;
+  }
+}
+
 void write_failure(const fs::path& directory, const Failure& failure) {
-  const fs::path temporary = directory / ("." + std::to_string(::getpid()));
+  // Ranks in several containers may have one process id.
+  const fs::path temporary =
+      directory / ("." + std::to_string(failure.rank) + "." + std::to_string(::getpid()));
   std::ofstream out(temporary);
-  out << failure.time_ns << ' ' << kKinds[static_cast<size_t>(failure.kind)].first;
+  out << failure.order << ' ' << kKinds[static_cast<size_t>(failure.kind)].first;
   for (const int rank : failure.missing) out << ' ' << rank;
   if (failure.cause)
     out << ' ' << kCause << ' ' << failure.cause->rank << ' ' << failure.cause->how;
@@ -109,10 +134,7 @@ void record(Failure failure) {
   Record& own = own_record();
   const std::lock_guard<std::mutex> lock(own.mutex);
   if (own.message) return;
-  using std::chrono::system_clock;
-  failure.time_ns =
-      std::chrono::duration_cast<std::chrono::nanoseconds>(system_clock::now().time_since_epoch())
-          .count();
+  failure.order = take_number(*directory);
   write_failure(*directory, failure);
   std::error_code error;
   if (fs::exists(fs::path(*directory) / std::to_string(failure.rank), error)) {
@@ -187,7 +209,7 @@ std::vector<Failure> read_failures(const std::string& directory) {
     if (auto failure = read_failure(entry.path())) failures.push_back(std::move(*failure));
   }
   std::sort(failures.begin(), failures.end(), [](const Failure& a, const Failure& b) {
-    return std::pair(a.time_ns, a.rank) < std::pair(b.time_ns, b.rank);
+    return std::pair(a.order, a.rank) < std::pair(b.order, b.rank);
   });
   return failures;
 }

@@ -31,8 +31,8 @@ struct Failure {
   };
 
   int rank = 0;
-  /// CLOCK_REALTIME in nanoseconds, when the failure was recorded.
-  int64_t time_ns = 0;
+  /// How many failures of the job had been recorded before, on whatever host.
+  int64_t order = 0;
   Kind kind = Kind::kOwn;
   /// The ranks that it waited for, and whose part was missing.
   std::vector<int> missing;
@@ -74,8 +74,8 @@ void record_failure(int rank, const std::exception& error) noexcept;
 void record_failure(int rank, const std::string& message,
                     Failure::Kind kind = Failure::Kind::kOwn) noexcept;
 
-/// Notes that a wait of this process has failed since another's has ended. The program may catch that
-/// and end: then it is what `record_failed_wait` records. The first call counts.
+/// Notes that a wait of this process has failed since another's has ended. The program may catch
+/// that and end: then it is what `record_failed_wait` records. The first call counts.
 void note_failed_wait(int rank, const std::exception& error) noexcept;
 
 /// As `record_failure`, of the wait that was noted. Returns its message; nothing if none was.
@@ -85,7 +85,8 @@ std::optional<std::string> record_failed_wait() noexcept;
 /// it.
 bool is_recorded(const std::string& message);
 
-/// The failures that the files of `directory` tell of, the earliest first. Files that are no
+/// The failures that the files of `directory` tell of, in the order in which they were recorded:
+/// clocks of hosts that share the folder may differ, and have no say. Files that are no
 /// failure records are skipped.
 std::vector<Failure> read_failures(const std::string& directory);
 

@@ -20,7 +20,7 @@ struct EndedRank {
 std::optional<EndedRank> ended_rank(const std::string& mpirun_says);
 
 /// What a launcher says last of a job that has failed: a line that names the first cause, after one
-/// that quotes who noticed where the rank itself has left no message. `failures` in order of time.
+/// that quotes who noticed where the rank itself has left no message. `failures` in their order.
 ///
 /// A rank that failed by itself is the cause. Else it is one whose process has ended. Else ranks
 /// waited for each other in vain: the chain from the one that gave up first leads to a rank that

@@ -10,8 +10,8 @@ using core::Failure;
 using Kind = Failure::Kind;
 
 Failure failure(int rank, Kind kind, std::vector<int> missing, std::string message) {
-  static int64_t time = 0;
-  return {rank, ++time, kind, std::move(missing), std::nullopt, std::move(message)};
+  static int64_t order = 0;
+  return {rank, ++order, kind, std::move(missing), std::nullopt, std::move(message)};
 }
 
 ProcessResult ended(int status, const std::string& mpirun_says = "") {
@@ -43,6 +43,29 @@ TEST(FailureReport, ReadsMpirun) {
   EXPECT_EQ(exited->rank, 12);
   EXPECT_EQ(exited->how, "ended with exit status 7");
   EXPECT_FALSE(ended_rank("anything else"));
+  EXPECT_FALSE(ended_rank("process rank 1 with PID 0 on node vm exited on signal 9 (Kil"));
+  EXPECT_FALSE(ended_rank("Process name: [[26449,1],12]\n  Exit code: none"));
+}
+
+// Ranks print between the lines of mpirun what they like.
+TEST(FailureReport, ReadsMpirunAfterAnyLine) {
+  const std::string filler(1 << 20, 'x'), digits(1 << 20, '9');
+  for (const std::string& begin :
+       {std::string("process rank 2 with PID 5 on node "),
+        std::string("process rank 2 with PID 5 on node vm exited on signal 9 ("),
+        std::string("process rank "), std::string("Process name: [["),
+        std::string("Process name: [[1,1],2]\nExit code:")}) {
+    for (const std::string& line : {filler, digits, std::string(1 << 20, ' ')}) {
+      const auto ended = ended_rank(begin + line + "\n" + kExited);
+      ASSERT_TRUE(ended) << begin << line[0];
+      // The digits are an exit status, if a long one.
+      const bool is_status = begin.back() == ':' && line[0] == '9';
+      EXPECT_EQ(ended->rank, is_status ? 2 : 12) << begin << line[0];
+    }
+  }
+  const auto killed = ended_rank(filler + "process rank " + digits + " with PID 1 on " + kKilled);
+  ASSERT_TRUE(killed);
+  EXPECT_EQ(killed->rank, 1);
 }
 
 TEST(FailureReport, ARankThatFailedByItselfIsTheCause) {
