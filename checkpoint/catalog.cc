@@ -55,12 +55,31 @@ std::vector<CatalogEntry> list(const std::string& folder) {
   return entries;
 }
 
-/// Renamed first, so that nobody takes what is half removed for a checkpoint.
-void remove_checkpoint(const fs::path& checkpoint) {
+/// Whether a removal has left `folder`, which takes the index last, though disks may keep other
+/// files longer. Everything else that has such a name stays.
+bool is_half_removed(const fs::path& folder) {
+  if (!fs::is_directory(fs::symlink_status(folder))) return false;
+  const fs::path index = folder / kIndexFile;
+  const auto status = fs::symlink_status(index);
+  if (!fs::exists(status)) return has_only_parts(folder.string());
+  try {
+    return fs::is_regular_file(status) && names_format(read_file(index.string()));
+  } catch (const CheckpointError&) {
+    return false;
+  }
+}
+
+/// Renames first, so that nobody takes what is half removed for a checkpoint.
+void remove_from_catalog(const fs::path& checkpoint) {
   const fs::path removed = checkpoint.string() + kRemoved;
-  fs::remove_all(removed);
+  const bool is_free = !fs::exists(fs::symlink_status(removed)) || is_half_removed(removed);
+  SMP_CHECK_WITH(CheckpointError, is_free, "cannot remove old checkpoint \"",
+                 core::printable(checkpoint.string()), "\": expected at \"",
+                 core::printable(removed.string()),
+                 "\" nothing, or what a removal has left, got something else. Move it away.");
+  remove_checkpoint(removed.string());
   fs::rename(checkpoint, removed);
-  fs::remove_all(removed);
+  remove_checkpoint(removed.string());
 }
 
 }  // namespace
@@ -111,6 +130,20 @@ std::string find_checkpoint(const std::string& folder, const std::optional<std::
   return name;
 }
 
+bool has_checkpoint(const std::string& folder, const std::optional<std::string>& tag,
+                    bool partial) {
+  const std::string wanted = tag ? folder_name(*tag, partial) : "";
+  const fs::path newest = fs::path(folder) / kNewest;
+  return on_disk(c10::str("cannot look for checkpoints in \"", core::printable(folder), "\""), [&] {
+    if (!fs::exists(folder)) return false;
+    if (tag) {
+      const std::string path = folder + "/" + wanted;
+      return fs::exists(path) || fs::exists(replaced_folder(path));
+    }
+    return fs::exists(newest) || !list(folder).empty();
+  });
+}
+
 void keep_partial(const std::string& folder, size_t count, const std::string& current) {
   on_disk(c10::str("cannot remove old checkpoints in \"", core::printable(folder), "\""), [&] {
     std::vector<std::string> names;
@@ -119,13 +152,14 @@ void keep_partial(const std::string& folder, size_t count, const std::string& cu
       if (counts) names.push_back(entry.name);
     }
     for (size_t i = 0; i + count < names.size() + 1; ++i)
-      remove_checkpoint(fs::path(folder) / names[i]);
+      remove_from_catalog(fs::path(folder) / names[i]);
+    std::vector<fs::path> left;  // half removed
     for (const auto& item : fs::directory_iterator(folder)) {
-      // What an earlier removal left.
-      if (c10::ends_with(item.path().string(), kPartial + std::string(kRemoved))) {
-        fs::remove_all(item.path());
-      }
+      const bool is_named_so =
+          c10::ends_with(item.path().string(), kPartial + std::string(kRemoved));
+      if (is_named_so && is_half_removed(item.path())) left.push_back(item.path());
     }
+    for (const fs::path& removed : left) remove_checkpoint(removed.string());
   });
 }
 

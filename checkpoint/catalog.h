@@ -38,6 +38,10 @@ void update_newest(const std::string& folder, const std::string& name);
 /// CheckpointError if there is no such record.
 std::string read_newest(const std::string& folder);
 
+/// Whether there is something for `find_checkpoint` to find, and be it damaged: the checkpoint of
+/// `tag`, else any. Throws CheckpointError if the folder exists and cannot be read.
+bool has_checkpoint(const std::string& folder, const std::optional<std::string>& tag, bool partial);
+
 /// The subfolder to load: that of `tag`, else the newest. Throws CheckpointError if the newest is
 /// not of the kind that is wanted.
 std::string find_checkpoint(const std::string& folder, const std::optional<std::string>& tag,

@@ -75,11 +75,46 @@ TEST_F(CatalogTest, LeavesWhatItCannotRead) {
 TEST_F(CatalogTest, FinishesARemovalThatWasInterrupted) {
   save("1_partial");
   fs::rename(path("1_partial"), path("1_partial.removed"));
-  fs::remove(path("1_partial.removed/index.json"));
-  save("2_partial");
-  EXPECT_THAT(names(), ElementsAre("2_partial"));
-  keep_partial(path(""), 5, "2_partial");
+  fs::remove(path("1_partial.removed/model-00001-of-00001.safetensors"));
+  fs::create_directory(path("2_partial.removed"));  // its index was the last
+  save("4_partial");
+  fs::rename(path("4_partial"), path("4_partial.removed"));
+  fs::remove(path("4_partial.removed/index.json"));  // a disk kept what was removed before
+  save("3_partial");
+  EXPECT_THAT(names(), ElementsAre("3_partial"));
+  keep_partial(path(""), 5, "3_partial");
   EXPECT_FALSE(fs::exists(path("1_partial.removed")));
+  EXPECT_FALSE(fs::exists(path("2_partial.removed")));
+  EXPECT_FALSE(fs::exists(path("4_partial.removed")));
+}
+
+TEST_F(CatalogTest, LeavesWhatHasTheNameOfARemovalAndIsNone) {
+  save("1_partial");
+  save("2_partial");
+  for (const char* name :
+       {"1_partial.removed", "notes_partial.removed", "foreign_partial.removed"}) {
+    fs::create_directory(path(name));
+    spill(path(name + std::string("/notes")), "mine");
+  }
+  spill(path("foreign_partial.removed/index.json"), R"({"files": []})");
+  fs::create_directory(path("folder"));
+  fs::create_directory_symlink(path("folder"), path("link_partial.removed"));
+  spill(path("file_partial.removed"), "mine");
+  keep_partial(path(""), 5, "2_partial");
+  for (const char* name : {"1_partial.removed/notes", "notes_partial.removed/notes",
+                           "foreign_partial.removed/notes", "file_partial.removed"}) {
+    EXPECT_EQ(slurp(path(name)), "mine") << name;
+  }
+  EXPECT_TRUE(fs::is_symlink(fs::symlink_status(path("link_partial.removed"))));
+
+  // It would be in the way of the checkpoint that is to go.
+  EXPECT_THAT(checkpoint_error([&] { keep_partial(path(""), 1, "2_partial"); }),
+              HasSubstr("cannot remove old checkpoint \"" + path("") +
+                        "1_partial\": expected at \"" + path("") +
+                        "1_partial.removed\" nothing, or what a removal has left, got something "
+                        "else. Move it away."));
+  EXPECT_EQ(slurp(path("1_partial.removed/notes")), "mine");
+  EXPECT_THAT(names(), ElementsAre("1_partial", "2_partial"));
 }
 
 TEST_F(CatalogTest, RecordsTheNewest) {

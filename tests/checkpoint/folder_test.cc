@@ -14,6 +14,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
 #include "tests/checkpoint/test_util.h"
+#include "tests/checkpoint/two_shards.h"
 
 namespace smp::checkpoint {
 namespace {
@@ -23,67 +24,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 
-/// Rank 0 holds an embedding tied to the decoder, rank 1 the rest. `value` fills the weights.
-std::vector<Shard> two_shards(double value) {
-  std::vector<Shard> shards(2);
-  shards[0].model = {{"encoder.weight", at::full({2, 3}, value), {"decoder.weight"}}};
-  shards[0].optimizer = {
-      {"param_groups",
-       {{{"type", "AdamOptions"}, {"options", {{"lr", 0.1}}}, {"params", {"encoder.weight"}}}}},
-      {"state", {{"encoder.weight", {{"shape", {2, 3}}, {"scalars", {{"step", 3}}}}}}},
-      {"loss_scale", 1024}};
-  shards[0].optimizer_tensors["encoder.weight/exp_avg"] = at::full({2, 3}, value / 2);
-  shards[1] = {
-      {{"head.bias", at::full({4}, value), {}}, {"norm.count", at::tensor(int64_t{7}), {}}},
-      shards[0].optimizer,
-      {{"head.bias/exp_avg", at::full({4}, value / 4)}}};
-  shards[1].optimizer["param_groups"][0]["params"] = {"head.bias"};
-  shards[1].optimizer["state"] = {{"head.bias", {{"shape", {4}}, {"scalars", {{"step", 3}}}}}};
-  return shards;
-}
-
-RunState run_state(int64_t step) {
-  RunState run;
-  run.step = step;
-  run.gradient_shards = 2;
-  run.random = {std::numeric_limits<uint64_t>::max(), {{"evaluate", 20}, {"train", 10}}};
-  run.user_content = {{"epoch", 5}, {"note", "fine"}};
-  run.extra = {{"scheduler", {{"epoch", 3}}}};
-  return run;
-}
-
-std::vector<std::string> write_shards(const Writer& writer, const std::vector<Shard>& shards) {
-  std::vector<std::string> parts;
-  for (size_t i = 0; i < shards.size(); ++i) {
-    parts.push_back(writer.write_shard(i, shards.size(), shards[i]));
-  }
-  return parts;
-}
-
-void save(const std::string& path, double value) {
-  const Writer writer(path);
-  writer.begin();
-  writer.commit(write_shards(writer, two_shards(value)), run_state(100));
-}
-
-/// The value that the checkpoint's weights were filled with.
-double loaded_value(const std::string& path) {
-  Reader reader(path);
-  EXPECT_TRUE(at::equal(reader.read_model("head.bias"),
-                        reader.read_model("encoder.weight").flatten().slice(0, 0, 4)));
-  return reader.read_model("head.bias")[0].item<double>();
-}
-
-class FolderFormatTest : public FolderTest {
- protected:
-  std::string index_with(const std::string& from, const std::string& to) {
-    std::string text = slurp(path("c/index.json"));
-    const size_t position = text.find(from);
-    EXPECT_NE(position, std::string::npos) << from;
-    spill(path("c/index.json"), with_checksum(text.replace(position, from.size(), to)));
-    return checkpoint_error([&] { Reader reader(path("c")); });
-  }
-};
+class FolderFormatTest : public FolderTest {};
 
 TEST_F(FolderFormatTest, TwoRanksRoundTrip) {
   save(path("c"), 1.5);
@@ -477,124 +418,6 @@ TEST_F(FolderFormatTest, WriterChecksItsArguments) {
                 writer.commit({}, run);
               }),
               HasSubstr("expected UTF-8 text"));
-}
-
-TEST_F(FolderFormatTest, MissingFolderOrIndex) {
-  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("c")); }),
-              HasSubstr("c\": expected a folder with index.json, got no such folder. Check"));
-  Writer(path("c")).begin();
-  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("c")); }),
-              HasSubstr("(an unfinished save is at \"" + path("c.tmp") + "\")"));
-  fs::create_directories(path("d"));
-  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("d")); }),
-              HasSubstr("expected a folder with index.json, got no such file in it."));
-}
-
-TEST_F(FolderFormatTest, MissingAndTruncatedFilesAreListedTogether) {
-  save(path("c"), 1);
-  const std::string cut = path("c/model-00001-of-00002.safetensors");
-  const std::string size = std::to_string(fs::file_size(cut));
-  const std::string other =
-      std::to_string(fs::file_size(path("c/optimizer-00002-of-00002.safetensors")));
-  fs::resize_file(cut, 100);
-  fs::remove(path("c/optimizer-00002-of-00002.safetensors"));
-  EXPECT_EQ(checkpoint_error([&] { Reader reader(path("c")); }),
-            "[smp] checkpoint \"" + path("c") + "\" is incomplete:\n" +
-                "  model-00001-of-00002.safetensors: expected " + size + " bytes, got 100\n" +
-                "  optimizer-00002-of-00002.safetensors: expected " + other +
-                " bytes, got no file\nUse another checkpoint.");
-}
-
-TEST_F(FolderFormatTest, FlippedByteIsFoundByItsHash) {
-  save(path("c"), 1);
-  const std::string file = path("c/model-00002-of-00002.safetensors");
-  std::string bytes = slurp(file);
-  bytes.back() ^= 1;  // norm.count has the larger elements, so head.bias is last
-  spill(file, bytes);
-  Reader reader(path("c"));
-  EXPECT_TRUE(at::equal(reader.read_model("norm.count"), at::tensor(int64_t{7})));
-  EXPECT_THAT(checkpoint_error([&] { reader.read_model("head.bias"); }),
-              HasSubstr("tensor \"head.bias\" of model-00002-of-00002.safetensors is damaged: "
-                        "expected xxh64 "));
-}
-
-TEST_F(FolderFormatTest, OtherVersionsAreRefused) {
-  save(path("c"), 1);
-  EXPECT_THAT(index_with("\"format_version\": 3", "\"format_version\": 7"),
-              HasSubstr("index.json\": expected format_version 3, got 7. Read it with the version "
-                        "of smp that wrote it."));
-}
-
-TEST_F(FolderFormatTest, MalformedIndexSaysWhere) {
-  const auto error = [&](const std::string& from, const std::string& to) {
-    fs::remove_all(path("c"));
-    save(path("c"), 1);
-    return index_with(from, to);
-  };
-  EXPECT_THAT(error("{", "["),
-              AllOf(HasSubstr("index.json\" is malformed: expected a JSON object with each "
-                              "key once, got "),
-                    HasSubstr(" bytes that are none. Use another checkpoint.")));
-  EXPECT_THAT(error("smp-checkpoint", "other"),
-              HasSubstr("index.json\" is malformed at \"/format\": expected \"smp-checkpoint\", "
-                        "got \"other\". Use another checkpoint."));
-  EXPECT_THAT(error("\"step\": 100", "\"step\": \"x\""),
-              HasSubstr("at \"/step\": expected an integer, got \"x\""));
-  EXPECT_THAT(error("\"step\": 100", "\"step\": -1"),
-              HasSubstr("at \"/step\": expected a non-negative integer, got -1"));
-  // A parser would take one of the two.
-  EXPECT_THAT(error("\"step\": 100", "\"step\": 100, \"step\": 7"),
-              HasSubstr("is malformed: expected a JSON object with each key once"));
-  EXPECT_THAT(error("[\"encoder.weight\", \"head.bias\"]", "[\"head.bias\", \"head.bias\"]"),
-              HasSubstr("at \"/optimizer/param_groups/0/params/1\": expected a parameter that is "
-                        "listed once, got \"head.bias\""));
-  EXPECT_THAT(error("\"gradient_shards\"", "\"shards\""),
-              HasSubstr("at \"\": expected key \"gradient_shards\", got none"));
-  EXPECT_THAT(error("\"gradient_shards\": 2", "\"gradient_shards\": 0"),
-              HasSubstr("at \"/gradient_shards\": expected a positive number of replicas, got 0"));
-  EXPECT_THAT(error("[2, 3]", "[2, 9223372036854775808]"),
-              HasSubstr("at \"/model/encoder.weight/shape/1\": expected an integer of 63 bits"));
-  EXPECT_THAT(
-      error("\"train\": 10", "\"train\": -1"),
-      HasSubstr("at \"/random/step_calls/train\": expected a non-negative integer, got -1"));
-  EXPECT_THAT(error("\"extra\": {", "\"extra\": 1, \"x\": {"),
-              HasSubstr("at \"/extra\": expected an object, got 1"));
-  EXPECT_THAT(error("\"seed\": ", "\"seed\": -"),
-              HasSubstr("at \"/random/seed\": expected a non-neg"));
-  EXPECT_THAT(error("[2, 3]", "[2, -3]"),
-              HasSubstr("at \"/model/encoder.weight/shape/1\": expected a non-negative integer"));
-  EXPECT_THAT(error("\"dtype\": \"F32\"", "\"dtype\": \"F31\""),
-              HasSubstr("at \"/model/encoder.weight\": unknown dtype \"F31\""));
-  EXPECT_THAT(error("\"xxh64\": \"", "\"xxh64\": \"0"),
-              HasSubstr("expected 16 hexadecimal digits"));
-  EXPECT_THAT(error("\"same_as\": \"encoder", "\"same_as\": \"decoder"),
-              HasSubstr("at \"/model/decoder.weight\": expected \"same_as\" to name a stored"));
-  EXPECT_THAT(error("\"file\": \"model-00001", "\"file\": \"model-00009"),
-              HasSubstr("expected a file listed under \"/files\""));
-  EXPECT_THAT(error("\"model-00001", "\"../model-00001"),
-              HasSubstr("at \"/files\": expected plain file names"));
-}
-
-TEST_F(FolderFormatTest, EditedIndexIsRefused) {
-  save(path("c"), 1);
-  std::string text = slurp(path("c/index.json"));
-  spill(path("c/index.json"), text.replace(text.find("\"step\": 100"), 11, "\"step\": 900"));
-  const std::string expected = with_checksum(text);
-  const size_t digits = text.find("\"checksum\": \"") + 13;
-  EXPECT_EQ(checkpoint_error([&] { Reader reader(path("c")); }),
-            "[smp] \"" + path("c/index.json") + "\" is damaged or was edited: expected checksum " +
-                expected.substr(digits, 16) + ", got " + text.substr(digits, 16) +
-                ". Use another checkpoint.");
-  spill(path("c/index.json"), text.replace(text.find("checksum"), 8, "chocolat"));
-  EXPECT_THAT(checkpoint_error([&] { Reader reader(path("c")); }),
-              HasSubstr("is damaged or was edited: expected checksum of 16 digits, got none."));
-}
-
-TEST_F(FolderFormatTest, DeeplyNestedJsonIsNone) {
-  save(path("c"), 1);
-  const std::string deep = std::string(100'000, '[') + std::string(100'000, ']');
-  EXPECT_THAT(index_with("\"epoch\": 5", "\"epoch\": " + deep),
-              HasSubstr("is malformed: expected a JSON object"));
 }
 
 }  // namespace

@@ -89,6 +89,39 @@ TEST_F(SafetensorsTest, RoundTripsEveryDtypeAndLayout) {
               HasSubstr("f\" holds no tensor \"absent\". Check the name against its header."));
 }
 
+// Little-endian; a complex number is its real part, then its imaginary one.
+TEST_F(SafetensorsTest, TypesHaveTheBytesOfTheFormat) {
+  struct Case {
+    std::string dtype;
+    at::Tensor tensor;
+    std::string bytes;
+  };
+  const auto floats = [](std::vector<float> values) { return at::tensor(values); };
+  const std::vector<Case> cases = {
+      {"U16", at::tensor({1, 65535}, at::kInt).to(at::kUInt16), {"\x01\x00\xff\xff", 4}},
+      {"U32",
+       at::tensor({int64_t{258}, int64_t{4294967295}}, at::kLong).to(at::kUInt32),
+       {"\x02\x01\x00\x00\xff\xff\xff\xff", 8}},
+      {"U64", at::tensor({int64_t{-1}}, at::kLong).view(at::kUInt64), std::string(8, '\xff')},
+      {"F8_E4M3", floats({1, -1, 448, 0.0625}).to(at::kFloat8_e4m3fn), "\x38\xb8\x7e\x18"},
+      {"F8_E5M2", floats({1, -2, 57344, 0.25}).to(at::kFloat8_e5m2), "\x3c\xc0\x7b\x34"},
+      {"C64", at::complex(floats({1.5}), floats({-2})), {"\x00\x00\xc0\x3f\x00\x00\x00\xc0", 8}},
+  };
+  for (const auto& [dtype, tensor, bytes] : cases) {
+    SCOPED_TRACE(dtype);
+    std::string header = R"({"__metadata__":{"format":"pt"},"t":{"dtype":")" + dtype +
+                         R"(","shape":[)" + std::to_string(tensor.numel()) +
+                         R"(],"data_offsets":[0,)" + std::to_string(bytes.size()) + "]}}";
+    header.resize((header.size() + 7) / 8 * 8, ' ');
+    write_safetensors(path("written"), {{"t", tensor}});
+    EXPECT_EQ(slurp(path("written")), file_bytes(header, bytes));
+    spill(path("read"), file_bytes(header, bytes));
+    const at::Tensor read = SafetensorsReader(path("read")).read("t");
+    EXPECT_EQ(spec_of(read), spec_of(tensor));
+    EXPECT_TRUE(at::equal(bytes_of(read), bytes_of(tensor)));
+  }
+}
+
 TEST_F(SafetensorsTest, KeepsNanPayloadBits) {
   const at::Tensor bits = at::tensor({0x7fc00001, 0x7f800001, int(0x80000000)}, at::kInt);
   write_safetensors(path("f"), {{"nan", bits.view(at::kFloat)}});
