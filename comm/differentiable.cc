@@ -61,11 +61,17 @@ Tensor apply(const char* call, const Tensor& tensor, const Map& map, const Map& 
                                 : map(tensor.detach());
 }
 
+// A copy of `given`, changed by `collective`.
+Tensor on_copy(const Tensor& given, const std::function<void(const Tensor&)>& collective) {
+  Tensor copy = given.clone(at::MemoryFormat::Contiguous);
+  collective(copy);
+  return copy;
+}
+
 // The ranks' tensors added up on rank `root`, zeros on the others: the adjoint of broadcast.
 Tensor reduce(const CommunicatorPtr& group, const Tensor& tensor, int root) {
   const Map map = [group, root](const Tensor& given) {
-    const Tensor sum = given.clone(at::MemoryFormat::Contiguous);
-    group->reduce(sum, root);
+    const Tensor sum = on_copy(given, [&](const Tensor& copy) { group->reduce(copy, root); });
     return group->rank() == root ? sum : at::zeros_like(sum);
   };
   return apply("reduce", tensor, map,
@@ -76,9 +82,7 @@ Tensor reduce(const CommunicatorPtr& group, const Tensor& tensor, int root) {
 
 at::Tensor all_reduce(const CommunicatorPtr& group, const at::Tensor& tensor, ReduceOp op) {
   const Map map = [group, op](const Tensor& given) {
-    Tensor result = given.clone(at::MemoryFormat::Contiguous);
-    group->all_reduce(result, op);
-    return result;
+    return on_copy(given, [&](const Tensor& copy) { group->all_reduce(copy, op); });
   };
   return apply("all_reduce", tensor, map,
                [group, op](const Tensor& gradient) { return all_reduce(group, gradient, op); });
@@ -122,9 +126,7 @@ at::Tensor all_to_all(const CommunicatorPtr& group, const at::Tensor& tensor) {
 
 at::Tensor broadcast(const CommunicatorPtr& group, const at::Tensor& tensor, int root) {
   const Map map = [group, root](const Tensor& given) {
-    Tensor result = given.clone(at::MemoryFormat::Contiguous);
-    group->broadcast(result, root);
-    return result;
+    return on_copy(given, [&](const Tensor& copy) { group->broadcast(copy, root); });
   };
   return apply("broadcast", tensor, map,
                [group, root](const Tensor& gradient) { return reduce(group, gradient, root); });
