@@ -33,8 +33,8 @@ MakeDeviceGraphPool& maker_of(c10::DeviceType type) {
 
 std::shared_ptr<DeviceGraphPool> make_pool(at::Device device, size_t generators) {
   SMP_CHECK_WITH(UsageError, has_device_graphs(device), "the work of device ", device,
-                 " cannot be captured: this build has no graphs for it. Use a GPU and a build with "
-                 "--config=cuda");
+                 " cannot be captured: this build has no graphs for it. Use a GPU, and build "
+                 "for CUDA (docs/cuda.md)");
   return maker_of(device.type())(device, generators);
 }
 
@@ -71,6 +71,7 @@ void register_device_graphs(c10::DeviceType type, MakeDeviceGraphPool make) {
 bool has_device_graphs(at::Device device) { return maker_of(device.type()) != nullptr; }
 
 void CapturedWork::launch(const RandomKey& key) const {
+  if (is_empty_) return;
   std::vector<DeviceGraph::Seed> seeds;
   for (size_t generator : generators_) {
     seeds.push_back({generator, stream_seed(key, (*ordinals_)[generator])});
@@ -138,7 +139,7 @@ CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
   try {
     captured.graph_->begin(generators);
     work();
-    captured.graph_->end();
+    captured.is_empty_ = !captured.graph_->end();
   } catch (...) {
     captured.graph_->abandon();
     throw;

@@ -32,8 +32,9 @@ class DeviceGraph {
   /// given, but notes it. Memory that is allocated for it meanwhile is the pool's. `generators`: of
   /// the pool's, those from which may be drawn.
   virtual void begin(const std::vector<size_t>& generators) = 0;
-  /// Ends that. Throws what the device says of work that cannot be captured.
-  virtual void end() = 0;
+  /// Ends that. Returns whether there is any work. Throws what the device says of work that cannot
+  /// be captured.
+  virtual bool end() = 0;
   /// Ends it after an error of one of these two, or between them; the graph is of no use then.
   virtual void abandon() noexcept = 0;
 
@@ -69,13 +70,16 @@ bool has_device_graphs(at::Device device);
 /// Work that was captured, ready to be launched.
 class CapturedWork {
  public:
-  /// As `DeviceGraph::launch`. Random operators draw what they would draw under `key`.
+  /// As `DeviceGraph::launch`. Random operators draw what they would draw under `key`. Gives the
+  /// device nothing where nothing was captured, such as the first half of a divided backward on a
+  /// stage that nothing is sent to.
   void launch(const RandomKey& key) const;
 
  private:
   friend class GraphCapture;
   std::shared_ptr<DeviceGraphPool> pool_;  // as long as one of its graphs is there
   std::unique_ptr<DeviceGraph> graph_;
+  bool is_empty_ = false;                             // but for memory
   std::vector<size_t> generators_;                    // that it draws from
   std::shared_ptr<const std::vector<int>> ordinals_;  // by generator
 };

@@ -142,7 +142,8 @@ std::vector<at::Tensor> grad_on_filled(const Graph& graph, const Operator& op,
 
 std::vector<at::Tensor> grad_on_shapes(const Graph& graph, const Operator& op,
                                        const std::vector<at::Tensor>& shapes) {
-  return on_zeros_or_ones([&](int fill) { return grad_on_filled(graph, op, shapes, fill); });
+  return on_zeros_or_ones(graph.device(),
+                          [&](int fill) { return grad_on_filled(graph, op, shapes, fill); });
 }
 
 std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arguments) {

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/kept_tensors.h"
 #include "graph/layout.h"
 #include "graph/scratch_file.h"
 
@@ -128,6 +129,7 @@ class OffloadStore::Queue {
 
   void add(const ItemPtr& item) {
     std::unique_lock<std::mutex> lock(mutex_);
+    arrived_.forget_done();
     const int64_t bytes = item->layout_.nbytes();
     done_.wait(lock, [&] {
       return error_ != nullptr || waiting_ == 0 || waiting_ + bytes <= kMostWaiting;
@@ -148,6 +150,7 @@ class OffloadStore::Queue {
 
   void prefetch(Item& item) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    arrived_.forget_done();
     begin_return(item, /*first=*/false);
   }
 
@@ -157,11 +160,7 @@ class OffloadStore::Queue {
     if (stopped_ && item.state_ == Item::State::kReturning) fetch(item, lock);
     done_.wait(lock, [&] { return item.state_ != Item::State::kReturning; });
     if (item.state_ == Item::State::kFailed) std::rethrow_exception(item.error_);
-    if (item.back_) {  // its memory is the copying stream's
-      item.back_->block(current_stream(item.device()));
-      VirtualGuardImpl(item.device().type())
-          .recordDataPtrOnStream(item.tensor_.storage().data_ptr(), current_stream(item.device()));
-    }
+    if (item.back_) take_over(item);
     return item.tensor_;
   }
 
@@ -185,6 +184,17 @@ class OffloadStore::Queue {
   }
 
  private:
+  /// The memory of what came back is the copying stream's. This thread's stream, which is to use
+  /// it, copies it into memory of its own, since to record the use would not do
+  /// (`core::KeptTensors`).
+  void take_over(Item& item) {
+    const c10::Stream current = current_stream(item.device());
+    item.back_->block(current);
+    const at::Tensor own = copy_as_laid_out(item.tensor_);
+    item.back_.reset();  // after what may throw: the next get waits again
+    arrived_.keep({std::exchange(item.tensor_, own)}, current);
+  }
+
   const CopyStreams& streams_of(c10::Device device) {
     return streams_.try_emplace(device, device).first->second;
   }
@@ -294,6 +304,7 @@ class OffloadStore::Queue {
   int64_t waiting_ = 0;  // bytes
   std::unique_ptr<ScratchFile> file_;
   std::unordered_map<c10::Device, CopyStreams> streams_;
+  core::KeptTensors arrived_;  // that are copied once more
   std::exception_ptr error_;
   int64_t puts_ = 0, bytes_out_ = 0, bytes_back_ = 0;
 };

@@ -72,8 +72,11 @@ void make_dataless(c10::StorageImpl& storage, const std::string& step_name) {
             dataless_message(step_name));
 }
 
-bool is_meta(const c10::IValue& value) {
-  return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta();
+/// Whether another tensor has to stand for it where an operator runs on `device`. A tensor of the
+/// CPU may be a number among those of another device.
+bool is_elsewhere(const at::Tensor& tensor, at::Device device) {
+  if (!tensor.defined()) return false;
+  return tensor.is_meta() || (device.is_cpu() && !tensor.is_cpu());
 }
 
 /// True where autocast may choose the types: it does not know the meta device. Our own operators
@@ -86,28 +89,31 @@ bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-at::Tensor filled_like_shape(const at::Tensor& meta, at::Device device, int fill) {
-  if (!meta.defined() || !meta.is_meta()) return meta;
-  const at::Tensor filled = make_filled(TensorMeta::of(meta), device, fill);
-  if (meta.requires_grad()) give_placeholder_history(filled);
+at::Tensor to_filled(const at::Tensor& tensor, at::Device device, int fill) {
+  if (!is_elsewhere(tensor, device)) return tensor;
+  const at::Tensor filled = make_filled(TensorMeta::of(tensor), device, fill);
+  if (tensor.requires_grad()) give_placeholder_history(filled);
   return filled;
 }
 
 c10::IValue to_filled(const c10::IValue& value, at::Device device, int fill) {
-  if (is_meta(value)) return filled_like_shape(value.toTensor(), device, fill);
+  if (value.isTensor()) return to_filled(value.toTensor(), device, fill);
   if (value.isDevice() && value.toDevice().is_meta()) return device;
-  if (value.isGenerator()) return value.toGenerator().clone();
+  if (value.isGenerator()) {
+    const at::Generator generator = value.toGenerator();
+    return generator.device().type() == device.type() ? c10::IValue(generator.clone())
+                                                      : c10::IValue();
+  }
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
     for (const at::Tensor& tensor : value.toTensorVector())
-      list.push_back(filled_like_shape(tensor, device, fill));
+      list.push_back(to_filled(tensor, device, fill));
     return list;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> list;
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      list.push_back(tensor ? std::optional(filled_like_shape(*tensor, device, fill))
-                            : std::nullopt);
+      list.push_back(tensor ? std::optional(to_filled(*tensor, device, fill)) : std::nullopt);
     }
     return list;
   }
@@ -269,15 +275,26 @@ at::Tensor make_shape_tensor(const TensorMeta& meta) {
 
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack, at::Device device) {
   const torch::jit::Stack arguments = stack;
-  const bool same_layout = !has_trait(op.schema().name(), OperatorTrait::kLaysOutByDevice);
-  if (same_layout && !casts_automatically(op, device.type())) {
-    try {
-      op.callBoxed(stack);
-      return;
-    } catch (const c10::Error&) {
-    }
+  const auto run_on = [&](at::Device where) {
+    on_zeros_or_ones(where, [&](int fill) { call_on_filled(op, arguments, stack, where, fill); });
+  };
+  const bool by_device = has_trait(op.schema().name(), OperatorTrait::kLaysOutByDevice) ||
+                         casts_automatically(op, device.type());
+  if (by_device) {
+    run_on(device);
+    return;
   }
-  on_zeros_or_ones([&](int fill) { call_on_filled(op, arguments, stack, device, fill); });
+  try {
+    op.callBoxed(stack);
+    return;
+  } catch (const c10::Error&) {
+  }
+  try {
+    run_on(at::kCPU);
+  } catch (const c10::Error&) {  // no kernel, or none for such a type
+    if (device.is_cpu()) throw;
+    run_on(device);
+  }
 }
 
 }  // namespace smp::graph

@@ -54,11 +54,13 @@ at::Tensor make_filled(const TensorMeta& meta, at::Device device, int fill);
 at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
                     const std::vector<at::Tensor>& shapes);
 
-/// What `call(0)` returns, which runs operators on tensors that are filled with zeros; or what
-/// `call(1)` does if they take no zeros (`multinomial`). Throws what it does on zeros if neither
-/// returns.
+/// What `call(0)` returns, which runs operators on tensors of `device` that are filled with zeros;
+/// or, on the CPU, what `call(1)` does if they take no zeros (`multinomial`). Throws what it does
+/// on zeros if neither returns. Another device gets no second try: its kernels may assert, which
+/// ends it for the process (an index of 1 into a table of one row).
 template <class Call>
-auto on_zeros_or_ones(const Call& call) {
+auto on_zeros_or_ones(at::Device device, const Call& call) {
+  if (!device.is_cpu()) return call(0);
   try {
     return call(0);
   } catch (const c10::Error&) {
@@ -76,8 +78,10 @@ at::Tensor make_shape_tensor(const TensorMeta& meta);
 
 /// Calls the operator on meta tensors (`make_shape_tensor`), so that nothing is computed. Device
 /// arguments must have been replaced by the meta device. An operator that has no meta kernel, here
-/// or in libtorch, and one that lays out its result in another way there, runs on zeros of `device`
-/// instead, or on ones if it takes no zeros, which costs its compute but gives the exact shapes.
+/// or in libtorch, runs on zeros of the CPU instead, or on ones if it takes no zeros, which costs
+/// its compute but gives the exact shapes. One that the CPU refuses both ways (it has no kernel, or
+/// none for such a type), that lays out its result in another way by device, or whose types
+/// autocast chooses, runs on zeros of `device`.
 void call_on_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                     at::Device device = at::kCPU);
 

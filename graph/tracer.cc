@@ -451,6 +451,9 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
     return true;
   }
   refuse_replaced_storage(name);
+  for (const at::Tensor& read : tensors_in(stack, schema.arguments().size())) {
+    refuse_cumulative_average(read);
+  }
   refuse("operator " + name + " reads the data of a tensor on the host",
          "A step is captured as a graph of operators, so what it does cannot depend on data. Use "
          "tensor operators instead (torch::where, masks), return the tensor from the step and read "

@@ -163,6 +163,7 @@ class Tracer final : public OperatorInterceptor {
   ValueId keep_root(ValueId root, bool with_history);
   bool answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack& stack);
   bool is_host_data(const torch::jit::Stack& stack, size_t arguments) const;
+  void refuse_cumulative_average(const at::Tensor& read) const;
   bool differ(const at::Tensor& a, const at::Tensor& b);
   void refuse_unsupported(const TracedCall& call);
   void refuse_torch_script() const;

@@ -2,6 +2,7 @@
 // Operators that a step function may not call, or not on what it gives them.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/string_view.h>
 
 #include <algorithm>
 
@@ -17,6 +18,19 @@ void Tracer::refuse_replaced_storage(const std::string& name) const {
   if (!has_trait(name, OperatorTrait::kReplacesStorage)) return;
   refuse("operator " + name + " replaces the storage of a tensor (set_data, resize_)",
          "Make a new tensor instead, or make the module that does it a leaf: smp::leaf(module)(x)");
+}
+
+/// The one module of libtorch that reads its state in `forward`: in training, without a momentum.
+void Tracer::refuse_cumulative_average(const at::Tensor& read) const {
+  if (!read.defined()) return;
+  const auto* entry = options_.table->find_storage(read);
+  if (entry == nullptr || !c10::ends_with(entry->name, "num_batches_tracked")) return;
+  refuse(
+      "buffer \"" + entry->name +
+          "\" is read on the host, as BatchNorm without a momentum does to average by the number "
+          "of batches",
+      "Give it a momentum (BatchNorm1dOptions(n).momentum(0.1)), or make it a leaf, which each "
+      "microbatch calls: smp::leaf(norm)(x)");
 }
 
 /// Operators that make a tensor itself another view of its memory. What is registered outlives the

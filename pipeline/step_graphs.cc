@@ -2,6 +2,7 @@
 #include "pipeline/step_graphs.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -22,8 +23,22 @@ StepGraphs::StepGraphs(at::Device device, const std::vector<Edge>& edges,
       required_(required) {
   if (!graph::has_device_graphs(device)) {
     report(c10::str("device ", device, " has none",
-                    device.is_cuda() ? " in this build: build with --config=cuda" : ""));
+                    device.is_cuda() ? " in this build: build for CUDA (docs/cuda.md)" : ""));
   }
+}
+
+StepGraphs::~StepGraphs() { wait_for_launches(); }
+
+/// The states of a graph's generators go with it, and their memory is not of the stream on which
+/// launches read them, so nothing else waits for that.
+void StepGraphs::wait_for_launches() {
+  if (!launched_on_) return;
+  try {
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(*launched_on_);
+  } catch (const c10::Error&) {
+    // The device has failed, and reads nothing any more.
+  }
+  launched_on_.reset();
 }
 
 void StepGraphs::add_stage(Stage& stage) {
@@ -40,6 +55,7 @@ void StepGraphs::add_stage(Stage& stage) {
 
 /// What speaks against graphs once does so ever after.
 void StepGraphs::give_up(const std::string& why_not) {
+  wait_for_launches();
   graphs_.clear();
   report(why_not);
 }
@@ -65,6 +81,7 @@ void StepGraphs::begin_step(const std::string& why_not) {
     if (!why_not_captured.empty()) give_up(why_not_captured);
   }
   use_ = is_captured_ ? Use::kLaunches : Use::kNotes;
+  if (is_captured_) launched_on_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
 bool StepGraphs::are_valid() const {
@@ -73,6 +90,7 @@ bool StepGraphs::are_valid() const {
 }
 
 void StepGraphs::forget_graphs() {
+  wait_for_launches();
   for (auto& [stage, graphs] : graphs_) graphs.forget();
   is_captured_ = false;
 }

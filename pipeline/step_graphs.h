@@ -2,8 +2,10 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -25,6 +27,10 @@ class StepGraphs {
   /// and the actions outlive it.
   StepGraphs(at::Device device, const std::vector<Edge>& edges, const std::vector<Action>& actions,
              int microbatches, bool required);
+  /// Waits for the graphs that were launched.
+  ~StepGraphs();
+  StepGraphs(const StepGraphs&) = delete;
+  StepGraphs& operator=(const StepGraphs&) = delete;
 
   /// Each stage of this rank, which outlives it, before the first step. Throws `UsageError` where
   /// `required` and the stage cannot be captured.
@@ -51,6 +57,7 @@ class StepGraphs {
   void capture_all();
   void forget_captures();
   void forget_graphs();
+  void wait_for_launches();
   bool are_valid() const;
 
   const at::Device device_;
@@ -62,6 +69,7 @@ class StepGraphs {
   std::map<int, Stage*> stages_;       // the same
   Use use_ = Use::kNothing;            // in this step
   bool is_noted_ = false, is_captured_ = false;
+  std::optional<c10::Stream> launched_on_;  // graphs that may be under way
   std::set<int> said_;  // stages that have run a microbatch themselves, and said so
 };
 

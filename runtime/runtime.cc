@@ -10,6 +10,7 @@
 #include "comm/device/device_communicator.h"
 #include "comm/nccl/nccl_groups.h"
 #include "core/check.h"
+#include "core/deterministic.h"
 #include "core/env.h"
 #include "core/failure.h"
 #include "core/log.h"
@@ -39,7 +40,7 @@ Config effective(const Config& config) {
   merged.validate();
   SMP_CHECK_WITH(ConfigError, merged.ddp_dist_backend() != "nccl" || comm::has_nccl(),
                  "config key \"ddp_dist_backend\": \"nccl\" needs a build with NCCL, which this is "
-                 "not. Build with --config=cuda (docs/cuda.md), or use \"auto\"");
+                 "not. Build for CUDA (docs/cuda.md), or use \"auto\"");
   return merged;
 }
 
@@ -67,6 +68,28 @@ std::shared_ptr<core::Status> make_status(comm::Communicator& world,
   owner.rank = world.rank();
   owner.hosts = hosts;
   return std::make_shared<core::Status>(owner, milliseconds(stall));
+}
+
+/// The groups whose ranks exchange tensors of the models.
+constexpr CommGroup kModelGroups[] = {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp,
+                                      CommGroup::kDp};
+
+/// What users would otherwise find out by bits that differ, or by time that is lost.
+void tell_of_device(const Runtime& runtime, at::Device device) {
+  if (!core::uses_deterministic_kernels()) {
+    core::log_info(c10::str("bits on ", device,
+                            " may differ from run to run: some kernels add in another order each "
+                            "time. \"deterministic\": true takes those that do not"));
+  }
+  std::map<std::string, std::string> groups;  // by the way that their tensors go
+  for (CommGroup kind : kModelGroups) {
+    const comm::Communicator& group = *runtime.group(kind);
+    const std::string route = comm::device_route(group);
+    if (!route.empty()) groups[route] += " " + group.name();
+  }
+  for (const auto& [route, names] : groups) {
+    core::log_info(c10::str("tensors on ", device, " go ", route, ". Groups:", names));
+  }
 }
 
 }  // namespace
@@ -191,9 +214,10 @@ void Runtime::choose_device(at::Device chosen) {
 }
 
 void Runtime::use_device(at::Device device) {
-  for (CommGroup group : {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kDp}) {
+  for (CommGroup group : kModelGroups) {
     groups_[group] = comm::make_device_communicator(groups_[group], device);
   }
+  if (rank() == 0 && !device.is_cpu()) tell_of_device(*this, device);
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {

@@ -16,6 +16,7 @@
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
 #include "core/check.h"
+#include "core/deterministic.h"
 #include "core/env.h"
 #include "core/failure.h"
 #include "core/heap.h"
@@ -165,8 +166,18 @@ Config config_of_meeting(const Config& config) {
   }
 }
 
+/// What is wrong with the configuration the ranks' runtimes say.
+bool is_deterministic(const Config& config) {
+  try {
+    return config.merged_with_environment().deterministic();
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
 comm::CommunicatorPtr meet(const Config& config) {
   const Config effective = config_of_meeting(config);
+  if (effective.deterministic()) core::set_deterministic_workspace();  // before threads
   if (effective.preempt_seconds() > 0) {
     core::take_stop_requests(
         std::chrono::nanoseconds(static_cast<int64_t>(effective.preempt_seconds() * 1e9)));
@@ -187,6 +198,7 @@ void init(const Config& config) {
   const auto world = meet(config);
   try {
     Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
+    if (Runtime::get().config().deterministic()) core::use_deterministic_kernels();
     if (Runtime::get().config().keep_freed_memory()) {
       core::keep_freed_memory();
       core::take_tensor_memory_from_malloc();
@@ -212,6 +224,10 @@ bool is_tracing() { return Runtime::exists() && Runtime::get().current_step.is_c
 void run_as_threads(int ranks, const Config& config, const std::function<void()>& program) {
   // Blocks of libtorch's own leave more of a heap unused the more sizes of batches there are.
   if (config.keep_freed_memory()) core::take_tensor_memory_from_malloc();
+  if (is_deterministic(config)) {
+    core::set_deterministic_workspace();
+    core::use_deterministic_kernels();
+  }
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
     const runtime::ThreadRuntime here(std::make_shared<Runtime>(config, world, hosts));

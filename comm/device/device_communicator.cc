@@ -108,6 +108,20 @@ bool DeviceCommunicator::is_on_device(const Collective& call) const {
   return is_on_device(call.name(), call.writes(rank()) ? call.output : call.input);
 }
 
+namespace {
+
+/// `all_have`: each rank has a GPU that NCCL knows. `usable`: and of its own.
+std::string route_text(at::Device device, bool all_have, bool usable) {
+  if (usable) return "over NCCL, from GPU to GPU: each rank has one of its own";
+  std::string text = "through host memory: ";
+  if (all_have) return text + "ranks share a GPU";
+  if (!device.is_cuda()) return text + "NCCL knows GPUs only";
+  if (!has_nccl()) return text + "this build has no NCCL (docs/cuda.md)";
+  return text + "not every rank has its model on a GPU";
+}
+
+}  // namespace
+
 CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device) {
   const bool only_nccl = host->device_transport().only_nccl;
   if (device.is_cpu() && (!only_nccl || host->size() == 1)) {
@@ -125,8 +139,18 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
                  all_have ? std::string("several ranks share one")
                           : c10::str("rank ", without, " has its model on none"),
                  ". Give each rank a GPU, smp::set_device(smp::local_rank()), or use \"auto\"");
-  return usable && gpus.size() > 1 ? make_group_communicator(host, device, nccl_groups(host))
+  const CommunicatorPtr made = usable && gpus.size() > 1
+                                   ? make_group_communicator(host, device, nccl_groups(host))
                                    : make_staged_communicator(host, device);
+  if (gpus.size() > 1) {
+    dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(device, all_have, usable);
+  }
+  return made;
+}
+
+std::string device_route(const Communicator& group) {
+  const auto* of_device = dynamic_cast<const DeviceCommunicator*>(&group);
+  return of_device == nullptr ? "" : of_device->route_;
 }
 
 }  // namespace smp::comm

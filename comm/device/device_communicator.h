@@ -64,11 +64,15 @@ class DeviceCommunicator : public Communicator {
   virtual WorkPtr start_on_device(const CollectiveTask& task) = 0;
 
  private:
+  friend CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
+  friend std::string device_route(const Communicator& group);
+
   bool is_on_device(const char* verb, const at::Tensor& tensor) const;
   bool is_on_device(const Collective& call) const;
 
   const CommunicatorPtr host_;
   const at::Device device_;
+  std::string route_;
 };
 
 /// The communicator of a group whose ranks' models lie on `device`, each rank's own and all of one
@@ -77,5 +81,10 @@ class DeviceCommunicator : public Communicator {
 /// throws a `ConfigError` on all ranks, if the host's `device_transport()` says so. Collective over
 /// `host`.
 CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
+
+/// Which way tensors of its device take in a group that `make_device_communicator` has made, and
+/// why, as the end of a sentence: "through host memory: ranks share a GPU". Empty where none
+/// travel: in a group of one rank, and of the CPU.
+std::string device_route(const Communicator& group);
 
 }  // namespace smp::comm

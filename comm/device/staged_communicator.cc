@@ -2,11 +2,12 @@
 #include "comm/device/staged_communicator.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "comm/device/device_communicator.h"
@@ -44,16 +45,16 @@ class StagedCommunicator final : public DeviceCommunicator {
                        call.writes(rank()) ? call.output : at::Tensor());
   }
 
-  // On the host's thread, so that neither this rank nor a thread of the device waits for others.
+  // On the host's thread, so that neither this rank nor a thread of the device waits for others,
+  // and on a stream of its own, so that it goes on beside what the device is given to compute next.
   WorkPtr start_on_device(const CollectiveTask& task) override {
     const auto ready = std::make_shared<c10::Event>(device().type());
     ready->record(current_stream(device()));
     return host()->start(at::kCPU,
-                         [task, ready, device = device(), rank = rank()](TaskCollectives& host) {
+                         [task, ready, side = side_stream(), rank = rank()](TaskCollectives& host) {
                            const at::NoGradGuard no_grad;
-                           const c10::DeviceGuard guard(device);
-                           const c10::Stream stream = current_stream(device);
-                           ready->block(stream);
+                           const c10::StreamGuard guard(side);
+                           ready->block(side);
                            TaskCollectives collectives([&](const Collective& call) {
                              const Collective staged = staged_call(call, rank);
                              host.issue(staged);
@@ -61,10 +62,34 @@ class StagedCommunicator final : public DeviceCommunicator {
                                call.output.copy_(staged.output);
                              }
                            });
-                           task(collectives);
-                           stream.synchronize();
+                           try {
+                             task(collectives);
+                           } catch (...) {
+                             wait_after_error(side);
+                             throw;
+                           }
+                           side.synchronize();
                          });
   }
+
+ private:
+  // Who throws lets go of tensors that the stream may still use.
+  static void wait_after_error(const c10::Stream& stream) noexcept {
+    try {
+      stream.synchronize();
+    } catch (const c10::Error&) {
+      // The device has failed, and uses nothing any more.
+    }
+  }
+
+  c10::Stream side_stream() {
+    if (!side_) {
+      side_ = c10::impl::VirtualGuardImpl(device().type()).getStreamFromGlobalPool(device());
+    }
+    return *side_;
+  }
+
+  std::optional<c10::Stream> side_;  // from the first task on
 };
 
 }  // namespace

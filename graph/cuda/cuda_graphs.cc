@@ -9,11 +9,13 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -40,6 +42,23 @@ class Substitute {
  private:
   at::Generator default_;
   at::Generator own_;
+};
+
+/// Takes libtorch's warning that a graph is empty, which here may well be, and passes others on.
+class EmptyGraphs final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("CUDA Graph is empty") != std::string::npos) {
+      seen_ = true;
+    } else {
+      outer_->process(warning);
+    }
+  }
+  bool seen() const { return seen_; }
+
+ private:
+  c10::WarningHandler* const outer_ = c10::WarningUtils::get_warning_handler();
+  bool seen_ = false;
 };
 
 /// Forgets what cuBLAS was lent for a stream: it belongs to the graphs.
@@ -90,7 +109,12 @@ class CudaGraph final : public DeviceGraph {
     graph_.capture_begin(shared_->memory, cudaStreamCaptureModeThreadLocal);
   }
 
-  void end() override { graph_.capture_end(); }
+  bool end() override {
+    EmptyGraphs empty;
+    const c10::WarningUtils::WarningHandlerGuard guard(&empty);
+    graph_.capture_end();
+    return !empty.seen();
+  }
 
   /// libtorch's own end gives up at the first error, and its allocators would wait for ever.
   void abandon() noexcept override {

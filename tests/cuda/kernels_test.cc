@@ -139,9 +139,21 @@ Tensors copies(const Tensors& tensors) {
 
 Tensors absolute(const Tensors& tensors) { return at::_foreach_abs(tensors); }
 
+/// The tensor's bits as whole numbers. As they are, a NaN equals none and zeros of both signs are
+/// equal.
+at::Tensor bits_of(const at::Tensor& tensor) {
+  const auto size = tensor.element_size();
+  return tensor.view(size == 2 ? at::kShort : size == 4 ? at::kInt : at::kLong);
+}
+
+/// How many elements differ in a bit.
 int64_t differing(const Tensors& a, const Tensors& b) {
+  EXPECT_EQ(a.size(), b.size());
   int64_t count = 0;
-  for (size_t i = 0; i < a.size(); ++i) count += at::ne(a[i], b[i]).sum().item<int64_t>();
+  for (size_t i = 0; i < b.size(); ++i) {
+    EXPECT_EQ(a.at(i).scalar_type(), b[i].scalar_type());
+    count += at::ne(bits_of(a[i]), bits_of(b[i])).sum().item<int64_t>();
+  }
   return count;
 }
 

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <future>
+
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
 #include "tests/device/fake_device.h"
@@ -48,6 +50,16 @@ TEST(DeviceCommunicator, IsRefusedWhereNcclIsAskedForAndCannotBe) {
   });
 }
 
+TEST(DeviceCommunicator, SaysWhichWayTensorsGo) {
+  comm::run_ranks(2, [](const CommunicatorPtr& world) {
+    const auto group = make_device_communicator(world, fake_device(0));
+    EXPECT_EQ(device_route(*group), "through host memory: NCCL knows GPUs only");
+    const auto alone = group->split({world->rank()}, "alone");
+    EXPECT_EQ(device_route(*alone), "") << "nothing travels";
+    EXPECT_EQ(device_route(*world), "") << "of the CPU";
+  });
+}
+
 TEST(DeviceCommunicator, MovesTensorsOfTheDevice) {
   on_devices(3, [](comm::Communicator& group, at::Device device) {
     const int next = (group.rank() + 1) % 3, previous = (group.rank() + 2) % 3;
@@ -73,6 +85,25 @@ TEST(DeviceCommunicator, ReducesGathersAndBroadcastsOnTheDevice) {
     const at::Tensor given = numbers(group.rank()).to(device);
     group.broadcast(given, 1);
     EXPECT_TRUE(at::equal(given.cpu(), numbers(1)));
+  });
+}
+
+/// What the device computes after the call is not waited for, and what it computed before is.
+TEST(DeviceCommunicator, TasksGoOnBesideWhatIsComputed) {
+  on_devices(2, [](comm::Communicator& group, at::Device device) {
+    const at::Tensor sum = at::zeros({5}, device), later = at::zeros({5});
+    sum.add_(numbers(group.rank()).to(device));
+    std::promise<void> given;
+    const auto work = group.start(device, [&](comm::TaskCollectives& ranks) {
+      given.get_future().wait();
+      ranks.all_reduce(sum);
+    });
+    later.copy_(at::ones({5}, device), /*non_blocking=*/true);
+    given.set_value();
+    work->wait();
+    EXPECT_TRUE(at::equal(later, at::zeros({5}))) << "the task waited for it";
+    EXPECT_TRUE(at::equal(sum.cpu(), numbers(0) + numbers(1)));
+    EXPECT_TRUE(at::equal(later, at::ones({5})));
   });
 }
 

@@ -47,6 +47,19 @@ TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
   expect_all(y, 13);
 }
 
+TEST(DeviceGraph, IsNotLaunchedWhereNothingWasCaptured) {
+  at::Tensor memory;
+  GraphCapture capture(fake_device(), {});
+  const CapturedWork nothing = capture.capture({}, [&] { memory = at::empty({4}, fake_device()); });
+  const CapturedWork work = capture.capture({}, [&] { memory.fill_(2); });
+  take_fake_launches();
+  nothing.launch({});
+  EXPECT_EQ(take_fake_launches(), 0);
+  work.launch({});
+  EXPECT_EQ(take_fake_launches(), 1);
+  expect_all(memory, 2);
+}
+
 TEST(DeviceGraph, RandomOperatorsDrawUnderTheKeyOfTheLaunch) {
   at::Tensor first, second;
   GraphCapture capture(fake_device(), {3, 8});
@@ -136,7 +149,8 @@ TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
 TEST(DeviceGraph, TheHostHasNoGraphs) {
   EXPECT_FALSE(graph::has_device_graphs(at::kCPU));
   const auto text = error_of<UsageError>([] { GraphCapture capture(at::kCPU, {}); });
-  expect_has(text, {"the work of device cpu cannot be captured: this build has no graphs for it"});
+  expect_has(text, {"the work of device cpu cannot be captured: this build has no graphs for it",
+                    "Use a GPU, and build for CUDA (docs/cuda.md)"});
 }
 
 }  // namespace

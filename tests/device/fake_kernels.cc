@@ -459,9 +459,11 @@ class FakeGraph final : public graph::DeviceGraph {
     ++pool_->uses;
     uses_pool_ = true;
   }
-  void end() override {
+  bool end() override {
     const FakeLock lock(machine().mutex);
     tasks_ = machine().end_capture(stream_);
+    return std::any_of(tasks_.begin(), tasks_.end(),
+                       [](const Task& task) { return task.name != kRelease; });
   }
   void abandon() noexcept override {
     if (!uses_pool_) return;  // it did not begin

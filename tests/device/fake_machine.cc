@@ -216,7 +216,7 @@ void FakeMachine::free_captured(char* memory, Block& block) {
   const std::shared_ptr<FakePool> pool = std::exchange(block.pool, nullptr);
   pool->free.insert(memory);
   if (!is_captured(block.owner)) return;
-  give(block.owner, {"a release",
+  give(block.owner, {kRelease,
                      {{memory, memory + block.bytes, true}},
                      [memory, bytes = block.bytes] { std::memset(memory, kFreed, bytes); }});
 }

@@ -41,6 +41,9 @@ struct Access {
 };
 
 /// Work that a stream is given.
+/// The name of a task that overwrites memory of a graph's, which no other device has.
+constexpr const char* kRelease = "a release";
+
 struct Task {
   std::string name;  ///< "aten::add", "a copy"
   std::vector<Access> accesses;

@@ -8,6 +8,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -159,6 +160,50 @@ TEST_F(Graphs, AreThoseOfTheScheduleThatAutoChooses) {
   training.config.pipeline("auto").cost_model("measured");
   training.steps = 16;
   EXPECT_GE(launches_of(training, 2).back(), 2 * kMicrobatches * 2);
+}
+
+/// What each rank says that it has captured.
+int captured_in(const std::string& log) {
+  const std::string before = "\"cuda_graphs\": ", after = " computations of";
+  int count = 0;
+  for (size_t end = log.find(after); end != std::string::npos; end = log.find(after, end + 1)) {
+    const size_t begin = log.rfind(before, end) + before.size();
+    count += std::stoi(log.substr(begin, end - begin));
+  }
+  return count;
+}
+
+/// Nothing is sent to the first stage's inputs, so the first half of its backward gives the device
+/// nothing.
+TEST_F(Graphs, AreNotLaunchedWhereAStageComputesNothing) {
+  Training training;
+  training.config.pipeline("zb_h1");
+  const int launches = launches_of(training, 2).back();
+  EXPECT_GT(launches, 0);
+  EXPECT_LT(launches, captured_in(log_)) << log_;
+}
+
+/// What a launch reads must not go before.
+TEST_F(Graphs, AreKeptUntilTheDeviceIsDoneWithThem) {
+  const auto batches = make_batches();
+  TextNet net = make_net();
+  HostUses uses;
+  run_as_threads(1, Config().cuda_graphs("on").microbatches(kMicrobatches).seed(kSeed), [&] {
+    set_device(0);
+    DistributedModel<TextNet> model(net);
+    {
+      auto train_step = step([&](torch::Tensor x, torch::Tensor y) {
+        auto loss = net->loss(x, y);
+        model->backward(loss);
+        return loss;
+      });
+      for (int i = 0; i < 2; ++i) train_step(batches[i][0], batches[i][1]);
+      uses.take(0);
+    }
+    std::set<std::string> waits;
+    for (const HostUse& use : uses.take(0)) waits.insert(use.what);
+    EXPECT_EQ(waits.count("waits for a stream"), 1u);
+  });
 }
 
 /// Where kernels may take another way.

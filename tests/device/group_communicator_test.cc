@@ -6,12 +6,16 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/channel_pool.h"
+#include "comm/nccl/group_pool.h"
 #include "comm/nccl/group_store.h"
 #include "comm/reduce.h"
 #include "comm/threads/run_ranks.h"
@@ -271,6 +275,41 @@ TEST(GroupCommunicator, ARankThatFailsEndsTheOthersGroups) {
     expect_has(text, {"the device groups of group 'world' were ended when a rank failed: rank 1 "
                       "failed: disk full"});
   });
+}
+
+/// A transfer of a device that has failed, which says so at each question.
+class FailedWork final : public c10d::Work {
+ public:
+  bool isCompleted() override { TORCH_CHECK(false, "the device has failed"); }
+};
+
+TEST(GroupPool, LetsGoOfTransfersOfADeviceThatHasFailed) {
+  comm::run_ranks(1, [](const CommunicatorPtr& world) {
+    const auto made = std::make_shared<FakeNetwork>();
+    comm::GroupPool pool(world, fake_device(), made->groups(0));
+    at::Tensor tensor = at::ones({4});
+    const auto memory = tensor.storage().getWeakStorageImpl();
+    pool.keep({c10::make_intrusive<FailedWork>(), std::move(tensor)});
+    EXPECT_FALSE(memory.expired());
+    pool.keep({c10::make_intrusive<FailedWork>(), at::ones({4})});
+    EXPECT_TRUE(memory.expired());
+  });
+}
+
+TEST(LetFinish, AsksUntilItHas) {
+  int asked = 0;
+  comm::let_finish([&asked] { return ++asked == 3; }, std::chrono::hours(1));
+  EXPECT_EQ(asked, 3);
+}
+
+TEST(LetFinish, EndsWhereTheDeviceHasFailed) {
+  int asked = 0;
+  const auto fails = [&asked]() -> bool {
+    ++asked;
+    TORCH_CHECK(false, "the device has failed");
+  };
+  comm::let_finish(fails, std::chrono::hours(1));
+  EXPECT_EQ(asked, 1);
 }
 
 TEST(GroupStore, IsWhereRanksMeet) {

@@ -4,6 +4,7 @@
 #include "graph/offload_store.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
 
 #include "tests/device/fake_device.h"
@@ -23,9 +24,9 @@ TEST(DeviceOffloadStore, CopiesBesideTheComputationsThatItWaitsFor) {
             (Lines{"compute records event 0", "copy waits for event 0", "copy copies to the host",
                    "copy records event 1", "host waits for event 1"}));
   const at::Tensor back = stored->get();
-  EXPECT_EQ(take_fake_log(),
-            (Lines{"copy copies to the device", "copy records event 0", "compute waits for event 0",
-                   "compute uses memory of another stream"}));
+  EXPECT_EQ(take_fake_log(), (Lines{"copy copies to the device", "copy records event 0",
+                                    "compute waits for event 0", "compute records event 1"}))
+      << "behind its copy into memory of its own";
   EXPECT_FALSE(back.is_alias_of(tensor)) << "never left";
   EXPECT_TRUE(at::equal(back.cpu(), at::arange(4.0)));
 }
@@ -81,6 +82,34 @@ TEST(DeviceOffloadStore, MemoryOfTheDeviceIsFreeWhenATensorHasLeft) {
   const at::Tensor back = stored->get();
   EXPECT_EQ(back.device(), fake_device(1));
   EXPECT_TRUE(at::equal(back.cpu(), at::ones({100})));
+}
+
+int64_t allocated_bytes(at::Device device) {
+  return c10::getDeviceAllocator(device.type())
+      ->getDeviceStats(device.index())
+      .allocated_bytes[0]
+      .current;
+}
+
+/// It is copied once more, into memory of the stream that uses it.
+TEST(DeviceOffloadStore, LetsGoOfWhatCameBackAtTheNextCall) {
+  const at::Device device = fake_device(3);
+  const at::Tensor other = at::ones({1}).to(device);
+  graph::OffloadStore store;
+  for (const bool leaves : {false, true}) {
+    const auto stored = store.put(at::ones({100}).to(device));
+    store.wait();
+    const at::Tensor back = stored->get();
+    EXPECT_TRUE(at::equal(back.cpu(), at::ones({100})));  // waits for the copy
+    const int64_t before = allocated_bytes(device);
+    if (leaves) {
+      store.put(other);
+    } else {
+      stored->prefetch();
+    }
+    EXPECT_EQ(before - allocated_bytes(device), static_cast<int64_t>(back.nbytes()))
+        << (leaves ? "put" : "prefetch");
+  }
 }
 
 }  // namespace

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pretended CUDA runtime by itself, without libtorch: memory, captures by CUDA's rules, counts,
+// a device that fails.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/cuda/pretended/abi.h"
+
+namespace {
+
+using pretended::Sides;
+
+// Errors and capture modes of CUDA.
+constexpr int kOutOfMemory = 2, kAssert = 710, kUnsupported = 900, kInvalidated = 901, kMerge = 902,
+              kUnjoined = 904, kIsolation = 905, kImplicit = 906, kCapturedEvent = 907,
+              kWrongThread = 908;
+constexpr int kGlobal = 0, kThreadLocal = 1, kRelaxed = 2;
+
+void* library() {
+  static void* const opened = dlopen("tests/cuda/pretended/libcuda.so.1", RTLD_NOW);
+  return opened;
+}
+
+/// Calls a function of the library; the arguments have the types of its parameters.
+template <class... Parameters>
+int call(const char* name, Parameters... parameters) {
+  const auto function = reinterpret_cast<int (*)(Parameters...)>(dlsym(library(), name));
+  if (function) return function(parameters...);
+  ADD_FAILURE() << "the library has no " << name << ": " << dlerror();
+  return -1;
+}
+
+long count(const char* what) {
+  return reinterpret_cast<long (*)(const char*)>(dlsym(library(), "pretended_cuda_count"))(what);
+}
+
+int launch(void* stream) {
+  const Sides one = {1, 1, 1};
+  return call("__cudaLaunchKernel", static_cast<void*>(nullptr), one, one,
+              static_cast<void**>(nullptr), size_t{0}, stream);
+}
+
+int allocate(void** address, size_t bytes) { return call("cudaMalloc", address, bytes); }
+
+int copy(void* to, const void* from, size_t bytes, void* stream) {
+  return call("cudaMemcpyAsync", to, from, bytes, /*kind=*/4, stream);
+}
+
+/// A stream that the default stream does not wait for, unless it is made with other flags.
+void* make_stream(unsigned flags = 1) {
+  void* stream = nullptr;
+  EXPECT_EQ(call("cudaStreamCreateWithFlags", &stream, flags), 0);
+  return stream;
+}
+
+void* make_event() {
+  void* event = nullptr;
+  EXPECT_EQ(call("cudaEventCreateWithFlags", &event, 0U), 0);
+  return event;
+}
+
+int record(void* event, void* stream) { return call("cudaEventRecord", event, stream); }
+
+int wait(void* stream, void* event) { return call("cudaStreamWaitEvent", stream, event, 0U); }
+
+int begin(void* stream, int mode = kThreadLocal) {
+  return call("cudaStreamBeginCapture", stream, mode);
+}
+
+int end(void* stream, void** graph) { return call("cudaStreamEndCapture", stream, graph); }
+
+/// Ends the capture of a stream, and expects a graph unless that fails.
+int end_of(void* stream) {
+  void* graph = nullptr;
+  const int error = end(stream, &graph);
+  EXPECT_EQ(graph != nullptr, error == 0);
+  return error;
+}
+
+TEST(PretendedLibrary, IsTheDriverForWhateverLooksForOne) {
+  ASSERT_NE(library(), nullptr) << dlerror();
+  EXPECT_EQ(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), library());
+}
+
+TEST(PretendedMemory, TheHostCannotTouchIt) {
+  void* memory = nullptr;
+  ASSERT_EQ(allocate(&memory, 100), 0);
+  auto* const bytes = static_cast<volatile char*>(memory);
+  EXPECT_EXIT(bytes[99] = 1, ::testing::KilledBySignal(SIGSEGV), "");
+  EXPECT_EXIT(std::exit(bytes[0]), ::testing::KilledBySignal(SIGSEGV), "");
+  EXPECT_EQ(call("cudaFree", memory), 0);
+  EXPECT_EXIT(std::exit(bytes[0]), ::testing::KilledBySignal(SIGSEGV), "");
+  EXPECT_EQ(call("cudaFree", memory), 1) << "it was freed";
+}
+
+TEST(PretendedMemory, HoldsNothingAndHasAnEnd) {
+  size_t before = 0, free = 0, total = 0;
+  ASSERT_EQ(call("cudaMemGetInfo", &before, &total), 0);
+  void* memory = nullptr;
+  ASSERT_EQ(allocate(&memory, 1 << 20), 0);
+  std::string text = "text";
+  EXPECT_EQ(copy(memory, text.data(), 4, nullptr), 0);
+  EXPECT_EQ(copy(text.data(), memory, 4, nullptr), 0);
+  EXPECT_EQ(text, std::string(4, '\0'));
+  EXPECT_EQ(call("cudaMemGetInfo", &free, &total), 0);
+  EXPECT_EQ(before - free, size_t{1} << 20);
+  void* more = nullptr;
+  EXPECT_EQ(allocate(&more, free + 1), kOutOfMemory);
+  EXPECT_EQ(call("cudaGetLastError"), kOutOfMemory);
+  EXPECT_EQ(call("cudaGetLastError"), 0);
+  EXPECT_EQ(call("cudaFree", memory), 0);
+}
+
+TEST(PretendedMemory, IsKnownByItsAddress) {
+  void *memory = nullptr, *pinned = nullptr;
+  ASSERT_EQ(allocate(&memory, 100), 0);
+  ASSERT_EQ(call("cudaHostAlloc", &pinned, size_t{100}, 0U), 0);
+  const auto type_of = [](const void* address) {
+    pretended::PointerAttributes attributes;
+    EXPECT_EQ(call("cudaPointerGetAttributes", &attributes, address), 0);
+    return attributes.type;
+  };
+  EXPECT_EQ(type_of(static_cast<char*>(memory) + 99), 2);
+  EXPECT_EQ(type_of(static_cast<char*>(pinned) + 99), 1);
+  EXPECT_EQ(type_of(&memory), 0);
+  EXPECT_EQ(call("cudaFreeHost", pinned), 0);
+  EXPECT_EQ(call("cudaFree", memory), 0);
+}
+
+TEST(PretendedCounts, OfLaunchesCopiesAndWaits) {
+  void *memory = nullptr, *stream = make_stream(), *event = make_event();
+  ASSERT_EQ(allocate(&memory, 100), 0);
+  const char* const names[] = {
+      "launches", "copies_to_device", "copies_to_host", "copies_on_device", "fills", "waits"};
+  long before[6];
+  for (int i = 0; i < 6; ++i) before[i] = count(names[i]);
+  char byte = 0;
+  for (int i = 0; i < 3; ++i) launch(stream);
+  copy(memory, &byte, 1, stream);
+  copy(&byte, memory, 1, stream);
+  copy(memory, memory, 1, stream);
+  call("cudaMemsetAsync", memory, 0, size_t{100}, stream);
+  record(event, stream);
+  call("cudaEventSynchronize", event);
+  call("cudaStreamSynchronize", stream);
+  call("cudaEventQuery", event);  // the host does not wait
+  const long expected[] = {3, 1, 1, 1, 1, 2};
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(count(names[i]) - before[i], expected[i]) << names[i];
+  EXPECT_EQ(count("no such name"), -1);
+}
+
+TEST(PretendedCapture, TakesWorkAndLaunchesItLater) {
+  void *stream = make_stream(), *graph = nullptr, *made = nullptr;
+  ASSERT_EQ(begin(stream), 0);
+  const long launches = count("launches");
+  EXPECT_EQ(launch(stream), 0);
+  EXPECT_EQ(launch(stream), 0);
+  EXPECT_EQ(count("launches"), launches);
+  ASSERT_EQ(end(stream, &graph), 0);
+  size_t nodes = 0;
+  EXPECT_EQ(call("cudaGraphGetNodes", graph, static_cast<void**>(nullptr), &nodes), 0);
+  EXPECT_EQ(nodes, 2U);
+  ASSERT_EQ(call("cudaGraphInstantiateWithFlags", &made, graph, 0ULL), 0);
+  const long before = count("graph_launches");
+  EXPECT_EQ(call("cudaGraphLaunch", made, stream), 0);
+  EXPECT_EQ(count("graph_launches"), before + 1);
+}
+
+TEST(PretendedCapture, IsSpoiltByCallsThatItMustNotSee) {
+  void *stream = make_stream(), *memory = nullptr;
+  ASSERT_EQ(begin(stream), 0);
+  EXPECT_EQ(allocate(&memory, 1), kUnsupported);
+  EXPECT_EQ(launch(stream), kInvalidated);
+  EXPECT_EQ(end_of(stream), kInvalidated);
+  ASSERT_EQ(begin(stream), 0);
+  EXPECT_EQ(call("cudaStreamSynchronize", stream), kUnsupported);
+  EXPECT_EQ(end_of(stream), kInvalidated);
+  EXPECT_EQ(allocate(&memory, 1), 0) << "all goes on";
+}
+
+TEST(PretendedCapture, ThreadsMayAllocateByTheModes) {
+  const auto allocate_elsewhere = [](int mode) {
+    int error = -1;
+    std::thread([&] {
+      int own = mode;
+      void* memory = nullptr;
+      call("cudaThreadExchangeStreamCaptureMode", &own);
+      error = allocate(&memory, 1);
+    }).join();
+    return error;
+  };
+  void* stream = make_stream();
+  ASSERT_EQ(begin(stream, kThreadLocal), 0);
+  EXPECT_EQ(allocate_elsewhere(kGlobal), 0);
+  int mode = kRelaxed;
+  void* memory = nullptr;
+  EXPECT_EQ(call("cudaThreadExchangeStreamCaptureMode", &mode), 0);
+  EXPECT_EQ(mode, kGlobal);
+  EXPECT_EQ(allocate(&memory, 1), 0) << "as libtorch's allocator does";
+  EXPECT_EQ(call("cudaThreadExchangeStreamCaptureMode", &mode), 0);
+  EXPECT_EQ(end_of(stream), 0);
+  ASSERT_EQ(begin(stream, kGlobal), 0);
+  EXPECT_EQ(allocate_elsewhere(kThreadLocal), 0);
+  EXPECT_EQ(allocate_elsewhere(kGlobal), kUnsupported);
+  EXPECT_EQ(end_of(stream), kInvalidated);
+}
+
+TEST(PretendedCapture, TakesOtherStreamsAlongAndWantsThemBack) {
+  void *stream = make_stream(), *other = make_stream(), *event = make_event();
+  for (const bool joined : {true, false}) {
+    ASSERT_EQ(begin(stream), 0);
+    EXPECT_EQ(record(event, stream), 0);
+    EXPECT_EQ(wait(other, event), 0);
+    EXPECT_EQ(launch(other), 0);
+    if (joined) {
+      EXPECT_EQ(record(event, other), 0);
+      EXPECT_EQ(wait(stream, event), 0);
+    }
+    EXPECT_EQ(end_of(stream), joined ? 0 : kUnjoined);
+  }
+}
+
+TEST(PretendedCapture, DoesNotWaitForWhatItDoesNotTake) {
+  void *stream = make_stream(), *outside = make_stream(), *event = make_event();
+  ASSERT_EQ(record(event, outside), 0);
+  ASSERT_EQ(begin(stream), 0);
+  EXPECT_EQ(wait(stream, event), kIsolation);
+  EXPECT_EQ(end_of(stream), kInvalidated);
+  ASSERT_EQ(begin(stream), 0);
+  ASSERT_EQ(record(event, stream), 0);
+  EXPECT_EQ(call("cudaEventSynchronize", event), kCapturedEvent);
+  EXPECT_EQ(end_of(stream), kInvalidated);
+  ASSERT_EQ(begin(stream), 0);
+  ASSERT_EQ(begin(outside), 0);
+  ASSERT_EQ(record(event, stream), 0);
+  EXPECT_EQ(wait(outside, event), kMerge) << "another capture's";
+  EXPECT_EQ(end_of(stream), kInvalidated);
+  EXPECT_EQ(end_of(outside), kInvalidated);
+}
+
+TEST(PretendedCapture, IsOfAStreamThatTheDefaultOneLeavesAlone) {
+  EXPECT_EQ(begin(nullptr), kUnsupported);
+  void *apart = make_stream(), *blocking = make_stream(/*flags=*/0);
+  ASSERT_EQ(begin(apart), 0);
+  EXPECT_EQ(launch(nullptr), 0);
+  EXPECT_EQ(end_of(apart), 0);
+  ASSERT_EQ(begin(blocking), 0);
+  EXPECT_EQ(launch(nullptr), kImplicit);
+  EXPECT_EQ(end_of(blocking), kInvalidated);
+}
+
+TEST(PretendedCapture, EndsOnItsThread) {
+  void* stream = make_stream();
+  ASSERT_EQ(begin(stream), 0);
+  int elsewhere = 0;
+  std::thread([&] { elsewhere = end_of(stream); }).join();
+  EXPECT_EQ(elsewhere, kWrongThread);
+  EXPECT_EQ(end_of(stream), kInvalidated);
+}
+
+/// Exits with what went wrong first, 0 for nothing.
+[[noreturn]] void fail_for_good() {
+  void* memory = nullptr;
+  reinterpret_cast<void (*)(size_t)>(dlsym(library(), "pretended_cuda_fail_after"))(2);
+  const int results[] = {launch(nullptr) == 0,
+                         launch(nullptr) == 0,
+                         launch(nullptr) == kAssert,
+                         allocate(&memory, 1) == kAssert,
+                         copy(&memory, &memory, 1, nullptr) == kAssert,
+                         call("cudaDeviceSynchronize") == kAssert,
+                         call("cudaGetLastError") == kAssert};
+  int number = 0;
+  for (const int result : results) {
+    ++number;
+    if (!result) std::exit(number);
+  }
+  std::exit(0);
+}
+
+TEST(PretendedDevice, FailsForGoodAtTheChosenKernel) {
+  EXPECT_EXIT(fail_for_good(), ::testing::ExitedWithCode(0), "");
+}
+
+TEST(PretendedLibraries, CountProductsOnTheirStream) {
+  void *handle = nullptr, *stream = make_stream();
+  ASSERT_EQ(call("cublasCreate_v2", &handle), 0);
+  ASSERT_EQ(call("cublasSetStream_v2", handle, stream), 0);
+  const long launches = count("launches"), nodes = count("captured_nodes");
+  EXPECT_EQ(call("cublasSgemm_v2", handle), 0);
+  ASSERT_EQ(begin(stream), 0);
+  EXPECT_EQ(call("cublasSgemm_v2", handle), 0);
+  EXPECT_EQ(end_of(stream), 0);
+  EXPECT_EQ(count("launches"), launches + 1);
+  EXPECT_EQ(count("captured_nodes"), nodes + 1);
+}
+
+TEST(PretendedLibraries, CudnnsDescriptorsHaveWhatWasSet) {
+  void* descriptor = nullptr;
+  ASSERT_EQ(call("cudnnBackendCreateDescriptor", 0, &descriptor), 0);
+  constexpr int kWorkspace = 402, kEngines = 1301, kInt64 = 3;
+  const int64_t set[] = {7, 8};
+  ASSERT_EQ(call("cudnnBackendSetAttribute", descriptor, kEngines, kInt64, int64_t{2},
+                 static_cast<const void*>(set)),
+            0);
+  const auto get = [&](int name) {
+    int64_t found = 0, values[2] = {-1, -1};
+    EXPECT_EQ(call("cudnnBackendGetAttribute", descriptor, name, kInt64, int64_t{2}, &found,
+                   static_cast<void*>(values)),
+              0);
+    return std::vector<int64_t>(values, values + found);
+  };
+  EXPECT_EQ(get(kEngines), (std::vector<int64_t>{7, 8}));
+  EXPECT_EQ(get(kWorkspace), std::vector<int64_t>{0});
+}
+
+}  // namespace
