@@ -18,6 +18,8 @@ enum class ParameterType { kBool, kInt, kNumber, kString };
 /// One row of the schema: all there is to know about a parameter of the configuration.
 struct Parameter {
   std::string name;
+  /// The heading of the documentation under which it stands.
+  std::string group;
   ParameterType type = ParameterType::kBool;
   /// The default; unset when there is none, or when it depends on other parameters.
   ConfigValue default_value;

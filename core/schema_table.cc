@@ -80,11 +80,11 @@ std::vector<Parameter> pipeline_rows() {
   return {
       count("partitions", int64_t{1}, kMostRanks,
             "The number of pipeline partitions: each is run by one rank of a replica. The number "
-            "of ranks must be a multiple of it. The launcher requires it.")
+            "of ranks must be a multiple of it.")
           .alias("pipeline_parallel_degree"),
       count("microbatches", int64_t{1}, kMostMicrobatches,
-            "Into how many microbatches a step splits its batch. The batch dimension must be "
-            "divisible by it. With 1 there is no pipelining."),
+            "Into how many microbatches a step splits its batch. A batch that is not divisible by "
+            "it is split into the most of them that divide it. With 1 there is no pipelining."),
       text(
           "pipeline", "interleaved",
           "The schedule (docs/schedules.md). `simple` runs all forwards before the first backward; "
@@ -125,6 +125,11 @@ std::vector<Parameter> pipeline_rows() {
       boolean("deterministic_server", false,
               "In SMP 1.x: serve requests in the same order on all data-parallel ranks. Here every "
               "schedule is a fixed program, so both values mean the same."),
+  };
+}
+
+std::vector<Parameter> step_rows() {
+  return {
       text("input_source", "all",
            "Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch "
            "(checked), or only the `first` does, as in SMP 1.x, and the others pass dummies of the "
@@ -146,6 +151,11 @@ std::vector<Parameter> pipeline_rows() {
           "captured runs operator by operator, and a line of log says why. `on`: that is an error "
           "(see docs/cuda.md).")
           .values({"auto", "on", "off"}),
+      boolean("deterministic", false,
+              "Take kernels that give the same bits in each run on a GPU: libtorch's deterministic "
+              "algorithms and cuDNN's, and a workspace with which cuBLAS repeats its sums. An "
+              "operator that has no such kernel is an error that names it. Some kernels are slower "
+              "(see docs/cuda.md)."),
       boolean("gradient_accumulation_fusion", false,
               "Add the gradients of weights of linear layers to the gradient buffer inside the "
               "matrix product, instead of making each and adding it: saves memory and a pass over "
@@ -188,15 +198,17 @@ std::vector<Parameter> partition_rows() {
           .at_least(0)
           .at_most(kMostRanks),
       text("optimize", "memory",
-           "What to favour. It selects the default of `memory_weight`; and what tensor-parallel "
-           "ranks hold of activations between divided layers: with `memory` each has its part of "
-           "the samples or positions, with `speed` all of them, for less communication (see "
-           "docs/tensor_parallelism.md). Transformers of `smp::nn` have an option of their own, "
-           "which wins.")
+           "Whether the automatic partition balances memory or time first. It selects the default "
+           "of `memory_weight`; and what tensor-parallel ranks hold of activations between divided "
+           "layers: with `memory` each has its part of the samples or positions, with `speed` all "
+           "of them, for less communication (see docs/tensor_parallelism.md). Transformers of "
+           "`smp::nn` have an option of their own, which wins.")
           .values({"memory", "speed"}),
       number("memory_weight", {},
              "How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 "
-             "compute time only.")
+             "compute time only. The default balances memory first, so a step may take longer than "
+             "it must: where all ranks have memory enough, set `optimize` to `speed`, or this to 0 "
+             "and `memory_limit_mb` to what a rank has.")
           .default_from(
               [](const Settings& settings) {
                 return settings.get("optimize") == ConfigValue("speed") ? 0.2 : 0.8;
@@ -280,8 +292,8 @@ std::vector<Parameter> rank_rows() {
           .error("Invalid port number {value}."),
       text("ddp_dist_backend", "auto",
            "How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group "
-           "has a GPU of its own in a build with `--config=cuda`, otherwise host memory; with "
-           "`nccl` anything else is an error (see docs/cuda.md).")
+           "has a GPU of its own in a build for CUDA, otherwise host memory; with `nccl` anything "
+           "else is an error (see docs/cuda.md).")
           .values({"auto", "nccl"})
           .needs("ddp"),
       number("bucket_cap_mb", 25.0,
@@ -294,6 +306,11 @@ std::vector<Parameter> rank_rows() {
           "giving it back to the system and asking for it again, page by page. No effect with "
           "another allocator, or where the environment tunes it (`MALLOC_...`). And let tensors "
           "use all of it again, by aligning them otherwise than libtorch does."),
+  };
+}
+
+std::vector<Parameter> failure_rows() {
+  return {
       number("timeout_seconds", 300.0,
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0)
@@ -370,6 +387,11 @@ std::vector<Parameter> memory_rows() {
       boolean("shard_optimizer_state", false,
               "Divide the optimizer's state and its work over the replicas instead of repeating "
               "them (see docs/sharding.md). Needs `ddp`; no effect with one replica."),
+  };
+}
+
+std::vector<Parameter> precision_rows() {
+  return {
       boolean("fp16", false,
               "Give models parameters of float16, and optimizers master weights of float32 (see "
               "docs/precision.md). Steps whose gradients are not finite are skipped. Not together "
@@ -427,9 +449,11 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "Gather parameters within and across hosts apart. Accepted for SMP's configurations "
               "and without effect: collectives find their way by themselves (see "
               "docs/collectives.md)."),
-      number("sdp_gradient_clipping", 1.0,
-             "With sharded data parallelism, the L2 norm over all parameters to which "
-             "`optimizer.step()` clips gradients. Always on; a large number switches it off.")
+      number(
+          "sdp_gradient_clipping", 1.0,
+          "With sharded data parallelism, the L2 norm over all parameters to which "
+          "`optimizer.step()` clips gradients. Always on, as in SMP 1.x, and the first step says "
+          "so in the log; a norm that no gradients have, such as 1e9, leaves them as they are.")
           .above(0),
   };
 }
@@ -444,9 +468,22 @@ std::vector<Parameter> tensorflow_rows() {
 
 std::vector<Parameter> make_schema() {
   std::vector<Parameter> all;
-  for (auto rows : {pipeline_rows(), partition_rows(), rank_rows(), memory_rows(),
-                    tensor_and_sharding_rows(), tensorflow_rows()}) {
-    all.insert(all.end(), rows.begin(), rows.end());
+  const std::vector<std::pair<std::string, std::vector<Parameter>>> groups = {
+      {"Pipelines", pipeline_rows()},
+      {"Steps and numerics", step_rows()},
+      {"Partitions of the model", partition_rows()},
+      {"Ranks and replicas", rank_rows()},
+      {"Waits, failures and checks", failure_rows()},
+      {"Memory", memory_rows()},
+      {"Half precision", precision_rows()},
+      {"Divided layers and parameters", tensor_and_sharding_rows()},
+      {"TensorFlow only", tensorflow_rows()},
+  };
+  for (const auto& [group, rows] : groups) {
+    for (const Parameter& row : rows) {
+      all.push_back(row);
+      all.back().group = group;
+    }
   }
   return all;
 }

@@ -90,7 +90,7 @@ class SMP_API Config {
   // Generated from core/schema_table.cc, to the end of the list: bazel run //tools:config_files
 
   /// The number of pipeline partitions: each is run by one rank of a replica. The number of ranks
-  /// must be a multiple of it. The launcher requires it. An integer from 1 to 1000000. Default: 1.
+  /// must be a multiple of it. An integer from 1 to 1000000. Default: 1.
   Config& partitions(int64_t value) { return set("partitions", value); }
   int64_t partitions() const { return std::get<int64_t>(get("partitions")); }
   /// The same parameter by its other name.
@@ -99,8 +99,9 @@ class SMP_API Config {
     return std::get<int64_t>(get("pipeline_parallel_degree"));
   }
 
-  /// Into how many microbatches a step splits its batch. The batch dimension must be divisible by
-  /// it. With 1 there is no pipelining. An integer from 1 to 1000000. Default: 1.
+  /// Into how many microbatches a step splits its batch. A batch that is not divisible by it is
+  /// split into the most of them that divide it. With 1 there is no pipelining. An integer from 1
+  /// to 1000000. Default: 1.
   Config& microbatches(int64_t value) { return set("microbatches", value); }
   int64_t microbatches() const { return std::get<int64_t>(get("microbatches")); }
 
@@ -199,6 +200,12 @@ class SMP_API Config {
   Config& cuda_graphs(std::string value) { return set("cuda_graphs", std::move(value)); }
   std::string cuda_graphs() const { return std::get<std::string>(get("cuda_graphs")); }
 
+  /// Take kernels that give the same bits in each run on a GPU: libtorch's deterministic algorithms
+  /// and cuDNN's, and a workspace with which cuBLAS repeats its sums. An operator that has no such
+  /// kernel is an error that names it. Some kernels are slower (see docs/cuda.md). Default: false.
+  Config& deterministic(bool value) { return set("deterministic", value); }
+  bool deterministic() const { return std::get<bool>(get("deterministic")); }
+
   /// Add the gradients of weights of linear layers to the gradient buffer inside the matrix
   /// product, instead of making each and adding it: saves memory and a pass over it, and rounds
   /// differently (see docs/architecture.md, Numerics). Default: false.
@@ -247,16 +254,19 @@ class SMP_API Config {
 
   /// What `optimize` can be.
   enum class Optimize { kMemory, kSpeed };
-  /// What to favour. It selects the default of `memory_weight`; and what tensor-parallel ranks hold
-  /// of activations between divided layers: with `memory` each has its part of the samples or
-  /// positions, with `speed` all of them, for less communication (see docs/tensor_parallelism.md).
-  /// Transformers of `smp::nn` have an option of their own, which wins. Default: "memory".
+  /// Whether the automatic partition balances memory or time first. It selects the default of
+  /// `memory_weight`; and what tensor-parallel ranks hold of activations between divided layers:
+  /// with `memory` each has its part of the samples or positions, with `speed` all of them, for
+  /// less communication (see docs/tensor_parallelism.md). Transformers of `smp::nn` have an option
+  /// of their own, which wins. Default: "memory".
   Config& optimize(Optimize value) { return choose("optimize", static_cast<size_t>(value)); }
   Config& optimize(std::string value) { return set("optimize", std::move(value)); }
   std::string optimize() const { return std::get<std::string>(get("optimize")); }
 
   /// How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 compute time
-  /// only. A number from 0 to 1. Default: 0.2 if `optimize` is `speed`, else 0.8.
+  /// only. The default balances memory first, so a step may take longer than it must: where all
+  /// ranks have memory enough, set `optimize` to `speed`, or this to 0 and `memory_limit_mb` to
+  /// what a rank has. A number from 0 to 1. Default: 0.2 if `optimize` is `speed`, else 0.8.
   Config& memory_weight(double value) { return set("memory_weight", value); }
   double memory_weight() const { return std::get<double>(get("memory_weight")); }
 
@@ -355,8 +365,8 @@ class SMP_API Config {
   /// What `ddp_dist_backend` can be.
   enum class DdpDistBackend { kAuto, kNccl };
   /// How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group has a
-  /// GPU of its own in a build with `--config=cuda`, otherwise host memory; with `nccl` anything
-  /// else is an error (see docs/cuda.md). Default: "auto".
+  /// GPU of its own in a build for CUDA, otherwise host memory; with `nccl` anything else is an
+  /// error (see docs/cuda.md). Default: "auto".
   Config& ddp_dist_backend(DdpDistBackend value) {
     return choose("ddp_dist_backend", static_cast<size_t>(value));
   }
@@ -572,7 +582,8 @@ class SMP_API Config {
   }
 
   /// With sharded data parallelism, the L2 norm over all parameters to which `optimizer.step()`
-  /// clips gradients. Always on; a large number switches it off. A number > 0. Default: 1.0.
+  /// clips gradients. Always on, as in SMP 1.x, and the first step says so in the log; a norm that
+  /// no gradients have, such as 1e9, leaves them as they are. A number > 0. Default: 1.0.
   Config& sdp_gradient_clipping(double value) { return set("sdp_gradient_clipping", value); }
   double sdp_gradient_clipping() const { return std::get<double>(get("sdp_gradient_clipping")); }
 

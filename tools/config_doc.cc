@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/config_doc.h"
 
+#include <algorithm>
+#include <array>
+#include <regex>
+#include <string>
+
+#include "core/check.h"
 #include "core/schema.h"
 
 namespace smp::tools {
@@ -71,12 +77,15 @@ tools/smprun --config smp.json [--np N] [--dry-run] [--tag-output] PROGRAM ARGS.
 ```
 
 checks the configuration, then starts the ranks with `mpirun` and hands them the parameters. The
-number of ranks is `--np`, else `mpi.processes_per_host`, else `partitions`. `custom_mpi_options` is
-split at blanks, with quotes as in a shell; nothing in it is evaluated. `--dry-run` prints the
-command. Without `--config` the parameters are those of `SM_HP_MP_PARAMETERS` if that is set, else
-the program's own (`--np` is required then); both at once is an error. The exit status is that of
-`mpirun`, or 128 + a signal that was sent on to it. When the job fails, the last line says what failed first (as far as ranks of
-this host could leave a message):
+number of ranks is `--np`, else `mpi.processes_per_host`, else `partitions` times
+`tensor_parallel_degree` times `sharded_data_parallel_degree`. `custom_mpi_options` is split at
+blanks, with quotes as in a shell; nothing in it is evaluated. `--dry-run` prints the command.
+Without `--config` the parameters are those of `SM_HP_MP_PARAMETERS` if that is set, else the program's
+own (`--np` is required then); both at once is an error. The file may be a pipe (`--config
+<(command)`, `--config /dev/stdin`), which `smprun` reads once, up to its end, for at most a minute
+and 64 MiB; paths in it are relative to the working directory. The exit status is that of `mpirun`,
+or 128 + a signal that was sent on to it. When the job fails, the last line says what failed first
+(as far as ranks of this host could leave a message):
 
 ```
 smprun: first cause: rank 2: [smp rank 2] ...
@@ -100,8 +109,42 @@ std::string default_text(const Parameter& parameter) {
   return "`" + core::to_string(parameter.default_value) + "`";
 }
 
+/// `text` with the pages that it names as links: docs/data_parallel.md is called "data parallel".
+std::string linked(const std::string& text) {
+  static const std::regex page("docs/(\\w+)\\.md");
+  std::string result;
+  auto rest = text.cbegin();
+  for (std::sregex_iterator match(text.begin(), text.end(), page), end; match != end; ++match) {
+    std::string words = (*match)[1];
+    const std::string file = words + ".md";
+    std::replace(words.begin(), words.end(), '_', ' ');
+    result.append(rest, (*match)[0].first).append("[" + words + "](" + file + ")");
+    rest = (*match)[0].second;
+  }
+  return result.append(rest, text.cend());
+}
+
+/// Without its full stop.
+std::string first_sentence(const std::string& text) {
+  return text.substr(0, (text + " ").find(". "));
+}
+
+/// The parameters with which most programs get along, each with what it is about.
+std::string table_of_the_first() {
+  constexpr std::array kFirst{"partitions", "microbatches", "ddp", "tensor_parallel_degree",
+                              "optimize",   "pipeline"};
+  std::string text = "## The six that matter first\n\n| parameter | default | |\n|---|---|---|\n";
+  for (const char* name : kFirst) {
+    const Parameter* parameter = core::find_parameter(name);
+    SMP_INTERNAL_ASSERT(parameter != nullptr, name);
+    text += "| [`" + parameter->name + "`](#" + parameter->name + ") | " +
+            default_text(*parameter) + " | " + linked(first_sentence(parameter->doc)) + " |\n";
+  }
+  return text + "\n";
+}
+
 std::string entry(const Parameter& parameter) {
-  std::string text = "### `" + parameter.name + "`\n\n" + parameter.doc + "\n\n";
+  std::string text = "### `" + parameter.name + "`\n\n" + linked(parameter.doc) + "\n\n";
   if (!parameter.alias.empty()) text += "- Also called: `" + parameter.alias + "`\n";
   text += "- Value: " + type_text(parameter) + "\n- Default: " + default_text(parameter) + "\n";
   if (!parameter.needs.empty()) text += "- Needs: `" + parameter.needs + "`\n";
@@ -109,7 +152,9 @@ std::string entry(const Parameter& parameter) {
 }
 
 std::string tensorflow_table() {
-  std::string text = "| parameter | value | the value accepted | meaning |\n|---|---|---|---|\n";
+  std::string text =
+      "Part of SMP's parameters for TensorFlow; accepted with their default only.\n\n"
+      "| parameter | value | the value accepted | meaning |\n|---|---|---|---|\n";
   for (const Parameter& parameter : core::schema()) {
     if (!parameter.tensorflow_only) continue;
     text += "| `" + parameter.name + "` | " + type_text(parameter) + " | " +
@@ -121,15 +166,18 @@ std::string tensorflow_table() {
 }  // namespace
 
 std::string configuration_page() {
-  std::string text = kIntroduction;
-  text += "## Parameters\n\n";
+  std::string text = kIntroduction + table_of_the_first();
+  std::string group;
   for (const Parameter& parameter : core::schema()) {
-    if (!parameter.tensorflow_only) text += entry(parameter);
+    const bool begins = parameter.group != group;
+    group = parameter.group;
+    if (begins) text += "## " + group + "\n\n";
+    if (!parameter.tensorflow_only) {
+      text += entry(parameter);
+    } else if (begins) {
+      text += tensorflow_table();
+    }
   }
-  text +=
-      "## TensorFlow only\n\nPart of SMP's parameters for TensorFlow; accepted with their default "
-      "only.\n\n" +
-      tensorflow_table();
   return text + kEnding;
 }
 
