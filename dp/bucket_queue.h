@@ -41,6 +41,8 @@ class BucketQueue {
 
   /// Begins anew.
   void reset();
+  /// Of the policy; before a bucket has started.
+  void set_most_under_way(size_t count) { policy_.most_under_way = count; }
   /// Says that a parameter's gradient is still to come, or that it is there.
   void await(size_t parameter);
   void mark_ready(size_t parameter);
@@ -66,7 +68,7 @@ class BucketQueue {
 
   const std::vector<std::vector<size_t>> members_;
   const std::vector<std::string> names_;
-  const Policy policy_;
+  Policy policy_;
   std::vector<size_t> bucket_of_;  // by parameter; of those that are in one
   std::vector<bool> ready_;        // by parameter
   std::vector<size_t> awaited_;    // by bucket: gradients that are not ready

@@ -23,8 +23,8 @@ BucketSizes sizes_of(const BucketOptions& options, int replicas) {
 
 /// A step of one microbatch needs memory for the buckets that have gradients and are not reduced;
 /// one of several has memory for all by then.
-size_t most_under_way(const BucketOptions& options, bool divided) {
-  return divided && options.microbatches == 1 ? 1 : std::numeric_limits<size_t>::max();
+size_t most_under_way(int microbatches, bool divided) {
+  return divided && microbatches == 1 ? 1 : std::numeric_limits<size_t>::max();
 }
 
 /// Adds up all shards of all replicas, in order; of `shards`, a replica's sums of one bucket, which
@@ -46,11 +46,11 @@ void add_shards(comm::TaskCollectives& group, int replicas, const std::vector<at
 
 }  // namespace
 
-bool BucketOptions::operator==(const BucketOptions& other) const {
+bool BucketOptions::same_sums(const BucketOptions& other) const {
   const auto fields = [](const BucketOptions& options) {
-    return std::tie(options.bucket_bytes, options.microbatches, options.gradient_shards,
-                    options.divisor, options.overlapping, options.backward_passes,
-                    options.gradient_as_bucket_view, options.gradients_as_summed);
+    return std::tie(options.bucket_bytes, options.gradient_shards, options.overlapping,
+                    options.backward_passes, options.gradient_as_bucket_view,
+                    options.gradients_as_summed);
   };
   return fields(*this) == fields(other);
 }
@@ -73,9 +73,10 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
                                  std::vector<std::string> names, comm::CommunicatorPtr group,
                                  const BucketOptions& options, BucketLayout layout,
                                  std::shared_ptr<ParameterSlices> slices)
-    : WholeGradients(layout.members, std::move(names), std::move(group), options,
-                     {[this](size_t bucket) { return start(bucket); }, "replicas reduced gradient",
-                      "", /*awaits_all=*/false, most_under_way(options, slices != nullptr)}),
+    : WholeGradients(
+          layout.members, std::move(names), std::move(group), options,
+          {[this](size_t bucket) { return start(bucket); }, "replicas reduced gradient", "",
+           /*awaits_all=*/false, most_under_way(options.microbatches, slices != nullptr)}),
       parameters_(parameters),
       options_(options),
       layout_(std::move(layout)),
@@ -87,6 +88,11 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
       allocate(shard, bucket);
     }
   }
+}
+
+void GradientBuckets::set_microbatches(int count, double divisor) {
+  StepGradients::set_microbatches(count, divisor);
+  queue_.set_most_under_way(most_under_way(count, slices_ != nullptr));
 }
 
 void GradientBuckets::allocate(int shard, size_t bucket) {

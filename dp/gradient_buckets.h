@@ -24,7 +24,8 @@ struct BucketOptions : StepGradientOptions {
   /// `.grad` lies in the bucket, where it had been undefined and is of the sum's dtype.
   bool gradient_as_bucket_view = false;
 
-  bool operator==(const BucketOptions& other) const;
+  /// Whether what was made for one serves for the other: `set_microbatches` sets the rest.
+  bool same_sums(const BucketOptions& other) const;
 };
 
 /// The gradients of parameters that each replica holds whole. Without `ParameterSlices` buckets
@@ -46,6 +47,7 @@ class GradientBuckets final : public WholeGradients {
   /// with `ParameterSlices`, and with one gradient shard on a replica.
   void set_hook(CommHook hook, Group replicas);
 
+  void set_microbatches(int count, double divisor) override;
   at::Tensor buffer(size_t index, int microbatch) override;
 
  private:

@@ -14,6 +14,14 @@
 namespace smp::dp {
 namespace {
 
+void check_microbatches(int microbatches, int shards) {
+  SMP_CHECK_WITH(ConfigError, microbatches % shards == 0,
+                 "config key \"microbatches\": expected a multiple of the gradient shards of a "
+                 "replica (",
+                 shards, "), got ", microbatches,
+                 ". Change \"microbatches\" or \"gradient_shards\"");
+}
+
 /// How many of the shards a replica sums.
 int local_shards(const StepGradientOptions& options, int replicas) {
   SMP_CHECK_WITH(ConfigError,
@@ -22,11 +30,7 @@ int local_shards(const StepGradientOptions& options, int replicas) {
                  replicas, "), got ", options.gradient_shards,
                  ". Leave it at 0 to use the number of replicas");
   const int shards = options.gradient_shards / replicas;
-  SMP_CHECK_WITH(ConfigError, options.microbatches % shards == 0,
-                 "config key \"microbatches\": expected a multiple of the gradient shards of a "
-                 "replica (",
-                 shards, "), got ", options.microbatches,
-                 ". Change \"microbatches\" or \"gradient_shards\"");
+  check_microbatches(options.microbatches, shards);
   return shards;
 }
 
@@ -42,6 +46,12 @@ StepGradients::StepGradients(std::vector<std::vector<size_t>> members,
       shards_(local_shards(options, replicas_->size())),
       counted_replicas_(replicas_->size()),
       used_(shards_, std::vector<bool>(names.size(), false)) {}
+
+void StepGradients::set_microbatches(int count, double divisor) {
+  check_microbatches(count, shards_);
+  options_.microbatches = count;
+  if (std::exchange(options_.divisor, divisor) != divisor) divisors_.clear();
+}
 
 void StepGradients::set_counted_replicas(int count) {
   if (std::exchange(counted_replicas_, count) != count) divisors_.clear();

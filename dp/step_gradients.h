@@ -87,6 +87,9 @@ class StepGradients {
   /// this and `reduce` do nothing.
   void finish();
 
+  /// Sums this many microbatches of this rank from now on and divides by `divisor`. Other numbers
+  /// come only where no sums wait for a later step. Throws as the constructor does.
+  virtual void set_microbatches(int count, double divisor);
   /// Divides as if there were this many replicas from now on; at first there are all.
   void set_counted_replicas(int count);
 
@@ -147,7 +150,7 @@ class StepGradients {
   void accumulate(size_t index, int microbatch, at::Tensor gradient, core::TensorUpdates& updates);
   bool stays(const at::Tensor& sum, at::ScalarType parameter) const;
 
-  const StepGradientOptions options_;
+  StepGradientOptions options_;
   const int shards_;
   int counted_replicas_;
   std::map<at::ScalarType, at::Tensor> divisors_;  // made once, since a number becomes a tensor in

@@ -23,6 +23,7 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/parameters/whole.h"
+#include "runtime/save/average.h"
 #include "runtime/save/loading.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/replica_join.h"
@@ -169,7 +170,7 @@ std::shared_ptr<dp::WholeGradients> Model::gradients(const std::vector<at::Tenso
     const auto& held = it->parameters;
     if (gradients == nullptr) {
       it = shared_gradients_.erase(it);
-    } else if (it->options == options &&
+    } else if (it->options.same_sums(options) &&
                std::equal(held.begin(), held.end(), parameters.begin(), parameters.end(), same)) {
       return gradients;
     } else {
@@ -296,6 +297,7 @@ std::string Model::misfits(
 
 void Model::load_state_dict(const TensorDict& state, bool strict) {
   begin_outside_step("load_state_dict");
+  check_no_average_in_use(*runtime_, *this, "load_state_dict");
   const TensorDict own = checkpoint::state_dict(*module_);
   const std::string problems = misfits(own, state, strict, [&](const at::Tensor& tensor) {
     return runtime_->table().at(tensor).whole_sizes();
@@ -324,6 +326,7 @@ void Model::load_local_state_dict(const TensorDict& state, bool strict) {
     return;
   }
   begin_outside_step("load_state_dict");
+  check_no_average_in_use(*runtime_, *this, "load_state_dict");
   const TensorDict own = held();
   const std::string problems =
       misfits(own, state, strict, [](const at::Tensor& tensor) { return tensor.sizes().vec(); });
@@ -359,6 +362,7 @@ void Model::zero_grad() {
 
 void Model::cpu() {
   begin_outside_step("cpu");
+  check_no_average_in_use(*runtime_, *this, "cpu");
   partitioned() ? gather_from_owners() : materialize(*module_);
   runtime_->lent = std::make_shared<LentWholes>(*runtime_);
   gathered_ = runtime_->lent;

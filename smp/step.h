@@ -66,8 +66,10 @@ class Step {
   /// variants, shared pointers, `torch::data::Example`s, `c10::IValue`s and structs with
   /// `SMP_FIELDS`, in any nesting. Undefined ones stay undefined, and an argument given by
   /// `smp::whole` is not cut. Numbers, strings and what else has no tensors are passed as they are;
-  /// a class that may have some and does not say where does not compile. Collective: all ranks call
-  /// it, ranks of one pipeline with the same inputs.
+  /// a class that may have some and does not say where does not compile. All microbatches have as
+  /// many samples: a batch that `microbatches()` does not divide is cut into the most of them, up
+  /// to that number, that do. Collective: all ranks call it, ranks of one pipeline with the same
+  /// inputs.
   ///
   /// The function itself runs once per step on this rank, on tensors without data, to see which
   /// operators it calls (once per microbatch if an argument has `smp_slice`; seldomer if the
@@ -90,7 +92,7 @@ class Step {
     }
   }
 
-  /// How many microbatches a call runs.
+  /// How many microbatches a call runs: fewer where the batch is not divisible by them.
   int64_t microbatches() const { return core_->microbatches(); }
 
   /// What this rank did in the last call, as text: the schedule; of each of its stages the
@@ -131,7 +133,9 @@ class Step {
       const detail::StepResults outputs = core_->run(call);
       if (results->empty()) results = *last;  // the function did not run
       if (!core_->guards_every_step()) *last_results_ = results;
-      if constexpr (!std::is_same_v<Result, detail::Nothing>) return collect(*results, outputs);
+      if constexpr (!std::is_same_v<Result, detail::Nothing>) {
+        return collect(*results, outputs, call.microbatches);
+      }
     }
   }
 
@@ -141,10 +145,11 @@ class Step {
     using Indices = std::make_index_sequence<std::tuple_size_v<Tuple>>;
     detail::StepCall call;
     add_arguments(call, whole, cuts, Indices());
-    call.function = [this, &whole, cuts, &results](int microbatch,
-                                                   const std::vector<at::Tensor>& tensors) {
+    call.microbatches = core_->count_microbatches(call);
+    call.function = [this, &whole, cuts, &results, count = call.microbatches](
+                        int microbatch, const std::vector<at::Tensor>& tensors) {
       Tuple arguments = whole;
-      slice_objects(arguments, cuts, microbatch, Indices());
+      slice_objects(arguments, cuts, count, microbatch, Indices());
       size_t next = 0;
       detail::for_each_tensor(arguments, [&](at::Tensor& tensor) {
         if (tensor.defined()) tensor = tensors[next++];
@@ -213,23 +218,25 @@ class Step {
   template <class Tuple, size_t... I>
   void slice_objects([[maybe_unused]] Tuple& arguments,
                      [[maybe_unused]] const std::vector<detail::Cut>& cuts,
-                     [[maybe_unused]] int microbatch, std::index_sequence<I...>) const {
-    (slice_object(std::get<I>(arguments), cuts[I], microbatch), ...);
+                     [[maybe_unused]] int64_t count, [[maybe_unused]] int microbatch,
+                     std::index_sequence<I...>) const {
+    (slice_object(std::get<I>(arguments), cuts[I], count, microbatch), ...);
   }
 
   template <class T>
-  void slice_object(T& argument, const detail::Cut& cut, int microbatch) const {
+  void slice_object(T& argument, const detail::Cut& cut, int64_t count, int microbatch) const {
     if (!cut.axis) return;
     detail::for_each_slice(argument, [&](auto& object) {
-      object = std::as_const(object).smp_slice(microbatches(), microbatch, *cut.axis);
+      object = std::as_const(object).smp_slice(count, microbatch, *cut.axis);
     });
   }
 
   template <class Result>
-  auto collect(const std::map<int, Result>& results, const detail::StepResults& outputs) const {
+  auto collect(const std::map<int, Result>& results, const detail::StepResults& outputs,
+               int64_t count) const {
     // One run stands for all microbatches unless arguments slice themselves.
     std::vector<const Result*> by_microbatch;
-    for (int m = 0; m < microbatches(); ++m) {
+    for (int m = 0; m < count; ++m) {
       const auto found = results.find(m);
       by_microbatch.push_back(found == results.end() ? &results.begin()->second : &found->second);
     }

@@ -40,11 +40,11 @@ template <class TestStep>
 void test(TestStep& step, const Digits& digits, const Settings& settings) {
   double loss = 0;
   int64_t correct = 0, count = 0;
-  // What does not fill a batch is dropped, as it might not divide into microbatches.
-  for (; count + settings.test_batch_size <= digits.size(); count += settings.test_batch_size) {
+  while (count < digits.size()) {
+    const auto size = std::min(settings.test_batch_size, digits.size() - count);
     const std::tuple<smp::StepOutput, smp::StepOutput> sums =
-        step(digits.images.narrow(0, count, settings.test_batch_size),
-             digits.labels.narrow(0, count, settings.test_batch_size));
+        step(digits.images.narrow(0, count, size), digits.labels.narrow(0, count, size));
+    count += size;
     loss += std::get<0>(sums).reduce_sum().item<double>();
     correct += std::get<1>(sums).reduce_sum().item<int64_t>();
   }

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "graph/content.h"
 #include "runtime/first_difference.h"
+#include "runtime/step/microbatches.h"
 
 namespace smp::runtime {
 
@@ -34,6 +35,7 @@ struct Digest {
   uint64_t overrides;
   uint64_t places;  // on which side of the bus each input lies, where hashes are others
   uint64_t inputs;
+  uint64_t microbatches;  // that lengths give, which hashes on a device may not
 
   std::string bytes() const { return {reinterpret_cast<const char*>(this), sizeof(*this)}; }
   static Digest of(const std::string& bytes) {
@@ -166,7 +168,8 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
                  step.fingerprints.constants,
                  hash_of(overrides),
                  0,
-                 0};
+                 0,
+                 static_cast<uint64_t>(step.microbatches)};
   hash_in_place(step.inputs, mine);
   std::vector<std::string> notes;
   std::vector<Digest> all = exchange(group, mine, step.note, notes);
@@ -205,6 +208,11 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
                  " 0 has \"", a, "\", ", who.name, " ", other, " has \"", b,
                  "\". All ranks of a pipeline must take the same way through the function: what it "
                  "branches on must not depend on the rank");
+  SMP_CHECK_WITH(UsageError, first.microbatches == second.microbatches, "step function \"",
+                 step.name, "\" runs other numbers of microbatches on ", ranks, ": ",
+                 first.microbatches, " and ", second.microbatches,
+                 ". All ranks of a pipeline must pass the same inputs and give the step function "
+                 "the same StepOptions().microbatches");
   const bool same_constants =
       first.constants == second.constants && first.overrides == second.overrides;
   SMP_CHECK_WITH(UsageError, same_constants, "step function \"", step.name,
@@ -217,11 +225,26 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
 }
 
 void check_same_operators(comm::Communicator& replicas, const StepTrace& step) {
-  const uint64_t mine = step.fingerprints.graph;
-  const auto all = comm::all_gather_bytes(
-      replicas, std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
-  const size_t other = first_other(all);
-  if (other == 0) return;
+  struct Run {
+    uint64_t graph;
+    int64_t microbatches;
+  };
+  const Run mine = {step.fingerprints.graph, step.microbatches};
+  std::vector<std::string> graphs;
+  std::vector<int64_t> counts;
+  for (const std::string& bytes : comm::all_gather_bytes(
+           replicas, std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)))) {
+    Run run{};
+    std::memcpy(&run, bytes.data(), sizeof(run));
+    graphs.push_back(std::to_string(run.graph));
+    counts.push_back(run.microbatches);
+  }
+  const size_t other = first_other(graphs);
+  if (other == 0) {
+    return check_same_microbatches(counts, step.name,
+                                   "With \"sharded_data_parallel_degree\" above 1 replicas gather "
+                                   "parameters together in each microbatch");
+  }
   const auto texts = comm::all_gather_bytes(replicas, describe_graph(step.graph));
   const auto [a, b] = first_difference(texts[0], texts[other]);
   core::fail<UsageError>(

@@ -33,6 +33,7 @@ struct StepTrace {
   const std::vector<std::vector<graph::ContentOverride>>& contents;
   const std::vector<at::Tensor>& inputs;  ///< of the whole batch
   const std::string& note;                ///< what the other ranks must know beside
+  int64_t microbatches;                   ///< into how many the batch is cut
 };
 
 /// What errors call the ranks that must agree ("pp rank"), and by what data are to be shared out.
@@ -47,8 +48,8 @@ struct AgreeingRanks {
 std::vector<std::string> check_agreement(comm::Communicator& group, const StepTrace& step,
                                          const AgreeingRanks& ranks);
 
-/// Throws a `UsageError` on all replicas unless they run the same graph; it shows the first
-/// difference. For replicas that gather parameters together. Collective over `replicas`.
+/// Throws a `UsageError` on all replicas unless they run the same graph as many times; it shows the
+/// first difference. For replicas that gather parameters together. Collective over `replicas`.
 void check_same_operators(comm::Communicator& replicas, const StepTrace& step);
 
 }  // namespace smp::runtime

@@ -11,11 +11,11 @@
 
 namespace smp::runtime {
 
-/// Why a step function that is cut into `microbatches` must be given a tensor that it captures: it
-/// looks like the batch, and each microbatch would get the whole of it. The end of a sentence;
-/// empty if it may be captured. Numbers may, and tensors that are the same for all microbatches by
-/// what the program or a step function has said of them.
-std::string why_not_captured(const detail::StepCall& call, int64_t microbatches,
-                             const StepInputs& known, const at::Tensor& tensor);
+/// Why a step function whose batch is cut must be given a tensor that it captures: it looks like
+/// the batch, and each microbatch would get the whole of it. The end of a sentence; empty if it may
+/// be captured. Numbers may, and tensors that are the same for all microbatches by what the program
+/// or a step function has said of them.
+std::string why_not_captured(const detail::StepCall& call, const StepInputs& known,
+                             const at::Tensor& tensor);
 
 }  // namespace smp::runtime

@@ -31,8 +31,6 @@ class Chooser {
     if (reason.empty()) {
       chosen = request_.measured ? fastest(reason) : like_the_first(reason);
     }
-    if (chosen && runtime_.first_step.coalescing == 0)
-      runtime_.first_step.coalescing = chosen->factor;
     report(chosen.get(), reason);
     return chosen;
   }
@@ -114,7 +112,9 @@ class Chooser {
       shortest = us;
       best = std::move(made);
     }
-    if (!best && reason.empty()) {
+    if (best) {
+      runtime_.first_step.coalescing = best->factor;
+    } else if (reason.empty()) {
       reason = "nothing else is predicted to be faster";
       runtime_.first_step.coalescing = 1;
     }

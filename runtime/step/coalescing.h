@@ -34,8 +34,9 @@ struct CoalescingRequest {
 /// With `"numerics": "fast"`: how many microbatches of the step run as one, and the graph that does
 /// it, with costs; null if they run one by one. It takes what is predicted to be fastest, by costs
 /// measured for each number that comes into question, and later graphs follow the first. Says in
-/// the log what it decided, and why. The same on all ranks of a pipeline; collective over them, and
-/// over the world if the costs are measured.
+/// the log what it decided, and why. The same on all ranks of a pipeline, and on all replicas that
+/// run as many microbatches of the graph; collective over the pipeline, and over the world if the
+/// costs are measured.
 std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
                                                           const CoalescingRequest& request);
 

@@ -10,6 +10,7 @@
 #include "partitioner/cost.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/buffer_restorer.h"
+#include "runtime/step/microbatches.h"
 
 namespace smp::runtime {
 namespace {
@@ -51,14 +52,26 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
 
 }  // namespace
 
-void measure_costs_once(Runtime& runtime, graph::Graph& graph,
-                        const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
-                        const std::vector<uint64_t>& checksums, const std::string& step_name) {
+void check_same_first_step(const Runtime& runtime, const graph::Graph& graph, int64_t microbatches,
+                           const std::string& step_name) {
+  comm::Communicator& world = *runtime.world();
+  const core::Topology& topology = runtime.topology();
+  std::vector<int64_t> counts(topology.rdp_size());
+  const auto all = comm::all_gather_bytes(world, std::to_string(microbatches));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    counts[topology.rank_in(CommGroup::kRdp, static_cast<int>(rank))] = std::stoll(all[rank]);
+  }
+  check_same_microbatches(counts, step_name, "Replicas share one plan, which the first step makes");
   const size_t other =
-      first_other(comm::all_gather_bytes(*runtime.world(), std::to_string(graph.fingerprint())));
+      first_other(comm::all_gather_bytes(world, std::to_string(graph.fingerprint())));
   SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
                  "\" calls other operators on rank ", other, " than on rank 0 in its first step. "
                  "All replicas must begin with the same step function on inputs of the same shape");
+}
+
+void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+                        const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
+                        const std::vector<uint64_t>& checksums, const std::string& step_name) {
   const Config& config = runtime.config();
   const bool times = config.trace_execution_times();
   const partitioner::Compute& compute = runtime.first_step.costs.compute;

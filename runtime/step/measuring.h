@@ -13,9 +13,15 @@
 
 namespace smp::runtime {
 
+/// Throws a `UsageError` on all ranks unless all have captured the same graph in their first step
+/// and all replicas cut their batches into as many microbatches: they share one plan. Collective
+/// over the world; ranks of one pipeline have agreed on both.
+void check_same_first_step(const Runtime& runtime, const graph::Graph& graph, int64_t microbatches,
+                           const std::string& step_name);
+
 /// Measures the graph's costs on world rank 0, or estimates them if the configuration says so or
 /// the graph needs a tensor-parallel group to run, and sends them to all ranks. Collective over the
-/// world; all ranks have captured the same graph (checked). `checksums` are of the recorded run.
+/// world; all ranks have captured the same graph. `checksums` are of the recorded run.
 void measure_costs_once(Runtime& runtime, graph::Graph& graph,
                         const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                         const std::vector<uint64_t>& checksums, const std::string& step_name);

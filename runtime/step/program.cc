@@ -17,8 +17,8 @@
 #include "runtime/parameters/foreign.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
+#include "runtime/step/microbatches.h"
 #include "runtime/step/pipeline_choice.h"
-#include "runtime/step/replica_pace.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -113,6 +113,7 @@ void Program::make_gradients() {
     }
   }
   whole_.clear();
+  divisors_.clear();
   sharded_.clear();
   place_of_.assign(graph_->values.size(), {});
   for (const auto& model : runtime_->models()) {
@@ -146,6 +147,7 @@ void Program::make_gradients() {
     const auto slices = model->slices();
     if (slices) check_still_trained(*slices, parameters);
     whole_.push_back(model->gradients(parameters, bucket));
+    divisors_.push_back(bucket.divisor);
     if (runtime_->sharding()) sharded_.push_back(make_sharded_gradients(bucket, divided));
   }
   reductions_.clear();
@@ -176,13 +178,16 @@ void Program::begin_training(const std::string& name) {
 
 void Program::begin_together(const ReplicaJoin::Step& step) {
   together_ = step;
-  for (auto& gradients : whole_) gradients->set_counted_replicas(step.divisor);
+  for (size_t i = 0; i < whole_.size(); ++i) {
+    whole_[i]->set_microbatches(static_cast<int>(microbatches_), divisors_[i]);
+    whole_[i]->set_counted_replicas(step.divisor);
+  }
   broadcast_buffers(step.source);
 }
 
 void Program::take_part(const ReplicaJoin::Step& step, const std::string& name) {
   begin_together(step);
-  finish_training(name, /*bad=*/false);
+  finish_training(name, {});
 }
 
 /// The stages that this rank runs.
@@ -292,10 +297,11 @@ Program::Reductions Program::observe_reductions(bool records) {
   return recorded;
 }
 
-/// Reduces what has not started, too. `bad`: see `LossWatch`.
-void Program::finish_training(const std::string& name, bool bad) {
+/// Reduces what has not started, too. `pace` is this replica's, but for its updates.
+void Program::finish_training(const std::string& name, ReplicaPace pace) {
   for (dp::StepGradients* gradients : reductions_) gradients->reduce();
-  PaceExchange exchange(*runtime_->replicas(), {runtime_->update_watch->updates(), bad});
+  pace.updates = runtime_->update_watch->updates();
+  PaceExchange exchange(*runtime_->replicas(), pace);
   if (replay_check_) replay_check_->finish();
   runtime_->current_step.adding_up = nullptr;
   std::vector<ReplicaPace> paces;
@@ -314,9 +320,12 @@ void Program::finish_training(const std::string& name, bool bad) {
   });
   if (runtime_->current_step.adding_up == nullptr) foreign_gradients_.publish();
   if (together_.is_complete) check_same_pace(paces, name);
-  if (!bad) return;
+  std::vector<int64_t> counts;
+  for (const ReplicaPace& other : paces) counts.push_back(other.microbatches);
+  check_same_microbatches(counts, name, "Gradients are divided by one number");
+  if (pace.has_bad_loss == 0) return;
   std::vector<bool> bad_ones;
-  for (const ReplicaPace& pace : paces) bad_ones.push_back(pace.has_bad_loss != 0);
+  for (const ReplicaPace& other : paces) bad_ones.push_back(other.has_bad_loss != 0);
   losses_.report(*runtime_, name, bad_ones);
 }
 
@@ -458,7 +467,10 @@ Program::Outputs Program::run(Inputs inputs) {
     recording_->write(inputs.name, inputs.step_call, records_,
                       [this](int microbatch) { return global_microbatch(microbatch); });
   }
-  if (graph_->trains()) finish_training(inputs.name, losses_.finish());
+  if (graph_->trains()) {
+    const int64_t of_batch = microbatches_ * coalesced_ / runtime_->batches();
+    finish_training(inputs.name, {0, losses_.finish(), of_batch});
+  }
   runner_->end_step(*reductions);
   share_outputs(outputs, inputs.share_outputs);
   return outputs;

@@ -24,12 +24,13 @@
 #include "runtime/step/recorded_rows.h"
 #include "runtime/step/replay_check.h"
 #include "runtime/step/replica_join.h"
+#include "runtime/step/replica_pace.h"
 #include "runtime/step/schedule_runner.h"
 
 namespace smp::runtime {
 
-/// A graph made ready to run on this rank: its plan, what runs its schedule, and gradient buckets
-/// for one number of microbatches. Internal.
+/// A graph made ready to run on this rank: its plan, what runs its schedule, and what sums its
+/// gradients, for one number of microbatches. Internal.
 class Program : public std::enable_shared_from_this<Program> {
  public:
   /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
@@ -101,7 +102,7 @@ class Program : public std::enable_shared_from_this<Program> {
   void complete_stage(int stage);
   void start_reductions();
   Reductions observe_reductions(bool records);
-  void finish_training(const std::string& name, bool bad);
+  void finish_training(const std::string& name, ReplicaPace pace);
   void share_outputs(Outputs& outputs, bool all) const;
   std::vector<at::Tensor> broadcast_outputs(const pipeline::MessageLayout& layout,
                                             std::vector<at::Tensor> tensors, int rank) const;
@@ -131,8 +132,10 @@ class Program : public std::enable_shared_from_this<Program> {
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;
-  int shards_ = 0;  // what `whole_` and `sharded_` were made for
-  std::vector<std::shared_ptr<dp::WholeGradients>> whole_;  // by model
+  int shards_ = 0;  // what these were made for
+  // By model, those of other numbers of microbatches, too, and by what this one divides.
+  std::vector<std::shared_ptr<dp::WholeGradients>> whole_;
+  std::vector<double> divisors_;
   // By model, of parameters that are divided; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
   std::vector<dp::StepGradients*> reductions_;  // those of both, in the order in which they reduce

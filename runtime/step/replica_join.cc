@@ -10,6 +10,7 @@
 #include "dp/replica_state.h"
 #include "runtime/model.h"
 #include "runtime/parameters/dividing.h"
+#include "runtime/save/average.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/program.h"
 #include "runtime/step/step_functions.h"
@@ -80,6 +81,7 @@ void ReplicaJoin::take_model_of(int root) {
     if (runtime_.owns(entry)) tensors.push_back(entry.tensor.detach());
   }
   dp::broadcast_in_pieces(std::move(tensors), runtime_.replicas(), root);
+  for (Average* average : all_averages(runtime_)) average->take_of(runtime_.replicas(), root);
   take_counts_of(root);
 }
 

@@ -8,7 +8,7 @@
 namespace smp::runtime {
 namespace {
 
-constexpr int64_t kNumbers = 2;
+constexpr int64_t kNumbers = 3;
 
 }  // namespace
 
@@ -18,6 +18,7 @@ PaceExchange::PaceExchange(comm::Communicator& replicas, const ReplicaPace& mine
   auto* const numbers = mine_.mutable_data_ptr<int64_t>();
   numbers[0] = mine.updates;
   numbers[1] = mine.has_bad_loss;
+  numbers[2] = mine.microbatches;
   work_ = replicas.async().all_gather(all_, mine_);
 }
 
@@ -26,7 +27,8 @@ std::vector<ReplicaPace> PaceExchange::wait() {
   std::vector<ReplicaPace> result;
   const auto* const numbers = all_.const_data_ptr<int64_t>();
   for (int64_t r = 0; r < all_.size(0); ++r) {
-    result.push_back({numbers[r * kNumbers], numbers[r * kNumbers + 1]});
+    const auto* const of_replica = numbers + r * kNumbers;
+    result.push_back({of_replica[0], of_replica[1], of_replica[2]});
   }
   return result;
 }

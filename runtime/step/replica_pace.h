@@ -15,6 +15,7 @@ namespace smp::runtime {
 struct ReplicaPace {
   int64_t updates = 0;       ///< steps of `DistributedOptimizer`s before
   int64_t has_bad_loss = 0;  ///< see `LossWatch`
+  int64_t microbatches = 0;  ///< into how many its batch is cut; 0: it has none
 };
 
 /// Exchanges the paces of all replicas while the constructor's caller goes on. Internal.

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "core/deterministic.h"
 #include "core/log.h"
 #include "core/status.h"
 #include "graph/alias_analysis.h"
@@ -33,6 +35,7 @@
 #include "runtime/step/coalescing.h"
 #include "runtime/step/leaf_writes.h"
 #include "runtime/step/measuring.h"
+#include "runtime/step/microbatches.h"
 #include "runtime/step/placing.h"
 #include "runtime/step/preparing.h"
 #include "runtime/step/step_value.h"
@@ -92,6 +95,18 @@ int64_t StepFunction::microbatches() const {
   return options_.microbatches() > 0 ? options_.microbatches() : runtime_->config().microbatches();
 }
 
+int64_t StepFunction::count_microbatches(const StepCall& call) const {
+  return runtime::count_microbatches(call, microbatches(), microbatch_unit());
+}
+
+/// Divides the microbatches of each batch that trains: the gradient shards of a replica have as
+/// many each, as far as the number that is asked for allows it.
+int64_t StepFunction::microbatch_unit() const {
+  const int64_t batches = runtime_->batches();
+  const int64_t shards = std::gcd<int64_t>(microbatches() * batches, runtime_->shards_of_replica());
+  return shards / std::gcd(shards, batches);
+}
+
 void StepFunction::check_positions(int count) const {
   const auto check = [&](int position, const char* option) {
     SMP_CHECK_WITH(UsageError, position >= 0 && position < count, "step function \"", name_,
@@ -114,7 +129,8 @@ StepResults StepFunction::run(const StepCall& call) {
   core::Status& status = *runtime_->status();
   status.set_step(runtime_->progress.training_steps + 1);
   try {
-    StepResults results = run_checked(call);
+    StepResults results =
+        core::explaining_what_is_not_deterministic([&] { return run_checked(call); });
     status.set_step(runtime_->progress.training_steps);
     return results;
   } catch (const std::exception& error) {
@@ -130,17 +146,18 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   check_inputs(given);
   Batches batches = exchange(with_step_values(*runtime_, from_source(given)));
   const StepCall& call = batches.front();
-  std::vector<std::vector<at::Tensor>> inputs = split(batches, microbatches());
+  std::vector<std::vector<at::Tensor>> inputs = split(batches, call.microbatches);
   const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
   agree(traced, batches);
   check_written_inputs(given, *traced.found);
+  if (traced.found->trains()) check_shards(call, microbatch_unit(), name_);
   const Prepared& prepared = prepare(traced, call, inputs);
   Program::Inputs step = inputs_of(prepared, batches, traced, std::move(inputs));
   step.step_call = runtime_->progress.step_functions.count_call(name_);
   last_program_ = prepared.program;
   StepResults results = last_program_->run(std::move(step));
   if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
-  results = own_outputs(std::move(results));
+  results = own_outputs(std::move(results), call.microbatches);
   runtime_->update_watch->after_step(name_, *traced.found);
   if (traced.found->trains()) {
     ++runtime_->progress.training_steps;
@@ -175,11 +192,11 @@ StepFunction::Batches StepFunction::exchange(StepCall call) const {
 }
 
 /// Of the microbatches of this rank's own batch.
-StepResults StepFunction::own_outputs(StepResults outputs) const {
+StepResults StepFunction::own_outputs(StepResults outputs, int64_t microbatches) const {
   if (runtime_->batches() == 1) return outputs;
-  const int64_t first = runtime_->rank_in(CommGroup::kTp) * microbatches();
+  const int64_t first = runtime_->rank_in(CommGroup::kTp) * microbatches;
   for (auto& of_output : outputs) {
-    of_output = {of_output.begin() + first, of_output.begin() + first + microbatches()};
+    of_output = {of_output.begin() + first, of_output.begin() + first + microbatches};
   }
   return outputs;
 }
@@ -205,7 +222,8 @@ Program::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& batch
   Program::Inputs step;
   const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
   const bool moved = move_in(batches, *prepared.program);
-  step.tensors = moved || factor > 1 ? split(batches, microbatches() / factor) : std::move(inputs);
+  const int64_t count = batches.front().microbatches / factor;
+  step.tensors = moved || factor > 1 ? split(batches, count) : std::move(inputs);
   step.constants = std::move(traced.constants);
   step.contents = std::move(traced.contents);
   step.random_stream = stream_;
@@ -229,6 +247,8 @@ bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tens
   if (!last_ || !call.has_last_result || runs_each_microbatch(call)) return true;
   const auto number = static_cast<int64_t>(runtime_->progress.step_functions.calls(name_));
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
+  // What several microbatches must not do is looked at for as many as there are.
+  if (call.microbatches > last_microbatches_) return true;
   return metas_of(inputs) != last_inputs_ || call.places != last_places_;
 }
 
@@ -241,6 +261,7 @@ StepFunction::Traced StepFunction::guard(const StepCall& call,
     last_ = traced;
     last_inputs_ = metas_of(inputs[0]);
     last_places_ = call.places;
+    last_microbatches_ = call.microbatches;
   }
   return traced;
 }
@@ -312,37 +333,7 @@ std::vector<std::vector<at::Tensor>> StepFunction::split(const Batches& batches,
 
 std::vector<std::vector<at::Tensor>> StepFunction::split(const StepCall& call,
                                                          int64_t count) const {
-  std::vector<std::vector<at::Tensor>> result(count);
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    const at::Tensor tensor = call.tensors[i];
-    int64_t axis = call.cuts[i].axis.value_or(0);
-    const bool whole = !call.cuts[i].axis.has_value();
-    int64_t size = 0;
-    if (!whole) {
-      SMP_CHECK_WITH(UsageError, axis < tensor.dim() && axis >= -tensor.dim(), "step function \"",
-                     name_, "\": input tensor ", call.places[i], " of shape ", tensor.sizes(),
-                     " has no axis ", axis,
-                     " to cut into microbatches. Pass it by smp::whole(x), or name its argument in "
-                     "StepOptions().non_split_inputs({...}), to give every microbatch the whole");
-      if (axis < 0) axis += tensor.dim();
-      SMP_CHECK_WITH(UsageError, tensor.size(axis) > 0, "step function \"", name_,
-                     "\": input tensor ", call.places[i], " of shape ", tensor.sizes(),
-                     " is empty: its batch has no samples (0 on axis ", axis,
-                     "). Leave out the call on all ranks, or pass a tensor that is no batch by "
-                     "smp::whole(x)");
-      SMP_CHECK_WITH(UsageError, tensor.size(axis) % count == 0, "step function \"", name_,
-                     "\": input tensor ", call.places[i], " of shape ",
-                     tensor.sizes(), " cannot be cut into ", count, " microbatches: the batch (",
-                     tensor.size(axis), " on axis ", axis, ") is not divisible by ", count,
-                     ". Choose a divisible batch size, drop the last incomplete batch (drop_last), "
-                     "or set StepOptions().microbatches(n)");
-      size = tensor.size(axis) / count;
-    }
-    for (int64_t m = 0; m < count; ++m) {
-      result[m].push_back(graph::aligned(whole ? tensor : tensor.narrow(axis, m * size, size)));
-    }
-  }
-  return result;
+  return cut_microbatches(call, count, name_);
 }
 
 graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
@@ -352,7 +343,7 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
   options.table = &runtime_->table().tensors();
   options.wholes = &runtime_->step_inputs.wholes;
   options.why_no_constant = [&](const at::Tensor& tensor) {
-    return why_not_captured(call, microbatches(), runtime_->step_inputs, tensor);
+    return why_not_captured(call, runtime_->step_inputs, tensor);
   };
   options.execute = execute;
   options.random = random_key();
@@ -432,7 +423,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
 void StepFunction::check_no_state(const StepCall& call,
                                   const std::vector<std::vector<at::Tensor>>& inputs) {
   for (size_t m = 1; m < inputs.size(); ++m) {
-    const auto run = trace_one(call, static_cast<int>(inputs.size()), inputs[m], false);
+    const auto run = trace_one(call, no_microbatch(), inputs[m], false);
     if (run.recorded) keep_constants(run);
   }
 }
@@ -477,7 +468,8 @@ void StepFunction::agree(const Traced& traced, const Batches& batches) {
   }
   const std::string note = runtime_->update_watch->before_step();
   const StepTrace step = {
-      name_, *traced.found, fingerprints->second, traced.constants, traced.contents, inputs, note};
+      name_,  *traced.found, fingerprints->second,        traced.constants, traced.contents,
+      inputs, note,          batches.front().microbatches};
   const bool one_batch = runtime_->is_tensor_parallel() && runtime_->batches() == 1;
   const AgreeingRanks who = {
       runtime_->is_tensor_parallel() ? "mp rank" : "pp rank",
@@ -500,27 +492,32 @@ std::shared_ptr<const graph::Coalesced> StepFunction::coalesce(const Traced& tra
                                                                bool measured) {
   const FlagScope in_step(runtime_->current_step.is_running);
   CoalescingRequest request{
-      name_, *traced.found, microbatches(), measured, runs_each_microbatch(call), {}, {}, {}};
+      name_, *traced.found, call.microbatches, measured, runs_each_microbatch(call), {}, {}, {}};
   request.key = random_key();
   request.inputs = [&](int64_t count) { return split(call, count)[0]; };
   request.capture = [&](const std::vector<at::Tensor>& inputs) {
-    // A number that no microbatch has: what the function returns is not the user's.
-    return trace_one(call, static_cast<int>(microbatches()), inputs, false);
+    return trace_one(call, no_microbatch(), inputs, false);
   };
   return choose_coalescing(*runtime_, request);
 }
 
 StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCall& call,
                                               const std::vector<std::vector<at::Tensor>>& inputs) {
-  Prepared& prepared = programs_[{traced.found.get(), microbatches_run()}];
+  Prepared& prepared = programs_[{traced.found.get(), microbatches_run(call)}];
   if (prepared.program != nullptr) return prepared;
   SMP_CHECK_WITH(UsageError,
                  !traced.found->trains() || runtime_->config().pipeline() != "_only_forward",
                  "step function \"", name_,
                  "\" calls model->backward, and \"pipeline\": \"_only_forward\" runs forwards only. "
                  "Leave out backward, or choose a schedule that has it (\"interleaved\")");
+  const bool is_fewer = call.microbatches < microbatches();
+  if (is_fewer && runtime_->rank() == 0 && told_.insert(call.microbatches).second) {
+    core::log_info(c10::str("step function \"", name_, "\" cuts a batch into ", call.microbatches,
+                            " microbatches: ", microbatches(), " do not divide it"));
+  }
   const bool first = !runtime_->partitioned();
   const bool measured = captures_on_data();
+  if (first) check_same_first_step(*runtime_, *traced.found, call.microbatches, name_);
   if (measured) {
     measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(), traced.checksums, name_);
     runtime_->first_step.measured = traced.found;
@@ -534,7 +531,7 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
   prepared.divided = divide_graph(*runtime_, *traced.found, name_);
   if (prepared.divided) runs = {prepared.divided, &prepared.divided->graph};
   const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
-  const auto count = static_cast<int>(microbatches_run() / factor);
+  const auto count = static_cast<int>(microbatches_run(call) / factor);
   if (first) save_first_graph(*runtime_, *runs);
   // The guard compares with the graph as captured; the steps run it in the plan's order.
   auto planned = make_plan(*runtime_, runs, count);

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,7 +41,9 @@ class StepFunction {
   /// Throws `UsageError` where the options name an argument that a call with `count` does not have.
   void check_positions(int count) const;
 
+  /// The most microbatches of a call, and into how many the tensors of one are cut.
   int64_t microbatches() const;
+  int64_t count_microbatches(const StepCall& call) const;
   const std::string& name() const { return name_; }
   /// Of the last call, see `Program::describe`; empty before.
   std::string describe_program() const { return last_program_ ? last_program_->describe() : ""; }
@@ -71,7 +74,12 @@ class StepFunction {
   StepResults run_checked(const StepCall& given);
   StepCall from_source(StepCall call) const;
   Batches exchange(StepCall call) const;
-  int64_t microbatches_run() const { return microbatches() * runtime_->batches(); }
+  int64_t microbatches_run(const StepCall& call) const {
+    return call.microbatches * runtime_->batches();
+  }
+  int64_t microbatch_unit() const;
+  /// A number that no microbatch has, for runs of the function whose results are not the user's.
+  int no_microbatch() const { return static_cast<int>(microbatches()); }
   bool runs_each_microbatch(const StepCall& call) const {
     return call.per_microbatch || guards_every_microbatch_;
   }
@@ -99,7 +107,7 @@ class StepFunction {
   bool move_in(Batches& batches, const Program& program) const;
   Program::Inputs inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
                             std::vector<std::vector<at::Tensor>> inputs) const;
-  StepResults own_outputs(StepResults outputs) const;
+  StepResults own_outputs(StepResults outputs, int64_t microbatches) const;
 
   std::shared_ptr<Runtime> runtime_;
   StepOptions options_;
@@ -111,10 +119,12 @@ class StepFunction {
   std::optional<Traced> last_;
   std::vector<graph::TensorMeta> last_inputs_;
   std::vector<int> last_places_;
+  int64_t last_microbatches_ = 0;
   std::shared_ptr<Program> last_program_;              // of the last call
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
   std::map<const graph::Graph*, StepFingerprints> fingerprints_;
+  std::set<int64_t> told_;  // numbers of microbatches that the log has named
 };
 
 }  // namespace smp::runtime

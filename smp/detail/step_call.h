@@ -22,6 +22,8 @@ struct StepCall {
   std::vector<at::Tensor> tensors;
   std::vector<Cut> cuts;
   std::vector<int> places;
+  /// Into how many microbatches the batch is cut.
+  int64_t microbatches = 1;
   /// An argument slices itself (`smp_slice`), so microbatches may differ in more than tensors.
   bool per_microbatch = false;
   /// What `function` returned in the last guarded call is known, so that it need not run again.

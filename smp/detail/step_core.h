@@ -28,7 +28,9 @@ class SMP_API StepCore {
   /// Throws `UsageError` where the options name an argument that a call with `count` does not have.
   void check_positions(int count) const;
 
+  /// The most microbatches of a call, and into how many the tensors of one are cut.
   int64_t microbatches() const;
+  int64_t count_microbatches(const StepCall& call) const;
   /// See `Step::program`.
   std::string program() const;
   /// False if the configuration's `guard` lets some calls pass without running the function.

@@ -98,6 +98,33 @@ TEST(GradientBuckets, RefusesShardsThatDoNotFit) {
   });
 }
 
+TEST(GradientBuckets, TakeOtherNumbersOfMicrobatches) {
+  comm::run_ranks(2, [](const comm::CommunicatorPtr& group) {
+    const auto parameters = make_parameters();
+    BucketOptions options;
+    options.microbatches = options.gradient_shards = 4;
+    options.divisor = 8;
+    GradientBuckets buckets(parameters, kNames, group, options);
+    const auto expect_mean = [&](const std::vector<double>& values, double divisor, double mean) {
+      parameters[0].mutable_grad().reset();
+      const auto count = static_cast<int>(values.size());
+      buckets.set_microbatches(count, divisor);
+      for (int m = 0; m < count; ++m) buckets.add(0, m, at::full({5, 3}, values[m]));
+      buckets.reduce();
+      buckets.finish();
+      EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({5, 3}, mean))) << count;
+    };
+    expect_mean({1, 2, 3, 4}, 8, 20. / 8);
+    // Two shards each, whose sums go ((1e8 + 1) - 1e8) + 1 in float32, which has no 1e8 + 1.
+    expect_mean({group->rank() == 0 ? 1e8 : -1e8, 1}, 4, 1. / 4);
+    expect_mean({1, 2, 3, 4}, 8, 20. / 8);
+    const auto text = testing::error_of<Error>([&] { buckets.set_microbatches(3, 6); });
+    EXPECT_NE(text.find("expected a multiple of the gradient shards of a replica (2), got 3"),
+              std::string::npos)
+        << text;
+  });
+}
+
 TEST(GradientBuckets, RefusesSparseGradients) {
   comm::run_ranks(1, [](const comm::CommunicatorPtr& group) {
     GradientBuckets buckets(make_parameters(), kNames, group, {});

@@ -96,7 +96,7 @@ TEST(Failure, ExceptionOutsideAStepThatTheProgramCatches) {
 
 TEST(Failure, ReadingDataInsideAStep) { expect_failure("item", "operator aten::item"); }
 
-TEST(Failure, BatchThatCannotBeCut) { expect_failure("indivisible", "is not divisible by 2"); }
+TEST(Failure, InputsOfTwoBatches) { expect_failure("two_batches", "they must be of one batch"); }
 
 TEST(Failure, OtherBatchOnOneRank) { expect_failure("other_batch", "was given different batches"); }
 
