@@ -13,6 +13,8 @@
 namespace smp::checkpoint {
 namespace {
 
+constexpr const char* kAverage = "average.";
+
 /// The names under which `index` has an expected tensor.
 std::vector<std::string> stored_names(const ExpectedTensor& expected, const Index& index) {
   std::vector<std::string> found;
@@ -22,6 +24,44 @@ std::vector<std::string> stored_names(const ExpectedTensor& expected, const Inde
     }
   }
   return found;
+}
+
+/// The name under which `index` has the average of an expected tensor; none if it has none.
+std::optional<std::string> stored_average(const ExpectedTensor& expected, const Index& index,
+                                          const std::string& average) {
+  for (const std::string& name : expected.names) {
+    const std::string stored = name + "/" + average_field(average);
+    if (index.optimizer_tensors.count(stored) == 1) return stored;
+  }
+  return std::nullopt;
+}
+
+/// The count of updates that `index` has for an average.
+std::optional<int64_t> stored_updates(const Index& index, const std::string& average) {
+  const auto averages = index.optimizer.find(kAverages);
+  if (averages == index.optimizer.end() || !averages->is_object()) return std::nullopt;
+  const auto updates = averages->find(average);
+  if (updates == averages->end() || !updates->is_number_unsigned()) return std::nullopt;
+  return updates->get<int64_t>();
+}
+
+/// What keeps parameters from taking an average that had updates, one line each.
+std::vector<std::string> misfits_of_average(const std::vector<ExpectedTensor>& parameters,
+                                            const Index& index, const std::string& average) {
+  std::vector<std::string> lines;
+  for (const ExpectedTensor& parameter : parameters) {
+    const at::ScalarType dtype = parameter.spec.dtype;
+    if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) continue;
+    const auto stored = stored_average(parameter, index, average);
+    // One that is new in the program is in neither, and begins its average.
+    if (!stored && stored_names(parameter, index).empty()) continue;
+    const TensorSpec* got = stored ? &index.optimizer_tensors.at(*stored).spec : nullptr;
+    if (got != nullptr && fits(*got, parameter.spec, /*convert=*/true)) continue;
+    lines.push_back(c10::str(core::printable(parameter.names.front()), ": expected ",
+                             to_string(parameter.spec), ", got ",
+                             got != nullptr ? to_string(*got) : "none"));
+  }
+  return lines;
 }
 
 /// What is wrong with one expected tensor, or empty.
@@ -63,6 +103,23 @@ std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expect
     }
   }
   return names;
+}
+
+/// Of what is expected of a module's tensors, that of its parameters.
+std::vector<ExpectedTensor> parameters_of(const torch::nn::Module& module,
+                                          const std::vector<NamedTensor>& tensors,
+                                          const std::vector<ExpectedTensor>& expected) {
+  std::set<const c10::TensorImpl*> parameters;
+  for (const at::Tensor& tensor : module.parameters()) {
+    parameters.insert(tensor.unsafeGetTensorImpl());
+  }
+  std::vector<ExpectedTensor> result;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (parameters.count(tensors[i].tensor.unsafeGetTensorImpl()) > 0) {
+      result.push_back(expected[i]);
+    }
+  }
+  return result;
 }
 
 }  // namespace
@@ -136,10 +193,47 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
                         : ".");
 }
 
-at::Tensor read_values(Reader& reader, const ExpectedTensor& expected) {
+std::string average_field(const std::string& name) { return kAverage + name; }
+
+bool is_average(const std::string& field) { return field.rfind(kAverage, 0) == 0; }
+
+std::optional<int64_t> average_updates(const std::vector<ExpectedTensor>& parameters,
+                                       const Index& index, const std::string& name) {
+  const auto updates = stored_updates(index, name);
+  const bool fits = updates == 0 || misfits_of_average(parameters, index, name).empty();
+  return fits ? updates : std::nullopt;
+}
+
+void check_average(const std::vector<ExpectedTensor>& parameters, const Index& index,
+                   const std::string& name, const std::string& path) {
+  const auto updates = stored_updates(index, name);
+  SMP_CHECK_WITH(CheckpointError, updates.has_value(), "checkpoint \"", core::printable(path),
+                 "\" holds no average \"", core::printable(name),
+                 "\" of the model's parameters: the program that wrote it had no smp::Ema of that "
+                 "name then, or it is a full checkpoint, which has the model alone. Load with "
+                 "strict = false for an average to begin anew, or give the name that was saved");
+  if (*updates == 0) return;
+  const auto lines = misfits_of_average(parameters, index, name);
+  SMP_CHECK_WITH(CheckpointError, lines.empty(), "checkpoint \"", core::printable(path),
+                 "\" holds an average \"", core::printable(name),
+                 "\" that does not fit the model's parameters:", core::indented(lines),
+                 "\nBuild the model, and make the smp::Ema on all ranks, as when the checkpoint "
+                 "was written, or load with strict = false for an average to begin anew");
+}
+
+at::Tensor read_average(Reader& reader, const ExpectedTensor& expected, const std::string& name) {
+  const auto stored = stored_average(expected, reader.index(), name);
+  return stored ? reader.read_optimizer(*stored) : at::Tensor();
+}
+
+at::Tensor read_values(Reader& reader, const ExpectedTensor& expected, const std::string& average) {
   const Index& index = reader.index();
   const std::vector<std::string> names = stored_names(expected, index);
   if (names.empty()) return {};
+  if (!average.empty()) {
+    const at::Tensor averaged = read_average(reader, expected, average);
+    if (averaged.defined()) return averaged.to(expected.spec.dtype);
+  }
   if (index.find_model(names.front())->spec.dtype != expected.spec.dtype) {
     for (const std::string& name : names) {
       const std::string master = name + "/" + kMasterField;
@@ -154,18 +248,22 @@ at::Tensor read_values(Reader& reader, const ExpectedTensor& expected) {
 }
 
 void load_into_module(torch::nn::Module& module, const std::string& path,
-                      const Tolerance& tolerance) {
+                      const Tolerance& tolerance, const std::string& average) {
   Reader reader(path);
   const std::vector<NamedTensor> targets = named_tensors(state_dict(module));
   const std::vector<ExpectedTensor> expected = expectations(targets);
   check_names(expected, reader.index(), path, tolerance);
+  if (!average.empty()) {
+    check_average(parameters_of(module, targets, expected), reader.index(), average, path);
+  }
   // Two passes, so that a damaged file is found before anything changes without a second copy
   // of the model in memory; the second pass reads from the page cache.
-  check_undamaged(path, reader.find_damage(tolerance.convert ? Reader::Section::kAll
-                                                             : Reader::Section::kModel));
+  const bool reads_all = tolerance.convert || !average.empty();
+  check_undamaged(path,
+                  reader.find_damage(reads_all ? Reader::Section::kAll : Reader::Section::kModel));
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < targets.size(); ++i) {
-    const at::Tensor values = read_values(reader, expected[i]);
+    const at::Tensor values = read_values(reader, expected[i], average);
     if (values.defined()) at::Tensor(targets[i].tensor).copy_(values);
   }
 }

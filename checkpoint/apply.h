@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/ordered_dict.h>
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -58,15 +60,37 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
 /// parameter itself has a lower precision.
 constexpr const char* kMasterField = "master";
 
-/// The values of an expected tensor in its type; undefined if the checkpoint has none. Where the
-/// model's type is not the stored one, those of the master weight, if there is one.
-at::Tensor read_values(Reader& reader, const ExpectedTensor& expected);
+/// The key of an index's "optimizer" under which the averages of parameters are, by name: how often
+/// each was updated.
+constexpr const char* kAverages = "averages";
+/// The field of a parameter's state that holds its average of this name.
+std::string average_field(const std::string& name);
+/// Whether a field of a parameter's state is an average, and so none of the optimizer's.
+bool is_average(const std::string& field);
+/// How often average `name` was updated; none if the checkpoint has no such average, or one that
+/// does not fit: one of its tensors has another shape than the parameter that is expected, or a
+/// parameter that the checkpoint's model has is not in it.
+std::optional<int64_t> average_updates(const std::vector<ExpectedTensor>& parameters,
+                                       const Index& index, const std::string& name);
+/// Throws CheckpointError if that is none. `path` is for the message.
+void check_average(const std::vector<ExpectedTensor>& parameters, const Index& index,
+                   const std::string& name, const std::string& path);
+/// The average of an expected tensor, of any floating point type; undefined if the checkpoint has
+/// none.
+at::Tensor read_average(Reader& reader, const ExpectedTensor& expected, const std::string& name);
 
-/// Loads the model section of the checkpoint `path` into a plain module in this process.
+/// The values of an expected tensor in its type; undefined if the checkpoint has none. Where the
+/// model's type is not the stored one, those of the master weight, if there is one. With `average`
+/// those of the average of this name, where the tensor has one.
+at::Tensor read_values(Reader& reader, const ExpectedTensor& expected,
+                       const std::string& average = "");
+
+/// Loads the model section of the checkpoint `path` into a plain module in this process, with
+/// `average` in values of the average of this name.
 /// Names, shapes, dtypes and the bytes of all files are checked before any tensor of the module
 /// changes; a tied tensor is found under any of its names. Tensors keep their device, strides
 /// and identity. Throws CheckpointError.
 void load_into_module(torch::nn::Module& module, const std::string& path,
-                      const Tolerance& tolerance = {});
+                      const Tolerance& tolerance = {}, const std::string& average = "");
 
 }  // namespace smp::checkpoint

@@ -166,6 +166,11 @@ void remove_checkpoint(const std::string& folder) {
   fs::remove_all(folder);
 }
 
+bool has_only_parts(const std::string& folder) {
+  return fs::is_directory(fs::symlink_status(folder)) &&
+         foreign_content(folder, /*unfinished=*/true).empty();
+}
+
 std::string temporary_folder(const std::string& path) { return without_slash(path) + ".tmp"; }
 
 std::string replaced_folder(const std::string& path) { return without_slash(path) + ".replaced"; }

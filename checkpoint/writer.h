@@ -125,6 +125,9 @@ std::string lock_of_writer(const std::string& path);
 /// Does nothing where there is none. Throws std::filesystem::filesystem_error.
 void remove_checkpoint(const std::string& folder);
 
+/// Whether `folder` is one that has nothing but files that saves make.
+bool has_only_parts(const std::string& folder);
+
 /// Where `Writer` assembles a checkpoint that will be called `path`.
 std::string temporary_folder(const std::string& path);
 

@@ -15,6 +15,8 @@ struct LoadedRun {
   int64_t step = 0;                          ///< training steps done
   std::string user_content;                  ///< what the program gave to `save`: text of JSON
   std::map<std::string, std::string> extra;  ///< texts by name, see `register_checkpoint_state`
+  /// False: there was none, and nothing was loaded; see `LoadOptions::begin_anew`.
+  bool found = true;
 };
 
 /// Options of `save_checkpoint`; but for the last, SMP's arguments and defaults.
@@ -43,6 +45,12 @@ struct LoadOptions {
   /// Resuming only: whether to load the checkpoint that all ranks wrote, with the optimizer, or the
   /// model that is one file.
   TORCH_ARG(bool, partial) = true;
+  /// Resuming only: where there is no checkpoint, or none of the tag, load nothing and return a run
+  /// of step 0 that was not found, instead of an error. One that is damaged stays an error.
+  TORCH_ARG(bool, begin_anew) = false;
+  /// Gives the model's parameters the values of the `smp::Ema` of this name that the checkpoint
+  /// has, for programs that evaluate, and `load_into_module`; empty: their own.
+  TORCH_ARG(std::string, average) = "";
   /// False: the optimizer is left as it is.
   TORCH_ARG(bool, load_optimizer) = true;
   /// False: of the optimizer's state only master weights are loaded, as documented for sharded data

@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "runtime/runtime.h"
+#include "runtime/save/average.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
@@ -31,6 +32,7 @@ PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load_pretrained was called inside a step function; call it before or after "
                  "the step");
+  check_no_average_in_use(runtime, model, "smp::load_pretrained");
   const auto tensors = runtime::tensors_of(runtime, model);
   std::shared_ptr<const checkpoint::PretrainedPlan> plan;
   together(*runtime.world(), [&] {

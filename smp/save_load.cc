@@ -98,9 +98,16 @@ LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
   const core::CallScope here("smp::resume_from_checkpoint", "smp::resume");
   Runtime& runtime = Runtime::get();
   CheckpointContext::of(runtime).finish();
-  const auto names = runtime::together(
-      *runtime.world(), [&] { return checkpoint::find_checkpoint(path, tag, options.partial()); });
-  return runtime::load(path + "/" + names[0], model.impl(), options.partial() ? optimizer : nullptr,
+  const auto names = runtime::together(*runtime.world(), [&]() -> std::string {
+    const bool looks = options.begin_anew();
+    if (looks && !checkpoint::has_checkpoint(path, tag, options.partial())) return "";
+    return checkpoint::find_checkpoint(path, tag, options.partial());
+  });
+  // Where a rank sees one, none begins anew.
+  const auto found =
+      std::find_if(names.begin(), names.end(), [](const auto& name) { return !name.empty(); });
+  if (found == names.end()) return {/*step=*/0, /*user_content=*/"{}", {}, /*found=*/false};
+  return runtime::load(path + "/" + *found, model.impl(), options.partial() ? optimizer : nullptr,
                        options);
 }
 
@@ -217,7 +224,8 @@ RemovableHandle register_checkpoint_state(const std::string& name,
 
 void load_into_module(const std::string& path, torch::nn::Module& module,
                       const LoadOptions& options) {
-  checkpoint::load_into_module(module, path, {options.strict(), options.convert()});
+  checkpoint::load_into_module(module, path, {options.strict(), options.convert()},
+                               options.average());
 }
 
 }  // namespace smp

@@ -5,20 +5,25 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "smp/checkpoint_options.h"
 #include "smp/detail/archive.h"
+#include "smp/detail/by_arrow.h"
 #include "smp/export.h"
+#include "smp/optimizer_core.h"
 #include "smp/removable_handle.h"
 
 namespace torch::nn {
 class Module;
 }  // namespace torch::nn
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
 
 namespace smp {
 
 class ModelCore;
-class OptimizerCore;
 
 namespace runtime {
 class BackgroundSave;
@@ -29,6 +34,20 @@ SMP_API void save_object(const std::string& bytes, const std::string& path, bool
 /// Calls `read` with the bytes of a file; what it throws becomes a `CheckpointError`.
 SMP_API void load_object(const std::string& path, bool partial,
                          const std::function<void(const std::string&)>& read);
+
+/// An optimizer of libtorch's that is not a `DistributedOptimizer`.
+template <class T>
+using IfPlainOptimizer = std::enable_if_t<std::is_base_of_v<torch::optim::Optimizer, T> &&
+                                          !std::is_base_of_v<OptimizerCore, T>>;
+
+/// Does not compile: says which optimizers checkpoints hold.
+template <class Optimizer>
+constexpr void refuse_plain_optimizer() {
+  static_assert(never<Optimizer>,
+                "checkpoints hold the state of a smp::DistributedOptimizer, not of a plain "
+                "torch::optim optimizer: wrap it, auto optimizer = smp::distributed(plain), and "
+                "step and save that");
+}
 }  // namespace detail
 
 /// A save that may still be under way; copies are the same one. Nothing needs to be done with it: a
@@ -67,6 +86,12 @@ SMP_API void save(const std::string& path, const ModelCore& model, const Optimiz
                                             const OptimizerCore& optimizer,
                                             const std::string& user_content = "{}");
 
+/// Does not compile: a plain optimizer has to be wrapped.
+template <class Plain, class... More, class = detail::IfPlainOptimizer<Plain>>
+void save(const std::string&, const ModelCore&, const Plain&, const More&...) {
+  detail::refuse_plain_optimizer<Plain>();
+}
+
 /// SMP's `save_checkpoint`: saves as `path`/`tag`_partial, or as `path`/`tag` with
 /// `partial(false)`, and notes in `path`/newest that this is the newest. All ranks give the same
 /// arguments, but for `user_content`, which is world rank 0's. Otherwise as `save`.
@@ -89,8 +114,16 @@ SMP_API LoadedRun load(const std::string& path, const ModelCore& model,
 SMP_API LoadedRun load(const std::string& path, const ModelCore& model,
                        const OptimizerCore& optimizer, const LoadOptions& options = {});
 
+/// Does not compile: a plain optimizer has to be wrapped.
+template <class Plain, class... More, class = detail::IfPlainOptimizer<Plain>>
+LoadedRun load(const std::string&, const ModelCore&, const Plain&, const More&...) {
+  detail::refuse_plain_optimizer<Plain>();
+  return {};
+}
+
 /// SMP's `resume_from_checkpoint`: loads what `save_checkpoint` saved under `tag`, by default the
-/// newest of `path`. Otherwise as `load`; any layout may follow any other.
+/// newest of `path`. Otherwise as `load`; any layout may follow any other. With
+/// `LoadOptions().begin_anew(true)` a program needs not look whether there is one.
 SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
                                          const std::optional<std::string>& tag,
                                          const ModelCore& model, const LoadOptions& options = {});
@@ -152,7 +185,7 @@ T load(const std::string& path, bool partial = true) {
 }
 
 /// Loads the model of a checkpoint into a plain module of this process; needs no `init`. Of the
-/// options, `strict` and `convert` count. Checks as `load` does.
+/// options, `strict`, `convert` and `average` count. Checks as `load` does.
 SMP_API void load_into_module(const std::string& path, torch::nn::Module& module,
                               const LoadOptions& options = {});
 

@@ -10,6 +10,7 @@
 #include "smp/config.h"
 #include "smp/distributed_model.h"
 #include "smp/distributed_optimizer.h"
+#include "smp/ema.h"
 #include "smp/error.h"
 #include "smp/fields.h"
 #include "smp/group.h"

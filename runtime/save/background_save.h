@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/save_lock.h"
 #include "comm/communicator.h"
@@ -19,6 +20,8 @@
 #include "smp/removable_handle.h"
 
 namespace smp::runtime {
+
+class Average;
 
 /// A save on a thread of its own, or one that is done. Internal.
 class BackgroundSave {
@@ -63,6 +66,8 @@ class CheckpointContext {
   static CheckpointContext& of(Runtime& runtime);
 
   std::map<std::string, Extra> extras;
+  /// Averages of models' parameters, each from its construction to its end.
+  std::vector<Average*> averages;
   /// What the checkpoint that was loaded with its optimizer has for those who come later.
   std::map<std::string, std::string> unclaimed;
 

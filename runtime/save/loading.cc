@@ -14,10 +14,13 @@
 #include "checkpoint/apply.h"
 #include "checkpoint/reader.h"
 #include "core/check.h"
+#include "core/log.h"
+#include "core/text.h"
 #include "graph/recording.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
+#include "runtime/save/average.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "runtime/save/job_notes.h"
@@ -41,6 +44,11 @@ class Load {
     tensors_ = tensors_of(runtime, model);
     expected_ = checkpoint::expectations(tensors_);
     expect_whole(runtime, tensors_, expected_);
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const bool is_parameter = runtime.table().at(tensors_[i].tensor).is_parameter();
+      if (is_parameter) expected_parameters_.push_back(expected_[i]);
+    }
+    averages_ = averages_of(runtime, model);
     for (const auto& entry : runtime.table().entries()) {
       if (entry.is_parameter()) parameters_.insert(entry.name);
     }
@@ -55,6 +63,7 @@ class Load {
       reader_ = std::make_shared<Reader>(path_);
       checkpoint::check_names(expected_, reader_->index(), path_,
                               {options_.strict(), options_.convert()});
+      check_averages();
       if (optimizer != nullptr) {
         check_optimizer(*optimizer);
         runtime_.progress.step_functions.check_resumable(reader_->index().run.random.step_calls,
@@ -71,7 +80,8 @@ class Load {
                      ", rank ", r, " that of ", identities[r],
                      ". All ranks must load the same files.");
     }
-    check_bytes(with_optimizer_ || options_.convert());
+    check_bytes(with_optimizer_ || options_.convert() || !averages_.empty() ||
+                !options_.average().empty());
   }
 
   void load_optimizer(Optimizer& optimizer) const {
@@ -87,8 +97,24 @@ class Load {
   void load_model() const {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (!is_stored(expected_[i])) continue;
-      assign(runtime_, tensors_[i].tensor, [reader = reader_, expected = expected_[i]] {
-        return checkpoint::read_values(*reader, expected);
+      assign(runtime_, tensors_[i].tensor,
+             [reader = reader_, expected = expected_[i], average = options_.average()] {
+               return checkpoint::read_values(*reader, expected, average);
+             });
+    }
+  }
+
+  /// Has averages begin anew where the checkpoint has none.
+  void load_averages() const {
+    std::map<std::string, ExpectedTensor> expected;
+    for (const auto& tensor : expected_parameters_) expected[tensor.names.front()] = tensor;
+    for (Average* average : averages_) {
+      const auto& name = average->name();
+      const auto updates =
+          checkpoint::average_updates(expected_parameters_, reader_->index(), name);
+      if (!updates) warn_of_new_average(name);
+      average->load(updates.value_or(0), [reader = reader_, expected, name](const auto& parameter) {
+        return checkpoint::read_average(*reader, expected.at(parameter), name);
       });
     }
   }
@@ -120,6 +146,15 @@ class Load {
   }
 
  private:
+  /// What has been trained is not in it.
+  void warn_of_new_average(const std::string& name) const {
+    if (runtime_.rank() > 0 || reader_->index().run.step == 0) return;
+    core::log_warning(c10::str("checkpoint \"", core::printable(path_), "\" holds no average \"",
+                               core::printable(name), "\" of the model's parameters after step ",
+                               reader_->index().run.step,
+                               ", so it begins anew with the next ema.update()"));
+  }
+
   /// Which part of how many of the files this rank checks: all ranks see the same, but of a copy
   /// each holder its own.
   std::pair<int, int> my_share() const {
@@ -178,6 +213,17 @@ class Load {
     return reader_->index().optimizer.value(kLossScale, nlohmann::json::object());
   }
 
+  void check_averages() const {
+    const auto& index = reader_->index();
+    if (!options_.average().empty()) {
+      checkpoint::check_average(expected_parameters_, index, options_.average(), path_);
+    }
+    if (!options_.strict()) return;
+    for (const Average* average : averages_) {
+      checkpoint::check_average(expected_parameters_, index, average->name(), path_);
+    }
+  }
+
   /// That of "parameter/field".
   static std::string parameter_of(const std::string& tensor) {
     return tensor.substr(0, tensor.rfind('/'));
@@ -223,7 +269,7 @@ class Load {
     }
     for (const auto& [name, entry] : index.optimizer_tensors) {
       const std::string param = parameter_of(name), field = name.substr(name.rfind('/') + 1);
-      if (!wanted(param) || !loads_field(field)) continue;
+      if (checkpoint::is_average(field) || !wanted(param) || !loads_field(field)) continue;
       const auto saved = all.find(param);
       SMP_CHECK_WITH(CheckpointError, saved != all.end(), "checkpoint \"", path_,
                      "\" has optimizer tensor \"", name,
@@ -253,7 +299,8 @@ class Load {
   const std::string path_;
   const LoadOptions options_;
   std::vector<checkpoint::NamedTensor> tensors_;
-  std::vector<ExpectedTensor> expected_;
+  std::vector<ExpectedTensor> expected_, expected_parameters_;
+  std::vector<Average*> averages_;
   std::set<std::string> parameters_;  // names, of all models
   std::shared_ptr<Reader> reader_;
   bool with_optimizer_ = false;  // its state is loaded, too
@@ -315,7 +362,11 @@ LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer
                  "smp::load was called inside a step function; call it before or after the step");
   CheckpointContext::of(runtime).finish();
   if (!options.load_optimizer()) optimizer = nullptr;
-  if (optimizer != nullptr) check_nothing_adds_up(runtime, "smp::load");
+  if (optimizer != nullptr) {
+    check_nothing_adds_up(runtime, "smp::load");
+    check_no_average_in_use(runtime, "smp::load");  // the optimizer may be of several models
+  }
+  check_no_average_in_use(runtime, model, "smp::load");
   Load load(runtime, path, model, options);
   load.check(optimizer);
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.
@@ -327,6 +378,7 @@ LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer
   LoadedRun run;
   load_values(runtime, [&] {
     load.load_model();
+    load.load_averages();
     run = load.load_run();
   });
   return run;

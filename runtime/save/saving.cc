@@ -9,17 +9,21 @@
 #include <future>
 #include <map>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 
+#include "checkpoint/apply.h"
 #include "checkpoint/pretrained.h"
 #include "core/check.h"
 #include "core/failure.h"
+#include "core/text.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
+#include "runtime/save/average.h"
 #include "runtime/save/copy_transfer.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/together.h"
@@ -82,11 +86,11 @@ struct Writers {
   /// The stages of the first replica, with all ranks of their tensor-parallel groups; where
   /// replicas take turns or have parts of the optimizer's state those of all, and of the first that
   /// together have all parameters. Before partitioning every stage has the whole model, so the
-  /// first writes it.
-  Writers(const Runtime& runtime, const Turns& turns, bool writes_optimizer) {
+  /// first writes it. What lies on the ranks as an optimizer's state does is written like it.
+  Writers(const Runtime& runtime, const Turns& turns, bool writes_states) {
     const int stages = runtime.group(CommGroup::kPp)->size();
     const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
-    const bool all = turns.are_taken() || (writes_optimizer && shards_optimizer_state(runtime));
+    const bool all = turns.are_taken() || (writes_states && shards_optimizer_state(runtime));
     int replicas = all ? runtime.replicas()->size() : 1;
     if (runtime.sharding()) replicas = runtime.sharding()->parameters()->group()->size();
     count = (runtime.partitioned() ? stages * replicas : 1) * parts;
@@ -98,6 +102,14 @@ struct Writers {
   int count = 1;
   int mine;
 };
+
+/// Adds what this rank writes of states by parameter.
+void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& state,
+                 checkpoint::Shard& shard) {
+  turns.keep_mine(state);
+  join_states_of_parts(runtime, state, JoinOn::kOne);
+  shard.optimizer_tensors.merge(optim::tensors_of(state));
+}
 
 /// What this rank writes.
 checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer* optimizer,
@@ -111,12 +123,16 @@ checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer
   }
   if (optimizer != nullptr) {
     auto state = optimizer->local_state();
-    turns.keep_mine(state);
-    join_states_of_parts(runtime, state, JoinOn::kOne);
+    add_tensors(runtime, turns, state, shard);
     shard.optimizer = optim::to_json(state);
-    shard.optimizer_tensors = optim::tensors_of(state);
     const auto scale = optimizer->loss_scaling().state();
     if (!scale.empty()) shard.optimizer[kLossScale] = scale;
+  }
+  for (Average* average : averages_of(runtime, model)) {
+    auto state = average->local_state();
+    add_tensors(runtime, turns, state, shard);
+    shard.optimizer[checkpoint::kAverages][average->name()] =
+        static_cast<uint64_t>(average->updates());
   }
   return shard;
 }
@@ -378,14 +394,26 @@ void check_same_call(const std::vector<std::string>& all) {
   const size_t other = first_other(all);
   SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
                  ", rank ", other, " calls ", all[other],
-                 ". Give the same arguments on every rank");
+                 ". Give the same arguments on every rank, and make and update the same averages "
+                 "(smp::Ema)");
+}
+
+/// The averages that a checkpoint of the model holds, for comparison.
+std::string describe_averages(const Runtime& runtime, const Model& model) {
+  std::string text;
+  for (const Average* average : averages_of(runtime, model)) {
+    text += c10::str(", average \"", core::printable(average->name()), "\" of ", average->updates(),
+                     " updates");
+  }
+  return text;
 }
 
 /// The first half: what must be settled before anybody writes.
-Begun begin(Runtime& runtime, const SaveRequest& request, bool with_optimizer) {
-  const std::string mine =
-      c10::str(request.call, request.holders ? "" : " of " + request.path, request.arguments, ", ",
-               with_optimizer ? 1 : 0, " optimizers", request.asynchronous ? ", asynchronous" : "");
+Begun begin(Runtime& runtime, const SaveRequest& request, const Model& model, bool with_optimizer) {
+  const std::string mine = c10::str(request.call, request.holders ? "" : " of " + request.path,
+                                    request.arguments, ", ", with_optimizer ? 1 : 0, " optimizers",
+                                    request.merged ? "" : describe_averages(runtime, model),
+                                    request.asynchronous ? ", asynchronous" : "");
   std::optional<Begun> begun;
   const auto all = together(*runtime.world(), [&] {
     begun =
@@ -419,7 +447,8 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
 std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& request,
                                            Begun begun, const Model& model, Optimizer* optimizer) {
   const Turns turns(runtime, model, request.medium);
-  const Writers writers(runtime, turns, optimizer != nullptr);
+  const bool writes_states = optimizer != nullptr || !averages_of(runtime, model).empty();
+  const Writers writers(runtime, turns, writes_states);
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group() : runtime.world();
   const Save save(request, std::move(begun), group);
@@ -443,7 +472,7 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
 
 std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest& request,
                                              const Model& model, Optimizer* optimizer) {
-  Begun begun = begin(runtime, request, optimizer != nullptr);
+  Begun begun = begin(runtime, request, model, optimizer != nullptr);
   const at::NoGradGuard no_grad;
   return request.merged ? save_merged(runtime, request, std::move(begun), model)
                         : save_parts(runtime, request, std::move(begun), model, optimizer);
@@ -473,9 +502,14 @@ void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
 
 std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) {
   const std::string prefix = model.full_name("");
+  std::unordered_set<const c10::TensorImpl*> own;  // names of other models may begin alike
+  for (const auto& dict : {model.named_parameters(), model.named_buffers()}) {
+    for (const auto& item : dict) own.insert(item.value().unsafeGetTensorImpl());
+  }
   std::vector<NamedTensor> result;
   for (const auto& entry : runtime.table().entries()) {
-    if (entry.name.rfind(prefix, 0) == 0) {
+    const bool is_own = own.count(entry.tensor.unsafeGetTensorImpl()) > 0;
+    if (is_own && entry.name.rfind(prefix, 0) == 0) {
       result.push_back({entry.name, entry.tensor, entry.aliases});
     }
   }
@@ -486,7 +520,10 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
                                      Optimizer* optimizer) {
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, request.call);
-  if (optimizer != nullptr) check_nothing_adds_up(runtime, request.call);
+  if (optimizer != nullptr) {
+    check_nothing_adds_up(runtime, request.call);
+    check_no_average_in_use(runtime, request.call);  // the optimizer may be of several models
+  }
   try {
     return start_saving(runtime, request, model, optimizer);
   } catch (const CheckpointError& error) {  // on all ranks

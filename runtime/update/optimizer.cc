@@ -14,6 +14,7 @@
 #include "optim/foreach_step.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
+#include "runtime/save/average.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/state_pieces.h"
@@ -86,6 +87,7 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
 
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   begin_use_of_gradients("optimizer.step()");
+  check_no_average_in_use(*runtime_, "optimizer.step()");
   if (!closure) check_trained();
   const UpdateWatch::Updating updating(*runtime_->update_watch);
   runtime_->update_watch->before_update();
@@ -150,6 +152,7 @@ double Optimizer::clip_master_grads(double max_norm, double norm_type) {
 
 void Optimizer::reload_model_params() {
   begin_use_of_gradients("optimizer.reload_model_params()");
+  check_no_average_in_use(*runtime_, "optimizer.reload_model_params()");
   pieces_.reload_masters();
 }
 

@@ -66,6 +66,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
 
   /// What this rank's part of the next update would read; see `OptimizerPieces`.
   std::vector<at::Tensor> gradients() { return pieces_.gradients(); }
+  /// Gives what it would go on from for a parameter; as `OptimizerPieces::updated`.
+  at::Tensor updated(const at::Tensor& parameter) const { return pieces_.updated(parameter); }
   LossScaling& loss_scaling() { return loss_scaling_; }
   double clip_master_grads(double max_norm, double norm_type);
   void reload_model_params();

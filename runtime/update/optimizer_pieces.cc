@@ -128,11 +128,34 @@ at::Tensor OptimizerPieces::target_of(const at::Tensor& parameter) const {
   return slice != nullptr ? slice->piece() : parameter;
 }
 
-/// What the optimizer updates for it.
+/// Gives the tensor that the optimizer updates for a parameter: that, its piece, or the master of
+/// either; undefined where this replica has no piece of it.
 at::Tensor OptimizerPieces::stand_in_for(const at::Tensor& parameter) const {
   const at::Tensor target = target_of(parameter);
   if (!target.defined()) return target;
   const at::Tensor master = masters_.find(target.unsafeGetTensorImpl());
+  return master.defined() ? master : target;
+}
+
+/// Tells whether values were loaded into parameters since masters were last as these.
+bool OptimizerPieces::has_loaded() const {
+  return parameter_loads_ != runtime_.progress.parameter_loads;
+}
+
+/// Gives the values that a target's master has to have, undefined if there is none. After values
+/// were loaded into parameters, masters that do not round to them take them: the others may have
+/// been loaded, too.
+at::Tensor OptimizerPieces::reconciled_master(const at::Tensor& target) const {
+  const at::Tensor master = masters_.find(target.unsafeGetTensorImpl());
+  if (!master.defined() || !has_loaded()) return master;
+  const at::Tensor rounds = at::eq(master.to(target.scalar_type()), target);
+  return at::where(rounds, master, target.to(at::kFloat));
+}
+
+at::Tensor OptimizerPieces::updated(const at::Tensor& parameter) const {
+  const at::Tensor target = target_of(parameter);
+  if (!target.defined()) return target;
+  const at::Tensor master = reconciled_master(target);
   return master.defined() ? master : target;
 }
 
@@ -209,23 +232,18 @@ std::vector<double> OptimizerPieces::norms_of(const std::vector<optim::TensorOfP
   return result;
 }
 
-/// Of what has a gradient. After values were loaded into parameters, masters that do not round to
-/// them take them: the others may have been loaded, too.
+/// Of what has a gradient; those that there are become reconciled.
 void OptimizerPieces::make_masters() {
   if (!has_masters_) return;
   at::NoGradGuard no_grad;
-  const bool loaded = std::exchange(parameter_loads_, runtime_.progress.parameter_loads) !=
-                      runtime_.progress.parameter_loads;
   for_each([&](const at::Tensor& parameter) {
     const at::Tensor target = target_of(parameter);
     if (!target.defined() || !MasterWeights::concerns(target)) return;
-    const at::Tensor master = masters_.find(target.unsafeGetTensorImpl());
-    if (loaded && master.defined()) {
-      const at::Tensor rounds = at::eq(master.to(target.scalar_type()), target);
-      masters_.set(target, at::where(rounds, master, target.to(at::kFloat)));
-    }
+    const at::Tensor master = has_loaded() ? reconciled_master(target) : at::Tensor();
+    if (master.defined()) masters_.set(target, master);
     if (target.grad().defined()) masters_.make(target);
   });
+  parameter_loads_ = runtime_.progress.parameter_loads;
 }
 
 at::Tensor OptimizerPieces::step(const Update& update, const LossClosure& closure) {

@@ -58,6 +58,9 @@ class OptimizerPieces {
   /// What the next update would read: the defined gradients of this rank, of what is divided those
   /// of this replica's pieces.
   std::vector<at::Tensor> gradients();
+  /// Gives what the optimizer would go on from for a parameter: that, its piece, or the values that
+  /// the master of either has in the next step; undefined where this replica has no piece of it.
+  at::Tensor updated(const at::Tensor& parameter) const;
   /// Gives master weights the values that the parameters have now.
   void reload_masters();
 
@@ -94,6 +97,8 @@ class OptimizerPieces {
   void for_each_divided(const std::function<void(const at::Tensor&, const Slice&)>& body) const;
   at::Tensor target_of(const at::Tensor& parameter) const;
   at::Tensor stand_in_for(const at::Tensor& parameter) const;
+  bool has_loaded() const;
+  at::Tensor reconciled_master(const at::Tensor& target) const;
   optim::ParameterNames names() const;
   void bind_pieces();
   void prepare();

@@ -14,6 +14,7 @@
 #include "checkpoint/apply.h"
 #include "core/check.h"
 #include "dp/bucket_layout.h"
+#include "runtime/save/average.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/optimizer.h"
@@ -132,6 +133,7 @@ OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
 
 void Optimizer::load_state_dict(const OptimizerState& state) {
   begin_use_of_gradients("optimizer.load_state_dict()");
+  check_no_average_in_use(*runtime_, "optimizer.load_state_dict()");
   at::NoGradGuard no_grad;
   check_fits(state);
   load(complete_groups(state), [this, state](const auto& wanted) {

@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <set>
 #include <tuple>
 
@@ -14,6 +15,7 @@
 #include "core/config_file.h"
 #include "core/restart.h"
 #include "runtime/save/copy_pace.h"
+#include "tests/smp/oracle.h"
 #include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/saved_run.h"
 
@@ -75,6 +77,36 @@ TEST_F(KeptCopy, AStartGoesOnFromIt) {
               HasSubstr("restart 1: goes on from step 2; 1 step is trained again\n"));
   ASSERT_EQ(losses.size(), 2);
   EXPECT_EQ(losses[1], losses[0]);
+}
+
+/// Each replica writes some of them.
+TEST_F(KeptCopy, HoldsAverages) {
+  Named expected;
+  std::mutex mutex;
+  run(2, 2, [&](SavedRun& run) {
+    const Ema ema(run.model, EmaOptions().decay(0.5));
+    for (int i = 0; i < 3; ++i) {
+      run.train(i);
+      ema.update();
+      keep_copy(run.model, run.optimizer);
+    }
+    const auto averaged = ema.averaged();
+    const Named state = to_map(run.model->state_dict());
+    const std::lock_guard lock(mutex);
+    expected = state;
+  });
+  start_again();
+  run(
+      1, 1,
+      [&](SavedRun& run) {
+        const Ema ema(run.model, EmaOptions().decay(0.5));
+        ASSERT_TRUE(resume_after_restart(run.model, run.optimizer));
+        EXPECT_EQ(ema.updates(), 3);
+        run.train(3);
+        const auto averaged = ema.averaged();
+        expect_equal(to_map(run.model->state_dict()), expected, "average");
+      },
+      /*seed=*/9);
 }
 
 TEST_F(KeptCopy, OfSomeCallsOneKeepsIt) {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <thread>
 
 #include "checkpoint/catalog.h"
@@ -93,6 +94,37 @@ TEST_F(SaveCheckpoint, APartialOneContinuesBitForBitInAnotherLayout) {
     };
     expect_equal_losses(losses(stages, 1, 3, 6, resume), {whole.begin() + 3, whole.end()});
   }
+}
+
+/// A program need not look whether there is one.
+TEST_F(SaveCheckpoint, ResumesFromOneOrBeginsAnew) {
+  run(2, 1, [&](SavedRun& run) {
+    const auto resume = [&](const std::optional<std::string>& tag = std::nullopt) {
+      return resume_from_checkpoint(path("runs"), tag, run.model, run.optimizer,
+                                    LoadOptions().begin_anew(true));
+    };
+    const LoadedRun first = resume();
+    EXPECT_FALSE(first.found);
+    EXPECT_EQ(first.step, 0);
+    EXPECT_EQ(first.user_content, "{}");
+    EXPECT_FALSE(resume("a").found);
+    run.train(0);
+    save_checkpoint(path("runs"), "a", run.model, run.optimizer);
+    EXPECT_FALSE(resume("b").found);
+    const LoadedRun second = resume();
+    EXPECT_TRUE(second.found);
+    EXPECT_EQ(second.step, 1);
+    EXPECT_TRUE(resume("a").found);
+    barrier();
+    if (rank() == 0) fs::remove(path("runs/newest"));
+    barrier();
+    // Training from nothing would replace what is there.
+    EXPECT_THROW(resume(), CheckpointError);
+    barrier();
+    if (rank() == 0) std::ofstream(path("runs/a_partial/index.json")) << "damaged";
+    barrier();
+    EXPECT_THROW(resume("a"), CheckpointError);
+  });
 }
 
 /// The same tensors under the same names as the files of all ranks, in one file.

@@ -203,6 +203,67 @@ TEST_F(TensorParallelCheckpoint, ACopyInMemoryKeepsEveryBit) {
   }
 }
 
+/// A layout, and how replicas divide what a rank has.
+struct Division {
+  TensorLayout layout;
+  Change change;
+};
+
+const std::vector<Division> kDivisions{{{2, 1, 2}, with_divided_states},
+                                       {{2, 2, 2, true}, with_divided_states},
+                                       {{2, 1, 2}, with_divided_parameters}};
+
+/// Each rank averages its parts of divided parameters, as a plain loop does the wholes.
+TEST_F(TensorParallelCheckpoint, AveragesAreDividedAsParametersAre) {
+  constexpr double kDecay = 0.7;
+  Named averages;
+  std::mutex mutex;
+  run({2, 2, 2}, [&](Rank& rank) {
+    const Ema ema(rank.model, EmaOptions().decay(kDecay));
+    Named plain;
+    for (int i = 0; i < 3; ++i) {
+      rank.train(i);
+      ema.update();
+      for (const auto& [name, value] : to_map(rank.model->state_dict())) {
+        const auto found = plain.find(name);
+        if (found == plain.end()) {
+          plain[name] = value.clone();
+        } else {
+          found->second.lerp_(value, 1 - kDecay);
+        }
+      }
+    }
+    {
+      const auto averaged = ema.averaged();
+      expect_equal(to_map(rank.model->state_dict()), plain, "average");
+    }
+    save(path("a"), rank.model, rank.optimizer);
+    const std::lock_guard lock(mutex);
+    averages = plain;
+  });
+  const auto plain = make_model<PlainModel>(9);
+  load_into_module(path("a"), *plain, LoadOptions().average("ema"));
+  expect_equal(state_of(*plain), averages, "average in a plain module");
+  const auto loads = [&](Rank& rank) {
+    const Ema ema(rank.model, EmaOptions().decay(kDecay));
+    load(path("a"), rank.model, rank.optimizer);
+    save(path("again"), rank.model, rank.optimizer);
+    rank.train(3);
+    const auto check = [&](const std::string& from) {
+      const auto averaged = ema.averaged();
+      expect_equal(to_map(rank.model->state_dict()), averages, "average " + from);
+    };
+    check("from before the first step");
+    load(path("again"), rank.model, rank.optimizer);
+    check("saved before the first step");
+  };
+  for (const TensorLayout& layout : {TensorLayout{1}, TensorLayout{4}, TensorLayout{2, 1, 2}}) {
+    SCOPED_TRACE(c10::str(layout));
+    run(layout, loads, 6);
+  }
+  for (const auto& [layout, change] : kDivisions) run(layout, loads, 6, change);
+}
+
 /// Before the first step every stage has all of its parts.
 TEST_F(TensorParallelCheckpoint, IsSavedBeforeTheFirstStep) {
   run({2, 2}, [&](Rank& rank) {
@@ -241,16 +302,6 @@ TEST_F(TensorParallelCheckpoint, KeepsMasterWeights) {
     expect_equal(loaded, saved, "value");
   }
 }
-
-/// A layout, and how replicas divide what a rank has.
-struct Division {
-  TensorLayout layout;
-  Change change;
-};
-
-const std::vector<Division> kDivisions{{{2, 1, 2}, with_divided_states},
-                                       {{2, 2, 2, true}, with_divided_states},
-                                       {{2, 1, 2}, with_divided_parameters}};
 
 TEST_F(TensorParallelCheckpoint, OtherDivisionsGoOn) {
   const auto uninterrupted = outcome({1}, [](Rank& rank) {

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/save/average.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <exception>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/apply.h"
+#include "checkpoint/safetensors.h"
+#include "comm/communicator.h"
+#include "core/check.h"
+#include "core/text.h"
+#include "dp/replica_state.h"
+#include "runtime/parameters/dividing.h"
+#include "runtime/save/background_save.h"
+#include "runtime/save/saving.h"
+#include "runtime/update/master_weights.h"
+#include "runtime/update/state_pieces.h"
+
+namespace smp::runtime {
+namespace {
+
+using Slices = std::vector<std::shared_ptr<dp::ParameterSlices>>;
+
+/// How replicas divide parameters, with pieces that share the parameters' memory.
+Slices bound_slices(const Runtime& runtime) {
+  Slices all = slices_of(runtime);
+  for (const auto& slices : all) slices->bind();
+  return all;
+}
+
+/// The part of a parameter that this rank updates; undefined where it has none.
+at::Tensor target_of(const ParameterTable::Entry& entry) {
+  if (!entry.slice) return entry.tensor;
+  return entry.slice->has_piece() ? entry.slice->piece() : at::Tensor();
+}
+
+/// This rank's part of other values of a whole parameter.
+at::Tensor own_of(const Runtime& runtime, const ParameterTable::Entry& entry,
+                  const at::Tensor& whole) {
+  const at::Tensor part =
+      entry.split ? entry.split->part(whole, runtime.rank_in(CommGroup::kTp)) : whole;
+  if (!entry.slice) return part;
+  const dp::ParameterSlices& slices = *entry.slice->slices;
+  return slices.elements(part, entry.slice->index, slices.pieces()[entry.slice->index]);
+}
+
+/// A tensor with the strides of `target` for an average of it, which has the values of `source`.
+at::Tensor begun(const at::Tensor& target, const at::Tensor& source) {
+  const bool is_half = MasterWeights::concerns(target);
+  const auto dtype = is_half ? at::kFloat : target.scalar_type();
+  return at::empty_like(target, at::TensorOptions().dtype(dtype)).copy_(source);
+}
+
+void check_name(const std::string& name) {
+  const bool fits = !name.empty() && name.size() <= checkpoint::kLongestName;
+  const bool is_text = core::printable(name, checkpoint::kLongestName) == name;
+  SMP_CHECK_WITH(UsageError, fits && is_text && name.find('/') == std::string::npos,
+                 "smp::Ema: expected a name without \"/\" and control characters, of at most ",
+                 checkpoint::kLongestName, " bytes of UTF-8, got \"", core::printable(name),
+                 "\". Checkpoints have its tensors as \"parameter/average.name\"");
+}
+
+void check_not_in_use(const std::vector<Average*>& averages, const std::string& call) {
+  for (const Average* average : averages) {
+    SMP_CHECK_WITH(UsageError, !average->is_in_use(), call,
+                   " was called while the parameters have the values of average \"",
+                   core::printable(average->name()),
+                   "\". End the block of ema.averaged() first, which gives them back their own");
+  }
+}
+
+}  // namespace
+
+Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string name, double decay)
+    : model_(model),
+      optimizer_(std::move(optimizer)),
+      name_(std::move(name)),
+      decay_(decay),
+      runtime_(Runtime::get_shared()) {
+  SMP_CHECK_WITH(UsageError, 0 <= decay && decay < 1,
+                 "smp::Ema: expected a decay of at least 0 and below 1, got ", decay,
+                 ". It is the share of the average that an update leaves, such as 0.999");
+  check_name(name_);
+  for (const Average* other : averages_of(*runtime_, model)) {
+    SMP_CHECK_WITH(UsageError, other->name() != name_, "smp::Ema: the model has an average \"",
+                   core::printable(name_),
+                   "\" already. Give each a name of its own: smp::EmaOptions().name(...)");
+  }
+  CheckpointContext::of(*runtime_).averages.push_back(this);
+}
+
+Average::~Average() {
+  hook_.remove();
+  if (!runtime_->checkpoint_context) return;  // after smp::shutdown
+  auto& all = runtime_->checkpoint_context->averages;
+  all.erase(std::remove(all.begin(), all.end(), this), all.end());
+}
+
+/// Checks a call of the user's.
+void Average::begin(const char* call) const {
+  SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running, call,
+                 " was called inside a step function; call it before or after the step");
+  SMP_CHECK_WITH(UsageError, runtime_->partitioned(), call,
+                 " was called before the first step, which divides the parameters among the ranks. "
+                 "Call it later; smp::load with LoadOptions().average(\"",
+                 core::printable(name_), "\") gives a model averaged values before");
+  check_no_average_in_use(*runtime_, model_, call);
+  take_back_wholes(*runtime_);
+}
+
+/// The model's parameters that this rank owns, but those of integers.
+std::vector<const ParameterTable::Entry*> Average::averaged() const {
+  std::vector<const Entry*> result;
+  for (const checkpoint::NamedTensor& named : tensors_of(*runtime_, model_)) {
+    const Entry& entry = runtime_->table().at(named.name);
+    const bool is_number = named.tensor.is_floating_point() || named.tensor.is_complex();
+    if (entry.is_parameter() && is_number && runtime_->owns(entry)) result.push_back(&entry);
+  }
+  return result;
+}
+
+void Average::update() {
+  begin("ema.update()");
+  const at::NoGradGuard no_grad;
+  take_loaded();
+  bound_slices(*runtime_);
+  std::vector<at::Tensor> averages, sources;
+  for (const Entry* entry : averaged()) {
+    const at::Tensor target = target_of(*entry);
+    if (!target.defined()) continue;
+    const at::Tensor source = (optimizer_ ? optimizer_->updated(entry->tensor) : target).detach();
+    at::Tensor& average = averages_[entry->name];
+    if (!average.defined()) {
+      average = begun(target, source);
+    } else if (average.scalar_type() != source.scalar_type()) {
+      average.lerp_(source.to(average.scalar_type()), 1 - decay_);  // one copy at a time
+    } else {
+      averages.push_back(average);
+      sources.push_back(source);
+    }
+  }
+  if (!averages.empty()) at::_foreach_lerp_(averages, sources, 1 - decay_);
+  ++updates_;
+}
+
+void Average::begin_use() {
+  begin("ema.averaged()");
+  is_in_use_ = true;
+  if (updates_ == 0) return;
+  try {
+    give_to_parameters();
+  } catch (...) {
+    end_use();
+    throw;
+  }
+}
+
+void Average::give_to_parameters() {
+  const at::NoGradGuard no_grad;
+  take_loaded();
+  const Slices all = bound_slices(*runtime_);
+  std::map<const dp::ParameterSlices*, std::vector<bool>> changed;
+  for (const Entry* entry : averaged()) {
+    if (entry->slice) {
+      auto& flags = changed[entry->slice->slices.get()];
+      flags.resize(entry->slice->slices->parameters().size());
+      flags[entry->slice->index] = true;
+    }
+    const at::Tensor target = target_of(*entry);
+    // The whole where replicas have it, so that to give it back no rank needs another.
+    const at::Tensor own = entry->shard() ? target : entry->tensor;
+    if (own.defined()) own_.emplace_back(own, own.detach().clone());
+    const auto average = averages_.find(entry->name);
+    if (average != averages_.end()) target.detach().copy_(average->second);
+  }
+  for (const auto& slices : all) {
+    const auto found = changed.find(slices.get());
+    if (found != changed.end()) slices->all_gather(found->second);
+  }
+}
+
+void Average::end_use() noexcept {
+  try {
+    const at::NoGradGuard no_grad;
+    take_back_wholes(*runtime_);
+    for (const auto& [own, values] : own_) own.detach().copy_(values);
+  } catch (const std::exception& error) {
+    runtime_->fail(error);
+  }
+  own_.clear();
+  is_in_use_ = false;
+}
+
+OptimizerState::Param Average::param_of(std::vector<int64_t> shape,
+                                        const at::Tensor& tensor) const {
+  return {std::move(shape), {{checkpoint::average_field(name_), tensor}}, ""};
+}
+
+OptimizerState Average::local_state() {
+  if (updates_ == 0) return {};
+  const at::NoGradGuard no_grad;
+  take_loaded();
+  OptimizerState whole;
+  if (loaded_) {
+    for (const Entry* entry : averaged()) {
+      const at::Tensor tensor = loaded_(entry->name);
+      if (tensor.defined()) whole.params[entry->name] = param_of(entry->whole_sizes(), tensor);
+    }
+    return whole;
+  }
+  OptimizerState pieces;
+  for (const auto& [name, average] : averages_) {
+    const auto param = param_of(average.sizes().vec(), average);
+    (runtime_->table().at(name).slice ? pieces : whole).params[name] = param;
+  }
+  const Slices all = slices_of(*runtime_);
+  if (!all.empty() && runtime_->replicas()->rank() > 0) whole.params.clear();
+  for (const auto& slices : all) join_states(*slices, pieces, whole);
+  return whole;
+}
+
+void Average::load(int64_t updates, Read read) {
+  updates_ = updates;
+  averages_.clear();
+  loaded_ = nullptr;
+  hook_.remove();
+  if (updates == 0) return;
+  loaded_ = std::move(read);
+  if (runtime_->partitioned()) {
+    take_loaded();
+  } else {
+    hook_ = model_.register_post_partition_hook([this] { take_loaded(); });
+  }
+}
+
+/// Cuts what was loaded to what this rank has of it, once that is settled.
+void Average::take_loaded() {
+  if (!loaded_ || !runtime_->partitioned()) return;
+  const at::NoGradGuard no_grad;
+  slices_of(*runtime_);  // which divides the parameters, if nothing has
+  std::map<std::string, at::Tensor> averages;
+  for (const Entry* entry : averaged()) {
+    const at::Tensor target = target_of(*entry);
+    if (!target.defined()) continue;
+    const at::Tensor values = loaded_(entry->name);
+    if (!values.defined()) continue;
+    averages[entry->name] = begun(target, own_of(*runtime_, *entry, values));
+  }
+  averages_ = std::move(averages);
+  loaded_ = nullptr;
+}
+
+void Average::take_of(const comm::CommunicatorPtr& replicas, int root) {
+  const at::NoGradGuard no_grad;
+  take_loaded();
+  nlohmann::json outline = {{"updates", updates_}, {"parameters", nlohmann::json::array()}};
+  for (const auto& [name, average] : averages_) outline["parameters"].push_back(name);
+  outline = nlohmann::json::parse(comm::broadcast_bytes(*replicas, outline.dump(), root));
+  std::map<std::string, at::Tensor> averages;
+  std::vector<at::Tensor> tensors;
+  for (const auto& item : outline.at("parameters")) {
+    const auto name = item.get<std::string>();
+    const at::Tensor& own = averages_[name];
+    const at::Tensor& parameter = runtime_->table().at(name).tensor;
+    tensors.push_back(own.defined() ? own : begun(parameter, parameter));
+    averages[name] = tensors.back();
+  }
+  dp::broadcast_in_pieces(std::move(tensors), replicas, root);
+  averages_ = std::move(averages);
+  updates_ = outline.at("updates").get<int64_t>();
+}
+
+std::vector<Average*> all_averages(const Runtime& runtime) {
+  if (!runtime.checkpoint_context) return {};
+  return runtime.checkpoint_context->averages;
+}
+
+std::vector<Average*> averages_of(const Runtime& runtime, const Model& model) {
+  std::vector<Average*> result = all_averages(runtime);
+  const auto is_other = [&](const Average* average) { return !average->is_of(model); };
+  result.erase(std::remove_if(result.begin(), result.end(), is_other), result.end());
+  return result;
+}
+
+void check_no_average_in_use(const Runtime& runtime, const Model& model, const std::string& call) {
+  check_not_in_use(averages_of(runtime, model), call);
+}
+
+void check_no_average_in_use(const Runtime& runtime, const std::string& call) {
+  check_not_in_use(all_averages(runtime), call);
+}
+
+}  // namespace smp::runtime
