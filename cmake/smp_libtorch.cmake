@@ -9,7 +9,7 @@
 macro(smp_find_libtorch)
   find_path(SMP_TORCH_CMAKE_DIR TorchConfig.cmake
     HINTS ${Torch_DIR} ENV Torch_DIR ${Torch_ROOT} ENV Torch_ROOT
-    PATH_SUFFIXES share/cmake/Torch
+    PATH_SUFFIXES share/cmake/Torch Torch  # the latter below torch.utils.cmake_prefix_path
     DOC "The folder of libtorch's TorchConfig.cmake")
   if(NOT SMP_TORCH_CMAKE_DIR)
     message(FATAL_ERROR "smp: libtorch was not found. Name it as for find_package(Torch), for example\n"
@@ -37,6 +37,14 @@ function(smp_check_libtorch)
   if(NOT needed STREQUAL found)
     message(FATAL_ERROR "smp: this smp was built with libtorch ${ARGV0}, and ${SMP_LIBTORCH_DIR} is "
       "libtorch ${SMP_LIBTORCH_VERSION}. Use libtorch ${needed}, or build smp with yours.")
+  endif()
+endfunction()
+
+# smp_check_cuda(WHO): fails if libtorch is one for the CPU. WHO needs another.
+function(smp_check_cuda who)
+  if(NOT EXISTS ${SMP_LIBTORCH_DIR}/lib/libtorch_cuda.so)
+    message(FATAL_ERROR "smp: ${who} needs a libtorch for CUDA, and ${SMP_LIBTORCH_DIR} is one for the "
+      "CPU. Use that of PyPI (pip install torch) or the zip for CUDA, or build smp without SMP_CUDA.")
   endif()
 endfunction()
 

@@ -2,10 +2,12 @@
 #include "core/json.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <set>
@@ -119,6 +121,54 @@ std::string read_regular(const std::string& path, uint64_t most, std::string& pr
   return text;
 }
 
+void check_read(const std::string& path, const std::string& what, const std::string& problem) {
+  SMP_CHECK_WITH(ConfigError, problem.empty(), printable(path), ": cannot read ", what, ": ",
+                 problem, ". Give the path of a JSON file.");
+}
+
+// Whether the pipe may be read, or nothing more will come, before `deadline`.
+bool wait_for_writer(int pipe, std::chrono::steady_clock::time_point deadline) {
+  for (;;) {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    pollfd waiting{pipe, POLLIN, 0};
+    const int ready = poll(&waiting, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+    if (ready >= 0 || errno != EINTR) return ready > 0;
+  }
+}
+
+// Reads a pipe until its writers have closed it; what is wrong is in `problem`.
+std::string read_to_the_end(int pipe, std::chrono::milliseconds patience, uint64_t most,
+                            std::string& problem) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  std::string text;
+  std::array<char, 1 << 16> piece;
+  bool has_writer = false;
+  while (text.size() <= most) {
+    const ssize_t got = read(pipe, piece.data(), piece.size());
+    if (got > 0) {
+      text.append(piece.data(), static_cast<size_t>(got));
+      continue;
+    }
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno != EAGAIN) {
+      problem = std::strerror(errno);
+      return "";
+    }
+    // One that nobody has opened yet is read as one that is closed.
+    const bool is_closed = got == 0 && (has_writer || !text.empty());
+    if (is_closed) return text;
+    if (!wait_for_writer(pipe, deadline)) {
+      problem = c10::str("it is a pipe that was not written and closed within ",
+                         std::chrono::duration<double>(patience).count(), " s");
+      return "";
+    }
+    has_writer = true;
+  }
+  problem = c10::str("it has more than ", most, " bytes");
+  return "";
+}
+
 }  // namespace
 
 json parse_json(const std::string& text, const std::string& source_name) {
@@ -151,8 +201,21 @@ json parse_json(const std::string& text, const std::string& source_name) {
 std::string read_file(const std::string& path, const std::string& what, uint64_t most) {
   std::string problem;
   const std::string text = read_regular(path, most, problem);
-  SMP_CHECK_WITH(ConfigError, problem.empty(), printable(path), ": cannot read ", what, ": ",
-                 problem, ". Give the path of a JSON file.");
+  check_read(path, what, problem);
+  return text;
+}
+
+std::string read_pipe(const std::string& path, const std::string& what,
+                      std::chrono::milliseconds patience, uint64_t most) {
+  // Without O_NONBLOCK opening a pipe would wait for its writer.
+  const Descriptor pipe(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  std::string problem, text;
+  if (pipe.get() < 0) {
+    problem = std::strerror(errno);
+  } else {
+    text = read_to_the_end(pipe.get(), patience, most, problem);
+  }
+  check_read(path, what, problem);
   return text;
 }
 

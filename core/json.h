@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -16,5 +17,10 @@ nlohmann::json parse_json(const std::string& text, const std::string& source_nam
 /// one of more than `most` bytes, is not read.
 std::string read_file(const std::string& path, const std::string& what,
                       uint64_t most = uint64_t{64} << 20);
+
+/// The same of a pipe, which can be read once: what is written into it until it is closed, or the
+/// error's reason if that is not within `patience`.
+std::string read_pipe(const std::string& path, const std::string& what,
+                      std::chrono::milliseconds patience, uint64_t most = uint64_t{64} << 20);
 
 }  // namespace smp::core

@@ -46,10 +46,20 @@ std::string divisors(int number) {
   return text;
 }
 
-void check_divisor(const char* key, int64_t degree, const char* whole_name, int whole) {
+// `remedy`: what else helps than another degree.
+void check_divisor(const char* key, int64_t degree, const char* whole_name, int whole,
+                   const std::string& remedy) {
   SMP_CHECK_WITH(ConfigError, degree <= whole && whole % degree == 0, "config key \"", key,
                  "\": expected a divisor of ", whole_name, " (", whole, "), got ", degree,
-                 ". Set it to ", divisors(whole), ".");
+                 ". Set it to ", divisors(whole), remedy, ".");
+}
+
+// A program that runs alone was most likely started without a launcher.
+std::string launcher_hint(const Config& config, int world_size) {
+  if (world_size > 1) return "";
+  const int64_t ranks = Topology::least_size(config);
+  if (ranks > Topology::kMostRanks) return "";
+  return c10::str(", or start ", ranks, " ranks: smprun --np ", ranks, " PROGRAM");
 }
 
 void check_replicas(const Config& config, int world_size) {
@@ -103,17 +113,23 @@ Topology::Topology(const Config& config, const std::vector<std::string>& hosts) 
   }
 }
 
+int64_t Topology::least_size(const Config& config) {
+  return config.partitions() * config.tensor_parallel_degree() *
+         config.sharded_data_parallel_degree();
+}
+
 void Topology::check_size(const Config& config, int world_size) {
   SMP_CHECK_WITH(UsageError, world_size >= 1, "Topology: expected at least one rank, got ",
                  world_size, ".");
   const int64_t pp = config.partitions();
-  check_divisor("partitions", pp, "the world size", world_size);
+  const std::string remedy = launcher_hint(config, world_size);
+  check_divisor("partitions", pp, "the world size", world_size, remedy);
   const int data_parallel = world_size / static_cast<int>(pp);
   check_divisor("tensor_parallel_degree", config.tensor_parallel_degree(),
-                "world size / partitions", data_parallel);
+                "world size / partitions", data_parallel, remedy);
   check_divisor("sharded_data_parallel_degree", config.sharded_data_parallel_degree(),
                 "the number of replicas",
-                data_parallel / static_cast<int>(config.tensor_parallel_degree()));
+                data_parallel / static_cast<int>(config.tensor_parallel_degree()), remedy);
   check_replicas(config, world_size);
 }
 

@@ -28,6 +28,11 @@ class Topology {
   /// Throws `ConfigError` unless the degrees of the configuration divide `world_size`, naming the
   /// values that do, and where it has replicas without "ddp".
   static void check_size(const Config& config, int world_size);
+  /// More ranks than any job has.
+  static constexpr int kMostRanks = 1 << 20;
+  /// How many ranks the degrees of the configuration take: one replica, or one group of sharded
+  /// replicas.
+  static int64_t least_size(const Config& config);
 
   int size() const { return size(CommGroup::kWorld); }
   /// The name of the host of world rank `rank`.

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "smp/detail/by_arrow.h"
 #include "smp/detail/cast_forward.h"
 #include "smp/detail/structure.h"
 #include "smp/model_core.h"
@@ -85,7 +86,7 @@ class CallableCore : public ModelCore {
 /// with the configuration's `fp16` or `bf16`, floating point parameters and buffers get that type
 /// at once.
 template <class M>
-class DistributedModel {
+class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
  public:
   /// Throws `UsageError` before `smp::init`, for an empty holder, for a module that is wrapped
   /// already and after the first step.

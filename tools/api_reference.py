@@ -28,7 +28,7 @@ PAGES = {
     "The step": ["step.h", "step_options.h", "whole.h", "fields.h", "step_output.h"],
     "Leaf modules": ["leaf.h"],
     "DistributedOptimizer": ["distributed_optimizer.h", "optimizer_core.h", "optimizer_state.h",
-                             "loss_scale_options.h", "clip_grad.h", "scheduler.h"],
+                             "loss_scale_options.h", "clip_grad.h", "scheduler.h", "ema.h"],
     "Optimizers": ["optim/adadelta.h", "optim/fused.h", "optim/lamb.h", "optim/novograd.h",
                    "optim/own_options.h", "optim/traits.h", "optim/uses_grad_norm.h",
                    "optim/uses_tensor_norms.h"],

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "core/check.h"
 #include "core/config_file.h"
 #include "core/failure.h"
+#include "core/json.h"
 #include "core/topology.h"
 
 namespace smp::tools {
@@ -32,6 +35,9 @@ std::optional<Distribution> find_distribution(const LaunchOptions& options,
                  options.config_file, " and the environment variable ", kParametersVariable,
                  " are set: expected one of them. Unset ", kParametersVariable,
                  ", or leave --config out.");
+  if (options.config_text) {
+    return Distribution::from_json(*options.config_text, options.config_file);
+  }
   if (has_file) return Distribution::from_file(options.config_file);
   if (context.parameters) return Distribution::from_json(*context.parameters, kParametersVariable);
   return std::nullopt;
@@ -45,16 +51,10 @@ void put_into(const Layout& layout, std::optional<Distribution>& distribution) {
   distribution->config = Config::from_json(json, kParametersVariable);
 }
 
-void check(const Config& config, const std::string& source) {
-  SMP_CHECK_WITH(ConfigError, config.is_set("partitions"), source,
-                 ": 'partitions' is a required parameter. Set it to the number of pipeline "
-                 "partitions.");
-  config.validate();
-}
-
 // What the configuration does not say, the program may set.
 void check_size(Config config, int ranks) {
   if (!config.is_set("ddp")) config.ddp(true);
+  if (!config.ddp() && !config.is_set("partitions")) config.partitions(ranks);
   core::Topology::check_size(config, ranks);
 }
 
@@ -73,6 +73,15 @@ std::vector<Host> find_hosts(const LaunchOptions& options, const LaunchContext& 
   return hosts;
 }
 
+/// The number of ranks that a configuration asks for.
+int checked_count(int64_t ranks) {
+  SMP_CHECK_WITH(ConfigError, ranks <= core::Topology::kMostRanks,
+                 "smprun: the configuration asks for ", ranks, " ranks: expected at most ",
+                 core::Topology::kMostRanks,
+                 ". Set smaller degrees or mpi.processes_per_host, or give --np N.");
+  return static_cast<int>(ranks);
+}
+
 int rank_count(const LaunchOptions& options, const std::vector<Host>& hosts,
                const std::optional<Distribution>& distribution) {
   if (options.np) return *options.np;
@@ -84,8 +93,16 @@ int rank_count(const LaunchOptions& options, const std::vector<Host>& hosts,
   SMP_CHECK_WITH(ConfigError, distribution.has_value(),
                  "smprun: the number of ranks is unknown: expected --np N or --config FILE, got "
                  "neither. Give one of them.");
-  return static_cast<int>(
-      distribution->processes_per_host.value_or(distribution->config.partitions()));
+  if (distribution->processes_per_host) return checked_count(*distribution->processes_per_host);
+  const Config& config = distribution->config;
+  const auto says = [&](const char* key) { return config.is_set(key); };
+  SMP_CHECK_WITH(ConfigError,
+                 says("partitions") || says("tensor_parallel_degree") ||
+                     says("sharded_data_parallel_degree"),
+                 "smprun: the number of ranks is unknown: the configuration has none of "
+                 "\"partitions\", \"tensor_parallel_degree\", \"sharded_data_parallel_degree\" and "
+                 "mpi.processes_per_host. Give --np N.");
+  return checked_count(core::Topology::least_size(config));
 }
 
 class MpirunArguments {
@@ -227,15 +244,19 @@ LaunchCommand on_each(const LaunchOptions& options, const LaunchContext& context
 
 }  // namespace
 
+void read_config_pipe(LaunchOptions& options) {
+  constexpr std::chrono::minutes kPatience{1};
+  std::error_code ignored;  // a file that is not there: reading it says so
+  if (!std::filesystem::is_fifo(options.config_file, ignored)) return;
+  options.config_text = core::read_pipe(options.config_file, "the configuration file", kPatience);
+}
+
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context) {
   auto distribution = find_distribution(options, context);
   if (context.layout) put_into(*context.layout, distribution);
   const bool data_parallel = is_data_parallel(distribution);
   const bool model_parallel = distribution && !data_parallel;
-  if (model_parallel) {
-    check(distribution->config,
-          options.config_file.empty() ? kParametersVariable : options.config_file);
-  }
+  if (model_parallel) distribution->config.validate();
   const std::vector<Host> hosts = find_hosts(options, context, distribution);
   const int ranks =
       context.layout ? context.layout->ranks : rank_count(options, hosts, distribution);

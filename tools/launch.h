@@ -18,6 +18,8 @@ namespace smp::tools {
 struct LaunchOptions {
   /// The file with the configuration; empty for none.
   std::string config_file;
+  /// Its content, where it is a pipe, which can be read once: see `read_config_pipe`.
+  std::optional<std::string> config_text;
   /// The number of ranks, if given on the command line.
   std::optional<int> np;
   /// The hosts as the user named them, "h1:2,h2:2"; empty for this one, or those of a SLURM job.
@@ -93,12 +95,16 @@ struct LaunchCommand {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
+/// Reads `options.config_file` if it is a pipe, as the shell's <(command) and /dev/stdin are, for at
+/// most a minute. Throws `ConfigError`. Ranks are given the content; they do not open it.
+void read_config_pipe(LaunchOptions& options);
+
 /// Checks the configuration and makes the mpirun command. The number of ranks is `options.np`, else
-/// what the hosts take, else mpi.processes_per_host of the file, else "partitions". A host that is
-/// named without a number takes mpi.processes_per_host ranks, else one. With the strategy of data
-/// parallelism the ranks get the address where c10d's meet, the first host's. Throws `ConfigError`
-/// with the texts of docs/configuration.md, and when both a file and `context.parameters` are
-/// given.
+/// what the hosts take, else mpi.processes_per_host of the file, else the product of "partitions",
+/// "tensor_parallel_degree" and "sharded_data_parallel_degree". A host that is named without a
+/// number takes mpi.processes_per_host ranks, else one. With the strategy of data parallelism the
+/// ranks get the address where c10d's meet, the first host's. Throws `ConfigError` with the texts
+/// of docs/configuration.md, and when both a file and `context.parameters` are given.
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context);
 
 /// How long the ranks have until all are in `smp::init`; 0: any time. By default ten minutes, or

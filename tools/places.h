@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/topology.h"
 #include "tools/hosts.h"
 #include "tools/job_run.h"
 #include "tools/launch.h"
@@ -13,7 +14,7 @@
 namespace smp::tools {
 
 /// More ranks than any host takes.
-constexpr int kMostRanks = 1 << 20;
+constexpr int kMostRanks = core::Topology::kMostRanks;
 
 /// Where a job that is started again finds its places. Uses what it is given as long as it is
 /// there.

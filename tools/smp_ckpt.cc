@@ -17,6 +17,7 @@
 #include "tools/checkpoint_commands.h"
 #include "tools/checkpoint_source.h"
 #include "tools/checkpoint_text.h"
+#include "tools/version_option.h"
 
 namespace {
 
@@ -137,6 +138,7 @@ int main(int argc, char** argv) {
       "Looks at checkpoints and makes others of them; docs/checkpoints.md.\n"
       "Exit status: 0; 1 if verify or diff found something; 2 for errors.",
       "smp_ckpt"};
+  smp::tools::add_version(app);
   app.require_subcommand(1);
   const auto* lists =
       command(app, "list", "The checkpoints of a folder, the oldest first", "The folder", options);

@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "graph/hash_log.h"
 #include "tools/hash_diff.h"
+#include "tools/version_option.h"
 
 int main(int argc, char** argv) {
   constexpr int kFoundStatus = 1, kErrorStatus = 2;
@@ -17,6 +18,7 @@ int main(int argc, char** argv) {
       "Compares what two runs computed, as \"record_hashes\" recorded it; docs/corruption.md.\n"
       "Exit status: 0; 1 if something differs; 2 for errors.",
       "smp_diff"};
+  smp::tools::add_version(app);
   app.add_option("first", first, "The folder of a run's hashes")->required();
   app.add_option("second", second, "That of another run")->required();
   CLI11_PARSE(app, argc, argv);

@@ -25,6 +25,7 @@
 #include "tools/plan_picture.h"
 #include "tools/plan_text.h"
 #include "tools/schedule_view.h"
+#include "tools/version_option.h"
 
 namespace {
 
@@ -181,6 +182,7 @@ int main(int argc, char** argv) {
       "Draws a schedule: smp_plan --schedule NAME [OPTIONS]\n"
       "See docs/planning.md and docs/timeline.md.",
       "smp_plan"};
+  smp::tools::add_version(app);
   app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"");
   app.add_option("--schedule", options.schedule,
                  "A schedule to draw instead: a name as for --pipeline, or a file");

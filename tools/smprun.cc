@@ -26,6 +26,7 @@
 #include "tools/places.h"
 #include "tools/process.h"
 #include "tools/restarts.h"
+#include "tools/version_option.h"
 
 extern char** environ;
 
@@ -164,11 +165,14 @@ int main(int argc, char** argv) {
       "Shows what the ranks of running jobs do: smprun --status [JOB] [--stacks]\n"
       "See docs/configuration.md.",
       "smprun"};
+  smp::tools::add_version(app);
   app.add_option("--config", options.config_file,
                  "JSON file with the parameters, or the estimator's distribution");
   auto* np_option =
-      app.add_option("--np", np,
-                     "Number of ranks; else what the hosts take, processes_per_host or partitions")
+      app.add_option(
+             "--np", np,
+             "Number of ranks; else what the hosts take, processes_per_host, or the product "
+             "of the degrees in the configuration")
           ->check(CLI::Range(1, kMostRanks));
   app.add_option("--hosts", options.hosts,
                  "Hosts and their ranks, h1:2,h2:2; else those of a SLURM job, else this one");
@@ -209,6 +213,7 @@ int main(int argc, char** argv) {
     return kUsageStatus;
   }
   try {
+    read_config_pipe(options);
     return launch(options, dry_run);
   } catch (const smp::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";

@@ -3,11 +3,12 @@
 # Adopts the library as a CMake project does, from nothing: builds and installs it, then builds
 # examples/cmake outside of the tree and compares what it trains with what Bazel's hello trains.
 #
-#     tests/cmake/adopt.sh --libtorch DIR --hello PROGRAM [--quick]
+#     tests/cmake/adopt.sh --libtorch DIR --hello PROGRAM [--quick --smprun PROGRAM]
 #
-# DIR holds libtorch's include and lib; PROGRAM is Bazel's examples/hello. With --quick, as a test of
-# Bazel's, CMake links the objects that Bazel has compiled, and only the install tree is looked at, and
-# what is refused; otherwise CMake compiles, and symbols are looked at, FetchContent, pkg-config, GCC
+# DIR holds libtorch's include and lib; the programs are Bazel's. With --quick, as a test of Bazel's,
+# the commands that README.md and docs/installing.md print are typed as they stand (printed.sh), CMake
+# links the objects that Bazel has compiled, and only the install tree is looked at, and what is
+# refused; otherwise CMake compiles, and symbols are looked at, FetchContent, pkg-config, GCC
 # and clang with C++17 and C++20 and warnings as errors, a build without MPI, and a wheel, which needs
 # the network. CMAKE_BUILD_PARALLEL_LEVEL says how many compilers run at once.
 set -uo pipefail
@@ -17,10 +18,15 @@ while [ $# -gt 0 ]; do
   case $1 in
     --libtorch) libtorch=$(realpath "$2") && libtorch=${libtorch%/share/cmake/*} && shift 2 ;;
     --hello) hello=$(realpath "$2") && shift 2 ;;
+    --smprun) smprun=$(realpath "$2") && shift 2 ;;
     --quick) quick=true && shift ;;
     *) echo "adopt.sh: unknown argument $1" >&2 && exit 2 ;;
   esac
 done
+if $quick && [ -z "${TEST_SRCDIR:-}" ]; then # it would change the checkout
+  echo "adopt.sh: --quick is a test of Bazel's" >&2
+  exit 2
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Bazel shows a test links to the sources, which CMake would install as links.
@@ -46,6 +52,8 @@ check() {
     tail -40 "$work/log" | sed 's/^/      /'
   fi
 }
+
+source "$source/tests/cmake/printed.sh"
 
 # build SOURCE FOLDER OPTION...: configures and builds.
 build() {
@@ -166,18 +174,25 @@ headers_with() {
   done
 }
 
-prefix=$work/prefix
-options=(-DCMAKE_BUILD_TYPE=Release)
-$quick && options+=(-DSMP_TOOLS=OFF)
-check "configure" cmake -S "$source" -B "$work/build" "${options[@]}" \
-  -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang -DSMP_WERROR=ON \
-  -DCMAKE_PREFIX_PATH="$libtorch" -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
+prefix=$work/home/smp
+cp -r "$source/examples/cmake" "$work/project" # as a stranger does
 if $quick; then
-  check "link the library" link_objects "$work/build"
+  be_a_stranger
+  check "README.md's commands" type_commands "$source/README.md" "$source" "$source" "$source" \
+    "$source" "$source"
+  check "docs/installing.md's" type_commands "$source/docs/installing.md" "$source" "$work/project" \
+    "$work/project" "$source"
+  check "and no other line is left out" left_out_are_printed
+  sed 's/^/      /' "$work/log"
 else
+  # As find_package(Torch) is given it by those who have torch's wheel.
+  check "configure" cmake -S "$source" -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
+    -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang -DSMP_WERROR=ON \
+    -DCMAKE_PREFIX_PATH="$libtorch/share/cmake" -DCMAKE_INSTALL_PREFIX="$prefix" \
+    -DCMAKE_INSTALL_LIBDIR=lib
   check "build the library" cmake --build "$work/build"
+  check "install it" cmake --install "$work/build"
 fi
-check "install it" cmake --install "$work/build"
 size_of() { du -sh "$1" | cut -f1; } # one du for both would count the headers once
 printf '      install tree %s, headers %s\n' "$(size_of "$prefix")" "$(size_of "$prefix/include")"
 if ! $quick; then
@@ -188,18 +203,34 @@ check "what it throws is caught outside of it" catches
 check "name maps are installed" cmp "$source/examples/huggingface/gpt2.json" \
   "$prefix/share/smp/huggingface/gpt2.json"
 
-cp -r "$source/examples/cmake" "$work/project" # as a stranger does
 check "its program is the README's" cmp "$source/examples/cmake/train.cc" "$source/examples/hello/hello.cc"
-check "build examples/cmake on the install tree" build "$work/project" "$work/on_install" \
-  -DCMAKE_PREFIX_PATH="$prefix"
-check "1, 2 and 4 ranks have the weights of Bazel's program" same_as_bazel "$work/on_install/train"
-$quick || check "smprun runs 2 stages x 2 replicas" env -C "$work" "$prefix/bin/smprun" --np 4 \
-  --config "$work/project/2x2.json" "$work/on_install/train"
+if $quick; then
+  check "its CMakeLists.txt is the README's" shows_project "$source/README.md"
+  check "and that of docs/installing.md" shows_project "$source/docs/installing.md"
+  check "1, 2 and 4 ranks have the weights of Bazel's program" same_as_bazel "$source/app/train"
+else
+  check "build examples/cmake on the install tree" build "$work/project" "$work/on_install" \
+    -DCMAKE_PREFIX_PATH="$prefix"
+  check "1, 2 and 4 ranks have the weights of Bazel's program" \
+    same_as_bazel "$work/on_install/train"
+  check "smprun runs 2 stages x 2 replicas" env -C "$work" "$prefix/bin/smprun" --np 4 \
+    --config "$work/project/2x2.json" "$work/on_install/train"
+fi
 
 another_libtorch "$work/old" 2.10.0
 check "another libtorch is refused" refuses "smp: this smp was built with libtorch" \
   cmake -S "$work/project" -B "$work/refused_build" -DCMAKE_PREFIX_PATH="$prefix;$work/old" \
   -DTorch_DIR="$work/old/share/cmake/Torch"
+another_libtorch "$work/cpu" 0
+cp "$libtorch/share/cmake/Torch/TorchConfigVersion.cmake" "$work/cpu/share/cmake/Torch"
+check "SMP_CUDA=ON refuses a libtorch for the CPU" refuses \
+  "smp: SMP_CUDA=ON needs a libtorch for CUDA, and" \
+  cmake -S "$source" -B "$work/cuda" -DSMP_CUDA=ON -DCMAKE_PREFIX_PATH="$work/cpu"
+cp -r "$prefix" "$work/for_cuda"
+sed -i 's/^set(smp_CUDA .*/set(smp_CUDA ON)/' "$work/for_cuda/lib/cmake/smp/smp-config.cmake"
+check "and so does find_package of an smp for CUDA" refuses \
+  "smp: this smp, which was built for CUDA, needs a libtorch for CUDA, and" \
+  cmake -S "$work/project" -B "$work/refused_cuda" -DCMAKE_PREFIX_PATH="$work/for_cuda;$work/cpu"
 check "headers take a libtorch that was tested" headers_with 11 14 15
 check "and refuse another" refuses "smp 0.1 was tested with libtorch 2.11, 2.14 and 2.15" headers_with 13
 check "no libtorch is refused" refuses "smp: libtorch was not found" \
@@ -238,8 +269,8 @@ if ! $quick; then
   check "make a wheel" env CMAKE_PREFIX_PATH="$libtorch" "$source/tools/wheel" "$work/wheels"
   du -h "$work"/wheels/*.whl | sed 's/^/      /'
   check "make an environment" python3 -m venv "$work/venv"
-  check "install the wheel and torch" "$work/venv/bin/pip" install --quiet numpy "$work"/wheels/smp-*.whl
-  found=$(env -C "$work" venv/bin/python -c 'import smp; print(smp.cmake_prefix_path)')
+  check "install the wheel and torch" "$work/venv/bin/pip" install --quiet numpy "$work"/wheels/smp_libtorch-*.whl
+  found=$(env -C "$work" venv/bin/python -c 'import smp_libtorch; print(smp_libtorch.cmake_prefix_path)')
   check "build examples/cmake on the wheel" build "$work/project" "$work/on_wheel" \
     -DCMAKE_PREFIX_PATH="$found"
   check "which has the same weights" same_as_bazel "$work/on_wheel/train"

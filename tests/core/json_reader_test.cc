@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/json_reader.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <fstream>
+#include <thread>
 
 #include "core/json.h"
 #include "tests/core/error_text.h"
@@ -82,6 +88,55 @@ TEST(ReadFile, TakesRegularFilesOfASaneSize) {
                                ": cannot read the plan: it is no regular file. Give the "
                                "path of a JSON file.");
   }
+}
+
+class ReadPipe : public ::testing::Test {
+ protected:
+  ReadPipe() { EXPECT_EQ(mkfifo(path_.c_str(), 0600), 0); }
+
+  std::string error(std::chrono::milliseconds patience, uint64_t most = 1 << 20) {
+    return error_text([&] { core::read_pipe(path_, "the configuration file", patience, most); });
+  }
+
+  const testing::TempFolder folder_;
+  const std::string path_ = folder_.file("pipe");
+  const std::string cannot_read_ = "[smp] " + path_ + ": cannot read the configuration file: ";
+};
+
+TEST_F(ReadPipe, TakesWhatIsWrittenUntilItIsClosed) {
+  const std::string text(1 << 18, 'x');  // more than a pipe holds
+  std::thread writer([&] { std::ofstream(path_) << text.substr(0, 3) << std::flush << text; });
+  EXPECT_EQ(core::read_pipe(path_, "the configuration file", std::chrono::minutes(5)),
+            text.substr(0, 3) + text);
+  writer.join();
+}
+
+TEST_F(ReadPipe, DoesNotWaitForEver) {
+  const std::string late = "it is a pipe that was not written and closed within ";
+  EXPECT_EQ(error(std::chrono::milliseconds(0)),
+            cannot_read_ + late + "0 s. Give the path of a JSON file.");
+  EXPECT_EQ(error(std::chrono::milliseconds(10)),
+            cannot_read_ + late + "0.01 s. Give the path of a JSON file.");
+  const int writer = open(path_.c_str(), O_RDWR);  // never closed, as far as the reader sees
+  ASSERT_EQ(write(writer, "{}", 2), 2);
+  EXPECT_EQ(error(std::chrono::milliseconds(10)),
+            cannot_read_ + late + "0.01 s. Give the path of a JSON file.");
+  close(writer);
+}
+
+TEST_F(ReadPipe, HasAnEnd) {
+  const int writer = open(path_.c_str(), O_RDWR);
+  ASSERT_EQ(write(writer, "123456", 6), 6);
+  EXPECT_EQ(error(std::chrono::minutes(5), /*most=*/5),
+            cannot_read_ + "it has more than 5 bytes. Give the path of a JSON file.");
+  close(writer);
+  EXPECT_EQ(error_text([&] {
+              core::read_pipe(folder_.file("none"), "the configuration file",
+                              std::chrono::minutes(5));
+            }),
+            "[smp] " + folder_.file("none") +
+                ": cannot read the configuration file: No such file or directory. Give the path "
+                "of a JSON file.");
 }
 
 }  // namespace

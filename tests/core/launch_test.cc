@@ -2,10 +2,13 @@
 #include "tools/launch.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
 #include <iterator>
+#include <thread>
 
 #include "tests/core/error_text.h"
 #include "tools/config_doc.h"
@@ -235,6 +238,33 @@ TEST(Launch, ParametersOfTheEnvironment) {
                 "Unset SM_HP_MP_PARAMETERS, or leave --config out.");
 }
 
+// The content is there whenever the job is started.
+TEST(Launch, APipeIsReadOnce) {
+  LaunchOptions options;
+  options.program = {"./train"};
+  options.config_file = ::testing::TempDir() + "smp.pipe";
+  std::remove(options.config_file.c_str());
+  ASSERT_EQ(mkfifo(options.config_file.c_str(), 0600), 0);
+  std::thread writer([&] { std::ofstream(options.config_file) << R"({"partitions": 3})"; });
+  read_config_pipe(options);
+  writer.join();
+  EXPECT_EQ(rank_count(options), "3");
+  EXPECT_EQ(rank_count(options), "3");
+  EXPECT_EQ(plan_launch(options, {}).environment,
+            (std::vector<std::pair<std::string, std::string>>{
+                {"SM_HP_MP_PARAMETERS", R"({"partitions":3})"}}));
+
+  LaunchOptions file = options_for(R"({"partitions": 2})");
+  read_config_pipe(file);
+  EXPECT_FALSE(file.config_text);
+  std::remove(file.config_file.c_str());
+  read_config_pipe(file);
+  EXPECT_EQ(error_text([&] { plan_launch(file, {}); }),
+            "[smp] " + file.config_file +
+                ": cannot read the configuration file: No such file or directory. Give the path "
+                "of a JSON file.");
+}
+
 TEST(Launch, CustomOptionsComeAfterOursAndReplaceThem) {
   const LaunchOptions options = options_for(
       estimator(R"(, "custom_mpi_options": "-x 'A=b c' --mca btl_vader_single_copy_mechanism cma )"
@@ -344,6 +374,39 @@ TEST(Launch, HostsOfASlurmJob) {
   EXPECT_EQ(plan_launch(options, context).arguments.at(5), "h1:2") << "the user's hosts win";
 }
 
+/// The configurations of docs/sharding.md and docs/tensor_parallelism.md say nothing of partitions.
+TEST(Launch, PartitionsAreNotRequired) {
+  LaunchOptions sharded =
+      options_for(R"({"microbatches": 1, "ddp": true, "sharded_data_parallel_degree": 4})");
+  EXPECT_EQ(rank_count(sharded), "4");
+  sharded.np = 8;
+  EXPECT_EQ(rank_count(sharded), "8");
+  sharded.np = 6;
+  EXPECT_EQ(
+      error_text([&] { plan_launch(sharded, {}); }),
+      "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
+      "replicas (6), got 4. Set it to 1, 2, 3 or 6.");
+  EXPECT_EQ(rank_count(options_for(R"({"ddp": true, "tensor_parallel_degree": 2})")), "2");
+  EXPECT_EQ(
+      rank_count(options_for(R"({"partitions": 2, "ddp": true, "tensor_parallel_degree": 2})")),
+      "4");
+  const auto too_many = [](const LaunchOptions& options) {
+    return error_text([&] { plan_launch(options, {}); });
+  };
+  const std::string most =
+      " ranks: expected at most 1048576. Set smaller degrees or mpi.processes_per_host, or give "
+      "--np N.";
+  EXPECT_EQ(too_many(options_for(R"({"ddp": true, "tensor_parallel_degree": 100000,
+                                     "sharded_data_parallel_degree": 100000})")),
+            "[smp] smprun: the configuration asks for 10000000000" + most);
+  EXPECT_EQ(too_many(options_for(estimator(R"(, "processes_per_host": 2000000)", "{}"))),
+            "[smp] smprun: the configuration asks for 2000000" + most);
+  LaunchOptions other = options_for(R"({"microbatches": 4, "ddp": false})");
+  other.np = 4;
+  EXPECT_EQ(rank_count(other), "4") << "the program may set partitions";
+  EXPECT_EQ(rank_count(options_for(estimator(R"(, "processes_per_host": 3)", "{}"))), "3");
+}
+
 TEST(Launch, DataParallelism) {
   LaunchOptions options = options_for(
       R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_mpi_options": "-x A"}}})");
@@ -372,9 +435,10 @@ TEST(Launch, Errors) {
   };
   LaunchOptions options = options_for(R"({"microbatches": 4})");
   const std::string start = "[smp] " + options.config_file + ": ";
-  EXPECT_EQ(error_of(options), start +
-                                   "'partitions' is a required parameter. Set it to the number of "
-                                   "pipeline partitions.");
+  EXPECT_EQ(error_of(options),
+            "[smp] smprun: the number of ranks is unknown: the configuration has none of "
+            "\"partitions\", \"tensor_parallel_degree\", \"sharded_data_parallel_degree\" and "
+            "mpi.processes_per_host. Give --np N.");
   options = options_for(R"({"partitions": 0})");
   EXPECT_EQ(error_of(options),
             start + "\"partitions\": The number of partitions must be a positive integer. (got 0)");
@@ -444,6 +508,20 @@ TEST(ConfigurationFiles, AreUpToDate) {
       << "run: bazel run //tools:config_files";
   EXPECT_EQ(committed("smp/config.h"), config_header(committed("smp/config.h")))
       << "run: bazel run //tools:config_files";
+}
+
+TEST(ConfigurationFiles, ThePageBeginsWithWhatMattersAndLinksToPages) {
+  const std::string page = configuration_page();
+  const auto position = [&](const std::string& text) {
+    EXPECT_NE(page.find(text), std::string::npos) << text;
+    return page.find(text);
+  };
+  EXPECT_LT(position("| [`tensor_parallel_degree`](#tensor_parallel_degree) | `1` | Among how many "
+                     "ranks layers are divided (see [tensor parallelism](tensor_parallelism.md)) |"),
+            position("## Pipelines\n\n### `partitions`\n"));
+  EXPECT_LT(position("### `virtual_stages`\n"), position("## Ranks and replicas\n"));
+  EXPECT_LT(position("## Ranks and replicas\n"), position("### `ddp`\n"));
+  EXPECT_EQ(page.find("docs/"), std::string::npos);  // names of files that are no links
 }
 
 }  // namespace

@@ -291,9 +291,9 @@ TEST_F(Smprun, UsageErrors) {
   const Outcome bad = run(command("pass"));
   EXPECT_EQ(bad.status, 2);
   EXPECT_EQ(last_line(bad.output),
-            "[smp] " + config_.string() +
-                ": 'partitions' is a required parameter. Set it to the number of "
-                "pipeline partitions.");
+            "[smp] smprun: the number of ranks is unknown: the configuration has none of "
+            "\"partitions\", \"tensor_parallel_degree\", \"sharded_data_parallel_degree\" and "
+            "mpi.processes_per_host. Give --np N.");
 }
 
 TEST_F(Smprun, ChecksTheProgramAndTheRanksBeforeItStartsAnything) {

@@ -116,6 +116,14 @@ TEST(Topology, LocalRanks) {
   EXPECT_EQ(hosts.local_size(3), 2);
 }
 
+TEST(Topology, LeastSize) {
+  EXPECT_EQ(core::Topology::least_size(Config()), 1);
+  EXPECT_EQ(core::Topology::least_size(Config().partitions(3).tensor_parallel_degree(2)), 6);
+  EXPECT_EQ(core::Topology::least_size(
+                Config().tensor_parallel_degree(2).sharded_data_parallel_degree(4)),
+            8);
+}
+
 TEST(Topology, Errors) {
   EXPECT_EQ(error_text<UsageError>([] { core::Topology::check_size(Config(), 0); }),
             "[smp] Topology: expected at least one rank, got 0.");
@@ -123,6 +131,18 @@ TEST(Topology, Errors) {
       error_text([] { core::Topology(Config().partitions(3), 8, 8); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
+  EXPECT_EQ(error_text([] { core::Topology(Config().partitions(2), 1, 1); }),
+            "[smp] config key \"partitions\": expected a divisor of the world size (1), got 2. Set "
+            "it to 1, or start 2 ranks: smprun --np 2 PROGRAM.");
+  EXPECT_EQ(
+      error_text(
+          [] { core::Topology(Config().partitions(100000).tensor_parallel_degree(100000), 1, 1); }),
+      "[smp] config key \"partitions\": expected a divisor of the world size (1), got 100000. "
+      "Set it to 1.");
+  EXPECT_EQ(
+      error_text([] { core::Topology(Config().tensor_parallel_degree(4), 1, 1); }),
+      "[smp] config key \"tensor_parallel_degree\": expected a divisor of world size / partitions "
+      "(1), got 4. Set it to 1, or start 4 ranks: smprun --np 4 PROGRAM.");
   EXPECT_EQ(
       error_text([] { core::Topology(Config().partitions(4), 2, 2); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (2), got 4. Set it "

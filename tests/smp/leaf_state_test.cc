@@ -4,8 +4,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <optional>
+#include <string>
+
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
+#include "tests/smp/resumed.h"
 
 namespace smp::testing {
 namespace {
@@ -58,6 +62,61 @@ TEST(LeafBuffers, MayBeInitialisedByTheFirstBatch) {
   for (const int stages : {1, 2}) {
     parity::check<Normalised, torch::optim::SGD>(
         {stages, 1, 2, "interleaved"}, [] { return Normalised(); }, torch::optim::SGDOptions(0.1));
+  }
+}
+
+/// libtorch's BatchNorm with a cumulative average, which reads the number of batches in `forward`.
+struct AveragedImpl : torch::nn::Module {
+  explicit AveragedImpl(bool is_leaf = true) : opaque(is_leaf) {
+    in = register_module("in", linear());
+    norm = register_module(
+        "norm", torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(kWidth).momentum(std::nullopt)));
+    out = register_module("out", linear());
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    x = in(x);
+    x = opaque ? leaf(norm)(x) : norm(x);
+    return (out(torch::tanh(x)) - y).pow(2).mean();
+  }
+  static Tensors batch(int64_t size) {
+    return {torch::randn({size, kWidth}), torch::randn({size, kWidth})};
+  }
+  bool opaque;
+  torch::nn::Linear in{nullptr}, out{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+TORCH_MODULE(Averaged);
+
+TEST(CumulativeAverage, OfALeafHasTheBitsOfOneProcess) {
+  torch::set_num_threads(1);
+  for (const parity::Layout& layout :
+       {parity::Layout{1, 1, 2, "simple"}, parity::Layout{2, 1, 3, "interleaved"},
+        parity::Layout{3, 1, 4, "zb_h1"}, parity::Layout{2, 2, 2, "interleaved"}}) {
+    SCOPED_TRACE(::testing::Message() << layout);
+    parity::check<Averaged, torch::optim::SGD>(
+        layout, [] { return Averaged(); }, torch::optim::SGDOptions(0.1));
+  }
+}
+
+TEST(CumulativeAverage, GoesOnFromACheckpoint) {
+  const auto plain =
+      expect_goes_on_from_a_checkpoint<Averaged, torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+  EXPECT_EQ(plain->norm->num_batches_tracked.item<int64_t>(), 8);
+}
+
+TEST(CumulativeAverage, IsRefusedElsewhere) {
+  for (const int ranks : {1, 2}) {
+    const std::string text = error_of_run<CaptureError>(ranks, stages(ranks), [&] {
+      Averaged net(/*is_leaf=*/false);
+      DistributedModel<Averaged> model(net);
+      const auto zeros = torch::zeros({4, kWidth});
+      step([&](torch::Tensor x) { model->backward(net->loss(x, x)); })(zeros);
+    });
+    expect_has(text,
+               {"buffer \"norm.num_batches_tracked\" is read on the host, as BatchNorm without a "
+                "momentum does to average by the number of batches",
+                "Give it a momentum (BatchNorm1dOptions(n).momentum(0.1)), or make it a leaf, "
+                "which each microbatch calls: smp::leaf(norm)(x)"});
   }
 }
 
