@@ -4,10 +4,10 @@
 
 usage: error_pages_test.py PAGE... SOURCE... TEST...  (pages end with .md, tests lie in tests/)
 
-An entry is a heading with one or more quoted lines below it, the texts of its errors:
+An entry is a heading with a quoted list below it, the texts of its errors:
 
     ## Data read on the host
-    > operator ... reads the data of a tensor on the host
+    > - operator ... reads the data of a tensor on the host
 
 "..." stands for what differs from case to case. In the sources, an error's text is what the string
 literals of a SMP_CHECK_WITH(..), SMP_CHECK(..), fail<..>(..) or refuse(..), or of a message =
@@ -26,6 +26,7 @@ RAISES = re.compile(
     r"|\brefuse_?\(|\bthrow \w*Error\(|\btake_data\(|\bmessage = c10::str\(")
 LITERAL = re.compile(r'R"\((.*?)\)"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 GAP = "..."
+ENTRY = "> - "
 WORD = re.compile(r"\w+")
 WORDS_IN_A_ROW = 4
 
@@ -77,8 +78,14 @@ def entries_in(path):
     for line in open(path, encoding="utf-8"):
         if line.startswith("#"):
             heading = line.strip("# \n")
-        elif line.startswith("> "):
-            yield heading, line[2:].strip()
+        elif line.startswith(ENTRY):
+            yield heading, line[len(ENTRY):].strip()
+
+
+def quotes_in_no_list(path):
+    """Quoted lines that would run together on the site."""
+    return [line.strip() for line in open(path, encoding="utf-8")
+            if line.startswith(">") and not line.startswith(ENTRY)]
 
 
 def names(quoted, text):
@@ -125,7 +132,8 @@ def main(paths):
     sources = [path for path in paths if path not in pages + tests]
     entries = [(page, heading, quoted) for page in pages for heading, quoted in entries_in(page)]
     errors = [(source, text) for source in sources for text in errors_in(source)]
-    problems = []
+    problems = [f"{page}: write \"{ENTRY}...\" for each text: {line}"
+                for page in pages for line in quotes_in_no_list(page)]
     for source, text in errors:
         if not any(names(quoted, text) for _, _, quoted in entries):
             problems.append(f"{source}: no page has an entry for: {text}")

@@ -15,6 +15,7 @@ import unittest
 
 FENCE = re.compile(r"^(```+)[^\n]*\n.*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+LAMBDA = re.compile(r"\[[^\]\n]*\]\(\s*[\w:]+[ &*][^)\n]*\)")
 HEADING = re.compile(r"^#+ +(.*?)\s*$", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`")
 NAV_ENTRY = re.compile(r"^ +- (?:[^:\n]+: )?([\w/]+\.md)$", re.MULTILINE)
@@ -62,6 +63,12 @@ def broken_links(root):
     return problems
 
 
+def code_in_text(root):
+    """Functions outside of code, which a site shows as links: the reader misses their arguments."""
+    return ["%s has %s outside of code" % (page, code) for page in pages(root)
+            for code in LAMBDA.findall(CODE.sub("", FENCE.sub("", read(root, page))))]
+
+
 def navigation_problems(root):
     listed = NAV_ENTRY.findall(read(root, "mkdocs.yml").split("\nnav:\n")[1])
     there = {os.path.relpath(page, "docs") for page in pages(root) if page.startswith("docs/")}
@@ -101,6 +108,9 @@ class LinksTest(unittest.TestCase):
     def test_links_lead_somewhere(self):
         self.assertEqual(broken_links(ROOT), [])
 
+    def test_code_is_no_link(self):
+        self.assertEqual(code_in_text(ROOT), [])
+
     def test_the_site_has_all_pages(self):
         self.assertEqual(navigation_problems(ROOT), [])
 
@@ -133,6 +143,11 @@ class PlantedTest(unittest.TestCase):
             "README.md links to docs/b.md, which is not there",
             "docs/a.md links to #one, where no heading has that name",
             "docs/a.md links to #three, where no heading has that name"])
+
+    def test_code(self):
+        self.plant("README.md", "`[&](int x)` [=](const Net& net) { [a](b.md) }\n")
+        self.assertEqual(code_in_text(self.root),
+                         ["README.md has [=](const Net& net) outside of code"])
 
     def test_navigation(self):
         self.plant("docs/a.md", "")

@@ -11,42 +11,18 @@
 #include "smp/optim/lamb.h"
 #include "smp/optim/novograd.h"
 #include "smp/smp.h"
+#include "tests/docs/two_stages.h"
 
 namespace {
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
-    fc1 = register_module("fc1", torch::nn::Linear(8, 16));
-    fc2 = register_module("fc2", torch::nn::Linear(16, 3));
-  }
-  torch::Tensor forward(torch::Tensor x) { return fc2(torch::relu(fc1(x))); }
-
-  torch::nn::Linear fc1{nullptr}, fc2{nullptr};
-};
-TORCH_MODULE(Net);
-
-/// On two stages; modules are made before, since ranks as threads share a generator.
-void on_two_stages(const std::function<void(Net)>& program) {
-  torch::set_num_threads(1);
-  torch::manual_seed(1);
-  std::vector<Net> nets{Net(), Net()};
-  smp::run_as_threads(2, smp::Config().partitions(2).microbatches(2).seed(7),
-                      [&] { program(nets[smp::rank()]); });
-}
-
-auto make_training(smp::DistributedModel<Net>& model) {
-  return smp::step([&model](torch::Tensor x, torch::Tensor y) {
-    auto loss = torch::cross_entropy_loss(model(x), y);
-    model->backward(loss);
-    return loss;
-  });
-}
-
-torch::Tensor inputs() { return torch::linspace(-1, 1, 64).view({8, 8}); }
-torch::Tensor targets() { return torch::arange(8) % 3; }
+using smp::testing::inputs;
+using smp::testing::make_training;
+using smp::testing::Net;
+using smp::testing::on_two_stages;
+using smp::testing::targets;
 
 TEST(OptimizersPage, GroupsClippingAndStates) {
-  on_two_stages([](Net net) {
+  on_two_stages([](Net net, Net) {
     smp::DistributedModel<Net> model(net);
     std::vector<torch::optim::OptimizerParamGroup> groups;
     groups.emplace_back(net->fc1->parameters());
@@ -80,11 +56,9 @@ TEST(OptimizersPage, GroupsClippingAndStates) {
 }
 
 TEST(OptimizersPage, LambAndNovoGrad) {
-  torch::manual_seed(2);
-  std::vector<Net> others{Net(), Net()};
-  on_two_stages([&](Net net) {
+  on_two_stages([](Net net, Net second) {
     smp::DistributedModel<Net> model(net);
-    smp::DistributedModel<Net> other(others[smp::rank()], smp::ModelOptions().name("other"));
+    smp::DistributedModel<Net> other(second, smp::ModelOptions().name("other"));
     smp::DistributedOptimizer<smp::optim::Lamb> lamb(
         model->parameters(), smp::optim::LambOptions(2e-3).weight_decay(0.01).max_grad_norm(1));
     smp::DistributedOptimizer<smp::optim::NovoGrad> novograd(
@@ -108,7 +82,7 @@ TEST(OptimizersPage, LambAndNovoGrad) {
 }
 
 TEST(OptimizersPage, Fused) {
-  on_two_stages([](Net net) {
+  on_two_stages([](Net net, Net) {
     smp::DistributedModel<Net> model(net);
     smp::DistributedOptimizer<smp::optim::FusedAdamW> optimizer(model->parameters(),
                                                                 torch::optim::AdamWOptions(1e-3));
