@@ -45,7 +45,7 @@ std::optional<int64_t> stored_updates(const Index& index, const std::string& ave
   return updates->get<int64_t>();
 }
 
-/// What keeps parameters from taking an average that had updates, one line each.
+/// Lists the reasons for which parameters cannot take an average that had updates, one a line.
 std::vector<std::string> misfits_of_average(const std::vector<ExpectedTensor>& parameters,
                                             const Index& index, const std::string& average) {
   std::vector<std::string> lines;
@@ -105,7 +105,7 @@ std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expect
   return names;
 }
 
-/// Of what is expected of a module's tensors, that of its parameters.
+/// Keeps of the expected tensors of a module those of its parameters.
 std::vector<ExpectedTensor> parameters_of(const torch::nn::Module& module,
                                           const std::vector<NamedTensor>& tensors,
                                           const std::vector<ExpectedTensor>& expected) {

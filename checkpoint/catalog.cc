@@ -69,7 +69,7 @@ bool is_half_removed(const fs::path& folder) {
   }
 }
 
-/// Renames first, so that nobody takes what is half removed for a checkpoint.
+/// Renames first, so that no program takes a half removed folder for a checkpoint.
 void remove_from_catalog(const fs::path& checkpoint) {
   const fs::path removed = checkpoint.string() + kRemoved;
   const bool is_free = !fs::exists(fs::symlink_status(removed)) || is_half_removed(removed);

@@ -23,7 +23,7 @@ bool uses_deterministic_kernels();
 /// other errors as they are.
 void explain_if_not_deterministic(c10::Error& error);
 
-/// What `call()` returns; its errors are explained.
+/// Returns the result of `call()`, and explains its errors.
 template <class Call>
 auto explaining_what_is_not_deterministic(const Call& call) {
   try {

@@ -155,7 +155,7 @@ std::string read_to_the_end(int pipe, std::chrono::milliseconds patience, uint64
       problem = std::strerror(errno);
       return "";
     }
-    // One that nobody has opened yet is read as one that is closed.
+    // A pipe without a writer yet reads like one that is closed.
     const bool is_closed = got == 0 && (has_writer || !text.empty());
     if (is_closed) return text;
     if (!wait_for_writer(pipe, deadline)) {

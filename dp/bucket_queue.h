@@ -41,7 +41,7 @@ class BucketQueue {
 
   /// Begins anew.
   void reset();
-  /// Of the policy; before a bucket has started.
+  /// Changes the policy, before a bucket has started.
   void set_most_under_way(size_t count) { policy_.most_under_way = count; }
   /// Says that a parameter's gradient is still to come, or that it is there.
   void await(size_t parameter);

@@ -70,9 +70,9 @@ bool has_device_graphs(at::Device device);
 /// Work that was captured, ready to be launched.
 class CapturedWork {
  public:
-  /// As `DeviceGraph::launch`. Random operators draw what they would draw under `key`. Gives the
-  /// device nothing where nothing was captured, such as the first half of a divided backward on a
-  /// stage that nothing is sent to.
+  /// Launches as `DeviceGraph::launch` does. Random operators draw what they would draw under
+  /// `key`. Gives the device nothing where nothing was captured, such as the first half of a
+  /// divided backward on a stage that nothing is sent to.
   void launch(const RandomKey& key) const;
 
  private:

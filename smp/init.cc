@@ -166,7 +166,7 @@ Config config_of_meeting(const Config& config) {
   }
 }
 
-/// What is wrong with the configuration the ranks' runtimes say.
+/// False for a wrong configuration, of which the ranks' runtimes speak.
 bool is_deterministic(const Config& config) {
   try {
     return config.merged_with_environment().deterministic();

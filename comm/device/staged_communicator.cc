@@ -73,7 +73,7 @@ class StagedCommunicator final : public DeviceCommunicator {
   }
 
  private:
-  // Who throws lets go of tensors that the stream may still use.
+  // A task that throws lets go of tensors that the stream may still use.
   static void wait_after_error(const c10::Stream& stream) noexcept {
     try {
       stream.synchronize();
