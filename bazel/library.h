@@ -17,3 +17,5 @@
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "bazel/use_types.h"

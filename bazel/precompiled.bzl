@@ -5,8 +5,9 @@ A BUILD file whose sources include libtorch loads this in place of Bazel's own r
 
     load("//bazel:precompiled.bzl", cc_library = "torch_cc_library")
 
-one of examples `program_cc_library` and `program_cc_binary` in the same way, and one of tests the
-rules of //tests:precompiled.bzl. Only clang reads the precompiled header; with
+one of programs that measure `program_cc_library` and `program_cc_binary` in the same way, one of
+examples `example_cc_library` and `example_cc_binary`, and one of tests the rules of
+//tests:precompiled.bzl. Only clang reads the precompiled header; with
 --config=gcc the same files compile without it, so every source still includes what it uses.
 """
 
@@ -74,7 +75,7 @@ precompiled_header = rule(
     implementation = _precompiled_header_impl,
     attrs = {
         "hdr": attr.label(allow_single_file = [".h"], mandatory = True),
-        "copts": attr.string_list(doc = "Those of whoever reads it."),
+        "copts": attr.string_list(doc = "Those of the sources that read it."),
         "deps": attr.label_list(providers = [CcInfo]),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
     },
@@ -108,3 +109,13 @@ def program_cc_library(**kwargs):
 
 def program_cc_binary(**kwargs):
     with_precompiled(native.cc_binary, "//bazel:program.pch", **kwargs)
+
+# Examples spend their time in libtorch and in the library, and optimising libtorch's inline functions
+# takes most of the time that they take to compile. The header and its users must agree on this.
+EXAMPLE_COPTS = ["-O0", "-U_FORTIFY_SOURCE"]
+
+def example_cc_library(copts = [], **kwargs):
+    with_precompiled(native.cc_library, "//bazel:example.pch", copts = EXAMPLE_COPTS + copts, **kwargs)
+
+def example_cc_binary(copts = [], **kwargs):
+    with_precompiled(native.cc_binary, "//bazel:example.pch", copts = EXAMPLE_COPTS + copts, **kwargs)

@@ -5,3 +5,5 @@
 // it.
 
 #include <torch/torch.h>
+
+#include "bazel/use_modules.h"

@@ -6,3 +6,5 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include "bazel/use_modules.h"
