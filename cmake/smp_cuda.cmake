@@ -37,5 +37,6 @@ function(smp_find_cuda)
 
   add_library(smp_cuda INTERFACE)
   target_link_libraries(smp_cuda INTERFACE
-    ${SMP_LIBTORCH_DIR}/lib/libtorch_cuda.so ${SMP_LIBTORCH_DIR}/lib/libc10_cuda.so ${SMP_CUDART})
+    ${SMP_LIBTORCH_DIR}/lib/libtorch_cuda.so ${SMP_LIBTORCH_DIR}/lib/libc10_cuda.so ${SMP_CUDART}
+    ${CMAKE_DL_LIBS})
 endfunction()

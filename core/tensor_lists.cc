@@ -4,6 +4,8 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 namespace smp::core {
@@ -36,6 +38,37 @@ bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
     if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;
   }
   return true;
+}
+
+bool lie_apart(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<const char*, const char*>> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+    ranges.emplace_back(begin, begin + (last + 1) * static_cast<int64_t>(tensor.itemsize()));
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].first < ranges[i - 1].second) return false;
+  }
+  return true;
+}
+
+bool fit_one_kernel(const std::vector<std::vector<at::Tensor>>& lists) {
+  std::vector<at::Tensor> all;
+  for (const auto& list : lists) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      const at::Tensor& first = lists.front().at(i);
+      if (!fits_lists(list[i]) || list[i].device() != first.device() ||
+          list[i].scalar_type() != first.scalar_type() || !lie_alike(list[i], first)) {
+        return false;
+      }
+    }
+    all.insert(all.end(), list.begin(), list.end());
+  }
+  return lie_apart(all);
 }
 
 TensorUpdates::Key TensorUpdates::key_of(const at::Tensor& to, const at::Tensor& from) {

@@ -21,6 +21,13 @@ bool fits_lists(const at::Tensor& tensor);
 /// Where a list has others, libtorch calls a kernel for each tensor of it.
 bool lie_alike(const at::Tensor& a, const at::Tensor& b);
 
+/// Whether no two of these tensors share memory.
+bool lie_apart(const std::vector<at::Tensor>& tensors);
+
+/// Whether one kernel can go through lists together: what they hold at one index fits lists, is of
+/// one device and dtype, lies alike, and nothing shares memory.
+bool fit_one_kernel(const std::vector<std::vector<at::Tensor>>& lists);
+
 /// Copies and additions of tensors, each into another one: in one call for all of a device and
 /// dtype, or at once where one call would not do more. The bits are those of `copy_` and `add_`.
 class TensorUpdates {

@@ -2,16 +2,8 @@
 #include "optim/foreach_step.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/_foreach_addcdiv.h>
-#include <ATen/ops/_foreach_addcmul.h>
-#include <ATen/ops/_foreach_div.h>
-#include <ATen/ops/_foreach_maximum.h>
-#include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/_foreach_sqrt.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
-#include <ATen/ops/clone.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/adagrad.h>
@@ -20,7 +12,6 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <map>
@@ -31,6 +22,7 @@
 #include <vector>
 
 #include "core/tensor_lists.h"
+#include "optim/list_program.h"
 
 // Each rule below is the formula of a class of libtorch's (torch/csrc/api/src/optim), operator by
 // operator in its order, so that each element is rounded where libtorch rounds it.
@@ -40,18 +32,12 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using States = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
-/// Elements of a batch, if it has several parameters. One kernel takes no more (320 blocks of
-/// 65,536 elements each), so that larger batches would have as many, and take more memory for what
-/// is computed on the way.
-constexpr int64_t kMostElements = 320 * 65536;
-
 /// Parameters that are updated together, with their gradients and states.
 template <class State>
 struct Batch {
   Tensors params, grads;
   std::vector<State*> states;  // null where a rule makes it of the first gradient
-  int64_t numel = 0;
-  bool fast = false;  // whether it may be rounded otherwise than by libtorch's class
+  bool fast = false;           // whether it may be rounded otherwise than by libtorch's class
 
   /// A tensor of each state.
   template <class Field>
@@ -73,12 +59,29 @@ at::Tensor zeros_for(const at::Tensor& param) {
   return at::zeros_like(param, at::MemoryFormat::Preserve);
 }
 
-/// Gradients with the decay of the parameters.
+/// The operations that update a batch.
 template <class State>
-Tensors decayed(const Batch<State>& batch, double weight_decay) {
-  if (weight_decay == 0) return batch.grads;
-  return at::_foreach_add(batch.grads, batch.params, weight_decay);
-}
+class Update : public ListProgram {
+ public:
+  explicit Update(const Batch<State>& batch) : Update(batch, batch.params) {}
+  Update(const Batch<State>& batch, const Tensors& of_params)
+      : params(take(of_params)), grads(take(batch.grads)), batch_(batch) {}
+
+  /// Lets the decay of the parameters add to the gradients.
+  void decay(double weight_decay) {
+    if (weight_decay != 0) grads = add(grads, params, weight_decay);
+  }
+  template <class Field>
+  List take_states(const Field& field) {
+    return take(batch_.of_states(field));
+  }
+
+  const List params;
+  List grads;
+
+ private:
+  const Batch<State>& batch_;
+};
 
 struct SgdRule {
   using Options = torch::optim::SGDOptions;
@@ -91,33 +94,40 @@ struct SgdRule {
   static std::unique_ptr<State> make(const at::Tensor&, const Options&) { return nullptr; }
   static int64_t kind(const State* state) { return state == nullptr ? 0 : 1; }
 
-  static Tensors momenta(const Batch<State>& batch, const Tensors& grads, const Options& options,
-                         States& states) {
-    Tensors buffers;
-    if (batch.states.front() == nullptr) {
-      for (size_t i = 0; i < grads.size(); ++i) {
-        buffers.push_back(at::clone(grads[i]).detach());
-        auto state = std::make_unique<State>();
-        state->momentum_buffer(buffers.back());
-        states[batch.params[i].unsafeGetTensorImpl()] = std::move(state);
-      }
-      return buffers;
+  static void update(const Batch<State>& batch, const Options& options, States& states) {
+    Tensors params;  // whose versions stay, as in libtorch
+    for (const at::Tensor& param : batch.params) params.push_back(param.data());
+    Update<State> update(batch, params);
+    update.decay(options.weight_decay());
+    const bool has_momentum = options.momentum() != 0;
+    const bool begins = has_momentum && batch.states.front() == nullptr;
+    auto direction = update.grads;
+    if (has_momentum) {
+      direction = begins ? update.copy(update.grads) : momenta(update, options);
     }
-    buffers = batch.of_states([](const State& state) { return state.momentum_buffer(); });
-    at::_foreach_mul_(buffers, options.momentum());
-    at::_foreach_add_(buffers, grads, 1 - options.dampening());
+    const auto buffers = direction;
+    if (has_momentum && options.nesterov()) {
+      direction = update.add(update.grads, buffers, options.momentum());
+    }
+    update.add_(update.params, direction, -1 * options.lr());
+    update.run();
+    if (begins) set_buffers(batch.params, update.tensors(buffers), states);
+  }
+
+  static ListProgram::List momenta(Update<State>& update, const Options& options) {
+    const auto buffers =
+        update.take_states([](const State& state) { return state.momentum_buffer(); });
+    update.mul_(buffers, options.momentum());
+    update.add_(buffers, update.grads, 1 - options.dampening());
     return buffers;
   }
 
-  static void update(const Batch<State>& batch, const Options& options, States& states) {
-    Tensors grads = decayed(batch, options.weight_decay());
-    if (options.momentum() != 0) {
-      const Tensors buffers = momenta(batch, grads, options, states);
-      grads = options.nesterov() ? at::_foreach_add(grads, buffers, options.momentum()) : buffers;
+  static void set_buffers(const Tensors& params, const Tensors& buffers, States& states) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      auto state = std::make_unique<State>();
+      state->momentum_buffer(buffers.at(i));
+      states[params[i].unsafeGetTensorImpl()] = std::move(state);
     }
-    Tensors params;  // whose versions stay, as in libtorch
-    for (const at::Tensor& param : batch.params) params.push_back(param.data());
-    at::_foreach_add_(params, grads, -1 * options.lr());
   }
 };
 
@@ -140,19 +150,6 @@ struct AdamRule {
   }
   static int64_t kind(const State* state) { return state->step(); }
 
-  /// The lists of the fused kernels, which take only what is of one dtype and lies alike.
-  static bool fit_fused(const std::vector<Tensors>& lists) {
-    for (const Tensors& list : lists) {
-      for (size_t i = 0; i < list.size(); ++i) {
-        const at::Tensor& param = lists.front()[i];
-        if (list[i].scalar_type() != param.scalar_type() || !core::lie_alike(list[i], param)) {
-          return false;
-        }
-      }
-    }
-    return true;
-  }
-
   /// All of it in one kernel, which rounds less. Returns whether that was possible.
   static bool update_fused(const Batch<State>& batch, const Options& options) {
     const auto [beta1, beta2] = options.betas();
@@ -164,7 +161,7 @@ struct AdamRule {
     if (options.amsgrad()) {
       largest = batch.of_states([](const State& state) { return state.max_exp_avg_sq(); });
     }
-    if (!fit_fused({batch.params, grads, exp_avgs, exp_avg_sqs, largest})) return false;
+    if (!core::fit_one_kernel({batch.params, grads, exp_avgs, exp_avg_sqs, largest})) return false;
     const auto step = static_cast<double>(batch.states.front()->step() + 1);
     const Tensors steps(batch.params.size(),
                         at::full({}, step, batch.params.front().options().dtype(at::kFloat)));
@@ -183,29 +180,29 @@ struct AdamRule {
     const int64_t step = batch.count_step();
     const double correction1 = 1 - std::pow(beta1, step);
     const double correction2 = 1 - std::pow(beta2, step);
-    if (kDecaysParameters && options.weight_decay() != 0) {
-      at::_foreach_mul_(batch.params, 1 - options.lr() * options.weight_decay());
+    Update<State> update(batch);
+    if (!kDecaysParameters) {
+      update.decay(options.weight_decay());
+    } else if (options.weight_decay() != 0) {
+      update.mul_(update.params, 1 - options.lr() * options.weight_decay());
     }
-    const Tensors grads = decayed(batch, kDecaysParameters ? 0 : options.weight_decay());
-    const Tensors exp_avgs = batch.of_states([](const State& state) { return state.exp_avg(); });
-    const Tensors exp_avg_sqs =
-        batch.of_states([](const State& state) { return state.exp_avg_sq(); });
-    at::_foreach_mul_(exp_avgs, beta1);
-    at::_foreach_add_(exp_avgs, grads, 1 - beta1);
-    at::_foreach_mul_(exp_avg_sqs, beta2);
-    at::_foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2);
-    Tensors denominators;
+    const auto exp_avgs = update.take_states([](const State& state) { return state.exp_avg(); });
+    const auto exp_avg_sqs =
+        update.take_states([](const State& state) { return state.exp_avg_sq(); });
+    update.mul_(exp_avgs, beta1);
+    update.add_(exp_avgs, update.grads, 1 - beta1);
+    update.mul_(exp_avg_sqs, beta2);
+    update.addcmul_(exp_avg_sqs, update.grads, update.grads, 1 - beta2);
+    auto squares = exp_avg_sqs;
     if (options.amsgrad()) {
-      const Tensors largest =
-          batch.of_states([](const State& state) { return state.max_exp_avg_sq(); });
-      at::_foreach_maximum_(largest, exp_avg_sqs);
-      denominators = at::_foreach_sqrt(largest);
-    } else {
-      denominators = at::_foreach_sqrt(exp_avg_sqs);
+      squares = update.take_states([](const State& state) { return state.max_exp_avg_sq(); });
+      update.maximum_(squares, exp_avg_sqs);
     }
-    at::_foreach_div_(denominators, std::sqrt(correction2));
-    at::_foreach_add_(denominators, options.eps());
-    at::_foreach_addcdiv_(batch.params, exp_avgs, denominators, -(options.lr() / correction1));
+    const auto denominators = update.sqrt(squares);
+    update.div_(denominators, std::sqrt(correction2));
+    update.add_(denominators, options.eps());
+    update.addcdiv_(update.params, exp_avgs, denominators, -(options.lr() / correction1));
+    update.run();
   }
 };
 
@@ -223,12 +220,14 @@ struct AdagradRule {
   static void update(const Batch<State>& batch, const Options& options, States&) {
     const int64_t step = batch.count_step();
     const double lr = options.lr() / (1 + static_cast<double>(step - 1) * options.lr_decay());
-    const Tensors grads = decayed(batch, options.weight_decay());
-    const Tensors sums = batch.of_states([](const State& state) { return state.sum(); });
-    at::_foreach_addcmul_(sums, grads, grads, 1.0);
-    const Tensors denominators = at::_foreach_sqrt(sums);
-    at::_foreach_add_(denominators, options.eps());
-    at::_foreach_addcdiv_(batch.params, grads, denominators, -lr);
+    Update<State> update(batch);
+    update.decay(options.weight_decay());
+    const auto sums = update.take_states([](const State& state) { return state.sum(); });
+    update.addcmul_(sums, update.grads, update.grads, 1.0);
+    const auto denominators = update.sqrt(sums);
+    update.add_(denominators, options.eps());
+    update.addcdiv_(update.params, update.grads, denominators, -lr);
+    update.run();
   }
 };
 
@@ -250,39 +249,36 @@ struct RmspropRule {
   }
   static int64_t kind(const State* state) { return state->step(); }
 
-  static Tensors denominators(const Batch<State>& batch, const Tensors& grads,
-                              const Options& options) {
+  static ListProgram::List denominators(Update<State>& update, const Options& options) {
     const double alpha = options.alpha();
-    const Tensors squares = batch.of_states([](const State& state) { return state.square_avg(); });
-    at::_foreach_mul_(squares, alpha);
-    at::_foreach_addcmul_(squares, grads, grads, 1 - alpha);
-    Tensors result;
-    if (options.centered()) {
-      const Tensors averages = batch.of_states([](const State& state) { return state.grad_avg(); });
-      at::_foreach_mul_(averages, alpha);
-      at::_foreach_add_(averages, grads, 1 - alpha);
-      result = at::_foreach_addcmul(squares, averages, averages, -1);
-      at::_foreach_sqrt_(result);
-    } else {
-      result = at::_foreach_sqrt(squares);
-    }
-    at::_foreach_add_(result, options.eps());
-    return result;
+    const auto squares = update.take_states([](const State& state) { return state.square_avg(); });
+    update.mul_(squares, alpha);
+    update.addcmul_(squares, update.grads, update.grads, 1 - alpha);
+    if (!options.centered()) return update.sqrt(squares);
+    const auto averages = update.take_states([](const State& state) { return state.grad_avg(); });
+    update.mul_(averages, alpha);
+    update.add_(averages, update.grads, 1 - alpha);
+    const auto variances = update.addcmul(squares, averages, averages, -1);
+    update.sqrt_(variances);
+    return variances;
   }
 
   static void update(const Batch<State>& batch, const Options& options, States&) {
     batch.count_step();
-    const Tensors grads = decayed(batch, options.weight_decay());
-    const Tensors denominators = RmspropRule::denominators(batch, grads, options);
+    Update<State> update(batch);
+    update.decay(options.weight_decay());
+    const auto denominators = RmspropRule::denominators(update, options);
+    update.add_(denominators, options.eps());
     if (options.momentum() > 0) {
-      const Tensors buffers =
-          batch.of_states([](const State& state) { return state.momentum_buffer(); });
-      at::_foreach_mul_(buffers, options.momentum());
-      at::_foreach_addcdiv_(buffers, grads, denominators);
-      at::_foreach_add_(batch.params, buffers, -options.lr());
+      const auto buffers =
+          update.take_states([](const State& state) { return state.momentum_buffer(); });
+      update.mul_(buffers, options.momentum());
+      update.addcdiv_(buffers, update.grads, denominators, 1);
+      update.add_(update.params, buffers, -options.lr());
     } else {
-      at::_foreach_addcdiv_(batch.params, grads, denominators, -options.lr());
+      update.addcdiv_(update.params, update.grads, denominators, -options.lr());
     }
+    update.run();
   }
 };
 
@@ -303,22 +299,6 @@ State* find_state(States& states, const at::Tensor& param) {
   return found == states.end() ? nullptr : static_cast<State*>(found->second.get());
 }
 
-bool is_apart(const Tensors& params) {
-  std::vector<std::pair<const char*, const char*>> ranges;
-  for (const at::Tensor& param : params) {
-    if (param.numel() == 0) continue;
-    int64_t last = 0;
-    for (int64_t i = 0; i < param.dim(); ++i) last += (param.size(i) - 1) * param.stride(i);
-    const auto* begin = static_cast<const char*>(param.const_data_ptr());
-    ranges.emplace_back(begin, begin + (last + 1) * static_cast<int64_t>(param.itemsize()));
-  }
-  std::sort(ranges.begin(), ranges.end());
-  for (size_t i = 1; i < ranges.size(); ++i) {
-    if (ranges[i].first < ranges[i - 1].second) return false;
-  }
-  return true;
-}
-
 /// Whether the rule can update all parameters that have a gradient, and there is one.
 template <class Rule>
 bool fits(torch::optim::Optimizer& optimizer, const IsAbsent& is_absent) {
@@ -332,7 +312,7 @@ bool fits(torch::optim::Optimizer& optimizer, const IsAbsent& is_absent) {
           Rule::fits(state, static_cast<const typename Rule::Options&>(options));
     params.push_back(param);
   });
-  return all && !params.empty() && is_apart(params);
+  return all && !params.empty() && core::lie_apart(params);
 }
 
 /// The parameters of a batch have these in common, beside their group: the rule's kind, device and
@@ -346,22 +326,12 @@ Key key_of(const at::Tensor& param, int64_t kind) {
   return {kind, param.device().type(), param.device().index(), param.scalar_type(), alike};
 }
 
-template <class State>
-void add(std::vector<Batch<State>>& batches, const at::Tensor& param, State* state) {
-  const bool is_full = batches.empty() || batches.back().numel + param.numel() > kMostElements;
-  Batch<State>& batch = is_full ? batches.emplace_back() : batches.back();
-  batch.params.push_back(param);
-  batch.grads.push_back(param.grad());
-  batch.states.push_back(state);
-  batch.numel += param.numel();
-}
-
 template <class Rule>
 void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAbsent& is_absent,
             bool fast) {
   using State = typename Rule::State;
   const auto& options = static_cast<const typename Rule::Options&>(group.options());
-  std::map<Key, std::vector<Batch<State>>> batches;
+  std::map<Key, Batch<State>> batches;
   for (const at::Tensor& param : group.params()) {
     if (!param.grad().defined() || is_absent(param)) continue;
     State* state = find_state<State>(states, param);
@@ -370,13 +340,14 @@ void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAb
       state = made.get();
       if (made) states[param.unsafeGetTensorImpl()] = std::move(made);
     }
-    add(batches[key_of(param, Rule::kind(state))], param, state);
+    Batch<State>& batch = batches[key_of(param, Rule::kind(state))];
+    batch.params.push_back(param);
+    batch.grads.push_back(param.grad());
+    batch.states.push_back(state);
   }
-  for (auto& [key, alike] : batches) {
-    for (Batch<State>& batch : alike) {
-      batch.fast = fast;
-      Rule::update(batch, options, states);
-    }
+  for (auto& [key, batch] : batches) {
+    batch.fast = fast;
+    Rule::update(batch, options, states);
   }
 }
 

@@ -12,11 +12,12 @@ namespace smp::optim {
 /// Tells of a tensor whether its numbers are on another rank.
 using IsAbsent = std::function<bool(const at::Tensor&)>;
 
-/// Does the step of libtorch's SGD, Adam, AdamW, Adagrad or RMSprop, whose class `type` is, by
-/// functions over lists of parameters (`core/tensor_lists.h`): some ten kernels for up to a hundred
-/// parameters instead of eight for each. Options and states are libtorch's, made and counted as by
-/// its own step, and parameters and states get the same bits. Absent parameters are passed over.
-/// `fast`: Adam and AdamW by libtorch's fused kernels, one for all of it, which round otherwise.
+/// Does the step of libtorch's SGD, Adam, AdamW, Adagrad or RMSprop, whose class `type` is, on
+/// lists of parameters (`optim/list_program.h`): on a GPU in one kernel for some 70 parameters,
+/// elsewhere in some ten for up to a hundred, instead of eight for each. Options and states are
+/// libtorch's, made and counted as by its own step, and parameters and states get the same bits.
+/// Absent parameters are passed over. `fast`: Adam and AdamW by libtorch's fused kernels, which
+/// round otherwise.
 ///
 /// Returns false, and nothing is done, where the optimizer's own step has to do it: for another
 /// class, also one that derives from these; if no parameter has a gradient; and if one that has is

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what a CUDA build needs on this machine; nothing is downloaded."""
 
-# What libtorch_cuda.so of the torch wheel in WORKSPACE is linked against.
+# What libtorch_cuda.so of the torch wheel in WORKSPACE is linked against, and CUDA's compiler, which
+# it and optim/cuda load while a program runs.
 _LIBRARIES = [
     "libcublas.so.13",
     "libcublasLt.so.13",
@@ -13,6 +14,7 @@ _LIBRARIES = [
     "libcusparseLt.so.0",
     "libnccl.so.2",
     "libnvJitLink.so.13",
+    "libnvrtc.so.13",
     "libnvshmem_host.so.3",
 ]
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "graph/layout.h"
+#include "optim/cuda/list_kernel.h"
 #include "tests/device/finding.h"
 
 namespace smp::testing {
@@ -131,13 +132,15 @@ Tensors numbers(uint64_t seed, at::ScalarType type) {
   return tensors;
 }
 
-Tensors copies(const Tensors& tensors) {
+/// Copies that begin so many elements behind where memory does.
+Tensors copies(const Tensors& tensors, int64_t offset = 0) {
   Tensors result;
-  for (const at::Tensor& tensor : tensors) result.push_back(tensor.clone());
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor memory = at::zeros({offset + tensor.numel()}, tensor.options());
+    result.push_back(memory.narrow(0, offset, tensor.numel()).copy_(tensor));
+  }
   return result;
 }
-
-Tensors absolute(const Tensors& tensors) { return at::_foreach_abs(tensors); }
 
 /// The tensor's bits as whole numbers. As they are, a NaN equals none and zeros of both signs are
 /// equal.
@@ -157,11 +160,15 @@ int64_t differing(const Tensors& a, const Tensors& b) {
   return count;
 }
 
-/// An operator on each tensor, and the function over lists that is to give its bits.
+/// An operator on each tensor, and what is to give its bits: the function over lists, and the
+/// operation of a kernel over lists with this number.
 struct OverLists {
   std::string name;
   std::function<at::Tensor(const at::Tensor& x, const at::Tensor& y, const at::Tensor& z)> one;
   std::function<Tensors(const Tensors& x, const Tensors& y, const Tensors& z)> all;
+  std::string in_kernel;
+  double number;
+  bool of_absolute_values = false;
 };
 
 std::vector<OverLists> functions_over_lists(double s) {
@@ -169,36 +176,99 @@ std::vector<OverLists> functions_over_lists(double s) {
   using L = const Tensors&;
   return {
       {"mul", [s](T x, T, T) { return x.mul(s); },
-       [s](L x, L, L) { return at::_foreach_mul(x, s); }},
+       [s](L x, L, L) { return at::_foreach_mul(x, s); }, "mul(x[0], s(0))", s},
       {"add of a number", [s](T x, T, T) { return x.add(s); },
-       [s](L x, L, L) { return at::_foreach_add(x, s); }},
+       [s](L x, L, L) { return at::_foreach_add(x, s); }, "add(x[0], s(0))", s},
       {"add", [s](T x, T y, T) { return x.add(y, s); },
-       [s](L x, L y, L) { return at::_foreach_add(x, y, s); }},
+       [s](L x, L y, L) { return at::_foreach_add(x, y, s); }, "add(x[0], x[1], s(0))", s},
       {"addcmul", [s](T x, T y, T z) { return x.addcmul(y, z, s); },
-       [s](L x, L y, L z) { return at::_foreach_addcmul(x, y, z, s); }},
+       [s](L x, L y, L z) { return at::_foreach_addcmul(x, y, z, s); },
+       "addcmul(x[0], x[1], x[2], s(0))", s},
       {"addcdiv", [s](T x, T y, T z) { return x.addcdiv(y, z, s); },
-       [s](L x, L y, L z) { return at::_foreach_addcdiv(x, y, z, s); }},
-      {"sqrt", [](T x, T, T) { return x.abs().sqrt(); },
-       [](L x, L, L) { return at::_foreach_sqrt(absolute(x)); }},
+       [s](L x, L y, L z) { return at::_foreach_addcdiv(x, y, z, s); },
+       "addcdiv(x[0], x[1], x[2], s(0))", s},
+      {"sqrt", [](T x, T, T) { return x.sqrt(); }, [](L x, L, L) { return at::_foreach_sqrt(x); },
+       "sqrt(x[0])", s, true},
       {"div", [s](T x, T, T) { return x.div(s); },
-       [s](L x, L, L) { return at::_foreach_div(x, s); }},
+       [s](L x, L, L) { return at::_foreach_div(x, s); }, "mul(x[0], s(0))", 1 / s},
+      // `at::max` may take one of two zeros, into which numbers of half precision underflow, and
+      // the list the other. The update takes the maximum of averages of squares, of which no zero
+      // is negative.
       {"maximum", [](T x, T y, T) { return at::max(x, y); },
-       [](L x, L y, L) { return at::_foreach_maximum(x, y); }},
+       [](L x, L y, L) { return at::_foreach_maximum(x, y); }, "maximum(x[0], x[1])", s, true},
   };
+}
+
+/// Lists that functions are called with, and what they are to give.
+struct Lists {
+  Lists(const OverLists& function, at::ScalarType type)
+      : x(numbers(1, type)), y(numbers(2, type)), z(numbers(3, type)) {
+    if (function.of_absolute_values) {
+      for (Tensors* list : {&x, &y, &z}) *list = at::_foreach_abs(*list);
+    }
+    for (size_t i = 0; i < x.size(); ++i) expected.push_back(function.one(x[i], y[i], z[i]));
+  }
+  Tensors x, y, z, expected;
+};
+
+void for_each_function(
+    const std::function<void(const OverLists&, const Lists&, const std::string& name)>& visit) {
+  for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    for (const double s : {0.9, 0.001, 1.0, -0.0123456789, 0.03162}) {
+      for (const OverLists& function : functions_over_lists(s)) {
+        visit(function, Lists(function, type), c10::str(function.name, ", ", type, ", ", s));
+      }
+    }
+  }
 }
 
 /// The update (optim/foreach_step.h) rests on it.
 TEST(CudaKernels, FunctionsOverListsHaveTheBitsOfOperators) {
-  for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
-    const Tensors x = numbers(1, type), y = numbers(2, type), z = numbers(3, type);
-    for (const double s : {0.9, 0.001, 1.0, -0.0123456789, 0.03162}) {
-      for (const OverLists& function : functions_over_lists(s)) {
-        Tensors expected;
-        for (size_t i = 0; i < x.size(); ++i) expected.push_back(function.one(x[i], y[i], z[i]));
-        EXPECT_EQ(differing(function.all(copies(x), copies(y), copies(z)), expected), 0)
-            << function.name << ", " << type << ", " << s;
-      }
+  for_each_function([](const OverLists& function, const Lists& lists, const std::string& name) {
+    const Tensors result = function.all(copies(lists.x), copies(lists.y), copies(lists.z));
+    EXPECT_EQ(differing(result, lists.expected), 0) << name;
+  });
+}
+
+/// The update in one kernel rests on these.
+TEST(CudaKernels, OperationsInKernelsOverListsHaveTheBitsOfOperators) {
+  for_each_function([](const OverLists& function, const Lists& lists, const std::string& name) {
+    const optim::ListKernelText text = {"  x[0] = " + function.in_kernel + ";\n", 7, 1};
+    const optim::ListKernel kernel = optim::find_list_kernel(text, lists.x.front());
+    ASSERT_TRUE(kernel) << name;
+    for (const int64_t offset : {0, 1, 4}) {
+      const Tensors x = copies(lists.x, offset), y = copies(lists.y), z = copies(lists.z);
+      kernel({x, y, z}, {function.number});
+      EXPECT_EQ(differing(x, lists.expected), 0) << name << ", offset " << offset;
+      EXPECT_EQ(differing(y, lists.y) + differing(z, lists.z), 0) << name << " only reads them";
     }
+  });
+}
+
+/// No launch has so many tensors, and no block so many elements.
+TEST(CudaKernels, KernelsOverListsReachEachElementOnce) {
+  const at::TensorOptions options = at::TensorOptions(at::kFloat).device(kGpu);
+  Tensors x, expected;
+  for (int64_t i = 0; i < 500; ++i) {
+    x.push_back(at::arange(i % 7 == 3 ? 16384 * 3 + i : i, options));
+    expected.push_back(x.back() + 1);
+  }
+  const auto kernel = optim::find_list_kernel({"  x[0] = add(x[0], s(0));\n", 1, 1}, x.front());
+  ASSERT_TRUE(kernel);
+  kernel({x}, {1});
+  for (size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(at::equal(x[i], expected[i])) << i;
+}
+
+/// The update is then one by functions over lists, and the log says once why.
+TEST(CudaKernels, AKernelThatTheCompilerRefusesIsReported) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  for (const bool first : {true, false}) {
+    ::testing::internal::CaptureStderr();
+    const optim::ListKernelText text = {first ? "  nonsense\n" : "  more nonsense\n", 1, 1};
+    EXPECT_FALSE(optim::find_list_kernel(text, x));
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(log.find("CUDA's compiler refuses the kernel") != std::string::npos, first) << log;
+    EXPECT_EQ(log.find("nonsense") != std::string::npos, first) << log;
   }
 }
 

@@ -100,6 +100,20 @@ TEST(PretendedMemory, TheHostCannotTouchIt) {
   EXPECT_EQ(call("cudaFree", memory), 1) << "it was freed";
 }
 
+/// Kernels that are compiled while a program runs.
+TEST(PretendedDriver, LoadsModulesAndCountsTheirLaunches) {
+  void *module = nullptr, *kernel = nullptr, *none = nullptr, *stream = make_stream();
+  ASSERT_EQ(call("cuModuleLoadData", &module, none), 0);
+  ASSERT_EQ(call("cuModuleGetFunction", &kernel, module, "name"), 0);
+  EXPECT_NE(kernel, nullptr);
+  const long before = count("launches");
+  EXPECT_EQ(call("cuLaunchKernel", kernel, 1U, 1U, 1U, 1U, 1U, 1U, 0U, stream, none, none), 0);
+  EXPECT_EQ(count("launches"), before + 1);
+  ASSERT_EQ(begin(stream), 0);
+  EXPECT_EQ(call("cuModuleLoadData", &module, none), kUnsupported) << "it takes memory";
+  EXPECT_EQ(end_of(stream), kInvalidated);
+}
+
 TEST(PretendedMemory, HoldsNothingAndHasAnEnd) {
   size_t before = 0, free = 0, total = 0;
   ASSERT_EQ(call("cudaMemGetInfo", &before, &total), 0);
