@@ -16,6 +16,10 @@ struct Outcome {
   std::string output;
 };
 
+/// Before a command that starts a job: its ranks end by mpirun's SIGTERM, and mpirun does not let a
+/// second pass before it makes sure of that.
+constexpr const char* kNoFarewell = " OMPI_MCA_odls_base_sigkill_timeout=0 ";
+
 /// Runs a shell command to its end. Ends with "2>&1" where the output shall hold errors, too.
 inline Outcome run_command(const std::string& command) {
   const auto start = std::chrono::steady_clock::now();

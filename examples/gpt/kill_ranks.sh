@@ -53,11 +53,11 @@ echo "again, and a rank is killed ${#killed[@]} times"
 job disturbed "$([ -n "$recovery" ] && echo "$work/recovery.json" || echo "$config")" "$save_every" \
   "${restarts[@]}" >"$work/disturbed.log" 2>&1 &
 launcher=$!
-quarter=$((steps / 4)) count=0
+part=$((steps / 8)) count=0 # more than half of the job is left after the last one
 for rank in "${killed[@]}"; do
   count=$((count + 1))
   # A little later than a checkpoint, so that there is something to train again.
-  until [ "$(lines)" -ge $((count * quarter + steps / 40)) ]; do
+  until [ "$(lines)" -ge $((count * part + steps / 40)) ]; do
     kill -0 "$launcher" || { cat "$work/disturbed.log"; exit 1; }
     sleep 0.02
   done

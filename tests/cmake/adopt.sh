@@ -147,7 +147,8 @@ another_libtorch() {
 # catches: a program outside of the library knows the type of what the library throws.
 catches() {
   cat >"$work/catch.cc" <<'CC'
-#include <smp/smp.h>
+#include <smp/error.h>
+#include <smp/init.h>
 int main() {
   try {
     smp::init(smp::Config().microbatches(0));

@@ -5,18 +5,24 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <stdexcept>
 #include <string>
 #include <thread>
 
 #include "smp/smp.h"
+#include "tests/failure/patience.h"
 #include "tests/smp/models.h"
 
 namespace {
+
+using smp::testing::wait_at_most;
 
 /// A process that this rank forks, and that ends as a rank must not.
 void fork_one(bool throws) {
@@ -29,25 +35,48 @@ void fork_one(bool throws) {
             << (throws ? WTERMSIG(status) : WEXITSTATUS(status)) << std::endl;
 }
 
-/// The letter of the state of a process.
-char state_of(int process) {
+/// What the system says of a process.
+struct ProcessState {
+  char letter = ' ';
+  int64_t ticks = 0;  ///< of the clock, for which it has computed
+};
+
+ProcessState state_of(int process) {
   std::ifstream in("/proc/" + std::to_string(process) + "/stat");
-  std::string number, name;
-  char state = ' ';
-  in >> number >> name >> state;
-  return state;
+  ProcessState result;
+  std::string skipped;
+  in >> skipped >> skipped >> result.letter;
+  for (int i = 4; i < 14; ++i) in >> skipped;
+  in >> result.ticks;
+  return result;
+}
+
+void sleep_until(const std::function<bool()>& holds) {
+  while (!holds()) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
+
+/// The process of the last rank, whose number all ranks tell each other.
+int culprits_process() {
+  return smp::allgather(static_cast<int>(getpid()), smp::CommGroup::kWorld).back();
 }
 
 /// Stops one rank. The other returns when it has, so that all that it waits for is that one.
 void stop_one(bool culprit) {
-  const auto processes = smp::allgather(static_cast<int>(getpid()), smp::CommGroup::kWorld);
+  const int process = culprits_process();
   if (culprit) {
     kill(getpid(), SIGSTOP);
     return;
   }
-  while (state_of(processes.back()) != 'T') {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  sleep_until([&] { return state_of(process).letter == 'T'; });
+}
+
+/// One rank computes for ever. The other returns when it does.
+void busy_one(bool culprit) {
+  const int process = culprits_process();
+  for (volatile bool busy = true; culprit && busy;) {
   }
+  const int64_t before = state_of(process).ticks;
+  sleep_until([&] { return state_of(process).ticks > before + 10; });
 }
 
 void train(const std::string& how) {
@@ -99,13 +128,9 @@ void train(const std::string& how) {
       if (culprit) kill(getpid(), SIGKILL);
       smp::barrier();
     }
-    if (how == "stop" && steps == 1) stop_one(culprit);
-    for (volatile bool busy = true; how == "busy" && culprit && steps == 1 && busy;) {
-    }
-    if (how == "stop_at_end" && culprit && steps == 3) {
-      step(batch[0], batch[1]);
-      kill(getpid(), SIGSTOP);
-    }
+    if ((how == "stop" || how == "pause") && steps == 1) stop_one(culprit);
+    if (how == "busy" && steps == 1) busy_one(culprit);
+    if ((how == "stop" || how == "busy") && steps == 1) wait_at_most(std::chrono::seconds(1));
     if (how == "saves_alone" && !culprit && steps == 1) smp::save("saved_alone", model);
     if (how == "ends_early" && culprit) std::exit(0);
     for (int fd = 3; how == "closes_files" && culprit && steps == 1 && fd < 400; ++fd) close(fd);
@@ -113,7 +138,17 @@ void train(const std::string& how) {
       torch::mm(torch::ones({2, 3}), torch::ones({2, 3}));
     step(batch[0], batch[1]);
   }
+  if (how == "stop_at_end") {
+    stop_one(culprit);
+    wait_at_most(std::chrono::seconds(1));
+  }
+  if (how == "closes_files") {
+    smp::barrier();
+    wait_at_most(std::chrono::seconds(2));
+  }
   if (how == "steps_at_end") {
+    smp::barrier();
+    if (!culprit) wait_at_most(std::chrono::seconds(3));
     const auto batch = smp::testing::TinyGptImpl::batch(4);
     if (!culprit) step(batch[0], batch[1]);
     return;  // the job ends after main()

@@ -11,8 +11,11 @@
 
 namespace {
 
+using smp::testing::kNoFarewell;
 using smp::testing::Outcome;
 using smp::testing::run_command;
+
+constexpr const char* kParameters = R"({"partitions": 2, "microbatches": 2})";
 
 /// The command that runs the failing program on two stages through the launcher.
 std::string launch(const std::string& how, const std::string& parameters,
@@ -23,11 +26,14 @@ std::string launch(const std::string& how, const std::string& parameters,
          " --np 2 tests/failure/failing_step " + how;
 }
 
-Outcome run(const std::string& how, const std::string& parameters) {
+Outcome run(const std::string& how, const std::string& parameters = kParameters) {
   return run_command(launch(how, parameters) + " 2>&1");
 }
 
-constexpr const char* kParameters = R"({"partitions": 2, "microbatches": 2})";
+/// Where all ranks fail in the same way, or the other one says nothing any more.
+Outcome run_without_farewell(const std::string& how) {
+  return run_command(kNoFarewell + launch(how, kParameters) + " 2>&1");
+}
 
 /// Starting two processes that load libtorch takes some seconds on a busy machine; the limit of
 /// ten holds from the failure on.
@@ -41,9 +47,7 @@ void expect_short(const Outcome& outcome) {
   EXPECT_LT(count, 15) << outcome.output;
 }
 
-void expect_failure(const std::string& how, const std::string& cause,
-                    const std::string& parameters = kParameters) {
-  const Outcome outcome = run(how, parameters);
+void expect_failure(const Outcome& outcome, const std::string& cause) {
   EXPECT_NE(outcome.status, 0) << outcome.output;
   EXPECT_LT(outcome.seconds, kSeconds) << outcome.output;
   EXPECT_NE(outcome.output.rfind(cause), std::string::npos) << outcome.output;
@@ -56,19 +60,19 @@ void expect_failure(const std::string& how, const std::string& cause,
 }
 
 TEST(Failure, NothingFailsWithoutACause) {
-  const Outcome outcome = run("nothing", kParameters);
+  const Outcome outcome = run("nothing");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
 }
 
 /// Standard output is a pipe, which holds back what is written until it is flushed.
 TEST(Failure, ExitWithoutFlushingLosesNoOutput) {
-  const Outcome outcome = run("last_words", kParameters);
+  const Outcome outcome = run("last_words");
   EXPECT_NE(outcome.status, 0) << outcome.output;
   EXPECT_NE(outcome.output.find("last words of 1\n"), std::string::npos) << outcome.output;
 }
 
 TEST(Failure, ForkedProcessesDoNotEndTheJob) {
-  const Outcome outcome = run("fork", kParameters);
+  const Outcome outcome = run("fork");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_NE(outcome.output.find("forked, status 3"), std::string::npos) << outcome.output;
   EXPECT_NE(outcome.output.find("forked, signal 6"), std::string::npos) << outcome.output;
@@ -82,42 +86,50 @@ TEST(Failure, UncaughtExceptionAfterASecondInit) {
 }
 
 TEST(Failure, ExceptionInTheUsersFunction) {
-  expect_failure("exception", "rank 1: the user's function failed");
+  expect_failure(run("exception"), "rank 1: the user's function failed");
 }
 
 TEST(Failure, ExceptionThatTheProgramCatches) {
-  expect_failure("caught", "rank 1: the user's function failed");
+  expect_failure(run("caught"), "rank 1: the user's function failed");
 }
 
 /// The program ends, the others must not wait for it.
 TEST(Failure, ExceptionOutsideAStepThatTheProgramCatches) {
-  expect_failure("caught_outside", "rank 1: the program ended with exit status 1");
+  expect_failure(run("caught_outside"), "rank 1: the program ended with exit status 1");
 }
 
-TEST(Failure, ReadingDataInsideAStep) { expect_failure("item", "operator aten::item"); }
+TEST(Failure, ReadingDataInsideAStep) {
+  expect_failure(run_without_farewell("item"), "operator aten::item");
+}
 
-TEST(Failure, InputsOfTwoBatches) { expect_failure("two_batches", "they must be of one batch"); }
+TEST(Failure, InputsOfTwoBatches) {
+  expect_failure(run_without_farewell("two_batches"), "they must be of one batch");
+}
 
-TEST(Failure, OtherBatchOnOneRank) { expect_failure("other_batch", "was given different batches"); }
+TEST(Failure, OtherBatchOnOneRank) {
+  expect_failure(run_without_farewell("other_batch"), "was given different batches");
+}
 
 TEST(Failure, OtherLossWeightOnOneRank) {
-  expect_failure("loss_weight", "has other constants on pp rank 0 and pp rank 1");
+  expect_failure(run_without_farewell("loss_weight"),
+                 "has other constants on pp rank 0 and pp rank 1");
 }
 
 TEST(Failure, OtherModelOnOneRank) {
-  expect_failure("other_model", "the model differs between ranks: rank 0 has ");
+  expect_failure(run_without_farewell("other_model"),
+                 "the model differs between ranks: rank 0 has ");
 }
 
 /// `if (smp::rank() == 0) smp::save(...)`.
 TEST(Failure, OneRankThatSaves) {
   expect_failure(
-      "saves_alone",
+      run("saves_alone"),
       "rank 0 is in smp::save, rank 1 is in call 2 of step function \"train\". All ranks "
       "must make the same calls in the same order");
 }
 
 TEST(Failure, RankThatEndsItsProgramEarly) {
-  expect_failure("ends_early",
+  expect_failure(run("ends_early"),
                  "rank 0 is in call 1 of step function \"train\", rank 1 is in smp::shutdown, as "
                  "its program has ended. All ranks must make the same calls");
 }
@@ -125,8 +137,7 @@ TEST(Failure, RankThatEndsItsProgramEarly) {
 /// Rank 1 waits in a handler that runs after its thread's objects have been destroyed.
 TEST(Failure, OneRankThatStepsAtTheEnd) {
   const Outcome outcome = run_command(
-      launch("steps_at_end",
-             R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 6, "stall_seconds": 1})",
+      launch("steps_at_end", R"({"partitions": 2, "microbatches": 2, "stall_seconds": 0.5})",
              "warning") +
       " 2>&1");
   EXPECT_NE(outcome.status, 0) << outcome.output;
@@ -136,13 +147,13 @@ TEST(Failure, OneRankThatStepsAtTheEnd) {
   EXPECT_THAT(outcome.output,
               ::testing::ContainsRegex(
                   "smprun: first cause: rank 0: .* in call 5 of step function \"train\" was not "
-                  "complete within the timeout of 6 s; it waits for rank 1\\. The chain of waits: "
+                  "complete within the timeout of 3 s; it waits for rank 1\\. The chain of waits: "
                   "rank 0 waits for rank 1 in all_gather of train\\(\\), which waits for rank 0 in "
                   "[^:]*smp::shutdown: a circle, as of calls that do not match"));
 }
 
 TEST(Failure, RankThatIsKilled) {
-  const Outcome outcome = run("kill", kParameters);
+  const Outcome outcome = run("kill");
   EXPECT_NE(outcome.status, 0);
   EXPECT_LT(outcome.seconds, kSeconds);
   EXPECT_NE(outcome.output.rfind("smprun: first cause: rank 1: was ended by signal 9 (Killed) and "
@@ -154,24 +165,24 @@ TEST(Failure, RankThatIsKilled) {
 
 /// Outside of a step the other one's program catches that, and ends with a status of its own.
 TEST(Failure, RankThatIsKilledWhereTheOtherCatchesIt) {
-  expect_failure("caught_barrier", "rank 1: was ended by signal 9 (Killed) and left no message");
+  expect_failure(run("caught_barrier"),
+                 "rank 1: was ended by signal 9 (Killed) and left no message");
 }
 
 /// As by a library that ends the process in the middle of training, with nothing said.
 TEST(Failure, RankThatExits) {
-  expect_failure("exit", "rank 1: ended with exit status 7 and left no message");
+  expect_failure(run("exit"), "rank 1: ended with exit status 7 and left no message");
 }
 
 /// The other rank waits for it, and is innocent.
 TEST(Failure, RankThatIsStopped) {
-  expect_failure("stop", "rank 1: is stopped; it has been in the user's code after step 1 for ",
-                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+  expect_failure(run_without_farewell("stop"),
+                 "rank 1: is stopped; it has been in the user's code after step 1 for ");
 }
 
 /// Slow, and not dead.
 TEST(Failure, RankThatComputesForLongerThanTheTimeOut) {
-  const Outcome outcome =
-      run("busy", R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+  const Outcome outcome = run_without_farewell("busy");
   EXPECT_NE(outcome.status, 0);
   EXPECT_THAT(
       outcome.output,
@@ -198,7 +209,7 @@ TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
   const std::string parameters = R"({"partitions": 2, "microbatches": 2, "stall_seconds": 0.5})";
   const std::string script = "mkdir -p '" + folder + "'; folder='" + folder + "'\n" +
                              "export SMP_JOB_ID=stall-$$\n" +
-                             launch("stop", parameters, "warning") + R"sh( >"$folder/log" 2>&1 &
+                             launch("pause", parameters, "warning") + R"sh( >"$folder/log" 2>&1 &
     job=$!
     warning() { grep -A 6 'stall_seconds' "$folder/log" | grep -B 6 'rank 1: stopped'; }
     for i in $(seq 600); do warning >/dev/null && break; sleep 0.1; done
@@ -226,11 +237,9 @@ TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
 
 /// After the last step, where nobody waits but for the end of the job.
 TEST(Failure, RankThatIsStoppedAtTheEnd) {
-  const Outcome outcome =
-      run("stop_at_end", R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
-  EXPECT_NE(
-      outcome.output.find("was not complete within the timeout of 16 s; it waits for rank 1."),
-      std::string::npos)
+  const Outcome outcome = run_without_farewell("stop_at_end");
+  EXPECT_NE(outcome.output.find("was not complete within the timeout of 2 s; it waits for rank 1."),
+            std::string::npos)
       << outcome.output;
   EXPECT_NE(outcome.output.find(
                 "[at the end of the program, where all ranks wait for each other]\n"
@@ -243,14 +252,14 @@ TEST(Failure, RankThatIsStoppedAtTheEnd) {
 
 /// As a daemon does, with MPI's among them, for which MPI_Finalize waits for ever.
 TEST(Failure, RankThatClosesAllDescriptors) {
-  expect_failure("closes_files", "MPI has not ended within 8 s: all ranks have come to the end",
-                 R"({"partitions": 2, "microbatches": 2, "timeout_seconds": 8})");
+  expect_failure(run_without_farewell("closes_files"),
+                 "MPI has not ended within 2 s: all ranks have come to the end");
 }
 
 /// Which c10 throws, with a backtrace of its own.
 TEST(Failure, ExceptionOfLibtorch) {
   // Newer ones begin with "mm: ".
-  expect_failure("libtorch", "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)\n");
+  expect_failure(run("libtorch"), "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)\n");
 }
 
 /// Nothing can catch that signal, and still no rank is left.

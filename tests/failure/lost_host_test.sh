@@ -58,6 +58,9 @@ lost() {
 lost smprun lose:3:3:0 lose:0:5:0
 same smprun
 
+# What other ranks do in the second that mpirun lets pass before it ends them was tried by the first.
+export OMPI_MCA_odls_base_sigkill_timeout=0
+
 # The third takes the place of the second.
 SPARE=1 lost spare down:3:3:0 lose:0:5:0
 same spare

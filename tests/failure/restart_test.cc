@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <map>
 #include <regex>
 #include <sstream>
@@ -21,26 +22,61 @@ namespace {
 using checkpoint::Reader;
 using Lines = std::vector<std::string>;
 
-class Restarts : public ::testing::Test {
- protected:
-  Restarts() {
+/// A folder in which jobs run.
+class Jobs {
+ public:
+  explicit Jobs(const std::string& name) : folder_(::testing::TempDir() + name) {
     std::filesystem::remove_all(folder_);
     std::filesystem::create_directories(folder_);
-    std::ofstream(config_) << R"({"partitions": 2, "microbatches": 2, "ddp": true})";
+    configure("");
   }
+
+  const std::string& folder() const { return folder_; }
 
   /// Adds to the configuration.
   void configure(const std::string& parameters) const {
-    std::ofstream(config_) << R"({"partitions": 2, "microbatches": 2, "ddp": true, )" << parameters
-                           << "}";
+    std::ofstream(folder_ + "/smp.json")
+        << R"({"partitions": 2, "microbatches": 2, "ddp": true)" << parameters << "}";
   }
 
-  /// `variables` as a shell sets them before a command.
-  Outcome run(const std::string& folder, const std::string& restarts, const std::string& marks,
-              const std::string& variables = "") {
-    return run_command("cd " + folder_ + " && " + variables + " " + launcher_ + " --config " +
-                       config_ + " --np 4 " + restarts + " " + program_ + " " + folder + " " +
-                       marks + " 2>&1");
+  /// A job that saves into `run`. `variables` as a shell sets them before a command.
+  Outcome run(const std::string& restarts, const std::string& marks,
+              const std::string& variables = kNoFarewell) const {
+    return run_command("cd " + folder_ + " && " + variables + " " + launcher_ +
+                       " --config smp.json --np 4 " + restarts + " " + program_ + " run " + marks +
+                       " 2>&1");
+  }
+
+ private:
+  const std::string folder_;
+  const std::string launcher_ = std::filesystem::absolute("tools/smprun_bin");
+  const std::string program_ = std::filesystem::absolute("tests/failure/restarting_step");
+};
+
+class Restarts : public ::testing::Test {
+ protected:
+  /// A job that nothing disturbs, for all tests; and beside the first tests go those jobs that do
+  /// little but wait for their next start.
+  static void SetUpTestSuite() {
+    const Jobs jobs("undisturbed");
+    undisturbed_ = jobs.folder() + "/run";
+    const Outcome outcome = jobs.run("", "");
+    ASSERT_EQ(outcome.status, 0) << outcome.output;
+    ASSERT_EQ(told(outcome.output), Lines{});
+    returning_ =
+        begin("returning", "", "--restarts 9", "throw:1:3 throw:1:3 throw:1:3 throw:1:3 throw:1:3");
+    not_met_ = begin("not_met", R"(, "recovery": "shrink", "recovery_interval": 1)", "",
+                     "early:1 action:1:2:0 early:0");
+    limited_ = begin("limited", "", "--restarts 1", "begin:1 begin:2 begin:3");
+  }
+
+  static std::shared_future<Outcome> begin(const std::string& name, const std::string& parameters,
+                                           const std::string& restarts, const std::string& marks) {
+    return std::async(std::launch::async, [=] {
+      const Jobs jobs(name);
+      jobs.configure(parameters);
+      return jobs.run(restarts, marks);
+    });
   }
 
   /// The lines that say of restarts, by whomever.
@@ -60,10 +96,11 @@ class Restarts : public ::testing::Test {
     return lines;
   }
 
-  /// What two jobs have saved last: all tensors and states, whichever rank wrote them.
-  void expect_same_end(const std::string& one, const std::string& other) const {
+  /// What the job has saved last and the undisturbed one: all tensors and states, whichever rank
+  /// wrote them.
+  void expect_same_end() const {
     for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
-      Reader got(folder_ + "/" + one + name), expected(folder_ + "/" + other + name);
+      Reader got(jobs_.folder() + "/run" + name), expected(undisturbed_ + name);
       EXPECT_TRUE(got.find_damage(Reader::Section::kAll).empty());
       EXPECT_EQ(hashes(got.index().model), hashes(expected.index().model)) << name;
       EXPECT_EQ(hashes(got.index().optimizer_tensors), hashes(expected.index().optimizer_tensors))
@@ -82,22 +119,21 @@ class Restarts : public ::testing::Test {
     return result;
   }
 
-  const std::string folder_ = ::testing::TempDir() + "restarts";
-  const std::string config_ = ::testing::TempDir() + "restarts.json";
-  const std::string launcher_ = std::filesystem::absolute("tools/smprun_bin");
-  const std::string program_ = std::filesystem::absolute("tests/failure/restarting_step");
+  static std::string undisturbed_;  // its checkpoints
+  static std::shared_future<Outcome> returning_, not_met_, limited_;
+  const Jobs jobs_{"restarts"};
 };
+
+std::string Restarts::undisturbed_;
+std::shared_future<Outcome> Restarts::returning_, Restarts::not_met_, Restarts::limited_;
 
 std::string died(int rank) { return "first cause: rank " + std::to_string(rank) + " died"; }
 
-/// A rank dies in a step, between a step and its update, in a save, at the start and at the end.
+/// With the second that other ranks have to say what they see, before mpirun ends them. A rank dies
+/// in a step, between a step and its update, in a save, at the start and at the end.
 TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
-  const Outcome undisturbed = run("undisturbed", "", "");
-  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
-  EXPECT_EQ(told(undisturbed.output), Lines{});
-
-  const Outcome outcome =
-      run("run", "--restarts 9", "action:3:1:2 update:1:3 save:0:3:2 begin:2 action:2:5:0 end:1");
+  const Outcome outcome = jobs_.run(
+      "--restarts 9", "action:3:1:2 update:1:3 save:0:3:2 begin:2 action:2:5:0 end:1", "");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   const Lines expected = {
       died(3),
@@ -119,7 +155,7 @@ TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
   };
   EXPECT_EQ(told(outcome.output), expected) << outcome.output;
   for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
-    Reader whole(folder_ + "/run" + name), other(folder_ + "/undisturbed" + name);
+    Reader whole(jobs_.folder() + "/run" + name), other(undisturbed_ + name);
     EXPECT_TRUE(whole.find_damage(Reader::Section::kAll).empty());
     // With the hashes of all tensors.
     EXPECT_EQ(whole.index().to_text(), other.index().to_text()) << name;
@@ -149,10 +185,8 @@ void expect_resumed_from(const std::string& output, const std::vector<int>& step
 /// Nobody has said how often. A rank dies in a step, before its update, while it keeps a copy (rank
 /// 0 begins, writes and ends one by some ten calls), and is stopped.
 TEST_F(Restarts, GoOnFromTheCopyInMemory) {
-  const Outcome undisturbed = run("undisturbed", "", "");
-  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
-  configure(R"("recovery": "restart", "recovery_interval": 1, "timeout_seconds": 20)");
-  const Outcome outcome = run("run", "", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
+  jobs_.configure(R"(, "recovery": "restart", "recovery_interval": 1, "timeout_seconds": 20)");
+  const Outcome outcome = jobs_.run("", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   expect_resumed_from(outcome.output, {2, 3, 3, 4, 6});
   EXPECT_NE(outcome.output.find("smprun: first cause: rank 2: is stopped"), std::string::npos)
@@ -160,14 +194,12 @@ TEST_F(Restarts, GoOnFromTheCopyInMemory) {
   EXPECT_NE(outcome.output.find("smprun: restart 1 in 0 s: from the copy in memory, of step "),
             std::string::npos)
       << outcome.output;
-  expect_same_end("run", "undisturbed");
+  expect_same_end();
 }
 
 TEST_F(Restarts, GoOnWithFewerRanks) {
-  const Outcome undisturbed = run("undisturbed", "", "");
-  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
-  configure(R"("recovery": "shrink", "recovery_interval": 2)");
-  const Outcome outcome = run("run", "", "begin:1 action:1:2:0 update:0:5");
+  jobs_.configure(R"(, "recovery": "shrink", "recovery_interval": 2)");
+  const Outcome outcome = jobs_.run("", "begin:1 action:1:2:0 update:0:5");
   EXPECT_NE(outcome.status, 0);
   EXPECT_NE(outcome.output.find("smprun: goes on with 2 ranks: 2 stages x 1 replica, 4 "
                                 "microbatches\n"),
@@ -180,15 +212,14 @@ TEST_F(Restarts, GoOnWithFewerRanks) {
   EXPECT_EQ(told(outcome.output).back(),
             "not started again: no layout with fewer ranks computes the same.")
       << outcome.output;
-  const Outcome enough = run("run", "", "action:3:2:1 update:1:5");
+  const Outcome enough = jobs_.run("", "action:3:2:1 update:1:5");
   EXPECT_EQ(enough.status, 0) << enough.output;
-  expect_same_end("run", "undisturbed");
+  expect_same_end();
 }
 
 /// A rank that ends before all have met says nothing of its host: all ranks are started again.
 TEST_F(Restarts, WithAllRanksWhereTheyHaveNotMet) {
-  configure(R"("recovery": "shrink", "recovery_interval": 1)");
-  const Outcome outcome = run("run", "", "early:1 action:1:2:0 early:0");
+  const Outcome& outcome = not_met_.get();
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   const Lines expected = {
       died(1),
@@ -210,8 +241,7 @@ TEST_F(Restarts, WithAllRanksWhereTheyHaveNotMet) {
 }
 
 TEST_F(Restarts, EndWhereAFailureComesBack) {
-  const Outcome outcome =
-      run("run", "--restarts 9", "throw:1:3 throw:1:3 throw:1:3 throw:1:3 throw:1:3");
+  const Outcome& outcome = returning_.get();
   EXPECT_NE(outcome.status, 0);
   Lines expected = {"first cause: rank 1: no such word"};
   for (const char* const start : {"1 of 9 in 1 s", "2 of 9 in 2 s", "3 of 9 in 4 s"}) {
@@ -226,21 +256,19 @@ TEST_F(Restarts, EndWhereAFailureComesBack) {
 
 /// A rank gets SIGTERM in the middle of a step; the job stops after it, and another goes on.
 TEST_F(Restarts, AreNotForJobsThatStopWhenTheyAreAsked) {
-  const Outcome undisturbed = run("undisturbed", "", "");
-  ASSERT_EQ(undisturbed.status, 0) << undisturbed.output;
-  configure(R"("preempt_seconds": 200)");
-  const Outcome asked = run("run", "--restarts 9", "asked:2:3:1");
+  jobs_.configure(R"(, "preempt_seconds": 200)");
+  const Outcome asked = jobs_.run("--restarts 9", "asked:2:3:1");
   EXPECT_EQ(asked.status, 75) << asked.output;
   EXPECT_EQ(told(asked.output), Lines{"preempted: checkpoint run/asked_partial of step 4"})
       << asked.output;
   EXPECT_EQ(asked.output.find("first cause"), std::string::npos) << asked.output;
-  const Outcome next = run("run", "", "", "RESUME=1");
+  const Outcome next = jobs_.run("", "", "RESUME=1");
   EXPECT_EQ(next.status, 0) << next.output;
-  expect_same_end("run", "undisturbed");
+  expect_same_end();
 }
 
 TEST_F(Restarts, AreNotMoreThanWasSaid) {
-  const Outcome outcome = run("run", "--restarts 1", "begin:1 begin:2 begin:3");
+  const Outcome& outcome = limited_.get();
   EXPECT_EQ(outcome.status, 128 + 9) << outcome.output;
   const Lines expected = {
       died(1),

@@ -15,15 +15,15 @@
 //   copy    the same while it keeps a copy
 //   lose    its host forgets its copies before that step, and it is killed
 //   down    the same, and there is a file /dev/shm/down from then on
-//   stop    it stops (SIGSTOP) in that step
+//   stop    it stops (SIGSTOP) after that step, and others give it up after five seconds
 //   asked   it gets SIGTERM at the COUNT-th action of that step, so with "preempt_seconds" the job
 //           stops after it, and leaves FOLDER/asked_partial
 //   end     it is killed when all is done
 //
-// In the environment: STEPS to train instead of eight, KEPT checkpoints instead of two, RESUME to go
-// on from the newest checkpoint of FOLDER, if there is one, and TIMES, a file to which rank 0 adds a
-// line for each step that is done ("STEP MS") and a rank that a mark concerns one ("fault MS")
-// before it fails, but for faults of file calls.
+// In the environment: STEPS to train instead of eight, KEPT checkpoints instead of two, RESUME to
+// go on from the newest checkpoint of FOLDER, if there is one, and TIMES, a file to which rank 0
+// adds a line for each step that is done ("STEP MS") and a rank that a mark concerns one ("fault
+// MS") before it fails, but for faults of file calls.
 //
 // Started by restart_test and fault_matrix.py through smprun.
 
@@ -42,9 +42,11 @@
 
 #include "core/restart.h"
 #include "runtime/runtime.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "smp/smp.h"
 #include "tests/checkpoint/file_calls.h"
+#include "tests/failure/patience.h"
 #include "tests/smp/models.h"
 
 namespace {
@@ -110,6 +112,18 @@ bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
   return smp::rank() == mark.rank;
 }
 
+/// All ranks call it: the others wait for that rank then, and for each other's next calls, which
+/// come at once.
+void stop_one(int rank) {
+  constexpr std::chrono::seconds kLimit{5};
+  auto& copies = smp::runtime::CheckpointContext::of(smp::runtime::Runtime::get());
+  copies.finish();
+  copies.group()->set_timeout(kLimit);
+  smp::testing::wait_at_most(kLimit);
+  smp::barrier();
+  if (smp::rank() == rank) kill(getpid(), SIGSTOP);
+}
+
 using Model = smp::DistributedModel<TinyGpt>;
 using Optimizer = smp::DistributedOptimizer<torch::optim::AdamW>;
 
@@ -162,7 +176,7 @@ int train(const std::string& folder, const Mark& mark) {
     optimizer.zero_grad();
     step(smp::shard(batch[0]), smp::shard(batch[1]));
     if (is_due(mark, "update", done)) die();
-    if (is_due(mark, "stop", done)) kill(getpid(), SIGSTOP);
+    if (mark.where == "stop" && mark.step == done) stop_one(mark.rank);
     optimizer.step();
     const std::string content = nlohmann::json{{"saved_at", done + 1}}.dump();
     if ((done + 1) % 2 == 0 && (!keeps_copies || done + 1 >= steps - 2)) {

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes end that do not call destroy_process_group: all with status 0.
+"""usage: smddp_exit.py PAIRS
 
-Makes pairs of processes, each of which ends as a script does, by its last line, while the library's
-threads complete what it has started. Forks instead of starting Python anew, to make many.
+How processes end that do not call destroy_process_group: all with status 0.
+
+Makes pairs of processes for each way to end, by the last line of a script, while the library's threads
+complete what it has started. Forks instead of starting Python anew, to make many.
 """
 
 import os
 import shutil
+import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
-
-PAIRS = 4
 
 
 def end_after_futures(rank):
@@ -55,8 +56,8 @@ def child(rank, end, store):
 
 def main():
     """Returns in the children, too, which so end as any script."""
-    folder = tempfile.mkdtemp()
-    for number in range(PAIRS):
+    folder, pairs = tempfile.mkdtemp(), int(sys.argv[1])
+    for number in range(pairs):
         for end in ENDS:
             processes = {}
             for rank in range(2):
@@ -68,7 +69,7 @@ def main():
                 status = os.waitpid(process, 0)[1]
                 assert status == 0, f"{end.__name__}: rank {rank} ended with status {status}"
     shutil.rmtree(folder)
-    print(f"smddp: {2 * PAIRS * len(ENDS)} processes ended with status 0", flush=True)
+    print(f"smddp: {2 * pairs * len(ENDS)} processes ended with status 0", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# usage: smddp_test.sh LIBTORCH PACKAGES SMDDP SCRIPT
+# usage: smddp_test.sh LIBTORCH PACKAGES SMDDP SCRIPT VARIABLES
 # Runs by torchrun the backend's own test and the documented script, and programs that end without
-# a word.
+# a word, SMDDP_PAIRS of each kind if the environment has that. VARIABLES is a script that sets what
+# torchrun sets, and needs no torch for that.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 where=("${@:1:3}")
-script=$(realpath "$4")
+script=$(realpath "$4") variables=$(realpath "$5")
 work=$TEST_TMPDIR
 export HOME=$work OMP_NUM_THREADS=1
 failures=0
@@ -32,7 +33,7 @@ on() {
 
 on 2 "the backend" "$here/smddp_test.py"
 on 3 "the backend" "$here/smddp_test.py"
-run "ends without destroy_process_group" python3 "$here/smddp_exit.py"
+run "ends without destroy_process_group" python3 "$here/smddp_exit.py" "${SMDDP_PAIRS:-1}"
 
 # The documented script: with dropout what gloo trains, without it what one process does, and the
 # same whether it was saved and loaded or not.
@@ -52,22 +53,22 @@ for name, count in (("train", 97), ("t10k", 20)):
             file.write(header + data.tobytes())
 PYTHON
 
-# script RANKS NAME OPTION...: its weights are NAME_RANK.pt.
+# script LAUNCHER NAME OPTION...: its weights are NAME_RANK.pt.
 script() {
-  local ranks=$1 name=$2
+  local launcher=$1 name=$2
   local arguments=("$script" --data "$work" --batch-size 16 --checkpoint "$work/$name.pt"
     --save-weights "$work/${name}_{}.pt" "${@:3}")
-  if [ "$ranks" -gt 1 ]; then
-    on "$ranks" "the script, $name" "${arguments[@]}"
-  else
-    run "the script, $name" python3 "${arguments[@]}"
-  fi
+  case $launcher in
+    torchrun) on 2 "the script, $name" "${arguments[@]}" ;;
+    variables) run "the script, $name" bash "$variables" 2 240 python3 "${arguments[@]}" ;;
+    none) run "the script, $name" python3 "${arguments[@]}" ;;
+  esac
 }
-script 2 smddp --backend smddp --epochs 2
-script 2 gloo --backend gloo --epochs 2
-script 2 exact --backend smddp --epochs 2 --dropout 0
-script 1 alone --backend none --epochs 2 --dropout 0
-script 2 straight --backend smddp --epochs 3 --more-epochs 0 --dropout 0
+script torchrun smddp --backend smddp --epochs 2
+script variables gloo --backend gloo --epochs 2
+script variables exact --backend smddp --epochs 2 --dropout 0
+script none alone --backend none --epochs 2 --dropout 0
+script variables straight --backend smddp --epochs 3 --more-epochs 0 --dropout 0
 run "the same weights" python3 - "$work" <<'PYTHON'
 import sys
 

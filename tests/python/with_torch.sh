@@ -7,7 +7,8 @@
 #
 # That torch is linked against libraries of CUDA, gigabytes that nothing here calls. For those that
 # are missing, FOLDER gets stand-ins. They hold only what is looked up when a library is loaded, which
-# are functions whose address is taken; others are looked up when they are called first.
+# are functions whose address is taken; others are looked up when they are called first. A FOLDER that
+# has them is used as it is.
 set -u
 torch=$(realpath "$1") && torch=${torch%/torch/*}
 packages=$(dirname "$(realpath "$2")")
@@ -21,7 +22,6 @@ missing_libraries() {
 
 export LD_LIBRARY_PATH=$folder/libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 mkdir -p "$folder/libraries"
-missing=$(missing_libraries)
 
 # stand_ins NAME...: libraries for those missing, with functions of these names.
 stand_ins() {
@@ -36,9 +36,12 @@ looked_up_early() {
   ldd -d "$torch/torch/lib/libtorch.so" 2>&1 | sed -n 's/^undefined symbol: \(\w*\).*/\1/p' | sort -u
 }
 
-stand_ins
-stand_ins $(looked_up_early)
-printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' >"$folder/sitecustomize.py"
+if [ ! -e "$folder/sitecustomize.py" ]; then
+  missing=$(missing_libraries)
+  stand_ins
+  stand_ins $(looked_up_early)
+  printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' >"$folder/sitecustomize.py"
+fi
 
 export PYTHONPATH=$folder:$torch:$packages:$smddp PYTHONPYCACHEPREFIX=$folder/compiled
 exec "$@"
