@@ -310,7 +310,8 @@ std::vector<LiveResult> Recorder::live_results() const {
 }
 
 std::unique_ptr<Graph> Recorder::finish(const std::vector<ValueId>& outputs,
-                                        const std::vector<BackwardRoot>& roots) {
+                                        const std::vector<BackwardRoot>& roots,
+                                        const std::vector<bool>& modules_known) {
   for (size_t i = 0; i < graph_.values.size() && graph_.values[i].kind == ValueKind::kInput; ++i) {
     graph_.inputs.push_back(static_cast<ValueId>(i));
   }
@@ -318,7 +319,7 @@ std::unique_ptr<Graph> Recorder::finish(const std::vector<ValueId>& outputs,
   graph_.roots = roots;
   check_late_writes();
   check_written_parameters();
-  assign_scopes();
+  assign_scopes(modules_known);
   check_histories(graph_, options_.step_name);
   return std::make_unique<Graph>(std::move(graph_));
 }
@@ -381,18 +382,21 @@ uint64_t Recorder::checksum(const Operator& op) {
   return hash;
 }
 
-/// Operators without parameters belong to the innermost module that holds the operators with
-/// parameters before and after them.
-void Recorder::assign_scopes() {
+/// Operators without parameters, of which nothing says the module, belong to the innermost module
+/// that holds the operators with parameters before and after them.
+void Recorder::assign_scopes(const std::vector<bool>& modules_known) {
+  const auto is_known = [&](size_t i) {
+    return graph_.operators[i].reads_parameter || (i < modules_known.size() && modules_known[i]);
+  };
   std::vector<std::string> next(graph_.operators.size() + 1);
   for (size_t i = graph_.operators.size(); i-- > 0;) {
     const Operator& op = graph_.operators[i];
-    next[i] = op.reads_parameter ? op.scope : next[i + 1];
+    next[i] = is_known(i) ? op.scope : next[i + 1];
   }
   std::string previous;
   for (size_t i = 0; i < graph_.operators.size(); ++i) {
     Operator& op = graph_.operators[i];
-    if (op.reads_parameter) {
+    if (is_known(i)) {
       previous = op.scope;
     } else {
       op.scope = common_prefix(previous, next[i]);

@@ -64,9 +64,11 @@ class Recorder {
   std::vector<LiveResult> live_results() const;
   /// Per operator, see `TraceResult`.
   std::vector<uint64_t> checksums() const { return checksums_; }
-  /// The whole graph. To be called at the end.
+  /// The whole graph. To be called at the end. `modules_known` says by operator, as far as it goes,
+  /// whether its scope is known, and not what was read last.
   std::unique_ptr<Graph> finish(const std::vector<ValueId>& outputs,
-                                const std::vector<BackwardRoot>& roots);
+                                const std::vector<BackwardRoot>& roots,
+                                const std::vector<bool>& modules_known);
 
  private:
   struct Concrete {
@@ -85,7 +87,7 @@ class Recorder {
   uint64_t checksum(const Operator& op);
   void check_late_writes() const;
   void check_written_parameters() const;
-  void assign_scopes();
+  void assign_scopes(const std::vector<bool>& modules_known);
 
   const TraceOptions& options_;
   const Refuse refuse_;

@@ -18,6 +18,7 @@
 #include "graph/content.h"
 #include "graph/engine.h"
 #include "graph/leaf.h"
+#include "graph/module_scope.h"
 #include "graph/not_equal.h"
 #include "graph/operator_traits.h"
 #include "graph/recorder.h"
@@ -117,7 +118,32 @@ std::vector<at::Tensor> Tracer::run_function(const Function& function,
 // ---------------------------------------------------------------------------------------------
 // One operator call
 
+/// The name in the model of what code on this thread says to be running.
+std::string Tracer::module_path(const RunningModule& module) const {
+  const auto* entry = options_.table == nullptr || !module.parameter.defined()
+                          ? nullptr
+                          : options_.table->find(module.parameter);
+  if (entry == nullptr) return module.path;
+  std::vector<std::string> names = entry->aliases;
+  names.insert(names.begin(), entry->name);
+  for (const std::string& name : names) {
+    const size_t prefix = name.size() - std::min(name.size(), module.parameter_name.size());
+    if (name.compare(prefix, std::string::npos, module.parameter_name) != 0) continue;
+    if (prefix == 0) return module.path;
+    if (name[prefix - 1] != '.') continue;
+    return module.path.empty() ? name.substr(0, prefix - 1) : name.substr(0, prefix) + module.path;
+  }
+  return module.path;
+}
+
+void Tracer::note_module(size_t index) {
+  if (running_module() == nullptr) return;
+  if (modules_known_.size() <= index) modules_known_.resize(index + 1);
+  modules_known_[index] = true;
+}
+
 std::string Tracer::last_scope() const {
+  if (const RunningModule* module = running_module()) return module_path(*module);
   if (last_parameter_ == kUndefined) return "";
   const std::string& name = value(last_parameter_).name;
   const size_t dot = name.rfind('.');
@@ -172,6 +198,7 @@ bool Tracer::verify(const TracedCall& call, torch::jit::Stack& stack) {
     return false;
   }
   const auto constants = verifier_->added_constants();
+  note_module(verifier_->size());
   const Operator& op = verifier_->advance();
   settle_written(op);
   settle_read(call, op);
@@ -199,6 +226,7 @@ std::unique_ptr<Recorder> Tracer::make_recorder(Graph prefix) const {
 
 void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
   Operator op = recorder_->make_operator(call, mode(), last_scope());
+  note_module(recorder_->graph().operators.size());
   check_writes(op);
   settle_written(op);
   {
@@ -562,7 +590,7 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
                              " operators, or returns or differentiates other tensors"));
   }
   TraceResult result;
-  result.recorded = recorder_->finish(outputs_, roots_);
+  result.recorded = recorder_->finish(outputs_, roots_, modules_known_);
   result.difference = difference_;
   result.checksums = recorder_->checksums();
   result.kept = recorder_->live_results();

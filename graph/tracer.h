@@ -79,6 +79,7 @@ struct TraceResult {
 
 class Recorder;
 class Verifier;
+struct RunningModule;
 
 /// Runs a step function on one microbatch and finds out which operators it calls.
 ///
@@ -133,7 +134,11 @@ class Tracer final : public OperatorInterceptor {
 
   ExecutionMode mode() const;  // in which the function calls an operator now
   const Value& value(ValueId id) const;
-  std::string last_scope() const;  // the module of the parameter that was read last
+  std::string module_path(const RunningModule& module) const;
+  // Notes that the module of the operator of that number in the graph is known.
+  void note_module(size_t index);
+  // The module that is running, or, where that is not known, of the parameter that was read last.
+  std::string last_scope() const;
   std::string where() const;
   [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
 
@@ -223,6 +228,7 @@ class Tracer final : public OperatorInterceptor {
   bool history_begins_ = false;        // the operator at hand gave a history to what had none
   std::vector<at::Tensor> histories_;  // buffers that have got one, which ends with the run
   ValueId last_parameter_ = kUndefined;
+  std::vector<bool> modules_known_;               // by operator; those beyond its end are not
   const c10::OperatorHandle* reading_ = nullptr;  // whose arguments are looked up
   TracedCall spare_call_;                         // keeps the memory of the last call for the next
   torch::autograd::Node* history_ = nullptr;      // of all placeholders

@@ -12,6 +12,7 @@
 #include "smp/distributed_optimizer.h"
 #include "smp/ema.h"
 #include "smp/error.h"
+#include "smp/exported.h"
 #include "smp/fields.h"
 #include "smp/group.h"
 #include "smp/init.h"

@@ -27,6 +27,7 @@ PAGES = {
                          "removable_handle.h"],
     "The step": ["step.h", "step_options.h", "whole.h", "fields.h", "step_output.h"],
     "Leaf modules": ["leaf.h"],
+    "Models written in Python": ["exported.h"],
     "DistributedOptimizer": ["distributed_optimizer.h", "optimizer_core.h", "optimizer_state.h",
                              "loss_scale_options.h", "clip_grad.h", "scheduler.h", "ema.h"],
     "Optimizers": ["optim/adadelta.h", "optim/fused.h", "optim/lamb.h", "optim/novograd.h",

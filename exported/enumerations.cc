@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exported/enumerations.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace smp::exported {
+namespace {
+
+template <class T>
+T read(const JsonPlace& place, const std::map<int64_t, T>& values, const char* expected) {
+  const auto found = values.find(place.integer());
+  if (found == values.end()) place.expect(expected);
+  return found->second;
+}
+
+}  // namespace
+
+at::ScalarType read_dtype(const JsonPlace& place) {
+  static const std::map<int64_t, at::ScalarType> values = {{1, at::kByte},
+                                                           {2, at::kChar},
+                                                           {3, at::kShort},
+                                                           {4, at::kInt},
+                                                           {5, at::kLong},
+                                                           {6, at::kHalf},
+                                                           {7, at::kFloat},
+                                                           {8, at::kDouble},
+                                                           {9, at::kComplexHalf},
+                                                           {10, at::kComplexFloat},
+                                                           {11, at::kComplexDouble},
+                                                           {12, at::kBool},
+                                                           {13, at::kBFloat16},
+                                                           {28, at::kUInt16},
+                                                           {29, at::kFloat8_e4m3fn},
+                                                           {30, at::kFloat8_e5m2},
+                                                           {31, at::kFloat8_e4m3fnuz},
+                                                           {32, at::kFloat8_e5m2fnuz}};
+  return read(place, values, "the number of a known data type");
+}
+
+at::Layout read_layout(const JsonPlace& place) {
+  static const std::map<int64_t, at::Layout> values = {{7, at::kStrided}};
+  return read(place, values, "the layout of dense tensors, 7");
+}
+
+at::MemoryFormat read_memory_format(const JsonPlace& place) {
+  static const std::map<int64_t, at::MemoryFormat> values = {{1, at::MemoryFormat::Contiguous},
+                                                             {2, at::MemoryFormat::ChannelsLast},
+                                                             {3, at::MemoryFormat::ChannelsLast3d},
+                                                             {4, at::MemoryFormat::Preserve}};
+  return read(place, values, "the number of a known memory format");
+}
+
+at::Device read_device(const JsonPlace& place) {
+  std::string name = place.at("type").text();
+  if (place.has("index")) name += ":" + std::to_string(place.at("index").integer());
+  try {
+    return at::Device(name);
+  } catch (const c10::Error&) {
+    place.expect("a device that this libtorch knows");
+  }
+}
+
+}  // namespace smp::exported

@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+// Nodes that call an operator of libtorch's dispatcher, whose schema says what its arguments are.
+#include <ATen/ScalarOps.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
+#include <c10/core/Scalar.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/text.h"
+#include "exported/action.h"
+
+namespace smp::exported {
+namespace {
+
+using Kind = Argument::Kind;
+using c10::TypeKind;
+
+const std::string kPrefix = "torch.ops.";
+
+/// Operators that reach beyond the tensors that they are given: files, and memory by its address or
+/// size. No program needs them.
+bool reaches_outside(const std::string& name) {
+  static const std::set<std::string> refused = {
+      "aten::from_file", "aten::from_blob",    "aten::set_",       "aten::set",
+      "aten::resize_",   "aten::resize",       "aten::resize_as_", "aten::_resize_output_",
+      "aten::set_data",  "aten::record_stream"};
+  return refused.count(name) > 0;
+}
+
+/// "torch.ops.aten.add.Tensor": "aten::add" and "Tensor", which is empty for "default".
+std::optional<c10::OperatorName> name_of(const std::string& target) {
+  if (target.compare(0, kPrefix.size(), kPrefix) != 0) return std::nullopt;
+  const std::string rest = target.substr(kPrefix.size());
+  const size_t first = rest.find('.');
+  const size_t last = rest.rfind('.');
+  if (first == std::string::npos || last == first) return std::nullopt;
+  const std::string overload = rest.substr(last + 1);
+  return c10::OperatorName(rest.substr(0, first) + "::" + rest.substr(first + 1, last - first - 1),
+                           overload == "default" ? "" : overload);
+}
+
+/// A number where a tensor is expected: as Python wraps it, so that it decides no type.
+c10::IValue wrapped(const c10::IValue& number) {
+  at::Tensor tensor = c10::scalar_to_tensor(number.toScalar());
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
+bool is_number(const c10::IValue& value) {
+  return value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble();
+}
+
+/// Casts a value to what an argument of that type takes; nothing where it takes no such value.
+std::optional<c10::IValue> cast(c10::IValue value, TypeKind kind) {
+  switch (kind) {
+    case TypeKind::TensorType:
+      if (value.isTensor()) return value;
+      if (is_number(value)) return wrapped(value);
+      return std::nullopt;
+    case TypeKind::IntType:
+    case TypeKind::SymIntType:
+      if (value.isBool()) return static_cast<int64_t>(value.toBool());
+      return value.isInt() ? std::optional(value) : std::nullopt;
+    case TypeKind::FloatType:
+    case TypeKind::SymFloatType:
+      if (value.isInt()) return static_cast<double>(value.toInt());
+      return value.isDouble() ? std::optional(value) : std::nullopt;
+    case TypeKind::BoolType:
+    case TypeKind::SymBoolType:
+      if (value.isInt()) return value.toInt() != 0;
+      return value.isBool() ? std::optional(value) : std::nullopt;
+    case TypeKind::NumberType:
+      return is_number(value) ? std::optional(value) : std::nullopt;
+    case TypeKind::ComplexType:
+      return value.isComplexDouble() ? std::optional(value) : std::nullopt;
+    case TypeKind::StringType:
+      return value.isString() ? std::optional(value) : std::nullopt;
+    case TypeKind::DeviceObjType:
+      return value.isDevice() ? std::optional(value) : std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// An argument of an operator's schema, and where its value comes from.
+struct Operand {
+  c10::TypePtr element;  ///< its type; of a list, that of the elements; without "optional"
+  bool is_list = false;
+  bool may_be_none = false;  ///< it, or the elements of a list
+  Argument source;
+  std::optional<c10::IValue> fixed;  ///< the same in each call
+};
+
+std::optional<c10::IValue> cast_or_none(const c10::IValue& value, const Operand& operand) {
+  if (value.isNone()) return operand.may_be_none ? std::optional(value) : std::nullopt;
+  return cast(value, operand.element->kind());
+}
+
+std::optional<c10::IValue> value_of(const Operand& operand, const Frame& frame) {
+  if (operand.fixed) return operand.fixed;
+  if (!operand.is_list) return cast_or_none(exported::value_of(operand.source, frame), operand);
+  const c10::TypePtr type = operand.may_be_none
+                                ? c10::TypePtr(c10::OptionalType::create(operand.element))
+                                : operand.element;
+  c10::impl::GenericList list(type);
+  for (const Argument& element : operand.source.elements) {
+    const auto value = cast_or_none(exported::value_of(element, frame), operand);
+    if (!value) return std::nullopt;
+    list.push_back(*value);
+  }
+  return list;
+}
+
+/// Values that no run changes. A number that stands for a tensor is made anew in each.
+bool is_fixed(const Argument& argument, const Operand& operand) {
+  const bool is_tensor = operand.element->kind() == TypeKind::TensorType;
+  if (argument.kind == Kind::kConstant) return !is_tensor || argument.constant.isNone();
+  return argument.kind == Kind::kList &&
+         std::all_of(argument.elements.begin(), argument.elements.end(),
+                     [&](const Argument& element) { return is_fixed(element, operand); });
+}
+
+class OperatorAction final : public Action {
+ public:
+  OperatorAction(c10::OperatorHandle op, std::vector<Operand> operands)
+      : op_(std::move(op)), operands_(std::move(operands)) {}
+
+  std::vector<c10::IValue> run(Frame& frame) const override {
+    torch::jit::Stack stack;
+    stack.reserve(operands_.size());
+    for (const Operand& operand : operands_) {
+      auto value = value_of(operand, frame);
+      SMP_INTERNAL_ASSERT(value.has_value(), "argument ", stack.size() + 1, " of ",
+                          op_.operator_name());
+      stack.push_back(*std::move(value));
+    }
+    op_.callBoxed(stack);
+    return stack;
+  }
+
+ private:
+  const c10::OperatorHandle op_;
+  const std::vector<Operand> operands_;
+};
+
+/// Binds a node's arguments to those of a schema.
+class Binding {
+ public:
+  Binding(const std::string& file, const Node& node, const Function& function,
+          const c10::FunctionSchema& schema)
+      : file_(file), node_(node), function_(function), schema_(schema) {}
+
+  std::vector<Operand> operands() {
+    const auto& arguments = schema_.arguments();
+    std::vector<const Argument*> given(arguments.size(), nullptr);
+    for (size_t i = 0; i < node_.arguments.size(); ++i) {
+      const size_t place = place_of(node_.arguments[i].name, i);
+      if (given[place] != nullptr)
+        refuse("is given argument \"" + arguments[place].name() + "\" twice");
+      given[place] = &node_.arguments[i].value;
+    }
+    std::vector<Operand> operands;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      operands.push_back(operand(arguments[i], given[i]));
+    }
+    return operands;
+  }
+
+ private:
+  size_t place_of(const std::string& name, size_t position) const {
+    const auto& arguments = schema_.arguments();
+    if (name.empty() && position < arguments.size()) return position;
+    const auto found =
+        std::find_if(arguments.begin(), arguments.end(),
+                     [&](const c10::Argument& argument) { return argument.name() == name; });
+    if (found == arguments.end()) {
+      refuse("has an argument \"" + core::printable(name, 60) + "\", which the operator lacks");
+    }
+    return static_cast<size_t>(found - arguments.begin());
+  }
+
+  Operand operand(const c10::Argument& argument, const Argument* given) const {
+    Operand operand = typed(argument.type());
+    if (given == nullptr) {
+      if (!argument.default_value()) refuse("lacks argument \"" + argument.name() + "\"");
+      operand.fixed = *argument.default_value();
+      return operand;
+    }
+    operand.source = *given;
+    const bool is_none = given->kind == Kind::kConstant && given->constant.isNone();
+    if (is_none && argument.type()->kind() == TypeKind::OptionalType) {
+      operand.fixed = c10::IValue();
+      return operand;
+    }
+    if (operand.is_list && operand.source.kind != Kind::kList) expand(argument, operand.source);
+    if (!takes(operand, operand.source, operand.is_list)) {
+      refuse("has an argument \"" + argument.name() + "\" that is no " + argument.type()->str());
+    }
+    if (is_fixed(operand.source, operand)) {
+      operand.fixed = value_of(operand, Frame{function_, Environment(), {}});
+    }
+    return operand;
+  }
+
+  static Operand typed(c10::TypePtr type) {
+    Operand operand;
+    if (type->kind() == TypeKind::OptionalType) {
+      operand.may_be_none = true;
+      type = type->castRaw<c10::OptionalType>()->getElementType();
+    }
+    if (type->kind() == TypeKind::ListType) {
+      operand.is_list = true;
+      type = type->castRaw<c10::ListType>()->getElementType();
+      operand.may_be_none = type->kind() == TypeKind::OptionalType;
+      if (operand.may_be_none) type = type->castRaw<c10::OptionalType>()->getElementType();
+    }
+    operand.element = std::move(type);
+    return operand;
+  }
+
+  /// One number for a list of a fixed length: `int[2] stride=1`.
+  void expand(const c10::Argument& argument, Argument& source) const {
+    Argument list;
+    list.kind = Kind::kList;
+    list.elements.assign(static_cast<size_t>(argument.N().value_or(1)), source);
+    source = std::move(list);
+  }
+
+  bool takes(const Operand& operand, const Argument& argument, bool list) const {
+    switch (argument.kind) {
+      case Kind::kList:
+        return list && std::all_of(argument.elements.begin(), argument.elements.end(),
+                                   [&](const Argument& element) {
+                                     return takes(operand, element, /*list=*/false);
+                                   });
+      case Kind::kFunction:
+        return false;
+      case Kind::kDevice:
+        return operand.element->kind() == TypeKind::DeviceObjType;
+      case Kind::kConstant:
+        return !list && cast_or_none(argument.constant, operand).has_value();
+      case Kind::kSlot:
+        return !list && cast(example(function_.values[argument.slot].type), operand.element->kind())
+                            .has_value();
+    }
+    return false;
+  }
+
+  static c10::IValue example(ValueType type) {
+    switch (type) {
+      case ValueType::kTensor:
+        return at::Tensor();
+      case ValueType::kInteger:
+        return 0;
+      case ValueType::kReal:
+        return 0.0;
+      case ValueType::kBoolean:
+        return false;
+    }
+    return {};
+  }
+
+  [[noreturn]] void refuse(const std::string& what) const {
+    exported::refuse(
+        file_, node_, what,
+        "The program does not fit this libtorch: export it again by the torch that you "
+        "link");
+  }
+
+  const std::string& file_;
+  const Node& node_;
+  const Function& function_;
+  const c10::FunctionSchema& schema_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Action> operator_action(const std::string& file, const Node& node,
+                                              const Function& function) {
+  const auto name = name_of(node.target);
+  if (!name) return nullptr;
+  if (reaches_outside(name->name)) {
+    refuse(file, node, "reaches files or memory outside of its tensors, which is refused",
+           "Rewrite that part of the model with ordinary operators");
+  }
+  const auto op = c10::Dispatcher::singleton().findSchema(*name);
+  if (!op) {
+    refuse(file, node, "calls an operator that is not registered in this process",
+           "Link the library that registers it (TORCH_LIBRARY), or export the model again by "
+           "the torch that you link");
+  }
+  if (node.results.size() != op->schema().returns().size()) {
+    refuse(file, node, "has another number of results than its operator",
+           "Export it again by the torch that you link");
+  }
+  return std::make_shared<OperatorAction>(*op,
+                                          Binding(file, node, function, op->schema()).operands());
+}
+
+}  // namespace smp::exported

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exported/read_function.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/text.h"
+#include "exported/enumerations.h"
+
+namespace smp::exported {
+namespace {
+
+using Kind = Argument::Kind;
+
+Argument constant(c10::IValue value) {
+  Argument argument;
+  argument.constant = std::move(value);
+  return argument;
+}
+
+Argument list(std::vector<Argument> elements) {
+  Argument argument;
+  argument.kind = Kind::kList;
+  argument.elements = std::move(elements);
+  return argument;
+}
+
+/// The path of the innermost module in `nn_module_stack`: "key,path,type;key,path,type". Entries
+/// that are no modules have three equal parts.
+std::string module_of(const std::string& stack) {
+  const size_t begin = stack.rfind(';') == std::string::npos ? 0 : stack.rfind(';') + 1;
+  const size_t first = stack.find(',', begin);
+  if (first == std::string::npos) return "";
+  const size_t second = stack.find(',', first + 1);
+  const std::string path = stack.substr(first + 1, second - first - 1);
+  return path == stack.substr(begin, first - begin) ? "" : path;
+}
+
+/// Reads one function. Names are those of values before the place that is read.
+class Reading {
+ public:
+  Reading(FunctionReader& reader, std::string name) : reader_(reader) {
+    function_.name = std::move(name);
+  }
+
+  Function read(const JsonPlace& graph) {
+    for (const JsonPlace& input : graph.at("inputs").elements()) add_input(input);
+    const auto nodes = graph.at("nodes").elements();
+    function_.nodes.reserve(nodes.size());
+    for (const JsonPlace& node : nodes) add_node(node);
+    for (const JsonPlace& output : graph.at("outputs").elements()) {
+      function_.outputs.push_back(argument(output));
+    }
+    find_last_uses();
+    return std::move(function_);
+  }
+
+  Argument argument(const JsonPlace& place) {
+    const auto [tag, value] = place.tagged();
+    const auto found = readers().find(tag);
+    if (found == readers().end()) {
+      core::fail<CheckpointError>("exported program \"", place.file(),
+                                  "\": ", node_.empty() ? "a result" : node_,
+                                  " has an argument of kind \"", core::printable(tag, 60),
+                                  "\", which this version cannot load. Rewrite that part of the "
+                                  "model in Python, or make it "
+                                  "a part that is not exported");
+    }
+    return found->second(*this, value);
+  }
+
+ private:
+  using Read = std::function<Argument(Reading&, const JsonPlace&)>;
+
+  static const std::unordered_map<std::string, Read>& readers() {
+    static const auto elements = [](Reading& reading, const JsonPlace& place, const Read& read) {
+      std::vector<Argument> arguments;
+      for (const JsonPlace& element : place.elements()) arguments.push_back(read(reading, element));
+      return list(std::move(arguments));
+    };
+    static const auto list_of = [](Read read) -> Read {
+      return [read = std::move(read)](Reading& reading, const JsonPlace& place) {
+        return elements(reading, place, read);
+      };
+    };
+    static const Read none = [](Reading&, const JsonPlace&) { return constant({}); };
+    static const Read integer = [](Reading&, const JsonPlace& p) { return constant(p.integer()); };
+    static const Read real = [](Reading&, const JsonPlace& p) { return constant(p.real()); };
+    static const Read boolean = [](Reading&, const JsonPlace& p) { return constant(p.boolean()); };
+    static const Read text = [](Reading&, const JsonPlace& p) { return constant(p.text()); };
+    static const Read named = [](Reading& r, const JsonPlace& p) { return r.value(p.at("name")); };
+    static const Read symbolic = [](Reading& r, const JsonPlace& p) { return r.symbolic(p); };
+    static const Read any = [](Reading& r, const JsonPlace& p) { return r.argument(p); };
+    static const std::unordered_map<std::string, Read> table = {
+        {"as_none", none},
+        {"as_tensor", named},
+        {"as_tensors", list_of(named)},
+        {"as_optional_tensor", any},
+        {"as_optional_tensors", list_of(any)},
+        {"as_int", integer},
+        {"as_ints", list_of(integer)},
+        {"as_float", real},
+        {"as_floats", list_of(real)},
+        {"as_bool", boolean},
+        {"as_bools", list_of(boolean)},
+        {"as_string", text},
+        {"as_strings", list_of(text)},
+        {"as_sym_int", symbolic},
+        {"as_sym_ints", list_of(symbolic)},
+        {"as_sym_float", symbolic},
+        {"as_sym_floats", list_of(symbolic)},
+        {"as_sym_bool", symbolic},
+        {"as_sym_bools", list_of(symbolic)},
+        {"as_complex",
+         [](Reading&, const JsonPlace& p) {
+           return constant(c10::complex<double>(p.at("real").real(), p.at("imag").real()));
+         }},
+        {"as_scalar_type",
+         [](Reading&, const JsonPlace& p) {
+           return constant(static_cast<int64_t>(read_dtype(p)));
+         }},
+        {"as_layout",
+         [](Reading&, const JsonPlace& p) {
+           return constant(static_cast<int64_t>(read_layout(p)));
+         }},
+        {"as_memory_format",
+         [](Reading&, const JsonPlace& p) {
+           return constant(static_cast<int64_t>(read_memory_format(p)));
+         }},
+        {"as_device",
+         [](Reading& r, const JsonPlace& p) {
+           r.reader_.note_device(p);
+           Argument argument;
+           argument.kind = Kind::kDevice;
+           return argument;
+         }},
+        {"as_graph",
+         [](Reading& r, const JsonPlace& p) {
+           Argument argument;
+           argument.kind = Kind::kFunction;
+           argument.function =
+               std::make_shared<const Function>(r.reader_.read(p.at("graph"), p.at("name").text()));
+           return argument;
+         }},
+    };
+    return table;
+  }
+
+  Argument value(const JsonPlace& name) const {
+    const auto found = slots_.find(name.text());
+    if (found == slots_.end()) {
+      core::fail<CheckpointError>(
+          "exported program \"", name.file(), "\": ", node_.empty() ? "a result" : node_,
+          " reads value \"", core::printable(name.text(), 60),
+          "\", which nothing before it makes. The file is damaged: write it again by "
+          "torch.export.save");
+    }
+    Argument argument;
+    argument.kind = Kind::kSlot;
+    argument.slot = found->second;
+    return argument;
+  }
+
+  Argument symbolic(const JsonPlace& place) const {
+    const auto [tag, value] = place.tagged();
+    if (tag == "as_name") return this->value(value);
+    if (tag == "as_int") return constant(value.integer());
+    if (tag == "as_float") return constant(value.real());
+    if (tag == "as_bool") return constant(value.boolean());
+    place.expect("the name of a value, or a number");
+  }
+
+  void add_input(const JsonPlace& input) {
+    const auto [tag, value] = input.tagged();
+    const bool is_symbol = tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool";
+    if (tag == "as_tensor" || is_symbol) {
+      function_.inputs.push_back(add_value(tag, value));
+    } else {
+      argument(input);  // which must be a constant
+      function_.inputs.push_back(kNoSlot);
+    }
+  }
+
+  /// The slot of a new value.
+  Slot add_value(const std::string& tag, const JsonPlace& place) {
+    static const std::unordered_map<std::string, ValueType> types = {
+        {"as_tensor", ValueType::kTensor},
+        {"as_sym_int", ValueType::kInteger},
+        {"as_sym_float", ValueType::kReal},
+        {"as_sym_bool", ValueType::kBoolean}};
+    const ValueType type = types.at(tag);
+    const std::string name = place.at(type == ValueType::kTensor ? "name" : "as_name").text();
+    const Slot slot = static_cast<Slot>(function_.values.size());
+    if (!slots_.emplace(name, slot).second) {
+      core::fail<CheckpointError>("exported program \"", place.file(), "\": value \"",
+                                  core::printable(name, 60),
+                                  "\" is made twice. The file is damaged: write it again by "
+                                  "torch.export.save");
+    }
+    function_.values.push_back({name, type});
+    return slot;
+  }
+
+  Result result(const JsonPlace& place) {
+    const auto [tag, value] = place.tagged();
+    if (tag == "as_none") return {false, {kNoSlot}};
+    if (tag == "as_optional_tensor") return result(value);
+    if (tag == "as_tensors" || tag == "as_optional_tensors") {
+      Result list{true, {}};
+      for (const JsonPlace& element : value.elements()) {
+        if (tag == "as_tensors") {
+          list.slots.push_back(add_value("as_tensor", element));
+        } else {
+          const Result one = result(element);
+          if (one.is_list) element.expect("a tensor or nothing");
+          list.slots.push_back(one.slots.front());
+        }
+      }
+      return list;
+    }
+    if (tag != "as_tensor" && tag != "as_sym_int" && tag != "as_sym_float" &&
+        tag != "as_sym_bool") {
+      place.expect("a tensor, tensors, a number or nothing");
+    }
+    return {false, {add_value(tag, value)}};
+  }
+
+  void add_node(const JsonPlace& place) {
+    Node node;
+    node.target = place.at("target").text();
+    node.name = place.has("name") ? place.at("name").text() : "";
+    node_ = "node \"" + core::printable(node.name.empty() ? node.target : node.name, 60) + "\"";
+    if (place.has("metadata") && place.at("metadata").has("nn_module_stack")) {
+      node.module = module_of(place.at("metadata").at("nn_module_stack").text());
+    }
+    for (const JsonPlace& input : place.at("inputs").elements()) {
+      node.arguments.push_back({input.at("name").text(), argument(input.at("arg"))});
+    }
+    for (const JsonPlace& output : place.at("outputs").elements()) {
+      node.results.push_back(result(output));
+    }
+    function_.nodes.push_back(std::move(node));
+    node_.clear();
+  }
+
+  static void note_uses(const Argument& argument, const std::function<void(Slot)>& note) {
+    if (argument.kind == Kind::kSlot) note(argument.slot);
+    for (const Argument& element : argument.elements) note_uses(element, note);
+  }
+
+  /// Values are let go where they are read for the last time, or made and never read.
+  void find_last_uses() {
+    std::vector<bool> is_used(function_.values.size(), false);
+    for (const Argument& output : function_.outputs) {
+      note_uses(output, [&](Slot slot) { is_used[slot] = true; });
+    }
+    for (auto node = function_.nodes.rbegin(); node != function_.nodes.rend(); ++node) {
+      const auto note = [&](Slot slot) {
+        if (slot == kNoSlot || is_used[slot]) return;
+        is_used[slot] = true;
+        node->last_uses.push_back(slot);
+      };
+      for (const Result& result : node->results) {
+        for (Slot slot : result.slots) note(slot);
+      }
+      for (const NamedArgument& input : node->arguments) note_uses(input.value, note);
+    }
+  }
+
+  FunctionReader& reader_;
+  Function function_;
+  std::unordered_map<std::string, Slot> slots_;
+  std::string node_;  // that is being read, as errors call it
+};
+
+}  // namespace
+
+Function FunctionReader::read(const JsonPlace& graph, const std::string& name) {
+  return Reading(*this, name).read(graph);
+}
+
+Argument FunctionReader::read_constant(const JsonPlace& argument) {
+  return Reading(*this, "").argument(argument);
+}
+
+void FunctionReader::note_device(const JsonPlace& place) {
+  const at::Device device = read_device(place);
+  if (!device_) device_ = device;
+  SMP_CHECK_WITH(CheckpointError, *device_ == device, "exported program \"", place.file(),
+                 "\" uses several devices, ", device_->str(), " and ", device.str(),
+                 ". A loaded program runs on one, that of its rank: export the model with all its "
+                 "tensors on one device");
+}
+
+}  // namespace smp::exported

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exported/read_program.h"
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "core/text.h"
+#include "exported/enumerations.h"
+#include "exported/read_function.h"
+
+namespace smp::exported {
+namespace {
+
+constexpr int64_t kSchemaMajor = 8;
+constexpr int64_t kOpset = 10;
+
+void check_versions(const JsonPlace& json) {
+  const int64_t major = json.at("schema_version").at("major").integer();
+  SMP_CHECK_WITH(CheckpointError, major == kSchemaMajor, "exported program \"", json.file(),
+                 "\" has schema version ", major, ", and this version of smp reads version ",
+                 kSchemaMajor, ", which torch 2.9 and later write. Export the model again by one "
+                 "of them");
+  const int64_t opset = json.at("opset_version").at("aten").integer();
+  SMP_CHECK_WITH(CheckpointError, opset == kOpset, "exported program \"", json.file(),
+                 "\" uses version ", opset, " of the operators, and this version of smp knows "
+                 "version ", kOpset, ". Export the model again by the torch that you link");
+}
+
+LinearSize read_size(const JsonPlace& place) {
+  const auto [tag, value] = place.tagged();
+  if (tag == "as_int") {
+    const int64_t size = value.integer();
+    if (size < 0) value.expect("a size that is not negative");
+    return {size, {}};
+  }
+  if (tag != "as_expr") place.expect("a number or an expression");
+  const std::string text = value.at("expr_str").text();
+  const auto size = parse_linear_size(text);
+  SMP_CHECK_WITH(CheckpointError, size.has_value(), "exported program \"", place.file(),
+                 "\": an input has size \"", core::printable(text, 100),
+                 "\", which is no sum of multiples of dynamic sizes. Declare the sizes of inputs "
+                 "in dynamic_shapes as Dim(...), or as multiples of one");
+  return *size;
+}
+
+Input user_input(const JsonPlace& argument, const JsonPlace& graph, FunctionReader& reader) {
+  Input input;
+  const auto [tag, value] = argument.tagged();
+  if (tag == "as_tensor") {
+    input.name = value.at("name").text();
+    const JsonPlace meta = graph.at("tensor_values").at(input.name);
+    input.dtype = read_dtype(meta.at("dtype"));
+    read_layout(meta.at("layout"));
+    for (const JsonPlace& size : meta.at("sizes").elements()) {
+      input.sizes.push_back(read_size(size));
+    }
+  } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
+    input.name = value.at("as_name").text();
+  } else {
+    input.fixed = reader.read_constant(argument).constant;
+  }
+  return input;
+}
+
+Input read_input(const JsonPlace& place, const JsonPlace& graph, FunctionReader& reader) {
+  const auto [tag, spec] = place.tagged();
+  if (tag == "user_input") return user_input(spec.at("arg"), graph, reader);
+  Input input;
+  if (tag == "parameter") {
+    input.kind = Input::Kind::kParameter;
+    input.name = spec.at("parameter_name").text();
+  } else if (tag == "buffer") {
+    input.kind = Input::Kind::kBuffer;
+    input.name = spec.at("buffer_name").text();
+  } else if (tag == "tensor_constant") {
+    input.kind = Input::Kind::kConstant;
+    input.name = spec.at("tensor_constant_name").text();
+  } else if (tag == "constant_input") {
+    input.name = spec.at("name").text();
+    const JsonPlace value = spec.at("value");
+    input.fixed = reader.read_constant(value).constant;
+  } else {
+    core::fail<CheckpointError>("exported program \"", place.file(), "\" has an input of kind \"",
+                                core::printable(tag, 60),
+                                "\" (custom objects, and tokens of operators with side effects, "
+                                "cannot be loaded). Export the part of the model without it");
+  }
+  return input;
+}
+
+Output read_output(const JsonPlace& place) {
+  const auto [tag, spec] = place.tagged();
+  if (tag == "user_output") return {};
+  if (tag == "buffer_mutation") return {Output::Kind::kBuffer, spec.at("buffer_name").text()};
+  if (tag == "user_input_mutation") {
+    return {Output::Kind::kInput, spec.at("user_input_name").text()};
+  }
+  core::fail<CheckpointError>("exported program \"", place.file(), "\" has a result of kind \"",
+                              core::printable(tag, 60),
+                              "\": it is no program of a forward pass that only writes buffers and "
+                              "inputs. Export the model by torch.export.export");
+}
+
+/// Where a copied result goes must be an input of that kind.
+void check_outputs(const Program& program, const JsonPlace& signature) {
+  std::set<std::pair<bool, std::string>> known;
+  for (const Input& input : program.inputs) {
+    known.emplace(input.kind == Input::Kind::kBuffer, input.name);
+  }
+  for (size_t i = 0; i < program.outputs.size(); ++i) {
+    const Output& output = program.outputs[i];
+    if (output.kind == Output::Kind::kUser) continue;
+    const Argument& value = program.function.outputs[i];
+    const bool is_tensor = value.kind == Argument::Kind::kSlot &&
+                           program.function.values[value.slot].type == ValueType::kTensor;
+    if (!is_tensor || known.count({output.kind == Output::Kind::kBuffer, output.name}) == 0) {
+      signature.at("output_specs").expect("tensors for buffers and inputs that the program has");
+    }
+  }
+}
+
+void note_devices(const JsonPlace& graph, const Function& function, FunctionReader& reader) {
+  for (Slot slot : function.inputs) {
+    if (slot == kNoSlot || function.values[slot].type != ValueType::kTensor) continue;
+    reader.note_device(graph.at("tensor_values").at(function.values[slot].name).at("device"));
+  }
+}
+
+void read_signature(const JsonPlace& json, Program& program, FunctionReader& reader) {
+  const JsonPlace signature = json.at("signature");
+  note_devices(json.at("graph"), program.function, reader);
+  std::set<std::string> names;
+  for (const JsonPlace& spec : signature.at("input_specs").elements()) {
+    program.inputs.push_back(read_input(spec, json.at("graph"), reader));
+    const Input& input = program.inputs.back();
+    const bool is_stored = input.kind != Input::Kind::kUser;
+    if (is_stored && !names.insert(input.name).second) spec.expect("a name that no other has");
+  }
+  for (const JsonPlace& spec : signature.at("output_specs").elements()) {
+    program.outputs.push_back(read_output(spec));
+  }
+  if (program.inputs.size() != program.function.inputs.size()) {
+    signature.at("input_specs").expect("one for each input of the graph");
+  }
+  if (program.outputs.size() != program.function.outputs.size()) {
+    signature.at("output_specs").expect("one for each output of the graph");
+  }
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    const Slot slot = program.function.inputs[i];
+    const bool is_tensor =
+        slot != kNoSlot && program.function.values[slot].type == ValueType::kTensor;
+    const Input& input = program.inputs[i];
+    const bool must_be = input.kind != Input::Kind::kUser || input.dtype.has_value();
+    if (is_tensor != must_be || (slot == kNoSlot && !input.fixed)) {
+      signature.at("input_specs").expect("tensors where the graph has some");
+    }
+  }
+  check_outputs(program, signature);
+}
+
+/// The structures of arguments and results are those of the outermost module.
+void read_calls(const JsonPlace& calls, Program& program) {
+  bool found = false;
+  for (const JsonPlace& call : calls.elements()) {
+    const std::string path = call.at("fqn").text();
+    if (!path.empty()) {
+      program.modules.push_back(path);
+      continue;
+    }
+    const JsonPlace signature = call.at("signature");
+    program.arguments = read_structure(signature.at("in_spec"));
+    program.results = read_structure(signature.at("out_spec"));
+    if (signature.has("forward_arg_names")) {
+      for (const JsonPlace& name : signature.at("forward_arg_names").elements()) {
+        program.argument_names.push_back(name.text());
+      }
+    }
+    size_t inputs = 0, outputs = 0;
+    for (const Input& input : program.inputs) inputs += input.kind == Input::Kind::kUser;
+    for (const Output& output : program.outputs) outputs += output.kind == Output::Kind::kUser;
+    const auto& [kind, children, keys] = program.arguments;
+    const bool is_call = kind == Structure::Kind::kTuple && children.size() == 2 &&
+                         children[0].kind == Structure::Kind::kTuple &&
+                         children[1].kind == Structure::Kind::kDictionary;
+    if (!is_call || program.arguments.leaves() != inputs) {
+      signature.at("in_spec").expect("the program's inputs, by position and by name");
+    }
+    if (program.results.leaves() != outputs) {
+      signature.at("out_spec").expect("as many leaves as the program has results");
+    }
+    found = true;
+  }
+  if (!found) calls.expect("the call of the outermost module");
+}
+
+std::map<std::string, Range> read_ranges(const JsonPlace& constraints) {
+  std::map<std::string, Range> ranges;
+  for (const auto& [symbol, range] : constraints.items()) {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    ranges[symbol] = {range.has("min_val") ? range.at("min_val").integer() : 0,
+                      range.has("max_val") ? range.at("max_val").integer() : kMost};
+  }
+  return ranges;
+}
+
+}  // namespace
+
+Program read_program(const JsonPlace& json) {
+  check_versions(json);
+  const JsonPlace module = json.at("graph_module");
+  FunctionReader reader;
+  Program program;
+  program.file = json.file();
+  if (json.has("torch_version")) program.torch_version = json.at("torch_version").text();
+  program.function = reader.read(module.at("graph"), "");
+  read_signature(module, program, reader);
+  read_calls(module.at("module_call_graph"), program);
+  program.ranges = read_ranges(json.at("range_constraints"));
+  program.device = reader.device();
+  return program;
+}
+
+}  // namespace smp::exported

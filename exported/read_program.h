@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "exported/json_place.h"
+#include "exported/program.h"
+
+namespace smp::exported {
+
+/// Reads models/model.json of an archive. Throws `CheckpointError`, which names file, node and
+/// remedy, for what is malformed, what this version does not know (`schema_version`, kinds of
+/// arguments), and what is refused: programs on several devices, custom objects, exports with a
+/// backward pass. Actions are not bound yet.
+Program read_program(const JsonPlace& json);
+
+}  // namespace smp::exported

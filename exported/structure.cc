@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exported/structure.h"
+
+#include <ATen/core/jit_type.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "checkpoint/untrusted_json.h"
+#include "core/check.h"
+#include "core/text.h"
+
+namespace smp::exported {
+namespace {
+
+using Kind = Structure::Kind;
+
+/// The keys in the context of a dictionary, itself JSON in a string; none if it is something else.
+std::vector<c10::IValue> keys_in(const JsonPlace& context, size_t count) {
+  std::vector<c10::IValue> keys;
+  if (!context.is_string()) return keys;
+  const nlohmann::json list = checkpoint::parse_untrusted(context.text());
+  if (!list.is_array() || list.size() != count) return keys;
+  for (const auto& key : list) {
+    if (key.is_string()) keys.emplace_back(key.get<std::string>());
+    if (key.is_number_integer()) keys.emplace_back(key.get<int64_t>());
+  }
+  const bool alike = std::all_of(keys.begin(), keys.end(), [&](const c10::IValue& key) {
+    return key.isString() == keys.front().isString();
+  });
+  if (keys.size() != count || !alike) keys.clear();
+  return keys;
+}
+
+Structure read_node(const JsonPlace& node) {
+  Structure structure;
+  if (!node.has("type")) return structure;
+  const std::string type = node.at("type").text();
+  for (const JsonPlace& child : node.at("children_spec").elements()) {
+    structure.children.push_back(read_node(child));
+  }
+  if (type == "builtins.list" || type == "collections.deque") {
+    structure.kind = Kind::kList;
+  } else if (type == "builtins.tuple" || type == "collections.namedtuple") {
+    structure.kind = Kind::kTuple;
+  } else {
+    structure.keys = keys_in(node.at("context"), structure.children.size());
+    const bool named = !structure.keys.empty() || structure.children.empty();
+    structure.kind = named ? Kind::kDictionary : Kind::kTuple;
+    const bool is_dictionary = type == "builtins.dict" || type == "collections.OrderedDict" ||
+                               type == "collections.defaultdict";
+    if (is_dictionary && !named) {
+      node.at("context").expect("a list of strings, or of integers, one for each child");
+    }
+  }
+  return structure;
+}
+
+std::string described(const Structure& structure) {
+  const std::string count = std::to_string(structure.children.size());
+  switch (structure.kind) {
+    case Kind::kLeaf:
+      return "a tensor or a number";
+    case Kind::kTuple:
+      return "a tuple of " + count;
+    case Kind::kList:
+      return "a list of " + count;
+    case Kind::kDictionary: {
+      std::string keys;
+      for (const c10::IValue& key : structure.keys) {
+        keys += (keys.empty() ? "" : ", ") +
+                (key.isString() ? "\"" + key.toStringRef() + "\"" : std::to_string(key.toInt()));
+      }
+      return "a dictionary of " + keys;
+    }
+  }
+  return "";
+}
+
+[[noreturn]] void refuse_structure(const Structure& structure, const c10::IValue& value,
+                                   const std::string& place) {
+  core::fail<UsageError>("argument ", place, " of an exported program: expected ",
+                         described(structure), ", got a value of type ", value.tagKind(),
+                         value.isList() ? " with " + std::to_string(value.toListRef().size()) : "",
+                         ". Pass what the program was exported with");
+}
+
+bool all_tensors(const std::vector<c10::IValue>& values) {
+  return std::all_of(values.begin(), values.end(),
+                     [](const c10::IValue& value) { return value.isTensor(); });
+}
+
+c10::IValue make_list(const std::vector<c10::IValue>& values) {
+  const bool tensors = all_tensors(values);
+  c10::impl::GenericList list(tensors ? c10::TypePtr(c10::TensorType::get())
+                                      : c10::TypePtr(c10::AnyType::get()));
+  for (const c10::IValue& value : values) list.push_back(value);
+  return list;
+}
+
+c10::IValue make_dictionary(const std::vector<c10::IValue>& keys,
+                            const std::vector<c10::IValue>& values) {
+  const bool strings = keys.empty() || keys.front().isString();
+  c10::impl::GenericDict dictionary(
+      strings ? c10::TypePtr(c10::StringType::get()) : c10::TypePtr(c10::IntType::get()),
+      all_tensors(values) ? c10::TypePtr(c10::TensorType::get())
+                          : c10::TypePtr(c10::AnyType::get()));
+  for (size_t i = 0; i < keys.size(); ++i) dictionary.insert_or_assign(keys[i], values[i]);
+  return dictionary;
+}
+
+c10::IValue unflatten_from(const Structure& structure, const std::vector<c10::IValue>& leaves,
+                           size_t& next) {
+  if (structure.kind == Kind::kLeaf) return leaves.at(next++);
+  std::vector<c10::IValue> children;
+  for (const Structure& child : structure.children) {
+    children.push_back(unflatten_from(child, leaves, next));
+  }
+  if (structure.kind == Kind::kList) return make_list(children);
+  if (structure.kind == Kind::kDictionary) return make_dictionary(structure.keys, children);
+  return c10::ivalue::Tuple::create(std::move(children));
+}
+
+}  // namespace
+
+size_t Structure::leaves() const {
+  if (kind == Kind::kLeaf) return 1;
+  size_t count = 0;
+  for (const Structure& child : children) count += child.leaves();
+  return count;
+}
+
+Structure read_structure(const JsonPlace& text) {
+  const nlohmann::json json = checkpoint::parse_untrusted(text.text());
+  const auto parts = JsonPlace(json, text.file()).elements();
+  if (parts.size() != 2) text.expect("a list of a version and a structure");
+  const int64_t version = parts[0].integer();
+  if (version != 1) parts[0].expect("version 1 of structures");
+  return read_node(parts[1]);
+}
+
+void flatten(const Structure& structure, const c10::IValue& value, const std::string& place,
+             std::vector<Leaf>& leaves) {
+  if (structure.kind == Kind::kLeaf) {
+    leaves.push_back({value, place});
+    return;
+  }
+  const size_t count = structure.children.size();
+  if (structure.kind == Kind::kDictionary) {
+    if (!value.isGenericDict() || value.toGenericDict().size() != count) {
+      refuse_structure(structure, value, place);
+    }
+    const auto dictionary = value.toGenericDict();
+    for (size_t i = 0; i < count; ++i) {
+      const c10::IValue& key = structure.keys[i];
+      const bool same_keys = *dictionary.keyType() == *key.type();
+      if (!same_keys || !dictionary.contains(key)) refuse_structure(structure, value, place);
+      const std::string name =
+          key.isString() ? "\"" + key.toStringRef() + "\"" : std::to_string(key.toInt());
+      flatten(structure.children[i], dictionary.at(key), place + "[" + name + "]", leaves);
+    }
+    return;
+  }
+  if (!value.isTuple() && !value.isList()) refuse_structure(structure, value, place);
+  const std::vector<c10::IValue> parts =
+      value.isTuple() ? std::vector<c10::IValue>(value.toTupleRef().elements().begin(),
+                                                 value.toTupleRef().elements().end())
+                      : value.toListRef().vec();
+  if (parts.size() != count) refuse_structure(structure, value, place);
+  for (size_t i = 0; i < count; ++i) {
+    flatten(structure.children[i], parts[i], place + "[" + std::to_string(i) + "]", leaves);
+  }
+}
+
+c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves) {
+  size_t next = 0;
+  return unflatten_from(structure, leaves, next);
+}
+
+}  // namespace smp::exported
