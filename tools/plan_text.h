@@ -16,7 +16,7 @@ namespace smp::tools {
 /// memory; what crosses each edge; the cuts; the predicted step.
 std::string to_text(const graph::Graph& graph, const Forecast& forecast);
 
-/// The same as JSON. Times are in us, sizes in bytes; docs/planning.md describes it.
+/// The same as JSON. Times are in us, sizes in bytes; docs/partitioning.md describes it.
 nlohmann::ordered_json to_json(const graph::Graph& graph, const Forecast& forecast);
 
 /// A plan for a number of partitions, or why there is none.

@@ -180,7 +180,7 @@ int main(int argc, char** argv) {
   CLI::App app{
       "Plans a model from its saved graph, without running it: smp_plan GRAPH [OPTIONS]\n"
       "Draws a schedule: smp_plan --schedule NAME [OPTIONS]\n"
-      "See docs/planning.md and docs/timeline.md.",
+      "See docs/partitioning.md and docs/timeline.md.",
       "smp_plan"};
   smp::tools::add_version(app);
   app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"");

@@ -15,9 +15,9 @@ namespace {
 constexpr const char* kIntroduction =
     R"(# Operators: libtorch's own samples
 
-libtorch tests its operators and modules on samples of arguments, the OpInfo and ModuleInfo databases of `torch/testing/_internal`. [tests/ops](../tests/ops) runs them through smp: a sample is a step function that calls the operators of the sample on parameters, and a weighted sum of what they return is the loss. It runs in plain libtorch, on one rank, and on two with the operators on the second and what is before and after them on the first; two microbatches, two steps. Outputs and gradients must be equal to the bit. Operators that work in place have samples of their own, and random ones draw from the streams of [capture.md](capture.md#random-numbers).
+libtorch tests its operators and modules on samples of arguments, the OpInfo and ModuleInfo databases of `torch/testing/_internal`. [tests/ops](../tests/ops) runs the smallest sample of each through smp: a step function calls the operators on parameters, and a weighted sum of what they return is the loss. It runs in plain libtorch, on one rank, and on two with the operators on the second; two microbatches, two steps. Outputs and gradients must be equal to the bit. Operators that work in place have samples of their own, and random ones draw from the streams of [capture.md](capture.md#random-numbers). [development.md](development.md#operators) says how to run all samples.
 
-This page is of the smallest sample of each operator, which the repository holds and `tools/test` runs; [development.md](development.md#operators) says how to run all. Made by `bazel run //tests/ops:table > docs/operators.md`.
+Made by `bazel run //tests/ops:table > docs/operators.md`.
 
 )";
 
@@ -144,7 +144,6 @@ std::string page(const Report& report) {
                 entry.samples);
   }
   skipped.print(out);
-  out << "\n## Equal\n" << joined(subjects_of(report.of(Kind::kEqual))) << "\n";
   return out.str();
 }
 

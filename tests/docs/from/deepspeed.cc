@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program of docs/from/deepspeed.md.
+// The program of docs/from/others.md.
 #include <vector>
 
 #include "smp/smp.h"

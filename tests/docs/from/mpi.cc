@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second program of docs/from/mpi.md.
+// The program with smp of docs/from/others.md, "A loop over MPI".
 #include <vector>
 
 #include "smp/smp.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first program of docs/from/mpi.md.
+// The program by hand of docs/from/others.md, "A loop over MPI".
 #include <mpi.h>
 
 #include <vector>
