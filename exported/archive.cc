@@ -152,7 +152,8 @@ std::string Archive::text(const std::string& record) {
 
 c10::Storage Archive::storage(const std::string& record) {
   return reading(path_, [&] {
-    check_size(record, reader_->getRecordSize(record));
+    read_ += reader_->getRecordSize(record);
+    check_size(record, read_);  // records that lie over each other are no more than the file
     auto [data, size] = reader_->getRecord(record);
     return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(data),
                         c10::GetCPUAllocator(), /*resizable=*/false);

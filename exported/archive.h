@@ -46,6 +46,7 @@ class Archive {
 
   const std::string path_;
   size_t file_size_ = 0;
+  size_t read_ = 0;  // bytes of tensors so far
   std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader_;
 };
 

@@ -81,14 +81,18 @@ int64_t modulo(int64_t a, int64_t b) {
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
-double floor_divide(double a, double b) {
-  check_divisor(b == 0);
-  return std::floor(a / b);
-}
 double modulo(double a, double b) {
   check_divisor(b == 0);
   const double rest = std::fmod(a, b);
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+double floor_divide(double a, double b) {
+  check_divisor(b == 0);
+  // As Python does: 1.0 // 0.1 is 9.0, though 1.0 / 0.1 is 10.0.
+  const double rest = modulo(a, b);
+  const double quotient = (a - rest) / b;
+  const double floor = std::floor(quotient);
+  return quotient - floor > 0.5 ? floor + 1 : floor;
 }
 
 int64_t power(int64_t base, int64_t exponent) {

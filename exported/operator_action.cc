@@ -26,13 +26,49 @@ using c10::TypeKind;
 const std::string kPrefix = "torch.ops.";
 
 /// Operators that reach beyond the tensors that they are given: files, and memory by its address or
-/// size. No program needs them.
+/// size, also by sizes that the operator does not check. No program needs them.
 bool reaches_outside(const std::string& name) {
-  static const std::set<std::string> refused = {
-      "aten::from_file", "aten::from_blob",    "aten::set_",       "aten::set",
-      "aten::resize_",   "aten::resize",       "aten::resize_as_", "aten::_resize_output_",
-      "aten::set_data",  "aten::record_stream"};
-  return refused.count(name) > 0;
+  static const std::set<std::string> refused = {"aten::from_file",
+                                                "aten::from_blob",
+                                                "aten::set_",
+                                                "aten::set",
+                                                "aten::resize_",
+                                                "aten::resize",
+                                                "aten::resize_as_",
+                                                "aten::_resize_output_",
+                                                "aten::set_data",
+                                                "aten::record_stream",
+                                                "aten::_reshape_alias",
+                                                "aten::_nested_view_from_buffer",
+                                                "aten::_nested_view_from_buffer_copy",
+                                                "aten::_sparse_coo_tensor_unsafe",
+                                                "aten::_sparse_compressed_tensor_unsafe",
+                                                "aten::_sparse_csr_tensor_unsafe",
+                                                "aten::_sparse_csc_tensor_unsafe",
+                                                "aten::_sparse_bsr_tensor_unsafe",
+                                                "aten::_sparse_bsc_tensor_unsafe",
+                                                "aten::_sparse_coo_tensor_with_dims_and_tensors",
+                                                "aten::_coalesced_"};
+  return refused.count(name) > 0 || name.compare(0, 10, "inductor::") == 0;
+}
+
+/// How many values the enumeration has that an argument is of; 0 if it is of none. Operators take
+/// such a number without a check.
+int64_t values_of_enumeration(const c10::Argument& argument) {
+  c10::TypePtr type = argument.real_type();
+  if (type->kind() == TypeKind::OptionalType) {
+    type = type->expectRef<c10::OptionalType>().getElementType();
+  }
+  switch (type->kind()) {
+    case TypeKind::ScalarTypeType:
+      return static_cast<int64_t>(at::ScalarType::NumOptions);
+    case TypeKind::LayoutType:
+      return static_cast<int64_t>(at::Layout::NumOptions);
+    case TypeKind::MemoryFormatType:
+      return static_cast<int64_t>(at::MemoryFormat::NumOptions);
+    default:
+      return 0;
+  }
 }
 
 /// "torch.ops.aten.add.Tensor": "aten::add" and "Tensor", which is empty for "default".
@@ -200,6 +236,7 @@ class Binding {
       operand.fixed = c10::IValue();
       return operand;
     }
+    if (const int64_t values = values_of_enumeration(argument)) check_enumeration(*given, values);
     if (operand.is_list && operand.source.kind != Kind::kList) expand(argument, operand.source);
     if (!takes(operand, operand.source, operand.is_list)) {
       refuse("has an argument \"" + argument.name() + "\" that is no " + argument.type()->str());
@@ -208,6 +245,13 @@ class Binding {
       operand.fixed = value_of(operand, Frame{function_, Environment(), {}});
     }
     return operand;
+  }
+
+  void check_enumeration(const Argument& given, int64_t values) const {
+    const bool is_number = given.kind == Kind::kConstant && given.constant.isInt();
+    if (!is_number || given.constant.toInt() < 0 || given.constant.toInt() >= values) {
+      refuse("has a dtype, layout or memory format that there is not");
+    }
   }
 
   static Operand typed(c10::TypePtr type) {

@@ -110,7 +110,8 @@ Output read_output(const JsonPlace& place) {
 void check_outputs(const Program& program, const JsonPlace& signature) {
   std::set<std::pair<bool, std::string>> known;
   for (const Input& input : program.inputs) {
-    known.emplace(input.kind == Input::Kind::kBuffer, input.name);
+    const bool is_buffer = input.kind == Input::Kind::kBuffer;
+    if (is_buffer || input.kind == Input::Kind::kUser) known.emplace(is_buffer, input.name);
   }
   for (size_t i = 0; i < program.outputs.size(); ++i) {
     const Output& output = program.outputs[i];

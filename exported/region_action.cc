@@ -136,7 +136,9 @@ Modes::Autocast read_autocast(const Arguments& arguments) {
   if (device != "cpu" && device != "cuda") arguments.refuse();
   autocast.device = device == "cpu" ? at::kCPU : at::kCUDA;
   if (arguments.constant(1).isInt()) {
-    autocast.dtype = static_cast<at::ScalarType>(arguments.constant(1).toInt());
+    const int64_t dtype = arguments.constant(1).toInt();
+    if (dtype < 0 || dtype >= static_cast<int64_t>(at::ScalarType::NumOptions)) arguments.refuse();
+    autocast.dtype = static_cast<at::ScalarType>(dtype);
   }
   if (arguments.constant(3).isBool()) autocast.cache = arguments.boolean(3);
   return autocast;
