@@ -15,7 +15,7 @@
 
 namespace smp::exported {
 
-/// What a program runs in.
+/// The state and options that a program runs with.
 struct Environment {
   std::string file;                       ///< what errors call the program
   at::DeviceType exported_on = at::kCPU;  ///< the program's device
@@ -32,7 +32,7 @@ struct Frame {
   std::vector<c10::IValue> values;  ///< by slot
 };
 
-/// What a node does.
+/// The work of a node.
 class Action {
  public:
   virtual ~Action() = default;

@@ -134,7 +134,7 @@ Archive::~Archive() = default;
 
 std::string Archive::program() { return text("models/model.json"); }
 
-/// What is stored without compression is not larger than its file.
+/// Records that are stored without compression are not larger than their file.
 void Archive::check_size(const std::string& record, size_t size) const {
   SMP_CHECK_WITH(CheckpointError, size <= file_size_, "exported program \"", path_,
                  "\": its record \"", core::printable(record, 100), "\" has ", size,

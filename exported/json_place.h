@@ -9,8 +9,8 @@
 
 namespace smp::exported {
 
-/// A value in JSON that anybody may have written, and where it is. What asks it for another type
-/// than it has throws a `CheckpointError` that names file and place. The JSON outlives it.
+/// A value in untrusted JSON, and where it is. Asked for another type than it has, it throws a
+/// `CheckpointError` that names file and place. The JSON outlives it.
 class JsonPlace {
  public:
   /// `file` is what errors call it.

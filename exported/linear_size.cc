@@ -37,7 +37,7 @@ std::optional<LinearSize> scaled(LinearSize size, int64_t factor) {
   return size;
 }
 
-/// Of these, one at most may have symbols.
+/// One part at most may have symbols.
 std::optional<LinearSize> product_of(const std::vector<LinearSize>& parts) {
   LinearSize product;
   product.constant = 1;
@@ -79,7 +79,7 @@ class Parser {
     return name == "Add" ? sum_of(parts) : product_of(parts);
   }
 
-  /// What follows the name, `positive=True`, says nothing of its value.
+  /// The part behind the name, `positive=True`, says nothing of its value.
   std::optional<LinearSize> symbol() {
     if (!take('\'')) return std::nullopt;
     const std::string name = word();

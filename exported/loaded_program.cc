@@ -80,7 +80,7 @@ void LoadedProgram::share_tensors(const LoadedProgram& other) {
   }
 }
 
-/// As Python binds arguments to parameters: a tuple of those by position and a dictionary.
+/// Binds arguments to parameters by Python's rules: a tuple of those by position and a dictionary.
 c10::IValue LoadedProgram::arguments_of(const std::vector<c10::IValue>& arguments,
                                         const Named& named) const {
   const Structure& by_position = program_.arguments.children[0];

@@ -86,9 +86,10 @@ double modulo(double a, double b) {
   const double rest = std::fmod(a, b);
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
+
 double floor_divide(double a, double b) {
   check_divisor(b == 0);
-  // As Python does: 1.0 // 0.1 is 9.0, though 1.0 / 0.1 is 10.0.
+  // Python's rule: 1.0 // 0.1 is 9.0, though 1.0 / 0.1 is 10.0.
   const double rest = modulo(a, b);
   const double quotient = (a - rest) / b;
   const double floor = std::floor(quotient);
