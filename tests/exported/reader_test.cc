@@ -264,6 +264,14 @@ TEST_F(ExportedReader, NodesThatFitNoOperator) {
       {"is given argument \"self\" twice"});
   expect_has(error_of_node(call(relu, {{"self", text("x")}}, kNew)),
              {"has an argument \"self\" that is no Tensor"});
+  for (const char* argument : {"dtype", "layout", "memory_format"}) {
+    for (int64_t number : {-1, 9999}) {
+      expect_has(
+          error_of_node(call("torch.ops.aten.empty_like.default",
+                             {{"self", tensor("linear")}, {argument, integer(number)}}, kNew)),
+          {"has a dtype, layout or memory format that there is not"});
+    }
+  }
   expect_has(error_of_node(call("_operator.mul", {{"a", integers({1})}, {"b", integer(2)}})),
              {"(_operator.mul) takes no such argument"});
   expect_has(
