@@ -1,71 +1,93 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/timeline_page.h"
 
-#include <fmt/format.h>
-
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <vector>
+#include <nlohmann/json.hpp>
 
 #include "core/check.h"
-#include "core/svg.h"
-#include "pipeline/timeline_picture.h"
-#include "pipeline/timeline_script.h"
+#include "core/text.h"
+#include "core/web_page.h"
 #include "pipeline/trace.h"
 
 namespace smp::pipeline {
 namespace {
 
-constexpr const char* kStyle = R"(
-:root{color-scheme:light dark}
-body{margin:0;font:14px/1.45 Helvetica,Arial,sans-serif;color:#1f2933;background:#fff}
-nav{display:flex;gap:20px;justify-content:flex-end;align-items:center;padding:12px 28px 0;
-color:#616e7c;font-size:12.5px}
-nav select{font:inherit;padding:2px 6px}
-.scroll{overflow-x:auto}
-.scroll svg{display:block;touch-action:pan-y;cursor:grab;user-select:none}
-table{border-collapse:collapse;margin:8px auto 24px;font-size:13px}
-th,td{padding:4px clamp(4px,.8vw,14px);text-align:right;border-bottom:1px solid #dde2e7;
-font-variant-numeric:tabular-nums}
-th{color:#616e7c;font-weight:normal}
-[data-m]{transition:opacity .1s}
-.focus [data-m]{opacity:.15}
-.focus [data-m].on{opacity:1}
-@media (prefers-color-scheme:dark){
-body{color:#e6eaee;background:#10171f}th,td{border-color:#2c3844}th,nav{color:#98a4b1}}
-)";
+using nlohmann::json;
+using Kind = Action::Kind;
 
-std::string cells(const std::vector<std::string>& row, const char* tag) {
-  std::string html = "<tr>";
-  for (const std::string& cell : row) {
-    html += fmt::format("<{0}>{1}</{0}>", tag, core::escape_xml(cell));
+/// The kinds by which core/web/timeline.js colours.
+const char* kind_of(const Action& action) {
+  switch (action.kind) {
+    case Kind::kForward:
+      return "forward";
+    case Kind::kBackward:
+      return "backward";
+    case Kind::kBackwardInput:
+      return "inputs";
+    case Kind::kBackwardWeight:
+      return "weights";
+    case Kind::kReduce:
+      return "reduce";
+    default:
+      return action.is_send() ? "send" : "wait";
   }
-  return html + "</tr>\n";
 }
 
-std::string html_table(const std::vector<std::vector<std::string>>& rows) {
-  std::string html = "<table>\n" + cells(rows.front(), "th");
-  for (size_t row = 1; row < rows.size(); ++row) html += cells(rows[row], "td");
-  return html + "</table>\n";
+json actions_of(const Lane& lane) {
+  json actions = json::array();
+  for (size_t i = 0; i < lane.actions.size(); ++i) {
+    const TimedAction& timed = lane.actions[i];
+    actions.push_back({{"name", to_string(timed.action)},
+                       {"text", describe(timed.action)},
+                       {"kind", kind_of(timed.action)},
+                       {"stage", timed.action.stage},
+                       {"m", timed.action.microbatch},
+                       {"start", timed.start},
+                       {"end", timed.end},
+                       {"bytes", lane.bytes.empty() ? 0 : lane.bytes[i]},
+                       {"keeps", timed.memory}});
+  }
+  return actions;
 }
 
-/// What stands above the pictures: how to move them, and the choice of a step.
-std::string navigation(const Timeline& timeline, const std::vector<StepTimeline>& steps) {
-  std::string html = "<nav><span>wheel: zoom; drag: move; double click: all</span>\n";
-  if (!timeline.measured.empty() && timeline.predicted) {
-    html +=
-        "<label><input type=\"checkbox\" id=\"own\"/> prediction on a scale of its own</label>\n";
+json reductions_of(const Lane& lane) {
+  json reductions = json::array();
+  for (size_t i = 0; i < lane.reductions.size(); ++i) {
+    const TimedReduction& timed = lane.reductions[i];
+    reductions.push_back({{"text", describe_reduction(i, lane.reductions.size())},
+                          {"start", timed.start},
+                          {"end", timed.end},
+                          {"bytes", timed.bytes}});
   }
-  if (steps.size() > 1) {
-    html += "<select aria-label=\"step\">\n";
-    for (const StepTimeline& step : steps) {
-      html += fmt::format("<option>{}</option>\n", core::escape_xml(step.name));
-    }
-    html += "</select>";
+  return reductions;
+}
+
+json to_json(const StepTimeline& step, const Timeline& timeline) {
+  json lanes = json::array(), transfers = json::array();
+  for (const Lane& lane : step.lanes) {
+    lanes.push_back({{"replica", lane.replica},
+                     {"rank", lane.rank},
+                     {"idle", step.idle(lane)},
+                     {"actions", actions_of(lane)},
+                     {"reductions", reductions_of(lane)}});
   }
-  return html + "</nav>\n";
+  for (const Transfer& transfer : transfers_of(step)) {
+    const Action& send = step.lanes[transfer.from_lane].actions[transfer.send].action;
+    transfers.push_back({{"kind", send.is_backward() ? "grads" : "values"},
+                         {"from", transfer.from_lane},
+                         {"send", transfer.send},
+                         {"to", transfer.to_lane},
+                         {"receive", transfer.receive}});
+  }
+  return {{"name", step.name},
+          {"headline", headline(step, timeline)},
+          {"table", table_of(step, timeline)},
+          {"makespan", step.makespan},
+          {"lanes", lanes},
+          {"transfers", transfers}};
 }
 
 void write(const std::string& text, const std::string& path) {
@@ -77,22 +99,21 @@ void write(const std::string& text, const std::string& path) {
 
 }  // namespace
 
-std::string to_html(const Timeline& timeline) {
-  const std::vector<StepTimeline> steps = shown_steps(timeline);
-  std::string html = fmt::format(
-      "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n"
-      "<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" "
-      "content=\"width=device-width\"/>\n<title>{}</title>\n<style>{}{}</style>\n</"
-      "head>\n<body>\n{}",
-      core::escape_xml(timeline.title), kStyle, picture_style(), navigation(timeline, steps));
-  for (size_t i = 0; i < steps.size(); ++i) {
-    html += "<section>\n<div class=\"scroll\">\n" + to_svg(timeline, i, /*with_style=*/false) +
-            "</div>\n<div class=\"scroll\">\n" + html_table(table_of(steps[i], timeline)) +
-            "</div>\n</section>\n";
+std::string page_data(const Timeline& timeline) {
+  json data = {{"title", core::printable_lines(timeline.title)},
+               {"unit", timeline.unit == TimeUnit::kSlots ? "slots" : "us"},
+               {"measured", !timeline.measured.empty()},
+               {"steps", json::array()},
+               {"predicted", nullptr}};
+  for (const StepTimeline& step : shown_steps(timeline)) {
+    data["steps"].push_back(to_json(step, timeline));
   }
-  // A page is XML too if its script stays clear of markup.
-  return html +
-         fmt::format("<script>//<![CDATA[{}//]]></script>\n</body>\n</html>\n", kTimelineScript);
+  if (timeline.predicted) data["predicted"] = to_json(*timeline.predicted, timeline);
+  return data.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+std::string to_html(const Timeline& timeline) {
+  return core::web_page("timeline", timeline.title, page_data(timeline));
 }
 
 TimelineFiles timeline_files(const std::string& path) {

@@ -7,9 +7,14 @@
 
 namespace smp::pipeline {
 
-/// A page of one file that needs nothing else: the picture (`to_svg`) and the table (`table_of`) of
-/// each step, one step at a time, fitted to the window; the wheel zooms into the time, dragging
-/// moves it; a microbatch under the pointer is shown without the others. Also well-formed XML.
+/// The steps shown and the prediction as JSON, for core/web/timeline.js: for each its headline, its
+/// table, a lane for each rank with its actions and reductions, and the transfers as positions in
+/// `lanes` and `actions`. Times are in the timeline's unit, memory in bytes.
+std::string page_data(const Timeline& timeline);
+
+/// A page of one file that needs nothing else, with a picture and a table for each step, one step
+/// at a time, fitted to the window; the wheel zooms into the time, dragging moves it; a microbatch
+/// under the pointer is shown without the others.
 std::string to_html(const Timeline& timeline);
 
 /// Where `write_timeline` writes.

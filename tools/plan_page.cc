@@ -3,62 +3,128 @@
 
 #include <fmt/format.h>
 
-#include "core/svg.h"
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "core/text.h"
+#include "core/web_page.h"
+#include "partitioner/format.h"
+#include "tools/plan_boxes.h"
 
 namespace smp::tools {
 namespace {
 
-constexpr const char* kStyle =
-    "body{margin:0;overflow:hidden;background:#fff}"
-    "svg{display:block;width:100vw;height:100vh;cursor:grab;user-select:none;touch-action:none}";
+using graph::Graph;
+using nlohmann::json;
+using partitioner::format_bytes;
+using partitioner::format_time;
 
-constexpr const char* kScript = R"js(
-const svg = document.querySelector('svg');
-const kMost = 50;  // times the whole
-const whole = (({ x, y, width, height }) => ({ x, y, width, height }))(svg.viewBox.baseVal);
-let view = whole, held = null;
-
-function show(next) {
-  view = next;
-  svg.setAttribute('viewBox', [view.x, view.y, view.width, view.height].join(' '));
+std::string headline(const Graph& graph, const Forecast& forecast) {
+  const int stages = forecast.plan.stages(), microbatches = forecast.model.microbatches();
+  return fmt::format(
+      "{} operators in {} stage{}, {} microbatch{}: a step of {} predicted, {:.1f}% of the "
+      "partitions' time idle",
+      graph.operators.size(), stages, stages == 1 ? "" : "s", microbatches,
+      microbatches == 1 ? "" : "es", format_time(forecast.step_us()),
+      100 * forecast.simulation.bubble());
 }
 
-// Where in the picture the pointer is.
-function at(event) {
-  return new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+json stages_of(const Forecast& forecast) {
+  json stages = json::array();
+  for (int s = 0; s < forecast.plan.stages(); ++s) {
+    const auto& predicted = forecast.prediction.stages[s];
+    stages.push_back({{"rank", forecast.plan.rank_of_stage[s]},
+                      {"time_us", predicted.time_us()},
+                      {"memory", predicted.memory()}});
+  }
+  return stages;
 }
 
-svg.addEventListener('wheel', event => {
-  event.preventDefault();
-  const { x, y } = at(event), least = whole.width / kMost;
-  const width = Math.max(least, Math.min(whole.width, view.width * 1.002 ** event.deltaY));
-  const factor = width / view.width;
-  show(width === whole.width ? whole : {
-    x: x - (x - view.x) * factor, y: y - (y - view.y) * factor,
-    width, height: view.height * factor });
-}, { passive: false });
-svg.addEventListener('pointerdown', event => {
-  held = at(event);
-  svg.setPointerCapture(event.pointerId);
-});
-svg.addEventListener('pointermove', event => {
-  if (!held) return;
-  const { x, y } = at(event);
-  show({ ...view, x: view.x + held.x - x, y: view.y + held.y - y });
-});
-svg.addEventListener('pointerup', () => { held = null; });
-svg.addEventListener('dblclick', () => show(whole));
-)js";
+/// Text that the browser shows when the pointer rests on a box.
+std::string tooltip(const Graph& graph, const Box& box) {
+  constexpr int kShown = 24;
+  std::string text = box.name;
+  for (int i = box.first; i <= std::min(box.last, box.first + kShown - 1); ++i) {
+    const auto& op = graph.operators[i];
+    text += fmt::format("\n{} {} {}", i, op.name(), format_time(op.cost.forward_us));
+  }
+  if (box.operators() > kShown) text += fmt::format("\nand {} more", box.operators() - kShown);
+  return text;
+}
+
+json to_json(const Graph& graph, const Box& box) {
+  return {{"stage", box.stage},
+          {"name", box.name},
+          {"operators", box.operators()},
+          {"share", box.share},
+          {"text", tooltip(graph, box)}};
+}
+
+json to_json(const std::vector<BoxEdge>& edges) {
+  json result = json::array();
+  for (const BoxEdge& edge : edges) {
+    result.push_back({{"from", edge.from},
+                      {"to", edge.to},
+                      {"tensors", edge.tensors},
+                      {"bytes", edge.bytes},
+                      {"gradient_bytes", edge.gradient_bytes}});
+  }
+  return result;
+}
+
+/// Parameters that several stages read: from the owner to each of the others.
+json ties_of(const Graph& graph, const partitioner::Plan& plan, const Boxes& boxes) {
+  json ties = json::array();
+  for (const auto& replica : plan.replicas) {
+    const auto from = boxes.touching(graph, replica.value, replica.owner);
+    const auto to = boxes.touching(graph, replica.value, replica.stage);
+    if (from.empty() || to.empty()) continue;
+    const graph::Value& value = graph.values[replica.value];
+    ties.push_back({{"from", from.front()},
+                    {"to", to.front()},
+                    {"label", value.name + " " + format_bytes(value.meta.nbytes())}});
+  }
+  return ties;
+}
+
+/// The computes of each rank.
+json computes_of(const Forecast& forecast) {
+  json ranks = json::array();
+  for (const auto& timeline : forecast.simulation.timeline) {
+    json computes = json::array();
+    for (const auto& timed : timeline) {
+      if (!timed.action.is_compute()) continue;
+      computes.push_back({{"start", timed.start},
+                          {"end", timed.end},
+                          {"m", timed.action.microbatch},
+                          {"back", timed.action.is_backward()}});
+    }
+    ranks.push_back(computes);
+  }
+  return ranks;
+}
 
 }  // namespace
 
-std::string to_html(const std::string& svg, const std::string& title) {
-  return fmt::format(
-      "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n"
-      "<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" content=\"width=device-width\"/>\n"
-      "<title>{}</title>\n<style>{}</style>\n</head>\n<body>\n{}"
-      "<script>//<![CDATA[{}//]]></script>\n</body>\n</html>\n",
-      core::escape_xml(title), kStyle, svg, kScript);
+std::string page_data(const Graph& graph, const Forecast& forecast, const std::string& title) {
+  const Boxes boxes = make_boxes(graph, forecast.plan);
+  json data = {{"title", core::printable_lines(title)},
+               {"headline", headline(graph, forecast)},
+               {"trains", graph.trains()},
+               {"step_us", forecast.step_us()},
+               {"stages", stages_of(forecast)},
+               {"boxes", json::array()},
+               {"inside", to_json(boxes.inside)},
+               {"between", to_json(boxes.between)},
+               {"ties", ties_of(graph, forecast.plan, boxes)},
+               {"timeline", computes_of(forecast)}};
+  for (const Box& box : boxes.boxes) data["boxes"].push_back(to_json(graph, box));
+  return data.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+std::string to_html(const Graph& graph, const Forecast& forecast, const std::string& title) {
+  return core::web_page("plan", title, page_data(graph, forecast, title));
 }
 
 }  // namespace smp::tools

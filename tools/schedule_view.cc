@@ -13,7 +13,6 @@
 #include "pipeline/simulator.h"
 #include "pipeline/timeline.h"
 #include "pipeline/timeline_page.h"
-#include "pipeline/timeline_picture.h"
 
 namespace smp::tools {
 namespace {
@@ -90,7 +89,6 @@ std::string show_schedule(const std::string& schedule, const Config& config,
       is_file(schedule) ? std::filesystem::path(schedule).stem().string() : schedule, program);
   timeline.unit = pipeline::TimeUnit::kSlots;
   timeline.predicted = pipeline::predicted_timeline(simulation);
-  if (format == "svg") return pipeline::to_svg(timeline);
   if (format == "html") return pipeline::to_html(timeline);
   return timeline.title + "\n\n" + pipeline::draw(simulation) + "\n" +
          pipeline::to_string(timeline);

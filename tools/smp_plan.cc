@@ -22,7 +22,6 @@
 #include "smp/config.h"
 #include "tools/forecast.h"
 #include "tools/plan_page.h"
-#include "tools/plan_picture.h"
 #include "tools/plan_text.h"
 #include "tools/schedule_view.h"
 #include "tools/version_option.h"
@@ -114,8 +113,8 @@ void write(const std::string& text, const std::string& path) {
                  ". Give a path in a folder that can be written.");
 }
 
-/// With the microbatches that a rank runs: with tensor parallelism those of its group, unless that
-/// is given one batch.
+/// The configuration with the microbatches that a rank runs: with tensor parallelism those of its
+/// group, unless that is given one batch.
 Config of_a_rank(Config config) {
   const int64_t batches = config.prescaled_batch() ? 1 : config.tensor_parallel_degree();
   return config.microbatches(config.microbatches() * batches);
@@ -133,10 +132,8 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
 }
 
 std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
-  const bool is_picture = options.format == "svg" || options.format == "html";
-  SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || !is_picture,
-                 "smp_plan: --compare has no picture: expected --format text or json, got ",
-                 options.format, ".");
+  SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "html",
+                 "smp_plan: --compare has no page: expected --format text or json, got html.");
   if (!options.compare.empty()) {
     const auto alternatives =
         smp::tools::plan_alternatives(graph, config, options.compare, options.replicas);
@@ -157,10 +154,7 @@ std::string planned(const Options& options, const smp::graph::Graph& graph, cons
     write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
   }
   if (options.format == "json") return smp::tools::to_json(ordered, forecast).dump(2) + "\n";
-  if (is_picture) {
-    const std::string svg = smp::tools::to_svg(ordered, forecast, options.title);
-    return options.format == "svg" ? svg : smp::tools::to_html(svg, options.title);
-  }
+  if (options.format == "html") return smp::tools::to_html(ordered, forecast, options.title);
   return smp::tools::to_text(ordered, forecast);
 }
 
@@ -188,11 +182,11 @@ int main(int argc, char** argv) {
                  "A schedule to draw instead: a name as for --pipeline, or a file");
   app.add_option("--config", options.config, "JSON file with the parameters of the run to plan");
   const Parameters parameters(app);
-  app.add_option("--format", options.format, "text, json, svg or html")
-      ->check(CLI::IsMember({"text", "json", "svg", "html"}))
+  app.add_option("--format", options.format, "text, json or html")
+      ->check(CLI::IsMember({"text", "json", "html"}))
       ->capture_default_str();
   app.add_option("--output", options.output, "File to write instead of the standard output");
-  app.add_option("--title", options.title, "Heading of the picture; else the graph's file");
+  app.add_option("--title", options.title, "Heading of the page; else the graph's file");
   auto* compare = app.add_option("--compare", options.compare, "Numbers of partitions: 1,2,4,8")
                       ->delimiter(',')
                       ->check(CLI::PositiveNumber);

@@ -6,7 +6,6 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/svg.h"
 #include "tests/core/error_text.h"
 
 namespace smp {
@@ -48,7 +47,7 @@ TEST(Printable, ShortensAndSaysHowLongItWas) {
   // A character of two bytes is not cut in the middle.
   EXPECT_EQ(printable("\xc3\xa4\xc3\xa4", 3), "\xc3\xa4... (4 bytes)");
   EXPECT_EQ(printable("\xc3\xa4\xc3\xa4", 4), "\xc3\xa4\xc3\xa4");
-  // What is escaped counts as it is shown.
+  // Escapes count as they are shown.
   EXPECT_EQ(printable("\n\n\n", 4), "\\n\\n... (3 bytes)");
 }
 
@@ -86,17 +85,6 @@ TEST(Messages, AnErrorStandsInAnotherWithoutItsPrefix) {
 
 TEST(Messages, LinesOfLog) {
   EXPECT_EQ(core::log_line(core::LogLevel::kWarning, "a\nb\x1b"), "[smp] warning: a\nb\\x1b\n");
-}
-
-TEST(Messages, XmlHasNoControlCharacters) {
-  EXPECT_EQ(core::escape_xml("<a \"b\">&\n\x01\xff"), "&lt;a &quot;b&quot;&gt;&amp;\n\\x01\\xff");
-  // Characters of two bytes stay whole where a text is shortened, at any width.
-  std::string text;
-  for (int i = 0; i < 30; ++i) text += "\xc3\xa4";
-  for (double width = 20; width < 400; ++width) {
-    const std::string fitted = core::fit_text(text, width, 12);
-    EXPECT_EQ(printable(fitted), fitted) << width;
-  }
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <regex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,7 +10,8 @@
 #include "pipeline/timeline.h"
 #include "tests/pipeline/schedule_helpers.h"
 
-/// A step of two ranks whose times are known, and what tests of its record and its pictures share.
+/// A step of two ranks whose times are known, and the common part of tests of its record and its
+/// pictures.
 namespace smp::pipeline {
 
 constexpr int64_t kOrigin = 1'000'000'000;
@@ -24,14 +24,14 @@ inline Schedule two_ranks() {
 
 using Times = std::vector<std::pair<int64_t, int64_t>>;
 
-/// Of `two_ranks`, in ns: 8500 in all, of which rank 0 waits 4800 and rank 1 1500, and then
+/// Times of `two_ranks`, in ns: 8500 in all, of which rank 0 waits 4800 and rank 1 1500, and then
 /// nothing.
 inline const std::vector<Times> kTimes = {
     {{0, 1000}, {1000, 1200}, {1200, 6000}, {6000, 8000}, {8000, 8500}},
     {{0, 1500}, {1500, 2500}, {2500, 5000}, {5000, 5500}, {5500, 5500}},
 };
 
-/// What rank `rank` records in one step after another that takes 20 us each.
+/// The records of rank `rank` in one step after another that takes 20 us each.
 inline RankTimeline recorded(int rank, int steps = 1, int replica = 0) {
   const Times& times = kTimes[rank];
   TimelineRecorder recorder(replica, rank, static_cast<int64_t>(times.size()), steps);
@@ -62,42 +62,6 @@ inline size_t count(const std::string& text, const std::string& part) {
   size_t found = 0;
   for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
   return found;
-}
-
-/// What is wrong with the text as XML, empty if nothing: tags that do not match, attributes without
-/// quotes, a bare & or <. Knows comments, declarations and CDATA.
-inline std::string xml_error(const std::string& text) {
-  static const std::regex kEntity("&(amp|lt|gt|quot|#[0-9]+);");
-  static const std::regex kTag(R"(<(/?)([A-Za-z][-\w:]*)((?:\s+[-\w:]+="[^"<]*")*)\s*(/?)>)");
-  std::vector<std::string> open;
-  size_t at = 0;
-  while (at < text.size()) {
-    std::smatch match;
-    const auto begin = text.cbegin() + static_cast<std::ptrdiff_t>(at);
-    const auto flags = std::regex_constants::match_continuous;
-    if (text.compare(at, 9, "<!DOCTYPE") == 0) {
-      at = text.find('>', at) + 1;
-    } else if (text.compare(at, 9, "<![CDATA[") == 0) {
-      at = text.find("]]>", at) + 3;
-    } else if (text[at] == '<') {
-      if (!std::regex_search(begin, text.cend(), match, kTag, flags)) {
-        return "no tag: " + text.substr(at, 80);
-      }
-      if (match[1].length() > 0) {
-        if (open.empty() || open.back() != match[2]) return "unexpected </" + match[2].str();
-        open.pop_back();
-      } else if (match[4].length() == 0) {
-        open.push_back(match[2]);
-      }
-      at += static_cast<size_t>(match.length());
-    } else {
-      if (text[at] == '&' && !std::regex_search(begin, text.cend(), match, kEntity, flags)) {
-        return "bare &: " + text.substr(at, 80);
-      }
-      ++at;
-    }
-  }
-  return open.empty() ? "" : "not closed: " + open.back();
 }
 
 /// Schedules of every shape: several stages, split backwards, no backward.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is made of a record: the trace, the picture and the page.
+// The trace and the page that are made of a record.
 
 #include "pipeline/timeline_page.h"
 
@@ -11,13 +11,11 @@
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <regex>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "pipeline/timeline_picture.h"
 #include "pipeline/trace.h"
 #include "tests/pipeline/timeline_cases.h"
 
@@ -25,16 +23,6 @@ namespace smp::pipeline {
 namespace {
 
 using nlohmann::json;
-
-/// Titles of actions begin with their text form.
-std::multiset<std::string> actions_in_picture(const std::string& svg) {
-  static const std::regex kTitle("<g data-m=\"-?[0-9]+\"><title>([0-9][^:]*):");
-  std::multiset<std::string> found;
-  for (std::sregex_iterator match(svg.begin(), svg.end(), kTitle), end; match != end; ++match) {
-    found.insert(std::regex_replace((*match)[1].str(), std::regex("&gt;|&lt;"), "|"));
-  }
-  return found;
-}
 
 std::multiset<std::string> computes_of(const Schedule& schedule) {
   std::multiset<std::string> computes;
@@ -56,7 +44,7 @@ std::string contents(const std::string& path) {
 TEST(Trace, HasEveryActionOnce) {
   const Simulation simulation = simulated(two_ranks());
   const json events = json::parse(to_trace(measured(2, &simulation))).at("traceEvents");
-  std::map<int, std::multiset<std::string>> found;  // by process
+  std::map<int, std::multiset<std::string>> found;  // events by process
   double forward = 0;
   for (const json& event : events) {
     if (event.at("ph") != "X") continue;
@@ -140,103 +128,118 @@ TEST(Trace, CountsWhatIsKept) {
   EXPECT_EQ(kept, (std::vector<double>{2048, 0}));
 }
 
-// --- picture and page -------------------------------------------------------------------------
+// --- the page ---------------------------------------------------------------------------------
 
-TEST(TimelinePicture, HasEveryComputeOfEverySchedule) {
+std::multiset<std::string> computes_in(const json& step) {
+  std::multiset<std::string> found;
+  for (const json& lane : step.at("lanes")) {
+    for (const json& action : lane.at("actions")) {
+      static const std::set<std::string> kComputes = {"forward", "backward", "inputs", "weights"};
+      if (kComputes.count(action.at("kind")) > 0) found.insert(action.at("name"));
+    }
+  }
+  return found;
+}
+
+TEST(TimelinePage, HasEveryComputeOfEverySchedule) {
   for (const Schedule& schedule : schedules()) {
     Timeline timeline;
     timeline.predicted = predicted_timeline(simulated(schedule));
-    const std::string svg = to_svg(timeline);
-    EXPECT_EQ(xml_error(svg), "");
-    std::multiset<std::string> found = actions_in_picture(svg);
-    for (const std::string& compute : computes_of(schedule)) {
-      EXPECT_EQ(found.count(compute), 1u) << compute;
+    const json data = json::parse(page_data(timeline));
+    ASSERT_EQ(data.at("steps").size(), 1u);
+    EXPECT_EQ(data.at("measured"), false);
+    EXPECT_EQ(computes_in(data.at("steps")[0]), computes_of(schedule));
+  }
+}
+
+TEST(TimelinePage, TransfersGoFromASendToItsReceive) {
+  for (const Schedule& schedule : schedules()) {
+    Timeline timeline;
+    timeline.predicted = predicted_timeline(simulated(schedule));
+    const json step = json::parse(page_data(timeline)).at("predicted");
+    EXPECT_EQ(step.at("transfers").size(), transfers_of(*timeline.predicted).size());
+    for (const json& transfer : step.at("transfers")) {
+      const json& send = step["lanes"][transfer.at("from").get<size_t>()]["actions"]
+                             [transfer.at("send").get<size_t>()];
+      const json& receive = step["lanes"][transfer.at("to").get<size_t>()]["actions"]
+                                [transfer.at("receive").get<size_t>()];
+      EXPECT_EQ(send.at("kind"), "send");
+      EXPECT_EQ(receive.at("kind"), "wait");
+      EXPECT_EQ(send.at("m"), receive.at("m"));
+      const bool is_gradient = send.at("name").get<std::string>().find("_B") != std::string::npos;
+      EXPECT_EQ(transfer.at("kind"), is_gradient ? "grads" : "values") << send.at("name");
     }
-    EXPECT_EQ(count(svg, "class=\"values arrow\"") + count(svg, "class=\"grads arrow\""),
-              transfers_of(*timeline.predicted).size() + (schedule.has_backward() ? 2 : 1))
-        << "an arrow for each transfer and those of the legend";
   }
 }
 
-TEST(TimelinePicture, ShowsMeasuredAndPredictedOnOneScale) {
+TEST(TimelinePage, HasMeasuredStepsAndThePrediction) {
   const Simulation simulation = simulated(two_ranks());
-  const std::string svg = to_svg(measured(1, &simulation));
-  EXPECT_EQ(xml_error(svg), "");
-  const std::regex kForward(
-      "<title>0F0:[^<]*</title><rect x=\"([0-9.]+)\" y=\"[0-9.]+\" "
-      "width=\"([0-9.]+)\"");
-  std::vector<double> widths, positions;
-  for (std::sregex_iterator match(svg.begin(), svg.end(), kForward), end; match != end; ++match) {
-    positions.push_back(std::stod((*match)[1]));
-    widths.push_back(std::stod((*match)[2]));
+  const Timeline timeline = measured(3, &simulation);
+  const json data = json::parse(page_data(timeline));
+  EXPECT_EQ(data.at("title"), "two ranks");
+  EXPECT_EQ(data.at("unit"), "us");
+  EXPECT_EQ(data.at("measured"), true);
+  ASSERT_EQ(data.at("steps").size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    const json& step = data["steps"][i];
+    EXPECT_EQ(step.at("name"), timeline.measured[i].name);
+    EXPECT_EQ(step.at("headline"), headline(timeline.measured[i], timeline));
+    EXPECT_EQ(step.at("table"), json(table_of(timeline.measured[i], timeline)));
+    EXPECT_DOUBLE_EQ(step.at("makespan"), 8.5);
+    EXPECT_DOUBLE_EQ(step.at("lanes")[0].at("idle"),
+                     timeline.measured[i].idle(timeline.measured[i].lanes[0]));
   }
-  ASSERT_EQ(widths.size(), 2u);
-  EXPECT_EQ(positions[0], positions[1]);
-  EXPECT_NEAR(widths[0], widths[1], 0.11) << "both last 1 us";
-  const double axis = 8.5 * (widths[0] + 0.7);  // blocks are a hair shorter than their time
-  const std::regex kLast(
-      "<title>0REDUCE:[^<]*</title><rect x=\"([0-9.]+)\" y=\"[0-9.]+\" "
-      "width=\"([0-9.]+)\"");
-  std::smatch last;
-  ASSERT_TRUE(std::regex_search(svg, last, kLast));
-  EXPECT_NEAR(std::stod(last[1]) + std::stod(last[2]) + 0.7, positions[0] + axis, 1);
-  EXPECT_LT(positions[0] + axis, std::stod(svg.substr(svg.find("width=\"") + 7)));
-  EXPECT_EQ(count(svg, ">Measured<"), 1u);
-  EXPECT_EQ(count(svg, ">Predicted<"), 1u);
-  EXPECT_EQ(count(svg, ">56.5%<"), 1u) << "rank 0 as measured";
-  EXPECT_EQ(count(svg, ">50.0%<"), 2u) << "both ranks as predicted";
+  EXPECT_DOUBLE_EQ(data.at("predicted").at("makespan"), simulation.makespan);
 }
 
-TEST(TimelinePicture, SaysWhatAnActionIs) {
-  expect_contains(to_svg(measured()),
-                  "<title>1SEND_B0&gt;0: stage 1 sends gradients of microbatch 0 to stage 0\n"
-                  "0.5 us, from 5 us to 5.5 us\n4.0 KiB</title>");
-  expect_contains(to_svg(measured()),
-                  "<title>0F0: forward of microbatch 0 on stage 0\n"
-                  "1 us, from 0 us to 1 us\nthe rank keeps 2.0 KiB after it</title>");
+TEST(TimelinePage, SaysWhatAnActionIs) {
+  const json step = json::parse(page_data(measured())).at("steps")[0];
+  EXPECT_EQ(step.at("lanes")[0].at("actions")[0],
+            (json{{"name", "0F0"},
+                  {"text", "forward of microbatch 0 on stage 0"},
+                  {"kind", "forward"},
+                  {"stage", 0},
+                  {"m", 0},
+                  {"start", 0.0},
+                  {"end", 1.0},
+                  {"bytes", 0},
+                  {"keeps", 2048.0}}));
+  const json& actions = step.at("lanes")[1].at("actions");
+  const auto send = std::find_if(actions.begin(), actions.end(),
+                                 [](const json& action) { return action["name"] == "1SEND_B0>0"; });
+  ASSERT_NE(send, actions.end());
+  EXPECT_EQ(send->at("text"), "stage 1 sends gradients of microbatch 0 to stage 0");
+  EXPECT_DOUBLE_EQ(send->at("start"), 5);
+  EXPECT_DOUBLE_EQ(send->at("end"), 5.5);
+  EXPECT_EQ(send->at("bytes"), 4096);
 }
 
-TEST(TimelinePicture, EscapesItsTitle) {
-  Timeline timeline = measured();
-  timeline.title = "a <b> & \"c\"";
+/// The JSON between the page's tags, read as a browser would.
+json data_in(const std::string& page) {
+  const std::string begin = "id=\"data\">";
+  const size_t from = page.find(begin) + begin.size();
+  return json::parse(page.substr(from, page.find("</script>", from) - from));
+}
+
+TEST(TimelinePage, NeedsNothingElse) {
+  const Timeline timeline = measured(3);
   const std::string page = to_html(timeline);
-  EXPECT_EQ(xml_error(page), "");
-  EXPECT_EQ(count(page, "a &lt;b&gt; &amp; &quot;c&quot;"), 3u) << "page, picture, heading";
-  EXPECT_EQ(count(page, "a <b>"), 0u);
+  EXPECT_EQ(data_in(page), json::parse(page_data(timeline)));
+  EXPECT_EQ(count(page, "<script"), 2u);
+  EXPECT_EQ(count(page, "</script>"), 2u);
+  EXPECT_EQ(count(page, "@title@") + count(page, "@style@") + count(page, "@data@"), 0u);
+  for (const char* outside : {"src=", "href=\"", "@import", "https:"}) {
+    EXPECT_EQ(count(page, outside), 0u) << outside;
+  }
 }
 
-TEST(TimelinePicture, HasNoStepThatWasNotRecorded) {
-  expect_contains(error_of([] { to_svg(measured(2), 2); }), "expected a step below 2, got 2");
-}
-
-TEST(TimelinePage, HasEveryStepAndNeedsNothingElse) {
-  const Simulation simulation = simulated(two_ranks());
-  const std::string page = to_html(measured(3, &simulation));
-  EXPECT_EQ(xml_error(page), "");
-  EXPECT_EQ(count(page, "<section>"), 3u);
-  EXPECT_EQ(count(page, "<option>"), 3u);
-  EXPECT_EQ(count(page, "<table>"), 3u);
-  EXPECT_EQ(count(page, "prefers-color-scheme:dark"), 2u) << "one style for all pictures";
-  EXPECT_EQ(count(page, "src="), 0u);
-  EXPECT_EQ(count(page, "href="), 0u);
-  EXPECT_EQ(count(page, "@import"), 0u);
-  EXPECT_EQ(count(page, "http"), 1u + 3u) << "only as the names of XML namespaces";
-  EXPECT_EQ(count(to_html(measured(1)), "<option>"), 0u);
-}
-
-TEST(TimelinePage, SaysWhereItsChartsAre) {
-  const Simulation simulation = simulated(two_ranks());
-  const std::string page = to_html(measured(3, &simulation));
-  EXPECT_EQ(count(page, "<g class=\"lanes\" data-left=\"110.0\""), 2u * 3u)
-      << "measured and predicted, in every step";
-  EXPECT_EQ(count(page, "data-length=\"8.500\" data-end=\"8.500\" data-unit=\"us\""), 3u);
-  EXPECT_EQ(count(page, "id=\"own\""), 1u);
-  Timeline schedule;
-  schedule.unit = TimeUnit::kSlots;
-  schedule.predicted = predicted_timeline(simulation);
-  const std::string alone = to_html(schedule);
-  EXPECT_EQ(count(alone, "data-unit=\"slots\""), 1u);
-  EXPECT_EQ(count(alone, "id=\"own\""), 0u) << "nothing beside it has another scale";
+TEST(TimelinePage, TitlesAreNoMarkup) {
+  Timeline timeline = measured();
+  timeline.title = "a </script><b> & \"c\"\xff\x1b";
+  const std::string page = to_html(timeline);
+  EXPECT_EQ(count(page, "</script>"), 2u);
+  EXPECT_EQ(count(page, "<title>a &lt;/script>&lt;b> &amp; \"c\"\\xff\\x1b</title>"), 1u);
+  EXPECT_EQ(data_in(page).at("title"), "a </script><b> & \"c\"\\xff\\x1b");
 }
 
 TEST(TimelinePage, LiesBesideItsTrace) {

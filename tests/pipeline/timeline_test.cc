@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "pipeline/simulator.h"
-#include "pipeline/timeline_picture.h"
+#include "pipeline/timeline_page.h"
 #include "pipeline/trace.h"
 #include "tests/pipeline/timeline_cases.h"
 
@@ -198,12 +198,13 @@ TEST(Timeline, HasTheReductionsBesideTheActions) {
                           }),
             1);
 
-  const std::string svg = to_svg(timeline);
-  EXPECT_EQ(xml_error(svg), "");
-  EXPECT_EQ(count(svg,
-                  "<title>bucket 2 of 2 summed over the replicas\n1.5 us, from 7.6 us to 9.1 us"
-                  "\n256 B</title>"),
-            1u);
+  const json shown = json::parse(page_data(timeline)).at("steps")[0].at("lanes")[0];
+  ASSERT_EQ(shown.at("reductions").size(), 2u);
+  const json& second = shown["reductions"][1];
+  EXPECT_EQ(second.at("text"), "bucket 2 of 2 summed over the replicas");
+  EXPECT_NEAR(second.at("start").get<double>(), 7.6, 1e-9);
+  EXPECT_NEAR(second.at("end").get<double>(), 9.1, 1e-9);
+  EXPECT_EQ(second.at("bytes"), 256);
 }
 
 TEST(Timeline, PredictsWhatTheSimulatorSays) {
