@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only a GPU shows: tokens per second of a GPT with bfloat16 autocast, in plain libtorch, on
-// one rank and on a pipeline of two, with CUDA graphs and without, and the memory that each takes;
-// and all-reduces, exact and fast. Ranks share the GPU where there is one only. A line
+// Measurements that need a GPU: tokens per second of a GPT with bfloat16 autocast, in plain
+// libtorch, on one rank and on a pipeline of two, with CUDA graphs and without, and the memory that
+// each takes; and all-reduces, exact and fast. Ranks share the GPU where there is one only. A line
 // "name<TAB>value<TAB>unit" for each, for tools/gpu_check.
 //
 //     bazel run --config=cuda //bench:gpu
 //     bazel run //bench:gpu -- --small     # on the CPU, to see that it runs
 //
 // --count STEPS WAY runs so many steps of one way (plain; 1 or 2 ranks, with a "g" as graphs) and
-// prints nothing: two such runs under tools/count_calls.c tell what a step calls.
+// prints nothing: two such runs under tools/count_calls.c tell the calls of a step.
 #include <ATen/DeviceAccelerator.h>
 #include <torch/torch.h>
 
@@ -32,7 +32,7 @@ using bench::seconds;
 struct Size {
   gpt::GPTOptions model;
   int64_t batch;
-  int steps;  // of a round
+  int steps;  // steps of a round
   int64_t reduced_bytes;
   int rounds = 3;  // that are timed
 };
@@ -42,7 +42,7 @@ const Size kFull = {gpt::GPTOptions().layers(17).width(768).heads(12).sequence(1
                     10, 64 << 20};
 const Size kSmall = {gpt::GPTOptions().layers(2).width(32).heads(2).sequence(16).dropout(0), 4, 2,
                      1 << 16};
-constexpr int kMicrobatches = 4;  // of the pipeline
+constexpr int kMicrobatches = 4;  // microbatches of the pipeline
 
 void print(const std::string& name, double value, const char* unit) {
   std::printf(value < 100 ? "%s\t%.3g\t%s\n" : "%s\t%.0f\t%s\n", name.c_str(), value, unit);
@@ -147,12 +147,11 @@ Times plain(const Size& size) {
 struct Way {
   int ranks;
   bool graphs;
-  bool fast;
 };
 
 std::string name_of(const Way& way) {
   return c10::str("GPT, ", way.ranks, way.ranks == 1 ? " rank" : " stages",
-                  way.graphs ? ", CUDA graphs" : "", way.fast ? ", numerics fast" : "");
+                  way.graphs ? ", CUDA graphs" : "");
 }
 
 Times distributed(const Size& size, const Way& way) {
@@ -163,7 +162,6 @@ Times distributed(const Size& size, const Way& way) {
   const auto config = smp::Config()
                           .partitions(ranks)
                           .microbatches(ranks > 1 ? kMicrobatches : 1)
-                          .numerics(way.fast ? "fast" : "exact")
                           .cuda_graphs(way.graphs ? "on" : "off");
   Times times;
   smp::run_as_threads(ranks, config, [&] {
@@ -219,11 +217,7 @@ void run(const Size& size) {
   const Times alone = plain(size);
   print_times(size, "GPT, plain libtorch", alone);
   print_peak("GPT, plain libtorch");
-  for (const Way& way : std::vector<Way>{{1, false, false},
-                                         {1, true, false},
-                                         {1, true, true},
-                                         {2, false, false},
-                                         {2, true, false}}) {
+  for (const Way& way : std::vector<Way>{{1, false}, {1, true}, {2, false}, {2, true}}) {
     if (way.graphs && gpus() == 0) continue;  // the CPU has none
     const std::string name = name_of(way);
     forget_peak();
@@ -245,7 +239,7 @@ void count(Size size, int steps, const std::string& way) {
   if (way == "plain") {
     plain(size);
   } else {
-    distributed(size, {way[0] - '0', way.back() == 'g', /*fast=*/false});
+    distributed(size, {way[0] - '0', way.back() == 'g'});
   }
 }
 

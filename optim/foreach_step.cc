@@ -2,9 +2,6 @@
 #include "optim/foreach_step.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_fused_adam.h>
-#include <ATen/ops/_fused_adamw.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -37,7 +34,6 @@ template <class State>
 struct Batch {
   Tensors params, grads;
   std::vector<State*> states;  // null where a rule makes it of the first gradient
-  bool fast = false;           // whether it may be rounded otherwise than by libtorch's class
 
   /// A tensor of each state.
   template <class Field>
@@ -95,7 +91,7 @@ struct SgdRule {
   static int64_t kind(const State* state) { return state == nullptr ? 0 : 1; }
 
   static void update(const Batch<State>& batch, const Options& options, States& states) {
-    Tensors params;  // whose versions stay, as in libtorch
+    Tensors params;  // tensors whose versions stay, as in libtorch
     for (const at::Tensor& param : batch.params) params.push_back(param.data());
     Update<State> update(batch, params);
     update.decay(options.weight_decay());
@@ -150,32 +146,7 @@ struct AdamRule {
   }
   static int64_t kind(const State* state) { return state->step(); }
 
-  /// All of it in one kernel, which rounds less. Returns whether that was possible.
-  static bool update_fused(const Batch<State>& batch, const Options& options) {
-    const auto [beta1, beta2] = options.betas();
-    Tensors grads, largest;
-    for (const at::Tensor& grad : batch.grads) grads.push_back(grad.data());  // versions stay
-    const Tensors exp_avgs = batch.of_states([](const State& state) { return state.exp_avg(); });
-    const Tensors exp_avg_sqs =
-        batch.of_states([](const State& state) { return state.exp_avg_sq(); });
-    if (options.amsgrad()) {
-      largest = batch.of_states([](const State& state) { return state.max_exp_avg_sq(); });
-    }
-    if (!core::fit_one_kernel({batch.params, grads, exp_avgs, exp_avg_sqs, largest})) return false;
-    const auto step = static_cast<double>(batch.states.front()->step() + 1);
-    const Tensors steps(batch.params.size(),
-                        at::full({}, step, batch.params.front().options().dtype(at::kFloat)));
-    const auto fused =
-        kDecaysParameters ? &at::_ops::_fused_adamw_::call : &at::_ops::_fused_adam_::call;
-    fused(batch.params, grads, exp_avgs, exp_avg_sqs, largest, steps, options.lr(), beta1, beta2,
-          options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
-          /*grad_scale=*/{}, /*found_inf=*/{});
-    batch.count_step();
-    return true;
-  }
-
   static void update(const Batch<State>& batch, const Options& options, States&) {
-    if (batch.fast && update_fused(batch, options)) return;
     const auto [beta1, beta2] = options.betas();
     const int64_t step = batch.count_step();
     const double correction1 = 1 - std::pow(beta1, step);
@@ -327,8 +298,7 @@ Key key_of(const at::Tensor& param, int64_t kind) {
 }
 
 template <class Rule>
-void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAbsent& is_absent,
-            bool fast) {
+void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAbsent& is_absent) {
   using State = typename Rule::State;
   const auto& options = static_cast<const typename Rule::Options&>(group.options());
   std::map<Key, Batch<State>> batches;
@@ -345,22 +315,17 @@ void update(torch::optim::OptimizerParamGroup& group, States& states, const IsAb
     batch.grads.push_back(param.grad());
     batch.states.push_back(state);
   }
-  for (auto& [key, batch] : batches) {
-    batch.fast = fast;
-    Rule::update(batch, options, states);
-  }
+  for (const auto& [key, batch] : batches) Rule::update(batch, options, states);
 }
 
 template <class Rule>
-bool step(torch::optim::Optimizer& optimizer, const IsAbsent& is_absent, bool fast) {
+bool step(torch::optim::Optimizer& optimizer, const IsAbsent& is_absent) {
   if (!fits<Rule>(optimizer, is_absent)) return false;
-  for (auto& group : optimizer.param_groups()) {
-    update<Rule>(group, optimizer.state(), is_absent, fast);
-  }
+  for (auto& group : optimizer.param_groups()) update<Rule>(group, optimizer.state(), is_absent);
   return true;
 }
 
-using Step = bool (*)(torch::optim::Optimizer&, const IsAbsent&, bool fast);
+using Step = bool (*)(torch::optim::Optimizer&, const IsAbsent&);
 
 const std::map<std::type_index, Step>& steps() {
   using namespace torch::optim;
@@ -377,11 +342,11 @@ const std::map<std::type_index, Step>& steps() {
 }  // namespace
 
 bool foreach_step(torch::optim::Optimizer& optimizer, const std::type_info& type,
-                  const IsAbsent& is_absent, bool fast) {
+                  const IsAbsent& is_absent) {
   const auto found = steps().find(type);
   if (found == steps().end()) return false;
   const at::NoGradGuard no_grad;
-  return found->second(optimizer, is_absent, fast);
+  return found->second(optimizer, is_absent);
 }
 
 }  // namespace smp::optim

@@ -47,27 +47,6 @@ TEST(Kernels, OfAnUpdateAreNineForAllParameters) {
   EXPECT_GE(take_fake_kernels(), 8 * kParameters) << "libtorch's own step";
 }
 
-/// The lists do what the fused kernel does not take: states of another dtype or layout.
-TEST(Kernels, OfAFastUpdateAreTwoForAllParameters) {
-  const Tensors parameters = make_parameters();
-  torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(0.1));
-  const auto fast_step = [&optimizer] {
-    return optim::foreach_step(
-        optimizer, typeid(optimizer), [](const torch::Tensor&) { return false; }, /*fast=*/true);
-  };
-  ASSERT_TRUE(fast_step());  // which makes states
-  take_fake_kernels();
-  ASSERT_TRUE(fast_step());
-  EXPECT_EQ(take_fake_kernels(), 2) << "the update, and the count of steps on the device";
-  auto& state = static_cast<torch::optim::AdamWParamState&>(
-      *optimizer.state().at(parameters[3].unsafeGetTensorImpl()));
-  state.exp_avg(state.exp_avg().to(torch::kDouble));
-  take_fake_kernels();
-  ASSERT_TRUE(fast_step());
-  EXPECT_GE(take_fake_kernels(), 9);
-  EXPECT_EQ(state.step(), 3);
-}
-
 TEST(Kernels, OfAnUpdateAreNineForEachCountOfSteps) {
   const Tensors parameters = make_parameters();
   torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(0.1));
@@ -93,7 +72,7 @@ TEST(Kernels, OfAnUpdateAreFewWhereOneParameterLiesOtherwise) {
   EXPECT_EQ(take_fake_kernels(), 2);
 }
 
-/// Batches are bounded, and so is the memory for what is computed on the way.
+/// Batches are bounded, and so is the memory for intermediate results.
 TEST(Kernels, OfAnUpdateTakeSoManyElements) {
   constexpr int64_t kElements = 11000000;
   Tensors parameters;
