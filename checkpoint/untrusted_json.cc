@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/untrusted_json.h"
 
+#include <cstddef>
+#include <cstdint>
 #include <set>
 #include <string>
 #include <vector>
@@ -8,45 +10,47 @@
 namespace smp::checkpoint {
 namespace {
 
-constexpr int kMaxDepth = 256;
+using Json = nlohmann::json;
 
-/// Counts brackets outside of strings; what is no JSON may come out as anything.
-bool is_too_deep(const std::string& text) {
-  int depth = 0;
-  bool in_string = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (in_string) {
-      if (c == '\\') ++i;
-      in_string = c != '"';
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '[' || c == '{') {
-      if (++depth > kMaxDepth) return true;
-    } else if (c == ']' || c == '}') {
-      --depth;
-    }
+/// Looks at the events of a parser, without a tree: one that a callback watches while it is built
+/// goes through all members of an object again for each object in it.
+class Inspection final : public nlohmann::json_sax<Json> {
+ public:
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(int64_t) override { return true; }
+  bool number_unsigned(uint64_t) override { return true; }
+  bool number_float(double, const std::string&) override { return true; }
+  bool string(std::string&) override { return true; }
+  bool binary(Json::binary_t&) override { return true; }
+  bool start_object(std::size_t) override {
+    keys_.emplace_back();
+    return keys_.size() <= kMaxDepth;
   }
-  return false;
-}
+  /// The parser of a tree would keep the last of two values.
+  bool key(std::string& name) override { return keys_.back().insert(name).second; }
+  bool end_object() override {
+    keys_.pop_back();
+    return true;
+  }
+  bool start_array(std::size_t size) override { return start_object(size); }
+  bool end_array() override { return end_object(); }
+  bool parse_error(std::size_t, const std::string&, const Json::exception&) override {
+    return false;
+  }
+
+ private:
+  static constexpr std::size_t kMaxDepth = 256;
+
+  std::vector<std::set<std::string>> keys_;  // those of the open objects; arrays have none
+};
 
 }  // namespace
 
 nlohmann::json parse_untrusted(const std::string& text) {
-  if (is_too_deep(text)) return nlohmann::json(nlohmann::json::value_t::discarded);
-  std::vector<std::set<std::string>> open_objects;
-  bool is_ambiguous = false;  // the parser would keep the last of two values
-  const auto look = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
-    using Event = nlohmann::json::parse_event_t;
-    if (event == Event::object_start) open_objects.emplace_back();
-    if (event == Event::object_end) open_objects.pop_back();
-    if (event == Event::key) {
-      is_ambiguous |= !open_objects.back().insert(value.get<std::string>()).second;
-    }
-    return true;
-  };
-  nlohmann::json parsed = nlohmann::json::parse(text, look, /*allow_exceptions=*/false);
-  return is_ambiguous ? nlohmann::json(nlohmann::json::value_t::discarded) : parsed;
+  Inspection inspection;
+  if (!Json::sax_parse(text, &inspection)) return Json(Json::value_t::discarded);
+  return Json::parse(text, nullptr, /*allow_exceptions=*/false);
 }
 
 }  // namespace smp::checkpoint

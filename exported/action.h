@@ -17,11 +17,11 @@ namespace smp::exported {
 
 /// The state and options that a program runs with.
 struct Environment {
-  std::string file;                       ///< what errors call the program
+  std::string file;                       ///< the program's name in errors
   at::DeviceType exported_on = at::kCPU;  ///< the program's device
   at::Device device = at::kCPU;           ///< stands for it
   graph::RunningModule root;  ///< the program's module: `parameter` and its name, if it has one
-  /// Makes what keeps autocast in force as long as it lives.
+  /// Makes an object that keeps autocast in force as long as it lives.
   std::function<std::shared_ptr<void>(at::ScalarType, at::DeviceType, bool enabled)> autocast;
 };
 
@@ -29,7 +29,7 @@ struct Environment {
 struct Frame {
   const Function& function;
   const Environment& environment;
-  std::vector<c10::IValue> values;  ///< by slot
+  std::vector<c10::IValue> values;  ///< values by slot
 };
 
 /// The work of a node.

@@ -18,6 +18,7 @@
 #include "core/text.h"
 #include "exported/enumerations.h"
 #include "exported/json_place.h"
+#include "exported/zip_directory.h"
 
 namespace smp::exported {
 namespace {
@@ -32,7 +33,7 @@ std::string first_line(const c10::Error& error) {
   return core::printable(text.substr(0, text.find('\n')), 200);
 }
 
-/// Runs what reads the archive by libtorch, whose errors do not say which file.
+/// Runs a read of the archive by libtorch, whose errors do not name the file.
 template <class F>
 auto reading(const std::string& path, const F& read) {
   try {
@@ -125,7 +126,7 @@ Archive::Archive(const std::string& path) : path_(path) {
   const bool is_file = std::filesystem::is_regular_file(path, error);
   SMP_CHECK_WITH(CheckpointError, is_file, "cannot read exported program \"", path,
                  "\": there is no such file. Give the path of what torch.export.save has written");
-  file_size_ = std::filesystem::file_size(path);
+  check_zip_directory(path);
   reader_ =
       reading(path, [&] { return std::make_unique<caffe2::serialize::PyTorchStreamReader>(path); });
 }
@@ -134,17 +135,8 @@ Archive::~Archive() = default;
 
 std::string Archive::program() { return text("models/model.json"); }
 
-/// Records that are stored without compression are not larger than their file.
-void Archive::check_size(const std::string& record, size_t size) const {
-  SMP_CHECK_WITH(CheckpointError, size <= file_size_, "exported program \"", path_,
-                 "\": its record \"", core::printable(record, 100), "\" has ", size,
-                 " bytes, more than the file, ", file_size_,
-                 ". The file is damaged or compressed: write it again by torch.export.save");
-}
-
 std::string Archive::text(const std::string& record) {
   return reading(path_, [&] {
-    check_size(record, reader_->getRecordSize(record));
     const auto [data, size] = reader_->getRecord(record);
     return std::string(static_cast<const char*>(data.get()), size);
   });
@@ -152,8 +144,6 @@ std::string Archive::text(const std::string& record) {
 
 c10::Storage Archive::storage(const std::string& record) {
   return reading(path_, [&] {
-    read_ += reader_->getRecordSize(record);
-    check_size(record, read_);  // records that lie over each other are no more than the file
     auto [data, size] = reader_->getRecord(record);
     return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(data),
                         c10::GetCPUAllocator(), /*resizable=*/false);

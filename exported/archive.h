@@ -21,8 +21,8 @@ struct StoredTensor {
 };
 
 /// The archive that torch.export.save writes (torch 2.9 and later): a zip file with a graph in JSON
-/// and tensors as raw bytes. Nothing that is pickled in it is read. What is damaged, or stored in
-/// another way, is a `CheckpointError`.
+/// and tensors as raw bytes. Nothing that is pickled in it is read. A record that is damaged, or
+/// stored in another way, is a `CheckpointError`.
 class Archive {
  public:
   /// Opens the file.
@@ -40,13 +40,10 @@ class Archive {
  private:
   std::string text(const std::string& record);
   c10::Storage storage(const std::string& record);
-  void check_size(const std::string& record, size_t size) const;
   void add_tensors(const std::string& folder, const std::string& kind,
                    std::map<std::string, StoredTensor>& tensors);
 
   const std::string path_;
-  size_t file_size_ = 0;
-  size_t read_ = 0;  // bytes of tensors so far
   std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader_;
 };
 

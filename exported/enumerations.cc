@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -17,9 +18,14 @@ T read(const JsonPlace& place, const std::map<int64_t, T>& values, const char* e
   return found->second;
 }
 
-}  // namespace
+template <class T>
+std::optional<int64_t> number_in(const std::map<int64_t, T>& values, T value) {
+  const auto found = std::find_if(values.begin(), values.end(),
+                                  [&](const auto& entry) { return entry.second == value; });
+  return found == values.end() ? std::nullopt : std::optional(found->first);
+}
 
-at::ScalarType read_dtype(const JsonPlace& place) {
+const std::map<int64_t, at::ScalarType>& dtypes() {
   static const std::map<int64_t, at::ScalarType> values = {{1, at::kByte},
                                                            {2, at::kChar},
                                                            {3, at::kShort},
@@ -37,21 +43,34 @@ at::ScalarType read_dtype(const JsonPlace& place) {
                                                            {29, at::kFloat8_e4m3fn},
                                                            {30, at::kFloat8_e5m2},
                                                            {31, at::kFloat8_e4m3fnuz},
-                                                           {32, at::kFloat8_e5m2fnuz}};
-  return read(place, values, "the number of a known data type");
+                                                           {32, at::kFloat8_e5m2fnuz},
+                                                           {33, at::kFloat8_e8m0fnu},
+                                                           {34, at::kUInt32},
+                                                           {35, at::kUInt64}};
+  return values;
 }
 
-at::Layout read_layout(const JsonPlace& place) {
-  static const std::map<int64_t, at::Layout> values = {{7, at::kStrided}};
-  return read(place, values, "the layout of dense tensors, 7");
-}
-
-at::MemoryFormat read_memory_format(const JsonPlace& place) {
+const std::map<int64_t, at::MemoryFormat>& memory_formats() {
   static const std::map<int64_t, at::MemoryFormat> values = {{1, at::MemoryFormat::Contiguous},
                                                              {2, at::MemoryFormat::ChannelsLast},
                                                              {3, at::MemoryFormat::ChannelsLast3d},
                                                              {4, at::MemoryFormat::Preserve}};
-  return read(place, values, "the number of a known memory format");
+  return values;
+}
+
+}  // namespace
+
+at::ScalarType read_dtype(const JsonPlace& place) {
+  return read(place, dtypes(), "the number of a known data type");
+}
+
+at::Layout read_layout(const JsonPlace& place) {
+  static const std::map<int64_t, at::Layout> values = {{kDenseLayout, at::kStrided}};
+  return read(place, values, "the layout of dense tensors, 7");
+}
+
+at::MemoryFormat read_memory_format(const JsonPlace& place) {
+  return read(place, memory_formats(), "the number of a known memory format");
 }
 
 at::Device read_device(const JsonPlace& place) {
@@ -62,6 +81,12 @@ at::Device read_device(const JsonPlace& place) {
   } catch (const c10::Error&) {
     place.expect("a device that this libtorch knows");
   }
+}
+
+std::optional<int64_t> number_of(at::ScalarType dtype) { return number_in(dtypes(), dtype); }
+
+std::optional<int64_t> number_of(at::MemoryFormat format) {
+  return number_in(memory_formats(), format);
 }
 
 }  // namespace smp::exported

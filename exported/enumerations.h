@@ -6,6 +6,9 @@
 #include <c10/core/MemoryFormat.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstdint>
+#include <optional>
+
 #include "exported/json_place.h"
 
 /// Enumerations, whose numbers in exported programs are not libtorch's.
@@ -15,5 +18,11 @@ at::ScalarType read_dtype(const JsonPlace& place);
 at::Layout read_layout(const JsonPlace& place);
 at::MemoryFormat read_memory_format(const JsonPlace& place);
 at::Device read_device(const JsonPlace& place);
+
+/// The number of a type in exported programs; nothing for one that they do not have.
+std::optional<int64_t> number_of(at::ScalarType dtype);
+std::optional<int64_t> number_of(at::MemoryFormat format);
+/// The number of the layout of dense tensors.
+constexpr int64_t kDenseLayout = 7;
 
 }  // namespace smp::exported

@@ -13,7 +13,7 @@ namespace smp::exported {
 /// `CheckpointError` that names file and place. The JSON outlives it.
 class JsonPlace {
  public:
-  /// `file` is what errors call it.
+  /// `file` is its name in errors.
   JsonPlace(const nlohmann::json& json, std::string file) : json_(&json), file_(std::move(file)) {}
 
   const std::string& file() const { return file_; }
@@ -37,7 +37,7 @@ class JsonPlace {
   /// A number, or "Infinity", "-Infinity" or "NaN".
   double real() const;
 
-  /// Throws the error: `expected` says what should be here.
+  /// Throws the error: `expected` tells the expectation.
   [[noreturn]] void expect(const std::string& expected) const;
 
  private:

@@ -15,7 +15,7 @@ using Symbols = std::map<std::string, int64_t>;
 /// A size of an input: a constant plus multiples of symbols, `2*s0 + 1`.
 struct LinearSize {
   int64_t constant = 0;
-  std::map<std::string, int64_t> terms;  ///< by symbol; no zeros
+  std::map<std::string, int64_t> terms;  ///< terms by symbol; no zeros
 
   /// Nothing where a symbol has no value yet, or the result is no int64_t.
   std::optional<int64_t> evaluate(const Symbols& symbols) const;
@@ -25,8 +25,8 @@ struct LinearSize {
   std::string to_string() const;
 };
 
-/// Parses what sympy's `srepr` writes: `Add(Mul(Integer(2), Symbol('s0', integer=True)),
-/// Integer(1))`. Nothing for what is no linear size.
+/// Parses the output of sympy's `srepr`: `Add(Mul(Integer(2), Symbol('s0', integer=True)),
+/// Integer(1))`. Nothing for a text that is no linear size.
 std::optional<LinearSize> parse_linear_size(const std::string& text);
 
 }  // namespace smp::exported

@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -28,6 +29,28 @@ std::string sizes_of(const Input& input) {
 
 bool is_same(const c10::IValue& value, const c10::IValue& expected) {
   return value.tagKind() == expected.tagKind() && !value.isTensor() && value == expected;
+}
+
+/// An integer is a real number, too.
+bool is_number_of(const c10::IValue& value, ValueType type) {
+  switch (type) {
+    case ValueType::kInteger:
+      return value.isInt();
+    case ValueType::kReal:
+      return value.isInt() || value.isDouble();
+    case ValueType::kBoolean:
+      return value.isBool();
+    case ValueType::kTensor:
+      return false;
+  }
+  return false;
+}
+
+std::string shown(const Range& range) {
+  using Limits = std::numeric_limits<int64_t>;
+  if (range.most == Limits::max()) return std::to_string(range.least) + " and more";
+  if (range.least == Limits::min()) return std::to_string(range.most) + " and less";
+  return c10::str(range.least, " to ", range.most);
 }
 
 std::string shown(const c10::IValue& value) {
@@ -150,10 +173,10 @@ void LoadedProgram::check_input(const Input& input, const Leaf& leaf) const {
                    ", which is part of it. Pass that value, or export again");
     return;
   }
-  if (!input.dtype) {
-    SMP_CHECK_WITH(UsageError, leaf.value.isInt() || leaf.value.isDouble() || leaf.value.isBool(),
-                   "exported program \"", program_.file, "\": argument ", leaf.place,
-                   ": expected a number, got a value of type ", leaf.value.tagKind(),
+  if (input.type != ValueType::kTensor) {
+    SMP_CHECK_WITH(UsageError, is_number_of(leaf.value, input.type), "exported program \"",
+                   program_.file, "\": argument ", leaf.place, ": expected a number, ",
+                   to_string(input.type), ", got a value of type ", leaf.value.tagKind(),
                    ". Pass what the program was exported with");
     return;
   }
@@ -169,13 +192,13 @@ void LoadedProgram::check_input(const Input& input, const Leaf& leaf) const {
                  got, ". Pass what the program was exported with");
 }
 
-/// Sizes that were fixed at the export have their value; those that were dynamic fit each other and
-/// their range.
+/// Sizes, and integers, that were fixed at the export have their value; those that were dynamic fit
+/// each other and their range.
 void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
   struct Size {
     const LinearSize& expected;
     int64_t got;
-    const std::string& place;
+    const Leaf& leaf;
     size_t axis;
   };
   std::vector<Size> sizes;
@@ -185,8 +208,10 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
     if (input.kind != Kind::kUser) continue;
     const Leaf& leaf = leaves[next++];
     for (size_t axis = 0; axis < input.sizes.size(); ++axis) {
-      const int64_t size = leaf.value.toTensor().size(static_cast<int64_t>(axis));
-      sizes.push_back({input.sizes[axis], size, leaf.place, axis});
+      const int64_t size = leaf.value.isInt()
+                               ? leaf.value.toInt()
+                               : leaf.value.toTensor().size(static_cast<int64_t>(axis));
+      sizes.push_back({input.sizes[axis], size, leaf, axis});
       const auto solved = input.sizes[axis].solve(symbols, size);
       if (solved) symbols.insert(*solved);
     }
@@ -194,8 +219,10 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
   for (const Size& size : sizes) {
     const auto expected = size.expected.evaluate(symbols);
     SMP_CHECK_WITH(UsageError, expected && *expected == size.got, "exported program \"",
-                   program_.file, "\": argument ", size.place, " has size ", size.got, " on axis ",
-                   size.axis, ", expected ", size.expected.to_string(),
+                   program_.file, "\": argument ", size.leaf.place,
+                   size.leaf.value.isInt() ? c10::str(" is ", size.got)
+                                           : c10::str(" has size ", size.got, " on axis ", size.axis),
+                   ", expected ", size.expected.to_string(),
                    expected && !size.expected.terms.empty()
                        ? ", which is " + std::to_string(*expected) + " here"
                        : "",
@@ -205,10 +232,10 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
   for (const auto& [symbol, value] : symbols) {
     const auto range = program_.ranges.find(symbol);
     if (range == program_.ranges.end()) continue;
-    const auto& [least, most] = range->second;
-    SMP_CHECK_WITH(UsageError, value >= least && value <= most, "exported program \"",
-                   program_.file, "\": its dynamic size ", symbol, " is ", value,
-                   " for these arguments, and it was exported for ", least, " to ", most,
+    const bool fits = value >= range->second.least && value <= range->second.most;
+    SMP_CHECK_WITH(UsageError, fits, "exported program \"", program_.file,
+                   "\": its dynamic size ", symbol, " is ", value,
+                   " for these arguments, and it was exported for ", shown(range->second),
                    ". Pass a batch in that range, or export with another");
   }
 }
@@ -239,9 +266,7 @@ std::vector<c10::IValue> LoadedProgram::inputs_of(const std::vector<Leaf>& leave
       inputs.emplace_back(tensors_[by_name_.at(input.name)].tensor);
     } else {
       const c10::IValue& value = leaves[next++].value;
-      const Slot slot = program_.function.inputs[i];
-      const bool is_real = !input.fixed && slot != kNoSlot && value.isInt() &&
-                           program_.function.values[slot].type == ValueType::kReal;
+      const bool is_real = input.type == ValueType::kReal && value.isInt();
       inputs.push_back(is_real ? c10::IValue(static_cast<double>(value.toInt())) : value);
     }
   }

@@ -27,7 +27,7 @@ struct ModelTensor {
 /// A program with its tensors, ready to be called.
 class LoadedProgram {
  public:
-  /// Reads an archive. Throws `CheckpointError` for what cannot be loaded.
+  /// Reads an archive. Throws `CheckpointError` for an archive that cannot be loaded.
   explicit LoadedProgram(const std::string& path);
 
   const Program& program() const { return program_; }

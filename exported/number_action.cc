@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic on sizes, as Python does it, and what programs say of sizes: no operator is called, so
-// none is captured.
+// Arithmetic on sizes, as Python does it, and programs' statements about sizes: no operator is
+// called, so none is captured.
 #include <c10/core/Scalar.h>
 
 #include <algorithm>
@@ -81,17 +81,21 @@ int64_t modulo(int64_t a, int64_t b) {
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
+/// Python's rest of a division: it has the sign of the divisor, a zero too.
 double modulo(double a, double b) {
   check_divisor(b == 0);
   const double rest = std::fmod(a, b);
-  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+  if (rest == 0) return std::copysign(0.0, b);
+  return (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
+/// Python's rule, rounding included: 1.0 // 0.1 is 9.0, though 1.0 / 0.1 is 10.0.
 double floor_divide(double a, double b) {
   check_divisor(b == 0);
-  // Python's rule: 1.0 // 0.1 is 9.0, though 1.0 / 0.1 is 10.0.
-  const double rest = modulo(a, b);
-  const double quotient = (a - rest) / b;
+  const double rest = std::fmod(a, b);
+  double quotient = (a - rest) / b;
+  if (rest != 0 && (rest < 0) != (b < 0)) quotient -= 1;
+  if (quotient == 0) return std::copysign(0.0, a / b);
   const double floor = std::floor(quotient);
   return quotient - floor > 0.5 ? floor + 1 : floor;
 }
@@ -138,7 +142,13 @@ c10::IValue raise(const Values& v) {
   if (is_integral(v[0]) && is_integral(v[1]) && integer(v[1]) >= 0) {
     return power(integer(v[0]), integer(v[1]));
   }
-  return std::pow(real(v[0]), real(v[1]));
+  const double base = real(v[0]);
+  const double exponent = real(v[1]);
+  check_divisor(base == 0 && exponent < 0);
+  if (base < 0 && std::isfinite(exponent) && exponent != std::floor(exponent)) {
+    refuse_numbers("a power that is no real number");
+  }
+  return std::pow(base, exponent);
 }
 
 c10::IValue shift_left(const Values& v) {
@@ -162,6 +172,11 @@ c10::IValue truncate(const Values& v) {
   return is_integral(v[0]) ? integer(v[0]) : truncated(real(v[0]));
 }
 
+c10::IValue root(const Values& v) {
+  if (real(v[0]) < 0) refuse_numbers("the square root of a negative number");
+  return std::sqrt(real(v[0]));
+}
+
 c10::IValue negated(const Values& v) { return !boolean(v[0]); }
 c10::IValue chosen(const Values& v) { return boolean(v[0]) ? v[1] : v[2]; }
 
@@ -170,7 +185,7 @@ at::Tensor tensor(const c10::IValue& value) {
   return value.toTensor();
 }
 
-/// Of a size or stride along an axis, which may count from the end.
+/// The size or stride along an axis, which may count from the end.
 template <class Sizes>
 Compute along_axis(Sizes sizes) {
   return [=](const Values& v) -> c10::IValue {
@@ -197,7 +212,7 @@ c10::IValue asserted(const Values& v) {
   return {};
 }
 
-/// What a target computes, of how many arguments, and whether it returns anything.
+/// The computation of a target, its number of arguments, and whether it returns anything.
 struct Target {
   std::vector<std::string> arguments;
   bool returns;
@@ -245,7 +260,7 @@ void add_arithmetic(Targets& targets) {
   unary("torch.sym_int", truncate);
   unary("math.trunc", truncate);
   unary("torch.sym_float", [](const Values& v) { return c10::IValue(real(v[0])); });
-  unary("torch.sym_sqrt", [](const Values& v) { return c10::IValue(std::sqrt(real(v[0]))); });
+  unary("torch._sym_sqrt", root);
   targets["torch.sym_ite"] = {{"b", "t", "f"}, true, chosen};
 }
 

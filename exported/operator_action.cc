@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Nodes that call an operator of libtorch's dispatcher, whose schema says what its arguments are.
+// Nodes that call an operator of libtorch's dispatcher, whose schema describes its arguments.
 #include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
@@ -94,7 +94,7 @@ bool is_number(const c10::IValue& value) {
   return value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble();
 }
 
-/// Casts a value to what an argument of that type takes; nothing where it takes no such value.
+/// Casts a value for an argument of that type; nothing where it takes no such value.
 std::optional<c10::IValue> cast(c10::IValue value, TypeKind kind) {
   switch (kind) {
     case TypeKind::TensorType:
@@ -143,9 +143,8 @@ std::optional<c10::IValue> cast_or_none(const c10::IValue& value, const Operand&
 std::optional<c10::IValue> value_of(const Operand& operand, const Frame& frame) {
   if (operand.fixed) return operand.fixed;
   if (!operand.is_list) return cast_or_none(exported::value_of(operand.source, frame), operand);
-  const c10::TypePtr type = operand.may_be_none
-                                ? c10::TypePtr(c10::OptionalType::create(operand.element))
-                                : operand.element;
+  const c10::TypePtr type =
+      operand.may_be_none ? c10::OptionalType::get(operand.element) : operand.element;
   c10::impl::GenericList list(type);
   for (const Argument& element : operand.source.elements) {
     const auto value = cast_or_none(exported::value_of(element, frame), operand);

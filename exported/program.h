@@ -37,7 +37,7 @@ struct Argument {
     kSlot,      ///< a value of the function
     kList,
     kDevice,    ///< the program's one
-    kFunction,  ///< what a higher-order node calls
+    kFunction,  ///< the function that a higher-order node calls
   };
 
   Kind kind = Kind::kConstant;
@@ -82,27 +82,28 @@ struct Function {
   std::vector<Slot> inputs;
   std::vector<Node> nodes;
   std::vector<Argument> outputs;
-  std::vector<Value> values;  ///< by slot
+  std::vector<Value> values;  ///< values by slot
 };
 
-/// What an input of the program's function is.
+/// The kind of an input of the program's function.
 struct Input {
   enum class Kind : uint8_t { kParameter, kBuffer, kConstant, kUser };
 
   Kind kind = Kind::kUser;
   std::string name;  ///< dotted path; of users' inputs the name in the program
-  /// Of users' inputs:
-  std::optional<at::ScalarType> dtype;  ///< of a tensor
-  std::vector<LinearSize> sizes;        ///< of a tensor
-  std::optional<c10::IValue> fixed;     ///< the only value it may have
+  /// Fields of users' inputs:
+  ValueType type = ValueType::kTensor;
+  std::optional<at::ScalarType> dtype;  ///< dtype of a tensor
+  std::vector<LinearSize> sizes;        ///< sizes of a tensor; of an integer, that itself
+  std::optional<c10::IValue> fixed;     ///< the only value it may have; it has no slot
 };
 
-/// What becomes of a result of the program's function.
+/// The use of a result of the program's function.
 struct Output {
   enum class Kind : uint8_t { kUser, kBuffer, kInput };
 
   Kind kind = Kind::kUser;
-  std::string name;  ///< of the buffer or input that it is copied into
+  std::string name;  ///< name of the buffer or input that it is copied into
 };
 
 /// Both ends are allowed.
@@ -119,8 +120,8 @@ struct Program {
   std::vector<Output> outputs;  ///< one for each of `function`
   Structure arguments;          ///< a tuple of those by position and a dictionary of those by name
   Structure results;
-  std::vector<std::string> argument_names;  ///< of Python's forward
-  std::map<std::string, Range> ranges;      ///< of symbols
+  std::vector<std::string> argument_names;  ///< names of arguments of Python's forward
+  std::map<std::string, Range> ranges;      ///< ranges of symbols
   std::vector<std::string> modules;         ///< dotted paths
   std::optional<at::Device> device;         ///< it was exported on; none if it names none
 };

@@ -7,17 +7,16 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/enumerations.h"
+#include "exported/format_version.h"
 #include "exported/read_function.h"
 
 namespace smp::exported {
 namespace {
-
-constexpr int64_t kSchemaMajor = 8;
-constexpr int64_t kOpset = 10;
 
 void check_versions(const JsonPlace& json) {
   const int64_t major = json.at("schema_version").at("major").integer();
@@ -33,11 +32,7 @@ void check_versions(const JsonPlace& json) {
 
 LinearSize read_size(const JsonPlace& place) {
   const auto [tag, value] = place.tagged();
-  if (tag == "as_int") {
-    const int64_t size = value.integer();
-    if (size < 0) value.expect("a size that is not negative");
-    return {size, {}};
-  }
+  if (tag == "as_int") return {value.integer(), {}};
   if (tag != "as_expr") place.expect("a number or an expression");
   const std::string text = value.at("expr_str").text();
   const auto size = parse_linear_size(text);
@@ -48,28 +43,51 @@ LinearSize read_size(const JsonPlace& place) {
   return *size;
 }
 
-Input user_input(const JsonPlace& argument, const JsonPlace& graph, FunctionReader& reader) {
+/// The value with which a program was exported; no other may be given.
+c10::IValue read_fixed(const JsonPlace& place, FunctionReader& reader) {
+  const Argument argument = reader.read_constant(place);
+  if (argument.kind != Argument::Kind::kConstant) {
+    place.expect("a number, a string or nothing, as the other inputs of users are");
+  }
+  return argument.constant;
+}
+
+/// Reads the user's input for `slot`.
+Input user_input(const JsonPlace& argument, const JsonPlace& graph, const Function& function,
+                 Slot slot, FunctionReader& reader) {
   Input input;
+  if (slot == kNoSlot) {
+    input.fixed = read_fixed(argument, reader);
+    return input;
+  }
+  const Value& own = function.values[slot];
   const auto [tag, value] = argument.tagged();
-  if (tag == "as_tensor") {
-    input.name = value.at("name").text();
-    const JsonPlace meta = graph.at("tensor_values").at(input.name);
-    input.dtype = read_dtype(meta.at("dtype"));
-    read_layout(meta.at("layout"));
-    for (const JsonPlace& size : meta.at("sizes").elements()) {
-      input.sizes.push_back(read_size(size));
-    }
-  } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
-    input.name = value.at("as_name").text();
-  } else {
-    input.fixed = reader.read_constant(argument).constant;
+  const bool is_tensor = own.type == ValueType::kTensor;
+  if ((tag == "as_tensor") != is_tensor ||
+      value.at(is_tensor ? "name" : "as_name").text() != own.name) {
+    argument.expect("the graph's input of that place");
+  }
+  input.name = own.name;
+  input.type = own.type;
+  if (own.type == ValueType::kInteger) {
+    input.sizes = {read_size(graph.at("sym_int_values").at(input.name))};
+  }
+  if (!is_tensor) return input;
+  const JsonPlace meta = graph.at("tensor_values").at(input.name);
+  input.dtype = read_dtype(meta.at("dtype"));
+  read_layout(meta.at("layout"));
+  for (const JsonPlace& size : meta.at("sizes").elements()) {
+    input.sizes.push_back(read_size(size));
+    const LinearSize& read = input.sizes.back();
+    if (read.terms.empty() && read.constant < 0) size.expect("a size that is not negative");
   }
   return input;
 }
 
-Input read_input(const JsonPlace& place, const JsonPlace& graph, FunctionReader& reader) {
+Input read_input(const JsonPlace& place, const JsonPlace& graph, const Function& function,
+                 Slot slot, FunctionReader& reader) {
   const auto [tag, spec] = place.tagged();
-  if (tag == "user_input") return user_input(spec.at("arg"), graph, reader);
+  if (tag == "user_input") return user_input(spec.at("arg"), graph, function, slot, reader);
   Input input;
   if (tag == "parameter") {
     input.kind = Input::Kind::kParameter;
@@ -82,8 +100,7 @@ Input read_input(const JsonPlace& place, const JsonPlace& graph, FunctionReader&
     input.name = spec.at("tensor_constant_name").text();
   } else if (tag == "constant_input") {
     input.name = spec.at("name").text();
-    const JsonPlace value = spec.at("value");
-    input.fixed = reader.read_constant(value).constant;
+    input.fixed = read_fixed(spec.at("value"), reader);
   } else {
     core::fail<CheckpointError>("exported program \"", place.file(), "\" has an input of kind \"",
                                 core::printable(tag, 60),
@@ -132,34 +149,36 @@ void note_devices(const JsonPlace& graph, const Function& function, FunctionRead
   }
 }
 
+void read_inputs(const JsonPlace& specs, const JsonPlace& graph, Program& program,
+                 FunctionReader& reader) {
+  const std::vector<JsonPlace> places = specs.elements();
+  const Function& function = program.function;
+  if (places.size() != function.inputs.size()) specs.expect("one for each input of the graph");
+  std::set<std::string> names;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const Slot slot = function.inputs[i];
+    Input input = read_input(places[i], graph, function, slot, reader);
+    const bool has_slot = slot != kNoSlot;
+    const bool is_stored = input.kind != Input::Kind::kUser;
+    const bool fits = is_stored ? has_slot && function.values[slot].type == ValueType::kTensor
+                                : has_slot != input.fixed.has_value();
+    if (!fits) places[i].expect("tensors, numbers and constants where the graph has these");
+    if (is_stored && !names.insert(input.name).second) {
+      places[i].expect("a name that no other has");
+    }
+    program.inputs.push_back(std::move(input));
+  }
+}
+
 void read_signature(const JsonPlace& json, Program& program, FunctionReader& reader) {
   const JsonPlace signature = json.at("signature");
   note_devices(json.at("graph"), program.function, reader);
-  std::set<std::string> names;
-  for (const JsonPlace& spec : signature.at("input_specs").elements()) {
-    program.inputs.push_back(read_input(spec, json.at("graph"), reader));
-    const Input& input = program.inputs.back();
-    const bool is_stored = input.kind != Input::Kind::kUser;
-    if (is_stored && !names.insert(input.name).second) spec.expect("a name that no other has");
-  }
+  read_inputs(signature.at("input_specs"), json.at("graph"), program, reader);
   for (const JsonPlace& spec : signature.at("output_specs").elements()) {
     program.outputs.push_back(read_output(spec));
   }
-  if (program.inputs.size() != program.function.inputs.size()) {
-    signature.at("input_specs").expect("one for each input of the graph");
-  }
   if (program.outputs.size() != program.function.outputs.size()) {
     signature.at("output_specs").expect("one for each output of the graph");
-  }
-  for (size_t i = 0; i < program.inputs.size(); ++i) {
-    const Slot slot = program.function.inputs[i];
-    const bool is_tensor =
-        slot != kNoSlot && program.function.values[slot].type == ValueType::kTensor;
-    const Input& input = program.inputs[i];
-    const bool must_be = input.kind != Input::Kind::kUser || input.dtype.has_value();
-    if (is_tensor != must_be || (slot == kNoSlot && !input.fixed)) {
-      signature.at("input_specs").expect("tensors where the graph has some");
-    }
   }
   check_outputs(program, signature);
 }
@@ -202,9 +221,9 @@ void read_calls(const JsonPlace& calls, Program& program) {
 std::map<std::string, Range> read_ranges(const JsonPlace& constraints) {
   std::map<std::string, Range> ranges;
   for (const auto& [symbol, range] : constraints.items()) {
-    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-    ranges[symbol] = {range.has("min_val") ? range.at("min_val").integer() : 0,
-                      range.has("max_val") ? range.at("max_val").integer() : kMost};
+    using Limits = std::numeric_limits<int64_t>;
+    ranges[symbol] = {range.has("min_val") ? range.at("min_val").integer() : Limits::min(),
+                      range.has("max_val") ? range.at("max_val").integer() : Limits::max()};
   }
   return ranges;
 }

@@ -7,9 +7,9 @@
 namespace smp::exported {
 
 /// Reads models/model.json of an archive. Throws `CheckpointError`, which names file, node and
-/// remedy, for what is malformed, what this version does not know (`schema_version`, kinds of
-/// arguments), and what is refused: programs on several devices, custom objects, exports with a
-/// backward pass. Actions are not bound yet.
+/// remedy, for malformed JSON, for versions and kinds that are unknown here (`schema_version`,
+/// kinds of arguments), and for refused programs: programs on several devices, custom objects,
+/// exports with a backward pass. Actions are not bound yet.
 Program read_program(const JsonPlace& json);
 
 }  // namespace smp::exported

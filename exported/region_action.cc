@@ -17,7 +17,7 @@ namespace {
 
 const std::string kPrefix = "torch.ops.higher_order.";
 
-/// While it lives, autocast keeps what it has cast, or not, as Python's torch.autocast was told.
+/// While it lives, autocast keeps its casts, or not, as Python's torch.autocast was told.
 class AutocastCacheScope {
  public:
   explicit AutocastCacheScope(bool enabled)
@@ -32,7 +32,7 @@ class AutocastCacheScope {
   const bool was_enabled_;
 };
 
-/// What a region sets while its function runs.
+/// The modes that a region sets while its function runs.
 struct Modes {
   std::optional<bool> grad;
   struct Autocast {
@@ -94,7 +94,7 @@ class RegionAction final : public Action {
   const Modes modes_;
   const std::shared_ptr<const Function> function_;
   const std::vector<Argument> operands_;
-  std::vector<int> lengths_;  // of results; -1: no list
+  std::vector<int> lengths_;  // lengths of results; -1: no list
 };
 
 /// Reads the arguments of a higher-order node.

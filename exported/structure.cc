@@ -122,6 +122,38 @@ c10::IValue unflatten_from(const Structure& structure, const std::vector<c10::IV
   return c10::ivalue::Tuple::create(std::move(children));
 }
 
+void add_child(Structure& structure, const c10::IValue& child, std::vector<c10::IValue>& leaves) {
+  structure.children.push_back(structure_of(child, leaves));
+}
+
+nlohmann::json keys_of(const Structure& structure) {
+  auto keys = nlohmann::json::array();
+  for (const c10::IValue& key : structure.keys) {
+    if (key.isString()) {
+      keys.push_back(key.toStringRef());
+    } else {
+      keys.push_back(key.toInt());
+    }
+  }
+  return keys;
+}
+
+/// A structure as torch.utils._pytree has it: the context of a dictionary is its keys, as text.
+nlohmann::json node_of(const Structure& structure) {
+  auto children = nlohmann::json::array();
+  for (const Structure& child : structure.children) children.push_back(node_of(child));
+  nlohmann::json node = {{"type", nullptr}, {"context", nullptr}};
+  if (structure.kind != Kind::kLeaf) node["context"] = "null";
+  if (structure.kind == Kind::kTuple) node["type"] = "builtins.tuple";
+  if (structure.kind == Kind::kList) node["type"] = "builtins.list";
+  if (structure.kind == Kind::kDictionary) {
+    node["type"] = "builtins.dict";
+    node["context"] = keys_of(structure).dump();
+  }
+  node["children_spec"] = std::move(children);
+  return node;
+}
+
 }  // namespace
 
 size_t Structure::leaves() const {
@@ -176,6 +208,35 @@ void flatten(const Structure& structure, const c10::IValue& value, const std::st
 c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves) {
   size_t next = 0;
   return unflatten_from(structure, leaves, next);
+}
+
+Structure structure_of(const c10::IValue& value, std::vector<c10::IValue>& leaves) {
+  Structure structure;
+  if (value.isTuple()) {
+    structure.kind = Kind::kTuple;
+    for (const c10::IValue& child : value.toTupleRef().elements()) {
+      add_child(structure, child, leaves);
+    }
+  } else if (value.isList()) {
+    structure.kind = Kind::kList;
+    for (const c10::IValue& child : value.toListRef()) add_child(structure, child, leaves);
+  } else if (value.isGenericDict()) {
+    structure.kind = Kind::kDictionary;
+    for (const auto& entry : value.toGenericDict()) {
+      SMP_CHECK_WITH(UsageError, entry.key().isString() || entry.key().isInt(),
+                     "a dictionary of an exported program has a key of type ",
+                     entry.key().tagKind(), ". Use strings, or integers");
+      structure.keys.push_back(entry.key());
+      add_child(structure, entry.value(), leaves);
+    }
+  } else {
+    leaves.push_back(value);
+  }
+  return structure;
+}
+
+std::string write_structure(const Structure& structure) {
+  return nlohmann::json::array({1, node_of(structure)}).dump();
 }
 
 }  // namespace smp::exported

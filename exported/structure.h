@@ -18,15 +18,15 @@ struct Structure {
 
   Kind kind = Kind::kLeaf;
   std::vector<Structure> children;
-  std::vector<c10::IValue> keys;  ///< of a dictionary: strings, or integers
+  std::vector<c10::IValue> keys;  ///< keys of a dictionary: strings, or integers
 
   /// How many leaves it has.
   size_t leaves() const;
 };
 
-/// Reads what torch.utils._pytree.treespec_dumps writes. Named tuples are tuples, and classes that
-/// have registered themselves are dictionaries where their context is the list of their fields,
-/// otherwise tuples.
+/// Reads the output of torch.utils._pytree.treespec_dumps. Named tuples are tuples, and classes
+/// that have registered themselves are dictionaries where their context is the list of their
+/// fields, otherwise tuples.
 Structure read_structure(const JsonPlace& text);
 
 /// A leaf of a value, and where it is in it: "inputs[1]["mask"]".
@@ -43,5 +43,12 @@ void flatten(const Structure& structure, const c10::IValue& value, const std::st
 /// The value of the structure with these leaves. Lists and dictionaries of tensors only have that
 /// type.
 c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves);
+
+/// The structure of a value; adds its leaves, which are whatever is no tuple, list or dictionary.
+/// Throws `UsageError` for a dictionary with keys other than strings and integers.
+Structure structure_of(const c10::IValue& value, std::vector<c10::IValue>& leaves);
+
+/// Writes the form that `read_structure` reads.
+std::string write_structure(const Structure& structure);
 
 }  // namespace smp::exported

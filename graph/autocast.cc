@@ -11,12 +11,15 @@
 namespace smp::graph {
 namespace {
 
-bool in_autocast(const ExecutionMode& mode) { return mode.autocast_cpu || mode.autocast_cuda; }
+/// Whether autocast keeps its casts.
+bool shares_casts(const ExecutionMode& mode) {
+  return mode.autocast_cache && (mode.autocast_cpu || mode.autocast_cuda);
+}
 
 bool same_autocast(const ExecutionMode& a, const ExecutionMode& b) {
   return a.autocast_cpu == b.autocast_cpu && a.autocast_cuda == b.autocast_cuda &&
          a.autocast_cpu_dtype == b.autocast_cpu_dtype &&
-         a.autocast_cuda_dtype == b.autocast_cuda_dtype;
+         a.autocast_cuda_dtype == b.autocast_cuda_dtype && a.autocast_cache == b.autocast_cache;
 }
 
 /// The operators as the program called them, whatever the order of the graph.
@@ -50,7 +53,7 @@ std::vector<int> autocast_scopes(const Graph& graph) {
   int scope = -1;
   for (int index : program_order(graph)) {
     const ExecutionMode& mode = graph.operators[index].mode;
-    if (in_autocast(mode)) {
+    if (shares_casts(mode)) {
       if (previous == nullptr || !same_autocast(*previous, mode)) ++scope;
       scopes[index] = scope;
     }

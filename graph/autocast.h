@@ -7,7 +7,8 @@
 
 namespace smp::graph {
 
-/// Per operator the autocast scope in which the program called it, counted from 0; -1 for none.
+/// Per operator the autocast scope in which the program called it, counted from 0; -1 for none, or
+/// for one in which casts are not kept (`ExecutionMode::autocast_cache`).
 ///
 /// libtorch casts a parameter once in a scope: all operators inside share the result, whose
 /// gradients are added in the lower precision. Where a scope ends is no operator; operators that

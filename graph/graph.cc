@@ -157,6 +157,7 @@ ExecutionMode ExecutionMode::current() {
   mode.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
   mode.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   mode.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  mode.autocast_cache = at::autocast::is_autocast_cache_enabled();
   mode.default_dtype = c10::get_default_dtype_as_scalartype();
   mode.partition = current_partition();
   return mode;
@@ -168,7 +169,8 @@ bool ExecutionMode::runs_like(const ExecutionMode& other) const {
          default_dtype == other.default_dtype && autocast_cpu == other.autocast_cpu &&
          autocast_cuda == other.autocast_cuda &&
          (!autocast_cpu || autocast_cpu_dtype == other.autocast_cpu_dtype) &&
-         (!autocast_cuda || autocast_cuda_dtype == other.autocast_cuda_dtype);
+         (!autocast_cuda || autocast_cuda_dtype == other.autocast_cuda_dtype) &&
+         ((!autocast_cpu && !autocast_cuda) || autocast_cache == other.autocast_cache);
 }
 
 bool ExecutionMode::operator==(const ExecutionMode& other) const {
@@ -188,6 +190,7 @@ std::string ExecutionMode::to_string() const {
   if (autocast_cuda) {
     parts.push_back(c10::str("autocast_cuda(", short_name(autocast_cuda_dtype), ")"));
   }
+  if ((autocast_cpu || autocast_cuda) && !autocast_cache) parts.push_back("no_autocast_cache");
   if (default_dtype != at::kFloat) {
     parts.push_back(c10::str("default_dtype ", short_name(default_dtype)));
   }

@@ -17,7 +17,7 @@ using ValueId = int32_t;
 /// Stands for an undefined tensor among an operator's arguments or results.
 constexpr ValueId kUndefined = -1;
 
-/// What is known of a tensor without its data.
+/// The properties of a tensor that are known without its data.
 struct TensorMeta {
   c10::SmallVector<int64_t, 5> sizes;
   c10::SmallVector<int64_t, 5> strides;
@@ -66,11 +66,11 @@ struct Argument {
 };
 
 /// The modes an operator ran under and is replayed under: libtorch's of the thread, its default
-/// floating point type, which is one for all threads, and what the step function says.
+/// floating point type, which is one for all threads, and the step function's settings.
 struct ExecutionMode {
   bool grad = true;
   bool inference = false;
-  /// Autograd, and what keeps track of views, is excluded from the dispatcher
+  /// Autograd, and the tracking of views, are excluded from the dispatcher
   /// (`at::AutoDispatchBelowAutograd`, `at::AutoDispatchBelowADInplaceOrView`).
   bool below_autograd = false;
   bool below_views = false;
@@ -79,6 +79,8 @@ struct ExecutionMode {
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
   at::ScalarType autocast_cuda_dtype = at::kHalf;
   at::ScalarType default_dtype = at::kFloat;
+  /// Autocast casts a parameter once for all its uses in a scope; else once for each.
+  bool autocast_cache = true;
   /// How many calls of `backward` came before it, whose gradients it cannot change
   /// (`late_writes.h`).
   int after_backward = 0;
@@ -101,7 +103,7 @@ struct ExecutionMode {
 struct Cost {
   double forward_us = 0;
   double backward_us = 0;
-  int64_t output_bytes = 0;  ///< of results with storage of their own
+  int64_t output_bytes = 0;  ///< bytes of results with storage of their own
   int64_t saved_bytes = 0;   ///< kept from forward to backward
 };
 
@@ -134,15 +136,15 @@ struct Operator {
 struct BackwardRoot {
   ValueId value = kUndefined;
   ValueId gradient = kUndefined;  ///< kUndefined: ones
-  ExecutionMode mode;             ///< of the call, under which the backward pass runs
+  ExecutionMode mode;             ///< mode of the call, under which the backward pass runs
 };
 
-/// What a step function does to one microbatch: a list of operators in program order.
+/// The operations of a step function on one microbatch: a list of operators in program order.
 class Graph {
  public:
   std::vector<Value> values;
   std::vector<Operator> operators;
-  std::vector<ValueId> inputs;      ///< by position among the flattened tensor arguments;
+  std::vector<ValueId> inputs;      ///< inputs by position among the flattened tensor arguments;
                                     ///< kUndefined for an argument never used
   std::vector<ValueId> outputs;     ///< the flattened tensors the function returned
   std::vector<BackwardRoot> roots;  ///< empty: the function does not train

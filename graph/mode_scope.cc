@@ -12,6 +12,7 @@ void set_autocast(const ExecutionMode& mode) {
   at::autocast::set_autocast_enabled(at::kCUDA, mode.autocast_cuda);
   at::autocast::set_autocast_dtype(at::kCPU, mode.autocast_cpu_dtype);
   at::autocast::set_autocast_dtype(at::kCUDA, mode.autocast_cuda_dtype);
+  at::autocast::set_autocast_cache_enabled(mode.autocast_cache);
 }
 
 /// The thread's keys, with those for autograd and views excluded as in `mode`.

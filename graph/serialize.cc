@@ -70,7 +70,7 @@ Json number_to_json(double number) {
   return {{"double", std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf"}};
 }
 
-/// Null for what has no JSON form; the caller has dealt with None.
+/// Null for a value without a JSON form; the caller has dealt with None.
 Json constant_to_json(const c10::IValue& value) {
   if (value.isBool()) return value.toBool();
   if (value.isInt()) return value.toInt();
@@ -106,7 +106,7 @@ Json argument_to_json(const Operator& op, size_t index) {
   Json constant = constant_to_json(argument.constant);
   if (constant.is_null() && !argument.constant.isNone()) {
     const auto& schema = op.handle.schema();
-    // What may change from step to step is no part of the graph: its text will do.
+    // Values that may change from step to step are no part of the graph: their text will do.
     SMP_CHECK_WITH(CaptureError, is_patchable(schema, index), "cannot save the graph: argument \"",
                    schema.arguments()[index].name(), "\" of operator ", op.name(), " is of type ",
                    argument.constant.tagKind(), ", which has no JSON form. Leave out the "
@@ -116,7 +116,7 @@ Json argument_to_json(const Operator& op, size_t index) {
   return {{"constant", std::move(constant)}};
 }
 
-/// Only what differs from the default mode.
+/// Only the differences from the default mode.
 Json mode_to_json(const ExecutionMode& mode) {
   const ExecutionMode usual;
   Json result = Json::object();
@@ -133,6 +133,7 @@ Json mode_to_json(const ExecutionMode& mode) {
        c10::toString(usual.autocast_cpu_dtype));
   note("autocast_cuda_dtype", std::string(c10::toString(mode.autocast_cuda_dtype)),
        c10::toString(usual.autocast_cuda_dtype));
+  note("autocast_cache", mode.autocast_cache, usual.autocast_cache);
   note("default_dtype", std::string(c10::toString(mode.default_dtype)),
        c10::toString(usual.default_dtype));
   note("after_backward", mode.after_backward, usual.after_backward);
@@ -277,7 +278,7 @@ class GraphReader {
     in.fail_expected("a dtype such as \"Float\"");
   }
 
-  /// With a number of bytes that can be told.
+  /// Whether the number of bytes can be told.
   static bool is_size_of_a_tensor(const TensorMeta& meta) {
     if (meta.dtype == at::ScalarType::Undefined) return false;
     int64_t bytes = static_cast<int64_t>(c10::elementSize(meta.dtype));
@@ -324,7 +325,7 @@ class GraphReader {
     return value;
   }
 
-  /// What libtorch, whose parser recurs over brackets, can be given.
+  /// Whether libtorch can be given the schema: its parser recurs over brackets.
   static bool is_flat(const std::string& schema) {
     constexpr size_t kLongest = size_t{16} << 10;
     constexpr int kDeepest = 16;
@@ -344,7 +345,7 @@ class GraphReader {
       const auto name = torch::jit::parseName(text.substr(0, text.find('(')));
       if (const auto known = dispatcher.findSchema(name)) return *known;
       TORCH_CHECK(name.getNamespace().has_value());  // TorchScript looks at all, and needs one
-      // Of an extension. The registration is never undone, since graphs keep handles.
+      // The registrations of extensions. They are never undone, since graphs keep handles.
       static auto& registrations = *new std::vector<c10::RegistrationHandleRAII>();
       registrations.push_back(
           dispatcher.registerDef(torch::jit::parseSchema(text), "read from a saved graph"));
@@ -428,6 +429,7 @@ class GraphReader {
     read_flag("autocast_cuda", mode.autocast_cuda);
     read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
     read_dtype("autocast_cuda_dtype", mode.autocast_cuda_dtype);
+    read_flag("autocast_cache", mode.autocast_cache);
     read_dtype("default_dtype", mode.default_dtype);
     const auto read_count = [&](const char* name, int& count) {
       if (const auto member = in.find(name)) {

@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/loaded_program.h"
+#include "exported/write_weights.h"
 #include "smp/autocast.h"
 
 namespace smp {
@@ -60,7 +61,7 @@ class ModuleTree {
   }
 
  private:
-  /// What is before the last dot, and after it.
+  /// The parts before and after the last dot.
   static std::pair<std::string, std::string> parts_of(const std::string& path) {
     const size_t dot = path.rfind('.');
     if (dot == std::string::npos) return {"", path};
@@ -92,11 +93,11 @@ class ExportedModuleImpl::Impl {
     }
   }
 
-  /// Of a mode; null if it was not loaded.
+  /// The program of a mode; null if it was not loaded.
   const std::shared_ptr<LoadedProgram>& of(bool training) const {
     return training ? train_ : eval_;
   }
-  /// Whose parameters and buffers are the module's.
+  /// The program whose parameters and buffers are the module's.
   const LoadedProgram& first() const { return train_ != nullptr ? *train_ : *eval_; }
 
  private:
@@ -129,6 +130,10 @@ void ExportedModuleImpl::train(bool on) {
   torch::nn::Module::train(on);
 }
 
+const std::string& ExportedModuleImpl::file() const {
+  return impl_->of(is_training())->program().file;
+}
+
 void ExportedModuleImpl::pretty_print(std::ostream& stream) const {
   const exported::Program& program = impl_->first().program();
   stream << "smp::ExportedModule(\"" << core::printable(program.file)
@@ -140,5 +145,19 @@ ExportedModule load_exported(const std::string& path) {
 }
 
 ExportedModule load_exported(const ExportedPrograms& programs) { return ExportedModule(programs); }
+
+void save_exported(const std::string& program,
+                   const torch::OrderedDict<std::string, at::Tensor>& state,
+                   const std::string& path) {
+  std::map<std::string, at::Tensor> values;
+  for (const auto& entry : state) values[entry.key()] = entry.value();
+  exported::write_weights(program, values, path);
+}
+
+void save_exported(const ExportedModule& model, const std::string& path) {
+  auto state = model->named_parameters();
+  state.update(model->named_buffers());
+  save_exported(model->file(), state, path);
+}
 
 }  // namespace smp

@@ -5,6 +5,7 @@
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
+#include <torch/ordered_dict.h>
 
 #include <map>
 #include <memory>
@@ -41,10 +42,10 @@ class SMP_API ExportedModuleImpl : public torch::nn::Module {
   /// would: gradients flow, buffers are written as in Python, random operators draw from the
   /// default generator, or in a step from its streams.
   ///
-  /// Takes what Python's `forward` was exported with, by position, and the last argument may be a
-  /// `Named` of those by name: tensors, numbers, strings, `c10::IValue()` for None, and for tuples,
-  /// lists and dictionaries `std::tuple`, `c10::List` or `std::vector`, and `c10::Dict`. Returns a
-  /// tensor, number, tuple, list or dictionary of what Python's `forward` returns:
+  /// Takes the arguments with which Python's `forward` was exported, by position; the last argument
+  /// may be a `Named` of those by name: tensors, numbers, strings, `c10::IValue()` for None, and
+  /// for tuples, lists and dictionaries `std::tuple`, `c10::List` or `std::vector`, and
+  /// `c10::Dict`. Returns a tensor, number, tuple, list or dictionary, as Python's `forward` does:
   /// `model(x).toTensor()`, `model(x).toTuple()->elements()[0].toTensor()`,
   /// `model(x).toGenericDict().at("logits").toTensor()`. Throws `UsageError` for arguments of other
   /// structures, types, or sizes that the export did not declare dynamic.
@@ -70,6 +71,9 @@ class SMP_API ExportedModuleImpl : public torch::nn::Module {
   /// Chooses the program of that mode. Throws `UsageError` if it was not loaded.
   void train(bool on = true) override;
 
+  /// The path of the program of the module's mode, as it was given.
+  const std::string& file() const;
+
   void pretty_print(std::ostream& stream) const override;
 
  private:
@@ -77,8 +81,8 @@ class SMP_API ExportedModuleImpl : public torch::nn::Module {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Holds a loaded module, as what TORCH_MODULE makes; that has no call for a `forward` that is a
-/// template.
+/// Holds a loaded module, like a holder of TORCH_MODULE, which has no call for a `forward` that is
+/// a template.
 class ExportedModule : public torch::nn::ModuleHolder<ExportedModuleImpl> {
  public:
   using torch::nn::ModuleHolder<ExportedModuleImpl>::ModuleHolder;
@@ -99,13 +103,34 @@ class ExportedModule : public torch::nn::ModuleHolder<ExportedModuleImpl> {
 /// The program was exported in training mode: the module is in that mode, and stays in it.
 ///
 /// Throws `CheckpointError` for a file that is damaged, of another version of the format, or uses
-/// what cannot be loaded, which it names. Nothing that is pickled in the file is read, and no code
-/// in it is evaluated; it names operators, which `forward` calls.
+/// parts that cannot be loaded, which it names. Nothing that is pickled in the file is read, and no
+/// code in it is evaluated; it names operators, which `forward` calls.
 SMP_API ExportedModule load_exported(const std::string& path);
 
 /// The same of one model in two modes, or in evaluation alone: `model->train()` and `eval()`
 /// choose. Parameters and buffers are those of the program of training, where there is one. Throws
 /// `CheckpointError` for programs of different models, and `UsageError` if both names are empty.
 SMP_API ExportedModule load_exported(const ExportedPrograms& programs);
+
+/// Writes the program that the file `program` holds with other weights, for Python's
+/// torch.export.load, `load_exported` and other readers of such files: `path` becomes a copy of it
+/// in which parameters and buffers have the values of `state`, by name, and nothing else is
+/// changed. Values are converted to the types that the program has them in; names that it does not
+/// have are left out. Needs no `init`, and is not collective:
+/// \code
+///   const auto state = model->state_dict(/*gather_to_rank0=*/true);
+///   if (smp::rank() == 0) smp::save_exported("model.pt2", state, "trained.pt2");
+/// \endcode
+///
+/// Throws `CheckpointError` for a file that cannot be loaded, where `state` lacks a parameter or
+/// buffer or has it in another shape, and where `path` cannot be written; it may be `program`
+/// itself, and only ever holds a complete file.
+SMP_API void save_exported(const std::string& program,
+                           const torch::OrderedDict<std::string, at::Tensor>& state,
+                           const std::string& path);
+
+/// The same for a module that this process has whole: the program of its mode, which is read again
+/// from its file, with the module's parameters and buffers.
+SMP_API void save_exported(const ExportedModule& model, const std::string& path);
 
 }  // namespace smp

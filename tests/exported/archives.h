@@ -20,7 +20,7 @@ inline std::string archive(const std::string& name) {
   return "tests/exported/archives/" + name + ".pt2";
 }
 
-/// What Python has computed with an archive: tensors by name.
+/// The results of Python with an archive: tensors by name.
 class Expected {
  public:
   explicit Expected(const std::string& name)

@@ -26,8 +26,8 @@ struct ZooNetImpl : torch::nn::Module {
   static torch::Tensor criterion(const torch::Tensor& logits, const torch::Tensor& y) {
     return torch::cross_entropy_loss(logits.flatten(0, 1), y.flatten());
   }
-  /// Of the plain process, which evaluates without gradients. There an LSTM takes another kernel,
-  /// and a step of ours evaluates as its function says.
+  /// The loss of the plain process, which evaluates without gradients. There an LSTM takes another
+  /// kernel, and a step of ours evaluates as its function says.
   torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
     const torch::AutoGradMode with_gradients(true);
     return criterion(forward(x), y);
@@ -41,7 +41,7 @@ struct ZooNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(ZooNet);
 
-/// The wrapped module itself, which returns what Python's returns.
+/// The wrapped module itself, which returns Python's results.
 struct ModesNetImpl : ExportedModuleImpl {
   ModesNetImpl()
       : ExportedModuleImpl(ExportedPrograms().train(archive("modes")).eval(archive("modes"))) {}
@@ -62,6 +62,27 @@ struct ModesNetImpl : ExportedModuleImpl {
 };
 TORCH_MODULE(ModesNet);
 
+/// Regions of autocast, in which a weight that is used several times is cast once.
+struct CastsNetImpl : torch::nn::Module {
+  CastsNetImpl() {
+    const ExportedPrograms casts =
+        ExportedPrograms().train(archive("casts")).eval(archive("casts"));
+    net = register_module("net", load_exported(casts));
+  }
+
+  torch::Tensor forward(torch::Tensor x) { return net(x).toTensor(); }
+  static torch::Tensor criterion(const torch::Tensor& y, const torch::Tensor& target) {
+    return torch::mse_loss(y, target);
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) { return criterion(forward(x), y); }
+  static std::vector<torch::Tensor> batch(int64_t size) {
+    return {torch::randn({2 * size, 4}), torch::randn({2 * size, 4})};
+  }
+
+  ExportedModule net{nullptr};
+};
+TORCH_MODULE(CastsNet);
+
 class ExportedOnRanks : public ::testing::Test {
  protected:
   void SetUp() override { torch::set_num_threads(1); }
@@ -81,6 +102,15 @@ TEST_F(ExportedOnRanks, RegionsAndConstants) {
   for (const Layout& layout : {Layout{1, 1, 2, "simple"}, Layout{2, 1, 2, "simple"}}) {
     SCOPED_TRACE(layout);
     check<ModesNet, torch::optim::AdamW>(layout, make, torch::optim::AdamWOptions(0.01));
+  }
+}
+
+TEST_F(ExportedOnRanks, RegionsOfAutocast) {
+  const std::function<CastsNet()> make = [] { return CastsNet(); };
+  for (const Layout& layout :
+       {Layout{1, 1, 2, "simple"}, Layout{2, 1, 2, "interleaved"}, Layout{2, 2, 2, "simple"}}) {
+    SCOPED_TRACE(layout);
+    check<CastsNet, torch::optim::SGD>(layout, make, torch::optim::SGDOptions(0.1));
   }
 }
 
@@ -109,7 +139,7 @@ TEST_F(ExportedOnRanks, OperatorsHaveTheModulesOfPython) {
 /// A wrapped program returns values of any structure, and takes them from the batch.
 TEST_F(ExportedOnRanks, TheWrappedProgramItself) {
   const Expected expected("shapes");
-  const auto inputs = expected.inputs(0);  // of 6 rows
+  const auto inputs = expected.inputs(0);  // inputs of 6 rows
   torch::Tensor loss;
   run_as_threads(1, Config().microbatches(1), [&] {
     DistributedModel<ExportedModule> model(load_exported(archive("shapes")));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded programs in plain libtorch, against what Python's modules of them compute.
+// Loaded programs in plain libtorch, against the results of Python's modules of them.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -52,15 +52,34 @@ void expect_equal(const Tensor& got, const Tensor& expected, const std::string& 
       << what << ": largest difference " << (got - expected).abs().max().item<double>();
 }
 
-/// Three steps of SGD, each compared with Python's.
-void train_like_python(const std::string& name, const Call& call) {
+c10::IValue call_with_numbers(ExportedModule& model, const std::vector<Tensor>& inputs) {
+  const int64_t rows = inputs.at(0).size(0);
+  return model(inputs.at(0), rows, rows - 1, 2.5);
+}
+
+c10::IValue call_with_states(ExportedModule& model, const std::vector<Tensor>& inputs) {
+  c10::Dict<std::string, Tensor> states;
+  states.insert("sum", inputs.at(1));
+  states.insert("count", inputs.at(2));
+  return model(inputs.at(0), states);
+}
+
+/// Three steps of SGD, each compared with Python's of the program `name`; `file` if another holds
+/// the same.
+void train_like_python(const std::string& name, const Call& call, const std::string& file = "") {
   const Expected expected(name);
-  ExportedModule model = load_exported(archive(name));
+  ExportedModule model = load_exported(archive(file.empty() ? name : file));
   for (int step = 0; step < 3; ++step) {
     const std::string prefix = std::to_string(step) + ".";
     torch::manual_seed(100 + step);
     model->zero_grad();
-    const Tensor loss = loss_of(call(model, expected.inputs(step)));
+    const std::vector<Tensor> inputs = expected.inputs(step);
+    const Tensor loss = loss_of(call(model, inputs));
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const std::string key = prefix + "written." + std::to_string(i);
+      const std::string before = prefix + "input." + std::to_string(i);
+      expect_equal(inputs[i], expected.at(expected.has(key) ? key : before), key);
+    }
     loss.backward();
     expect_equal(loss.detach(), expected.at(prefix + "loss"), "loss " + prefix);
     torch::NoGradGuard no_grad;
@@ -91,6 +110,19 @@ TEST_F(ExportedTraining, StructuresSizesAndWrittenBuffers) {
   train_like_python("shapes", call_with_shapes);
 }
 TEST_F(ExportedTraining, FunctionalPrograms) { train_like_python("shapes_core", call_with_shapes); }
+TEST_F(ExportedTraining, WrittenInputs) { train_like_python("writes", call_with_states); }
+TEST_F(ExportedTraining, WrittenInputsOfFunctionalPrograms) {
+  train_like_python("writes_core", call_with_states);
+}
+TEST_F(ExportedTraining, IntegersThatDiffer) { train_like_python("numbers", call_with_numbers); }
+TEST_F(ExportedTraining, RegionsOfAutocast) { train_like_python("casts", call_with_one); }
+
+TEST_F(ExportedTraining, ArchivesOfOtherVersionsOfTorch) {
+  for (const char* file : {"torch_2_9", "torch_2_10", "torch_2_12", "torch_2_15"}) {
+    SCOPED_TRACE(file);
+    train_like_python("zoo", call_with_one, file);
+  }
+}
 
 TEST_F(ExportedTraining, TwoProgramsAreTwoModes) {
   const Expected expected("zoo_eval");
@@ -157,7 +189,7 @@ TEST_F(ExportedTraining, StructuresOfResults) {
   EXPECT_EQ(inner[1].toTensor().dim(), 0);
 }
 
-/// What `call` of the program "shapes" says with arguments of its own.
+/// The error of `call` of the program "shapes" with arguments of its own.
 std::string refused(const std::function<c10::IValue(ExportedModule&)>& call) {
   ExportedModule model = load_exported(archive("shapes"));
   return error_of<UsageError>([&] { call(model); });
@@ -206,6 +238,30 @@ TEST_F(ExportedTraining, RefusesOtherArguments) {
       refused([&](ExportedModule& m) { return m(two, std::make_tuple(two, two), small, 3, two); }),
       {"is 1 for these arguments, and it was exported for 2 to 100",
        "Pass a batch in that range, or export with another"});
+}
+
+/// Integers are held against the sizes that they stand for, and against their range.
+TEST_F(ExportedTraining, RefusesOtherNumbers) {
+  ExportedModule model = load_exported(archive("numbers"));
+  const Tensor x = torch::ones({4, 4});
+  const auto said = [&](const c10::IValue& rows, const c10::IValue& factor,
+                        const c10::IValue& scale = 2.5) {
+    return error_of<UsageError>([&] { model(x, rows, factor, scale); });
+  };
+  EXPECT_EQ(model(x, 4, 3, 2.5).toTensor().size(0), 4);
+  expect_has(said(2, 3), {"numbers.pt2\": argument rows is 2, expected s", ", which is 4 here",
+                          "Only sizes that the export declared in dynamic_shapes may differ"});
+  expect_has(said(4, 10), {" is 10 for these arguments, and it was exported for 0 to 9. Pass"});
+  expect_has(said(4, -1), {" is -1 for these arguments, and it was exported for 0 to 9. Pass"});
+  for (const c10::IValue& number : {c10::IValue(2.5), c10::IValue(true), c10::IValue()}) {
+    expect_has(said(4, number),
+               {"argument factor: expected a number, integer, got a value of type "});
+  }
+  expect_has(said(4, 3, 2),
+             {"argument scale is 2, and the program was exported with 2.5, which is part of it"});
+  const Tensor one = torch::ones({1, 4});
+  expect_has(error_of<UsageError>([&] { model(one, 1, 3, 2.5); }),
+             {" is 1 for these arguments, and it was exported for 2 and more. Pass"});
 }
 
 }  // namespace

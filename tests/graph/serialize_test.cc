@@ -158,6 +158,7 @@ TEST(Serialize, ModesListsAndUndefinedTensors) {
   mode.autocast_cuda = true;
   mode.autocast_cpu_dtype = at::kHalf;
   mode.autocast_cuda_dtype = at::kBFloat16;
+  mode.autocast_cache = false;
   mode.after_backward = true;
   mode.partition = 3;
   const Ref parts = b.op("aten::unbind.int", {x, 0});

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exported/write_weights.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Storage.h>
+#include <caffe2/serialize/inline_container.h>
+
+#include <nlohmann/json.hpp>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/untrusted_json.h"
+#include "core/check.h"
+#include "core/text.h"
+#include "exported/archive_writer.h"
+#include "exported/json_place.h"
+#include "exported/loaded_program.h"
+
+namespace smp::exported {
+namespace {
+
+using caffe2::serialize::PyTorchStreamReader;
+
+/// Copies values into the tensors of a program, which share memory as those of the archive do.
+void assign(const LoadedProgram& program, const std::map<std::string, at::Tensor>& state) {
+  const at::NoGradGuard no_grad;
+  for (const ModelTensor& own : program.tensors()) {
+    const auto found = state.find(own.name);
+    SMP_CHECK_WITH(CheckpointError, found != state.end() && found->second.defined(),
+                   "cannot save exported program \"", program.program().file,
+                   "\" with other weights: the state has no \"", core::printable(own.name, 100),
+                   "\". Give the parameters and buffers of the module that was loaded from it");
+    SMP_CHECK_WITH(CheckpointError, found->second.sizes() == own.tensor.sizes(),
+                   "cannot save exported program \"", program.program().file,
+                   "\" with other weights: the state has \"", core::printable(own.name, 100),
+                   "\" with shape ", found->second.sizes(), ", and the program with ",
+                   own.tensor.sizes(),
+                   ". Give whole tensors, as model->state_dict() of all ranks has them");
+    own.tensor.copy_(found->second);
+  }
+}
+
+/// The memory of a program's tensors, by the records that hold it in the archive.
+std::map<std::string, c10::Storage> storages_of(const LoadedProgram& program,
+                                                PyTorchStreamReader& reader) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const ModelTensor& own : program.tensors()) tensors[own.name] = own.tensor;
+  std::map<std::string, c10::Storage> storages;
+  for (const std::string kind : {"weights", "constants"}) {
+    const std::string folder = "data/" + kind + "/";
+    const std::string name = folder + "model_" + kind + "_config.json";
+    const auto [data, size] = reader.getRecord(name);
+    const std::string text(static_cast<const char*>(data.get()), size);
+    const nlohmann::json json = checkpoint::parse_untrusted(text);
+    for (const auto& [tensor, entry] :
+         JsonPlace(json, program.program().file).at("config").items()) {
+      const auto found = tensors.find(tensor);
+      if (found == tensors.end()) continue;
+      storages[folder + entry.at("path_name").text()] = found->second.storage();
+    }
+  }
+  return storages;
+}
+
+/// The writer makes these itself.
+bool is_of_writer(const std::string& record) {
+  return record.rfind(".data/", 0) == 0 || record == "byteorder" || record == "version";
+}
+
+}  // namespace
+
+void write_weights(const std::string& from, const std::map<std::string, at::Tensor>& state,
+                   const std::string& to) {
+  const LoadedProgram program(from);
+  assign(program, state);
+  PyTorchStreamReader reader(from);
+  const auto storages = storages_of(program, reader);
+  ArchiveWriter writer(to, reader.version());
+  for (const std::string& record : reader.getAllRecords()) {
+    if (is_of_writer(record)) continue;
+    const auto changed = storages.find(record);
+    if (changed != storages.end()) {
+      writer.add(record, changed->second.data(), changed->second.nbytes());
+      continue;
+    }
+    const auto [data, size] = reader.getRecord(record);
+    writer.add(record, data.get(), size);
+  }
+  writer.commit();
+}
+
+}  // namespace smp::exported

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports the models of models.py, trains each in Python and in C++, and writes the page.
+
+Started by tools/exported_zoo, which says what the arguments are.
+"""
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import traceback
+
+import torch
+
+import models
+import operators
+import page
+import reference
+import streams
+
+RANKS = (1, 2, 4)
+TIME_LIMIT = 900  # seconds of a model
+
+
+def batches_of(model):
+    """Returns inputs and targets of each step."""
+    batches = []
+    for step in range(reference.STEPS):
+        torch.manual_seed(50 + step)
+        size = reference.SAMPLES * reference.MICROBATCHES
+        batches.append((model.inputs(size), model.targets(size)))
+    return batches
+
+
+def export(net, model):
+    """Returns the program, and whether its batch is dynamic."""
+    batch = torch.export.Dim("batch", min=2, max=64)
+    torch.manual_seed(40)
+    example = model.inputs(3)
+    try:
+        dynamic = {name: {0: batch} for name in example}
+        return torch.export.export(net, (), example, dynamic_shapes=dynamic), True
+    except Exception:  # whatever torch throws: it may still export with a fixed size
+        torch.manual_seed(40)
+        return torch.export.export(net, (), model.inputs(reference.SAMPLES)), False
+
+
+def without_stack_traces(program):
+    """They are paths of this machine."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else []:
+            node.meta.pop("stack_trace", None)
+    return program
+
+
+def functions_of(program):
+    return [module for module in program.graph_module.modules()
+            if isinstance(module, torch.fx.GraphModule)]
+
+
+def calls_of(program):
+    return [node for module in functions_of(program) for node in module.graph.nodes
+            if node.op == "call_function"]
+
+
+def tensors_of(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def train_program(program, batches, loss, buffers):
+    """The results of `ep.module()` with each optimizer, by name."""
+    module = program.module()
+    initial = {name: tensor.detach().clone() for name, tensor in tensors_of(module).items()}
+    trace = {}
+    for optimizer in reference.OPTIMIZERS:
+        with torch.no_grad():
+            for name, tensor in tensors_of(module).items():
+                tensor.copy_(initial[name])
+                tensor.grad = None
+        trace.update(reference.train(
+            module, optimizer, batches, loss,
+            lambda inputs, key: streams.run(module, inputs, key)))
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | buffers
+    def is_known(key):
+        _, kind, name = key.split(".", 2)
+        return kind != "value" or name in names
+
+    return {key: tensor.contiguous() for key, tensor in trace.items() if is_known(key)}
+
+
+def backward_of(model, result, targets):
+    reference.loss_of(result, model.loss, reference.microbatch_of(targets, 0)).backward()
+
+
+def log_of_program(program, model, inputs, targets):
+    """Returns the draws of a microbatch, and its kernels."""
+    module, key = program.module(), reference.key_of(0, 0)
+    draws = operators.DrawLog()
+    with draws:
+        streams.run(module, reference.microbatch_of(inputs, 0), key, draws.on_random)
+    kernels = operators.KernelLog()
+    with kernels:
+        backward_of(model, streams.run(module, reference.microbatch_of(inputs, 0), key), targets)
+    return draws.draws, kernels.kernels
+
+
+def compare_eager(net, program, model, batches, trace):
+    """Says where the eager model differs; None if it does not."""
+    draws, kernels = log_of_program(copy.deepcopy(program), model, *batches[0])
+
+    def call(module):
+        def run(inputs, key):
+            with operators.KeyedKernels(draws, key):
+                return module(**inputs)
+        return run
+
+    eager = reference.train(first := copy.deepcopy(net), "sgd", batches, model.loss, call(first))
+    expected = {key: tensor for key, tensor in trace.items() if key.startswith("sgd.")}
+    if all(key in eager and reference.same_bits(eager[key], tensor)
+           for key, tensor in expected.items()):
+        return None
+    log = operators.KernelLog()
+    with log:
+        key = reference.key_of(0, 0)
+        backward_of(model, call(net)(reference.microbatch_of(batches[0][0], 0), key),
+                    batches[0][1])
+    return operators.first_difference(log.kernels, kernels) or "no kernel of the first microbatch"
+
+
+def verdicts_of(program_path, reference_path, model, command):
+    """The output of zoo_run: verdict and reason by ranks and optimizer."""
+    run = subprocess.run([*command, program_path, reference_path, model.loss],
+                         capture_output=True, text=True, timeout=TIME_LIMIT,
+                         env={**os.environ, "SMP_LOG_LEVEL": "error"})
+    verdicts = {}
+    for line in run.stdout.splitlines():
+        ranks, optimizer, verdict, reason = line.split("\t")
+        verdicts[f"{ranks} {optimizer}"] = [verdict, reason]
+    for ranks in RANKS:
+        for optimizer in reference.OPTIMIZERS:
+            verdicts.setdefault(f"{ranks} {optimizer}", ["failed", run.stderr.strip()[-500:]])
+    return verdicts
+
+
+def first_line(error):
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0]}"[:300]
+
+
+def run_model(model, folder, command):
+    """Runs one model; returns its row."""
+    from safetensors.torch import save_file
+    torch.set_num_threads(1)
+    row = {"name": model.name, "package": model.package}
+    torch.manual_seed(1)
+    net = model.make().train()
+    row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
+    pristine = copy.deepcopy(net)
+    archive, expected = folder / f"{model.name}.pt2", folder / f"{model.name}.safetensors"
+    try:
+        program, row["dynamic"] = export(net, model)
+        torch.export.save(without_stack_traces(program), archive)
+    except Exception as error:  # whatever torch throws
+        return {**row, "not_exported": first_line(error)}
+    row["operators"] = len(calls_of(program))
+    row["random"] = sum(streams.is_random(node.target) for node in calls_of(program))
+    batches = batches_of(model)
+    buffers = set(program.graph_signature.buffers)
+    trace = train_program(copy.deepcopy(program), batches, model.loss, buffers)
+    for step, (inputs, targets) in enumerate(batches):
+        for kind, tensors in (("input", inputs), ("target", targets)):
+            trace.update({f"{kind}.{step}.{name}": value for name, value in tensors.items()})
+    save_file(trace, expected)
+    row["verdicts"] = verdicts_of(archive, expected, model, command)
+    try:
+        row["eager"] = compare_eager(pristine, program, model, batches, trace)
+    except Exception as error:  # the eager model is a second column: its row stays
+        traceback.print_exc()
+        row["eager"] = first_line(error)
+    return row
+
+
+def write_fixture(model, folder, fixtures):
+    """Archive and reference as fixtures_test.sh takes them."""
+    from safetensors.torch import load_file, save_file
+    name = f"{model.name}.{model.loss}"
+    (fixtures / f"{name}.pt2").write_bytes((folder / f"{model.name}.pt2").read_bytes())
+    trace = load_file(folder / f"{model.name}.safetensors")
+    save_file({key: tensor for key, tensor in trace.items()
+               if ".gradient." not in key and not key.startswith("adamw.value.")},
+              fixtures / f"{name}.safetensors")
+
+
+def run_in_child(model, folder, command):
+    """Runs one in a process of its own: models leave state behind, and may end it."""
+    def child(connection):
+        try:
+            connection.send(run_model(model, folder, command))
+        except BaseException as error:
+            traceback.print_exc()
+            connection.send({"name": model.name, "package": model.package,
+                             "error": first_line(error)})
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(sender,))
+    process.start()
+    sender.close()
+    row = {"name": model.name, "package": model.package, "error": "its process ended"}
+    try:
+        if receiver.poll(TIME_LIMIT):
+            row = receiver.recv()
+        else:
+            row["error"] = f"took more than {TIME_LIMIT} seconds"
+            process.kill()
+    except EOFError:
+        pass
+    process.join()
+    return row
+
+
+def summary(row):
+    if "error" in row:
+        return "error: " + row["error"]
+    if "not_exported" in row:
+        return "not exported: " + row["not_exported"]
+    cells = {verdict for verdict, _ in row["verdicts"].values()}
+    reasons = sorted({reason for _, reason in row["verdicts"].values() if reason})
+    eager = "equal" if row["eager"] is None else row["eager"]
+    return ", ".join(sorted(cells)) + "".join(f"\n    {reason}" for reason in reasons) + \
+        f"\n    eager: {eager}"
+
+
+def write_page(options):
+    """Writes the rows of this and of earlier runs."""
+    from importlib.metadata import version
+    paths = [options.folder / f"{model.name}.json" for model in models.MODELS]
+    rows = [json.loads(path.read_text()) for path in paths if path.exists()]
+    packages = list(dict.fromkeys(model.package for model in models.MODELS))
+    options.page.write_text(page.page_of(rows, {name: version(name) for name in packages}))
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="exported_zoo", description=__doc__)
+    parser.add_argument("--run", required=True, help="the C++ program zoo_run")
+    parser.add_argument("--folder", required=True, type=pathlib.Path,
+                        help="for archives, references and rows, which later runs keep")
+    parser.add_argument("--page", type=pathlib.Path, help="the page that is written of all rows")
+    parser.add_argument("--only", nargs="*", help="models by name; none: writes the page only")
+    parser.add_argument("--fixtures", type=pathlib.Path,
+                        help="also writes archives there, with inputs, losses and values only")
+    parser.add_argument("--keep", action="store_true", help="archives and references, too")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    known = {model.name: model for model in models.MODELS}
+    chosen = models.MODELS if options.only is None else [known[name] for name in options.only]
+    for model in chosen:
+        began = time.monotonic()
+        row = run_in_child(model, options.folder, [options.run])
+        (options.folder / f"{model.name}.json").write_text(json.dumps(row, indent=1))
+        if options.fixtures:
+            write_fixture(model, options.folder, options.fixtures)
+        if not options.keep:
+            for suffix in (".pt2", ".safetensors"):
+                (options.folder / f"{model.name}{suffix}").unlink(missing_ok=True)
+        print(f"{model.name} ({time.monotonic() - began:.0f} s): {summary(row)}", flush=True)
+    if options.page:
+        write_page(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
