@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How tools/gpu_run.py runs programs and reads what they print, with made-up ones."""
+"""How tools/gpu_run.py runs programs and reads their output, with made-up ones."""
 import gzip
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -15,9 +14,9 @@ import unittest
 
 SCRIPT = sys.argv.pop(1)
 SMALL_BENCH = sys.argv.pop(1)
-spec = importlib.util.spec_from_file_location("gpu_run", SCRIPT)
-gpu_run = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gpu_run)
+sys.path.insert(0, os.path.dirname(SCRIPT))
+import gpu_report  # noqa: E402
+import gpu_run  # noqa: E402
 
 OUTPUT = b"""Running main() from gtest_main.cc
 [ RUN      ] S.good
@@ -65,52 +64,54 @@ def wait_for_the_end_of(process):
 class Results(unittest.TestCase):
     def test_counts_tests_of_a_program_that_was_killed(self):
         text = ("1 passed, 1 skipped, 1 failed: L/P.Bad/7, not ended: S.slow")
-        self.assertEqual(gpu_run.rows_of(outcome("tests", OUTPUT, [None])),
+        self.assertEqual(gpu_report.rows_of(outcome("tests", OUTPUT, [None])),
                          ([("it", text + " (hung)", "7")], False))
-        self.assertEqual(str(gpu_run.Tests([OUTPUT + END])), text)
+        self.assertEqual(str(gpu_report.Tests([OUTPUT + END])), text)
 
     def test_nothing_that_passed_is_a_failure(self):
-        self.assertEqual(gpu_run.rows_of(outcome("tests", b"[  SKIPPED ] S.a (0 ms)\n")),
+        self.assertEqual(gpu_report.rows_of(outcome("tests", b"[  SKIPPED ] S.a (0 ms)\n")),
                          ([("it", "0 passed, 1 skipped", "7")], False))
-        self.assertEqual(gpu_run.rows_of(outcome("tests", b"")), ([("it", "0 passed", "7")], False))
+        self.assertEqual(gpu_report.rows_of(outcome("tests", b"")),
+                         ([("it", "0 passed", "7")], False))
 
     def test_a_failure_that_no_test_has(self):
         output = b"[ RUN      ] S.a\n[       OK ] S.a (1 ms)\n"
-        self.assertEqual(gpu_run.rows_of(outcome("tests", output, [0, 3])),
+        self.assertEqual(gpu_report.rows_of(outcome("tests", output, [0, 3])),
                          ([("it", "1 passed (rank 1: exit status 3)", "7")], False))
 
     def test_takes_the_lines_of_a_bench_and_of_tests(self):
         line = b"[smp] a line\nGPT, 1 rank\t1200\ttokens/s\n"
         row = ("GPT, 1 rank", "1200 tokens/s", "")
-        self.assertEqual(gpu_run.rows_of(outcome("bench", line)), ([row], True))
-        self.assertEqual(gpu_run.rows_of(outcome("bench", line, [-9])),
+        self.assertEqual(gpu_report.rows_of(outcome("bench", line)), ([row], True))
+        self.assertEqual(gpu_report.rows_of(outcome("bench", line, [-9])),
                          ([row, ("it", "signal 9", "7")], False))
-        self.assertEqual(gpu_run.rows_of(outcome("bench", b"")),
+        self.assertEqual(gpu_report.rows_of(outcome("bench", b"")),
                          ([("it", "no values", "7")], False))
         passes = b"[ RUN      ] S.a\n" + line + b"[       OK ] S.a (1 ms)\n"
-        self.assertEqual(gpu_run.rows_of(outcome("tests", passes)),
+        self.assertEqual(gpu_report.rows_of(outcome("tests", passes)),
                          ([("it", "1 passed", "7"), row], True))
 
     def test_programs_and_quick_checks(self):
-        self.assertEqual(gpu_run.rows_of(outcome("program", b"")), ([("it", "passed", "7")], True))
-        self.assertEqual(gpu_run.rows_of(outcome("program", b"", [1])),
+        self.assertEqual(gpu_report.rows_of(outcome("program", b"")),
+                         ([("it", "passed", "7")], True))
+        self.assertEqual(gpu_report.rows_of(outcome("program", b"", [1])),
                          ([("it", "exit status 1", "7")], False))
-        self.assertEqual(gpu_run.rows_of(outcome("quick", b"a")), ([], True))
-        self.assertEqual(gpu_run.rows_of(outcome("quick", b"a", [None])),
+        self.assertEqual(gpu_report.rows_of(outcome("quick", b"a")), ([], True))
+        self.assertEqual(gpu_report.rows_of(outcome("quick", b"a", [None])),
                          ([("it", "hung", "7")], False))
-        self.assertEqual(gpu_run.rows_of(outcome("quick", b"", [])),
+        self.assertEqual(gpu_report.rows_of(outcome("quick", b"", [])),
                          ([("it", "no time was left", "7")], False))
-        self.assertEqual(gpu_run.rows_of(outcome("lines", b"H, 580\nH, 580\n")),
+        self.assertEqual(gpu_report.rows_of(outcome("lines", b"H, 580\nH, 580\n")),
                          ([("it", "H, 580", ""), ("it", "H, 580", "")], True))
 
     def test_libraries_that_are_not_found(self):
         found = b"\tliba.so => /lib/liba.so (0x1)\n"
-        self.assertEqual(gpu_run.rows_of(outcome("libraries", found)), ([], True))
-        self.assertEqual(gpu_run.rows_of(outcome("libraries", b"\tliba.so => not found\n")),
+        self.assertEqual(gpu_report.rows_of(outcome("libraries", found)), ([], True))
+        self.assertEqual(gpu_report.rows_of(outcome("libraries", b"\tliba.so => not found\n")),
                          ([("it", "liba.so => not found", "7")], False))
 
     def test_table(self):
-        text = gpu_run.table("1 x H", [("parity", "2 passed", "7"), ("a|b", "12 tokens/s", "")])
+        text = gpu_report.table("1 x H", [("parity", "2 passed", "7"), ("a|b", "12 tokens/s", "")])
         self.assertEqual(text, "1 x H\n\n| what | result | seconds |\n|---|---|---|\n"
                                "| parity | 2 passed | 7 |\n| a\\|b | 12 tokens/s |  |\n")
 
@@ -213,7 +214,7 @@ class Programs(Bundles):
 
     def test_when_a_rank_fails_the_others_hang(self):
         ended = self.run_script("[ $RANK = 1 ] && exit 3; exec sleep 3600", ranks=2)
-        self.assertEqual(gpu_run.ending(ended.statuses), "rank 0: hung, rank 1: exit status 3")
+        self.assertEqual(gpu_report.ending(ended.statuses), "rank 0: hung, rank 1: exit status 3")
         self.assertIn("stacks of rank 0", ended.stacks.decode())
         self.assertNotIn("stacks of rank 1", ended.stacks.decode())
 
@@ -229,7 +230,7 @@ class Programs(Bundles):
         bundle = gpu_run.Bundle(self.folder / "work")
         check = gpu_run.Check("it", ["touch", self.folder / "it"], 600)
         ended = bundle.run(check, time.monotonic())
-        self.assertEqual(gpu_run.rows_of(ended)[0], [("it", "0 passed (no time was left)", "0")])
+        self.assertEqual(gpu_report.rows_of(ended)[0], [("it", "0 passed (no time was left)", "0")])
         self.assertFalse((self.folder / "it").exists())
 
     def test_the_log_has_the_end_of_each_output(self):
@@ -283,6 +284,7 @@ class Whole(Bundles):
     def setUp(self):
         super().setUp()
         shutil.copy(SCRIPT, self.here / "run")
+        shutil.copy(gpu_report.__file__, self.here)
         for name in gpu_run.TESTS:
             self.pack(name, PASSES)
         self.pack("gpt", "[ -f $4 ] && echo held out")
@@ -396,7 +398,7 @@ echo "[  FAILED  ] S.bad (1 ms)"; echo "with $* $CUDA_LAUNCH_BLOCKING"; exit 1""
 class Bench(unittest.TestCase):
     def test_its_lines(self):
         output = subprocess.run([SMALL_BENCH, "--small"], check=True, capture_output=True).stdout
-        self.assertEqual([name for name, _, _ in gpu_run.values_of([output])], [
+        self.assertEqual([name for name, _, _ in gpu_report.values_of([output])], [
             "GPT, plain libtorch", "GPT, 1 rank",
             "GPT, 1 rank, time of a step over plain libtorch's",
             "GPT, 2 stages", "GPT, 2 stages, time of a step over plain libtorch's",
@@ -407,7 +409,7 @@ class Bench(unittest.TestCase):
             if not way.endswith("g"):  # the CPU has no graphs
                 output = subprocess.run([SMALL_BENCH, "--small", "--count", "2", way], check=True,
                                         capture_output=True).stdout
-                self.assertEqual(gpu_run.values_of([output]), [])
+                self.assertEqual(gpu_report.values_of([output]), [])
 
 
 if __name__ == "__main__":

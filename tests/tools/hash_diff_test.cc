@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logs of hashes: what is written is read, and what is no log is refused.
+// Logs of hashes: written logs are read, and other files are refused.
 
 #include "tools/hash_diff.h"
 

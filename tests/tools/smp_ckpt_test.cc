@@ -124,7 +124,7 @@ TEST_F(SmpCkpt, VerifiesAllBytes) {
   EXPECT_EQ(run("verify " + path("none")).status, 1);
 }
 
-/// Whoever wrote which file.
+/// Hashes do not depend on the rank that wrote a file.
 TEST_F(SmpCkpt, PrintsTheHashOfEachTensor) {
   const std::string hashes = expect_done("hashes " + path("step_1_partial")).output;
   EXPECT_THAT(hashes, ::testing::MatchesRegex("model/count [0-9a-f]{16}\n"
@@ -315,7 +315,7 @@ TEST_F(SmpCkpt, ConvertsWhatAFormatHolds) {
               HasSubstr("rotation: 2 of 2 elements differ, largest difference 3.16228\n"));
 }
 
-// Two layouts have the parameters of a group in other orders; what differs is named.
+// Two layouts have the parameters of a group in other orders; differences are named.
 TEST_F(SmpCkpt, ShowsDifferencesOfGroups) {
   const auto save = [&](const std::string& name, const nlohmann::json& optimizer) {
     checkpoint::Shard shard;

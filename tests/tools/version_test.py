@@ -22,7 +22,7 @@ class VersionTest(unittest.TestCase):
         numbers = re.findall(r"^#define SMP_VERSION_\w+ (\d+)$", read(SMP), re.MULTILINE)
         libtorch = re.search(r'PACKAGE_VERSION "([\d.]+)', read(LIBTORCH)).group(1)
         self.assertEqual(len(numbers), 3)
-        self.assertEqual(len(PROGRAMS), 4)
+        self.assertEqual(len(PROGRAMS), 5)
         for program in PROGRAMS:
             done = subprocess.run([program, "--version"], capture_output=True, text=True)
             self.assertEqual((done.returncode, done.stdout, done.stderr),
