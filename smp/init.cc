@@ -9,10 +9,13 @@
 #include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
+#include <vector>
 
+#include "comm/session_world.h"
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
 #include "core/check.h"
@@ -26,6 +29,7 @@
 #include "core/tensor_memory.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
+#include "smp/detail/session.h"
 #include "smp/exit_status.h"
 
 namespace smp {
@@ -33,15 +37,24 @@ namespace {
 
 using runtime::Runtime;
 
-/// What to call after our own handler; null while that is not installed.
+/// The handler to call after our own; null while that is not installed.
 std::terminate_handler previous_terminate = nullptr;
 
 /// The process that called `init`. One that it has forked is no rank.
 pid_t rank_process = 0;
 
+/// The world of a session that `begin_session` began; nothing in programs that call `init`.
+std::optional<comm::SessionWorld>& session_world() {
+  static auto* world = new std::optional<comm::SessionWorld>;  // outlives its threads
+  return *world;
+}
+
+/// libtorch's kernels before the session, which are chosen again after it.
+core::KernelChoice kernels_before_session;
+
 bool is_rank() { return rank_process == getpid() && Runtime::exists(); }
 
-/// Leaves word of an exception that nobody caught; returns what it says.
+/// Leaves word of an uncaught exception; returns its text.
 std::string tell(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -68,11 +81,11 @@ void call_previous_handler() {
   }
 }
 
-/// An exception that nobody caught: leave word of it for the launcher before the process aborts.
+/// Leaves word of an uncaught exception for the launcher before the process aborts.
 [[noreturn]] void on_terminate() {
   if (const auto error = std::current_exception()) {
     const std::string message = tell(error);
-    // `smprun` prints what it finds.
+    // `smprun` prints the failures that it finds.
     if (!core::is_recorded(message)) std::cerr << message << std::endl;
   }
   call_previous_handler();
@@ -88,20 +101,32 @@ void restore_terminate_handler() {
   if (std::get_terminate() == &on_terminate) std::set_terminate(previous_terminate);
 }
 
-/// What the program has written, which `_Exit` would lose.
+/// Flushes the program's output, which `_Exit` would lose.
 void flush_streams() {
   std::cout.flush();
   std::clog.flush();
   std::fflush(nullptr);
 }
 
-/// The others see what this rank does until they have parted.
+/// The others see this rank's actions until they have parted.
 struct LastStatus {
   ~LastStatus() { core::set_process_status(nullptr); }
 };
 
-/// What keeps this rank from ending with the others is left for the launcher. `call` as errors have
-/// it.
+/// Ends the session, after which there may be another one, or the process's world.
+void finish_world() {
+  if (!session_world()) {
+    comm::finalize_world();
+    return;
+  }
+  auto ended = std::exchange(session_world(), std::nullopt);
+  core::set_error_context("");
+  core::choose_kernels(kernels_before_session);
+  ended->finish();
+}
+
+/// Ends the rank with the others; an error on the way is left for the launcher. `call` as errors
+/// have it.
 void end_world(const char* call) {
   const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
   // Objects of the program may have the runtime for longer than other jobs should wait for locks.
@@ -110,7 +135,7 @@ void end_world(const char* call) {
   const core::CallScope here(call, "smp::shutdown", "smp::shutdown");
   Runtime::set_for_process(nullptr);
   try {
-    comm::finalize_world();
+    finish_world();
   } catch (const std::exception& error) {
     core::record_failure(rank, error);
     throw;
@@ -138,10 +163,10 @@ bool is_failure(int status) {
 
 /// Ends MPI with the program. A program that caught an exception and returns non-zero has left the
 /// others waiting: they are told, or they would run into their time-outs. A forked process has
-/// copies of what belongs to the job, which it must not end. `_Exit`, because destructors of static
+/// copies of the job's objects, which it must not end. `_Exit`, because destructors of static
 /// objects might wait for other ranks.
 void finish_at_exit(int status, void*) {
-  if (!Runtime::exists()) return;
+  if (!Runtime::exists() || session_world()) return;
   flush_streams();
   if (!is_rank()) std::_Exit(status);
   if (is_failure(status)) end_with(status);
@@ -155,8 +180,8 @@ void finish_at_exit(int status, void*) {
   if (comm::world_aborted()) std::_Exit(1);
 }
 
-/// With what the environment says. Under MPI an error in the configuration shall be known to all
-/// ranks, so it is thrown when they have met.
+/// Adds the settings of the environment. Under MPI an error in the configuration shall be known to
+/// all ranks, so it is thrown when they have met.
 Config config_of_meeting(const Config& config) {
   try {
     return config.merged_with_environment();
@@ -175,16 +200,84 @@ bool is_deterministic(const Config& config) {
   }
 }
 
+/// Does the work that has to precede the threads of the world.
+void prepare_process(const Config& config) {
+  if (config.deterministic()) core::set_deterministic_workspace();
+  if (config.preempt_seconds() > 0) {
+    core::take_stop_requests(
+        std::chrono::nanoseconds(static_cast<int64_t>(config.preempt_seconds() * 1e9)));
+  }
+}
+
+std::chrono::milliseconds timeout_of(const Config& config) {
+  return std::chrono::milliseconds(static_cast<int64_t>(config.timeout_seconds() * 1000));
+}
+
 comm::CommunicatorPtr meet(const Config& config) {
   const Config effective = config_of_meeting(config);
-  if (effective.deterministic()) core::set_deterministic_workspace();  // before threads
-  if (effective.preempt_seconds() > 0) {
-    core::take_stop_requests(
-        std::chrono::nanoseconds(static_cast<int64_t>(effective.preempt_seconds() * 1e9)));
-  }
-  const auto milliseconds = static_cast<int64_t>(effective.timeout_seconds() * 1000);
-  return comm::make_world(std::chrono::milliseconds(milliseconds),
+  prepare_process(effective);
+  return comm::make_world(timeout_of(effective),
                           static_cast<int>(effective.ddp_port().value_or(0)));
+}
+
+/// Sets up the runtime of the process on a world.
+void start_runtime(const Config& config, const comm::CommunicatorPtr& world,
+                   const std::vector<std::string>& hosts) {
+  Runtime::set_for_process(std::make_shared<Runtime>(config, world, hosts));
+  if (Runtime::get().config().deterministic()) core::use_deterministic_kernels();
+  if (Runtime::get().config().keep_freed_memory()) {
+    core::keep_freed_memory();
+    core::take_tensor_memory_from_malloc();
+  }
+  runtime::note_steps(Runtime::get());
+}
+
+/// The start of a session: its configuration, or the error for which this rank cannot begin.
+class Start {
+ public:
+  explicit Start(const std::function<Config()>& config) {
+    try {
+      SMP_CHECK_WITH(UsageError, !Runtime::exists(),
+                     "a session was begun while another one is open in this process. End that "
+                     "first: smp::shutdown() or smp_close()");
+      Config effective = config().merged_with_environment();
+      effective.validate();
+      prepare_process(effective);
+      config_ = effective;
+    } catch (const std::exception& error) {
+      error_ = std::current_exception();
+      problem_ = core::message_of(error);
+    }
+  }
+
+  const Config& config() const { return config_; }
+  std::chrono::milliseconds timeout() const { return timeout_of(config_); }
+  const std::exception_ptr& error() const { return error_; }
+  const std::string& problem() const { return problem_; }
+
+ private:
+  Config config_;
+  std::exception_ptr error_;
+  std::string problem_;
+};
+
+/// Sets up the runtime of a session whose ranks have met.
+void run_session(const Config& config) {
+  const comm::CommunicatorPtr world = session_world()->world();
+  rank_process = getpid();
+  core::note_arrival();
+  kernels_before_session = core::kernel_choice();
+  try {
+    start_runtime(config, world, session_world()->hosts());
+    // A rank that fails at once must not end the store while others form groups there.
+    world->barrier();
+  } catch (const std::exception& error) {
+    const LastStatus status;
+    world->abort(core::message_of(error));
+    Runtime::set_for_process(nullptr);
+    finish_world();
+    throw;
+  }
 }
 
 }  // namespace
@@ -197,19 +290,29 @@ void init(const Config& config) {
   install_terminate_handler();
   const auto world = meet(config);
   try {
-    Runtime::set_for_process(std::make_shared<Runtime>(config, world, comm::world_hosts().names));
-    if (Runtime::get().config().deterministic()) core::use_deterministic_kernels();
-    if (Runtime::get().config().keep_freed_memory()) {
-      core::keep_freed_memory();
-      core::take_tensor_memory_from_malloc();
-    }
-    runtime::note_steps(Runtime::get());
+    start_runtime(config, world, comm::world_hosts().names);
   } catch (const std::exception& error) {
     core::record_failure(world->rank(), error);
     throw;
   }
   static const bool registered = on_exit(&finish_at_exit, nullptr) == 0;
   SMP_INTERNAL_ASSERT(registered, "nothing would end MPI at exit");
+}
+
+void detail::begin_session(const std::function<Config()>& config,
+                           const std::optional<int64_t>& communicator) {
+  const Start start(config);
+  if (start.error() && !communicator) std::rethrow_exception(start.error());
+  try {
+    auto met = communicator
+                   ? comm::SessionWorld::meet(*communicator, start.timeout(), start.problem())
+                   : comm::SessionWorld::alone();
+    session_world() = std::move(met);
+  } catch (const std::exception&) {
+    if (start.error()) std::rethrow_exception(start.error());
+    throw;
+  }
+  run_session(start.config());
 }
 
 void shutdown() {

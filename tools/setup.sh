@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# What tools/test, tools/sanitize and tools/quickstart share; source it, do not run it. Its set-up
-# installs what is missing and nothing else: where all is there, it neither asks for root nor touches
-# the network.
+# The common part of tools/test, tools/sanitize and tools/quickstart; source it, do not run it. Its
+# set-up installs missing packages and nothing else: where all are there, it neither asks for root
+# nor touches the network.
 
-# What a build needs from Debian. libtorch comes through pip, by the rule in WORKSPACE.
+# The packages of Debian that a build needs.
 SMP_PACKAGES=(bazel-bootstrap libopenmpi-dev openmpi-bin nlohmann-json3-dev libgtest-dev
-  libgmock-dev libcli11-dev libfmt-dev libxxhash-dev zlib1g-dev clang cmake ninja-build pkg-config
-  python3 python3-dev python3-pip)
+  libgmock-dev libcli11-dev libfmt-dev libxxhash-dev zlib1g-dev clang cmake gfortran ninja-build
+  pkg-config python3 python3-dev python3-pip)
 
-# step N OF TEXT: says what is being done, and when.
+# step N OF TEXT: tells the current work, and the time.
 step() { printf '[%s/%s] %(%H:%M:%S)T %s\n' "$1" "$2" -1 "$3"; }
 
 # stop TEXT ...: says why the work cannot go on, one argument a line, and ends the script.
@@ -59,8 +59,8 @@ fetch_libtorch() {
       "torch==2.11.0 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85"
 }
 
-# Sets `events`, the folder that says what became of test runs: that of a caller (.ci/run) who counts
-# the runs of several scripts together, or one that goes when the script ends.
+# Sets `events`, the folder of the results of test runs: that of a caller (.ci/run) who counts the
+# runs of several scripts together, or one that goes when the script ends.
 make_events() {
   events=${SMP_TEST_EVENTS:-}
   [ -z "$events" ] || return 0
@@ -68,7 +68,7 @@ make_events() {
   trap 'rm -rf "$events"' EXIT
 }
 
-# run_tests NAME BAZEL_ARGUMENT...: runs tests, and keeps what becomes of them for count_tests.
+# run_tests NAME BAZEL_ARGUMENT...: runs tests, and keeps their results for count_tests.
 run_tests() {
   [ -n "${events:-}" ] || make_events
   bazel test "${SMP_BAZEL_OUTPUT[@]}" --keep_going --build_event_json_file="$events/$1.json" "${@:2}"

@@ -52,9 +52,9 @@ const MpiJob& started_job(const char* function) {
   return job();
 }
 
-// Open MPI moves a long message in fragments, at most a few each time that somebody polls: with our
+// Open MPI moves a long message in fragments, at most a few each time that it is polled: with our
 // pauses between polls that would be 0.3 GB/s. With 128 fragments it is 5 GB/s (both measured on
-// one host, 32 KiB fragments). Who has set the parameter (mpirun --mca) keeps his value.
+// one host, 32 KiB fragments). A parameter set by the user (mpirun --mca) keeps its value.
 void widen_pipeline() { setenv("OMPI_MCA_pml_ob1_send_pipeline_depth", "128", /*overwrite=*/0); }
 
 // The rank that mpirun or srun has given this process; MPI cannot be asked yet.
@@ -102,7 +102,7 @@ class MpiWatch {
   std::thread thread_;  // last, since it uses the others
 };
 
-// True when MPI was not initialised by somebody else before.
+// True when MPI was not initialised before by other code.
 bool initialize_mpi() {
   int initialized = 0;
   check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");

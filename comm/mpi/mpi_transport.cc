@@ -142,7 +142,7 @@ void MpiTransport::start(Transfer transfer) {
     transfer.done(*this, e.what());
     return;
   }
-  // Short sends, and receives whose message is here, end at once and wake nobody.
+  // Short sends, and receives whose message is here, end at once and wake no thread.
   int complete = 0;
   MPI_Status status;
   const int code = MPI_Test(&request, &complete, &status);
@@ -273,8 +273,8 @@ void MpiTransport::read_control() {
   }
 }
 
-// Tells every rank and gives MPI a moment to let the messages out. What goes wrong here is not
-// reported: the job ends anyway, and mpirun ends those that were not reached.
+// Tells every rank and gives MPI a moment to let the messages out. Errors here are not reported:
+// the job ends anyway, and mpirun ends those that were not reached.
 void MpiTransport::abort(int world_rank, const std::string& reason) noexcept {
   std::string text = c10::str("rank ", world_rank, " failed: ", reason);
   text.resize(std::min(text.size(), control_text_.size() - 1));

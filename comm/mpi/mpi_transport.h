@@ -84,7 +84,7 @@ class MpiTransport final : public Transport {
   std::mutex poll_mutex_;
   MPI_Request control_request_ = MPI_REQUEST_NULL;
   std::vector<MPI_Request> requests_;
-  std::vector<Transfer> transfers_;  // of the same index
+  std::vector<Transfer> transfers_;  // transfers of the same index
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
 

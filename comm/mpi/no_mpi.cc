@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a build without MPI has in place of the rest of this folder.
+// Replaces the rest of this folder in a build without MPI.
 
+#include "comm/mpi/caller_ranks.h"
 #include "comm/mpi/mpi_communicator.h"
 #include "core/check.h"
 #include "core/env.h"
@@ -15,6 +16,13 @@ CommunicatorPtr make_mpi_world(std::chrono::milliseconds /*timeout*/) {
       "-DSMP_MPI=ON, or start the processes with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR "
       "and "
       "MASTER_PORT set.");
+}
+
+CallerRanks exchange_texts(int64_t /*communicator*/,
+                           const std::function<std::string(int rank)>& /*text*/) {
+  core::fail<CommError>(
+      "a session cannot have the ranks of an MPI communicator, since smp was built without MPI. "
+      "Build it with -DSMP_MPI=ON.");
 }
 
 void finalize_mpi() {}

@@ -15,8 +15,9 @@
 
 namespace smp::comm {
 
-/// What `call()` returns or throws, on a thread of its own, which goes on if nobody waits for it:
-/// c10d's store waits for ever for a process that is stopped. `call` owns all that it uses.
+/// Runs `call()` on a thread of its own and returns its result or error. The thread goes on if the
+/// caller stops waiting: c10d's store waits for ever for a process that is stopped. `call` owns all
+/// that it uses.
 template <class Call>
 auto call_apart(Call call) {
   using Result = decltype(call());
@@ -30,8 +31,8 @@ auto call_apart(Call call) {
   return result;
 }
 
-/// What `ask(store)` returns. Throws a `TimeoutError` if the store has not answered by the deadline
-/// and a `CommError` if it has failed; they say that it was asked for `what`.
+/// Returns the result of `ask(store)`. Throws a `TimeoutError` if the store has not answered by the
+/// deadline and a `CommError` if it has failed; they name `what`, for which it was asked.
 template <class Ask>
 auto ask_store(const c10::intrusive_ptr<c10d::Store>& store, TimePoint deadline,
                const std::string& what, Ask ask) {

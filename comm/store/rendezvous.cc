@@ -133,7 +133,7 @@ bool all_come(c10d::Store& store, std::vector<std::string>& missing, millisecond
   return true;
 }
 
-// What a process and its meetings belong to. torchrun starts processes again at the same store.
+// The job that a process and its meetings belong to.
 std::string job_of_this_process(int size) {
   const std::string id =
       core::env("SMP_JOB_ID").value_or(core::env("TORCHELASTIC_RUN_ID").value_or(""));
@@ -145,7 +145,7 @@ uint64_t draw_number() {
   return (uint64_t{random()} << 32) | random();
 }
 
-// What no other process says of itself.
+// A name that no other process gives itself.
 std::string name_of_this_process() {
   static const uint64_t number = draw_number();
   return c10::str("process ", getpid(), " on host ", core::host_name(), ", number ", number);
@@ -204,7 +204,7 @@ void claim_rank(c10d::Store& job, int rank) {
                                        ". Give each job a MASTER_PORT of its own, and each process "
                                        "a RANK of its own.");
   job.set(kRefused, to_bytes(message));
-  std::this_thread::sleep_for(2 * kLookPeriod);  // as above
+  std::this_thread::sleep_for(2 * kLookPeriod);  // see above
   core::fail<CommError>(message);
 }
 
@@ -252,7 +252,7 @@ uint64_t world_number(c10d::Store& store, int rank) {
   return number;
 }
 
-// What a rank learns at the store.
+// The news that a rank gets at the store.
 struct Encounter {
   std::vector<RankRecord> ranks;
   uint64_t number;
@@ -265,7 +265,7 @@ Encounter meet_nobody(const StorePtr& store, const RankRecord& own) {
   return {{own}, number, c10::make_intrusive<c10d::PrefixStore>(c10::str("alone/", number), store)};
 }
 
-// Each process counts its meetings at a store, so that what they have left there is not read again.
+// Each process counts its meetings at a store, so that their entries there are not read again.
 Encounter find_ranks(const StorePtr& store, const RankRecord& own, int rank, int size,
                      const MeetingTime& time) {
   const auto attempt = core::env("TORCHELASTIC_RESTART_COUNT").value_or("0");
@@ -331,7 +331,7 @@ void accept_all(const Descriptor& listener, std::vector<Newcomer>& newcomers) {
 }
 
 // Takes the connections of the ranks above this one. Connections of others, which do not know the
-// world's number, are dropped, and keep nobody waiting.
+// world's number, are dropped, and keep no rank waiting.
 void accept_higher_ranks(const Greeting& own, const Descriptor& listener, Meeting& meeting,
                          TimePoint deadline) {
   std::vector<int> missing(meeting.ranks.size() - own.rank - 1);

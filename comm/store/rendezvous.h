@@ -13,7 +13,7 @@
 
 namespace smp::comm {
 
-/// What a rank tells the others about itself.
+/// The record that a rank gives the others about itself.
 struct RankRecord {
   std::string host;       ///< The same for ranks that can share memory, and for no others.
   std::string host_name;  ///< For people, and for the topology: as unequal as `host`.
@@ -25,8 +25,8 @@ struct RankRecord {
 /// A rank's connections to all others.
 struct Meeting {
   std::vector<RankRecord> ranks;
-  std::vector<Descriptor> connections;      ///< By rank; this rank's own is empty.
-  c10::intrusive_ptr<c10d::Store> store{};  ///< With keys of this meeting only.
+  std::vector<Descriptor> connections;      ///< Connections by rank; this rank's own is empty.
+  c10::intrusive_ptr<c10d::Store> store{};  ///< Store with keys of this meeting only.
 };
 
 /// How long ranks wait for each other to come: until `end`, which texts call `timeout`.

@@ -31,11 +31,11 @@ constexpr milliseconds kFarewellFlush{1000};
 // Reads of one connection before the next one has its turn.
 constexpr int kReadsPerTurn = 16;
 
-// The text of an abort is cut to it, so that what claims to be longer is none.
+// The text of an abort is cut to it, so that a text that claims to be longer is none.
 constexpr size_t kLongestText = 1 << 20;
 
 // Whether the peer's kernel has all that was written, or never will. A connection that is closed
-// with bytes to read is reset, and forgets what is still to go.
+// with bytes to read is reset, and forgets the unsent ones.
 bool is_taken(const Descriptor& socket) {
   tcp_info info{};
   socklen_t length = sizeof info;
@@ -139,7 +139,7 @@ void SocketTransport::send(Transfer transfer) {
   enqueue(*connections_[peer], std::move(outgoing));
 }
 
-// Whoever finds the queue empty writes; otherwise the thread comes to it.
+// The thread that finds the queue empty writes; otherwise the progress thread comes to it.
 void SocketTransport::enqueue(Connection& connection, Outgoing outgoing) {
   std::vector<Transfer> written;
   {
@@ -165,8 +165,8 @@ void SocketTransport::write(Connection& connection) {
   }
 }
 
-// Writes what the kernel takes; returns what has gone. A connection that has ended is left to the
-// thread, which reads the end.
+// Writes as much as the kernel takes; returns the transfers that have gone. A connection that has
+// ended is left to the thread, which reads the end.
 std::vector<Transfer> SocketTransport::write_queue(Connection& connection) {
   std::vector<Transfer> written;
   while (!connection.queue.empty()) {
@@ -305,7 +305,7 @@ void SocketTransport::lose(Connection& connection) {
   }
 }
 
-// What comes next on the connection cannot be read.
+// Gives up a connection whose further bytes cannot be read.
 void SocketTransport::give_up(Connection& connection, const std::string& reason) {
   epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, connection.socket.fd(), nullptr);
   spread_abort(c10::str("rank ", world_rank_, " failed: it cannot go on reading from rank ",
@@ -356,7 +356,7 @@ bool SocketTransport::wait_until(Clock::time_point deadline, const std::function
 }
 
 void SocketTransport::notify() {
-  // With the lock, so that no wait can be between its look at `ready` and its sleep.
+  // Takes the lock, so that no wait can be between its look at `ready` and its sleep.
   std::lock_guard<std::mutex> lock(mutex_);
   changed_.notify_all();
 }

@@ -25,9 +25,9 @@ namespace smp::comm {
 
 /// Messages over TCP connections, one to each other rank.
 ///
-/// Who moves them: the thread that starts a send writes what the kernel takes at once; one thread
-/// per transport, asleep until the kernel wakes it, writes the rest and reads all that arrives
-/// (see MessageMatcher), so that a send never waits for its receive.
+/// Their movers: the thread that starts a send writes the bytes that the kernel takes at once; one
+/// thread per transport, asleep until the kernel wakes it, writes the rest and reads all that
+/// arrives (see MessageMatcher), so that a send never waits for its receive.
 ///
 /// How failures spread: a rank that aborts, or learns of an abort, tells all others before it does
 /// anything else. A connection that ends without a farewell means that its rank has died, which
@@ -53,7 +53,7 @@ class SocketTransport final : public Transport {
   void close();
 
  private:
-  // What precedes each message.
+  // The header of each message.
   struct Header {
     enum Kind : int32_t { kMessage, kAbort, kFarewell };
     Kind kind = kMessage;
@@ -67,15 +67,15 @@ class SocketTransport final : public Transport {
   struct Outgoing {
     Header header;
     const std::byte* data = nullptr;
-    size_t sent = 0;  // of header and data
+    size_t sent = 0;  // bytes of header and data
     Transfer transfer{};
     std::string text{};
   };
 
-  // What is being read: a message, or the text of an abort.
+  // The message being read, or the text of an abort.
   struct Incoming {
     Header header;
-    size_t read = 0;  // of header and data
+    size_t read = 0;  // bytes of header and data
     MessageMatcher::Arrival message;
     std::string text;
 
@@ -91,7 +91,7 @@ class SocketTransport final : public Transport {
     std::mutex mutex;  // guards the next two
     std::deque<Outgoing> queue;
     bool watches_room = false;
-    Incoming incoming;  // of the thread
+    Incoming incoming;  // used by the thread only
     bool got_farewell = false;
   };
 
@@ -119,7 +119,7 @@ class SocketTransport final : public Transport {
   std::vector<bool> shares_memory_;
   bool has_core_for_each_rank_;
 
-  std::vector<std::unique_ptr<Connection>> connections_;  // by rank; null for this one
+  std::vector<std::unique_ptr<Connection>> connections_;  // connections by rank; null for this one
   Descriptor epoll_;
   Descriptor stop_;  // an event
   std::thread thread_;
@@ -127,7 +127,7 @@ class SocketTransport final : public Transport {
 
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
-  std::map<int, int> splits_;  // of a context so far
+  std::map<int, int> splits_;  // number of splits of a context so far
 };
 
 }  // namespace smp::comm

@@ -71,12 +71,6 @@ class LiveWorlds {
   std::vector<World> worlds_;
 };
 
-struct StoreWorld {
-  std::shared_ptr<SocketTransport> transport;
-  CommunicatorPtr world;
-  std::vector<std::string> hosts;
-};
-
 StoreWorld make_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                       const MeetingTime& time, const std::string& name) {
   SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, "make_store_world: expected a rank in 0 to ",
@@ -92,6 +86,11 @@ StoreWorld make_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, in
   group->name = name;
   world.world = std::make_shared<TransportCommunicator>(world.transport, group);
   return world;
+}
+
+std::string first_line(const c10::Error& error) {
+  const std::string text = error.what_without_backtrace();
+  return text.substr(0, text.find('\n'));
 }
 
 // The process's own world.
@@ -137,6 +136,59 @@ CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank
   return make_world(store, rank, size, MeetingTime(timeout), name).world;
 }
 
+StoreWorld open_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                            milliseconds timeout, const std::string& name) {
+  return make_world(store, rank, size, MeetingTime(timeout), name);
+}
+
+void finish_store_world(const StoreWorld& world) {
+  const std::exception_ptr late = final_barrier(*world.world);
+  if (world.transport) {
+    world.transport->close();
+  }
+  if (late) {
+    std::rethrow_exception(late);
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> serve_store(milliseconds timeout, int& port) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    auto store = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+    port = store->getPort();
+    return store;
+  } catch (const c10::Error& error) {
+    core::fail<CommError>(
+        "no store could be opened, at which the ranks would meet: ", first_line(error),
+        ". Look at the limits of this process (ulimit -n) and at its network");
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, int port,
+                                                 milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(port);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  auto opened =
+      call_apart([host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  const std::string where = c10::str("the store of rank 0 at ", host, " port ", port);
+  SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kGrace) == std::future_status::ready,
+                 where, " has given no answer within ", timeout.count() / 1000.0,
+                 " s. Look whether rank 0 is stopped");
+  try {
+    return opened.get();
+  } catch (const c10::Error& error) {
+    core::fail<CommError>(where, " could not be reached: ", first_line(error),
+                          ". Check that no firewall is between the hosts; SMP_SOCKET_IFNAME on "
+                          "rank 0 chooses its network interface");
+  }
+}
+
 bool under_torchrun() { return core::env("RANK") && core::env("WORLD_SIZE"); }
 
 MeetingPlace meeting_place(int port) {
@@ -171,8 +223,7 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
   try {
     return opened.get();
   } catch (const c10::Error& error) {
-    const std::string text = error.what_without_backtrace();
-    const std::string reason = where + text.substr(0, text.find('\n'));
+    const std::string reason = where + first_line(error);
     SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason,
                    ". Choose another ", key, " if it is in use.");
     core::fail<CommError>("rank ", place.rank, " cannot reach", reason,
@@ -199,11 +250,7 @@ void finalize_torchrun_world() {
     return;
   }
   job.finalized = true;
-  const std::exception_ptr late = final_barrier(*job.world.world);
-  job.world.transport->close();
-  if (late) {
-    std::rethrow_exception(late);
-  }
+  finish_store_world(job.world);
 }
 
 bool torchrun_world_aborted() { return job().world.transport && job().world.transport->aborted(); }

@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,11 +24,35 @@ namespace smp::comm {
 /// not come within `timeout`. Errors call the world `name`.
 ///
 /// The world ends for the others when the last communicator of this rank is gone, or the process
-/// ends with status 0; what they then still expect from this rank fails. A process that ends
+/// ends with status 0; further messages that they expect from this rank fail. A process that ends
 /// otherwise aborts the world.
 CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                  std::chrono::milliseconds timeout,
                                  const std::string& name = "world");
+
+class SocketTransport;
+
+/// A world that ends before its process does.
+struct StoreWorld {
+  std::shared_ptr<SocketTransport> transport;  ///< null: a world of one that needs none
+  CommunicatorPtr world;
+  std::vector<std::string> hosts;  ///< the host name of each rank; hosts of one name get numbers
+};
+
+/// Does the work of make_store_world.
+StoreWorld open_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                            std::chrono::milliseconds timeout, const std::string& name);
+
+/// Ends the world. Collective: waits until all ranks have called it; throws the `CommError` of
+/// which final_barrier tells. Returns at once when a rank has aborted. No communicator of it may be
+/// used after it.
+void finish_store_world(const StoreWorld& world);
+
+/// A store that this process opens for others, on a free `port` of all its addresses; and that
+/// store for them. Throw `CommError` when it cannot be opened or reached within `timeout`.
+c10::intrusive_ptr<c10d::Store> serve_store(std::chrono::milliseconds timeout, int& port);
+c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, int port,
+                                                 std::chrono::milliseconds timeout);
 
 /// Where the environment says that processes meet: the variables that torchrun sets.
 struct MeetingPlace {

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "smp/c/tensors.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "core/check.h"
+
+namespace smp::c {
+namespace {
+
+/// The size of the structure in the first version of the header.
+constexpr auto kFirstSize = static_cast<int64_t>(sizeof(smp_tensor));
+
+/// More than any memory has, and so few that no sum or product of libtorch overflows.
+constexpr int64_t kMostElements = int64_t{1} << 56;
+
+const std::vector<std::pair<int32_t, at::ScalarType>>& types() {
+  static const auto* table = new std::vector<std::pair<int32_t, at::ScalarType>>{
+      {SMP_FLOAT32, at::kFloat},    {SMP_FLOAT64, at::kDouble}, {SMP_INT32, at::kInt},
+      {SMP_INT64, at::kLong},       {SMP_INT16, at::kShort},    {SMP_INT8, at::kChar},
+      {SMP_UINT8, at::kByte},       {SMP_BOOL, at::kBool},      {SMP_FLOAT16, at::kHalf},
+      {SMP_BFLOAT16, at::kBFloat16}};
+  return *table;
+}
+
+at::ScalarType type_of(const smp_tensor& tensor, const std::string& what) {
+  for (const auto& [number, type] : types()) {
+    if (number == tensor.dtype) return type;
+  }
+  core::fail<UsageError>(what, ": dtype ", tensor.dtype, " is none of smp_dtype. Set it, for ",
+                         "example to SMP_FLOAT32");
+}
+
+void check_size(int64_t size, const std::string& what) {
+  SMP_CHECK_WITH(UsageError, size >= kFirstSize, what, ": struct_size is ", size,
+                 ", and a tensor takes ", kFirstSize,
+                 " bytes. Set it: tensor.struct_size = sizeof(smp_tensor)");
+  SMP_CHECK_WITH(UsageError, size <= static_cast<int64_t>(sizeof(smp_tensor)), what,
+                 ": struct_size is ", size, ", more than the ", sizeof(smp_tensor),
+                 " bytes that this library knows. The program was compiled with a newer smp/c.h: "
+                 "link the library of that version");
+}
+
+/// The index-th of an array whose elements have the size that the first says.
+template <class T>
+T* element(T* tensors, int64_t index) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(tensors) + index * tensors->struct_size);
+}
+
+std::vector<int64_t> strides_of(const smp_tensor& tensor, const std::string& what) {
+  const auto dims = static_cast<size_t>(tensor.dims);
+  std::vector<int64_t> strides(tensor.strides, tensor.strides + dims);
+  int64_t next = 1;
+  switch (tensor.layout) {
+    case SMP_ROW_MAJOR:
+      for (size_t i = dims; i-- > 0; next *= tensor.sizes[i]) strides[i] = next;
+      break;
+    case SMP_COLUMN_MAJOR:
+      for (size_t i = 0; i < dims; next *= tensor.sizes[i], ++i) strides[i] = next;
+      break;
+    case SMP_STRIDED:
+      for (const int64_t stride : strides) {
+        SMP_CHECK_WITH(UsageError, stride >= 0, what, ": the stride ", stride,
+                       " is negative. Strides are 0 or more elements; reverse a dimension in the "
+                       "caller's memory");
+      }
+      break;
+    default:
+      core::fail<UsageError>(what, ": layout ", tensor.layout, " is none of smp_layout. Set it, ",
+                             "for example to SMP_COLUMN_MAJOR for a Fortran array");
+  }
+  return strides;
+}
+
+void check_shape(const smp_tensor& tensor, const std::string& what) {
+  SMP_CHECK_WITH(UsageError, tensor.dims >= 0 && tensor.dims <= SMP_MAX_DIMS, what, ": it has ",
+                 tensor.dims, " dimensions, and a tensor has 0 to ", SMP_MAX_DIMS,
+                 " (SMP_MAX_DIMS)");
+  int64_t elements = 1;
+  for (int64_t i = 0; i < tensor.dims; ++i) {
+    int64_t product = 0;
+    const bool fits =
+        tensor.sizes[i] >= 0 &&
+        !__builtin_mul_overflow(elements, std::max<int64_t>(tensor.sizes[i], 1), &product) &&
+        product <= kMostElements;
+    SMP_CHECK_WITH(UsageError, fits, what, ": size ", i, " is ", tensor.sizes[i],
+                   ", which no memory has. Sizes are numbers of elements, 0 or more");
+    elements = product;
+  }
+}
+
+/// Neither the elements' number nor the distance of the last from the first overflows in libtorch.
+void check_extent(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                  const std::string& what) {
+  int64_t last = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    int64_t distance = 0;
+    const bool fits =
+        sizes[i] < 2 || (!__builtin_mul_overflow(sizes[i] - 1, strides[i], &distance) &&
+                         distance <= kMostElements - last);
+    SMP_CHECK_WITH(UsageError, fits, what, ": the stride of dimension ", i, " is ", strides[i],
+                   ", which no memory has. Strides are numbers of elements between neighbours");
+    last += distance;
+  }
+}
+
+/// For memory that is written to: each dimension, in the order of strides, has to step over those
+/// before.
+void check_apart(const at::Tensor& view, const std::string& what) {
+  if (view.numel() == 0) return;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size
+  for (int64_t i = 0; i < view.dim(); ++i) {
+    if (view.size(i) > 1) dims.emplace_back(view.stride(i), view.size(i));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;
+  for (const auto& [stride, size] : dims) {
+    SMP_CHECK_WITH(UsageError, stride > last, what, ": with strides ", view.strides(), " and sizes ",
+                   view.sizes(), " elements lie on each other. Give each a place of its own");
+    last += stride * (size - 1);
+  }
+}
+
+/// A view of the caller's memory.
+at::Tensor view_of(const smp_tensor& tensor, const std::string& what) {
+  check_shape(tensor, what);
+  const std::vector<int64_t> sizes(tensor.sizes, tensor.sizes + tensor.dims);
+  const auto strides = strides_of(tensor, what);
+  check_extent(sizes, strides, what);
+  const bool is_empty = std::count(sizes.begin(), sizes.end(), 0) > 0;
+  SMP_CHECK_WITH(UsageError, tensor.data != nullptr || is_empty, what,
+                 ": data is NULL. Set it to the address of the first element");
+  return at::from_blob(tensor.data, sizes, strides, at::TensorOptions(type_of(tensor, what)));
+}
+
+std::string text_of(const char* what, int64_t index) { return c10::str(what, " ", index); }
+
+}  // namespace
+
+NamedTensors read_tensors(const smp_tensor* tensors, int64_t count, const char* what) {
+  SMP_CHECK_WITH(UsageError, count >= 0 && (count == 0 || tensors != nullptr), what, "s: ", count,
+                 " tensors at ", static_cast<const void*>(tensors),
+                 " are no array. Pass the address of the first and their number");
+  NamedTensors result;
+  for (int64_t i = 0; i < count; ++i) {
+    check_size(tensors->struct_size, text_of(what, 0));
+    const smp_tensor& tensor = *element(tensors, i);
+    result.tensors.push_back(read_tensor(tensor, text_of(what, i).c_str()));
+    result.names.emplace_back(tensor.name == nullptr ? "" : tensor.name);
+  }
+  return result;
+}
+
+at::Tensor read_tensor(const smp_tensor& tensor, const char* what) {
+  check_size(tensor.struct_size, what);
+  return view_of(tensor, what).contiguous();
+}
+
+void write_tensors(const std::vector<at::Tensor>& results, smp_tensor* tensors, int64_t count) {
+  const at::NoGradGuard no_grad;
+  SMP_CHECK_WITH(UsageError, count >= 0 && count <= static_cast<int64_t>(results.size()), count,
+                 " outputs were asked for, and the model returns ", results.size(),
+                 " tensors. Ask for so many, or for fewer");
+  SMP_CHECK_WITH(UsageError, count == 0 || tensors != nullptr,
+                 "the array of outputs is NULL. Pass the address of the first");
+  for (int64_t i = 0; i < count; ++i) {
+    check_size(tensors->struct_size, text_of("output", 0));
+    smp_tensor& tensor = *element(tensors, i);
+    const at::Tensor& result = results[i];
+    if (tensor.data == nullptr) {
+      const smp_tensor described = describe(result);
+      tensor.dtype = described.dtype;
+      tensor.dims = described.dims;
+      std::copy_n(described.sizes, SMP_MAX_DIMS, tensor.sizes);
+      continue;
+    }
+    const at::Tensor view = view_of(tensor, text_of("output", i));
+    SMP_CHECK_WITH(UsageError,
+                   view.sizes() == result.sizes() && view.scalar_type() == result.scalar_type(),
+                   text_of("output", i), ": the model returns ", result.scalar_type(), " of sizes ",
+                   result.sizes(), ", and there is memory for ", view.scalar_type(), " of sizes ",
+                   view.sizes(), ". With data = NULL the call fills in dtype and sizes");
+    check_apart(view, text_of("output", i));
+    view.copy_(result);
+  }
+}
+
+smp_tensor describe(const at::Tensor& tensor) {
+  smp_tensor result{};
+  result.struct_size = sizeof(smp_tensor);
+  for (const auto& [number, type] : types()) {
+    if (type == tensor.scalar_type()) result.dtype = number;
+  }
+  SMP_CHECK_WITH(UsageError, result.dtype != 0 && tensor.dim() <= SMP_MAX_DIMS, "a tensor of ",
+                 tensor.scalar_type(), " of sizes ", tensor.sizes(),
+                 " has no description in C: smp_dtype lacks its type, or it has more than ",
+                 SMP_MAX_DIMS, " dimensions (SMP_MAX_DIMS). Export a program that converts it");
+  result.layout = SMP_ROW_MAJOR;
+  result.dims = tensor.dim();
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), result.sizes);
+  std::copy(tensor.strides().begin(), tensor.strides().end(), result.strides);
+  result.data = tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr();
+  return result;
+}
+
+void store(const smp_tensor& described, smp_tensor* tensor) {
+  SMP_CHECK_WITH(UsageError, tensor != nullptr, "the place for a tensor is NULL. Pass the address "
+                 "of an smp_tensor");
+  check_size(tensor->struct_size, "the place for a tensor");
+  const int64_t size = tensor->struct_size;
+  std::memcpy(static_cast<void*>(tensor), &described, static_cast<size_t>(size));
+  tensor->struct_size = size;
+}
+
+std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
+  std::vector<at::Tensor> found;
+  const auto add = [&](const c10::IValue& part) {
+    const auto inner = tensors_of(part);
+    found.insert(found.end(), inner.begin(), inner.end());
+  };
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) found.push_back(value.toTensor());
+  } else if (value.isTuple()) {
+    for (const c10::IValue& part : value.toTupleRef().elements()) add(part);
+  } else if (value.isList()) {
+    for (const c10::IValue& part : value.toListRef()) add(part);
+  } else if (value.isGenericDict()) {
+    for (const auto& entry : value.toGenericDict()) add(entry.value());
+  }
+  return found;
+}
+
+}  // namespace smp::c
